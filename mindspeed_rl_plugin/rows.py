@@ -35,8 +35,8 @@ class SampleId(NamedTuple):
 Group = tuple[int, int]
 """Identity of one group: rollout epoch, and group within it."""
 
-FINISH = ("stop", "length", "abort")
-"""Why a response ended; columns hold the index."""
+FINISH = ("stop", "length", "abort", "turns")
+"""Why a response ended ("turns": an episode had as many as it may have); columns hold the index."""
 
 
 @dataclass(frozen=True)
@@ -188,13 +188,45 @@ class Sampling:
     ignore_eos: bool = False
 
 
+EPISODE_COUNTS = (
+    *("calls", "malformed", "unknown", "arguments", "raised"),
+    *("observation_tokens", "cut", "special", "milliseconds"),
+)
+"""What is counted of an episode. calls: of tools, that were made; malformed: attempts that cannot be read; unknown:
+calls of a tool that is not there; arguments: with wrong arguments; raised: that raised; observation_tokens: between
+turns; cut: observations that were longer than --rl-max-observation-length; special: that held the text of a special
+token; milliseconds: that the user's code took."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What a response of several turns has beside its tokens.
+
+    prompt: token ids before the first turn, where an environment has added to the data's own; turns: (first, end) of
+    each turn of the model, in response tokens, whatever is between them was not sampled; rewards: the environment's,
+    one for each turn; conversation: chat messages, JSON values, of assistants with `turn` [tokens], `reward` and
+    `seconds`; counts: of `EPISODE_COUNTS`; tools: calls that were made of each tool, and of these how many raised;
+    failure: why the environment could not go on, None where it could. On other ranks than the first of an engine only
+    `turns` counts.
+    """
+
+    prompt: tuple[int, ...]
+    turns: tuple[tuple[int, int], ...]
+    rewards: tuple[float, ...] = ()
+    conversation: tuple[Mapping[str, object], ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    tools: tuple[tuple[int, int], ...] = ()
+    failure: str | None = None
+
+
 @dataclass(frozen=True)
 class Completion:
     """One response, whole or partial.
 
     tokens: R response ids, the stop token included where one was sampled; logps: R processed log-probs
-    at the sampling temperature; finish: "stop" | "length" | "abort"; segments: (first response token, version) of each
-    part that weights of another version sampled, by rising token, the first from token 0 on.
+    at the sampling temperature, 0.0 where a token was not sampled; finish: of `FINISH`; segments: (first response
+    token, version) of each part that weights of another version sampled, by rising token, the first from token 0 on;
+    episode: of a response of several turns.
     """
 
     id: SampleId
@@ -202,20 +234,37 @@ class Completion:
     logps: tuple[float, ...]
     finish: str
     segments: tuple[tuple[int, int], ...]
+    episode: Episode | None = None
 
     @property
     def version(self) -> int:
         """Oldest weight version that sampled a token of it."""
         return min(version for _, version in self.segments)
 
+    @property
+    def sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return len(self.tokens) if self.episode is None else sum(end - first for first, end in self.episode.turns)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an environment gets of a row. fields: `text`, `answer`, `record`, `messages` of its `Prompt`; seed: of its
+    group."""
+
+    fields: Mapping[str, object]
+    seed: int
+
 
 @dataclass(frozen=True)
 class GenerateRequest:
     """One response asked of an engine. seed: full 63-bit seed of this very response, or of the part that is to come;
-    begun: what was sampled of it before, with which it goes on."""
+    begun: what was sampled of it before, with which it goes on; task: for who answers the model's turns, None without.
+    """
 
     id: SampleId
     prompt_tokens: tuple[int, ...]
     sampling: Sampling
     seed: int
     begun: Completion | None = None
+    task: Task | None = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig
+from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.config.flag import PREFIX, as_given, flag_name, value_problems
 from mindspeed_rl_plugin.config.run_flags import (
     DataConfig,
@@ -30,12 +31,18 @@ class RLConfig:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     forward: ForwardConfig = field(default_factory=ForwardConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     dock: DockConfig = field(default_factory=DockConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+    @property
+    def graders(self) -> tuple[str, ...]:
+        """Of --rl-reward; without it an environment's own reward."""
+        return self.reward.reward or (("environment",) if self.episodes.environment else ())
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> RLConfig:

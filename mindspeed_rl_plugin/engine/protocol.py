@@ -33,7 +33,8 @@ class Engine(Protocol):
 
     replica, replicas: which of how many independent engines of the world this is; leader: whether this rank is
     the first of its engine; version: the weight version that it generates with, -1 before the first weights; digest: of
-    these weights, 16 hexadecimal digits, None where they were not verified.
+    these weights, 16 hexadecimal digits, None where they were not verified; shares_experts: whether it steps together
+    with others; progress: when something was last finished, by the clock of `time.monotonic`.
     """
 
     replica: int
@@ -41,6 +42,8 @@ class Engine(Protocol):
     leader: bool
     version: int
     digest: str | None
+    shares_experts: bool
+    progress: float
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Queue responses, those that have begun with what was sampled of them. Returns at once.
@@ -118,16 +121,18 @@ def stream(
     """Generate all responses, maybe none: those that are finished, as they finish. Collective over the engines that
     share experts.
 
-    deadline: seconds in which at least one response must finish, again and again: long rollouts may take longer as long
-    as they come along; pause: after so many seconds without a response an empty list lets the caller look at something
-    else. Raises TimeoutError that says how many are missing; those are aborted, so that the engine is left idle.
+    deadline: seconds in which at least one response (of an episode: a turn, or an observation) must be finished, again
+    and again: long rollouts may take longer as long as they come along; pause: after so many seconds without a response
+    an empty list lets the caller look at something else. Raises TimeoutError that says how many are missing; those are
+    aborted, so that the engine is left idle.
     """
     missing, end = {r.id: r for r in requests}, time.monotonic() + deadline
     engine.submit(requests)
     while missing:
         left = end - time.monotonic()
         finished = engine.poll(min(pause, left))
-        if not finished and left <= pause:
+        late, end = end, max(end, engine.progress + deadline)
+        if not finished and left <= pause and end == late:
             raise TimeoutError(_too_late(list(missing.values()), len(requests), engine.abort(), deadline))
         if finished:
             end = time.monotonic() + deadline

@@ -32,11 +32,11 @@ class ServerEngine:
     eos: end every response that does not ignore them; seeds: whether each request has its own.
     """
 
-    replica, replicas, leader = 0, 1, True
+    replica, replicas, leader, shares_experts = 0, 1, True, False
 
     def __init__(self, server: Server, eos: Sequence[int], seeds: bool) -> None:
         self.server, self._eos, self._seeds = server, tuple(eos), seeds
-        self.version = -1
+        self.version, self.progress = -1, time.monotonic()
         self.digest: str | None = None
         self._salt = secrets.token_hex(8)  # prefixes of another job, whose versions have the same numbers
         self._running: set[SampleId] = set()
@@ -51,6 +51,7 @@ class ServerEngine:
     def poll(self, timeout: float) -> list[Completion]:
         """Wait for a response; see `Engine`. Raises what the server answers in its place."""
         finished = self._arrived(timeout) if self._running else []
+        self.progress = time.monotonic() if finished else self.progress
         for completion in finished:
             self._running.remove(completion.id)
             if completion.finish == "abort":

@@ -67,6 +67,7 @@ class VllmEngine:
         self.leader = within == 0
         self._awake = set(PARTS)
         self._running: dict[str, Running] = {}
+        self.shares_experts, self.progress = options.sharing > 1, time.monotonic()
         self._steps = 0
         self._checksum = 0  # of all tokens sampled
         self._process = ProcessState(self._device)
@@ -233,7 +234,7 @@ class VllmEngine:
         return finished
 
     def _complete(self, name: str, finish: str) -> Completion:
-        done = self._running.pop(name)
+        done, self.progress = self._running.pop(name), time.monotonic()
         sample = done.request.id
         if finish not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM ended response {sample} with {finish!r}")
@@ -355,5 +356,6 @@ def _step_of(options: VllmOptions) -> str:
 
 
 def _name(request: GenerateRequest, version: int) -> str:
-    """Another one for each part of a response: a step in flight may still answer to the part before."""
-    return "-".join(map(str, request.id)) + (f"@{version}" if request.begun else "")
+    """Another one for each turn and each part of a response: a step in flight may still answer to the one before."""
+    turn = f"/{len(request.prompt_tokens)}" if request.task else ""
+    return "-".join(map(str, request.id)) + turn + (f"@{version}" if request.begun else "")

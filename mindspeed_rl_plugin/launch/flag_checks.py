@@ -28,7 +28,15 @@ from mindspeed_rl_plugin.engine.hf_rope import rope_scaling
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import conversion, critic_files, disk, schedule_checks, taken_over, upstream_checks
+from mindspeed_rl_plugin.launch import (
+    conversion,
+    critic_files,
+    disk,
+    episode_checks,
+    schedule_checks,
+    taken_over,
+    upstream_checks,
+)
 from mindspeed_rl_plugin.launch.dist_files import DistFiles
 from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
 from mindspeed_rl_plugin.launch.saved_args import other_layout, other_order, other_sizes
@@ -94,7 +102,7 @@ def warnings(args: Any) -> list[str]:
             f"--rl-tokenizer {config.data.tokenizer} and --tokenizer-model {megatrons} have different vocabularies; "
             "prompts are tokenized with the first: give the tokenizer with which the model was trained"
         )
-    for spec in model_specs(config.reward.reward):
+    for spec in model_specs(config.graders):
         if not same_tokenizer(spec.file, policy):
             lines.append(
                 f"reward {spec.name!r} has another tokenizer than the policy: it gets prompts and responses as text, "
@@ -240,7 +248,7 @@ def _tokenizer(args: Any, config: RLConfig) -> Iterator[str]:
 
 def _rewards(args: Any, config: RLConfig) -> Iterator[str]:
     try:
-        graders = len(parse_specs(config.reward.reward, config.reward.reward_regex))
+        graders = len(parse_specs(config.graders, config.reward.reward_regex))
     except ValueError as error:
         yield f"--rl-reward: {error}"
     else:
@@ -321,6 +329,7 @@ CHECKS: tuple[Check, ...] = (
 # Of algorithms that sample and grade responses.
 GENERATION_CHECKS: tuple[Check, ...] = (
     schedule_checks.problems,
+    episode_checks.problems,
     _rewards,
     _model,
     upstream_checks.swapped_memory,

@@ -6,22 +6,30 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
-from mindspeed_rl_plugin.reward.process import Worker, wait_for
 from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, parse_specs, time_limits
+from mindspeed_rl_plugin.reward.worker import Kind
+from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
 if TYPE_CHECKING:
-    from mindspeed_rl_plugin.reward.worker import Outcome
     from mindspeed_rl_plugin.rows import Prompt
+    from mindspeed_rl_plugin.workers.child import Outcome
 
 GRACE = 1.0  # seconds beyond which an asynchronous call that should have been cancelled is stuck
 RESTARTS = 2  # of a worker that ends before it reads its call
 TOGETHER = 64  # most samples of which an asynchronous grader is called at once
+WORKER = Program(
+    main="mindspeed_rl_plugin.reward.worker:main",
+    first=tuple[Kind, ...],
+    then=list[tuple[float | None, str | None]],
+    who="a reward worker",
+    raises=RewardError,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +80,14 @@ class RewardPool:
         self._spent = (0.0, 0)  # seconds of the workers, and responses that are graded, since `take_seconds`
         self._batches: dict[Batch, None] = {}  # those with grades that are missing, by their ends
         self._finished: list[Batch] = []
-        self._workers = [Worker((self._specs, self._timeouts, regex, device)) for _ in range(workers)]
+        setup = self._specs, self._timeouts, regex, device
+        self._workers = [Worker(WORKER, setup, ", ".join(self.names)) for _ in range(workers)]
         try:
             self._load()
         except BaseException:
             self.close()
             raise
-        self._kinds = self._workers[0].kinds
+        self._kinds: Sequence[Kind] = self._workers[0].loaded
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
         """Raises ValueError where a grader cannot be called on some row; rows: place in the data -> its fields."""
@@ -86,15 +95,20 @@ class RewardPool:
             if problem := lacking(kind.fields, rows):
                 raise ValueError(f"reward {spec.given!r} {problem}")
 
-    def try_once(self, prompt: Prompt, where: str, members: int) -> list[str]:
+    def try_once(self, prompt: Prompt, where: str, members: int, episodes: bool = False) -> list[str]:
         """Call each grader once on a data row, with its own answer as the response, a batch grader on `members` of
         them; reward models on a device are left out, for they would need its memory before the policy has its own.
 
-        where: the row's place in the data. Returns what failed; under `on_error` "stop" raises RewardError with it.
+        where: the row's place in the data; episodes: whether responses are some. Returns what failed; under `on_error`
+        "stop" raises RewardError with it.
         """
         from mindspeed_rl_plugin.rows import SampleId
 
         item = GradeItem(prompt.text, prompt.answer, prompt.answer, prompt.record, SampleId(0, 0, 0), prompt.messages)
+        if episodes:
+            asked = prompt.messages or [{"role": "user", "content": prompt.text}]
+            said = [*asked, {"role": "assistant", "content": prompt.answer, "turn": [0, 1], "reward": 0.0}]
+            item = replace(item, conversation=said, environment=0.0)
         names = [f"{s.file}:{s.function}" if s.function else s.given for s in self._specs]
         batch = Batch([item] * members, names, self.weights, self._on_error, {}, f"when it was tried on {where}")
         calls = [
@@ -241,7 +255,7 @@ class RewardPool:
                 self._running[worker] = call, time.monotonic()
                 grace = GRACE if self._kinds[call.grader].asynchronous else 0.0
                 texts = [batch.texts[i] for batch, i in call.items]
-                worker.call(call.grader, texts, self._timeouts[call.grader], grace)
+                worker.call((call.grader, texts), self._timeouts[call.grader], grace)
 
     def _next(self) -> Call:
         """The next call; that of an asynchronous grader with its share of the items that wait for the same one."""

@@ -8,26 +8,16 @@ this process group. Imports no torch, so that it starts in a moment.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import inspect
-import os
-import select
-import sys
-import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
-
-import msgspec
 
 from mindspeed_rl_plugin.reward.builtin import make_builtin
 from mindspeed_rl_plugin.reward.calling import Grader, load_function, number
 from mindspeed_rl_plugin.reward.reward_model import RewardModel
 from mindspeed_rl_plugin.reward.specs import Spec
+from mindspeed_rl_plugin.workers.child import Outcome, Parent, describe, outcome, why_not_loaded
 
-FRAMES = 4  # innermost frames of a traceback that are reported
 Items = list[dict[str, Any]]
-Outcome = tuple[Any, "str | None"]  # a value, or what was raised
 
 
 class Kind(NamedTuple):
@@ -40,41 +30,29 @@ class Kind(NamedTuple):
 
 def main(connection: int, lifeline: int) -> None:
     """Serve until the parent closes its end. Arguments: file descriptors."""
-    _die_with_parent(lifeline)
-    parent = Connection(connection)
-    specs, timeouts, regex, device = parent.recv()
+    parent = Parent(connection, lifeline)
+    specs, timeouts, regex, device = parent.receive()
     graders = []
     for spec in specs:
-        loaded, error = _outcome(_load, spec, regex, device)
+        loaded, error = outcome(_load, spec, regex, device)
         if error:
-            why = f"it {error}"
-            if "\n" not in error:  # raised here, not on a line of the user's file or of a library
-                why = why.removeprefix("it raised ValueError: ")
-            send(parent, ((), f"reward {spec.given!r} cannot be loaded: {why}"))
+            parent.send(((), f"reward {spec.given!r} cannot be loaded: {why_not_loaded(error)}"))
             return
         graders.append(loaded)
-    send(parent, ([Kind(g.batch, g.asynchronous, g.fields) for g in graders], None))
+    parent.send(([Kind(g.batch, g.asynchronous, g.fields) for g in graders], None))
     while True:
-        try:
-            grader, items = parent.recv()
-        except EOFError:
-            return
-        send(parent, grade(graders[grader], items, timeouts[grader]))
-
-
-def send(parent: Connection, answer: Any) -> None:
-    """As MessagePack, which the parent reads without running anything."""
-    parent.send_bytes(msgspec.msgpack.encode(answer))
+        grader, items = parent.receive()
+        parent.send(grade(graders[grader], items, timeouts[grader]))
 
 
 def grade(grader: Grader, items: Items, timeout: float) -> list[Outcome]:
     """The outcome of each item; those of an asynchronous grader are awaited together."""
     if grader.batch:
-        values, error = _outcome(_values, grader, items, timeout)
-        return [(None, error)] * len(items) if error else [_outcome(number, value) for value in values]
+        values, error = outcome(_values, grader, items, timeout)
+        return [(None, error)] * len(items) if error else [outcome(number, value) for value in values]
     if grader.asynchronous:
         return asyncio.run(_together(grader, items, timeout))
-    return [_outcome(lambda item=item: number(_settled(grader.single(item), timeout))) for item in items]
+    return [outcome(lambda item=item: number(_settled(grader.single(item), timeout))) for item in items]
 
 
 def _values(grader: Grader, items: Items, timeout: float) -> list[Any]:
@@ -98,47 +76,9 @@ def _settled(value: Any, timeout: float) -> Any:
     return asyncio.run(asyncio.wait_for(value, timeout)) if inspect.isawaitable(value) else value
 
 
-def _outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
-    try:
-        return function(*arguments), None
-    except BaseException as error:  # noqa: BLE001 - whatever user code raises is reported to the parent
-        return None, describe(error)
-
-
-def describe(error: BaseException) -> str:
-    """What a user's code raised, and the innermost frames outside of this folder."""
-    if isinstance(error, asyncio.TimeoutError):
-        return "ran out of time"
-    own = os.path.dirname(__file__)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if os.path.dirname(frame.filename) != own and "<frozen importlib" not in frame.filename
-    ]
-    head = f"raised {type(error).__name__}: {error}"
-    if isinstance(error, SyntaxError):  # its text names the file without the folder
-        line = (error.text or "").strip()
-        head = f"raised {type(error).__name__}: {error.msg} in {error.filename}, line {error.lineno}: {line}"
-    return "\n".join([head, *("  " + line.rstrip() for line in traceback.format_list(frames[-FRAMES:]))])
-
-
 def _load(spec: Spec, regex: str | None, device: str) -> Grader:
     if spec.is_model:
         return Grader(spec.name, RewardModel(spec.file, device))
     if spec.file is None:
         return Grader(spec.name, make_builtin(spec.name, regex))
     return Grader(spec.name, load_function(spec.file, spec.function))
-
-
-def _die_with_parent(lifeline: int) -> None:
-    """End this process group when the parent's end of the pipe closes, whatever the grader is doing then.
-
-    The kernel sends SIGIO, whose default action is to terminate; a watching thread would need the GIL, which a
-    grader in C code may hold for ever.
-    """
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    poll = select.poll()
-    poll.register(lifeline, select.POLLIN)
-    if poll.poll(0):  # it closed before the line above
-        sys.exit(1)

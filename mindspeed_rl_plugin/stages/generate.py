@@ -5,14 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Lease
 from mindspeed_rl_plugin.engine.protocol import Engine, generate, stream
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.monitor.console import ProgressBar
-from mindspeed_rl_plugin.rows import FINISH, Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.rows import (
+    EPISODE_COUNTS,
+    FINISH,
+    Column,
+    Completion,
+    Episode,
+    GenerateRequest,
+    Ragged,
+    Rows,
+    SampleId,
+    Sampling,
+    pack_json,
+    unpack_json,
+)
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 SPEC = StageSpec(
@@ -34,6 +49,33 @@ SPEC = StageSpec(
     resource="engine",
 )
 
+
+@dataclass(frozen=True)
+class Episodes:
+    """What is declared of episodes. tools: how many there are; turns: most of an episode."""
+
+    tools: int
+    turns: int
+
+
+def spec(episodes: Episodes | None = None) -> StageSpec:
+    """The stage; where responses are episodes, their environments read `meta`, and there is more to tell."""
+    if episodes is None:
+        return SPEC
+    more = (
+        ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with what the environment said first
+        # [first token, behind the last) of each turn of the model
+        ColumnSpec("turns", torch.int64, "sample", ragged=True, trailing=(2,), longest=episodes.turns),
+        ColumnSpec("turn_reward", torch.float32, "sample", ragged=True, longest=episodes.turns),  # the environment's
+        ColumnSpec("conversation", torch.uint8, "sample", ragged=True),  # JSON: chat messages
+        ColumnSpec("environment_failed", torch.int8, "sample", ragged=False),
+        ColumnSpec("episode_counts", torch.int64, "sample", ragged=False, trailing=(len(EPISODE_COUNTS),)),
+    )
+    if episodes.tools:
+        more += (ColumnSpec("tool_calls", torch.int64, "sample", ragged=False, trailing=(episodes.tools, 2)),)
+    return replace(SPEC, reads=(*SPEC.reads, "meta"), writes=(*SPEC.writes, *more))
+
+
 Bar = Callable[[int], AbstractContextManager[ProgressBar]]
 LOOK_SECONDS = 0.5  # between looks at what works beside the engine
 COMMIT_SECONDS = 0.05  # between commits: each costs the engine some of its time
@@ -48,9 +90,16 @@ class Generate(Stage):
     progress over so many responses."""
 
     def __init__(
-        self, dock: Dock, deadline: float, engine: Engine, sampling: Sampling, seed: int, bar: Bar = _hidden
+        self,
+        spec: StageSpec,
+        dock: Dock,
+        deadline: float,
+        engine: Engine,
+        sampling: Sampling,
+        seed: int,
+        bar: Bar = _hidden,
     ) -> None:
-        super().__init__(SPEC, dock, deadline)
+        super().__init__(spec, dock, deadline)
         self.engine, self.sampling, self.seed, self.bar = engine, sampling, seed, bar
         self.begun: dict[SampleId, Completion] = {}  # what `until` left unfinished
 
@@ -117,11 +166,21 @@ class Generate(Stage):
         return completion_rows(requests, completions, self.engine.digest) if self.engine.leader else None
 
     def _requests(self, rows: Rows) -> list[GenerateRequest]:
-        prompts = rows["prompt"].rows() if len(rows) else ()
-        return [self._request(i, prompt.tolist()) for i, prompt in zip(rows.ids, prompts, strict=True)]
+        return requests_of(rows, self.sampling, self.seed, self.begun)
 
-    def _request(self, sample: SampleId, prompt: Sequence[int]) -> GenerateRequest:
-        return response_request(self.sampling, self.seed, sample, prompt, self.begun.get(sample))
+
+def requests_of(
+    rows: Rows, sampling: Sampling, seed: int, begun: Mapping[SampleId, Completion] | None = None
+) -> list[GenerateRequest]:
+    """What an engine is asked for B rows, maybe none, of what the stage reads. begun: of `response_request`, by row."""
+    if not len(rows):
+        return []
+    prompts, begun = [prompt.tolist() for prompt in rows["prompt"].rows()], begun or {}
+    tasks = unpack_json(rows["meta"]) if "meta" in rows.columns else [None] * len(rows)
+    return [
+        response_request(sampling, seed, i, prompt, begun.get(i), task)
+        for i, prompt, task in zip(rows.ids, prompts, tasks, strict=True)
+    ]
 
 
 def digest_number(digest: str | None) -> int:
@@ -134,33 +193,54 @@ def digest_number(digest: str | None) -> int:
 def completion_rows(
     requests: Sequence[GenerateRequest], completions: Sequence[Completion], digest: str | None = None
 ) -> Rows:
-    """The columns of `SPEC`, aligned with tokens = prompt + response (see `rows`)."""
-    tokens, masks, logps = [], [], []
+    """The columns of `SPEC`, aligned with tokens = prompt + response (see `rows`); of episodes more."""
+    tokens, masks, logps, segments = [], [], [], []
     for request, completion in zip(requests, completions, strict=True):
         assert request.id == completion.id, (request.id, completion.id)
-        prompt, response = len(request.prompt_tokens), len(completion.tokens)
-        tokens.append(torch.tensor((*request.prompt_tokens, *completion.tokens), dtype=torch.int32))
-        masks.append(torch.tensor([0] * prompt + [1] * response, dtype=torch.uint8))
-        logps.append(torch.tensor([0.0] * prompt + list(completion.logps), dtype=torch.float32))
-    return Rows(
-        tuple(r.id for r in requests),
-        {
-            "tokens": Ragged.from_rows(tokens, torch.int32),
-            "loss_mask": Ragged.from_rows(masks, torch.uint8),
-            "logp_rollout": Ragged.from_rows(logps, torch.float32),
-            "length": torch.tensor([len(t) for t in tokens], dtype=torch.int64),
-            "response_length": torch.tensor([len(c.tokens) for c in completions], dtype=torch.int64),
-            "finish": torch.tensor([FINISH.index(c.finish) for c in completions], dtype=torch.int8),
-            "version": torch.tensor([c.version for c in completions], dtype=torch.int64),
-            "weights_digest": torch.tensor(
-                [digest_number(digest if len(c.segments) == 1 else None) for c in completions], dtype=torch.int64
-            ),
-            "segments": Ragged.from_rows(
-                [
-                    torch.tensor([(len(r.prompt_tokens) + first, version) for first, version in c.segments])
-                    for r, c in zip(requests, completions, strict=True)
-                ],
-                torch.int64,
-            ),
-        },
-    )
+        prompt = request.prompt_tokens if completion.episode is None else completion.episode.prompt
+        tokens.append(torch.tensor((*prompt, *completion.tokens), dtype=torch.int32))
+        masks.append(torch.cat([torch.zeros(len(prompt), dtype=torch.uint8), _sampled(completion)]))
+        logps.append(torch.tensor([0.0] * len(prompt) + list(completion.logps), dtype=torch.float32))
+        segments.append(torch.tensor([(len(prompt) + first, version) for first, version in completion.segments]))
+    columns = {
+        "tokens": Ragged.from_rows(tokens, torch.int32),
+        "loss_mask": Ragged.from_rows(masks, torch.uint8),
+        "logp_rollout": Ragged.from_rows(logps, torch.float32),
+        "length": torch.tensor([len(t) for t in tokens], dtype=torch.int64),
+        "response_length": torch.tensor([int(m.sum()) for m in masks], dtype=torch.int64),
+        "finish": torch.tensor([FINISH.index(c.finish) for c in completions], dtype=torch.int8),
+        "version": torch.tensor([c.version for c in completions], dtype=torch.int64),
+        "weights_digest": torch.tensor(
+            [digest_number(digest if len(c.segments) == 1 else None) for c in completions], dtype=torch.int64
+        ),
+        "segments": Ragged.from_rows(segments, torch.int64),
+    }
+    episodes = [completion.episode for completion in completions]
+    if None not in episodes:
+        columns |= _episode_columns(episodes)
+    return Rows(tuple(request.id for request in requests), columns)
+
+
+def _sampled(completion: Completion) -> Tensor:
+    """`[R]` uint8, 1 where the model sampled the token."""
+    if completion.episode is None:
+        return torch.ones(len(completion.tokens), dtype=torch.uint8)
+    mask = torch.zeros(len(completion.tokens), dtype=torch.uint8)
+    for first, end in completion.episode.turns:
+        mask[first:end] = 1
+    return mask
+
+
+def _episode_columns(episodes: Sequence[Episode]) -> dict[str, Column]:
+    before = [len(episode.prompt) for episode in episodes]
+    turns = [torch.tensor(e.turns, dtype=torch.int64) + start for e, start in zip(episodes, before, strict=True)]
+    return {
+        "prompt_length": torch.tensor(before, dtype=torch.int64),
+        "turns": Ragged.from_rows(turns, torch.int64),
+        "turn_reward": Ragged.from_rows([torch.tensor(e.rewards) for e in episodes], torch.float32),
+        "conversation": pack_json([list(e.conversation) for e in episodes]),
+        "environment_failed": torch.tensor([e.failure is not None for e in episodes], dtype=torch.int8),
+        "episode_counts": torch.tensor([[e.counts[n] for n in EPISODE_COUNTS] for e in episodes], dtype=torch.int64),
+        # of each tool: made, raised
+        **({"tool_calls": torch.tensor([e.tools for e in episodes])} if episodes[0].tools else {}),
+    }

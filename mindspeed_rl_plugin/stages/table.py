@@ -29,26 +29,28 @@ def stage_table(
     dump: bool = False,
     own: Sequence[StageSpec] = (),
     apart: bool = False,
+    episodes: generate.Episodes | None = None,
 ) -> list[StageSpec]:
     """The stages of an algorithm. graders: number of rewards; by_group: whether one is called with whole groups; dump:
     whether rollouts are written to files; own: a user's stages, which come after reward and before select; apart:
-    whether other processes than the trainers generate. Raises ValueError for names that others have."""
+    whether other processes than the trainers generate; episodes: where responses are some. Raises ValueError for names
+    that others have."""
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.pair_spec()])
     added = tuple(name for spec in own for name in spec.written)
-    first, second = prompts.SPEC, generate.SPEC
+    first, second = prompts.SPEC, generate.spec(episodes)
     if apart:
         first = replace(first, writes=(*first.writes, prompts.ORDER))
         second = replace(second, reads=(*second.reads, prompts.ORDER.name))
     specs = [
         first,
         second,
-        reward.spec(graders, by_group),
+        reward.spec(graders, by_group, episodes is not None),
         *own,
         select.spec(algorithm, reads_valid="valid" in added),
         *logprobs.specs(algorithm),
-        advantages.spec(algorithm),
-        measure.spec(algorithm, dump, added),
+        advantages.spec(algorithm, episodes is not None),
+        measure.spec(algorithm, dump, added, episodes),
         update.spec(algorithm),
     ]
     for spec in own:

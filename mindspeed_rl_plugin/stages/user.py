@@ -15,10 +15,10 @@ import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, from_tensordict, to_tensordict
 from mindspeed_rl_plugin.reward.calling import load_function
-from mindspeed_rl_plugin.reward.worker import describe
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, Ragged, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages import generate, prompts, reward, select
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
+from mindspeed_rl_plugin.workers.child import describe
 
 WRITABLE = {column.name: column for column in (reward.REWARD, select.VALID)}
 # What a user's code may raise at the start.

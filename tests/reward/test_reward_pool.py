@@ -16,9 +16,9 @@ import pytest
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.pool import RESTARTS
-from mindspeed_rl_plugin.reward.process import Worker
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rows import Prompt, SampleId
+from mindspeed_rl_plugin.workers.process import Worker
 
 FILE = Path(__file__).with_name("graders_for_tests.py")
 

@@ -12,81 +12,109 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
 from typing import Any
 
 import msgspec
 
-from mindspeed_rl_plugin.reward.items import RewardError
-from mindspeed_rl_plugin.reward.worker import Kind
+import mindspeed_rl_plugin
 
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from mindspeed_rl_plugin.reward.worker import main; main(*map(int, sys.argv[2:]))"
-)
-# What a worker answers: its graders or why they cannot be loaded; then values, or why there are none.
-LOADED, OUTCOMES = tuple[tuple[Kind, ...], str | None], list[tuple[float | None, str | None]]
+# The arguments of a worker: the module path of this interpreter, None for another one, which has only this package of
+# it; where the package is; what to call; the file descriptors for it.
+BOOT = """
+import importlib, importlib.util, json, sys
+path, package, main, descriptors = json.loads(sys.argv[1])
+if path is None:
+    spec = importlib.util.spec_from_file_location("mindspeed_rl_plugin", package)
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])
+else:
+    sys.path[:] = path
+module, _, function = main.partition(":")
+getattr(importlib.import_module(module), function)(*descriptors)
+"""
+LARGEST = 1 << 26  # bytes of an answer
 STALLED = 60  # seconds without a byte within a message
+WROTE = "wrote into the pipe of its worker, which was killed"
 TICK = 1.0  # seconds between looks at a silent process: what it started may hold its pipe open
 
 
-class Worker:
-    """A fresh interpreter running `worker.main`, and another one after its end.
+@dataclass(frozen=True)
+class Program:
+    """What a worker runs.
 
-    Not `multiprocessing.Process`, nor a library on top of it: its spawn imports the parent's main module again, which
-    under torchrun is the training script. The process leads a group of its own, so that a kill reaches what a grader
-    started itself; it dies with this process, since only this process holds the other end of its lifeline.
+    main: "module:function" of this package, called with two file descriptors (see `child.Parent`); first, then: types
+    of what it answers to its first message, beside why it cannot (None where it can), and to calls; who: it is, in
+    messages; raises: the error of one that cannot load; python: its interpreter, None for this one, in which the module
+    path is the same; patience: seconds in which it may end by itself, once its lifeline is closed, before it is killed.
     """
 
-    kinds: Sequence[Kind] = ()  # what its graders are, once it is ready
+    main: str
+    first: Any
+    then: Any
+    who: str
+    raises: type[ValueError]
+    python: str | None = None
+    patience: float = 0.0
+
+
+class Worker:
+    """A fresh interpreter running a program, and another one after its end. setup: its first message; loads: what it
+    loads then, for messages.
+
+    Not `multiprocessing.Process`, nor a library on top of it: its spawn imports the parent's main module again, which
+    under torchrun is the training script. The process leads a group of its own, so that a kill reaches what a user's
+    code started itself; it dies with this process, since only this process holds the other end of its lifeline.
+    """
+
+    loaded: Any = None  # its first answer, once it is ready
     unread = 0  # calls in a row before whose reading the process ended
 
-    def __init__(self, setup: tuple) -> None:
-        self._setup = setup  # its first message, the specs before others
+    def __init__(self, program: Program, setup: Any, loads: str) -> None:
+        self._program, self._setup, self._loads = program, setup, loads
         self._start()
 
     def ready(self) -> bool:
-        """Whether it can take a call; one that ended is started again. Raises RewardError when it cannot load its
-        graders."""
+        """Whether it can take a call; one that ended is started again. Raises the program's error when it cannot load
+        what it is for."""
         if self._connection.closed or (self.until is None and self._process.poll() is not None):
             self.close()
             self._start()
         if self._loading and (answer := self.answer()):
             self._loading = False
-            names = ", ".join(spec.name for spec in self._setup[0])
-            error = f"a reward worker {answer} while it loaded {names}"
-            self.kinds, error = ((), error) if isinstance(answer, str) else answer
+            error = f"{self._program.who} {answer} while it loaded {self._loads}"
+            self.loaded, error = (None, error) if isinstance(answer, str) else answer
             if error:
                 self.close()
-                raise RewardError(error)
+                raise self._program.raises(error)
         return self.until is None
 
-    def call(self, grader: int, items: Sequence[Mapping[str, Any]], seconds: float, grace: float = 0.0) -> None:
-        """Let it grade `items` within `seconds`; grace: seconds beyond, which an error does not name."""
+    def call(self, message: Any, seconds: float, grace: float = 0.0) -> None:
+        """Let it answer `message` within `seconds`; grace: seconds beyond, which an error does not name."""
         self._limit, self.until, self._taken = seconds, time.monotonic() + seconds + grace, True
         try:
-            self._connection.send((grader, items))
+            self._connection.send(message)
         except OSError:  # dead already, or it does not read: `answer` says so
             self._taken = False
 
     def answer(self) -> Any:
-        """What it is busy with: the outcomes of a call, or a text where it took too long or the process ended, which
+        """What it is busy with: the answer to a call, or a text where it took too long or the process ended, which
         is gone then; None as long as there is nothing. `unread` counts on where it had not read the call."""
         ended = self._process.poll() is not None  # before the look for a last message
         answer = None
         try:
             if self._connection.poll():
-                answer = msgspec.msgpack.decode(
-                    self._connection.recv_bytes(), type=LOADED if self._loading else OUTCOMES
-                )
+                answer = msgspec.json.decode(self._connection.recv_bytes(LARGEST), type=self._type)
+        except msgspec.DecodeError:  # never unpickled: a user's code may run what a model wrote
+            answer = WROTE
         except (EOFError, OSError) as error:  # it was killed between two messages, or within one
-            ended = True
+            answer, ended = WROTE if "message length" in str(error) else None, True
             self._taken &= not isinstance(error, ConnectionResetError)  # so Linux says that it left bytes unread
-        except msgspec.DecodeError:  # never unpickled: graders may run code that a model wrote
+        if answer is WROTE:
             self.close()
-            answer = "wrote into the pipe of its worker, which was killed"
-        if answer is None and ended:
+        elif answer is None and ended:
             answer = self._end()
         elif answer is None and time.monotonic() >= self.until:
             answer = f"ran longer than {self._limit:g} s and was killed"
@@ -98,19 +126,30 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """Kill the process group, and let go of everything. Idempotent."""
+        """End the process group, and let go of everything. Idempotent."""
         if not self._connection.closed:
+            self._connection.close()
+            self.cut()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self._program.patience)
             with contextlib.suppress(ProcessLookupError):  # gone already, its children too
                 os.killpg(self.pid, signal.SIGKILL)
-            self._connection.close()
-            os.close(self._lifeline)
         self._process.wait()
+
+    def cut(self) -> None:
+        """Close its lifeline, upon which it ends; `close` waits for that. Idempotent."""
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        lifeline, self._lifeline = os.pipe()
+        lifeline, own = os.pipe()
+        self._lifeline: int | None = own
         ends = (theirs.fileno(), lifeline)
-        command = [sys.executable, "-c", BOOT, json.dumps([str(p) for p in sys.path]), *map(str, ends)]
+        program, path = self._program, [str(p) for p in sys.path]
+        given = json.dumps([None if program.python else path, mindspeed_rl_plugin.__file__, program.main, ends])
+        command = [program.python or sys.executable, "-c", BOOT, given]
         self._process = subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL, start_new_session=True)
         self.pid = self._process.pid
         self._loading = self._taken = True
@@ -122,6 +161,11 @@ class Worker:
                 end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED, 0))
         with contextlib.suppress(OSError):  # dead already: `answer` says so
             self._connection.send(self._setup)
+
+    @property
+    def _type(self) -> Any:
+        """Of the answer that comes next."""
+        return tuple[self._program.first, str | None] if self._loading else self._program.then
 
     def _end(self) -> str:
         """How the process ended, whose pipe closed."""

@@ -1,0 +1,1 @@
+"""Episodes: a response of several turns, between which tools and environments of the user answer the model."""

@@ -1,0 +1,214 @@
+"""`EpisodeEngine`: an `Engine` whose responses are episodes, over one that samples a turn.
+
+Whoever uses an engine need not know of episodes: what is submitted is a row, what comes back is its whole response,
+with the observations of its environment between the turns. On the first rank of the engine a `Lead` decides what comes
+after each turn; the other ranks are told. Nothing is ever decoded and encoded again: the prompt of a turn is the one
+before, the tokens that were sampled, and those of the observation.
+
+**Interrupted** episodes (`abort`) keep their environments, and go on when they are submitted again, in the middle of a
+turn or between two. One that is not among the next requests of a rollout is over, and so is its environment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence, Set
+
+from torch import Tensor
+
+from mindspeed_rl_plugin.dock.peers import Peers
+from mindspeed_rl_plugin.engine.protocol import PARTS, Engine
+from mindspeed_rl_plugin.episodes.lead import Lead
+from mindspeed_rl_plugin.episodes.live import Live, Plan
+from mindspeed_rl_plugin.episodes.protocol import EpisodeError
+from mindspeed_rl_plugin.rows import Completion, Episode, GenerateRequest, SampleId
+
+BETWEEN_SECONDS = 0.005  # of the engine's steps between looks at environments that have something in the making
+WAIT_SECONDS = 1.0  # that the first rank waits for environments at a time, and the others for it
+
+
+class EpisodeEngine:
+    """`Engine` over another one. longest: turn [tokens]; begins: whether a new episode waits for what its environment
+    says first; lead: of the first rank of the engine, None on the others; peers: the ranks of the engine."""
+
+    def __init__(self, engine: Engine, longest: int, begins: bool, lead: Lead | None, peers: Peers) -> None:
+        self._engine, self._longest, self._begins, self._lead, self._peers = engine, longest, begins, lead, peers
+        self._live: dict[SampleId, Live] = {}
+        self._sampling: set[SampleId] = set()  # whose turn the engine samples
+        self._paused: dict[SampleId, Live] = {}
+        self._progress = time.monotonic()
+
+    @property
+    def replica(self) -> int:
+        """See `Engine`."""
+        return self._engine.replica
+
+    @property
+    def replicas(self) -> int:
+        """See `Engine`."""
+        return self._engine.replicas
+
+    @property
+    def leader(self) -> bool:
+        """See `Engine`."""
+        return self._engine.leader
+
+    @property
+    def version(self) -> int:
+        """See `Engine`."""
+        return self._engine.version
+
+    @property
+    def digest(self) -> str | None:
+        """See `Engine`."""
+        return self._engine.digest
+
+    @property
+    def shares_experts(self) -> bool:
+        """See `Engine`."""
+        return self._engine.shares_experts
+
+    @property
+    def progress(self) -> float:
+        """When a turn or an observation last came; see `Engine`."""
+        return max(self._progress, self._engine.progress)
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """New episodes, and those that go on; see `Engine`."""
+        self._end_others({request.id for request in requests})
+        due = []
+        for request in requests:
+            live = self._paused.pop(request.id, None)
+            if live is None:
+                live = Live(request, request.prompt_tokens, self._begins)
+                if self._lead is not None:
+                    self._lead.begin(live)
+            else:
+                live.request = request
+                if self._lead is not None:
+                    self._lead.resume(request.id)
+            self._live[request.id] = live
+            if not live.waits:
+                due.append(live)
+        self._sample(due)
+
+    def poll(self, timeout: float) -> list[Completion]:
+        """Work until an episode is over; see `Engine`."""
+        end, done = time.monotonic() + timeout, list[Completion]()
+        while self._live:
+            if self._sampling or not self.shares_experts:
+                turns = self._engine.poll(BETWEEN_SECONDS if self._waiting else max(end - time.monotonic(), 0.0))
+            else:
+                turns = self._engine.step_along(1)
+            plan = self._after(turns, end)
+            done += self._follow(plan)
+            if done or plan.expired:
+                break
+        return done
+
+    def step_along(self, steps: int) -> list[Completion]:
+        """So many steps of the engine; see `Engine`. An engine that only waits for environments waits a moment."""
+        done = []
+        for _ in range(steps):
+            done += self._follow(self._after(self._engine.step_along(1), time.monotonic() + BETWEEN_SECONDS))
+        return done
+
+    def keep_step(self) -> None:
+        """See `Engine`."""
+        self._engine.keep_step()
+
+    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
+        """Interrupt episodes; see `Engine`, and the module."""
+        chosen = [*self._live] if ids is None else [sample for sample in ids if sample in self._live]
+        cut = self._engine.abort(None if ids is None else [sample for sample in chosen if sample in self._sampling])
+        for turn in cut:
+            self._live[turn.id].partial = turn if turn.tokens else None
+            self._sampling.remove(turn.id)
+        # A turn that a server has just ended comes with the next poll: its episode goes on.
+        return [self._pause(sample) for sample in chosen if sample not in self._sampling]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """See `Engine`."""
+        return self._engine.parameters()
+
+    def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
+        """See `Engine`. Episodes that wait for their environments go on under the new weights."""
+        self._engine.update_weights(version, digest, in_flight=in_flight and bool(self._sampling))
+
+    def sleep(self) -> None:
+        """See `Engine`."""
+        self._engine.sleep()
+
+    def wake(self, parts: Sequence[str] = PARTS) -> None:
+        """See `Engine`."""
+        self._engine.wake(parts)
+
+    def shutdown(self) -> None:
+        """End the environments, and the engine; see `Engine`."""
+        if self._lead is not None:
+            self._lead.close()
+        self._engine.shutdown()
+
+    # inside
+
+    @property
+    def _waiting(self) -> bool:
+        """Whether environments have something in the making."""
+        return len(self._sampling) < len(self._live)
+
+    def _sample(self, due: Iterable[Live]) -> None:
+        requests = [live.next_turn(self._longest) for live in due]
+        self._sampling |= {request.id for request in requests}
+        self._engine.submit(requests)
+
+    def _after(self, turns: Sequence[Completion], end: float) -> Plan:
+        """What the first rank makes of turns that are over, and of what its environments say."""
+        for turn in turns:
+            self._sampling.remove(turn.id)
+            live = self._live[turn.id]
+            live.spoke(turn)
+            if self._lead is not None:
+                self._lead.turn(live, turn)
+        plan = None
+        if self._lead is not None:
+            now = time.monotonic()
+            left = 0.0 if self._sampling or self.shares_experts else min(max(end - now, 0.0), WAIT_SECONDS)
+            plan = self._lead.plan(left, end, bool(self._sampling))
+        return self._peers.share(plan)
+
+    def _follow(self, plan: Plan) -> list[Completion]:
+        """Submit what is due. Returns the episodes that are over. Raises EpisodeError where the run stops."""
+        if plan.error is not None:
+            raise EpisodeError(plan.error)
+        for sample, prompt in plan.prompts:
+            self._live[sample].prompt = prompt
+        for sample, tokens in plan.observations:
+            self._live[sample].sees(tokens)
+        if plan.prompts or plan.observations or plan.over:
+            self._progress = time.monotonic()
+        self._sample([self._live[sample] for sample in plan.due])
+        return [self._over(sample, finish) for sample, finish in plan.over]
+
+    def _over(self, sample: SampleId, finish: str) -> Completion:
+        live = self._live.pop(sample)
+        return live.completion(finish, self._record(live, whole=True))
+
+    def _pause(self, sample: SampleId) -> Completion:
+        live = self._paused[sample] = self._live.pop(sample)
+        if self._lead is not None:
+            self._lead.pause(sample)
+        return live.completion("abort", self._record(live, whole=False))
+
+    def _record(self, live: Live, whole: bool) -> Episode:
+        if self._lead is None or not whole:
+            return Episode(live.prompt, tuple(live.turns))
+        return self._lead.record(live)
+
+    def _end_others(self, known: Set[SampleId]) -> None:
+        """Interrupted episodes that do not go on are over. An evaluation comes between, and says nothing of them."""
+        if all(sample.epoch < 0 for sample in known):
+            return
+        for sample in [sample for sample in self._paused if sample not in known]:
+            del self._paused[sample]
+            if self._lead is not None:
+                self._lead.end(sample)

@@ -1,0 +1,135 @@
+"""Who answers the model's turns: the Protocol `Environments`, and what goes in and comes out.
+
+An *episode* is one response of several *turns*. After each turn its environment replies: with messages that the model
+sees next (*observations*), or with the end. Tools without an environment are an environment whose `begin` has nothing
+to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mindspeed_rl_plugin.rows import SampleId
+
+Message = Mapping[str, Any]
+"""A chat message: role ("user" or "tool"), content, and for a tool its name."""
+
+
+class EpisodeError(ValueError):
+    """A tool or an environment raised, ran out of time, died, or answered what cannot be used, and the run stops."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model wrote, as it was parsed: well-formed, but neither name nor arguments are checked."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """An attempt at a call that cannot be read. why: one fixed line for the model, without text of its own."""
+
+    why: str
+
+
+Attempt = ToolCall | MalformedCall
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the model.
+
+    tokens: sampled ids, the one that ended it included; logps: their log-probs; text: as environment and graders see
+    it; attempts: at calls, in their order.
+    """
+
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    text: str
+    attempts: tuple[Attempt, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of `begin` or of a turn.
+
+    messages: what the model sees next, maybe none; prompt: token ids of the whole next prompt, of an environment that
+    renders itself, in the place of messages; reward: of this turn; done: the episode is over; failure: why the
+    environment cannot go on, None where it can; calls: tool -> how many calls were made, and how many of them raised;
+    raised: tool -> its first error; counts: of `COUNTS`; seconds: that the user's code took.
+    """
+
+    id: SampleId
+    messages: Sequence[Message] = ()
+    prompt: tuple[int, ...] | None = None
+    reward: float = 0.0
+    done: bool = False
+    failure: str | None = None
+    calls: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    raised: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+# What is counted of every episode. calls: that were made; malformed: attempts that cannot be read; unknown: calls of a
+# tool that is not there; arguments: with wrong arguments; raised: that raised.
+COUNTS = ("calls", "malformed", "unknown", "arguments", "raised")
+
+
+def tool_names(environments: Environments | None) -> list[str]:
+    """Of the tools, in their order; of None none."""
+    return [tool["function"]["name"] for tool in environments.tools] if environments else []
+
+
+class Environments(Protocol):
+    """The environments of one engine's episodes. All calls return at once, but `poll`. One reply comes for each `act`
+    and `finish`, and where `begins` for each `begin`; an episode has one call at a time."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """JSON schemas of the tools, as chat templates take them; () where there are none."""
+    begins: bool
+    """Whether `begin` may have something to say; else no reply comes of it, and the first turn can start at once."""
+    pending: bool
+    """Whether a reply is due."""
+
+    def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
+        """A new episode. task: its data row: prompt (text), answer, record (other fields), messages (None where the
+        data hold none); seed: of its group, so that all its members begin alike."""
+
+    def act(self, episode: SampleId, turn: Turn) -> None:
+        """The model's turn. Its calls are made in their order."""
+
+    def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
+        """No further turn comes, a limit was reached: one reply follows, done, with the rest of its reward. cut: a turn
+        that the limit has cut, of which no call is made."""
+
+    def end(self, episode: SampleId) -> None:
+        """The episode is over, or given up: close its environment. What is in the making for it is dropped. Also called
+        after a reply that is done or failed; without effect for an episode that is not known."""
+
+    def poll(self, seconds: float) -> list[Reply]:
+        """Replies that are there; waits for one as long as some are due, `seconds` at most. Raises EpisodeError where
+        the run stops."""
+
+    def close(self) -> None:
+        """End all environments and processes. Idempotent."""
+
+    def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
+        """Raise ValueError where an episode cannot begin for lack of a field; rows: place in the data -> fields of the
+        record."""
+
+
+def begin_once(environments: Environments, task: Mapping[str, Any], seed: int) -> str | None:
+    """Begin an episode, and end it, before the first real one. Returns why that fails, None where it does not."""
+    if not environments.begins:
+        return None
+    sample = SampleId(0, 0, 0)
+    environments.begin(sample, task, seed)
+    while not (replies := environments.poll(1.0)):
+        pass
+    environments.end(sample)
+    return replies[0].failure
