@@ -38,6 +38,10 @@ class Incoming:
         response = total - before
         wrong = _Wrong(rows)
         wrong(before < 1, lambda i: f"prompt_length is {before[i]}; give that of the first turn's prompt")
+        for name in ("loss_mask", "logp_rollout"):  # what follows takes them token by token
+            has = rows[name].lengths
+            text = f"{name} has {{}} entries for {{}} tokens; give one for each token of prompt and response"
+            wrong(has != total, lambda i, text=text, has=has: text.format(has[i], total[i]))
         wrong(response < 1, lambda i: f"tokens: {total[i]} for a prompt of {before[i]}; give prompt and response")
         wrong(
             response > self.max_response,

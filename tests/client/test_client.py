@@ -219,6 +219,11 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
     }
     bad = {
         "begin with the prompt": ("tokens", Ragged.from_rows([torch.tensor([6, 7], dtype=torch.int32)])),
+        "loss_mask has 3 entries for 2 tokens; give one for": (
+            "loss_mask",
+            Ragged.from_rows([torch.tensor([0, 1, 1], dtype=torch.uint8)]),
+        ),
+        "logp_rollout has 1 entries for 2 tokens": ("logp_rollout", Ragged.from_rows([torch.tensor([0.0])])),
         "give 0 on the prompt and 1": ("loss_mask", Ragged.from_rows([torch.tensor([1, 1], dtype=torch.uint8)])),
         "logp_rollout is -1.0; give 0 on": ("logp_rollout", Ragged.from_rows([torch.tensor([-1.0, -1.0])])),
         "length is 3, not 2": ("length", torch.tensor([3])),
