@@ -241,6 +241,11 @@ class Completion:
         """Oldest weight version that sampled a token of it."""
         return min(version for _, version in self.segments)
 
+    @property
+    def sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return len(self.tokens) if self.episode is None else sum(end - first for first, end in self.episode.turns)
+
 
 @dataclass(frozen=True)
 class Task:

@@ -23,8 +23,6 @@ from mindspeed_rl_plugin.config.run_flags import (
 )
 from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 
-ENVIRONMENT = "environment"  # the grader that gives the reward of an episode's environment
-
 
 @dataclass(frozen=True)
 class RLConfig:
@@ -44,7 +42,7 @@ class RLConfig:
     @property
     def graders(self) -> tuple[str, ...]:
         """Of --rl-reward; without it an environment's own reward."""
-        return self.reward.reward or ((ENVIRONMENT,) if self.episodes.environment else ())
+        return self.reward.reward or (("environment",) if self.episodes.environment else ())
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> RLConfig:

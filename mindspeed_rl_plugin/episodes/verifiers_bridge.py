@@ -15,7 +15,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,15 @@ class VerifiersEnvironments:
             wait_for([process.worker for process in self._processes], min(end, self._next_limit()))
         replies, self._replies = self._replies, []
         return replies
+
+    def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
+        """See `Environments`."""
+        for where, fields in rows.items():
+            if ROW not in fields:
+                raise ValueError(
+                    f"--rl-environment {PREFIX}: {where} has no field {ROW!r}; make the data with "
+                    f"`python -m mindspeed_rl_plugin tasks {PREFIX}ID --out FILE.jsonl`"
+                )
 
     def close(self) -> None:
         """See `Environments`."""

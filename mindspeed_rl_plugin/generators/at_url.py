@@ -11,6 +11,7 @@ from mindspeed_rl_plugin.engine.server_api import Server, check_served
 from mindspeed_rl_plugin.engine.server_engine import ServerEngine
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.generators.description import job_of
+from mindspeed_rl_plugin.generators.engine import with_episodes
 from mindspeed_rl_plugin.generators.lead import LEASE_SECONDS, Lead
 from mindspeed_rl_plugin.generators.server_weights import ServerWeights
 from mindspeed_rl_plugin.generators.service import Service
@@ -33,4 +34,7 @@ def serve_at(url: str, address: str, secret_file: str, leaving: threading.Event,
         machines = [worker.machine for worker in workers]
         with closing(ServerWeights(server, address, read_secret(secret_file), machines, engine.lose)) as weights:
             say(f"the server at {url} generates, up to {slots} responses at once")
-            Service(engine, weights, job, Team(), Lead(dock, job, slots, 1, None, leaving)).run()
+            team = Team()
+            over = with_episodes(engine, job, job.episodes and job.episodes.tokenizer, team)
+            Service(over, weights, job, team, Lead(dock, job, slots, 1, None, leaving)).run()
+            over.shutdown()

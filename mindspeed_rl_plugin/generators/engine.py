@@ -9,11 +9,13 @@ from typing import Any
 
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
-from mindspeed_rl_plugin.generators.description import job_of, weights_of
+from mindspeed_rl_plugin.generators.description import Description, job_of, weights_of
 from mindspeed_rl_plugin.generators.lead import LEASE_SECONDS, Lead
 from mindspeed_rl_plugin.generators.service import Service
 from mindspeed_rl_plugin.generators.team import Team
+from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 from mindspeed_rl_plugin.reshard.layout import EngineParallel
 from mindspeed_rl_plugin.reshard.pull import Puller
 
@@ -34,9 +36,10 @@ def serve(
     with closing(Dock.join(address, secret, lease_seconds=LEASE_SECONDS)) as dock:
         job = job_of(dock, strict=share is not None)
         options = replace(job.engine, sleep_mode=False, **changed)
-        job.check_tokenizer(options.tokenizer)
+        tokenizer = options.tokenizer or (job.episodes and job.episodes.tokenizer)
+        job.check_tokenizer(tokenizer)
         options = sized(options, team.size)
-        engine = VllmEngine(options)
+        engine = with_episodes(VllmEngine(options), job, tokenizer, team)
         puller = Puller(
             weights_of(dock),
             EngineParallel(options.tensor_parallel, options.expert_parallel),
@@ -53,6 +56,15 @@ def serve(
         with closing(puller):
             Service(engine, puller, job, team, lead).run()
         engine.shutdown()
+
+
+def with_episodes(engine: Engine, job: Description, tokenizer: str | None, team: Team) -> Engine:
+    """The engine, over which are episodes where the job has some. tokenizer: directory. Collective."""
+    if (setup := job.episodes) is None:
+        return engine
+    setup = replace(setup, tokenizer=tokenizer)
+    peers = team.of_replica(engine, job.deadline)
+    return setup.over(engine, load_tokenizer(tokenizer), setup.environments(), peers)
 
 
 def sized(options: VllmOptions, ranks: int) -> VllmOptions:

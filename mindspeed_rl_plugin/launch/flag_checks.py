@@ -28,7 +28,15 @@ from mindspeed_rl_plugin.engine.hf_rope import rope_scaling
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import conversion, critic_files, disk, episode_checks, schedule_checks, taken_over, upstream_checks
+from mindspeed_rl_plugin.launch import (
+    conversion,
+    critic_files,
+    disk,
+    episode_checks,
+    schedule_checks,
+    taken_over,
+    upstream_checks,
+)
 from mindspeed_rl_plugin.launch.dist_files import DistFiles
 from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
 from mindspeed_rl_plugin.launch.saved_args import other_layout, other_order, other_sizes

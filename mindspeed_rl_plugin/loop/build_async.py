@@ -12,6 +12,7 @@ from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.dock.gate import Opening
 from mindspeed_rl_plugin.dock.joining import own_address
 from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
 from mindspeed_rl_plugin.generators.guests import Guests
 from mindspeed_rl_plugin.generators.ranks import publish_address, publish_end
@@ -41,15 +42,16 @@ def build_schedule(
     engine = engine_options.options(inputs, dtype)
     description = Description(
         engine=engine,
-        vocabulary=vocabulary_digest(engine.tokenizer) if engine.tokenizer else "",
+        vocabulary=vocabulary_digest(inputs.tokenizer_path) if engine.tokenizer or config.episodes.on else "",
         sampling=sampling,
         seed=inputs.response_seed,
         inflight=schedule.inflight,
         strict=strict,
         deadline=config.monitor.wait_timeout,
+        episodes=EpisodeSetup.of(config, inputs.tokenizer_path),
     )
     about = {JOB: description.to_json(), WEIGHTS: trainer.weights.text()}
-    incoming = Incoming(inputs.vocab, config.rollout.max_response_length)
+    incoming = Incoming(inputs.vocab, config.rollout.max_response_length, config.episodes.on)
     job.dock.exchange.guard({STATE: Opening(incoming.check, READS)})
     job.monitor.on_record = job.dock.exchange.record
     guests = _invite(job, about, schedule, strict)

@@ -1,4 +1,4 @@
-"""Which graders: `math`, `exact`, `regex`, `path/to/file.py:function`, `model:DIR`, each with an optional `=WEIGHT`."""
+"""Which graders: the built-in ones, `path/to/file.py:function`, `model:DIR`, each with an optional `=WEIGHT`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 from mindspeed_rl_plugin.reward.reward_model import PREFIX, check_files
 
-BUILTIN = ("math", "exact", "regex")
+ENVIRONMENT = "environment"  # the reward that an episode's environment gave
+BUILTIN = ("math", "exact", "regex", ENVIRONMENT)
+KINDS = {"function": r"^(?:async )?def ([a-zA-Z]\w*)", "class": r"^class ([a-zA-Z]\w*)"}  # as a file defines them
 SHARE_OF_WAIT = 0.9  # of the ranks' patience with each other that grading may take, so that its own error comes first
 
 
@@ -100,19 +102,25 @@ def _parse(text: str) -> Spec:
         path = Path(name.removeprefix(PREFIX)).resolve()
         check_files(str(path))
         return Spec(path.name, name, weight, str(path))
-    file, colon, function = name.rpartition(":")
-    if name.endswith(".py") and Path(name).is_file():
-        functions = re.findall(r"^(?:async )?def ([a-zA-Z]\w*)", Path(name).read_text(encoding="utf-8"), re.MULTILINE)
-        raise ValueError(
-            f"reward {name!r} names no function: give {name}:NAME; it has {', '.join(functions) or 'no functions'}"
-        )
-    if not colon or not file.endswith(".py"):
+    if (found := locate(name, "reward")) is None:
         raise ValueError(f"reward {name!r} is unknown; known: {_known()}")
+    return Spec(found[1], name, weight, *found)
+
+
+def locate(given: str, what: str, kind: str = "function") -> tuple[str, str] | None:
+    """(file, name) of what a user gives as path/to/file.py:NAME, None for what is not written so. what: is given;
+    kind: of `KINDS`. Raises ValueError for no such file, and for what cannot be a name; the file is not run."""
+    if given.endswith(".py") and Path(given).is_file():
+        names = re.findall(KINDS[kind], Path(given).read_text(encoding="utf-8"), re.MULTILINE)
+        raise ValueError(f"{what} {given!r} names no {kind}: give {given}:NAME; it has {', '.join(names) or 'none'}")
+    file, _, name = given.rpartition(":")
+    if not file.endswith(".py"):
+        return None
     if not Path(file).is_file():
-        raise ValueError(f"reward {name!r}: there is no file {file!r}")
-    if not function.isidentifier():
-        raise ValueError(f"reward {name!r}: {function!r} is no name of a function")
-    return Spec(function, name, weight, str(Path(file).resolve()), function)
+        raise ValueError(f"{what} {given!r}: there is no file {file!r}")
+    if not name.isidentifier():
+        raise ValueError(f"{what} {given!r}: {name!r} is no name of a {kind}")
+    return str(Path(file).resolve()), name
 
 
 def _known() -> str:

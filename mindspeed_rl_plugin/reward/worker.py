@@ -82,4 +82,3 @@ def _load(spec: Spec, regex: str | None, device: str) -> Grader:
     if spec.file is None:
         return Grader(spec.name, make_builtin(spec.name, regex))
     return Grader(spec.name, load_function(spec.file, spec.function))
-

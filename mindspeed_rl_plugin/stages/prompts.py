@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -65,9 +66,11 @@ def ordered(rows: Rows, by: tuple[int, int], members: int) -> Rows:
 def prompt_rows(epoch: int, prompts: Sequence[Prompt]) -> Rows:
     """One row per group: the first member of groups 0, 1, ... of the epoch."""
     tokens = [torch.tensor(p.tokens, dtype=torch.int32) for p in prompts]
-    meta = [
-        {"text": p.text, "answer": p.answer, "row": p.row, "record": dict(p.record), "messages": p.messages}
-        for p in prompts
-    ]
     ids = tuple(SampleId(epoch, group, 0) for group in range(len(prompts)))
-    return Rows(ids, {"prompt": Ragged.from_rows(tokens), "meta": pack_json(meta)})
+    return Rows(ids, {"prompt": Ragged.from_rows(tokens), "meta": pack_json(list(map(meta_of, prompts)))})
+
+
+def meta_of(prompt: Prompt) -> dict[str, Any]:
+    """A prompt in the column `meta`: what graders and environments get of it."""
+    record, messages = dict(prompt.record), prompt.messages
+    return {"text": prompt.text, "answer": prompt.answer, "row": prompt.row, "record": record, "messages": messages}

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 FRAMES = 4  # innermost frames of a traceback that are reported
+LONGEST = 4000  # characters of a message that are reported
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 Outcome = tuple[Any, "str | None"]  # a value, or what was raised
 
@@ -35,7 +36,7 @@ class Parent:
         """The next message. Ends this process where the parent has closed its end."""
         try:
             return self._connection.recv()
-        except (EOFError, ConnectionResetError):  # the latter: with answers that it has not read
+        except (EOFError, ConnectionResetError):  # the latter where it left answers unread
             sys.exit()
 
     def send(self, answer: Any) -> None:
@@ -60,7 +61,7 @@ def describe(error: BaseException) -> str:
         return "ran out of time"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "<frozen importlib" not in f.filename]
     frames = list(dropwhile(lambda frame: frame.filename.startswith(PACKAGE), frames))
-    head = f"raised {type(error).__name__}: {error}"
+    head = f"raised {type(error).__name__}: {str(error)[:LONGEST]}"
     if isinstance(error, SyntaxError):  # its text names the file without the folder
         line = (error.text or "").strip()
         head = f"raised {type(error).__name__}: {error.msg} in {error.filename}, line {error.lineno}: {line}"

@@ -35,7 +35,9 @@ else:
 module, _, function = main.partition(":")
 getattr(importlib.import_module(module), function)(*descriptors)
 """
+LARGEST = 1 << 26  # bytes of an answer
 STALLED = 60  # seconds without a byte within a message
+WROTE = "wrote into the pipe of its worker, which was killed"
 TICK = 1.0  # seconds between looks at a silent process: what it started may hold its pipe open
 
 
@@ -104,14 +106,15 @@ class Worker:
         answer = None
         try:
             if self._connection.poll():
-                answer = msgspec.json.decode(self._connection.recv_bytes(), type=self._type)
-        except (EOFError, OSError) as error:  # it was killed between two messages, or within one
-            ended = True
-            self._taken &= not isinstance(error, ConnectionResetError)  # so Linux says that it left bytes unread
+                answer = msgspec.json.decode(self._connection.recv_bytes(LARGEST), type=self._type)
         except msgspec.DecodeError:  # never unpickled: a user's code may run what a model wrote
+            answer = WROTE
+        except (EOFError, OSError) as error:  # it was killed between two messages, or within one
+            answer, ended = WROTE if "message length" in str(error) else None, True
+            self._taken &= not isinstance(error, ConnectionResetError)  # so Linux says that it left bytes unread
+        if answer is WROTE:
             self.close()
-            answer = "wrote into the pipe of its worker, which was killed"
-        if answer is None and ended:
+        elif answer is None and ended:
             answer = self._end()
         elif answer is None and time.monotonic() >= self.until:
             answer = f"ran longer than {self._limit:g} s and was killed"

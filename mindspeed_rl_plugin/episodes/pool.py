@@ -1,0 +1,347 @@
+"""`EnvironmentPool`: tools and environments of a user's files, in worker processes, each call within a time limit."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.episodes.arguments import fits, takes
+from mindspeed_rl_plugin.episodes.dispatch import Call, Dispatcher, Home, Lost
+from mindspeed_rl_plugin.episodes.openenv import PREFIX
+from mindspeed_rl_plugin.episodes.protocol import Attempt, EpisodeError, MalformedCall, Message, Reply, Turn
+from mindspeed_rl_plugin.episodes.tools import RESET, Offer
+from mindspeed_rl_plugin.episodes.worker import Answer, Source
+from mindspeed_rl_plugin.reward.calling import lacking
+from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, locate
+from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
+
+CLOSE_SECONDS = 10.0  # most in which environments close themselves at the end of the pool
+WHO = "an environment worker"
+SERVES = Program("mindspeed_rl_plugin.episodes.worker:main", Offer | None, Answer, WHO, EpisodeError)
+DESCRIBES = Program(
+    "mindspeed_rl_plugin.episodes.worker:describe_tools", list[dict[str, Any]] | None, None, WHO, EpisodeError
+)
+
+
+@dataclass
+class Making:
+    """A reply in the making. left: messages, and calls from which some come, in their order."""
+
+    left: deque[Message | tuple] = field(default_factory=deque)
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
+    raised: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def count(self, name: str) -> None:
+        """One more."""
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def said(self, name: str, content: str) -> None:
+        """The result of a tool."""
+        self.messages.append({"role": "tool", "name": name, "content": content})
+
+
+@dataclass(eq=False)
+class Live:
+    """An episode. home: its environment, None where there are only tools; call: in the making."""
+
+    id: SampleId
+    home: Home | None
+    making: Making = field(default_factory=Making)
+    call: Call | None = None
+
+
+class EnvironmentPool:
+    """`Environments` of a user's files, in `workers` processes, one call at a time in each. For one thread at a time.
+
+    tools, environment: as --rl-tools and --rl-environment have them; see `tools`. timeout: seconds of one call;
+    wait_timeout: seconds that other ranks wait for this one, of which loading the files may take SHARE_OF_WAIT.
+
+    Raises EpisodeError for what cannot be loaded.
+    """
+
+    def __init__(
+        self, tools: Sequence[str], environment: str | None, *, workers: int, timeout: float, wait_timeout: float
+    ) -> None:
+        self._sources = [_source("--rl-tools", given, "function") for given in tools]
+        self._environment = None if environment is None else _source("--rl-environment", environment, "class")
+        names = [source.name for source in self._sources]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise EpisodeError(f"--rl-tools {' '.join(tools)}: {', '.join(twice)} is there twice; rename one of them")
+        self._timeout, self._wait_timeout = timeout, wait_timeout
+        self._live: dict[SampleId, Live] = {}
+        self._asked: set[SampleId] = set()  # whose reply is due
+        self._replies: list[Reply] = []
+        self._error: EpisodeError | None = None  # for `poll`
+        self._warned = self._closed = False
+        offer, started = self._load(SERVES, workers)
+        self._offer: Offer = offer
+        self._dispatcher = Dispatcher(started, timeout, SHARE_OF_WAIT * wait_timeout)
+        self.begins = environment is not None
+        try:
+            self.tools: Sequence[Mapping[str, Any]] = self._describe() if offer.tools or offer.methods else ()
+        except BaseException:
+            self.close()
+            raise
+        self._parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
+
+    # of the protocol `Environments`
+
+    @property
+    def pending(self) -> bool:
+        """See `Environments`."""
+        return bool(self._asked or self._replies)
+
+    def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
+        """See `Environments`."""
+        home = self._dispatcher.home() if self.begins else None
+        live = self._live[episode] = Live(episode, home)
+        if home is not None:
+            live.making.left.append(("reset", home.key, dict(task), seed))
+            self._go_on(live)
+            self._give()
+
+    def act(self, episode: SampleId, turn: Turn) -> None:
+        """See `Environments`. A turn that calls tools is answered by these; another one by the environment's `step`, or
+        it is the last."""
+        live = self._live[episode]
+        live.making.left += [self._attempt(live, attempt) for attempt in turn.attempts]
+        if not turn.attempts:
+            if not self._offer.steps:
+                self.finish(episode)
+                return
+            assert live.home is not None
+            live.making.left.append(("step", live.home.key, turn.text))
+        self._go_on(live)
+        self._give()
+
+    def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
+        """See `Environments`."""
+        live = self._live[episode]
+        self._conclude(live)
+        self._go_on(live)
+        self._give()
+
+    def end(self, episode: SampleId) -> None:
+        """See `Environments`."""
+        live = self._live.pop(episode, None)
+        if live is None:
+            return
+        self._asked.discard(episode)
+        self._replies = [reply for reply in self._replies if reply.id != episode]
+        if live.call is None or self._dispatcher.withdraw(live.call):  # else when it is over, see `_result`
+            self._leave(live)
+        self._give()
+
+    def poll(self, seconds: float) -> list[Reply]:
+        """See `Environments`."""
+        end = time.monotonic() + seconds
+        while True:
+            if self._closed:
+                raise EpisodeError("the environments are closed")
+            self._give()
+            self._dispatcher.wait(time.monotonic() if self._replies or not self.pending else end)
+            for call, result in self._dispatcher.take():
+                self._result(call, result)
+            self._give()
+            if self._error is not None:
+                raise self._error
+            if self._replies or not self.pending or time.monotonic() >= end:
+                break
+        replies, self._replies = self._replies, []
+        return replies
+
+    def close(self) -> None:
+        """See `Environments`. Those that do not close themselves in time are killed."""
+        if not self._closed:
+            self._closed = True
+            self._dispatcher.close(min(CLOSE_SECONDS, self._timeout))
+
+    def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
+        """See `Environments`."""
+        if problem := lacking(self._offer.fields, rows, RESET):
+            assert self._environment is not None
+            raise EpisodeError(f"--rl-environment {self._environment.given}: its reset {problem}")
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # inside
+
+    def _load(self, program: Program, count: int) -> tuple[Any, list[Worker]]:
+        """What the workers of a program answer first, and these. Raises EpisodeError where they cannot load."""
+        setup = self._sources, self._environment, self._timeout
+        loads = ", ".join(source.given for source in (*self._sources, self._environment) if source is not None)
+        limit = SHARE_OF_WAIT * self._wait_timeout
+        workers, end = [Worker(program, setup, loads) for _ in range(count)], time.monotonic() + limit
+        try:
+            while not all([worker.ready() for worker in workers]):
+                if not wait_for(workers, end):
+                    raise EpisodeError(
+                        f"{WHO} needs more than {limit:g} s to load {loads}; let the files do less when they are "
+                        f"imported, or raise --rl-wait-timeout {self._wait_timeout:g}, of which the limit is "
+                        f"{SHARE_OF_WAIT}"
+                    )
+        except BaseException:
+            for worker in workers:
+                worker.close()
+            raise
+        return workers[0].loaded, workers
+
+    def _describe(self) -> Sequence[Mapping[str, Any]]:
+        """The schemas of the tools, from a process that may import what that takes, and ends then."""
+        schemas, workers = self._load(DESCRIBES, 1)
+        workers[0].close()
+        return schemas
+
+    def _attempt(self, live: Live, attempt: Attempt) -> Message | tuple:
+        """The call that a model wants, or what it sees in the place of its result."""
+        if isinstance(attempt, MalformedCall):
+            live.making.count("malformed")
+            return {"role": "tool", "name": "unknown", "content": f"error: {attempt.why}"}
+        name, parameters = attempt.name, self._parameters.get(attempt.name)
+        if parameters is None:
+            live.making.count("unknown")
+            content = f"error: no such tool; there are: {', '.join(self._parameters) or 'none'}"
+        elif not fits(dict(attempt.arguments), {"type": "object", "properties": {}, **parameters}):
+            live.making.count("arguments")
+            content = f"error: wrong arguments; {name} takes {takes(parameters)}"
+        elif name in self._offer.tools:
+            return "tool", name, dict(attempt.arguments)
+        else:
+            assert live.home is not None
+            return "method", live.home.key, name, dict(attempt.arguments)
+        return {"role": "tool", "name": name, "content": content}
+
+    def _conclude(self, live: Live) -> None:
+        """The reply in the making is the last."""
+        live.making.done = True
+        if self._offer.rewards:
+            assert live.home is not None
+            live.making.left.append(("get_reward", live.home.key))
+
+    def _go_on(self, live: Live) -> None:
+        """Make the next call of a reply, or give it."""
+        making = live.making
+        while making.left and not isinstance(making.left[0], tuple):
+            making.messages.append(making.left.popleft())
+        if making.left:
+            message = making.left.popleft()
+            live.call = Call(message, live, None if message[0] == "tool" else live.home)
+            self._asked.add(live.id)
+            self._dispatcher.put(live.call)
+        else:
+            self._reply(live)
+
+    def _reply(self, live: Live, failure: str | None = None) -> None:
+        made, live.making = live.making, Making()
+        self._asked.discard(live.id)
+        self._replies.append(
+            Reply(
+                live.id,
+                tuple(made.messages),
+                reward=made.reward,
+                done=made.done,
+                failure=failure,
+                calls=made.calls,
+                raised=made.raised,
+                counts=made.counts,
+                seconds=made.seconds,
+            )
+        )
+        if failure is not None or made.done:
+            del self._live[live.id]
+            self._leave(live)
+
+    def _leave(self, live: Live) -> None:
+        if live.home is not None:
+            self._dispatcher.close_home(live.home)
+
+    def _give(self) -> None:
+        try:
+            self._dispatcher.give()
+        except EpisodeError as error:
+            self._error = error
+
+    def _result(self, call: Call, result: Answer | Lost) -> None:
+        """What came of a call."""
+        live, error = call.owner, result.why if isinstance(result, Lost) else result.error
+        if live is None:
+            self._warn(error)
+            return
+        live.call = None
+        if self._live.get(live.id) is not live:
+            self._leave(live)
+            return
+        live.making.seconds += result.seconds
+        kind = call.message[0]
+        if kind == "tool" or (kind == "method" and not isinstance(result, Lost)):
+            self._tool_result(live, call.message[-2], result)
+        elif isinstance(result, Answer) and error is None:
+            self._answer(live, kind, result)
+        else:
+            self._reply(live, self._failure(call, str(error)))
+            return
+        self._go_on(live)
+
+    def _tool_result(self, live: Live, name: str, result: Answer | Lost) -> None:
+        making = live.making
+        fine = isinstance(result, Answer) and result.error is None
+        made, failed = making.calls.get(name, (0, 0))
+        making.calls[name] = (made + 1, failed + (not fine))
+        making.count("calls")
+        if fine:
+            making.said(name, result.texts[0])
+            return
+        making.count("raised")
+        lost = isinstance(result, Lost)
+        making.raised.setdefault(name, result.why if lost else result.error)
+        making.said(name, f"error: the tool {result.why}" if lost else f"error: {result.brief}")
+
+    def _answer(self, live: Live, kind: str, answer: Answer) -> None:
+        """An environment's."""
+        making = live.making
+        making.reward += answer.reward
+        making.messages += [{"role": "user", "content": text} for text in answer.texts]
+        if kind == "step" and answer.done:
+            self._conclude(live)
+
+    def _failure(self, call: Call, error: str) -> str:
+        """For `Reply.failure`."""
+        if "\n" not in error:  # raised by what reads its answer, not on a line of the user's
+            error = error.removeprefix("raised ValueError: it ")
+        assert self._environment is not None
+        name = call.message[2] if call.message[0] == "method" else call.message[0]
+        return f"failed: {self._environment.name}.{name} {error}"
+
+    def _warn(self, error: str | None) -> None:
+        """Of the first environment that does not close."""
+        if error is not None and not self._warned:
+            assert self._environment is not None
+            self._warned = True
+            say(f"warning: {self._environment.name}.close {error}; the run goes on, and what it holds may stay open")
+
+
+def _source(flag: str, given: str, kind: str) -> Source:
+    """Where a user's code is. Raises EpisodeError for no such file."""
+    if given.startswith(PREFIX):
+        return Source(given, "", given)
+    try:
+        found = locate(given, flag, kind)
+    except ValueError as error:
+        raise EpisodeError(str(error)) from None
+    if found is None:
+        raise EpisodeError(f"{flag} {given!r}: give path/to/file.py:{kind}")
+    return Source(given, *found)

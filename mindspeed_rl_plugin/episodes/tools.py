@@ -1,0 +1,186 @@
+"""What a user's code offers a model: functions as tools, and environments as classes.
+
+**Functions**, sync or async, with type hints and a docstring in Google's style, which the model is shown as a JSON
+schema. **Classes**, made anew for each episode, with `reset`, and either
+
+- tools: the public methods, as TRL has them, or
+- `step(text)`, called with each turn of the model that calls no tool. It returns Gymnasium's (observation, reward,
+  terminated, truncated, info), the older (observation, reward, done, info), (observation, reward, done), or SkyRL's
+  dictionary with "observations", "reward" and "done".
+
+`reset` may name `seed` (32 bits, one for all episodes of a prompt), `prompt`, `answer`, `messages`, `record` (all
+other fields of the data row), single fields of the record, or take `**record`. It returns what the environment says
+first, a text or None, alone or as (text, info). Optional are `get_reward()`, called once at the end of an episode, and
+`close()`. Each of them may be `async def`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mindspeed_rl_plugin.reward.calling import load_function, number
+
+NOT_TOOLS = ("reset", "get_reward", "close")  # public methods that are something else
+RESET = ("seed", "prompt", "answer", "messages", "record")  # what `reset` may name beside fields of the record
+SEEDS = 1 << 32  # numpy takes no more
+FORMS = "(observation, reward, terminated, truncated, info), (observation, reward, done), or a dictionary with these"
+DESCRIBE = (
+    "give each parameter a type hint and a line under Args: in the docstring, in Google's style (docs/episodes.md); a "
+    "method that is no tool begins with _"
+)
+
+
+class Offer(NamedTuple):
+    """What was loaded. tools: names of functions; methods: names of an environment's tools; steps: whether it has
+    `step`; rewards: whether it has `get_reward`; fields: of the record that its `reset` cannot do without."""
+
+    tools: tuple[str, ...]
+    methods: tuple[str, ...] = ()
+    steps: bool = False
+    rewards: bool = False
+    fields: tuple[str, ...] = ()
+
+
+class Said(NamedTuple):
+    """What a call of a user's code came to. texts: that the model reads, each a message; done: the episode is over."""
+
+    texts: tuple[str, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+
+
+def load_tool(file: str, name: str) -> Callable[..., Any]:
+    """A function that the model may call. Raises ValueError for what it cannot call."""
+    function = load_function(file, name)
+    if inspect.isclass(function):
+        raise ValueError(f"{name} is a class; give it to --rl-environment, or give a function")
+    _check_parameters(name, function)
+    return function
+
+
+def load_environment(file: str, name: str) -> type:
+    """A class of environments. Raises ValueError for one that is none."""
+    made = load_function(file, name)
+    if not inspect.isclass(made):
+        raise ValueError(f"{name} is no class; give one with reset, and with tools or step")
+    if not callable(getattr(made, "reset", None)):
+        raise ValueError(f"{name} has no reset; give it one, which begins an episode")
+    if needed := [p.name for p in _parameters(made) if p.default is p.empty and p.kind in _ONE]:
+        raise ValueError(f"{name}() needs {', '.join(needed)}; it is made without arguments: give them defaults")
+    if hasattr(made, "step"):
+        _check_step(name, made)
+    elif not methods(made):
+        raise ValueError(f"{name} has neither tools (public methods) nor step; give it one of them")
+    for method in () if hasattr(made, "step") else methods(made):
+        _check_parameters(f"{name}.{method}", getattr(made, method))
+    return made
+
+
+def methods(environment: type) -> tuple[str, ...]:
+    """Names of the public methods of a class that are tools where it has no `step`."""
+    members = [name for name, _ in inspect.getmembers(environment, inspect.isfunction)]
+    return tuple(name for name in members if name[0] != "_" and name not in NOT_TOOLS)
+
+
+def offer_of(tools: Mapping[str, Any], environment: type | None) -> Offer:
+    """What was loaded, for the parent. Raises ValueError for two tools of one name."""
+    if environment is None:
+        return Offer(tuple(tools))
+    steps = hasattr(environment, "step")
+    own = () if steps else methods(environment)
+    if twice := sorted({*tools} & {*own}):
+        raise ValueError(f"{environment.__name__} and --rl-tools both have {', '.join(twice)}; rename one of each")
+    needed = [p.name for p in _given_by_name(environment) if p.default is p.empty and p.name not in RESET]
+    return Offer(tuple(tools), own, steps, hasattr(environment, "get_reward"), tuple(needed))
+
+
+def schema_of(flag: str, name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a tool as chat templates take it. flag: where the tool is from, for errors. Raises ValueError
+    where hints or docstring lack something. Imports transformers, and torch with it."""
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    try:
+        schema = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
+        raise ValueError(f"{flag}: {name} cannot be shown to a model: {error}; {DESCRIBE}") from error
+    schema["function"]["name"] = name
+    return schema
+
+
+def reset_arguments(reset: Callable[..., Any], task: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """What of a task, and the seed, the signature of `reset` takes."""
+    names = {p.name for p in _parameters(reset) if p.kind in _BY_NAME}
+    record = task["record"]
+    given = {**record, **{k: task.get(k) for k in RESET}, "record": record, "seed": seed % SEEDS}
+    if any(p.kind == p.VAR_KEYWORD for p in _parameters(reset)):  # **record spreads the record
+        names |= {"prompt", "answer", "seed", *record}
+    return {k: v for k, v in given.items() if k in names}
+
+
+def read_reset(value: Any) -> Said:
+    """What `reset` returned. Raises ValueError for what is no text."""
+    return Said(_texts(value[0] if isinstance(value, tuple) and len(value) == 2 else value))
+
+
+def read_step(value: Any) -> Said:
+    """What `step` returned, in one of its forms. Raises ValueError for others."""
+    if isinstance(value, Mapping) and {"reward", "done"} <= {*value}:
+        observation, reward, over = value.get("observations"), value["reward"], [value["done"]]
+    elif isinstance(value, tuple) and 3 <= len(value) <= 5:
+        observation, reward, *over = value[: max(3, len(value) - 1)]
+    else:
+        raise ValueError(f"it returned {value!r:.80} of type {type(value).__name__}; give {FORMS}")
+    if unclear := [done for done in over if done not in (True, False)]:
+        raise ValueError(f"it returned {unclear[0]!r:.80} for whether the episode is over, not True or False")
+    return Said(_texts(observation), number(reward), any(over))
+
+
+def _texts(observation: Any) -> tuple[str, ...]:
+    """An observation, or messages of a user."""
+    if observation is None:
+        return ()
+    if isinstance(observation, str):
+        return (observation,)
+    if isinstance(observation, (list, tuple)) and all(isinstance(one, Mapping) for one in observation):
+        if other := [one for one in observation if one.get("role") != "user" or not isinstance(one["content"], str)]:
+            raise ValueError(f"it returned the message {other[0]!r:.80}; give role user and a text as content")
+        return tuple(one["content"] for one in observation)
+    raise ValueError(
+        f"it returned an observation of type {type(observation).__name__}, not a text: {observation!r:.80}; turn it "
+        "into a text that the model can read"
+    )
+
+
+_ONE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_BY_NAME = _ONE[1:]
+
+
+def _parameters(function: Callable[..., Any]) -> Sequence[inspect.Parameter]:
+    return tuple(inspect.signature(function).parameters.values())
+
+
+def _given_by_name(environment: type) -> Iterator[inspect.Parameter]:
+    """Of `reset`, without self."""
+    yield from (p for p in _parameters(environment.reset)[1:] if p.kind in _BY_NAME)
+
+
+def _check_parameters(name: str, function: Callable[..., Any]) -> None:
+    """A model's arguments have names. Raises ValueError for parameters that have none."""
+    for p in _parameters(function):
+        if p.kind not in _BY_NAME:
+            shown = {p.VAR_POSITIONAL: f"*{p.name}", p.VAR_KEYWORD: f"**{p.name}"}.get(p.kind, f"{p.name}, /")
+            raise ValueError(f"{name} takes {shown}; a model's arguments have names: name each parameter")
+
+
+def _check_step(name: str, environment: type) -> None:
+    try:
+        inspect.signature(environment.step).bind(None, "")
+    except TypeError:
+        takes = inspect.signature(environment.step)
+        raise ValueError(f"{name}.step takes {takes}; it is called with one text, the model's turn") from None

@@ -1,0 +1,171 @@
+"""The process in which tools and environments run: it takes calls from a connection, and answers each.
+
+First message in: (tools, environment, seconds of one call), each of the first two a `Source`; first out: (what they
+offer, None) or (None, error). Then calls `(kind, *arguments)`, which `Desk` has a method for. The time limit is the
+parent's: it kills this process group. Imports no torch, so that it starts in a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mindspeed_rl_plugin.episodes.openenv import PREFIX, environment_at
+from mindspeed_rl_plugin.episodes.tools import (
+    Said,
+    load_environment,
+    load_tool,
+    methods,
+    offer_of,
+    read_reset,
+    read_step,
+    reset_arguments,
+    schema_of,
+)
+from mindspeed_rl_plugin.reward.calling import number
+from mindspeed_rl_plugin.workers.child import Parent, describe, outcome, why_not_loaded
+
+LONGEST = 1 << 18  # characters of a text that are given to the parent
+BRIEF = 200  # characters of an error that the model sees
+
+
+class Source(NamedTuple):
+    """Where a user's code is: as the flag has it, the file, and the name in it."""
+
+    given: str
+    file: str
+    name: str
+
+
+class Answer(NamedTuple):
+    """What came of a call. texts, reward, done: as `Said`; brief: what was raised, in one line; error: the same, and
+    where; seconds: that the user's code took."""
+
+    texts: tuple[str, ...]
+    reward: float
+    done: bool
+    brief: str | None
+    error: str | None
+    seconds: float
+
+
+def main(connection: int, lifeline: int) -> None:
+    """Serve until the parent closes its end. Arguments: file descriptors."""
+    parent, desk = _loaded(connection, lifeline)
+    offer, error = outcome(offer_of, desk.tools, desk.environment)
+    parent.send((offer, error and why_not_loaded(error)))
+    with contextlib.suppress(OSError):  # a user's code that takes all memory is ended before the job is
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    while True:
+        parent.send(desk.answer(*parent.receive()))
+
+
+def describe_tools(connection: int, lifeline: int) -> None:
+    """Answer the first message with the schemas of all tools. Arguments: file descriptors."""
+    parent, desk = _loaded(connection, lifeline)
+    schemas, error = outcome(desk.schemas)
+    parent.send((schemas, error and why_not_loaded(error)))
+
+
+def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk]:
+    """The parent, and what it asks for; ends this process where that cannot be loaded."""
+    parent = Parent(connection, lifeline)
+    tools, environment, seconds = parent.receive()
+    desk = Desk({}, None, seconds)
+    for flag, source in (*(("--rl-tools", tool) for tool in tools), ("--rl-environment", environment)):
+        if source is None:
+            continue
+        loaded, error = outcome(_load, flag, source)
+        if error:
+            parent.send((None, f"{flag} {source.given}: {why_not_loaded(error)}"))
+            raise SystemExit
+        if flag == "--rl-tools":
+            desk.tools[source.name] = loaded
+        else:
+            desk.environment = loaded
+    return parent, desk
+
+
+class Desk:
+    """Makes the calls. tools: functions by name; environment: a class; seconds: limit of what is awaited."""
+
+    def __init__(self, tools: dict[str, Callable[..., Any]], environment: type | None, seconds: float) -> None:
+        self.tools, self.environment, self._seconds = tools, environment, seconds
+        self._made: dict[int, Any] = {}  # environments, by their keys
+        self._loop = asyncio.new_event_loop()  # of all calls: what an environment opened in one is of use in the next
+
+    def answer(self, kind: str, *arguments: Any) -> Answer:
+        """A call, and what came of it, whatever it raised."""
+        began = time.perf_counter()
+        try:
+            said = getattr(self, kind)(*arguments)
+            texts = tuple(map(_shortened, said.texts))
+            return Answer(texts, said.reward, said.done, None, None, time.perf_counter() - began)
+        except BaseException as error:  # noqa: BLE001 - whatever user code raises is reported to the parent
+            return Answer((), 0.0, False, _brief(error), describe(error), time.perf_counter() - began)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of all tools, as chat templates take them. Raises ValueError where one lacks something."""
+        functions = [("--rl-tools", name, function) for name, function in self.tools.items()]
+        if self.environment is not None and not hasattr(self.environment, "step"):
+            flag = f"--rl-environment {self.environment.__name__}"
+            functions += [(flag, name, getattr(self.environment, name)) for name in methods(self.environment)]
+        return [schema_of(*function) for function in functions]
+
+    def tool(self, name: str, arguments: Mapping[str, Any]) -> Said:
+        """Call a function."""
+        return Said((str(self._settled(self.tools[name](**arguments))),))
+
+    def method(self, key: int, name: str, arguments: Mapping[str, Any]) -> Said:
+        """Call a tool of an environment."""
+        return Said((str(self._settled(getattr(self._made[key], name)(**arguments))),))
+
+    def reset(self, key: int, task: Mapping[str, Any], seed: int) -> Said:
+        """A new environment begins."""
+        assert self.environment is not None
+        environment = self._made[key] = self.environment()
+        return read_reset(self._settled(environment.reset(**reset_arguments(environment.reset, task, seed))))
+
+    def step(self, key: int, text: str) -> Said:
+        """An environment answers a turn."""
+        return read_step(self._settled(self._made[key].step(text)))
+
+    def get_reward(self, key: int) -> Said:
+        """An environment's reward of all."""
+        return Said(reward=number(self._settled(self._made[key].get_reward())), done=True)
+
+    def close(self, keys: Sequence[int] | None = None) -> Said:
+        """These environments are over, or all of them. Raises what the last one raised that did so, behind them all."""
+        with contextlib.ExitStack() as stack:
+            for key in [*self._made] if keys is None else keys:
+                made = self._made.pop(key, None)
+                if hasattr(made, "close"):
+                    stack.callback(lambda close=made.close: self._settled(close()))
+        return Said()
+
+    def _settled(self, value: Any) -> Any:
+        if inspect.isawaitable(value):
+            return self._loop.run_until_complete(asyncio.wait_for(value, self._seconds))
+        return value
+
+
+def _load(flag: str, source: Source) -> Any:
+    if source.given.startswith(PREFIX):
+        return environment_at(source.given)
+    return (load_tool if flag == "--rl-tools" else load_environment)(source.file, source.name)
+
+
+def _shortened(text: str) -> str:
+    left = len(text) - LONGEST
+    return text if left <= 0 else f"{text[:LONGEST]}\n[{left} further characters are left out]"
+
+
+def _brief(error: BaseException) -> str:
+    """One line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return text if len(text) <= BRIEF else f"{text[: BRIEF - 4]} ..."
