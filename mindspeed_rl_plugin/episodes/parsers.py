@@ -10,12 +10,12 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.episodes.protocol import Attempt, EpisodeError, MalformedCall, ToolCall
 from mindspeed_rl_plugin.prompts.render import render_chat
 from mindspeed_rl_plugin.reward.calling import load_function
+from mindspeed_rl_plugin.reward.specs import locate
 from mindspeed_rl_plugin.workers.child import outcome, why_not_loaded
 
 if TYPE_CHECKING:
@@ -148,10 +148,9 @@ def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _own(given: str) -> Parser:
     """A user's function as a parser."""
-    file, _, name = given.rpartition(":")
-    if not Path(file).is_file():
-        raise ValueError(f"--rl-tool-parser {given} is unknown, and no file {file!r} is there; give auto, {KNOWN}")
-    function, error = outcome(load_function, str(Path(file).resolve()), name)
+    if (found := locate(given, "--rl-tool-parser")) is None:
+        raise ValueError(f"--rl-tool-parser {given!r} is unknown; give auto, {KNOWN}")
+    function, error = outcome(load_function, *found)
     if error:
         raise ValueError(f"--rl-tool-parser {given}: {why_not_loaded(error)}")
 

@@ -46,8 +46,8 @@ def write(environment: str, python: str | None, path: str, most: int | None) -> 
     try:
         with part.open("w", encoding="utf-8") as file:
             for row in rows(environment, python, most):
-                count += 1
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                count += 1
         if not count:
             raise ValueError(f"{environment!r} has no tasks")
         part.replace(path)

@@ -25,7 +25,7 @@ from families import FAMILIES, FAMILY, TOOLS, make_tokenizer, template, tokenize
 WITH_TOOLS = ("qwen2_5", "qwen3", "llama3_1", "llama3_2")
 CONTROL = [token for family in FAMILIES.values() for token in (*family.special, *family.added)]
 QUESTION = {"role": "user", "content": "What is 3 * 4?"}
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+QUICK = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 anything = st.text(st.characters(codec="utf-8"), max_size=12)
 pieces = st.sampled_from(["\n", "\n\n", " ", "  \n", "😀", "é", "e\u0301", "12345", '{"a": 1}', "<|", "|>", "\t"])
@@ -283,6 +283,13 @@ def test_a_template_that_ignores_tools_is_fine_without_them():
     form = make_format(make_tokenizer("deepseekv3"), "chat", ())
     assert form.behind(form.close, [{"role": "user", "content": "4"}]) == encode(
         "deepseekv3", "<｜User｜>4<｜Assistant｜><think>\n"
+    )
+
+
+def test_a_template_that_is_given_no_tools_writes_nothing_of_them():
+    prompt = make_format(make_tokenizer("llama3_1"), "chat", ()).prompt([QUESTION])
+    assert prompt == tokenizer_of("llama3_1").apply_chat_template(
+        [QUESTION], add_generation_prompt=True, return_dict=False
     )
 
 
