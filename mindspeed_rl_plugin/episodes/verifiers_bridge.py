@@ -111,15 +111,7 @@ class VerifiersEnvironments:
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
         """See `Environments`. verifiers knows no seeds: what is random is its environment's."""
-        data = task["record"].get(ROW)
-        if data is None:
-            why = (
-                f"has a data row without the field {ROW!r}; make the data with `python -m mindspeed_rl_plugin tasks "
-                f"{PREFIX}ID`"
-            )
-            self._replies.append(Reply(episode, failure=why))
-            return
-        rollout = Rollout(next(self._numbers), episode, data)
+        rollout = Rollout(next(self._numbers), episode, task["record"][ROW])
         self._known[episode] = rollout
         self._queue.append(rollout)
 
@@ -297,15 +289,3 @@ def interpreter(python: str | None) -> str | None:
     if version < (3, 11):
         raise ValueError(f"--rl-environment-python {python} is Python {said}; {advice}")
     return os.path.abspath(found)
-
-
-def check(environment: str, python: str | None, tokenizer: str) -> None:
-    """Load all of it once, and let go of it. Raises ValueError where a job could not use it."""
-    worker = Worker(rollouts_program(interpreter(python)), (environment, tokenizer), PREFIX + environment)
-    end = time.monotonic() + LOADING
-    try:
-        while not worker.ready():
-            if not wait_for([worker], end):
-                raise EpisodeError(f"verifiers has not loaded {environment} within {LOADING:g} s")
-    finally:
-        worker.close()

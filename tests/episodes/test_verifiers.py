@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl_plugin.episodes.protocol import Turn
-from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments, check
+from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Turn, begin_once
+from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
 from mindspeed_rl_plugin.prompts.render import Renderer
 from mindspeed_rl_plugin.prompts.sources import open_source
 from mindspeed_rl_plugin.rows import SampleId
@@ -91,7 +91,7 @@ def play(environments, turns, seconds=120.0):
 def spoken(tokenizer, text, whole=True):
     """A turn whose tokens are single bytes, as no tokenizer would write "12"."""
     ids = [tokenizer.convert_tokens_to_ids(letter) for letter in text] + [tokenizer.eos_token_id] * whole
-    return Turn(tuple(ids), tuple(-0.125 * i for i in range(1, len(ids) + 1)), text, whole=whole)
+    return Turn(tuple(ids), tuple(-0.125 * i for i in range(1, len(ids) + 1)), text)
 
 
 def chat(tokenizer, *turns):
@@ -203,23 +203,33 @@ def test_what_an_environment_started_is_ended_with_its_process(scripted, tokeniz
     scripted.end(ONE)
 
 
+def refused(environment, python, tokenizer):
+    """Why."""
+    environments = VerifiersEnvironments(environment, python, tokenizer, 1, SECONDS)
+    try:
+        return begin_once(environments, task(prompt="?"), 0)
+    except EpisodeError as error:
+        return str(error)
+    finally:
+        environments.close()
+
+
 def test_what_cannot_be_loaded_is_refused(python, tokenizer, tmp_path):
-    path = tokenizer.name_or_path
-    with pytest.raises(
-        ValueError, match="'no_such_game' is no environment that .* can load: taskset 'no_such_game' not"
-    ):
-        check("no_such_game", python, path)
-    with pytest.raises(ValueError, match=f"{sys.executable} has no verifiers .*install it there"):
-        check("guess_number", sys.executable, path)
-    with pytest.raises(ValueError, match="the tokenizer '/nowhere' cannot render prompts for verifiers: "):
-        check("guess_number", python, "/nowhere")
-    other = tmp_path / "environment.toml"
+    path, other = tokenizer.name_or_path, tmp_path / "environment.toml"
+    assert f"'no_such_game' is no environment that {python} can load: taskset 'no_such_game' not found" in refused(
+        "no_such_game", python, path
+    )
+    assert f"{sys.executable} has no verifiers (No module named 'verifiers'); install it" in refused(
+        "guess_number", sys.executable, path
+    )
+    assert "the tokenizer '/nowhere' cannot render prompts for verifiers: " in refused(
+        "guess_number", python, "/nowhere"
+    )
     other.write_text("[environment]\nid = 'guess_number'\n")
-    with pytest.raises(ValueError, match=r"environment.toml has environment; give a table \[env\]"):
-        check(str(other), python, path)
+    assert "environment.toml has environment; give a table [env]" in refused(str(other), python, path)
     other.write_text("[env.taskset]\nid = 'guess_number'\n[env.player.sampling]\ntemperature = 0.5\n")
-    with pytest.raises(ValueError, match="its agent 'player' has settings for sampling; the job's own hold"):
-        check(str(other), python, path)
+    assert "its agent 'player' has settings for sampling; the job's own hold" in refused(str(other), python, path)
+    assert "answer" in refused("guess_number", python, path)  # which the data of this task lack
 
 
 def test_a_file_says_what_an_id_cannot(python, tokenizer, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rl_plugin.episodes import verifiers_bridge
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Reply, Turn
-from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments, check, interpreter
+from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments, interpreter
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program
 
@@ -163,16 +163,16 @@ def test_garbage_from_a_process_ends_it(made):
 
 def test_a_row_without_verifiers_own_field_is_refused(made):
     environments = made()
-    environments.begin(ONE, {"record": {"other": 1}}, 0)
-    assert "without the field 'verifiers'; make the data with `python -m" in replies(environments, 1)[ONE].failure
+    environments.check_fields({"a.jsonl line 1": {"verifiers", "other"}})
+    with pytest.raises(ValueError, match="b.jsonl line 2 has no field 'verifiers'; make the data with `python -m"):
+        environments.check_fields({"a.jsonl line 1": {"verifiers"}, "b.jsonl line 2": {"other"}})
 
 
 def test_an_environment_that_cannot_be_loaded_stops_the_run(made):
     environments = made("unknown")
+    begin(environments, ONE=[ASKS])
     with pytest.raises(EpisodeError, match="there is no such environment"):
         replies(environments, 1)
-    with pytest.raises(ValueError, match="there is no such environment"):
-        check("unknown", None, "tokenizer")
 
 
 def test_nothing_is_left_when_it_is_closed(made):
