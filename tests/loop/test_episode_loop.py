@@ -78,7 +78,9 @@ def test_under_every_schedule_and_layout_engine_and_trainer_agree(job, long_mode
     made = job(*COMMON, *CASES[case], model=long_model).dumping()
     result = made.run(400)
     lines = result.metrics
-    assert len(lines) == 3 and max(line["logp_diff/max"] for line in lines) < AGREEMENT
+    # A rollout of older weights has no such difference.
+    differences = [line["logp_diff/max"] for line in lines if "logp_diff/max" in line]
+    assert len(lines) == 3 and differences and max(differences) < AGREEMENT
     assert all(line["episode/turns_mean"] > 1.5 and line["grad_norm"] > 1e-3 for line in lines)
     check_dump(made.save / "dump", 2)
 
