@@ -224,7 +224,7 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
             Ragged.from_rows([torch.tensor([0, 1, 1], dtype=torch.uint8)]),
         ),
         "logp_rollout has 1 entries for 2 tokens": ("logp_rollout", Ragged.from_rows([torch.tensor([0.0])])),
-        "give 0 on the prompt and 1": ("loss_mask", Ragged.from_rows([torch.tensor([1, 1], dtype=torch.uint8)])),
+        "give 1 on the response, else 0": ("loss_mask", Ragged.from_rows([torch.tensor([1, 1], dtype=torch.uint8)])),
         "logp_rollout is -1.0; give 0 on": ("logp_rollout", Ragged.from_rows([torch.tensor([-1.0, -1.0])])),
         "length is 3, not 2": ("length", torch.tensor([3])),
         "response_length is 2, not 1": ("response_length", torch.tensor([2])),
