@@ -225,7 +225,10 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
         ),
         "logp_rollout has 1 entries for 2 tokens": ("logp_rollout", Ragged.from_rows([torch.tensor([0.0])])),
         "give 1 on the response, else 0": ("loss_mask", Ragged.from_rows([torch.tensor([1, 1], dtype=torch.uint8)])),
-        "logp_rollout is -1.0; give 0 on": ("logp_rollout", Ragged.from_rows([torch.tensor([-1.0, -1.0])])),
+        "logp_rollout is -1.0; give 0 outside of the response": (
+            "logp_rollout",
+            Ragged.from_rows([torch.tensor([-1.0, -1.0])]),
+        ),
         "length is 3, not 2": ("length", torch.tensor([3])),
         "response_length is 2, not 1": ("response_length", torch.tensor([2])),
         "version is 1, the oldest segment's 0": ("version", torch.tensor([1])),
