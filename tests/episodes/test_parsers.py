@@ -176,7 +176,9 @@ def test_a_parser_whose_tokens_the_tokenizer_lacks_is_refused():
 
 def test_auto_is_refused_where_the_template_does_not_tell():
     no_calls, other_form = tokenizer_of("llama3"), make_tokenizer("qwen3", template("qwen3_5_nothink"))
-    for tokenizer in (no_calls, other_form, make_tokenizer("qwen3", "")):
+    none = make_tokenizer("qwen3")
+    none.chat_template = None
+    for tokenizer in (no_calls, other_form, none):
         with pytest.raises(
             ValueError, match=r"^--rl-tool-parser auto: .* give hermes, llama3, deepseek or path/to/file"
         ):
