@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.loop.timing.simulate import simulate
 MOST = 2048  # responses of a rollout beyond which the model would take long at a run's end
 # What of the model -> the same in metrics.jsonl, as shares of an iteration.
 IDLE = (
-    ("engines held back", "back-pressure", "idle/engines_back_pressure"),
+    ("back-pressure", "back-pressure", "idle/engines_back_pressure"),
     ("waiting for a version", "version", "idle/engines_version"),
 )
 
