@@ -35,9 +35,9 @@ class Core:
     """Serves `warehouse` and `controllers` (both optional).
 
     tell: sends a record to the controllers of other processes; gate: what others may ask, None: whatever a rank may;
-    directory: answers a process that joins from outside the
-    job; clock: seconds; versions: of weights, which this process offers. served: messages, and bytes of cells and
-    weights that went through this process, to show that none sees them all; refused: what was turned away, by reason.
+    directory: answers a process that joins from outside the job; clock: seconds; versions: of weights, which this
+    process offers. served: messages, and bytes of cells and weights that went through this process, to show that none
+    sees them all; refused: what was turned away, by reason.
     """
 
     def __init__(self, warehouse: Warehouse | None = None, controllers: Mapping[str, Controller] | None = None) -> None:

@@ -132,7 +132,7 @@ NAMES: dict[str, Meaning] = {
     ),
     "idle/trainers_starved": Meaning("share", "time since the last rollout in which trainers waited for responses"),
     "idle/engines_back_pressure": Meaning(
-        "share", "time in which engines apart had no prompt: training holds admission back"
+        "share", "back-pressure: time in which engines apart had no prompt, because training holds admission up"
     ),
     "idle/engines_version": Meaning("share", "time in which engines apart waited for the weights that rows ask for"),
     "engines": Meaning("", "engines apart that are at work when the rollout is ready"),

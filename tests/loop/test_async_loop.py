@@ -324,7 +324,7 @@ def test_exact_resume_may_be_given_in_the_middle_of_a_rollout(job) -> None:
     job(*flags, "--exit-interval", "1", name="run").dumping().run()
     last = job(*flags, "--rl-exact-resume", "--rl-wait-timeout", "30", name="run").dumping()
     assert [line["iteration"] for line in last.run().metrics] == [*range(1, 10)]
-    assert trained(last) == [(e, g, m) for e in range(3) for g in range(12) for m in range(4)]
+    assert last.trained() == [(e, g, m) for e in range(3) for g in range(12) for m in range(4)]
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def test_the_end_of_a_run_says_predicted_and_measured(tmp_path):
     counts = {"engines/tokens_per_second": 900.0, "idle/engines_back_pressure": 0.25, "idle/engines_version": 0.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**json.loads(n), **counts}) + "\n" for n in lines))
     shares = comparison.line(tmp_path)
-    assert "engines held back" in shares and "(25%)" in shares
+    assert "back-pressure" in shares and "(25%)" in shares
     rows = [json.loads(n) for n in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
     def line_with(**of_row):

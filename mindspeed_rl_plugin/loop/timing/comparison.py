@@ -12,7 +12,7 @@ CANNOT = "the model cannot say what this run should have taken"
 MOST = 2048  # responses of a rollout beyond which the model would take long at a run's end
 # What of the model -> the same in metrics.jsonl, as shares of an iteration.
 IDLE = (
-    ("engines held back", "back-pressure", "idle/engines_back_pressure"),
+    ("back-pressure", "back-pressure", "idle/engines_back_pressure"),
     ("waiting for a version", "version", "idle/engines_version"),
 )
 

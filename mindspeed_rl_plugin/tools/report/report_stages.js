@@ -6,7 +6,7 @@ const stageColor = (k) => (stageNames[k] === "between stages" ? "var(--idle)" : 
 
 // What engines apart do: work, wait (two reasons), weights.
 const kindColor = (kind) => ({ generate: "var(--c6)", "back-pressure": "var(--idle)", version: "var(--c7)", pull: "var(--c8)", pause: "var(--c9)" })[kind] || "var(--c5)";
-const kindText = { generate: "engine: samples", "back-pressure": "engine: no prompt", version: "engine: waits for weights", pull: "engine: reads weights", pause: "engine: takes weights" };
+const kindText = { generate: "engine: samples", "back-pressure": "engine: back-pressure", version: "engine: waits for weights", pull: "engine: reads weights", pause: "engine: takes weights" };
 
 function stageLegend() {
   const item = (color, text) => element("span", {}, element("i", { style: `background:${color}` }), text);
