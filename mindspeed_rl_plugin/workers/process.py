@@ -107,7 +107,7 @@ class Worker:
         try:
             if self._connection.poll():
                 answer = msgspec.json.decode(self._connection.recv_bytes(LARGEST), type=self._type)
-        except msgspec.DecodeError:  # never unpickled: a user's code may run what a model wrote
+        except (msgspec.DecodeError, UnicodeDecodeError):  # never unpickled: a user's code may run what a model wrote
             answer = WROTE
         except (EOFError, OSError) as error:  # it was killed between two messages, or within one
             answer, ended = WROTE if "message length" in str(error) else None, True

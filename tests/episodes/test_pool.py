@@ -36,6 +36,7 @@ SEEN = {
     "killed": "error: the tool ended its process, which died of signal 9 (SIGKILL)",
     "child holds the pipe": "error: the tool ended its process, which exited with code 5",
     "pickle in the pipe": "error: the tool wrote into the pipe of its worker, which was killed",
+    "bytes in the pipe": "error: the tool wrote into the pipe of its worker, which was killed",
     "gigabyte in the pipe": "error: the tool wrote into the pipe of its worker, which was killed",
     "leaves a child": "left",
     "both go on": "parent",
@@ -282,7 +283,9 @@ def test_a_process_that_is_killed_while_idle_costs_nothing(started) -> None:
         begin(pool, [number])
     first = [contents(act(pool, number, "pid"))[0] for number in range(4)]
     assert sorted(Counter(first).values()) == [2, 2], "they are shared evenly"
-    os.kill(int(first[0]), signal.SIGKILL)
+    (dead,) = [slot.worker for slot in pool._dispatcher._slots if slot.pid == int(first[0])]
+    os.kill(dead.pid, signal.SIGKILL)
+    dead._process.wait()
     for number in range(4):
         reply = act(pool, number, "go")
         if first[number] == first[0]:
@@ -321,7 +324,8 @@ def test_a_file_that_loads_only_once_stops_the_run_in_poll(started, tmp_path: Pa
     given = {"workers": 1, "timeout": 5, "wait_timeout": 60}
     with EnvironmentPool([], f"{tmp_path}/once.py:E", **given) as pool:
         begin(pool, (0, 1))
-        pool.act(sample(0), turn("x"))
+        assert act(pool, 0, "x").failure
+        pool._dispatcher._slots[0].worker._process.wait()
         pool.act(sample(1), turn("x"))
         with pytest.raises(EpisodeError, match=r"(?s)--rl-environment \S*once.py:E: it raised OSError: gone.*line 2"):
             replies(pool)
@@ -395,7 +399,8 @@ def test_every_environment_is_closed(started, tmp_path: Path, capsys) -> None:
     pool.act(sample(3), turn("nap 0.3"))
     pool.begin(sample(6), task(log=str(logs[6])), 7)
     pool.act(sample(4), turn("two"))
-    pool.poll(0.0)
+    while pool._dispatcher._slots[0].running is not pool._live[sample(3)].call:
+        assert pool.poll(0.01) == []
     for number in (3, 6, 4):  # at work, not begun, and waiting for its turn
         pool.end(sample(number))
     assert not pool.pending, "no reply is due of what is given up"
@@ -426,6 +431,16 @@ def test_one_that_does_not_close_is_told_once_and_one_that_hangs_is_killed(start
     assert sum(log.read_text().count("close") for log in logs) == 1
 
 
+def test_a_call_that_goes_on_at_the_end_is_killed(started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindspeed_rl_plugin.episodes.pool.CLOSE_SECONDS", 0.3)
+    pool = started(timeout=20.0)
+    begin(pool, [0])
+    pool.act(sample(0), turn("nap 100"))
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 3
+
+
 def test_replies_come_exactly_once(started) -> None:
     """Whatever is asked in whatever order, of two workers whose processes end now and then."""
     pool, rng = started(functions=["multiply", "fault"], workers=2, timeout=5.0), random.Random(3)
@@ -440,9 +455,11 @@ def test_replies_come_exactly_once(started) -> None:
         elif choice < 0.7 and ready:
             ready.remove(number := rng.choice(sorted(ready)))
             due.add(number)
-            step = rng.choice([*["go"] * 20, *["end", "raises", "finish"] * 2, *["tools"] * 5, "ends"])
+            step = rng.choice([*["go"] * 20, *["end", "raises", "finish"] * 2, *["tools", "no call"] * 5, "ends"])
             if step == "finish":
                 pool.finish(sample(number))
+            elif step == "no call":  # answered at once
+                pool.act(sample(number), turn("", MalformedCall("no JSON")))
             else:
                 some = [call("multiply", a=3), call("fault", kind="raises")]
                 pool.act(sample(number), turn(step, *some[: rng.randint(1, 2)]) if step == "tools" else turn(step))

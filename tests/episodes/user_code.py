@@ -114,6 +114,7 @@ FAULTS = {
     "half a pair": lambda: "a\ud800b\x00",
     "prints": _prints,
     "pickle in the pipe": lambda: _into_the_pipe(b"\x00\x00\x00\x05I1\n.x"),
+    "bytes in the pipe": lambda: _into_the_pipe(b'\x00\x00\x00\x1d[["\xff"],0,false,null,null,0.5]'),
     "gigabyte in the pipe": lambda: _into_the_pipe(b"\x3f\xff\xff\xff" + b"x" * 10000),
     "no text": lambda: [1, 2],
 }
