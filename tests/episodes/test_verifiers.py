@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mindspeed_rl_plugin.episodes import verifiers_worker
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Turn, begin_once
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
 from mindspeed_rl_plugin.prompts.render import Renderer
@@ -189,6 +190,16 @@ def test_at_a_limit_verifiers_scores_what_there_is(scripted, tokenizer, cut, rew
     assert last[ONE].done and last[ONE].reward == reward
 
 
+@pytest.mark.parametrize("cut", [True, False])
+def test_verifiers_knows_of_the_last_turn_whether_it_was_cut(scripted, tokenizer, cut):
+    scripted.begin(ONE, task(prompt="?", fault="cut"), 0)
+    play(scripted, {ONE: []})
+    turn = spoken(tokenizer, "ab", whole=not cut)
+    (scripted.finish if cut else scripted.act)(ONE, turn)
+    _, last = play(scripted, {ONE: []})
+    assert last[ONE].done and last[ONE].reward == cut
+
+
 @pytest.mark.parametrize(
     "fault, why",
     [
@@ -273,7 +284,12 @@ def test_a_file_says_what_an_id_cannot(python, tokenizer, tmp_path):
     environments = VerifiersEnvironments(str(file), python, tokenizer.name_or_path, 1, 60.0)
     environments.begin(ONE, task(prompt="Guess", answer=3), 0)
     prompts, last = play(environments, {ONE: [spoken(tokenizer, "9")]})
+    environments.begin(TWO, task(prompt="Guess", answer=3), 0)
+    play(environments, {TWO: []})
+    environments.end(TWO)  # whose request for a turn nobody answers
+    began = time.monotonic()
     environments.close()
+    assert time.monotonic() - began < 0.8 * verifiers_worker.PATIENCE
     assert len(prompts[ONE]) == 1 and last[ONE].done and last[ONE].reward == 0.0
 
 
