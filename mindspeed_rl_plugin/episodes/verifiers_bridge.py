@@ -224,8 +224,6 @@ class VerifiersEnvironments:
         over = said.done or said.ended or said.failure is not None
         if over:
             del self._rollouts[said.number]
-        if rollout.ending is not None:
-            return
         prompt = None if said.prompt is None else tuple(said.prompt)
         reply = Reply(rollout.sample, said.messages, prompt, said.reward, said.done, said.failure, seconds=said.seconds)
         if rollout.due is not None:

@@ -35,7 +35,7 @@ def keep(connection: int, lifeline: int, patience: float) -> None:
         return
     os.close(connection)
     code = _watch(worker, lifeline, patience, killed)
-    while left := [*_descendants(os.getpid())]:
+    while left := [*_children()]:
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -76,16 +76,11 @@ def _reap(worker: int) -> int | None:
     return code
 
 
-def _descendants(ancestor: int) -> Iterator[int]:
-    """Of a process, without those that have ended already."""
-    children: dict[int, list[int]] = {}
+def _children() -> Iterator[int]:
+    """Of this process, without those that have ended already. What a child leaves behind becomes one."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stat:
                 state, parent = stat.read().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(name))
-    left = [ancestor]
-    while left:
-        left += (below := children.get(left.pop(), []))
-        yield from below
+            if state != "Z" and int(parent) == os.getpid():
+                yield int(name)

@@ -1,6 +1,7 @@
 """The bridge over verifiers itself, installed apart: its environments, its training client, our renderer."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mindspeed_rl_plugin.episodes import verifiers_worker
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Turn, begin_once
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
 from mindspeed_rl_plugin.prompts.render import Renderer
@@ -25,8 +27,11 @@ pytestmark = [
 VERIFIERS = "verifiers==0.4.0"
 SECONDS = 6.0  # that the environment may take for a turn
 ONE, TWO, THREE = (SampleId(0, 0, member) for member in range(3))
-TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
-{{ m['content'] }}<|im_end|>
+TEMPLATE = """{% if tools %}<|im_start|>tools
+{{ tools | map(attribute='function.name') | join(' ') }}<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}
+{{ m['content'] or '' }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
@@ -40,6 +45,7 @@ def tokenizer(tmp_path_factory):
     made = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
     )
+    made.add_tokens(["<tool_call>", "</tool_call>"])
     made.chat_template = TEMPLATE
     folder = tmp_path_factory.mktemp("tokenizer")
     made.save_pretrained(folder)
@@ -51,6 +57,8 @@ def python(apart):
     """The interpreter that has verifiers, which finds the environments of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).with_name("verifiers_environments")))
+        uv = Path(sys.executable).parent  # verifiers' plain chat is a script that uv runs
+        patch.setenv("PATH", f"{uv}{os.pathsep}{os.environ['PATH']}")
         yield apart(VERIFIERS)
 
 
@@ -144,6 +152,33 @@ def test_a_user_cannot_write_special_tokens(scripted, tokenizer):
     assert last[ONE].done and last[ONE].reward == 6.0
 
 
+def test_a_harness_that_forgets_asks_for_a_prompt_that_is_no_extension(guess, tokenizer):
+    """Which is told as it is; the engine's side refuses it."""
+    guess.begin(ONE, task(prompt="Forget", answer=12), 0)
+    prompts, _ = play(guess, {ONE: [spoken(tokenizer, "9")]})
+    assert prompts[ONE][1] == chat(tokenizer, "<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n")
+    guess.end(ONE)
+
+
+def test_a_tool_of_verifiers_is_called_by_its_plain_chat(python, tokenizer):
+    """In programs that verifiers starts, with what our renderer reads in the turn; and none of them is left."""
+    environments = VerifiersEnvironments("calculator", python, tokenizer.name_or_path, 1, 300.0)
+    environments.begin(ONE, task(prompt="17 x 23", answer=391), 0)
+    call = '<tool_call>{"name": "calculator_multiply", "arguments": {"a": 17, "b": 23}}</tool_call>'
+    ids = (*tokenizer.encode(call, add_special_tokens=False), tokenizer.eos_token_id)
+    asks = Turn(ids, (-0.5,) * len(ids), call)
+    prompts, last = play(environments, {ONE: [asks, spoken(tokenizer, "391")]}, seconds=400)
+    first = (
+        "<|im_start|>tools\ncalculator_multiply<|im_end|>\n<|im_start|>user\n17 x 23<|im_end|>\n<|im_start|>assistant\n"
+    )
+    told = "\n<|im_start|>tool\n391<|im_end|>\n<|im_start|>assistant\n"
+    assert prompts[ONE] == [chat(tokenizer, first), chat(tokenizer, first, asks, told)]
+    assert last[ONE].done and last[ONE].reward == 1.0
+    below = psutil.Process(environments._processes[0].worker.pid).children(recursive=True)
+    environments.close()
+    assert not psutil.wait_procs(below, timeout=5)[1]
+
+
 @pytest.mark.parametrize("cut, reward", [(True, 4.0), (False, 2.0)])
 def test_at_a_limit_verifiers_scores_what_there_is(scripted, tokenizer, cut, reward):
     """The turn that was cut too, if it is given; its user speaks no more."""
@@ -153,6 +188,16 @@ def test_at_a_limit_verifiers_scores_what_there_is(scripted, tokenizer, cut, rew
     scripted.finish(ONE, spoken(tokenizer, "cd", whole=False) if cut else None)
     _, last = play(scripted, {ONE: []})
     assert last[ONE].done and last[ONE].reward == reward
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_verifiers_knows_of_the_last_turn_whether_it_was_cut(scripted, tokenizer, cut):
+    scripted.begin(ONE, task(prompt="?", fault="cut"), 0)
+    play(scripted, {ONE: []})
+    turn = spoken(tokenizer, "ab", whole=not cut)
+    (scripted.finish if cut else scripted.act)(ONE, turn)
+    _, last = play(scripted, {ONE: []})
+    assert last[ONE].done and last[ONE].reward == cut
 
 
 @pytest.mark.parametrize(
@@ -239,7 +284,12 @@ def test_a_file_says_what_an_id_cannot(python, tokenizer, tmp_path):
     environments = VerifiersEnvironments(str(file), python, tokenizer.name_or_path, 1, 60.0)
     environments.begin(ONE, task(prompt="Guess", answer=3), 0)
     prompts, last = play(environments, {ONE: [spoken(tokenizer, "9")]})
+    environments.begin(TWO, task(prompt="Guess", answer=3), 0)
+    play(environments, {TWO: []})
+    environments.end(TWO)  # whose request for a turn nobody answers
+    began = time.monotonic()
     environments.close()
+    assert time.monotonic() - began < 0.8 * verifiers_worker.PATIENCE
     assert len(prompts[ONE]) == 1 and last[ONE].done and last[ONE].reward == 0.0
 
 

@@ -21,6 +21,8 @@ class ScriptedTask(vf.Task[ScriptedData]):
     async def letters(self, trace) -> float:
         if self.data.fault == "nan":
             return float("nan")
+        if self.data.fault == "cut":
+            return float(trace.is_truncated)
         return float(sum(len(message.content or "") for message in trace.assistant_messages))
 
 
