@@ -44,6 +44,8 @@ class EpisodeSetup:
         tools, environment = tuple(map(_absolute, flags.tools)), flags.environment
         if environment and not environment.startswith(FOREIGN):
             environment = _absolute(environment)
+        elif environment and environment.startswith(PREFIX) and environment.endswith(".toml"):
+            environment = f"{PREFIX}{Path(environment.removeprefix(PREFIX)).resolve()}"
         parser = _absolute(flags.tool_parser) if ":" in flags.tool_parser else flags.tool_parser
         flags = dataclasses.replace(flags, tools=tools, environment=environment, tool_parser=parser)
         observation = flags.observation or ("chat" if config.data.apply_chat_template else "raw")
