@@ -14,7 +14,10 @@ setup(
         "mindspeed_rl_plugin.tools.rehearse": ["*.sh"],
     },
     python_requires=">=3.10",
-    install_requires=["torch", "tensordict", "transformers", "datasets", "pyarrow", "safetensors", "msgspec", "tqdm"],
+    install_requires=[
+        *("torch", "tensordict", "transformers", "datasets", "pyarrow", "safetensors", "msgspec", "tqdm"),
+        *("jinja2", "websockets"),
+    ],
     extras_require={
         "math": [MATH],
         "cuda": ["vllm>=0.9.1", "ray", MATH],

@@ -132,7 +132,11 @@ def run_ours(case: workload.Case, folder: Path, iterations: int, *more: str, eve
     made = [(line["response/length_mean"] + workload.PROMPT_TOKENS) * case.samples for line in lines]
     if even:
         _same_work(case, set(made))
-    steps = [{k.removeprefix("seconds/"): v for k, v in line.items() if k.startswith("seconds/")} for line in lines]
+    # Of engines apart there are shares of idle time, too.
+    steps = [
+        {k.removeprefix("seconds/"): v for k, v in line.items() if k.startswith(("seconds/", "idle/"))}
+        for line in lines
+    ]
     return _measured(case, steps, peak) if even else _of_uneven(case, steps, made, peak)
 
 
@@ -240,18 +244,23 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
                     print(f"{repeat + 1}/{repeats} {arm} {name} {took} {shown}", file=sys.stderr, flush=True)
                     yield [
                         {
-                            **{"arm": a, "case": c, "metric": m, "unit": UNITS.get(m, "s")},
+                            **{"arm": a, "case": c, "metric": m, "unit": unit(m)},
                             **{"value": statistics.median(v), "range": [min(v), max(v)]},
                         }
                         for (a, c, m), v in seen.items()
                     ]
 
 
+def unit(metric: str) -> str:
+    """Of its value."""
+    return "share" if metric.startswith("idle/") else UNITS.get(metric, "s")
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The result as a Markdown table, a line an arm and case, and the ratios of the arms."""
     value = {(r["arm"], r["case"], r["metric"]): r["value"] for r in rows}
     stages = [m for m in dict.fromkeys(r["metric"] for r in rows) if m not in UNITS]
-    metrics = [*UNITS, *stages]  # seconds but for the first and third
+    metrics = [*UNITS, *stages]  # seconds but for the first and third, and shares of idle time
     spread = {(r["arm"], r["case"]): r["range"] for r in rows if r["metric"] == "tokens_per_second"}
     lines = [f"| case | arm | {' | '.join(metrics)} | tokens_per_second, least to most |"]
     lines += [f"|---|---|{'---|' * len(metrics)}---|"]

@@ -296,7 +296,7 @@ def asyncflow() -> list[dict[str, Any]]:
             reached = abs(of_model / gain - 1) < 0.02
             print(f"    the model, k = {ahead}: " + ("" if reached else "NOT reached, ") + f"{of_model:.2f}x with "
                   f"lognormal lengths of sigma {sigma:.2f}, tau {tau_model:.2f} (trainers starved "
-                  f"{starved:.0%}, engines held back {held:.0%})")  # fmt: skip
+                  f"{starved:.0%}, back-pressure {held:.0%})")  # fmt: skip
             rows[-1][f"k={ahead}"] = {"sigma": sigma, "tau": tau_model, "gain": of_model}
     return rows
 

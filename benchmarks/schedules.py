@@ -68,7 +68,9 @@ CASES = {
 TARGETS = {("slow-32", "streamed"): 1.05, ("slow-4", "streamed"): 1.05}
 TARGETS |= {(case, "streamed"): 0.95 for case in ("short", "long-tailed")}
 TARGETS |= {("slow-32", "async"): 1.4, ("long-tailed", "async"): 1.08}
-METRICS = ("iteration", "generate", "reward", "logp_old", "update")
+METRICS = ("iteration", "generate", "reward", "logp_old", "update")  # seconds
+# Shares of time, of arms with an engine apart, by cause.
+IDLE = ("idle/trainers_starved", "idle/engines_back_pressure", "idle/engines_version")
 
 
 def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int) -> Iterator[list[dict[str, Any]]]:
@@ -88,11 +90,12 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
                     trainers = end_to_end.RANKS - ("--rl-generators" in ARMS[arm])
                     flags = (*ARMS[arm], "--rl-reward-workers", str(case.workers // trainers))
                     measured = end_to_end.run_ours(*what, *flags, even=arm != "carry")
-                shown = {metric: round(measured.get(metric, 0.0), 2) for metric in METRICS}
+                kept = dict.fromkeys(METRICS, 0.0) | {m: measured[m] for m in (*METRICS, *IDLE) if m in measured}
+                shown = {metric: round(value, 2) for metric, value in kept.items()}
                 took = f"{time.monotonic() - begin:.0f} s"
                 print(f"{repeat + 1}/{repeats} {name} {arm} {took} {shown}", file=sys.stderr, flush=True)
-                for metric in METRICS:
-                    seen.setdefault((arm, name, metric), []).append(measured.get(metric, 0.0))
+                for metric, value in kept.items():
+                    seen.setdefault((arm, name, metric), []).append(value)
                 yield [
                     {"arm": a, "case": c, "metric": m, "value": statistics.median(v), "range": [min(v), max(v)]}
                     for (a, c, m), v in seen.items()
@@ -121,11 +124,14 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The medians as a Markdown table, seconds, and the range of the iteration."""
+    """The medians as a Markdown table, seconds, shares of idle time where an engine is apart, and the range of the
+    iteration."""
     value = {(r["case"], r["arm"], r["metric"]): r for r in rows}
-    lines = [f"| case | arm | {' | '.join(METRICS)} | least to most |", f"|---|---|{'---|' * len(METRICS)}---|"]
+    columns = (*METRICS, *IDLE)
+    lines = [f"| case | arm | {' | '.join(columns)} | least to most |", f"|---|---|{'---|' * len(columns)}---|"]
     for case, arm in dict.fromkeys((r["case"], r["arm"]) for r in rows):
-        cells = " | ".join(f"{value[case, arm, metric]['value']:.2f}" for metric in METRICS)
+        measured = [value.get((case, arm, metric)) for metric in columns]
+        cells = " | ".join("" if row is None else f"{row['value']:.2f}" for row in measured)
         least, most = value[case, arm, "iteration"]["range"]
         lines.append(f"| {case} | {arm} | {cells} | {least:.2f} to {most:.2f} |")
     return "\n".join(lines)

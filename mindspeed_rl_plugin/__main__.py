@@ -21,6 +21,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("tools.plan.plan", "memory, bytes, seconds of a reshard (--dock: a rollout; --schedule: an iteration)"),
     "rehearse": ("tools.rehearse.rehearse", "run an Ascend launch script here, shrunk, for one RL iteration"),
     "report": ("tools.report.report", "one HTML file of a run: curves, timeline, memory, samples"),
+    "tasks": ("tools.tasks", "the tasks of an environment of verifiers as a data file"),
 }
 
 

@@ -1,4 +1,5 @@
-"""A running job (`--rl-schedule async`) for your own programs: an engine that answers its prompts, or an observer.
+"""A running job (`--rl-schedule async`) for your own programs: an engine that answers its prompts, a source of prompts,
+or an observer.
 
     with Client("10.0.0.5:41167", "SAVE/rl/secret") as job:
         while not job.ended:
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock import Dock, Gone, Lease, SampleId, from_tensordict, to_tensordict
+from mindspeed_rl_plugin.dock.joining import here
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.reshard.pull import pull_tensors
@@ -47,7 +49,7 @@ class Client:
     """
 
     def __init__(self, address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0) -> None:
-        self.dock = Dock.join(address, secret, lease_seconds=lease_seconds)
+        self.dock = Dock.join(address, secret, lease_seconds=lease_seconds, who=here("client"))
         try:
             self._job = job_of(self.dock, strict=True)
         except ValueError:
@@ -56,6 +58,7 @@ class Client:
         self._weights, self._sources = weights_of(self.dock), self.dock.exchange.sources()
         self._taken: dict[SampleId, tuple[Lease, GenerateRequest]] = {}
         self._records = 0
+        self._reported = False
         self.newest()  # over this connection the job says that it leaves
 
     def __enter__(self) -> Client:
@@ -180,7 +183,26 @@ class Client:
     def report(self, counts: Mapping[str, float]) -> None:
         """What this engine has counted since it joined, for the job's metrics: "seconds", of them "back-pressure" (it
         had no prompts) and "version" (it waited for weights), "responses" and "tokens"."""
+        self._reported = True
         self.dock.exchange.report(counts)
+
+    # a data source
+
+    def offer(self, rows: Iterable[Mapping[str, Any]], deadline: float = 0.0) -> list[int]:
+        """Prompts for the next rollouts, which take them before those of --rl-prompt-data. A row has the fields of a
+        row of the data: prompt (a string, or messages), answer, and others, all of them JSON.
+
+        Returns a number of each, below 0: "row" in the column `meta` of its responses. Waits for room, `deadline`
+        seconds; a rollout is admitted with each publication of weights. Of rows that are refused none is taken: raises
+        ValueError for those that the data may not have either, for a prompt that is too long, for more than four
+        rollouts at once, and in a job with --rl-async-order strict; TimeoutError where there is no room.
+        """
+        if self._job.strict:
+            raise ValueError(
+                "--rl-async-order strict: runs are equal bit for bit, and which rollout offered prompts come into "
+                "depends on the time; give --rl-async-order free"
+            )
+        return self.dock.exchange.offer_rows([_as_json(i, row) for i, row in enumerate(rows)], deadline)
 
     # weights
 
@@ -237,6 +259,8 @@ class Client:
     def _leased(self, max_rows: int, deadline: float) -> Lease:
         """Rows that are ready within the deadline, or none."""
         try:
+            if not self._reported:
+                self.report({})  # by which the job counts it among its engines
             return self.dock.lease(SPEC.name, max_rows=max_rows, deadline=deadline)
         except TimeoutError:
             pass
@@ -279,3 +303,10 @@ class Client:
         if not 0 <= finish < len(FINISH) or not segments:
             raise ValueError(f"give: row {tuple(given.ids[row])} has finish {finish} and segments {segments}")
         return Completion(given.ids[row], tokens, tuple(given["logps"].row(row).tolist()), FINISH[finish], segments)
+
+
+def _as_json(number: int, row: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(row)
+    except TypeError as error:
+        raise ValueError(f"offer: row {number}: {error}; give strings, numbers, lists and dictionaries") from error

@@ -78,7 +78,7 @@ class Stall:
     def __init__(self, seconds: float) -> None:
         self._seconds, self._last, self._since = seconds, None, 0.0
 
-    def seen(self, what: int) -> bool:
+    def seen(self, what: object) -> bool:
         """Whether it has been the same for too long. what: how much there is left, say."""
         now = time.monotonic()
         if what != self._last:

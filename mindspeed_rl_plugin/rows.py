@@ -162,9 +162,9 @@ class Prompt:
     """One prompt, ready for the engine.
 
     tokens: P token ids (chat template applied when asked); text: the prompt as a grader sees it;
-    answer: ground truth, "" when the data has none; row: index in the data; record: the other
-    fields of its data row (JSON values), for custom rewards; messages: the chat messages that the data
-    holds in the place of a string, for a grader with a chat template of its own.
+    answer: ground truth, "" when the data has none; row: index in the data, below 0 for one that was
+    offered; record: the other fields of its data row (JSON values), for custom rewards; messages: the chat messages
+    that the data holds in the place of a string, for a grader with a chat template of its own.
     """
 
     tokens: tuple[int, ...]
@@ -240,6 +240,11 @@ class Completion:
     def version(self) -> int:
         """Oldest weight version that sampled a token of it."""
         return min(version for _, version in self.segments)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return len(self.tokens) if self.episode is None else sum(end - first for first, end in self.episode.turns)
 
 
 @dataclass(frozen=True)

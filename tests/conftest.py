@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
@@ -29,6 +30,25 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     already (warm/server.py). For the ranks of torchrun too: set PYTHON_EXEC to it."""
     with started(tmp_path_factory.mktemp("w")) as python:
         yield python
+
+
+@pytest.fixture(scope="session")
+def apart(request: pytest.FixtureRequest) -> Callable[..., str]:
+    """`apart("verifiers==0.4.0", ...)` is an interpreter of an environment of its own with these packages, made once,
+    and kept in pytest's cache."""
+
+    def make(*packages: str) -> str:
+        name = hashlib.blake2b("\n".join(packages).encode(), digest_size=8).hexdigest()
+        folder = request.config.cache.mkdir("apart") / name
+        python, stamp = folder / "bin" / "python", folder / "made"
+        if not stamp.exists():
+            subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
+            uv = Path(sys.executable).with_name("uv")  # of setup.sh
+            subprocess.run([uv, "pip", "install", "--quiet", "--python", python, *packages], check=True)
+            stamp.touch()
+        return str(python)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ NAME = PACKAGE.name
 # A module may stand in a row of its own (`reshard.plan`), else its folder's row counts.
 UPPER = ("transfer", "allgather", "offload", "live", "resharder", "shares", "publish", "pull")
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("__init__", "rows", "config", "environment", "device", "ranks"),
+    ("__init__", "rows", "config", "environment", "invitation", "device", "ranks"),
     ("workers",),
     ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
     ("engine", "forward", *(f"reshard.{m}" for m in UPPER)),

@@ -74,12 +74,12 @@ def split_numbers(rng: random.Random, prompts: int, heldout: int) -> tuple[list[
     return numbers[prompts + heldout :], numbers[:prompts], numbers[prompts : prompts + heldout]
 
 
-def write_corpus(prefix: Path, lines: list[str], tokenizer: Tokenizer) -> None:
-    """Megatron's indexed dataset `prefix.bin` and `prefix.idx`: one line and `<eos>` a document."""
+def write_corpus(prefix: Path, lines: list[str], tokenizer: Tokenizer, end: str = EOS) -> None:
+    """Megatron's indexed dataset `prefix.bin` and `prefix.idx`: a line, and `end` behind it, is a document."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for document in tokenizer.encode_batch([line + EOS for line in lines]):
+    for document in tokenizer.encode_batch([line + end for line in lines]):
         builder.add_document(torch.tensor(document.ids), [len(document.ids)])
     builder.finalize(f"{prefix}.idx")
 

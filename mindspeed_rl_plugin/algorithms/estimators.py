@@ -26,7 +26,8 @@ class RewardBatch:
     rewards: `[B]` outcome reward of each response; groups: `[B]` int64, equal for the responses of
     one prompt; loss_mask: ragged `[L]` uint8 per sample, or None where an estimator does not need it;
     kl_cost: ragged `[L]`, reward taken from each trained token for its KL to the reference, None where it is
-    no part of the reward; values: ragged `[L]`, the critic's value before each token, None without one.
+    no part of the reward; values: ragged `[L]`, the critic's value before each token, None without one; turn_rewards:
+    ragged `[L]`, what of the reward is known to come of a turn, at its last token, None where nothing is.
     """
 
     rewards: Tensor
@@ -34,6 +35,7 @@ class RewardBatch:
     loss_mask: Ragged | None = None
     kl_cost: Ragged | None = None
     values: Ragged | None = None
+    turn_rewards: Ragged | None = None
 
     def __post_init__(self) -> None:
         if self.rewards.dim() != 1 or self.rewards.shape != self.groups.shape:
@@ -54,8 +56,9 @@ class RewardBatch:
         return rewards if self.kl_cost is None else rewards - row_sums(self.kl_cost)
 
     def token_rewards(self) -> Ragged:
-        """Ragged `[L]` float64: R on the last trained token, less each token's KL cost."""
-        return token_rewards(self.rewards, self.loss_mask, self.kl_cost)
+        """Ragged `[L]` float64: the rewards of turns where they are, the rest of R on the last trained token, less each
+        token's KL cost."""
+        return token_rewards(self.rewards, self.loss_mask, self.kl_cost, self.turn_rewards)
 
 
 def group_norm(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:

@@ -21,22 +21,29 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) ->
     return (lengths - (limit - buffer)).clamp(0, buffer) * (-factor / buffer)
 
 
-def token_rewards(rewards: Tensor, loss_mask: Ragged, kl_cost: Ragged | None = None) -> Ragged:
+def token_rewards(
+    rewards: Tensor, loss_mask: Ragged, kl_cost: Ragged | None = None, turn_rewards: Ragged | None = None
+) -> Ragged:
     """Reward of each token: R on the last trained token of the response, less the KL cost of every trained one.
 
-    rewards: `[B]`; loss_mask, kl_cost: ragged `[L]`. Returns ragged `[L]` float64, 0 where the mask is 0; the reward
-    of a response without a trained token is nowhere. Source: InstructGPT, arXiv 2203.02155, Eq. 2.
+    rewards: `[B]`; loss_mask, kl_cost, turn_rewards: ragged `[L]`; the last is a part of R that stays where it is.
+    Returns ragged `[L]` float64, 0 where the mask is 0; the reward of a response without a trained token is nowhere.
+    Source: InstructGPT, arXiv 2203.02155, Eq. 2.
     """
+    rewards = rewards.double()
     trained = loss_mask.values.bool()
     position = torch.arange(1, trained.numel() + 1, device=trained.device) * trained
     out = torch.zeros(trained.numel(), dtype=torch.float64, device=trained.device)
     if kl_cost is not None:
         out -= kl_cost.values.double() * trained
+    if turn_rewards is not None:
+        out += turn_rewards.values.double() * trained
+        rewards = rewards - row_sums(turn_rewards)
     bounds = loss_mask.offsets.tolist()
     for row, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
         last = int(position[start:end].max()) if end > start else 0
         if last:
-            out[last - 1] += rewards[row].double()
+            out[last - 1] += rewards[row]
     return Ragged(out, loss_mask.offsets)
 
 

@@ -94,3 +94,9 @@ def as_given(field_name: str, value: object) -> str:
     if isinstance(value, bool):
         return name if value else f"--no-{name[2:]}"
     return f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def valued(group: Any, name: str) -> str:
+    """A flag of a config group with its value, marked where that is the default, which perhaps nobody gave."""
+    value, default = getattr(group, name), type(group).__dataclass_fields__[name].default
+    return as_given(name, value) + (" (the default)" if value == default else "")

@@ -23,8 +23,6 @@ from mindspeed_rl_plugin.config.run_flags import (
 )
 from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 
-ENVIRONMENT = "environment"  # the grader that gives the reward of an episode's environment
-
 
 @dataclass(frozen=True)
 class RLConfig:
@@ -44,7 +42,7 @@ class RLConfig:
     @property
     def graders(self) -> tuple[str, ...]:
         """Of --rl-reward; without it an environment's own reward."""
-        return self.reward.reward or ((ENVIRONMENT,) if self.episodes.environment else ())
+        return self.reward.reward or (("environment",) if self.episodes.environment else ())
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> RLConfig:
@@ -92,6 +90,8 @@ def unread_flags(config: RLConfig, algorithm: Any, preset: Any) -> Iterator[str]
 
     algorithm: the run's `Algorithm`; preset: that of `--rl-algorithm` alone, whose values may be given everywhere.
     """
+    name = f"--rl-algorithm {config.algorithm.algorithm}"
+    why = f", and {config.algorithm.algorithm} generates nothing" if algorithm.from_pairs else ""
     for f, value in given(config):
         reader, pairs = f.metadata["reader"], f.metadata["pairs"]
         if algorithm.from_pairs:
@@ -99,5 +99,4 @@ def unread_flags(config: RLConfig, algorithm: Any, preset: Any) -> Iterator[str]
         else:
             read, what = reader is None or reader.reads(algorithm), reader and reader.what
         if not read and value != getattr(preset, f.name, f.default):
-            name = f"--rl-algorithm {config.algorithm.algorithm}"
-            yield f"{as_given(f.name, value)} has no meaning for {name} here: only {what} reads it; remove it"
+            yield f"{as_given(f.name, value)} has no meaning for {name} here: only {what} reads it{why}; remove it"

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.config.flag import flag
+from mindspeed_rl_plugin.environment import is_part
 
 _ON_RAY = re.compile(r"ray:(?P<engines>[1-9]\d*)(,tp=(?P<tp>[1-9]\d*))?(,device=(?P<device>cpu|cuda|npu))?")
 OVERSAMPLE = 1.25  # of --rl-oversample, where it is read
@@ -111,6 +112,11 @@ class ScheduleConfig:
         """Ranks of the launcher that generate."""
         return self.who_generates.ranks if self.apart else 0
 
+    def trainers_text(self, world: int) -> str:
+        """How the number of ranks that train comes about, for a message; "" where all ranks of the launcher do."""
+        apart = self.generator_ranks if is_part() else 0
+        return f" ({world} trainers = {world + apart} ranks - --rl-generators {apart})" if apart else ""
+
     @property
     def partial(self) -> bool:
         """Whether generation stops before all responses are finished."""
@@ -133,3 +139,5 @@ OF_ASYNC = (
     "--rl-exact-resume",
 )
 OF_STREAMED = ("--rl-carry-unfinished", "--rl-oversample", "--rl-oversample-drop")
+# What is read only where engines share the trainers' ranks.
+OF_COLOCATED = ("--rl-reshard", "--rl-reshard-bucket-mb", "--rl-swap")

@@ -11,10 +11,12 @@ import importlib
 import importlib.util
 import math
 import os
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ class Device:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.backend = BACKENDS[kind]
+        self._locked: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()  # by address
         self.memory = ProcessMeter() if kind == "cpu" else DeviceMeter(self)
 
     @property
@@ -94,12 +97,17 @@ class Device:
         """Bytes that this machine, or the control group of this process, can still give as host memory."""
         return host_available()
 
-    def page_lock(self, memory: Tensor) -> None:
+    def page_lock(self, memory: np.ndarray) -> None:
         """Make copies between the device and host memory that torch has not made, such as a shared file's, as fast as
         from pinned memory, where the platform can (CUDA); such copies are right without it. It stays so until the
-        process ends."""
-        if self.kind == "cuda" and memory.nbytes:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        array is gone, which ends it before the memory under it. Idempotent."""
+        address = memory.ctypes.data
+        if self.kind != "cuda" or not memory.nbytes or address in self._locked:
+            return
+        library = torch.cuda.cudart()
+        torch.cuda.check_error(library.cudaHostRegister(address, memory.nbytes, 0))
+        self._locked[address] = memory
+        weakref.finalize(memory, library.cudaHostUnregister, address).atexit = False
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised host buffer `shape` for copies from and to the device: pinned where there is one.

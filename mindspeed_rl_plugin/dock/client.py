@@ -51,7 +51,7 @@ class Dock:
         deadline: float = 600.0,
     ) -> None:
         self.columns, self.states = declared.columns, declared.states
-        self._declared, self._calls, self._member, self._peers = declared, calls, member, peers or Peers()
+        self._declared, self._calls, self._member, self.peers = declared, calls, member, peers or Peers()
         self._leader, self._deadline = leader, deadline
         self.traffic = calls.traffic  # whichever view of the dock this process uses
         self._writer = Writer(declared, calls, deadline)
@@ -224,7 +224,7 @@ class Dock:
         held = self._calls.held.get((lease.state, lease.token))
         if held is None:
             return self._check_done(lease, rows)
-        calls, peers = self._calls, self._peers
+        calls, peers = self._calls, self.peers
         failed = self._write_back(lease, rows, None) if peers.rank and rows is not None and len(rows) else None
         for after, error in peers.gather((calls.after, failed)):
             calls.hear(after)
@@ -249,7 +249,7 @@ class Dock:
         held = calls.held.get(key)
         if held is None:
             return self._check_done(replace(lease, rows=rows), rows)
-        if not self._peers.rank and (failed := self._write_back(lease, rows, part)) is not None:
+        if not self.peers.rank and (failed := self._write_back(lease, rows, part)) is not None:
             raise failed
         calls.held[key] = left = held[~(held[:, None] == part).all(2).any(1)]
         if not len(left):
@@ -259,8 +259,8 @@ class Dock:
     def release(self, lease: Lease) -> None:
         """Hand the rows back undone; they are delivered again. Nothing happens for a lease that is not live."""
         if (lease.state, lease.token) in self._calls.held:
-            self._peers.gather(None)  # all have read
-            if not self._peers.rank:
+            self.peers.gather(None)  # all have read
+            if not self.peers.rank:
                 self._calls.query(m.Release, lease.state, lease.token)
             self._calls.held.pop((lease.state, lease.token), None)
 
@@ -295,14 +295,16 @@ class Dock:
             self._member.peers.gather(None)
 
     @staticmethod
-    def join(address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0) -> Dock:
+    def join(
+        address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0, who: str = "a process"
+    ) -> Dock:
         """The dock of a job, for a process outside of it, on this machine or another one: leases what is ready, reads,
-        commits, releases. secret: the job's, or the file that holds it.
+        commits, releases. secret: the job's, or the file that holds it; who: this process, in what the job logs.
 
         Its leases run out after `lease_seconds`, or end with its connection; their rows are given out again then, and
         the first commit of a cell wins. Raises ConnectionError where nobody answers, and PermissionError for a wrong
         secret or one that others can read."""
-        declared, calls = joining.join(address, secret, lease_seconds)
+        declared, calls = joining.join(address, secret, lease_seconds, who=who)
         return Dock(declared, calls, leader=False)
 
     def beside(self) -> Dock:
@@ -320,12 +322,12 @@ class Dock:
     def _granted(self, ask: Callable[[], m.Grant], state: str, wanted: np.ndarray | None) -> m.Grant:
         """What the consumer's first rank gets from the controller, the same on all its ranks."""
         answer: m.Grant | Exception | None = None
-        if not self._peers.rank:
+        if not self.peers.rank:
             try:
                 answer = ask()
             except (ValueError, TimeoutError) as error:
                 answer = error
-        answer = self._peers.share(answer)
+        answer = self.peers.share(answer)
         if isinstance(answer, Exception):
             raise answer
         if wanted is not None and not np.array_equal(wanted, answer.ids):
@@ -348,7 +350,7 @@ class Dock:
             got = cells.gather(self._calls, self.columns, state, names, grant.owner, places, into)
         except BaseException:
             with contextlib.suppress(ValueError, OSError):
-                if grant.token and not self._peers.rank:
+                if grant.token and not self.peers.rank:
                     self._calls.query(m.Release, state, grant.token)
             raise
         return Rows(ids_tuple(grant.ids), got)

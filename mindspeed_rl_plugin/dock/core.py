@@ -1,5 +1,5 @@
 """What one process serves of the dock, without sockets or threads of its own: its machine's warehouse, the controllers
-of some states, or both. All requests but those for weights happen under one lock.
+of some states, or both. All requests but those for weights, and offers, happen under one lock.
 
 A commit goes to the warehouse, which describes it to every controller before it answers.
 """
@@ -35,9 +35,9 @@ class Core:
     """Serves `warehouse` and `controllers` (both optional).
 
     tell: sends a record to the controllers of other processes; gate: what others may ask, None: whatever a rank may;
-    directory: answers a process that joins from outside the
-    job; clock: seconds; versions: of weights, which this process offers. served: messages, and bytes of cells and
-    weights that went through this process, to show that none sees them all; refused: what was turned away, by reason.
+    directory: answers a process that joins from outside the job; clock: seconds; versions: of weights, which this
+    process offers. served: messages, and bytes of cells and weights that went through this process, to show that none
+    sees them all; refused: what was turned away, by reason.
     """
 
     def __init__(self, warehouse: Warehouse | None = None, controllers: Mapping[str, Controller] | None = None) -> None:
@@ -51,6 +51,7 @@ class Core:
         self.spans: deque[tuple[str, str, float, float]] = deque(maxlen=SPANS)  # of these, until they are taken
         self.clock = time.monotonic
         self.versions: Versions | None = None
+        self.offers: Callable[[Sequence[str], float], list[int]] | None = None  # takes rows, or waits for room
         self.served = {"messages": 0, "bytes": 0}
         self.refused = {"stranger": 0, "malformed": 0}
         self._lock = threading.RLock()
@@ -61,7 +62,7 @@ class Core:
     ) -> Answer:
         """The answer to a request and its bulk, once there is one. ended: whether the asker is gone; None: it is this
         process itself, to which a mistake in the code is no malformed message."""
-        if isinstance(message, (m.Seek, m.Take, m.Which)):  # of weights: it waits and copies, and knows nothing of rows
+        if isinstance(message, (m.Seek, m.Take, m.Which, m.Offer)):  # it waits by itself, and touches nothing of here
             return self._serve(peer, message, bulk, 0.0, ended is None)
         begin, clock, waited = self.clock(), self.clock, 0.0  # 0 says that it is served for the first time
         with self._lock:
@@ -136,6 +137,11 @@ class Core:
             self.reports[peer] = report.counts
             self.spans.extend((peer, *span) for span in report.spans)
         return m.Ok()
+
+    def _on_offer(self, peer: str, offer: m.Offer, *_: object) -> m.Message:
+        if self.offers is None:
+            raise ValueError("offer: this job takes no prompts from processes outside of it")
+        return m.Offered(self.offers(offer.rows, offer.deadline))
 
     def _on_news(self, peer: str, news: m.News, bulk: object, waited: float) -> m.Message | str:
         return NEWS if self.announced.number <= news.after and waited < news.deadline else self.announced

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.calls import Calls
-from mindspeed_rl_plugin.dock.gate import Gate, Opening
+from mindspeed_rl_plugin.dock.gate import Gate, Opening, called
 from mindspeed_rl_plugin.dock.places import ids_tuple
 from mindspeed_rl_plugin.dock.rpc import PATIENCE
 from mindspeed_rl_plugin.dock.sharing import Fill, Shared
@@ -51,6 +51,12 @@ class Exchange:
         if self._leader:
             self._calls.core.record(line)
 
+    def take_offers(self, add: Callable[[Sequence[str], float], list[int]]) -> None:
+        """From now on processes outside of the job may offer rows, on the leader. add: takes them as JSON, waits for
+        room so many seconds, and gives their numbers; called by other threads."""
+        if self._leader:
+            self._calls.core.offers = add
+
     def reports(self) -> dict[str, dict[str, float]]:
         """On the leader: what processes outside of the job have counted since they joined, by their names."""
         return dict(self._calls.core.reports) if self._leader else {}
@@ -58,7 +64,8 @@ class Exchange:
     def take_spans(self) -> list[tuple[str, str, float, float]]:
         """On the leader: what processes outside of the job did since this was called last: name, what, and from when to
         when, seconds since 1970 by the clock of their machine."""
-        return self._calls.core.take_spans() if self._leader else []
+        spans = self._calls.core.take_spans() if self._leader else []
+        return [(called(name), *span) for name, *span in spans]
 
     # in processes outside of the job
 
@@ -80,6 +87,11 @@ class Exchange:
     def records(self, after: int, deadline: float) -> m.Told:
         """The job's records behind the first `after`; waits for one, at most `deadline` seconds."""
         return self._calls.ask_rank(self._calls.directory.ranks[0], m.Follow(after, deadline), PATIENCE)
+
+    def offer_rows(self, rows: Sequence[str], deadline: float) -> list[int]:
+        """Give rows, as JSON, to the job, which has room for them within `deadline` seconds. Their numbers."""
+        offer = m.Offer(list(rows), deadline)
+        return self._calls.ask_rank(self._calls.directory.ranks[0], offer, PATIENCE).numbers
 
     def once_a_machine(self, key: str, nbytes: int, fill: Fill) -> Shared:
         """Bytes under a version that one process of this machine reads by `fill`, for all there that give the same

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.dock.calls import Calls, Owners
 from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.core import Core
-from mindspeed_rl_plugin.dock.joining import check_addresses, machine, own_address, write_secret
+from mindspeed_rl_plugin.dock.joining import check_addresses, machine, own_address
 from mindspeed_rl_plugin.dock.memory import Limits
 from mindspeed_rl_plugin.dock.messages import Address, Bye, Directory, Message, Record, Stopped
 from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
@@ -27,6 +27,7 @@ from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.storage import Warehouse
 from mindspeed_rl_plugin.dock.versions import Versions
 from mindspeed_rl_plugin.dock.watch import Watch
+from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
 
 HEARTBEATS = 10  # of which ranks wait for each other
 HEARTBEAT = 30.0  # seconds, at least: one that is only busy is not given up
@@ -84,7 +85,7 @@ class Member:
         gather, rank, many = self.peers.gather, self.peers.rank, self.peers.size > 1
         nodes = gather(node or machine())
         machines = list(dict.fromkeys(nodes))  # by their lowest rank
-        secret = bytes.fromhex(gather(secrets.token_hex(32))[0])
+        secret = bytes.fromhex(gather(secrets.token_hex(SECRET_BYTES))[0])
         self.me = Process(f"rank {rank}", rank, nodes[rank], secret)
         self._leads = [nodes.index(name) for name in machines]
         self._held_by = {s.name: controller_rank(i, len(states), len(nodes)) for i, s in enumerate(states)}

@@ -17,6 +17,11 @@ OUTSIDE = "outside"  # the name of a process outside of the job begins so
 MOST_BYTES = 1 << 30  # of the cells of one commit
 
 
+def called(name: str) -> str:
+    """What people call a process outside of the job, by its name, which is "outside WHO NUMBER"."""
+    return name.removeprefix(f"{OUTSIDE} ").rpartition(" ")[0]
+
+
 class Opening(NamedTuple):
     """A state that is open. check: raises ValueError for rows that may not be committed; beside: columns that it reads
     of the rows beside those that come."""

@@ -6,7 +6,6 @@ import ipaddress
 import os
 import secrets
 import socket
-import stat
 from collections.abc import Sequence
 
 from mindspeed_rl_plugin.dock.api import Declared
@@ -15,6 +14,7 @@ from mindspeed_rl_plugin.dock.gate import OUTSIDE
 from mindspeed_rl_plugin.dock.messages import Address, Failed, Join
 from mindspeed_rl_plugin.dock.rpc import Process, ask, connect
 from mindspeed_rl_plugin.environment import master_address
+from mindspeed_rl_plugin.invitation import PRINTED, parse_address, read_secret
 
 
 def machine() -> str:
@@ -23,6 +23,11 @@ def machine() -> str:
         boot = file.read().strip()
     spaces = ":".join(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net"))
     return f"{socket.gethostname()} {boot[:8]} {spaces}"
+
+
+def here(what: str) -> str:
+    """This process, for people."""
+    return f"{what}, process {os.getpid()} on {socket.gethostname()}"
 
 
 def own_address() -> str:
@@ -55,14 +60,20 @@ def check_addresses(places: Sequence[tuple[str, str]]) -> None:
 
 
 def join(
-    address: str, secret: str | os.PathLike[str] | bytes, lease_seconds: float, node: str = ""
+    address: str, secret: str | os.PathLike[str] | bytes, lease_seconds: float, node: str = "", who: str = "a process"
 ) -> tuple[Declared, Calls]:
     """The declarations of a dock, and the calls of a process outside of its job. node: another name for this machine,
     in tests. See `Dock.join`."""
-    name = f"{OUTSIDE} {os.getpid()} {secrets.token_hex(4)}"
+    name = f"{OUTSIDE} {who} {secrets.token_hex(4)}"
     me = Process(name, -1, node or machine(), secret if isinstance(secret, bytes) else read_secret(secret))
-    place = _parsed(address, me.node)
-    stream = connect(place, me)
+    place = _address(address, me.node)
+    try:
+        stream = connect(place, me)
+    except PermissionError as error:
+        given = "" if isinstance(secret, bytes) else f", not the one in {os.fspath(secret)}"
+        raise PermissionError(f"{error}{given}; {PRINTED}, and the secret file that is printed with it") from error
+    except ConnectionError as error:
+        raise ConnectionError(f"{error}; {PRINTED}, while it runs: each start has another address") from error
     directory, _ = ask(stream, place, Join())
     stream.close()
     if isinstance(directory, Failed):
@@ -72,29 +83,7 @@ def join(
     return Declared(directory.columns, directory.states), calls
 
 
-def write_secret(path: str | os.PathLike[str], secret: bytes) -> None:
-    """A file that only this user can read."""
-    draft = f"{os.fspath(path)}.{secrets.token_hex(4)}"
-    with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(secret.hex())
-    os.replace(draft, path)
-
-
-def read_secret(path: str | os.PathLike[str]) -> bytes:
-    """What `write_secret` wrote. Raises PermissionError for a file that others can read."""
-    mode = os.stat(path).st_mode
-    if stat.S_IMODE(mode) & 0o077:
-        raise PermissionError(f"{path} has mode {stat.filemode(mode)}: others can read it; chmod 600")
-    with open(path, encoding="ascii") as file:
-        return bytes.fromhex(file.read())
-
-
-def _parsed(address: str, node: str) -> Address:
-    """Raises ValueError for what is neither "unix:NAME" nor "HOST:PORT"."""
-    kind, _, name = address.partition(":")
-    if kind == "unix":
-        return Address(node, name)
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f"address {address!r} of a dock is neither unix:NAME nor HOST:PORT")
-    return Address("", "", host, int(port))
+def _address(address: str, node: str) -> Address:
+    """As `parse_address` reads it."""
+    unix, host, port = parse_address(address)
+    return Address(node, unix) if unix else Address("", "", host, port)

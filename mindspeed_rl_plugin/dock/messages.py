@@ -38,6 +38,9 @@ class Address(NamedTuple):
     port: int = 0
     rank: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" if self.port else f"unix:{self.unix}"
+
 
 class Message(msgspec.Struct, tag=True, array_like=True, gc=False):
     """A request, an answer or a note."""
@@ -321,6 +324,19 @@ class Told(Message):
 
     first: int
     lines: list[str]
+
+
+class Offer(Message):
+    """Offers rows to the job, as JSON, and waits for room, `deadline` seconds."""
+
+    rows: list[str]
+    deadline: float
+
+
+class Offered(Message):
+    """The job's number of each row."""
+
+    numbers: list[int]
 
 
 class Report(Message):

@@ -164,8 +164,8 @@ def connect(address: Address, me: Process, *, watch: bool = False, patience: flo
         stream.socket.sendall(mine + proof(secret, b"client", theirs + mine))
         shown = bytes(stream.exactly(NONCE))
         if not hmac.compare_digest(shown, proof(secret, b"server", mine + theirs)):
-            what = "refuses this process: it is another job's" if shown == REFUSED else "is not that of this job"
-            raise PermissionError(f"the dock at {address} {what}")
+            what = "refuses this process: it has another secret" if shown == REFUSED else "does not know this secret"
+            raise PermissionError(f"the job at {address} {what}")
         stream.send(Hello(me.name, me.rank, watch))
         stream.socket.settimeout(None)
         return stream
@@ -173,7 +173,7 @@ def connect(address: Address, me: Process, *, watch: bool = False, patience: flo
         stream.close()
         if isinstance(error, PermissionError):
             raise
-        raise ConnectionError(f"no dock answers at {address}: {error}") from error
+        raise ConnectionError(f"no job answers at {address}: {error}") from error
 
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[Stream, Hello]:

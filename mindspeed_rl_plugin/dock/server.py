@@ -103,13 +103,16 @@ class Server:
         self._streams[stream] = name
         if self._closed.is_set():  # since it was accepted
             stream.leave(self._last)
-        self._converse(stream, name)
-        if hello.rank < 0 and name not in list(self._streams.values()):
-            self.core.gone(name)
-        return None
+        try:
+            return self._converse(stream, name)
+        finally:
+            if hello.rank < 0 and name not in list(self._streams.values()):
+                self.core.gone(name)
 
     def _converse(self, stream: Stream, peer: str) -> None:
-        """Serve what comes over a connection, until it ends."""
+        """Serve what comes over a connection, until it ends. A lease that it ends with may not have been heard of: its
+        asker may have waited no longer."""
+        unheard: m.Release | None = None
         try:
             while True:
                 try:
@@ -117,10 +120,13 @@ class Server:
                 except Oversized as error:
                     stream.send(m.Failed.of(error))
                     continue
+                unheard = None
                 if isinstance(stream, Link):
                     self._heard(stream, message)
                 else:
                     answer = self.core.call(peer, message, bulk, stream.ended)
+                    if isinstance(answer[0], m.Grant) and answer[0].token:
+                        unheard = m.Release(message.state, [], {}, answer[0].token)
                     try:
                         stream.send(*answer)
                     except FrameError as error:
@@ -132,6 +138,8 @@ class Server:
         finally:
             self._streams.pop(stream, None)
             stream.close()
+            if unheard is not None:
+                self.core.call(peer, unheard)
             if isinstance(stream, Link) and not self._closed.is_set():
                 self.watch.broke(stream)
 

@@ -167,7 +167,7 @@ class Shared:
             answer, _ = ask(self._stream, self._address, message, patience=max(seconds, LEAST_SECONDS))
         except (TimeoutError, ConnectionError) as error:
             self._stream.close()
-            self._stream = None
+            self._stream, self._maps = None, Maps()  # the memory of one that is gone goes with the last who maps it
             if isinstance(error, TimeoutError) or seconds <= 0:
                 raise
             return None

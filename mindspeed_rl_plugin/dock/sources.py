@@ -24,15 +24,15 @@ class Maps:
         self._arrays: dict[int, np.ndarray] = {}  # by inode, which no other file has while one maps it
 
     def map(self, path: str, nbytes: int, write: bool = False) -> np.ndarray:
-        """`[nbytes]` uint8 of a file. write: as memory that torch takes, though nobody writes."""
+        """`[nbytes]` uint8 of a file, all of it. write: as memory that torch takes, though nobody writes."""
         with open(path, "r+b" if write else "rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             array = self._arrays.get(inode)
             if array is None:
                 while len(self._arrays) >= MAPS:
                     del self._arrays[next(iter(self._arrays))]
-                array = self._arrays[inode] = mapped(file.fileno(), max(nbytes, 1), write)
-        return array[:nbytes]
+                array = self._arrays[inode] = mapped(file.fileno(), max(nbytes, 1), write)[:nbytes]
+        return array
 
 
 class VersionSource:

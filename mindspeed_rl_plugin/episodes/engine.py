@@ -6,79 +6,25 @@ after each turn; the other ranks are told. Nothing is ever decoded and encoded a
 before, the tokens that were sampled, and those of the observation.
 
 **Interrupted** episodes (`abort`) keep their environments, and go on when they are submitted again, in the middle of a
-turn or between two. One that is not among the next requests is over, and so is its environment.
+turn or between two. One that is not among the next requests of a rollout is over, and so is its environment.
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence, Set
 
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import PARTS, Engine
+from mindspeed_rl_plugin.episodes.lead import Lead
+from mindspeed_rl_plugin.episodes.live import Live, Plan
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
 from mindspeed_rl_plugin.rows import Completion, Episode, GenerateRequest, SampleId
 
-if TYPE_CHECKING:
-    from mindspeed_rl_plugin.episodes.lead import Lead, Plan
-
 BETWEEN_SECONDS = 0.005  # of the engine's steps between looks at environments that have something in the making
 WAIT_SECONDS = 1.0  # that the first rank waits for environments at a time, and the others for it
-
-
-@dataclass
-class Live:
-    """An episode in the making, as every rank of the engine knows it. prompt: before the first turn; tokens, logps:
-    behind it; partial: a turn that was interrupted; waits: whether its environment is at work."""
-
-    request: GenerateRequest
-    prompt: tuple[int, ...]
-    waits: bool
-    tokens: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    segments: list[tuple[int, int]] = field(default_factory=list)
-    turns: list[tuple[int, int]] = field(default_factory=list)
-    partial: Completion | None = None
-
-    def spoke(self, turn: Completion) -> None:
-        """The model's turn is over."""
-        start = len(self.tokens)
-        self.segments = _joined(self.segments, start, turn.segments)
-        self.turns.append((start, start + len(turn.tokens)))
-        self.tokens += turn.tokens
-        self.logps += turn.logps
-        self.partial, self.waits = None, True
-
-    def sees(self, tokens: Sequence[int]) -> None:
-        """What the model sees before its next turn."""
-        self.tokens += tokens
-        self.logps += [0.0] * len(tokens)
-
-    def next_turn(self, longest: int) -> GenerateRequest:
-        """The request for the next turn, or for what is left of an interrupted one. longest: turn [tokens]."""
-        self.waits, request, left = False, self.request, self.request.sampling.max_tokens - len(self.tokens)
-        return replace(
-            request,
-            prompt_tokens=(*self.prompt, *self.tokens),
-            sampling=replace(request.sampling, max_tokens=min(longest, left)),
-            seed=turn_seed(request.seed, len(self.turns)),
-            begun=self.partial,
-        )
-
-    def completion(self, finish: str, episode: Episode) -> Completion:
-        """All of it, an interrupted turn too."""
-        part, start = self.partial, len(self.tokens)
-        tokens, logps, segments = self.tokens, self.logps, self.segments
-        if part is not None:
-            tokens, logps = [*tokens, *part.tokens], [*logps, *part.logps]
-            segments = _joined(segments, start, part.segments)
-        return Completion(self.request.id, tuple(tokens), tuple(logps), finish, tuple(segments), episode)
 
 
 class EpisodeEngine:
@@ -129,9 +75,7 @@ class EpisodeEngine:
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """New episodes, and those that go on; see `Engine`."""
-        known = {request.id for request in requests}
-        for sample in [sample for sample in self._paused if sample not in known]:
-            self._end(self._paused.pop(sample))
+        self._end_others({request.id for request in requests})
         due = []
         for request in requests:
             live = self._paused.pop(request.id, None)
@@ -260,27 +204,11 @@ class EpisodeEngine:
             return Episode(live.prompt, tuple(live.turns))
         return self._lead.record(live)
 
-    def _end(self, live: Live) -> None:
-        if self._lead is not None:
-            self._lead.end(live.request.id)
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """63-bit seed of a turn, from 0 on, of the response that has `seed`: the response's own for the first turn, else
-    the first 63 bits of BLAKE2b over both."""
-    if not turn:
-        return seed
-    digest = hashlib.blake2b(struct.pack("<2q", seed, turn), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def _joined(
-    segments: Sequence[tuple[int, int]], start: int, more: Iterable[tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """With the segments of a turn that begins at token `start`: an entry where the version changes, not at each turn.
-    What is between two turns counts to the first of them."""
-    joined = list(segments)
-    for first, version in more:
-        if not joined or joined[-1][1] != version:
-            joined.append((start + first if joined else 0, version))
-    return joined
+    def _end_others(self, known: Set[SampleId]) -> None:
+        """Interrupted episodes that do not go on are over. An evaluation comes between, and says nothing of them."""
+        if all(sample.epoch < 0 for sample in known):
+            return
+        for sample in [sample for sample in self._paused if sample not in known]:
+            del self._paused[sample]
+            if self._lead is not None:
+                self._lead.end(sample)

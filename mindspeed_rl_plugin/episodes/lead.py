@@ -7,49 +7,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl_plugin.episodes.live import Live, Plan
 from mindspeed_rl_plugin.episodes.protocol import (
     Attempt,
     Environments,
     EpisodeError,
     MalformedCall,
     Reply,
-    ToolCall,
     Turn,
+    tool_names,
 )
 from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, Episode, SampleId
 
 if TYPE_CHECKING:
     from mindspeed_rl_plugin.episodes.chat import Format
-    from mindspeed_rl_plugin.episodes.engine import Live
 
 
 @dataclass(frozen=True)
 class Limits:
-    """turns: most of an episode; turn, observation: longest [tokens]; prompt: longest with what an environment adds to
-    it [tokens]; calls: most in one turn, None without a limit; lockstep: turn t + 1 of all episodes begins when turn t
+    """turns: most of an episode; observation: longest [tokens]; prompt: longest with what an environment adds to it
+    [tokens]; lockstep: turn t + 1 of all episodes begins when turn t
     of all of them is over, in the order of ids; on_error: "stop" | "zero" | "drop", where an environment fails."""
 
     turns: int
-    turn: int
     observation: int
     prompt: int
-    calls: int | None = None
     lockstep: bool = False
     on_error: str = "stop"
-
-
-@dataclass
-class Plan:
-    """What all ranks of the engine do next. prompts: of episodes that begin otherwise than by the data's prompt;
-    observations: tokens behind the last turn; due: whose next turn is submitted, in this order; over: with why;
-    expired: whether the time is up; error: why the run stops."""
-
-    prompts: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)
-    observations: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)
-    due: list[SampleId] = field(default_factory=list)
-    over: list[tuple[SampleId, str]] = field(default_factory=list)
-    expired: bool = False
-    error: str | None = None
 
 
 @dataclass
@@ -89,12 +73,13 @@ class Lead:
         environments: Environments,
     ) -> None:
         self.limits, self.format, self.parse, self.environments = limits, format, parse, environments
-        self._names = [tool["function"]["name"] for tool in environments.tools]
+        self._names = tool_names(environments)
         self._stories: dict[SampleId, _Story] = {}
         self._paused: dict[SampleId, list[Reply]] = {}  # with what their environments said meanwhile
         self._replies: list[Reply] = []  # of episodes that go on
         self._due: list[SampleId] = []  # whose next turn can begin
         self._over: list[tuple[SampleId, str]] = []
+        self._said: set[str] = set()  # of which tools, and "" of the environment, the first failure was printed
 
     def begin(self, live: Live) -> None:
         """A new episode."""
@@ -134,13 +119,9 @@ class Lead:
         if story.failure is not None:  # of its beginning: nobody answers
             self._over.append((sample, "stop"))
         elif turn.finish == "stop":
-            attempts = self._attempts(turn.tokens)
-            for attempt in attempts:
-                if isinstance(attempt, ToolCall) and attempt.name in self._names:
-                    story.tools[self._names.index(attempt.name)][0] += 1
-            self.environments.act(sample, Turn(turn.tokens, turn.logps, text, attempts))
+            self.environments.act(sample, Turn(turn.tokens, turn.logps, text, self._attempts(turn.tokens)))
         else:
-            self._finish(sample, "length")
+            self._finish(sample, "length", Turn(turn.tokens, turn.logps, text))
 
     def plan(self, seconds: float, end: float, sampling: bool) -> Plan:
         """What comes next, of episodes whose environments have replied; waits for a reply, `seconds` at most.
@@ -179,15 +160,18 @@ class Lead:
 
     def _attempts(self, tokens: Sequence[int]) -> tuple[Attempt, ...]:
         """At calls, in a turn that is whole."""
-        attempts, most = tuple(self.parse(self.format.raw_text(tokens))), self.limits.calls
+        attempts, most = tuple(self.parse(self.format.raw_text(tokens))), self.format.most_calls
         return attempts if most is None or len(attempts) <= most else (MalformedCall(f"at most {most} call in a turn"),)
 
     def _take(self, plan: Plan, reply: Reply) -> None:
         """One reply."""
         story = self._stories[reply.id]
         story.count({**reply.counts, "milliseconds": round(1000 * reply.seconds)})
-        for name in reply.raised:
-            story.tools[self._names.index(name)][1] += 1
+        for name, counts in reply.calls.items():
+            place_of = self._names.index(name)
+            story.tools[place_of] = [a + b for a, b in zip(story.tools[place_of], counts, strict=True)]
+        for name, error in reply.raised.items():
+            self._warn(name, f"the tool {name!r} raised, for the first time, in {place(reply.id)}: {error}")
         story.reward(reply.reward)
         if reply.failure is not None:
             self._fail(reply.id, reply.failure)
@@ -200,10 +184,10 @@ class Lead:
         else:
             self._open(plan, story, reply)
 
-    def _finish(self, sample: SampleId, why: str) -> None:
-        """No further turn comes; the environment says the rest of its reward."""
+    def _finish(self, sample: SampleId, why: str, cut: Turn | None = None) -> None:
+        """No further turn comes; the environment says the rest of its reward. cut: by the limit."""
         self._stories[sample].finish = why
-        self.environments.finish(sample)
+        self.environments.finish(sample, cut)
 
     def _fail(self, sample: SampleId, why: str) -> None:
         """The environment cannot go on. Where it could not begin, the model has one turn that nobody answers, for a
@@ -213,6 +197,7 @@ class Lead:
                 f"the environment of {place(sample)} {why}\n  (--rl-environment-on-error zero or drop: the run goes on "
                 "and counts such episodes)"
             )
+        self._warn("", f"an environment failed, for the first time, in {place(sample)}: it {why}")
         story = self._stories[sample]
         story.failure = why
         self.environments.end(sample)
@@ -220,6 +205,12 @@ class Lead:
             self._over.append((sample, story.finish or "stop"))
         else:
             self._due.append(sample)
+
+    def _warn(self, of: str, text: str) -> None:
+        """Print the first failure of each."""
+        if of not in self._said:
+            print(f"[rl] warning: {text}", flush=True)  # from whichever rank leads an engine
+        self._said.add(of)
 
     def _open(self, plan: Plan, story: _Story, reply: Reply) -> None:
         """The first turn follows. What the environment says first stands behind the prompt's last message."""

@@ -11,6 +11,7 @@ from typing import Any
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.arguments import fits, takes
 from mindspeed_rl_plugin.episodes.dispatch import Call, Dispatcher, Home, Lost
+from mindspeed_rl_plugin.episodes.openenv import PREFIX
 from mindspeed_rl_plugin.episodes.protocol import Attempt, EpisodeError, MalformedCall, Message, Reply, Turn
 from mindspeed_rl_plugin.episodes.tools import RESET, Offer
 from mindspeed_rl_plugin.episodes.worker import Answer, Source
@@ -35,6 +36,7 @@ class Making:
     messages: list[Message] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
+    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
     raised: dict[str, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
@@ -122,7 +124,7 @@ class EnvironmentPool:
         self._go_on(live)
         self._give()
 
-    def finish(self, episode: SampleId) -> None:
+    def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
         """See `Environments`."""
         live = self._live[episode]
         self._conclude(live)
@@ -164,24 +166,11 @@ class EnvironmentPool:
             self._closed = True
             self._dispatcher.close(min(CLOSE_SECONDS, self._timeout))
 
-    # at the start of a job
-
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
-        """Raises EpisodeError where `reset` cannot be called on some row; rows: place in the data -> its fields."""
+        """See `Environments`."""
         if problem := lacking(self._offer.fields, rows, RESET):
             assert self._environment is not None
             raise EpisodeError(f"--rl-environment {self._environment.given}: its reset {problem}")
-
-    def check(self, task: Mapping[str, Any], seed: int) -> str | None:
-        """Begin an episode, and end it. Returns why that fails, None where it does not."""
-        if not self.begins:
-            return None
-        sample = SampleId(0, 0, 0)
-        self.begin(sample, task, seed)
-        while not (replies := self.poll(self._timeout)):
-            pass
-        self.end(sample)
-        return replies[0].failure
 
     def __enter__(self) -> EnvironmentPool:
         return self
@@ -266,6 +255,7 @@ class EnvironmentPool:
                 reward=made.reward,
                 done=made.done,
                 failure=failure,
+                calls=made.calls,
                 raised=made.raised,
                 counts=made.counts,
                 seconds=made.seconds,
@@ -308,8 +298,11 @@ class EnvironmentPool:
 
     def _tool_result(self, live: Live, name: str, result: Answer | Lost) -> None:
         making = live.making
+        fine = isinstance(result, Answer) and result.error is None
+        made, failed = making.calls.get(name, (0, 0))
+        making.calls[name] = (made + 1, failed + (not fine))
         making.count("calls")
-        if isinstance(result, Answer) and result.error is None:
+        if fine:
             making.said(name, result.texts[0])
             return
         making.count("raised")
@@ -343,6 +336,8 @@ class EnvironmentPool:
 
 def _source(flag: str, given: str, kind: str) -> Source:
     """Where a user's code is. Raises EpisodeError for no such file."""
+    if given.startswith(PREFIX):
+        return Source(given, "", given)
     try:
         found = locate(given, flag, kind)
     except ValueError as error:

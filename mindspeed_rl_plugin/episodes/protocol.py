@@ -7,7 +7,7 @@ to say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,15 +43,14 @@ Attempt = ToolCall | MalformedCall
 class Turn:
     """One turn of the model.
 
-    tokens: sampled ids, the one that ended it included; logps: their log-probs; text: as parser, environment and
-    graders see it; attempts: at calls, in their order; whole: whether the model ended it itself, which a limit did not.
+    tokens: sampled ids, the one that ended it included; logps: their log-probs; text: as environment and graders see
+    it; attempts: at calls, in their order.
     """
 
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
     text: str
     attempts: tuple[Attempt, ...] = ()
-    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class Reply:
 
     messages: what the model sees next, maybe none; prompt: token ids of the whole next prompt, of an environment that
     renders itself, in the place of messages; reward: of this turn; done: the episode is over; failure: why the
-    environment cannot go on, None where it can; raised: tool -> the first error it raised in this turn; counts: of
-    `COUNTS`; seconds: that the user's code took.
+    environment cannot go on, None where it can; calls: tool -> how many calls were made, and how many of them raised;
+    raised: tool -> its first error; counts: of `COUNTS`; seconds: that the user's code took.
     """
 
     id: SampleId
@@ -70,6 +69,7 @@ class Reply:
     reward: float = 0.0
     done: bool = False
     failure: str | None = None
+    calls: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     raised: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
@@ -80,9 +80,14 @@ class Reply:
 COUNTS = ("calls", "malformed", "unknown", "arguments", "raised")
 
 
+def tool_names(environments: Environments | None) -> list[str]:
+    """Of the tools, in their order; of None none."""
+    return [tool["function"]["name"] for tool in environments.tools] if environments else []
+
+
 class Environments(Protocol):
-    """The environments of one engine's episodes. All calls return at once, but `poll`. One reply comes for each `act` and
-    `finish`, and where `begins` for each `begin`; an episode has one call at a time."""
+    """The environments of one engine's episodes. All calls return at once, but `poll`. One reply comes for each `act`
+    and `finish`, and where `begins` for each `begin`; an episode has one call at a time."""
 
     tools: Sequence[Mapping[str, Any]]
     """JSON schemas of the tools, as chat templates take them; () where there are none."""
@@ -96,10 +101,11 @@ class Environments(Protocol):
         data hold none); seed: of its group, so that all its members begin alike."""
 
     def act(self, episode: SampleId, turn: Turn) -> None:
-        """The model's turn. Calls of a turn that is whole are made, in their order."""
+        """The model's turn. Its calls are made in their order."""
 
-    def finish(self, episode: SampleId) -> None:
-        """No further turn comes, a limit was reached: one reply follows, done, with the rest of its reward."""
+    def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
+        """No further turn comes, a limit was reached: one reply follows, done, with the rest of its reward. cut: a turn
+        that the limit has cut, of which no call is made."""
 
     def end(self, episode: SampleId) -> None:
         """The episode is over, or given up: close its environment. What is in the making for it is dropped. Also called
@@ -111,3 +117,19 @@ class Environments(Protocol):
 
     def close(self) -> None:
         """End all environments and processes. Idempotent."""
+
+    def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
+        """Raise ValueError where an episode cannot begin for lack of a field; rows: place in the data -> fields of the
+        record."""
+
+
+def begin_once(environments: Environments, task: Mapping[str, Any], seed: int) -> str | None:
+    """Begin an episode, and end it, before the first real one. Returns why that fails, None where it does not."""
+    if not environments.begins:
+        return None
+    sample = SampleId(0, 0, 0)
+    environments.begin(sample, task, seed)
+    while not (replies := environments.poll(1.0)):
+        pass
+    environments.end(sample)
+    return replies[0].failure

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mindspeed_rl_plugin.episodes.openenv import PREFIX, environment_at
 from mindspeed_rl_plugin.episodes.tools import (
     Said,
     load_environment,
@@ -79,7 +80,7 @@ def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk]:
     for flag, source in (*(("--rl-tools", tool) for tool in tools), ("--rl-environment", environment)):
         if source is None:
             continue
-        loaded, error = outcome(load_tool if flag == "--rl-tools" else load_environment, source.file, source.name)
+        loaded, error = outcome(_load, flag, source)
         if error:
             parent.send((None, f"{flag} {source.given}: {why_not_loaded(error)}"))
             raise SystemExit
@@ -151,6 +152,12 @@ class Desk:
         if inspect.isawaitable(value):
             return self._loop.run_until_complete(asyncio.wait_for(value, self._seconds))
         return value
+
+
+def _load(flag: str, source: Source) -> Any:
+    if source.given.startswith(PREFIX):
+        return environment_at(source.given)
+    return (load_tool if flag == "--rl-tools" else load_environment)(source.file, source.name)
 
 
 def _shortened(text: str) -> str:

@@ -6,15 +6,16 @@ import threading
 from contextlib import closing
 
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.dock.joining import read_secret
 from mindspeed_rl_plugin.engine.server_api import Server, check_served
 from mindspeed_rl_plugin.engine.server_engine import ServerEngine
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.generators.description import job_of
+from mindspeed_rl_plugin.generators.description import job_of, welcome
+from mindspeed_rl_plugin.generators.engine import with_episodes
 from mindspeed_rl_plugin.generators.lead import LEASE_SECONDS, Lead
 from mindspeed_rl_plugin.generators.server_weights import ServerWeights
 from mindspeed_rl_plugin.generators.service import Service
 from mindspeed_rl_plugin.generators.team import Team
+from mindspeed_rl_plugin.invitation import read_secret
 
 
 def serve_at(url: str, address: str, secret_file: str, leaving: threading.Event, max_running: int | None) -> None:
@@ -23,8 +24,10 @@ def serve_at(url: str, address: str, secret_file: str, leaving: threading.Event,
     leaving: set where the engine is to leave; max_running: most responses at once, None for the job's. Raises
     ValueError where the server cannot, with the mend, and what `Server` raises where it fails.
     """
-    with closing(Dock.join(address, secret_file, lease_seconds=LEASE_SECONDS)) as dock:
+    who = f"server at {url}"
+    with closing(Dock.join(address, secret_file, lease_seconds=LEASE_SECONDS, who=who)) as dock:
         job = job_of(dock)
+        say(welcome(dock, job, address))
         server = Server(url, job.deadline)
         workers = server.check()
         check_served(url, workers[0], job.engine, bool(job.sampling.stop))
@@ -32,5 +35,8 @@ def serve_at(url: str, address: str, secret_file: str, leaving: threading.Event,
         engine = ServerEngine(server, job.engine.eos_token_ids, workers[0].seeds or job.engine.request_seeds)
         machines = [worker.machine for worker in workers]
         with closing(ServerWeights(server, address, read_secret(secret_file), machines, engine.lose)) as weights:
-            say(f"the server at {url} generates, up to {slots} responses at once")
-            Service(engine, weights, job, Team(), Lead(dock, job, slots, 1, None, leaving)).run()
+            say(f"the {who} generates, up to {slots} responses at once")
+            team = Team()
+            over = with_episodes(engine, job, job.episodes and job.episodes.tokenizer, team)
+            Service(over, weights, job, team, Lead(dock, job, slots, 1, None, leaving)).run()
+            over.shutdown()

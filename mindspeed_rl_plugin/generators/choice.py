@@ -64,7 +64,8 @@ def choose(s: Situation) -> Choice:
     wanted = _wanted(s)
     if s.pulled >= 0 and _may_apply(s, wanted):
         return Choice(apply=s.pulled)
-    if wanted not in (-1, s.version, s.pulled) and s.pulling < 0:
+    draining = s.drain and s.running and s.pulled > s.version  # a pull would write over what these rows end for
+    if wanted not in (-1, s.version, s.pulled) and s.pulling < 0 and not draining:
         return Choice(pull=wanted)
     resume = sum(1 for _ in takewhile(lambda bound: bound.allows(s.version), s.held))
     take = s.slots - len(s.running) - resume if _may_take(s, resume) else 0

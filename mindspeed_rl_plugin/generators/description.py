@@ -11,6 +11,7 @@ from typing import Any
 import mindspeed_rl_plugin
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.reshard.publish import TrainerWeights
 from mindspeed_rl_plugin.rows import Sampling
@@ -23,7 +24,8 @@ class Description:
     """engine: options of an engine as the job's flags say; sampling: of a rollout's responses; seed: base of their
     seeds; inflight: what new weights do to responses in the making; strict: whether each rollout is sampled by one
     version, in equal parts; deadline: seconds of any wait; vocabulary: `vocabulary_digest` of the tokenizer, "" where
-    engines need none; version: of the package."""
+    engines need none; run: directory of the run; episodes: None where responses are of one turn; version: of the
+    package."""
 
     engine: VllmOptions
     sampling: Sampling
@@ -32,6 +34,8 @@ class Description:
     strict: bool
     deadline: float
     vocabulary: str = ""
+    run: str = ""
+    episodes: EpisodeSetup | None = None
     version: str = mindspeed_rl_plugin.__version__
 
     def check_tokenizer(self, path: str | None) -> None:
@@ -39,7 +43,7 @@ class Description:
         if self.vocabulary and (mine := vocabulary_digest(path or "")) != self.vocabulary:
             raise ValueError(
                 f"the tokenizer in {path} has other tokens (digest {mine}) than the job's (digest {self.vocabulary}), "
-                "with which --rl-stop ends responses; give --tokenizer a copy of the job's"
+                "with which --rl-stop ends responses and tools answer; give --tokenizer a copy of the job's"
             )
 
     def to_json(self) -> str:
@@ -56,6 +60,7 @@ class Description:
             raise ValueError(f"the job runs mindspeed_rl_plugin {theirs}, here is {ours}; install the job's")
         fields["engine"] = VllmOptions(**_tuples(fields["engine"]))
         fields["sampling"] = Sampling(**_tuples(fields["sampling"]))
+        fields["episodes"] = EpisodeSetup.from_fields(fields["episodes"]) if fields["episodes"] else None
         return cls(**fields)
 
 
@@ -66,6 +71,13 @@ def job_of(dock: Dock, strict: bool = False) -> Description:
     if job.strict and not strict:
         raise ValueError("--rl-async-order strict deals rollouts to the engines of its start: none can join later")
     return job
+
+
+def welcome(dock: Dock, job: Description, address: str) -> str:
+    """What an engine says that has joined."""
+    version = dock.exchange.news(0, 0.0).version
+    weights = f"its newest weights are version {version}" if version >= 0 else "waiting for its first weights"
+    return f"joined the job at {address} (run {job.run}); {weights}"
 
 
 def weights_of(dock: Dock) -> TrainerWeights:

@@ -8,12 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.dock.joining import here
 from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
-from mindspeed_rl_plugin.generators.description import job_of, weights_of
+from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.generators.description import Description, job_of, weights_of, welcome
 from mindspeed_rl_plugin.generators.lead import LEASE_SECONDS, Lead
 from mindspeed_rl_plugin.generators.service import Service
 from mindspeed_rl_plugin.generators.team import Team
+from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 from mindspeed_rl_plugin.reshard.layout import EngineParallel
 from mindspeed_rl_plugin.reshard.pull import Puller
 
@@ -23,20 +27,25 @@ def serve(
     secret: str | bytes,
     share: tuple[int, int] | None = None,
     leaving: threading.Event | None = None,
+    who: str = "",
     **changed: Any,
 ) -> None:
     """Generate for the job at `address` until it leaves. Collective over the ranks of the engine.
 
-    secret: the job's, or the file that holds it; share: (i, n) under a strict order; leaving: set where the engine is
-    to leave; changed: options of the engine that are not the job's.
+    secret: the job's, or the file that holds it; share: (i, n) under a strict order, of an engine of the launcher;
+    leaving: set where the engine is to leave; who: the engine, in what the job logs, by default one that joined;
+    changed: options of the engine that are not the job's.
     """
     team = Team()
-    with closing(Dock.join(address, secret, lease_seconds=LEASE_SECONDS)) as dock:
+    with closing(Dock.join(address, secret, lease_seconds=LEASE_SECONDS, who=who or here("joined engine"))) as dock:
         job = job_of(dock, strict=share is not None)
+        if share is None:
+            say(welcome(dock, job, address))
         options = replace(job.engine, sleep_mode=False, **changed)
-        job.check_tokenizer(options.tokenizer)
+        tokenizer = options.tokenizer or (job.episodes and job.episodes.tokenizer)
+        job.check_tokenizer(tokenizer)
         options = sized(options, team.size)
-        engine = VllmEngine(options)
+        engine = with_episodes(VllmEngine(options), job, tokenizer, team)
         puller = Puller(
             weights_of(dock),
             EngineParallel(options.tensor_parallel, options.expert_parallel),
@@ -50,9 +59,20 @@ def serve(
         lead = None
         if team.leads:
             lead = Lead(dock, job, options.max_running, engine.replicas, share, leaving or threading.Event())
+            if share is None:
+                say(f"the engine generates, up to {options.max_running} responses at once")
         with closing(puller):
             Service(engine, puller, job, team, lead).run()
         engine.shutdown()
+
+
+def with_episodes(engine: Engine, job: Description, tokenizer: str | None, team: Team) -> Engine:
+    """The engine, over which are episodes where the job has some. tokenizer: directory. Collective."""
+    if (setup := job.episodes) is None:
+        return engine
+    setup = replace(setup, tokenizer=tokenizer)
+    peers = team.of_replica(engine, job.deadline)
+    return setup.over(engine, load_tokenizer(tokenizer), setup.environments(), peers)
 
 
 def sized(options: VllmOptions, ranks: int) -> VllmOptions:

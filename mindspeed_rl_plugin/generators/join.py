@@ -13,12 +13,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from mindspeed_rl_plugin.environment import launch_env, master_address, say
-from mindspeed_rl_plugin.generators.at_url import serve_at
-from mindspeed_rl_plugin.generators.engine import serve
-from mindspeed_rl_plugin.generators.ranks import init_group
+from mindspeed_rl_plugin.invitation import parse_address, read_secret
 
 LEFT = "the engine has left the job"
 _EPILOG = (
@@ -30,32 +26,46 @@ _EPILOG = (
 def main(argv: Sequence[str]) -> int:
     """Join, and generate until the job ends. Returns the exit status."""
     options = _parser().parse_args(argv)
-    env = launch_env()
-    store = None
-    if env["world_size"] > 1:
-        store = dist.TCPStore(*master_address(), is_master=False, wait_for_workers=False)
     leaving = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: leaving.set())
-    init_group(store or dist.HashStore(), datetime.timedelta(seconds=options.timeout))
-    changed: dict[str, Any] = {}
-    if options.max_running:
-        changed["max_running"] = options.max_running
-    if options.kv_cache_gb:
-        changed["kv_cache_bytes"] = int(options.kv_cache_gb * 2**30)
-    if options.device_memory_utilization:
-        changed["memory_utilization"] = options.device_memory_utilization
-    if options.tokenizer:
-        changed["tokenizer"] = options.tokenizer
     try:
-        if options.engine_url:
-            serve_at(options.engine_url, options.join, options.secret_file, leaving, options.max_running)
-        else:
-            serve(options.join, options.secret_file, leaving=leaving, **changed)
+        parse_address(options.join)
+        read_secret(options.secret_file)
+        _generate(options, leaving)
     except (ValueError, ConnectionError, PermissionError, TimeoutError, FileNotFoundError) as error:
         print(f"[rl] generate: {error}", file=sys.stderr, flush=True)
         return 1
     say(LEFT if leaving.is_set() else "the job has ended")
     return 0
+
+
+def _generate(options: argparse.Namespace, leaving: threading.Event) -> None:
+    # Only now: they take seconds.
+    import torch.distributed as dist
+
+    from mindspeed_rl_plugin.generators.at_url import serve_at
+    from mindspeed_rl_plugin.generators.engine import serve
+    from mindspeed_rl_plugin.generators.ranks import init_group
+
+    store = None
+    if launch_env()["world_size"] > 1:
+        store = dist.TCPStore(*master_address(), is_master=False, wait_for_workers=False)
+    signal.signal(signal.SIGTERM, lambda *_: leaving.set())
+    init_group(store or dist.HashStore(), datetime.timedelta(seconds=options.timeout))
+    if options.engine_url:
+        serve_at(options.engine_url, options.join, options.secret_file, leaving, options.max_running)
+    else:
+        serve(options.join, options.secret_file, leaving=leaving, **_changed(options))
+
+
+def _changed(options: argparse.Namespace) -> dict[str, Any]:
+    """Options of the engine that are given here."""
+    changed = {
+        "max_running": options.max_running,
+        "kv_cache_bytes": int((options.kv_cache_gb or 0) * 2**30),
+        "memory_utilization": options.device_memory_utilization,
+        "tokenizer": options.tokenizer,
+    }
+    return {name: value for name, value in changed.items() if value}
 
 
 def _parser() -> argparse.ArgumentParser:

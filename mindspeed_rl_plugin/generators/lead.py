@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from mindspeed_rl_plugin.dock import Dock, Lease
-from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.beside import Beside
 from mindspeed_rl_plugin.generators.choice import Bound, Work
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.news import News
 from mindspeed_rl_plugin.generators.spans import Spans
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest
-from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
+from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows, requests_of
 
 LOOK_SECONDS = 1.0  # that an engine without weights waits for news at a time
 LEASE_SECONDS = 86400.0  # an engine that is gone is known by its connection, and a long response is no reason
@@ -111,7 +110,7 @@ class Lead:
         for completion in completions:
             row = self.work.running.pop(completion.id)
             self.count("responses", 1)
-            self.count("tokens", len(completion.tokens))
+            self.count("tokens", completion.sampled)
             finished.setdefault(row.lease.token, []).append((row, completion))
         if finished:
             self._writing.begin(partial(self._write, finished.values(), digest, self.work.version))
@@ -206,11 +205,9 @@ class Lead:
             return []
         if not len(lease):
             return []
-        prompts, orders = lease.rows["prompt"].rows(), lease.rows["order"][:, :2].tolist()
-        return [
-            _Row(lease, Bound(*order), response_request(self.job.sampling, self.job.seed, sample, prompt.tolist()))
-            for sample, prompt, order in zip(lease.rows.ids, prompts, orders, strict=True)
-        ]
+        requests = requests_of(lease.rows, self.job.sampling, self.job.seed)
+        orders = lease.rows["order"][:, :2].tolist()
+        return [_Row(lease, Bound(*order), request) for order, request in zip(orders, requests, strict=True)]
 
     def _whole_share(self, idle: bool) -> list[_Row]:
         """This engine's part of the next rollout, whole, in the order of ids."""

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl_plugin.dock.joining import read_secret
 from mindspeed_rl_plugin.environment import environment_apart
 from mindspeed_rl_plugin.generators.join import LEFT
+from mindspeed_rl_plugin.invitation import read_secret
 
 RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}  # kind of device -> what Ray calls it
 PAUSES = (1.0, 60.0)  # seconds before an engine is started again: at first, and at most

@@ -55,12 +55,17 @@ class Split:
 
     def text(self) -> str:
         """What the job's first rank says."""
-        machines = max(self.trainers // self.local, 1)
+        machines, each = max(self.trainers // self.local, 1), min(self.local, self.trainers)
         return (
-            f"{self.trainers} ranks train (WORLD_SIZE {self.trainers}, {min(self.local, self.trainers)} a machine, "
-            f"{machines} machine(s)), ranks {self.trainers} to {self.world - 1} generate: {self.engines} engine(s) of "
-            f"{self.engine} rank(s)"
+            f"trainers: {ranks_text(0, self.trainers)} (WORLD_SIZE {self.trainers} = {self.world} - --rl-generators "
+            f"{self.generators}; machines {machines}, ranks a machine {each}); generators: "
+            f"{ranks_text(self.trainers, self.generators)} (engines {self.engines}, ranks an engine {self.engine})"
         )
+
+
+def ranks_text(first: int, count: int) -> str:
+    """So many ranks from the first on."""
+    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
 
 def part(split: Split) -> int | None:

@@ -17,6 +17,7 @@ from mindspeed_rl_plugin.reshard.pull import Applied, Pulled
 
 LOOK_SECONDS = 0.1  # between two looks at a pull
 STAY_SECONDS = 5.0  # between two words to the server, which waits `server_worker.HELD_SECONDS` for one
+FAILURES = (ConnectionError, RuntimeError, TimeoutError, ValueError)  # of a server that is gone, or refuses
 
 
 class ServerWeights:
@@ -33,7 +34,12 @@ class ServerWeights:
         lost: Callable[[Exception], None],
     ) -> None:
         self.server, self._client, self._lost = server, secrets.token_hex(8), lost
-        self._workers("join", None, address=address, secret=secret.hex(), machines=machines)
+        try:
+            self._workers("join", None, address=address, secret=secret.hex(), machines=machines)
+        except BaseException:
+            with contextlib.suppress(*FAILURES):  # of those that have not joined
+                self._workers("leave", ASK_SECONDS)
+            raise
         self._closing = threading.Event()
         threading.Thread(target=self._stay, daemon=True, name="stay").start()
 
@@ -60,7 +66,7 @@ class ServerWeights:
     def close(self) -> None:
         """The workers leave the job, and the server is free for another one. It may be gone."""
         self._closing.set()
-        with contextlib.suppress(ConnectionError, RuntimeError, TimeoutError, ValueError):
+        with contextlib.suppress(*FAILURES):
             self._workers("leave", ASK_SECONDS)
             self.server.ask("/resume", seconds=ASK_SECONDS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.engine.protocol import Engine
@@ -100,4 +100,5 @@ class Service:
 
 def continued(job: Description, request: GenerateRequest, begun: Completion) -> GenerateRequest:
     """The request by which an interrupted response goes on, with a seed of that part."""
-    return response_request(job.sampling, job.seed, request.id, request.prompt_tokens, begun)
+    again = response_request(job.sampling, job.seed, request.id, request.prompt_tokens, begun)
+    return replace(again, task=request.task)

@@ -7,7 +7,8 @@ from functools import cached_property
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.dock.joining import machine
-from mindspeed_rl_plugin.dock.peers import GroupPeers
+from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
+from mindspeed_rl_plugin.engine.protocol import Engine
 
 
 class Team(GroupPeers):
@@ -24,6 +25,10 @@ class Team(GroupPeers):
         """The ranks on this machine. Collective, the first time."""
         machines = self.gather(machine())
         return [rank for rank, name in enumerate(machines) if name == machines[self.rank]]
+
+    def of_replica(self, engine: Engine, deadline: float) -> Peers:
+        """The ranks of one of the engines that share experts. Collective. deadline: seconds of a wait."""
+        return self if engine.replicas == 1 else make_peers(self, (engine.replica,), self._group, deadline)
 
     @property
     def leads(self) -> bool:

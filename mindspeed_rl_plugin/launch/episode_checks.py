@@ -7,8 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig, flag_name
-from mindspeed_rl_plugin.config.rl_config import ENVIRONMENT
-from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT
+from mindspeed_rl_plugin.reward.specs import ENVIRONMENT, SHARE_OF_WAIT
 
 
 def problems(args: Any, config: RLConfig) -> Iterator[str]:

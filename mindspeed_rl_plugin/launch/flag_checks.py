@@ -18,7 +18,7 @@ import torch
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs, unread
 from mindspeed_rl_plugin.config import RLConfig, limit_problems
-from mindspeed_rl_plugin.config.flag import spelt
+from mindspeed_rl_plugin.config.flag import spelt, valued
 from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
 from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
@@ -28,7 +28,15 @@ from mindspeed_rl_plugin.engine.hf_rope import rope_scaling
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
 from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import conversion, critic_files, disk, episode_checks, schedule_checks, taken_over, upstream_checks
+from mindspeed_rl_plugin.launch import (
+    conversion,
+    critic_files,
+    disk,
+    episode_checks,
+    schedule_checks,
+    taken_over,
+    upstream_checks,
+)
 from mindspeed_rl_plugin.launch.dist_files import DistFiles
 from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
 from mindspeed_rl_plugin.launch.saved_args import other_layout, other_order, other_sizes
@@ -60,9 +68,10 @@ def check_unvalidated(args: Any) -> None:
         raise Refusal.of_arguments([problem])
     if problems := [*taken_over.problems(), *conversion.problems(args)]:
         raise Refusal.of_arguments(problems)
-    problems = [*upstream_checks.ranks(args), *upstream_checks.multiples(args)]
+    trainers = config.schedule.trainers_text(getattr(args, "world_size", 0))
+    problems = [*upstream_checks.ranks(args, trainers), *upstream_checks.multiples(args)]
     try:
-        arithmetic.check_batch(args)
+        arithmetic.check_batch(args, trainers)
     except ValueError as error:
         problems.append(str(error))
     if problems:
@@ -113,7 +122,7 @@ def warnings(args: Any) -> list[str]:
     low = config.algorithm.clip_low
     if low is not None and low >= 1:
         lines.append(f"--rl-clip-low {low}: a ratio is never below 0, so the bound 1 - clip_low never acts")
-    return [*lines, *upstream_checks.remarks(args, config)]
+    return [*lines, *schedule_checks.notes(config), *upstream_checks.remarks(args, config)]
 
 
 def check_model(model: Any) -> None:
@@ -266,10 +275,11 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
 def _lengths(args: Any, config: RLConfig) -> Iterator[str]:
     prompt, response, limit = config.data.max_prompt_length, config.rollout.max_response_length, args.seq_length
     if limit is not None and prompt + response > limit:
-        yield (
-            f"--rl-max-prompt-length {prompt} + --rl-max-response-length {response} = {prompt + response} tokens, "
-            f"more than --seq-length {limit}; shorten one of them"
-        )
+        yield (f"{_longest(config)} = {prompt + response} tokens, more than --seq-length {limit}; shorten one of them")
+
+
+def _longest(config: RLConfig) -> str:
+    return f"{valued(config.data, 'max_prompt_length')} + {valued(config.rollout, 'max_response_length')}"
 
 
 def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
@@ -282,8 +292,8 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
     if budget is not None and budget < longest:
         padded = f", padded to {longest}" if longest > prompt + response else ""
         yield (
-            f"--rl-max-tokens-per-microbatch {budget} is less than the longest row, --rl-max-prompt-length {prompt} + "
-            f"--rl-max-response-length {response} = {prompt + response} tokens{padded}; raise it"
+            f"--rl-max-tokens-per-microbatch {budget} is less than the longest row, {_longest(config)} = "
+            f"{prompt + response} tokens{padded}; raise it"
         )
     if packed and getattr(args, "position_embedding_type", "rope") not in ("rope", "none", "learned_absolute"):
         yield f"--rl-pack-sequences does not know --position-embedding-type {args.position_embedding_type}; remove it"

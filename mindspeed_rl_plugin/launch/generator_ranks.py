@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.environment import is_part, last_words, launch_env, leave_to_first_rank
-from mindspeed_rl_plugin.generators.ranks import Split, has_ended, join_group, part, wait_for_address
+from mindspeed_rl_plugin.generators.ranks import Split, has_ended, join_group, part, ranks_text, wait_for_address
+from mindspeed_rl_plugin.monitor.run_files import GENERATOR
 
 
 def split_of(argv: Sequence[str]) -> Split | None:
@@ -54,13 +55,14 @@ def leave_if_generator() -> None:
 def _generate(split: Split, engine: int) -> None:
     from mindspeed_rl_plugin.generators.engine import serve
 
-    who = f"rank {split.trainers + engine * split.engine + launch_env()['rank']} (generator)"
+    first = split.trainers + engine * split.engine
+    who = f"{GENERATOR} rank {first + launch_env()['rank']}"
     try:
         join_group(engine, split.deadline)
         address, secret = wait_for_address(split.deadline)
         # The launcher passes it to all ranks; trainers may save a checkpoint first, for which rows are still sampled.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        serve(address, secret, share=(engine, split.engines))
+        serve(address, secret, share=(engine, split.engines), who=f"{GENERATOR} {ranks_text(first, split.engine)}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, RuntimeError, AssertionError) as error:

@@ -6,6 +6,7 @@ Without `--rl-algorithm` each one only calls the original. They stay thin: what 
 from __future__ import annotations
 
 import argparse
+import atexit
 import difflib
 import importlib
 import sys
@@ -64,12 +65,15 @@ def under_rl(name: str) -> Callable:
 
 
 def _warn_of_unused(args: Any) -> None:
+    """Now, above the hundreds of lines that Megatron says, and at the end, where it is read."""
     if flags := given_flags(RLConfig.from_args(args)):
+        why = "no reinforcement learning: --rl-algorithm is missing, and without it these have no effect:"
+        what = f"{why} {' '.join(flags)}"
         say(
-            "WARNING: this run is ordinary pretraining, no reinforcement learning: --rl-algorithm is missing, and "
-            f"without it these have no effect: {' '.join(flags)}. Give --rl-algorithm NAME (`python -m "
+            f"WARNING: this run is ordinary pretraining, {what}. Give --rl-algorithm NAME (`python -m "
             "mindspeed_rl_plugin algorithms` lists them), or remove these flags to pretrain"
         )
+        atexit.register(say, f"WARNING: this run was ordinary pretraining, {what}")
 
 
 def _repair_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -12,7 +12,11 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig, given_flags
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine import hf_config
+from mindspeed_rl_plugin.engine.seeds import task_of
 from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.episodes.parsers import make_parser
+from mindspeed_rl_plugin.episodes.protocol import Environments, begin_once
+from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.generators.guests import check_servers
 from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
@@ -23,6 +27,8 @@ from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
 from mindspeed_rl_plugin.prompts.tokenizer import check_vocabulary, load_tokenizer, tokenizer_path
 from mindspeed_rl_plugin.reward import RewardPool
+from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.stages.prompts import meta_of
 from mindspeed_rl_plugin.stages.stage import StageSpec
 from mindspeed_rl_plugin.stages.user import load_stages, try_once
 
@@ -46,7 +52,9 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         max_tokens=config.forward.max_tokens_per_microbatch,
         packed=config.forward.pack_sequences,
     )
-    stream = functools.partial(_stream, tokenizer, config, algorithm.from_pairs)
+    environments = None if algorithm.from_pairs else _environments(EpisodeSetup.of(config, path), tokenizer)
+    tools = environments.tools if environments else None
+    stream = functools.partial(_stream, tokenizer, config, algorithm.from_pairs, tools)
     inputs = Inputs(
         args=args,
         config=config,
@@ -59,6 +67,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         forward=forward,
         data=stream(config.data.prompt_data, args.seed if config.data.data_seed is None else config.data.data_seed),
         held_out=stream(config.monitor.eval_data, 0) if config.monitor.eval_data else None,
+        environments=environments,
     )
     return inputs if algorithm.from_pairs else _to_sample(inputs)
 
@@ -76,6 +85,8 @@ def _to_sample(inputs: Inputs) -> Inputs:
         for problem in check_servers(config, engine_config, dtype):
             raise ValueError(problem)
     graders = _graders(inputs)
+    if inputs.environments is not None:
+        _try_environments(inputs)
     inputs = dataclasses.replace(
         inputs,
         held_out=tuple(held_out.all()[: config.monitor.eval_prompts or None]) if held_out else (),
@@ -100,12 +111,43 @@ def _graders(inputs: Inputs) -> RewardPool:
         on_error=reward.reward_on_error,
         device="cpu" if reward.reward_model_device == "host" else str(get_device().current()),
     )
-    prompts = inputs.data
+    inputs, prompts, episodes = dataclasses.replace(inputs, graders=graders), inputs.data, inputs.config.episodes.on
     for rows in filter(None, (prompts, inputs.held_out)):
-        graders.check_fields(rows.kinds_of_rows())
-    for failure in graders.try_once(prompts.at(0), prompts.where(0), inputs.config.rollout.samples_per_prompt):
+        inputs.check_fields(rows.kinds_of_rows())
+    members = inputs.config.rollout.samples_per_prompt
+    for failure in graders.try_once(prompts.at(0), prompts.where(0), members, episodes):
         say(f"warning: {failure}")
     return graders
+
+
+def _environments(setup: EpisodeSetup | None, tokenizer: Any) -> Environments | None:
+    """Who answers the model in episodes, started; and whether tokenizer and template fit."""
+    if setup is None:
+        return None
+    environments = setup.environments()
+    try:
+        setup.format(tokenizer, environments)
+        if environments.tools:
+            make_parser(setup.flags.tool_parser, tokenizer)
+    except ValueError:
+        environments.close()
+        raise
+    return environments
+
+
+def _try_environments(inputs: Inputs) -> None:
+    """An episode of the first row begins. Ends what no engine uses."""
+    environments, sample = inputs.environments, SampleId(0, 0, 0)
+    meta = meta_of(inputs.data.at(0))
+    seed = task_of(inputs.response_seed, sample, meta).seed
+    if why := begin_once(environments, {**meta, "prompt": meta["text"]}, seed):
+        flags, where = inputs.config.episodes, inputs.data.where(0)
+        text = f"--rl-environment {flags.environment} {why}\n  when it was tried on {where}"
+        if flags.environment_on_error == "stop":
+            raise ValueError(text)
+        say(f"warning: {text}")
+    if inputs.config.schedule.apart:
+        environments.close()
 
 
 def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tuple[tuple[StageSpec, Any], ...]:
@@ -118,7 +160,7 @@ def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tupl
 
 
 def _stream(
-    tokenizer: Any, config: RLConfig, pairs: bool, paths: Sequence[str], seed: int
+    tokenizer: Any, config: RLConfig, pairs: bool, tools: Sequence[Any] | None, paths: Sequence[str], seed: int
 ) -> PromptStream | PairStream:
     """The prompts, or pairs, of some files, and a line on what was left out."""
     data, limit, response = config.data, config.data.max_prompt_length, config.rollout.max_response_length
@@ -128,7 +170,7 @@ def _stream(
         stream = PairStream(paths, renderer, max_length=limit, max_response=response, seed=seed)
         what, why = "pairs", "too long (--rl-max-prompt-length, --rl-max-response-length) or with equal answers"
     else:
-        renderer = Renderer(tokenizer, data.prompt_key, data.answer_key, data.apply_chat_template)
+        renderer = Renderer(tokenizer, data.prompt_key, data.answer_key, data.apply_chat_template, tools)
         stream = PromptStream(paths, renderer, max_length=limit, seed=seed)
         what, why = "prompts", f"longer than {limit} tokens (--rl-max-prompt-length)"
     say(f"{len(stream)} {what} from {' '.join(paths)}; dropped {stream.dropped} {why}")

@@ -7,9 +7,9 @@ from typing import Any
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.config.flag import flag_name
+from mindspeed_rl_plugin.config.flag import as_given, flag_name, valued
 from mindspeed_rl_plugin.config.rl_config import given
-from mindspeed_rl_plugin.config.schedule_flags import OF_ASYNC, OF_STREAMED
+from mindspeed_rl_plugin.config.schedule_flags import OF_ASYNC, OF_COLOCATED, OF_STREAMED
 from mindspeed_rl_plugin.environment import is_part, launch_env
 from mindspeed_rl_plugin.generators.guests import check_ray, check_servers
 
@@ -45,23 +45,29 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _unread(config: RLConfig) -> Iterator[str]:
-    flags = config.schedule
+    flags, here = config.schedule, valued(config.schedule, "schedule")
     for f, _ in given(config):
         name = flag_name(f.name)
         if name in OF_ASYNC and not flags.apart and not (name == "--rl-max-staleness" and flags.carry_unfinished):
             carried = " or --rl-carry-unfinished" if name == "--rl-max-staleness" else ""
-            yield (
-                f"{name} has no meaning for --rl-schedule {flags.schedule}; give --rl-schedule async{carried}, or "
-                "remove it"
-            )
+            yield f"{name} has no meaning for {here}; give --rl-schedule async{carried}, or remove it"
         if name in OF_STREAMED and flags.schedule != "streamed":
-            yield (
-                f"{name} has no meaning for --rl-schedule {flags.schedule}; give --rl-schedule streamed, or remove it"
-            )
+            yield f"{name} has no meaning for {here}; give --rl-schedule streamed, or remove it"
+
+
+def notes(config: RLConfig) -> Iterator[str]:
+    """What was given and has no effect under the schedule: a script may serve several."""
+    unread = [as_given(f.name, value) for f, value in given(config) if flag_name(f.name) in OF_COLOCATED]
+    if config.schedule.apart and unread:
+        yield (
+            f"{', '.join(unread)}: without effect under --rl-schedule async, where engines pull published weights and "
+            "the trainers' memory stays on the device"
+        )
 
 
 def _partial(config: RLConfig) -> Iterator[str]:
     flags, bound = config.schedule, config.schedule.max_staleness
+    staleness = valued(flags, "max_staleness")
     if flags.carry_unfinished and flags.oversample_drop:
         yield (
             "--rl-carry-unfinished and --rl-oversample-drop: what is not finished either goes on or is thrown away; "
@@ -78,13 +84,13 @@ def _partial(config: RLConfig) -> Iterator[str]:
         return
     if bound < 1:
         yield (
-            f"--rl-max-staleness {bound}: what --rl-carry-unfinished carries over is trained at least 1 publication "
+            f"{staleness}: what --rl-carry-unfinished carries over is trained at least 1 publication "
             "after it began; give 1 or more"
         )
     elif flags.oversample is not None and flags.oversample > bound + 1:
         yield (
-            f"--rl-oversample {flags.oversample:g} is more than --rl-max-staleness {bound} + 1: some prompts would "
-            f"wait longer than that for their turn; give at most {bound + 1}, or raise --rl-max-staleness"
+            f"--rl-oversample {flags.oversample:g} is more than 1 + {staleness}: some prompts would wait longer than "
+            f"that for their turn; give at most {bound + 1}, or raise --rl-max-staleness"
         )
     if config.algorithm.correction == "off":
         yield f"--rl-carry-unfinished: responses of older weights need importance weights; {CORRECTIONS}"
@@ -108,7 +114,7 @@ def _apart(config: RLConfig) -> Iterator[str]:
         yield from check_servers(config, {}, "")
     if schedule.max_staleness > 0 and correction == "off":
         yield (
-            f"--rl-max-staleness {schedule.max_staleness}: responses of older weights need importance weights; "
+            f"{valued(schedule, 'max_staleness')}: responses of older weights need importance weights; "
             f"{CORRECTIONS}, or --rl-max-staleness 0"
         )
     joining = schedule.engine_url or (schedule.generators and not schedule.generator_ranks)

@@ -25,8 +25,9 @@ _ATTENTION = "megatron.core.transformer.dot_product_attention"
 _ADAPTOR = "mindspeed.core.context_parallel.adaptor"  # of MindSpeed's ulysses
 
 
-def ranks(args: Any) -> Iterator[str]:
-    """A world that sizes do not divide, which Megatron's validation refuses by products that nobody gave."""
+def ranks(args: Any, trainers: str = "") -> Iterator[str]:
+    """A world that sizes do not divide, which Megatron's validation refuses by products that nobody gave. trainers: how
+    its number comes about."""
     kinds = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
     sizes = {kind: getattr(args, f"{kind}_parallel_size", None) or 1 for kind in kinds}
     if getattr(args, "expert_tensor_parallel_size", None) is None:
@@ -37,8 +38,8 @@ def ranks(args: Any) -> Iterator[str]:
             given = [f"{spelt(kind)}-parallel-size {sizes[kind]}" for kind in of if sizes[kind] > 1]
             made = f"{' x '.join(given)} = {product}" if len(given) > 1 else given[0]
             yield (
-                f"{made} does not divide the {world} ranks of this job; start a multiple of {product} (nodes x ranks "
-                "of a node), or lower one of them"
+                f"{made} does not divide the {world} ranks {'that train' if trainers else 'of this job'}{trainers}; "
+                f"start a multiple of {product} (nodes x ranks of a node), or lower one of them"
             )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.flag import valued
+from mindspeed_rl_plugin.config.run_flags import RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,17 @@ class Arithmetic:
         return f", the last serves {left}" if left else ""
 
 
-def check_batch(args: argparse.Namespace) -> None:
+def check_batch(args: argparse.Namespace, trainers: str = "") -> None:
     """Whether --global-batch-size divides, from arguments that Megatron has not validated: what they leave open, or
-    divides nothing, is left to it. Raises ValueError naming the value, the limit and the fix."""
+    divides nothing, is left to it. trainers: how their number of ranks comes about. Raises ValueError naming the value,
+    the limit and the fix."""
     across = math.prod(
         getattr(args, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
     )
     ranks, rest = divmod(getattr(args, "world_size", 0), across)
     batch, micro = getattr(args, "global_batch_size", None), getattr(args, "micro_batch_size", None)
     if batch and micro and ranks and not rest:
-        _check_split(batch, micro, ranks)
+        _check_split(batch, micro, ranks, trainers)
 
 
 def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int) -> Arithmetic:
@@ -129,17 +132,18 @@ def derive(
 
     Raises ValueError naming the value, the limit and the fix.
     """
+    of_prompt = valued(RolloutConfig(samples_per_prompt=members), "samples_per_prompt")
     if prompts is None:
         if global_batch % members:
             raise ValueError(
-                f"--global-batch-size {global_batch} is not a multiple of --rl-samples-per-prompt {members}, so "
-                "--rl-rollout-prompts has no default; change one of them, or set --rl-rollout-prompts"
+                f"--global-batch-size {global_batch} is not a multiple of {of_prompt}, so --rl-rollout-prompts has no "
+                "default; change one of them, or set --rl-rollout-prompts"
             )
         prompts = global_batch // members
     samples = prompts * members
     if samples % global_batch:
         raise ValueError(
-            f"one rollout has {samples} samples (--rl-rollout-prompts {prompts} x --rl-samples-per-prompt {members}), "
+            f"one rollout has {samples} samples (--rl-rollout-prompts {prompts} x {of_prompt}), "
             f"not a multiple of --global-batch-size {global_batch}; {_near(prompts, members, global_batch)}"
         )
     _check_split(global_batch, micro_batch, data_parallel)
@@ -189,11 +193,11 @@ def engines_of(config: RLConfig, world: int) -> int:
     return ranks // config.rollout.generate_tp
 
 
-def _check_split(global_batch: int, micro_batch: int, data_parallel: int) -> None:
+def _check_split(global_batch: int, micro_batch: int, data_parallel: int, trainers: str = "") -> None:
     if global_batch % (micro_batch * data_parallel):
         raise ValueError(
             f"--global-batch-size {global_batch} is not a multiple of --micro-batch-size {micro_batch} x "
-            f"{data_parallel} data-parallel ranks = {micro_batch * data_parallel}; change one of them"
+            f"{data_parallel} data-parallel ranks = {micro_batch * data_parallel}{trainers}; change one of them"
         )
 
 

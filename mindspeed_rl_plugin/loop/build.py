@@ -14,8 +14,11 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.engine.hf_rope import check_rotary
+from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env
+from mindspeed_rl_plugin.episodes.protocol import tool_names
+from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.loop import engine_options
 from mindspeed_rl_plugin.loop.arithmetic import reads_old_logps
 from mindspeed_rl_plugin.loop.build_async import build_schedule, make_publisher
@@ -41,10 +44,11 @@ from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Paral
 from mindspeed_rl_plugin.reshard.offload import TrainState
 from mindspeed_rl_plugin.reshard.resharder import Resharder
 from mindspeed_rl_plugin.reshard.storages import unwrap
+from mindspeed_rl_plugin.reward.specs import ENVIRONMENT
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.stages.advantages import Advantages
 from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate
-from mindspeed_rl_plugin.stages.generate import Generate
+from mindspeed_rl_plugin.stages.generate import Episodes, Generate
 from mindspeed_rl_plugin.stages.logprobs import TokenPass
 from mindspeed_rl_plugin.stages.measure import Dump, IterationLog, Measure
 from mindspeed_rl_plugin.stages.prompts import Prompts
@@ -77,7 +81,7 @@ def build_loop(
     docks = Docks.make(table, config, topology, ranks.group, plan)
     monitor = make_monitor(inputs, topology, start)
     apart = config.schedule.apart
-    colocation = None if apart else _colocation(inputs, model, optimizer, critic, topology, monitor)
+    colocation = None if apart else _colocation(inputs, model, optimizer, critic, topology, docks, monitor)
     engine = None if colocation is None else colocation.engine
     policy = PolicyStep(algorithm, inputs.forward, model, norm_length=config.rollout.max_response_length)
     publisher = make_publisher(inputs, topology.rank, ranks, docks.trainers, model) if apart else None
@@ -120,7 +124,8 @@ def table_of(inputs: Inputs) -> list[StageSpec]:
     rewards = {"graders": len(graders.names), "by_group": graders.by_group} if graders else {"graders": 0}
     config = inputs.config
     more = {"dump": config.monitor.dump_dir is not None, "own": own, "apart": config.schedule.apart}
-    return stage_table(inputs.algorithm, **rewards, **more)
+    episodes = inputs.environments and Episodes(len(inputs.environments.tools), config.episodes.max_turns)
+    return stage_table(inputs.algorithm, **rewards, **more, episodes=episodes)
 
 
 def dock_size(inputs: Inputs, table: Sequence[StageSpec]) -> DockSize:
@@ -179,7 +184,13 @@ def host_memory_budget(inputs: Inputs) -> HostMemoryBudget:
 
 
 def _colocation(
-    inputs: Inputs, model: Any, optimizer: Any, critic: Critic | None, topology: Topology, monitor: Monitor
+    inputs: Inputs,
+    model: Any,
+    optimizer: Any,
+    critic: Critic | None,
+    topology: Topology,
+    docks: Docks,
+    monitor: Monitor,
 ) -> Colocation:
     args, config = inputs.args, inputs.config
     dtype = engine_options.dtype_of(args, config.rollout.engine_dtype)
@@ -204,7 +215,9 @@ def _colocation(
     state.offload(config.reshard.offloaded)
     if critic is not None:
         critic.offload(config.reshard.offloaded)
-    engine = VllmEngine(engine_options.options(inputs, dtype))
+    engine: Engine = VllmEngine(engine_options.options(inputs, dtype))
+    if (setup := EpisodeSetup.of(config, inputs.tokenizer_path)) is not None:
+        engine = setup.over(engine, inputs.tokenizer, inputs.environments, docks.engines.peers)
     engine.sleep()
     state.onload()
     if critic is not None:
@@ -222,7 +235,7 @@ def _stages(
     ranks: Collectives,
     docks: Docks,
     table: Sequence[StageSpec],
-    engine: VllmEngine | None,
+    engine: Engine | None,
     monitor: Monitor,
 ) -> Stages:
     config, algorithm, deadline = inputs.config, inputs.algorithm, ranks.deadline
@@ -242,15 +255,15 @@ def _stages(
 
     dump = Dump(config.monitor.dump_dir, inputs.decode) if config.monitor.dump_dir else None
     return Stages(
-        generate=engine and Generate(*at("generate")[1:], engine, sampling_of(inputs), seed, monitor.progress),
-        reward=Reward(*at("reward"), inputs.graders, inputs.decode),
+        generate=engine and Generate(*at("generate"), engine, sampling_of(inputs), seed, monitor.progress),
+        reward=Reward(*at("reward"), inputs.graders, inputs.decode, config.episodes.environment_on_error == "drop"),
         own=[UserStage(*at(spec.name), instance) for spec, instance in inputs.own_stages],
         select=Select(*at("select"), algorithm, ranks.gather, seed),
         passes=[
             TokenPass(*at(name), forward, writer, *weights)
             for name, (forward, *weights) in ((n, p) for n, p in passes.items() if n in specs)
         ],
-        advantages=Advantages(*at("advantage"), algorithm, limit, ranks.gather),
+        advantages=Advantages(*at("advantage"), algorithm, limit, ranks.gather, _turn_weight(inputs)),
         measure=Measure(
             *at("measure"),
             ranks=ranks,
@@ -258,12 +271,18 @@ def _stages(
             limit=limit,
             graders=inputs.graders,
             dump=dump,
+            tools=tool_names(inputs.environments),
         ),
         evaluation=engine and _evaluation(inputs, engine, ranks, monitor),
     )
 
 
-def _evaluation(inputs: Inputs, engine: VllmEngine, ranks: Collectives, monitor: Monitor) -> Evaluate:
+def _turn_weight(inputs: Inputs) -> float:
+    """Of the grader that gives what environments gave, 0 where there is none."""
+    return dict(zip(inputs.graders.names, inputs.graders.weights, strict=True)).get(ENVIRONMENT, 0.0)
+
+
+def _evaluation(inputs: Inputs, engine: Engine, ranks: Collectives, monitor: Monitor) -> Evaluate:
     return Evaluate(
         engine,
         inputs.held_out,
@@ -274,6 +293,7 @@ def _evaluation(inputs: Inputs, engine: VllmEngine, ranks: Collectives, monitor:
         monitor,
         samples=inputs.config.monitor.eval_pass_k,
         seed=inputs.response_seed,
+        episodes=inputs.config.episodes.on,
     )
 
 

@@ -12,6 +12,7 @@ from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.dock.gate import Opening
 from mindspeed_rl_plugin.dock.joining import own_address
 from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
 from mindspeed_rl_plugin.generators.guests import Guests
 from mindspeed_rl_plugin.generators.ranks import publish_address, publish_end
@@ -20,6 +21,7 @@ from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.apart import AsyncSchedule
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
+from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
@@ -41,17 +43,22 @@ def build_schedule(
     engine = engine_options.options(inputs, dtype)
     description = Description(
         engine=engine,
-        vocabulary=vocabulary_digest(engine.tokenizer) if engine.tokenizer else "",
+        vocabulary=vocabulary_digest(inputs.tokenizer_path) if engine.tokenizer or config.episodes.on else "",
         sampling=sampling,
         seed=inputs.response_seed,
         inflight=schedule.inflight,
         strict=strict,
         deadline=config.monitor.wait_timeout,
+        run=str(Path(job.monitor.run_dir).absolute()),
+        episodes=EpisodeSetup.of(config, inputs.tokenizer_path),
     )
     about = {JOB: description.to_json(), WEIGHTS: trainer.weights.text()}
-    incoming = Incoming(inputs.vocab, config.rollout.max_response_length)
+    incoming = Incoming(inputs.vocab, config.rollout.max_response_length, config.episodes.on)
     job.dock.exchange.guard({STATE: Opening(incoming.check, READS)})
     job.monitor.on_record = job.dock.exchange.record
+    offers = Offers(inputs.data, inputs.check_fields, sizes.prompts)
+    if not strict:
+        job.dock.exchange.take_offers(offers.add)
     guests = _invite(job, about, schedule, strict)
     evaluation = None
     if inputs.held_out:
@@ -69,6 +76,7 @@ def build_schedule(
         members=max(sizes.members, samples + 1),
         guests=guests,
         published=incoming.published,
+        offers=offers,
     )
 
 
@@ -93,17 +101,19 @@ def make_publisher(inputs: Inputs, rank: int, ranks: Collectives, dock: Dock, mo
 
 
 def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: bool) -> Guests | None:
-    """Engines may join from now on; those of this job's own launcher hear of it, and Ray starts its own. On the
-    leader: what it keeps for them."""
+    """Engines may join from now on, and must where the job has none of its own; those of its launcher hear of it, and
+    Ray starts its own. On the leader: what it keeps for them."""
     folder, ranks = Path(job.monitor.run_dir).absolute(), schedule.generator_ranks
     secret_file = folder / "secret"
     address = job.dock.exchange.invite(secret_file, own_address(), json.dumps(about))
+    on_ray = schedule.who_generates if schedule.who_generates.engines else None
     if not strict:
-        say(f"engines may join: python -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
+        has_some = ranks or on_ray or schedule.engine_url
+        what = "engines may join" if has_some else "this job has no engine yet, and waits for one to join"
+        say(f"{what}: python -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
     if not job.topology.leader:
         return None
     if ranks:
         publish_address(address, str(secret_file))
-    on_ray = schedule.who_generates if schedule.who_generates.engines else None
     ended = publish_end if ranks else lambda: None
     return Guests(address, secret_file, ended, on_ray, schedule.engine_url, folder)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.episodes.protocol import Environments
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream
 from mindspeed_rl_plugin.reward import RewardPool
+from mindspeed_rl_plugin.reward.calling import EPISODE
 from mindspeed_rl_plugin.rows import Prompt
 from mindspeed_rl_plugin.stages.stage import StageSpec
 
@@ -22,7 +24,8 @@ class Inputs:
     """forward: how batches become the model's inputs; vocab: tokens that the model may produce (the rest of Megatron's
     rows is padding); flags: RL flags that were given, with their values; data: prompts or pairs to train on; held_out:
     those of the evaluation; engine_config: config.json of the engine's model; end_tokens: ids that end a response;
-    own_stages: a user's, declaration and instance. What an algorithm does not need is left at its default.
+    own_stages: a user's, declaration and instance; environments: that answer the model in episodes. What an algorithm
+    does not need is left at its default.
     """
 
     args: argparse.Namespace
@@ -40,10 +43,19 @@ class Inputs:
     end_tokens: tuple[int, ...] = ()
     graders: RewardPool | None = None
     own_stages: tuple[tuple[StageSpec, Any], ...] = ()
+    environments: Environments | None = None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Response tokens as graders and readers see them."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
+        """Raise ValueError where graders or environments cannot do with the fields of some row. rows: place in the data
+        -> fields of its record."""
+        episodes = EPISODE if self.environments is not None else ()
+        self.graders.check_fields({where: {*fields, *episodes} for where, fields in rows.items()})
+        if self.environments is not None:
+            self.environments.check_fields(rows)
 
     @property
     def response_seed(self) -> int:

@@ -42,7 +42,13 @@ _PARTS = (
     (("ent {:5.3f}", "entropy"),),
     (("critic {}", "critic"), ("explains {:4.2f}", "critic/explained_variance"), ("{}", "alone")),
     (("Δlogp {}", "logp_diff"),),
-    (("lag {:4.2f}", "lag/token_mean"), ("idle train {:.0%}", "idle/trainers_starved"), ("gen {:.0%}", "idle")),
+    (("lag {}", "lag"), ("seg {:4.2f}", "segments/mean"), ("sampled len {:.1f}", "engines/length_mean")),
+    (
+        ("idle train {:.0%}", "idle/trainers_starved"),
+        ("back-pressure {:.0%}", "idle/engines_back_pressure"),
+        ("version {:.0%}", "idle/engines_version"),
+    ),
+    (("pull {:.2f}s", "weights/pull_seconds"), ("pause {:.2f}s", "weights/pause_seconds")),
     (("{:6,.0f} tok/s", "tokens_per_second"),),
     (("{}", "stages"),),
     (("grader errors {:.0f}", "errors"),),
@@ -73,8 +79,8 @@ def _derived(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     if "logp_diff/max" in metrics:
         mean = metrics.get("logp_diff/mean", math.nan)
         out["logp_diff"] = f"{short_float(mean)}/{short_float(metrics['logp_diff/max'])}"
-    if idle := [value for name, value in metrics.items() if name.startswith("idle/engines_")]:
-        out["idle"] = sum(idle)
+    if "lag/mean" in metrics:
+        out["lag"] = f"{metrics['lag/mean']:.2f}/{metrics['lag/token_mean']:.2f}"
     if metrics.get("reward/errors"):
         out["errors"] = metrics["reward/errors"]
     return out

@@ -1,7 +1,8 @@
 """Dumps: every rollout as one Parquet file, written atomically, and read back into rows.
 
 One row per sample. Per-token lists cover the response only (P..L of the dock's columns), since entries
-on prompt tokens are masked; the prompt's token ids have a column of their own.
+on prompt tokens are masked; the prompt's token ids have a column of their own. Of an episode the response holds the
+observations too; its turns, their rewards and the conversation have columns of their own.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def discard_dumps_after(dump_dir: str | os.PathLike[str], epoch: int) -> int:
 def _table(rows: Rows, decode: Callable[[Sequence[int]], str], iteration: int, graders: Sequence[str]) -> Any:
     import pyarrow as pa
 
-    columns, prompt = rows.columns, rows["prompt"]
+    columns, prompt = rows.columns, _prompt(rows)
     response = _behind(prompt, rows["tokens"])
     meta = unpack_json(rows["meta"])
     prompts = [m["text"] if "text" in m else decode(p.tolist()) for m, p in zip(meta, prompt.rows(), strict=True)]
@@ -92,14 +93,34 @@ def _table(rows: Rows, decode: Callable[[Sequence[int]], str], iteration: int, g
         "reward": pa.array(rows["reward"].numpy()),
         "reward_parts": pa.array(rows["reward_parts"].tolist(), pa.list_(pa.float32())),
         "advantage": pa.array(_trained_mean(rows["advantages"], rows["loss_mask"]), pa.float32()),
-        "response_length": pa.array(response.lengths.numpy()),
+        "response_length": pa.array(columns.get("response_length", response.lengths).numpy()),
         "finish": pa.array([FINISH[f] for f in rows["finish"].tolist()]),
         "version": pa.array(rows["version"].numpy()),
         "prompt_tokens": _list(prompt),
         "response_tokens": _list(response),
     }
     data |= {name: _list(_behind(prompt, columns[name])) for name in TOKEN_COLUMNS if name in columns}
+    if "turns" in columns:
+        data |= _of_episodes(rows, prompt)
     return pa.table(data).replace_schema_metadata({"graders": json.dumps(list(graders))})
+
+
+def _prompt(rows: Rows) -> Ragged:
+    """The prompts; of episodes what stands before the first turn, which is longer where an environment began."""
+    if "prompt_length" not in rows.columns:
+        return rows["prompt"]
+    pairs = zip(rows["tokens"].rows(), rows["prompt_length"].tolist(), strict=True)
+    return Ragged.from_rows([row[:length] for row, length in pairs])
+
+
+def _of_episodes(rows: Rows, prompt: Ragged) -> dict[str, Any]:
+    """turns: [first, end) of each in the response."""
+    import pyarrow as pa
+
+    turns = [(row - before).tolist() for row, before in zip(rows["turns"].rows(), prompt.lengths.tolist(), strict=True)]
+    said = [_utf8(json.dumps(messages, ensure_ascii=False)) for messages in unpack_json(rows["conversation"])]
+    rewards = _plain(rows["turn_reward"])
+    return {"turns": pa.array(turns), "turn_reward": rewards, "conversation": pa.array(said)}
 
 
 def _behind(prompt: Ragged, column: Ragged) -> Ragged:

@@ -51,6 +51,19 @@ NAMES: dict[str, Meaning] = {
     "response/length_max": Meaning("tokens", "trained tokens of the longest response"),
     "response/truncated": Meaning("share", "responses cut at the length limit"),
     "response/overlong": Meaning("share", "responses with a length penalty"),
+    "episode/turns_mean": Meaning("turns", "mean number of turns of the model in an episode"),
+    "episode/turns_max": Meaning("turns", "most turns of the model in an episode"),
+    "episode/turn_limit": Meaning("share", "episodes that ended at --rl-max-turns"),
+    "episode/observation_tokens": Meaning("tokens", "mean number of tokens between the turns of an episode"),
+    "episode/cut": Meaning("observations", "observations that were cut at --rl-max-observation-length"),
+    "episode/special": Meaning("observations", "observations with the text of a special token, which stayed text"),
+    "episode/seconds": Meaning("s", "mean time that tools and environment of an episode took"),
+    "episode/failed": Meaning("episodes", "episodes whose environment failed (--rl-environment-on-error)"),
+    "tools/calls": Meaning("calls", "mean number of calls of tools in an episode"),
+    "tools/malformed": Meaning("calls", "attempts at a call that cannot be read"),
+    "tools/unknown": Meaning("calls", "calls of a tool that is not there"),
+    "tools/arguments": Meaning("calls", "calls with wrong arguments"),
+    "tools/raised": Meaning("calls", "calls that raised an error"),
     "kl/ref": Meaning("nats", "KL of the policy to the reference, per token"),
     "kl/old": Meaning("nats", "KL of the policy to the one from which the update started, per token"),
     "ratio/mean": Meaning("", "mean probability ratio of policy to old policy; exactly 1 in a rollout's first update"),
@@ -119,10 +132,10 @@ NAMES: dict[str, Meaning] = {
     ),
     "idle/trainers_starved": Meaning("share", "time since the last rollout in which trainers waited for responses"),
     "idle/engines_back_pressure": Meaning(
-        "share", "time in which engines apart had no prompt: training holds admission back"
+        "share", "back-pressure: time in which engines apart had no prompt, because training holds admission up"
     ),
     "idle/engines_version": Meaning("share", "time in which engines apart waited for the weights that rows ask for"),
-    "engines": Meaning("", "engines apart that have reported since the last rollout"),
+    "engines": Meaning("", "engines apart that are at work when the rollout is ready"),
     "engines/tokens_per_second": Meaning("tokens/s", "response tokens per second and engine apart"),
     "engines/length_mean": Meaning(
         "tokens", "mean length of the responses that engines apart finished since the last rollout"

@@ -30,6 +30,7 @@ import msgspec
 METRICS_FILE = "metrics.jsonl"
 APART_FILE = "events-apart.jsonl"
 WEIGHTS, PUBLISHED = "weights", "version "
+GENERATOR = "generator"  # so begins the name of an engine on ranks of the job's launcher
 RUN_FILE = "run.json"
 OWNER_FILE = "dumps-of.json"
 

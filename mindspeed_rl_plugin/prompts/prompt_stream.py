@@ -63,6 +63,19 @@ class PromptStream:
         """File and line of that prompt."""
         return self._where(self.rows[place])
 
+    def read_rows(self, where: str, rows: Sequence[Any]) -> list[Prompt]:
+        """Prompts of rows that are none of the data's. where: begins an error. Raises ValueError as the renderer does,
+        and for a prompt that is too long."""
+        source = Source(where, len(rows), rows.__getitem__, lambda i: f"row {i}")
+        prompts = [self._renderer.read(source, i, i) for i in range(len(rows))]
+        for i, prompt in enumerate(prompts):
+            if len(prompt.tokens) > self._max_length:
+                raise ValueError(
+                    f"{source.where(i)} has {len(prompt.tokens)} tokens, --rl-max-prompt-length is "
+                    f"{self._max_length}; shorten the prompt"
+                )
+        return prompts
+
     def kinds_of_rows(self) -> dict[str, frozenset[str]]:
         """Place of a kept row -> fields of its record, for the first row of each kind."""
         return {self._where(row): fields for fields, row in self._kinds.items()}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
 
 from mindspeed_rl_plugin.prompts.sources import Source
 from mindspeed_rl_plugin.rows import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+DATE = datetime.date(2024, 7, 26)  # what Llama 3.1's own template writes
 
 
 class Renderer:
@@ -20,11 +25,16 @@ class Renderer:
     Keys may name a field inside an object, `reward_model.ground_truth`, which stays in the record too. A prompt is a
     string or a list of chat messages `{"role", "content", ...}`. With `chat_template` a string becomes
     one user message; a list without it is an error, since any plain join would be a format no model was taught.
-    answer_key "" is data without ground truth.
+    answer_key "" is data without ground truth; tools: of episodes, see `render_chat`.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompt_key: str, answer_key: str, chat_template: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_key: str,
+        answer_key: str,
+        chat_template: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         if chat_template and not tokenizer.chat_template:
             raise ValueError(
@@ -32,7 +42,7 @@ class Renderer:
                 "remove --rl-apply-chat-template or give a tokenizer with one"
             )
         self._tokenizer, self._prompt_key, self._answer_key = tokenizer, prompt_key, answer_key
-        self._chat_template = chat_template
+        self._chat_template, self._tools = chat_template, tools
 
     def read(self, source: Source, index: int, row: int) -> Prompt:
         """The prompt of row `index` of `source`; `row` numbers it over all sources."""
@@ -65,8 +75,25 @@ class Renderer:
                 )
             return self._tokenizer.encode(text)
         messages = messages or [{"role": "user", "content": text}]
-        rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            rendered = render_chat(self._tokenizer, messages, self._tools)
+        except TemplateError as error:
+            raise ValueError(f"{where}: the chat template refuses field {self._prompt_key!r}: {error}") from error
         return self._tokenizer.encode(rendered, add_special_tokens=False)  # the template writes its own
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """Text of a conversation by the tokenizer's chat template, up to where the model's turn begins.
+
+    tools: JSON schemas of the tools of episodes, () for episodes without any; None where responses are no episodes.
+    In episodes the date that some templates write (Llama 3.2) is that of `DATE`: their prompts are the same every day.
+    """
+    more = {} if tools is None else {"tools": list(tools) or None, "strftime_now": DATE.strftime}
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **more)
 
 
 def find(fields: Mapping[str, Any], key: str, absent: Any = None) -> Any:

@@ -65,7 +65,6 @@ class Publisher:
         self.weights, self.rank, self._gather = weights, rank, gather
         self.share = weights.shares[rank]
         self._store = offer(self.share.nbytes, versions)
-        self._locked: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def publish(self, model_chunks: Sequence[Module], version: int) -> Published:
@@ -108,11 +107,9 @@ class Publisher:
         )
 
     def _memory(self, version: int) -> Tensor:
-        memory = torch.from_numpy(self._store.begin(version))
-        if memory.data_ptr() not in self._locked:
-            self._locked[memory.data_ptr()] = memory
-            get_device().page_lock(memory)
-        return memory
+        memory = self._store.begin(version)
+        get_device().page_lock(memory)
+        return torch.from_numpy(memory)
 
     def _copy(self, source: dict[str, Tensor], memory: Tensor) -> None:
         for block, parts in zip(self.share.blocks, self.share.parts, strict=True):

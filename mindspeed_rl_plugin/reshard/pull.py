@@ -56,8 +56,8 @@ class Staging(Protocol):
     """Host memory of this machine for one version of what its engine ranks need."""
 
     def get(self, version: int, seconds: float) -> tuple[np.ndarray, bytes, int]:
-        """The version's bytes, unchanged until the next `get` or `close`; what `Fill` said; bytes that this process
-        itself read for it."""
+        """The version's bytes, unchanged until the next `get` or `close`, in one array as long as it is the same
+        memory; what `Fill` said; bytes that this process itself read for it."""
         ...
 
     def close(self) -> None: ...
@@ -172,7 +172,6 @@ class Puller:
         key = hashlib.blake2b(f"{weights.text()} {self.engine} {own_head} {here}".encode(), digest_size=16).hexdigest()
         self._shared = sharing(key, self.staging.nbytes, self._reader.fill)
         self._held: tuple[int, Tensor, bytes] | None = None
-        self._locked: dict[int, Tensor] = {}
 
     def pull(self, version: int) -> Pulled:
         """Bring a version into the staging; waits for one that is not published yet.
@@ -181,11 +180,8 @@ class Puller:
         """
         begin, self._held = time.perf_counter(), None
         array, about, nbytes = self._shared.get(version, self.deadline)
-        memory = torch.from_numpy(array)
-        if memory.data_ptr() not in self._locked:
-            self._locked[memory.data_ptr()] = memory
-            get_device().page_lock(memory)
-        self._held = version, memory, about
+        get_device().page_lock(array)
+        self._held = version, torch.from_numpy(array), about
         return Pulled(version, time.perf_counter() - begin, nbytes)
 
     @torch.no_grad()

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from decimal import Decimal
 
 
-def make_builtin(name: str, regex: str | None) -> Callable[[str, str], float]:
-    """The grader `name` as `f(response, answer) -> 0.0 or 1.0`, ready to be called without further imports."""
+def make_builtin(name: str, regex: str | None) -> Callable[..., float]:
+    """The grader `name`, ready to be called without further imports: `f(response, answer) -> 0.0 or 1.0`, or
+    `environment`."""
     if name == "exact":
         return exact
+    if name == "environment":
+        return environment
     if name == "regex":
         assert regex is not None
         return _make_regex(regex)
@@ -22,6 +25,11 @@ def make_builtin(name: str, regex: str | None) -> Callable[[str, str], float]:
 def exact(response: str, answer: str) -> float:
     """1.0 if response and answer are equal up to white space. Raises ValueError without an answer."""
     return float(_words(response) == _truth(answer, "exact"))
+
+
+def environment(environment: float) -> float:
+    """The sum of the rewards that the episode's environment gave."""
+    return environment
 
 
 def _make_regex(pattern: str) -> Callable[[str, str], float]:

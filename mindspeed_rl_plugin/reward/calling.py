@@ -1,9 +1,12 @@
 """How a user's grader is called, decided from its signature when it is loaded.
 
 - `f(prompt, response, answer)` with any subset of these names, in any order. It may also name `record` (all other
-  fields of the data row, a dictionary), single fields of the record, or take `**record`. One call per sample.
+  fields of the data row, a dictionary), single fields of the record, or take `**record`. One call per sample. Of
+  episodes it may name `conversation` (chat messages, of which `response` is the last turn of the model) and
+  `environment` (the reward of their environment) too.
 - Naming any of `prompts, responses, answers, records` makes it a batch grader: lists in, one number each out. One
-  call holds the samples of one group, so results do not depend on how the work is cut.
+  call holds the samples of one group, so results do not depend on how the work is cut. Of episodes it may name
+  `conversations` too.
 - Either may be `async def`; single ones are then awaited concurrently.
 """
 
@@ -20,6 +23,8 @@ from typing import Any
 
 SINGLE = ("prompt", "response", "answer", "record")
 BATCH = ("prompts", "responses", "answers", "records")
+EPISODE = ("conversation", "environment")
+CONVERSATIONS = "conversations"
 CHAT = "messages"  # what a batch grader of this package may name too: chat messages as the data holds them
 # Names of other libraries (verl's compute_score, TRL's reward functions) for what is passed here.
 FOREIGN = {
@@ -47,19 +52,21 @@ class Grader:
         self.batch = bool(self.names & set(BATCH))
         call = getattr(function, "__call__", None)  # noqa: B004 - an object's async __call__ is what is looked for
         self.asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-        known = BATCH if self.batch else SINGLE
-        strange = self.required - {*BATCH, CHAT}
+        known = BATCH if self.batch else (*SINGLE, *EPISODE)
+        strange = self.required - {*BATCH, CHAT, CONVERSATIONS}
         if self.batch and strange:
             raise ValueError(
                 f"{name}: a batch grader takes {', '.join(BATCH)}, not {', '.join(sorted(strange))}{hint(strange)}"
             )
         if not self.names & set(known) and not self.rest:
             raise ValueError(f"{name}: it takes none of {', '.join(SINGLE)} (or {', '.join(BATCH)}){hint(self.names)}")
-        self.fields = () if self.batch else tuple(sorted(self.required - set(SINGLE)))
+        needed = self.required & {CONVERSATIONS} if self.batch else self.required - set(SINGLE)
+        self.fields = tuple(EPISODE[0] if name == CONVERSATIONS else name for name in sorted(needed))
 
     def single(self, item: dict[str, Any]) -> Any:
         """Call with one sample. Raises ValueError for a parameter that neither sample nor record has."""
         given = {**item["record"], **{k: item[k] for k in SINGLE}}
+        given |= {k: item[k] for k in EPISODE if item.get(k) is not None}
         missing = sorted(self.required - set(given))
         if missing:
             raise ValueError(f"{self.name} asks for {missing}; the record of this row has {sorted(item['record'])}")
@@ -71,8 +78,10 @@ class Grader:
 
     def many(self, items: Sequence[dict[str, Any]]) -> Any:
         """Call with the samples of one group."""
-        columns = {name: [item[name if name == CHAT else name[:-1]] for item in items] for name in (*BATCH, CHAT)}
-        return self.function(**{k: v for k, v in columns.items() if k in self.names or (self.rest and k != CHAT)})
+        columns = {name: [item[name[:-1]] for item in items] for name in BATCH}
+        more = {CHAT: [item[CHAT] for item in items], CONVERSATIONS: [item.get(EPISODE[0]) for item in items]}
+        columns |= {name: column for name, column in more.items() if name in self.names}
+        return self.function(**{k: v for k, v in columns.items() if k in self.names or self.rest})
 
 
 def hint(names: Iterable[str]) -> str:

@@ -21,7 +21,10 @@ class RewardError(ValueError):
 @dataclass(frozen=True)
 class GradeItem:
     """One response to grade. answer: ground truth, "" when the data has none; record: the row's other fields;
-    messages: chat messages that the data holds in the place of a prompt in one string, whose text `prompt` is then."""
+    messages: chat messages that the data holds in the place of a prompt in one string, whose text `prompt` is then.
+
+    Of an episode `response` is the last turn of the model; conversation: all its chat messages; environment: the sum of
+    the rewards that its environment gave; else both are None."""
 
     prompt: str
     response: str
@@ -29,6 +32,8 @@ class GradeItem:
     record: Mapping[str, object]
     id: SampleId
     messages: Sequence[Mapping[str, object]] | None = None
+    conversation: Sequence[Mapping[str, object]] | None = None
+    environment: float | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl_plugin.reward.batch import Batch
@@ -95,15 +95,20 @@ class RewardPool:
             if problem := lacking(kind.fields, rows):
                 raise ValueError(f"reward {spec.given!r} {problem}")
 
-    def try_once(self, prompt: Prompt, where: str, members: int) -> list[str]:
+    def try_once(self, prompt: Prompt, where: str, members: int, episodes: bool = False) -> list[str]:
         """Call each grader once on a data row, with its own answer as the response, a batch grader on `members` of
         them; reward models on a device are left out, for they would need its memory before the policy has its own.
 
-        where: the row's place in the data. Returns what failed; under `on_error` "stop" raises RewardError with it.
+        where: the row's place in the data; episodes: whether responses are some. Returns what failed; under `on_error`
+        "stop" raises RewardError with it.
         """
         from mindspeed_rl_plugin.rows import SampleId
 
         item = GradeItem(prompt.text, prompt.answer, prompt.answer, prompt.record, SampleId(0, 0, 0), prompt.messages)
+        if episodes:
+            asked = prompt.messages or [{"role": "user", "content": prompt.text}]
+            said = [*asked, {"role": "assistant", "content": prompt.answer, "turn": [0, 1], "reward": 0.0}]
+            item = replace(item, conversation=said, environment=0.0)
         names = [f"{s.file}:{s.function}" if s.function else s.given for s in self._specs]
         batch = Batch([item] * members, names, self.weights, self._on_error, {}, f"when it was tried on {where}")
         calls = [

@@ -1,4 +1,4 @@
-"""Which graders: `math`, `exact`, `regex`, `path/to/file.py:function`, `model:DIR`, each with an optional `=WEIGHT`."""
+"""Which graders: the built-in ones, `path/to/file.py:function`, `model:DIR`, each with an optional `=WEIGHT`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from mindspeed_rl_plugin.reward.reward_model import PREFIX, check_files
 
-BUILTIN = ("math", "exact", "regex")
+ENVIRONMENT = "environment"  # the reward that an episode's environment gave
+BUILTIN = ("math", "exact", "regex", ENVIRONMENT)
 KINDS = {"function": r"^(?:async )?def ([a-zA-Z]\w*)", "class": r"^class ([a-zA-Z]\w*)"}  # as a file defines them
 SHARE_OF_WAIT = 0.9  # of the ranks' patience with each other that grading may take, so that its own error comes first
 

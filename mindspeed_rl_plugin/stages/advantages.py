@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, Moments, RewardBatch, group_index, whiten
 from mindspeed_rl_plugin.algorithms.estimators import returns as value_targets
+from mindspeed_rl_plugin.algorithms.rewards import rows_of
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
@@ -20,9 +21,10 @@ def column_name(algorithm: Algorithm) -> str:
     return "advantages" if algorithm.per_token else "advantage"
 
 
-def spec(algorithm: Algorithm) -> StageSpec:
-    """It reads token columns only where the estimator looks at tokens."""
+def spec(algorithm: Algorithm, episodes: bool = False) -> StageSpec:
+    """It reads token columns only where the estimator looks at tokens. episodes: whether turns have rewards."""
     reads = ("reward", "valid", "response_length")
+    reads += ("turns", "turn_reward") if episodes and algorithm.per_token else ()
     if algorithm.per_token or algorithm.kl_reward_coef:
         reads += ("loss_mask",)
     reads += ("values",) if algorithm.needs_critic else ()
@@ -35,7 +37,8 @@ def spec(algorithm: Algorithm) -> StageSpec:
 
 
 class Advantages(Stage):
-    """limit: longest response [tokens]; gather: every rank's value, collective."""
+    """limit: longest response [tokens]; gather: every rank's value, collective; turn_weight: of the grader that gives
+    the rewards of turns."""
 
     def __init__(
         self,
@@ -45,15 +48,16 @@ class Advantages(Stage):
         algorithm: Algorithm,
         limit: int,
         gather: Callable[[Any], Iterable[Any]],
+        turn_weight: float = 0.0,
     ) -> None:
         super().__init__(spec, dock, deadline)
-        self.algorithm, self.limit, self.gather = algorithm, limit, gather
+        self.algorithm, self.limit, self.gather, self.turn_weight = algorithm, limit, gather, turn_weight
 
     def compute(self, rows: Rows) -> Rows | None:
         """Advantages of this rank's groups, maybe none: then None. Collective where advantages are whitened."""
         algorithm, values, moments = self.algorithm, None, None
         if len(rows):
-            values, counts = _estimated(rows, algorithm, self.limit)
+            values, counts = _estimated(rows, algorithm, self.limit, self.turn_weight)
         if algorithm.whitened:  # over the whole rollout, of which this rank sees a part
             moments = Moments.merged(self.gather(Moments() if values is None else Moments.of(values, counts)))
         if values is None:
@@ -70,13 +74,23 @@ class Advantages(Stage):
         return Rows(rows.ids, {column_name(algorithm): advantages, **columns})
 
 
-def _estimated(rows: Rows, algorithm: Algorithm, limit: int) -> tuple[Tensor, Tensor]:
+def _estimated(rows: Rows, algorithm: Algorithm, limit: int, turn_weight: float) -> tuple[Tensor, Tensor]:
     """Advantages, `[B]` a sample or `[T]` a token, float64; and of the same shape, trained tokens that have each."""
     valid, mask = rows["valid"].bool(), rows.columns.get("loss_mask")
     cost = algorithm.kl_cost(rows["logp_old"], rows["logp_ref"], mask) if algorithm.kl_reward_coef else None
     rewards = algorithm.shaped(rows["reward"], rows["response_length"], limit)
-    batch = RewardBatch(rewards, group_index(rows.ids), mask, cost, rows.columns.get("values"))
+    turns = _turn_rewards(rows, turn_weight) if "turns" in rows.columns else None
+    batch = RewardBatch(rewards, group_index(rows.ids), mask, cost, rows.columns.get("values"), turns)
     advantages = algorithm.advantages(batch)
     if isinstance(advantages, Ragged):
         return advantages.values, mask.values * valid.repeat_interleave(mask.lengths)
     return advantages.double(), torch.where(valid, rows["response_length"], 0)
+
+
+def _turn_rewards(rows: Rows, weight: float) -> Ragged:
+    """Ragged `[L]` float64: the reward of each turn of the model, weighted, on its last token."""
+    turns, offsets = rows["turns"], rows["loss_mask"].offsets
+    ends = offsets[rows_of(turns)] + turns.values[:, 1] - 1
+    values = torch.zeros(int(offsets[-1]), dtype=torch.float64)
+    values[ends] = weight * rows["turn_reward"].values.double()
+    return Ragged(values, offsets)

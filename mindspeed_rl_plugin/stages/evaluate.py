@@ -17,9 +17,9 @@ from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reward import Grade, GradeItem, RewardPool, solved
 from mindspeed_rl_plugin.rows import FINISH, Completion, Prompt, SampleId, Sampling
-from mindspeed_rl_plugin.stages.prompts import ordered, prompt_rows
+from mindspeed_rl_plugin.stages.prompts import meta_of, ordered, prompt_rows
 from mindspeed_rl_plugin.stages.references import PairScorer
-from mindspeed_rl_plugin.stages.reward import FailureLog, Reward
+from mindspeed_rl_plugin.stages.reward import FailureLog, Reward, grade_item
 
 Score = Callable[[Sequence[tuple[Prompt, Completion]]], Sequence[tuple[bool, float]]]
 """Whether each response is right, and its reward, in order. Called once on the first rank of every engine."""
@@ -40,7 +40,7 @@ class Due:
 
 class Evaluate:
     """prompts: held out; decode: response tokens to the text that graders see; samples: responses of each prompt for
-    pass@k, beside the greedy one."""
+    pass@k, beside the greedy one; episodes: whether responses are some."""
 
     def __init__(
         self,
@@ -54,8 +54,10 @@ class Evaluate:
         *,
         samples: int,
         seed: int,
+        episodes: bool = False,
     ) -> None:
         self.engine, self.prompts, self.graders, self.decode = engine, prompts, graders, decode
+        self.episodes = episodes
         self.sampling, self.ranks, self.monitor, self.samples, self.seed = sampling, ranks, monitor, samples, seed
         self._failed = 0
 
@@ -70,6 +72,7 @@ class Evaluate:
             samples=self.samples,
             seed_base=self.seed,
             deadline=self.ranks.deadline,
+            episodes=self.episodes,
         )
         # Gathered and summed here: MindSpeed's all_reduce forgets the sum of float64 tensors, HCCL has none.
         total = torch.tensor(self.ranks.gather([*sums.tolist(), float(self._failed)]), dtype=torch.float64).sum(0)
@@ -79,12 +82,17 @@ class Evaluate:
         self.monitor.log_eval(done, result | ({"eval/errors": int(total[-1])} if total[-1] else {}))
 
     def _score(self, answers: Sequence[tuple[Prompt, Completion]]) -> list[tuple[bool, float]]:
-        items = [
-            GradeItem(q.text, self.decode(a.tokens), q.answer, dict(q.record), a.id, q.messages) for q, a in answers
-        ]
+        items = [self._item(prompt, answer) for prompt, answer in answers]
         grades: list[Grade] = self.graders.grade(items)
         self._failed += sum(g.error is not None for g in grades)
         return [(solved(g.parts, self.graders.weights), g.total) for g in grades]
+
+    def _item(self, prompt: Prompt, answer: Completion) -> GradeItem:
+        tokens, episode = answer.tokens, answer.episode
+        if episode is None:
+            return grade_item(meta_of(prompt), answer.id, self.decode(tokens))
+        text = self.decode(tokens[slice(*episode.turns[-1])])
+        return grade_item(meta_of(prompt), answer.id, text, episode.conversation, sum(episode.rewards))
 
 
 class EvaluateApart:
@@ -171,6 +179,7 @@ def evaluate(
     samples: int = 0,
     seed_base: int,
     deadline: float,
+    episodes: bool = False,
 ) -> Tensor:
     """Answer this replica's share of `prompts` greedily, and `samples` times by `sampling`, and score.
 
@@ -179,7 +188,13 @@ def evaluate(
     depend on how many replicas there are, up to floating point. deadline: seconds for the next response.
     """
     requests = [
-        response_request(sampling, seed_base, SampleId(EPOCH, index, attempt), prompts[index].tokens)
+        response_request(
+            sampling,
+            seed_base,
+            SampleId(EPOCH, index, attempt),
+            prompts[index].tokens,
+            fields=meta_of(prompts[index]) if episodes else None,
+        )
         for index in range(engine.replica, len(prompts), engine.replicas)
         for attempt in range(samples + 1)
     ]
@@ -188,7 +203,7 @@ def evaluate(
         return torch.zeros(len(SUMS), dtype=torch.float64)
     scores = score([(prompts[c.id.group], c) for c in completions])
     firsts = range(0, len(scores), samples + 1)
-    of_prompts = [_of_prompt(len(completions[i].tokens), completions[i].finish, scores[i:], samples) for i in firsts]
+    of_prompts = [_of_prompt(completions[i].sampled, completions[i].finish, scores[i:], samples) for i in firsts]
     return torch.tensor([sum(column) for column in zip(*of_prompts, strict=True)], dtype=torch.float64)
 
 

@@ -70,8 +70,9 @@ def spec(episodes: Episodes | None = None) -> StageSpec:
         ColumnSpec("conversation", torch.uint8, "sample", ragged=True),  # JSON: chat messages
         ColumnSpec("environment_failed", torch.int8, "sample", ragged=False),
         ColumnSpec("episode_counts", torch.int64, "sample", ragged=False, trailing=(len(EPISODE_COUNTS),)),
-        ColumnSpec("tool_calls", torch.int64, "sample", ragged=False, trailing=(episodes.tools, 2)),  # made, raised
     )
+    if episodes.tools:
+        more += (ColumnSpec("tool_calls", torch.int64, "sample", ragged=False, trailing=(episodes.tools, 2)),)
     return replace(SPEC, reads=(*SPEC.reads, "meta"), writes=(*SPEC.writes, *more))
 
 
@@ -240,5 +241,6 @@ def _episode_columns(episodes: Sequence[Episode]) -> dict[str, Column]:
         "conversation": pack_json([list(e.conversation) for e in episodes]),
         "environment_failed": torch.tensor([e.failure is not None for e in episodes], dtype=torch.int8),
         "episode_counts": torch.tensor([[e.counts[n] for n in EPISODE_COUNTS] for e in episodes], dtype=torch.int64),
-        "tool_calls": torch.tensor([e.tools for e in episodes], dtype=torch.int64).reshape(len(episodes), -1, 2),
+        # of each tool: made, raised
+        **({"tool_calls": torch.tensor([e.tools for e in episodes])} if episodes[0].tools else {}),
     }

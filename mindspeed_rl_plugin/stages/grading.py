@@ -9,7 +9,7 @@ from collections.abc import Callable
 from mindspeed_rl_plugin.dock import Lease
 from mindspeed_rl_plugin.ranks import Stall
 from mindspeed_rl_plugin.reward.batch import Batch
-from mindspeed_rl_plugin.stages.reward import Reward, grade_rows
+from mindspeed_rl_plugin.stages.reward import Reward
 
 IDLE_SECONDS = 0.5  # a lease waits for responses, where nothing is in grading
 PACE_SECONDS = 0.05  # between leases of what there is, at first: each costs the engine some of its time
@@ -28,8 +28,7 @@ class Grader:
     def __init__(
         self, stage: Reward, members: int, failed: Callable[[BaseException], None] = lambda error: None
     ) -> None:
-        dock = stage.dock.beside()
-        self.stage = Reward(stage.spec, dock, stage.deadline, stage.graders, stage.decode)
+        self.stage = stage.beside()
         self.members = members
         self._leases: dict[Batch, Lease] = {}
         self._stall = Stall(stage.deadline)
@@ -134,7 +133,7 @@ class Grader:
 
     def _commit(self, batch: Batch) -> None:
         lease = self._leases.pop(batch)
-        self.stage.commit(lease, grade_rows(lease.rows.ids, batch.grades()))
+        self.stage.commit(lease, self.stage.grades(lease.rows, batch.grades()))
 
     def _check_progress(self, waiting: str) -> None:
         """Raise TimeoutError where this rank only waits, and nobody grades anything, for too long."""

@@ -14,17 +14,19 @@ from mindspeed_rl_plugin.stages.prompts import ORDER
 READS = ("prompt", ORDER.name)  # what is read beside the columns that come
 STATE = SPEC.name
 Text = Callable[[int], str]
+ENDS = torch.tensor([FINISH.index(name) for name in ("stop", "length", "turns")], dtype=torch.int8)  # of episodes
 TOP_LOGP = 1e-3  # nats: a log-prob above 0 by more than rounding is none
 
 
 class Incoming:
-    """vocab: tokens that the model may produce; max_response: longest response [tokens].
+    """vocab: tokens that the model may produce; max_response: longest response [tokens]; episodes: whether responses
+    are some.
 
     published: versions of weights that engines may have; `check` refuses all others.
     """
 
-    def __init__(self, vocab: int, max_response: int) -> None:
-        self.vocab, self.max_response = vocab, max_response
+    def __init__(self, vocab: int, max_response: int, episodes: bool = False) -> None:
+        self.vocab, self.max_response, self.episodes = vocab, max_response, episodes
         self.published: set[int] = set()
 
     def check(self, rows: Rows) -> None:
@@ -32,9 +34,14 @@ class Incoming:
         `generate`, and `READS`. It cannot tell whether log-probs are really those of the version that is named:
         `logp_diff/mean` of the metrics shows that."""
         tokens, prompt = rows["tokens"], rows["prompt"]
-        total, before = tokens.lengths, prompt.lengths
+        total, before = tokens.lengths, rows["prompt_length"] if self.episodes else prompt.lengths
         response = total - before
         wrong = _Wrong(rows)
+        wrong(before < 1, lambda i: f"prompt_length is {before[i]}; give that of the first turn's prompt")
+        for name in ("loss_mask", "logp_rollout"):  # what follows takes them token by token
+            has = rows[name].lengths
+            text = f"{name} has {{}} entries for {{}} tokens; give one for each token of prompt and response"
+            wrong(has != total, lambda i, text=text, has=has: text.format(has[i], total[i]))
         wrong(response < 1, lambda i: f"tokens: {total[i]} for a prompt of {before[i]}; give prompt and response")
         wrong(
             response > self.max_response,
@@ -50,29 +57,56 @@ class Incoming:
             wrong.part(of, bad, lambda t: f"token {int(at[t])}: {text(t)}")
 
         values, mask, logp = tokens.values, rows["loss_mask"].values, rows["logp_rollout"].values
-        ours = torch.zeros_like(values)
-        ours[asked] = prompt.values
+        ours, same = torch.zeros_like(values), before == prompt.lengths  # else an environment began, and made it longer
+        asked_same = asked & same[of]
+        ours[asked_same] = prompt.values[same[_places(prompt.lengths)[0]]]
+        sampled = self._sampled(rows, wrong, before, total) if self.episodes else ~asked
         token_wise(
-            asked & (values != ours), lambda t: f"{values[t]} where the prompt has {ours[t]}; begin with the prompt"
+            asked_same & (values != ours),
+            lambda t: f"{values[t]} where the prompt has {ours[t]}; begin with the prompt",
         )
         token_wise(
             (values < 0) | (values >= self.vocab),
             lambda t: f"{values[t]} is not in 0..{self.vocab - 1}, the tokens of the model; is it the job's tokenizer?",
         )
-        token_wise(mask != ~asked, lambda t: f"loss_mask is {mask[t]}; give 0 on the prompt and 1 on the response")
-        token_wise(asked & (logp != 0), lambda t: f"logp_rollout is {logp[t]}; give 0 on the prompt")
+        whose = "the turns of the model" if self.episodes else "the response"
+        token_wise(mask != sampled, lambda t: f"loss_mask is {mask[t]}; give 1 on {whose}, else 0")
+        token_wise(~sampled & (logp != 0), lambda t: f"logp_rollout is {logp[t]}; give 0 outside of {whose}")
         token_wise(
             ~(logp.isfinite() & (logp <= TOP_LOGP)),
             lambda t: f"logp_rollout is {logp[t]}; give the log of a probability, in nats, finite and at most 0",
         )
-        for name, right in (("length", total), ("response_length", response)):
+        counts = torch.zeros_like(total).index_add_(0, of, sampled.long())
+        for name, right in (("length", total), ("response_length", counts)):
             wrong(rows[name] != right, lambda i, name=name, right=right: f"{name} is {rows[name][i]}, not {right[i]}")
         finish = rows["finish"]
         wrong(
-            (finish < 0) | (finish > 1),
+            (finish < 0) | ((finish > 1) if not self.episodes else ~torch.isin(finish, ENDS)),
             lambda i: f"finish is {finish[i]}; give 0 ({FINISH[0]}) or 1 ({FINISH[1]}), or release the row",
         )
         self._check_segments(rows, wrong)
+
+    def _sampled(self, rows: Rows, wrong: _Wrong, before: Tensor, total: Tensor) -> Tensor:
+        """`[T]` bool: the tokens of the model's turns."""
+        turns = rows["turns"]
+        wrong(turns.lengths < 1, lambda i: "turns is empty; give [first, end) of each turn of the model")
+        of, at = _places(turns.lengths)
+        firsts, ends = turns.values.T
+        least = torch.where(at > 0, ends.roll(1), before[of])
+        bad = (firsts < least) | ((at == 0) & (firsts != before[of])) | (ends <= firsts) | (ends > total[of])
+        wrong.part(
+            of,
+            bad,
+            lambda s: (
+                f"turns {turns.row(int(of[s])).tolist()}; give [first, end) of each, the first from the prompt's end "
+                f"({before[of[s]]}) on, none empty, in their order, up to {total[of[s]]}"
+            ),
+        )
+        starts = rows["tokens"].offsets[of]
+        edges = torch.zeros(len(rows["tokens"].values) + 1, dtype=torch.int64)
+        one = torch.ones_like(firsts)
+        edges.index_add_(0, starts + firsts, one).index_add_(0, starts + ends, -one)
+        return edges.cumsum(0)[:-1].bool()
 
     def _check_segments(self, rows: Rows, wrong: _Wrong) -> None:
         """Which weights sampled which part."""
@@ -81,7 +115,8 @@ class Incoming:
         of, at = _places(segments.lengths)
         firsts, versions = segments.values.T
         later = at > 0
-        start = torch.where(later, firsts.roll(1), rows["prompt"].lengths[of] - 1)
+        before = rows["prompt_length"] if self.episodes else rows["prompt"].lengths
+        start = torch.where(later, firsts.roll(1), before[of] - 1)
         bad = torch.where(later, firsts <= start, firsts != start + 1) | (firsts >= rows["tokens"].lengths[of])
         wrong.part(
             of,

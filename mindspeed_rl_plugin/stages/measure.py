@@ -10,6 +10,7 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import Algorithm, spread
 from mindspeed_rl_plugin.dock import Dock, Moved
+from mindspeed_rl_plugin.episodes.measured import check_tools, episode_metrics
 from mindspeed_rl_plugin.monitor import rollout_metrics as metrics
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout
 from mindspeed_rl_plugin.monitor.monitor import Monitor
@@ -20,7 +21,7 @@ from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.reward import RewardPool, solved
 from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.stages import advantages
-from mindspeed_rl_plugin.stages.generate import digest_number
+from mindspeed_rl_plugin.stages.generate import Episodes, digest_number
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 # One rank reads these of all rows: single numbers, so that it never becomes the place where all data goes.
@@ -28,11 +29,21 @@ NUMBERS = ("length", "response_length", "finish", "version", "weights_digest", "
 DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old")
 
 
-def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = ()) -> StageSpec:
-    """dump: whether rollouts are written to files; own: columns of a user's stages, which are dumped too."""
-    reads = (*NUMBERS, *(("multiplicity",) if algorithm.filters else ()))
+# The same of episodes.
+OF_EPISODES = ("turns", "environment_failed", "episode_counts")
+DUMPED_OF_EPISODES = ("prompt_length", "turn_reward", "conversation")
+
+
+def spec(
+    algorithm: Algorithm, dump: bool = False, own: Sequence[str] = (), episodes: Episodes | None = None
+) -> StageSpec:
+    """dump: whether rollouts are written to files; own: columns of a user's stages, which are dumped too; episodes:
+    where responses are some."""
+    reads = (*NUMBERS, *(("multiplicity",) if algorithm.filters else ()), *(OF_EPISODES if episodes else ()))
+    reads += ("tool_calls",) if episodes and episodes.tools else ()
     if dump:
         reads += (*DUMPED, advantages.column_name(algorithm), *(("logp_ref",) if algorithm.needs_reference else ()))
+        reads += DUMPED_OF_EPISODES if episodes else ()
         reads += tuple(name for name in own if name not in reads)
     return StageSpec("measure", reads, (), unit="row", resource="leader")
 
@@ -59,7 +70,8 @@ class Dump:
 
 
 class Measure(Stage):
-    """ranks: of the job; limit: longest response [tokens]; dump: None where rollouts are not written to files."""
+    """ranks: of the job; limit: longest response [tokens]; dump: None where rollouts are not written to files; tools:
+    that episodes may call, by name."""
 
     def __init__(
         self,
@@ -72,9 +84,11 @@ class Measure(Stage):
         limit: int,
         graders: RewardPool,
         dump: Dump | None = None,
+        tools: Sequence[str] = (),
     ) -> None:
         super().__init__(spec, dock, deadline)
         self.ranks, self.algorithm, self.limit, self.graders, self.dump = ranks, algorithm, limit, graders, dump
+        self.tools = tools
 
     def run(
         self,
@@ -111,6 +125,10 @@ class Measure(Stage):
         result |= metrics.grader_metrics(parts, self.graders.names) | self._overlong(rows.take(valid))
         if "multiplicity" in rows.columns:
             result |= metrics.filtration_metrics(rows["multiplicity"], rows["reward"])
+        if "turns" in rows.columns:
+            result |= episode_metrics(rows)
+            if self.tools:
+                check_tools(rows, self.tools)
         return result | {"groups/dropped": 1.0 - len(valid) / len(rows)}
 
     def _overlong(self, rows: Rows) -> dict[str, Metric]:
@@ -123,8 +141,9 @@ class Measure(Stage):
     def _dump(self, rows: Rows, iteration: int) -> None:
         if "advantages" not in rows.columns:
             rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
-        own = [name for name in self.spec.reads if name not in (*NUMBERS, *DUMPED, "multiplicity", "logp_ref")]
-        own = [name for name in own if name not in ("advantage", "advantages")]
+        known = (*NUMBERS, *DUMPED, "multiplicity", "logp_ref", "advantage", "advantages")
+        known += (*OF_EPISODES, *DUMPED_OF_EPISODES, "tool_calls") if "turns" in rows.columns else ()
+        own = [name for name in self.spec.reads if name not in known]
         names = self.graders.names
         dump_rollout(self.dump.folder, rows, self.dump.decode, iteration=iteration, graders=names, own=own)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -39,22 +40,33 @@ class Prompts:
         self.dock, self.data, self.members, self.leader = dock, data, members, leader
 
     def run(
-        self, epoch: int, groups: int, by: tuple[int, int] | None = None, order: Order = lambda epoch, prompts: prompts
+        self,
+        epoch: int,
+        groups: int,
+        by: tuple[int, int] | None = None,
+        order: Order = lambda epoch, prompts: prompts,
+        offered: Sequence[Prompt] = (),
     ) -> Rows:
         """The data's next groups enter the dock as an epoch of their own. Every rank gets what was put.
 
         by: with engines apart, the oldest and the newest version that may sample them (-1: no newest); order: that of
-        the groups within the epoch."""
-        rows = self.compute(epoch, groups, order)
+        the groups within the epoch; offered: prompts that come before the data's, at most `groups`."""
+        rows = self.compute(epoch, groups, order, offered)
         if by is not None:
             rows = ordered(rows, by, self.members)
         self.dock.open(epoch, groups, self.members)
         self.dock.put(rows if self.leader else None)
         return rows
 
-    def compute(self, epoch: int, groups: int, order: Order = lambda epoch, prompts: prompts) -> Rows:
-        """The next groups of the data, `SPEC.writes` of each."""
-        return prompt_rows(epoch, order(epoch, self.data.next(groups)))
+    def compute(
+        self,
+        epoch: int,
+        groups: int,
+        order: Order = lambda epoch, prompts: prompts,
+        offered: Sequence[Prompt] = (),
+    ) -> Rows:
+        """The next groups, `SPEC.writes` of each."""
+        return prompt_rows(epoch, order(epoch, [*offered, *self.data.next(groups - len(offered))]))
 
 
 def ordered(rows: Rows, by: tuple[int, int], members: int) -> Rows:
@@ -65,9 +77,11 @@ def ordered(rows: Rows, by: tuple[int, int], members: int) -> Rows:
 def prompt_rows(epoch: int, prompts: Sequence[Prompt]) -> Rows:
     """One row per group: the first member of groups 0, 1, ... of the epoch."""
     tokens = [torch.tensor(p.tokens, dtype=torch.int32) for p in prompts]
-    meta = [
-        {"text": p.text, "answer": p.answer, "row": p.row, "record": dict(p.record), "messages": p.messages}
-        for p in prompts
-    ]
     ids = tuple(SampleId(epoch, group, 0) for group in range(len(prompts)))
-    return Rows(ids, {"prompt": Ragged.from_rows(tokens), "meta": pack_json(meta)})
+    return Rows(ids, {"prompt": Ragged.from_rows(tokens), "meta": pack_json(list(map(meta_of, prompts)))})
+
+
+def meta_of(prompt: Prompt) -> dict[str, Any]:
+    """A prompt in the column `meta`: what graders and environments get of it."""
+    record, messages = dict(prompt.record), prompt.messages
+    return {"text": prompt.text, "answer": prompt.answer, "row": prompt.row, "record": record, "messages": messages}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock
 from mindspeed_rl_plugin.reward import Grade, GradeItem, RewardPool
@@ -14,15 +16,20 @@ from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 REWARD = ColumnSpec("reward", torch.float32, "sample", ragged=False)
 
 
-def spec(graders: int, by_group: bool = True) -> StageSpec:
-    """graders: number of rewards, the width of `reward_parts`; by_group: whether one is called with whole groups."""
+OF_EPISODES = ("turns", "turn_reward", "conversation", "environment_failed")
+
+
+def spec(graders: int, by_group: bool = True, episodes: bool = False) -> StageSpec:
+    """graders: number of rewards, the width of `reward_parts`; by_group: whether one is called with whole groups;
+    episodes: whether responses are some."""
     return StageSpec(
         "reward",
-        reads=("tokens", "loss_mask", "meta"),
+        reads=("tokens", "loss_mask", "meta", *(OF_EPISODES if episodes else ())),
         writes=(
             REWARD,
             ColumnSpec("reward_parts", torch.float32, "sample", ragged=False, trailing=(graders,)),
-            ColumnSpec("graded", torch.int8, "sample", ragged=False),  # 0: a grader failed and the sample is dropped
+            # 0: a grader or the environment failed, and the sample is dropped
+            ColumnSpec("graded", torch.int8, "sample", ragged=False),
             ColumnSpec("grader_error", torch.int8, "sample", ragged=False),  # 1: a grader failed
         ),
         unit="group" if by_group else "row",
@@ -31,33 +38,74 @@ def spec(graders: int, by_group: bool = True) -> StageSpec:
 
 
 class Reward(Stage):
-    """graders: the pool of this rank; decode: response token ids to the text that graders see."""
+    """graders: the pool of this rank; decode: response token ids to the text that graders see; drops: whether an
+    episode whose environment failed is dropped."""
 
     def __init__(
-        self, spec: StageSpec, dock: Dock, deadline: float, graders: RewardPool, decode: Callable[[Sequence[int]], str]
+        self,
+        spec: StageSpec,
+        dock: Dock,
+        deadline: float,
+        graders: RewardPool,
+        decode: Callable[[Sequence[int]], str],
+        drops: bool = False,
     ) -> None:
         super().__init__(spec, dock, deadline)
-        self.graders, self.decode = graders, decode
+        self.graders, self.decode, self.drops = graders, decode, drops
+
+    def beside(self) -> Reward:
+        """The same for another thread."""
+        return Reward(self.spec, self.dock.beside(), self.deadline, self.graders, self.decode, self.drops)
 
     def compute(self, rows: Rows) -> Rows | None:
         """Grades of B responses; None where there are none. Raises RewardError where a failure stops the run."""
-        return grade_rows(rows.ids, self.graders.grade(self.items(rows))) if len(rows) else None
+        return self.grades(rows, self.graders.grade(self.items(rows))) if len(rows) else None
 
     def items(self, rows: Rows) -> list[GradeItem]:
         """What graders get of B responses."""
-        items = []
-        for i, meta in enumerate(unpack_json(rows["meta"])):
-            text = self.decode(rows["tokens"].row(i)[rows["loss_mask"].row(i).bool()].tolist())
-            items.append(
-                GradeItem(meta["text"], text, meta["answer"], meta["record"], rows.ids[i], meta.get("messages"))
-            )
-        return items
+        if "turns" in rows.columns:
+            return self._episodes(rows)
+        masks = rows["loss_mask"].rows()
+        texts = [self.decode(row[mask.bool()].tolist()) for row, mask in zip(rows["tokens"].rows(), masks, strict=True)]
+        return [grade_item(*of) for of in zip(unpack_json(rows["meta"]), rows.ids, texts, strict=True)]
+
+    def grades(self, rows: Rows, grades: Sequence[Grade]) -> Rows:
+        """The columns of `spec` for rows that were graded."""
+        graded = grade_rows(rows.ids, grades)
+        if self.drops:
+            graded["graded"][rows["environment_failed"].bool()] = 0
+        return graded
+
+    def _episodes(self, rows: Rows) -> list[GradeItem]:
+        """The same of B episodes: their last turn."""
+        columns = (rows["tokens"].rows(), rows["turns"].rows(), rows["turn_reward"].rows())
+        columns = (unpack_json(rows["meta"]), rows.ids, *columns, unpack_json(rows["conversation"]))
+        return [
+            grade_item(meta, sample, self._last(tokens, turns), said, float(rewards.sum()))
+            for meta, sample, tokens, turns, rewards, said in zip(*columns, strict=True)
+        ]
+
+    def _last(self, tokens: Tensor, turns: Tensor) -> str:
+        first, end = turns[-1].tolist()
+        return self.decode(tokens[first:end].tolist())
 
     def graded(self, ids: Sequence[SampleId], more: Sequence[str] = ()) -> Rows:
         """What `select.group_stats` reads of rows that are graded, whoever did that, and `more` columns."""
         names = {self.spec.stored_writes.get(name, name): name for name in ("reward", "graded", "grader_error")}
         rows = self.dock.read(ids, [*names, "length", *more])
         return Rows(rows.ids, {names.get(name, name): column for name, column in rows.columns.items()})
+
+
+def grade_item(
+    meta: Mapping[str, Any],
+    sample: SampleId,
+    text: str,
+    conversation: Sequence[Mapping[str, object]] | None = None,
+    environment: float | None = None,
+) -> GradeItem:
+    """What graders get. meta: of the prompt (`prompts.meta_of`); text: response, of an episode its last turn."""
+    fields = meta["text"], text, meta["answer"], meta["record"], sample, meta.get("messages")
+    return GradeItem(*fields, conversation, environment)
 
 
 def grade_rows(ids: Sequence[SampleId], grades: Sequence[Grade]) -> Rows:

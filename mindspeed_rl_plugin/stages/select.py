@@ -62,13 +62,15 @@ class Selection:
 
     trained: the rollout, in training order, empty where a further round is needed; deferred: groups with signal that
     wait for the next round or rollout; dropped: groups that are forgotten; idle: those of `trained` that no loss
-    counts, because a grade failed or because they only fill the batch up.
+    counts, because a grade failed or because they only fill the batch up; kept: groups without signal that may fill
+    it up after the next round.
     """
 
     trained: tuple[Group, ...] = ()
     deferred: tuple[Group, ...] = ()
     dropped: tuple[Group, ...] = ()
     idle: frozenset[Group] = frozenset()
+    kept: tuple[Group, ...] = ()
 
 
 def group_stats(rows: Rows) -> dict[Group, GroupStats]:
@@ -103,9 +105,10 @@ def choose(
     """Decide after a round.
 
     deferred: groups with signal from before, oldest first; sampled: the round's; wanted: groups of a rollout; dynamic:
-    whether groups without signal are replaced; last: whether no further round may follow: then groups of this round
-    without signal fill the rollout up, spread evenly over it, and count in no loss. Source: DAPO, arXiv 2503.14476,
-    section 3.2 and Algorithm 1; deferring what is too much is this project's.
+    whether groups without signal are replaced; last: whether no more of them may be: then groups of this round
+    without signal fill the rollout up, spread evenly over it, and count in no loss; where the round is too small for
+    that they are kept. Source: DAPO, arXiv 2503.14476, section 3.2 and Algorithm 1; deferring what is too much is this
+    project's.
     """
     order = sorted(sampled)
     if not dynamic:
@@ -116,6 +119,8 @@ def choose(
         return Selection(tuple(ready[:wanted]), tuple(ready[wanted:]), tuple(silent))
     if not last:
         return Selection(deferred=tuple(ready), dropped=tuple(silent))
+    if len(ready) + len(silent) < wanted:
+        return Selection(deferred=tuple(ready), kept=tuple(silent))
     fill = silent[: wanted - len(ready)]
     return Selection(_spread(ready, fill), dropped=tuple(silent[len(fill) :]), idle=frozenset(fill))
 
@@ -129,9 +134,10 @@ class Rounds:
     """Selection over the rounds that a rollout is sampled in: with dynamic sampling until enough groups carry signal,
     else until no optimizer step is left without a row that could be graded.
 
-    deferred: groups with signal from before, oldest first; wanted: groups of a rollout; limit: rounds that dynamic
-    sampling may take, 0 without it; plan: the optimizer steps of groups. selection: of the last round; steps: of its
-    `trained`; dropped: why the last round's groups are no rollout, where all of them are sampled again.
+    deferred: groups with signal from before, oldest first; wanted: groups of a rollout; limit: rounds of so many groups
+    that dynamic sampling may take, 0 without it, after which no group is replaced any more; plan: the optimizer steps
+    of groups. selection: of the last round; steps: of its `trained`; dropped: why the last round's groups are no
+    rollout, where all of them are sampled again.
     """
 
     def __init__(
@@ -141,6 +147,7 @@ class Rounds:
         self.selection, self.resumed = Selection(deferred=tuple(deferred)), len(deferred)
         self.steps: list[Step] = []
         self.dropped: str | None = None
+        self._kept: dict[Group, GroupStats] = {}
         self.rounds = self.sampled = self.signal = self.errors = 0  # rounds; groups, of these with signal; samples
         self.reward = 0.0
 
@@ -148,18 +155,18 @@ class Rounds:
         """Decide after a round. Returns whether the rollout is whole. Raises ValueError where it is not and no further
         round may follow."""
         self._count(graded)
-        deferred, dynamic = self.selection.deferred, self.dynamic
-        last = self.rounds == self.limit
+        dynamic, last, at_hand = self.dynamic, self.rounds == self.limit, graded
         if dynamic:  # rounds may be smaller than a rollout, where other processes generate
-            enough = len(deferred) + len(graded) >= self.wanted
-            last = enough and self.sampled >= self.limit * self.wanted
-        self.selection = chosen = choose(deferred, graded, self.wanted, dynamic=dynamic, last=dynamic and last)
+            last, at_hand = self.sampled >= self.limit * self.wanted, {**self._kept, **graded}
+        deferred = self.selection.deferred
+        self.selection = chosen = choose(deferred, at_hand, self.wanted, dynamic=dynamic, last=dynamic and last)
+        self._kept = {group: at_hand[group] for group in chosen.kept}
         self.steps = self.plan(chosen.trained) if chosen.trained else []
         empty = idle_steps(self.steps, chosen.idle)
         if self.steps and not empty:
             return True
         self.dropped = None if dynamic else _useless(graded, empty)
-        if last:
+        if last and chosen.trained:
             raise ValueError(self._exhausted(graded, empty))
         return False
 
@@ -196,7 +203,7 @@ class Rounds:
             )
         broken = sum(stats.broken for stats in graded.values())
         return (
-            f"--rl-dynamic-sampling-rounds {self.rounds}: rewards differ in {self.signal} of the {self.sampled} groups "
+            f"--rl-dynamic-sampling-rounds {self.limit}: rewards differ in {self.signal} of the {self.sampled} groups "
             f"sampled (mean reward {self.reward / self.sampled:g}; graders failed in {broken} groups of the last "
             f"round), so {empty} optimizer steps would train on nothing: the prompts are too easy or too hard for the "
             "policy; resume with others, with more rounds, or with --no-rl-dynamic-sampling"

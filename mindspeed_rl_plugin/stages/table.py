@@ -50,7 +50,7 @@ def stage_table(
         select.spec(algorithm, reads_valid="valid" in added),
         *logprobs.specs(algorithm),
         advantages.spec(algorithm, episodes is not None),
-        measure.spec(algorithm, dump, added, episodes is not None),
+        measure.spec(algorithm, dump, added, episodes),
         update.spec(algorithm),
     ]
     for spec in own:

@@ -25,7 +25,8 @@ class Trainer(Protocol):
 
     def publish(self, version: int) -> Published:
         """Copy this rank's shard into host memory under a version, which counts optimizer steps and rises; others read
-        it from then on. Returns seconds and bytes. Raises ValueError for weights that are not finite."""
+        it from then on. Returns seconds and bytes. Raises ValueError, on all ranks, for weights that are not
+        finite, or not those of the plan."""
         ...
 
     def forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:

@@ -24,10 +24,12 @@ Outcome = tuple[Any, "str | None"]  # a value, or what was raised
 
 
 class Parent:
-    """The process that started this one. connection, lifeline: file descriptors, as `process.Worker` passes them."""
+    """The process that started this one. connection, lifeline: file descriptors, as `process.Worker` passes them; None:
+    someone else sees to its end (`keeper`)."""
 
-    def __init__(self, connection: int, lifeline: int) -> None:
-        _die_with_parent(lifeline)
+    def __init__(self, connection: int, lifeline: int | None) -> None:
+        if lifeline is not None:
+            _die_with_parent(lifeline)
         self._connection, self._pid = Connection(connection), os.getpid()
 
     def receive(self) -> Any:

@@ -48,7 +48,7 @@ class Program:
     main: "module:function" of this package, called with two file descriptors (see `child.Parent`); first, then: types
     of what it answers to its first message, beside why it cannot (None where it can), and to calls; who: it is, in
     messages; raises: the error of one that cannot load; python: its interpreter, None for this one, in which the module
-    path is the same.
+    path is the same; patience: seconds in which it may end by itself, once its lifeline is closed, before it is killed.
     """
 
     main: str
@@ -57,6 +57,7 @@ class Program:
     who: str
     raises: type[ValueError]
     python: str | None = None
+    patience: float = 0.0
 
 
 class Worker:
@@ -125,17 +126,26 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """Kill the process group, and let go of everything. Idempotent."""
+        """End the process group, and let go of everything. Idempotent."""
         if not self._connection.closed:
+            self._connection.close()
+            self.cut()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self._program.patience)
             with contextlib.suppress(ProcessLookupError):  # gone already, its children too
                 os.killpg(self.pid, signal.SIGKILL)
-            self._connection.close()
-            os.close(self._lifeline)
         self._process.wait()
+
+    def cut(self) -> None:
+        """Close its lifeline, upon which it ends; `close` waits for that. Idempotent."""
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        lifeline, self._lifeline = os.pipe()
+        lifeline, own = os.pipe()
+        self._lifeline: int | None = own
         ends = (theirs.fileno(), lifeline)
         program, path = self._program, [str(p) for p in sys.path]
         given = json.dumps([None if program.python else path, mindspeed_rl_plugin.__file__, program.main, ends])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +28,10 @@ from mindspeed_rl_plugin.client import Client  # noqa: E402
 from mindspeed_rl_plugin.config import AlgorithmConfig  # noqa: E402
 from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, from_tensordict, machine  # noqa: E402
 from mindspeed_rl_plugin.dock import messages as m  # noqa: E402
-from mindspeed_rl_plugin.dock.gate import Opening  # noqa: E402
+from mindspeed_rl_plugin.dock.gate import Opening, called  # noqa: E402
 from mindspeed_rl_plugin.engine.options import VllmOptions  # noqa: E402
-from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description  # noqa: E402
+from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description, welcome  # noqa: E402
+from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
 from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights  # noqa: E402
 from mindspeed_rl_plugin.rows import Sampling  # noqa: E402
@@ -215,8 +219,16 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
     }
     bad = {
         "begin with the prompt": ("tokens", Ragged.from_rows([torch.tensor([6, 7], dtype=torch.int32)])),
-        "give 0 on the prompt and 1": ("loss_mask", Ragged.from_rows([torch.tensor([1, 1], dtype=torch.uint8)])),
-        "logp_rollout is -1.0; give 0 on": ("logp_rollout", Ragged.from_rows([torch.tensor([-1.0, -1.0])])),
+        "loss_mask has 3 entries for 2 tokens; give one for": (
+            "loss_mask",
+            Ragged.from_rows([torch.tensor([0, 1, 1], dtype=torch.uint8)]),
+        ),
+        "logp_rollout has 1 entries for 2 tokens": ("logp_rollout", Ragged.from_rows([torch.tensor([0.0])])),
+        "give 1 on the response, else 0": ("loss_mask", Ragged.from_rows([torch.tensor([1, 1], dtype=torch.uint8)])),
+        "logp_rollout is -1.0; give 0 outside of the response": (
+            "logp_rollout",
+            Ragged.from_rows([torch.tensor([-1.0, -1.0])]),
+        ),
         "length is 3, not 2": ("length", torch.tensor([3])),
         "response_length is 2, not 1": ("response_length", torch.tensor([2])),
         "version is 1, the oldest segment's 0": ("version", torch.tensor([1])),
@@ -256,6 +268,33 @@ def test_a_commit_of_too_many_bytes_is_refused_and_the_connection_goes_on(traine
         with pytest.raises(ValueError, match=r"put: \d+ bytes of cells at once, the limit is 1000; give fewer rows"):
             job.give(answers(prompts, 0, response=many[0], logps=many[1]))
         job.give(answers(prompts, 0))
+
+
+def test_a_program_that_takes_rows_counts_as_an_engine_until_it_leaves_and_an_observer_does_not(trainers, job) -> None:
+    reports = trainers.docks[0].exchange.reports
+    job.metrics()
+    assert reports() == {}
+    assert len(job.take(1, deadline=0)) == 0
+    ((name, counts),) = reports().items()
+    assert called(name) == f"client, process {os.getpid()} on {socket.gethostname()}" and counts == {}
+    job.report({"seconds": 2.0})
+    job.take(1, deadline=0)
+    assert reports() == {name: {"seconds": 2.0}}
+    job.close()
+    end = time.monotonic() + 20
+    while reports() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert reports() == {}
+
+
+def test_an_engine_says_which_job_it_has_joined(trainers) -> None:
+    dock = Dock.join(trainers.address, trainers.secret)
+    told = replace(DESCRIPTION, run="/runs/one")
+    head = f"joined the job at {trainers.address} (run /runs/one); "
+    assert welcome(dock, told, trainers.address) == f"{head}waiting for its first weights"
+    trainers.publish(3)
+    assert welcome(dock, told, trainers.address) == f"{head}its newest weights are version 3"
+    dock.close()
 
 
 def test_weights_come_whole_by_hugging_face_names(trainers, job) -> None:
@@ -311,6 +350,28 @@ def test_rows_that_were_not_taken_and_strange_columns_are_refused(trainers, job)
         job.give(good)
 
 
+def test_a_source_offers_rows_to_the_first_rank_and_hears_what_it_says(trainers, job) -> None:
+    with pytest.raises(ValueError, match="this job takes no prompts from processes outside of it"):
+        job.offer([{"prompt": "a"}])
+    heard = []
+
+    def add(rows: list[str], seconds: float) -> list[int]:
+        if seconds:
+            raise TimeoutError("no room")
+        heard.extend(map(json.loads, rows))
+        return [-1 - len(heard)] * len(rows)
+
+    for dock in trainers.docks:
+        dock.exchange.take_offers(add)
+    rows = [{"prompt": "ä", "answer": 1}, {"prompt": [{"role": "user", "content": "b"}], "level": [1.5, None]}]
+    assert job.offer(iter(rows)) == [-3, -3] and heard == rows
+    with pytest.raises(TimeoutError, match="no room"):
+        job.offer(rows, deadline=0.1)
+    with pytest.raises(ValueError, match="offer: row 1: Object of type Tensor is not JSON .* give strings, numbers"):
+        job.offer([{"prompt": "a"}, {"prompt": torch.zeros(1)}])
+    assert heard == rows
+
+
 def test_an_evaluation_asks_for_a_greedy_response_of_one_version(trainers, job) -> None:
     trainers.publish(0)
     trainers.publish(1)
@@ -337,8 +398,16 @@ def test_a_wrong_secret_another_version_and_a_strict_job_are_refused(tmp_path) -
     strict = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, strict=True))
     with Client(strict.address, strict.secret) as job, pytest.raises(ValueError, match="take no rows of it"):
         job.take(1, deadline=0)
-    with pytest.raises(PermissionError, match="refuses this process: it is another job's"):
-        Client(strict.address, b"another")
+    with Client(strict.address, strict.secret) as job, pytest.raises(ValueError, match="give --rl-async-order free"):
+        job.offer([{"prompt": "a"}])
+    wrong = tmp_path / "of another job"
+    write_secret(wrong, bytes(SECRET_BYTES))
+    with pytest.raises(PermissionError) as refused:
+        Client(strict.address, wrong)
+    assert str(refused.value) == (
+        f"the job at {strict.address} refuses this process: it has another secret, not the one in {wrong}; give the "
+        "one that the job printed at its start, and the secret file that is printed with it"
+    )
     strict.close()
     other = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, version="0.0.1"))
     with pytest.raises(ValueError, match=r"the job runs mindspeed_rl_plugin 0\.0\.1, here is"):

@@ -1,8 +1,10 @@
 """Detection with its override, the no-op streams of the CPU, and what each memory meter counts."""
 
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from mindspeed_rl_plugin.device import Device, ProcessMeter, StorageMeter, detect
 from mindspeed_rl_plugin.device.copies import StreamCopier
+from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 
 MIB = 1 << 20
 
@@ -114,6 +117,35 @@ def test_host_buffers_are_no_device_memory():
         rest = [torch.zeros(MIB // 4, dtype=torch.float32) for _ in range(4)]
         assert meter.allocated() == 4 * MIB
         del rest
+
+
+def test_memory_is_page_locked_once_and_until_it_goes(monkeypatch):
+    asked = []
+
+    class Library:
+        def cudaHostRegister(self, address, nbytes, flags):
+            asked.append(("lock", address, nbytes))
+            return 0
+
+        def cudaHostUnregister(self, address):
+            there = f"{address:x}-" in Path("/proc/self/maps").read_text()
+            asked.append(("unlock", address, "mapped" if there else "gone"))
+
+    monkeypatch.setattr(torch.cuda, "cudart", Library)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    file = nameless_file(MIB)
+    memory = mapped(file, MIB)[: MIB - 5]
+    os.close(file)
+    address, device = memory.ctypes.data, Device("cuda")
+    for _ in range(2):
+        device.page_lock(memory)
+    Device("cpu").page_lock(memory)
+    assert asked == [("lock", address, MIB - 5)]
+    held = torch.from_numpy(memory)
+    del memory
+    assert len(asked) == 1 and held.data_ptr() == address
+    del held
+    assert asked[1:] == [("unlock", address, "mapped")], "before the memory is"
 
 
 def test_tracked_tensors_are_counted():

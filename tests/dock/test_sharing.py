@@ -80,6 +80,18 @@ def test_the_reader_leaves_and_another_takes_its_place(machine) -> None:
     assert second.get(1, 20)[2] + third.get(1, 20)[2] == NBYTES and machine.read == [0, 1]
 
 
+def test_memory_of_readers_that_are_gone_is_released(machine) -> None:
+    """One process stays while the others, each of which reads once, come and go."""
+    stays, mapped = machine.process(), []
+    for version in range(5):
+        reader = machine.process()
+        reader.get(version, 20)
+        assert (stays.get(version, 20)[0] == version).all()
+        reader.close()
+        mapped.append(Path("/proc/self/maps").read_text().count("memfd:rl-dock"))
+    assert machine.read == [0, 1, 2, 3, 4] and mapped[-1] == mapped[0]
+
+
 def test_the_reader_leaves_while_it_reads_for_another(machine) -> None:
     machine.slow = 0.5
     first, second = machine.process(), machine.process()

@@ -24,9 +24,10 @@ class FakeEngine:
 
     def __init__(self, replica: int = 0, replicas: int = 1, leader: bool = True) -> None:
         self.replica, self.replicas, self.leader, self.version = replica, replicas, leader, 3
-        self.digest = "f" * 16
+        self.digest, self.shares_experts = "f" * 16, False
         self.queue: dict[SampleId, tuple[GenerateRequest, list[int]]] = {}
         self.log: list[str] = []
+        self.progress = 0.0
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         self.log.append(f"submit {len(requests)}")

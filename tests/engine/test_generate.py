@@ -16,6 +16,10 @@ from mindspeed_rl_plugin.stages import prompts as prompts_stage
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 
 
+def _stage(*given) -> stage.Generate:
+    return stage.Generate(stage.SPEC, *given)
+
+
 def test_completions_come_in_the_order_of_requests(fake_engine, request_of) -> None:
     requests = [request_of(g, (5, length)) for g, length in enumerate((3, 1, 2, 1))]
     seen = []
@@ -32,7 +36,7 @@ def test_no_requests_need_no_engine_time(fake_engine) -> None:
 def test_the_end_of_own_responses_is_not_that_of_engines_that_share_experts(fake_engine, request_of) -> None:
     engine, idle = fake_engine(), fake_engine()
     generate(engine, [request_of(0, (5, 2))], deadline=5)
-    stage.Generate(filled_dock([[7, 2]], members=1), 5, idle, Sampling(5), 0).run([])
+    _stage(filled_dock([[7, 2]], members=1), 5, idle, Sampling(5), 0).run([])
     assert engine.log == ["submit 1", "keep step"] and idle.log == ["submit 0", "keep step"]
 
 
@@ -84,7 +88,7 @@ def test_rows_are_aligned_and_complete(fake_engine, calls) -> None:
     left = list(ids)
     for count in calls:
         mine, left = left[:count], left[count:]
-        assert len(stage.Generate(dock, 5, fake_engine(), sampling, 11).run(mine)) == count
+        assert len(_stage(dock, 5, fake_engine(), sampling, 11).run(mine)) == count
     assert dock.remaining("generate") == 0
     rows = dock.read(ids, WRITES)
     for i, sample in enumerate(ids):
@@ -107,9 +111,9 @@ def test_a_stream_submits_the_same_and_commits_rows_as_they_are_finished(fake_en
     whole, dock = (filled_dock([[7, 1], [8, 9, 3], [4, 2]], members=1) for _ in range(2))
     ids = [SampleId(4, g, 0) for g in (1, 0, 2)]
     one, other = fake_engine(), fake_engine()
-    stage.Generate(whole, 5, one, Sampling(5), 11).run(ids)
+    _stage(whole, 5, one, Sampling(5), 11).run(ids)
     left = []
-    stage.Generate(dock, 5, other, Sampling(5), 11).stream(ids, lambda: left.append(dock.remaining("generate")))
+    _stage(dock, 5, other, Sampling(5), 11).stream(ids, lambda: left.append(dock.remaining("generate")))
     assert other.log == one.log == ["submit 3", "keep step"] and left == ([3, 3, 3] if pace else [3, 2, 1])
     assert not dock.remaining("generate")
     for name, column in whole.read(ids, WRITES).columns.items():
@@ -121,7 +125,7 @@ def test_a_stream_submits_the_same_and_commits_rows_as_they_are_finished(fake_en
 def test_what_is_not_finished_in_time_goes_on_with_its_tokens_and_another_seed(fake_engine) -> None:
     dock, engine = filled_dock([[7, 1], [8, 5], [4, 3]], members=1), fake_engine()
     ids, seen = [SampleId(4, g, 0) for g in range(3)], []
-    generating = stage.Generate(dock, 5, engine, Sampling(5), 11)
+    generating = _stage(dock, 5, engine, Sampling(5), 11)
 
     def enough(finished) -> bool:
         seen.append([c.id.group for c in finished])
@@ -147,9 +151,9 @@ def test_a_stream_lets_others_look_and_ends_with_what_they_raise(fake_engine, mo
             raise KeyError("of the graders")
 
     with pytest.raises(KeyError):
-        stage.Generate(filled_dock([[13, 2]], members=1), 5, engine, Sampling(5), 0).stream([SampleId(4, 0, 0)], look)
+        _stage(filled_dock([[13, 2]], members=1), 5, engine, Sampling(5), 0).stream([SampleId(4, 0, 0)], look)
     with pytest.raises(TimeoutError, match=r"1 of 1 .* 0.05 s"):
-        stage.Generate(filled_dock([[13, 2]], members=1), 0.05, fake_engine(), Sampling(5), 0).stream(
+        _stage(filled_dock([[13, 2]], members=1), 0.05, fake_engine(), Sampling(5), 0).stream(
             [SampleId(4, 0, 0)], lambda: time.sleep(0.02)
         )
 
@@ -157,4 +161,4 @@ def test_a_stream_lets_others_look_and_ends_with_what_they_raise(fake_engine, mo
 def test_only_the_leader_writes(fake_engine) -> None:
     dock = filled_dock([[7, 2]], members=1)
     with pytest.raises(ValueError, match="'tokens'"):
-        stage.Generate(dock, 5, fake_engine(leader=False), Sampling(5), 0).run([SampleId(4, 0, 0)])
+        _stage(dock, 5, fake_engine(leader=False), Sampling(5), 0).run([SampleId(4, 0, 0)])

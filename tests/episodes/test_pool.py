@@ -14,7 +14,7 @@ import pytest
 
 from mindspeed_rl_plugin.episodes.dispatch import RESTARTS
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply, ToolCall, Turn
+from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply, ToolCall, Turn, begin_once
 from mindspeed_rl_plugin.episodes.tools import load_environment, load_tool
 from mindspeed_rl_plugin.episodes.worker import Desk
 from mindspeed_rl_plugin.rows import SampleId
@@ -373,8 +373,8 @@ def test_a_reset_that_fails(started) -> None:
     given = replies(pool)
     for number, said in enumerate(("raised ValueError", "ran longer", "ended its process", "returned an ob")):
         assert given[number].failure.startswith(f"failed: Count.reset {said}")
-    assert pool.check(task(reset="raises"), 1).startswith("failed: Count.reset raised ValueError: two")
-    assert pool.check(task(), 1) is None and not pool.pending
+    assert begin_once(pool, task(reset="raises"), 1).startswith("failed: Count.reset raised ValueError: two")
+    assert begin_once(pool, task(), 1) is None and not pool.pending
 
 
 def test_episodes_overlap_and_waiting_takes_no_time_of_the_processor(started) -> None:

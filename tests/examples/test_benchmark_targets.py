@@ -1,6 +1,7 @@
 """Benchmarks say of each target of their issue whether it was reached."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +55,36 @@ def test_schedules_are_compared_with_sync(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     compared = {r["case"]: (round(r["value"], 2), r["reached"]) for r in bench.ratios(rows)}
     assert compared == {"slow-32": (1.04, False), "short": (1.0, True)} and bench.ratios(rows[:4]) == []
-    assert "| slow-32 | streamed | 8.10 | 8.10 | 8.10 | 8.10 | 8.10 | 8.10 to 9.10 |" in bench.table(rows)
+    idle = [
+        {"arm": "streamed", "case": "slow-32", "metric": metric, "value": value, "range": [value, value]}
+        for metric, value in zip(bench.IDLE, (0.25, 0.5, 0.125), strict=True)
+    ]
+    table = bench.table(rows + idle)
+    assert "| slow-32 | streamed | 8.10 | 8.10 | 8.10 | 8.10 | 8.10 | 0.25 | 0.50 | 0.12 | 8.10 to 9.10 |" in table
+    assert "| short | sync | 3.00 | 3.00 | 3.00 | 3.00 | 3.00 |  |  |  | 3.00 to 4.00 |" in table
+    assert bench.end_to_end.unit(bench.IDLE[0]) == "share" and bench.end_to_end.unit("update") == "s"
+
+
+def test_idle_shares_of_a_job_with_its_engine_apart_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """As metrics.jsonl has them, medians of the iterations that count."""
+    bench = load("end_to_end", monkeypatch)
+    case = bench.workload.CASES["short"]
+    made = bench.workload.tokens(case) / case.samples - bench.workload.PROMPT_TOKENS
+
+    def job(command: list[str], log: Path) -> float:
+        run = Path(command[command.index("--save") + 1]) / "rl"
+        run.mkdir()
+        seconds = {"seconds/iteration": 2.0, "seconds/update": 1.5, "response/length_mean": made}
+        shares = (0.9, 0.8, 0.25, 0.5, 0.125)
+        lines = [{"kind": "train", **seconds, "idle/engines_version": share} for share in shares]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return 100.0
+
+    monkeypatch.setattr(bench, "_run", job)
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "flags").write_text("--x")
+    measured = bench.run_ours(case, tmp_path, 5)
+    assert (measured["iteration"], measured["update"], measured["idle/engines_version"]) == (2.0, 1.5, 0.25)
 
 
 def test_trl_with_vllm_is_an_arm_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

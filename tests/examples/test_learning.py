@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ learning = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = learning  # dataclasses look their module up
 SPEC.loader.exec_module(learning)
 TABLE = ROOT / "docs" / "learning-results.md"
+QUICKSTART = ROOT / "examples" / "quickstart.sh"
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +25,26 @@ def out(tmp_path_factory):
     return tmp_path_factory.mktemp("learning")
 
 
+SEEDS = [0, 1, 2]
+LAGGED = [f"async {k}" for k in (0, 1, 2, 4)]
+
+
+def results():
+    """The runs of the table in the docs."""
+    return [learning.Outcome(**json.loads(line)) for line in TABLE.with_suffix(".jsonl").read_text().splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("preset", learning.PRESETS)
-def test_a_preset_learns(out, preset, seed):
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("preset", "schedule"), [*((preset, "sync") for preset in learning.PRESETS), *(("grpo", k) for k in LAGGED)]
+)
+def test_a_preset_learns(out, preset, schedule, seed):
     """The first run of a seed pretrains, the others take the same checkpoint."""
     base = learning.pretrained(out, seed)
-    row = learning.run(preset, seed, base, out / f"seed{seed}" / preset, learning.ITERATIONS)
+    place = out / f"seed{seed}" / preset / schedule
+    row = learning.run(preset, seed, base, place, learning.ITERATIONS, schedule)
     assert row.iterations == learning.ITERATIONS and row.learned, row
     assert abs(row.before) < 1e-4 if preset == "dpo" else 0.4 < row.before < 0.6, "the start is the careless pupil"
 
@@ -59,10 +74,26 @@ def test_rows_go_into_the_table_in_the_place_of_older_ones(tmp_path):
 
 
 def test_the_table_in_the_docs_is_made_of_its_rows_and_each_has_learned():
-    rows = [learning.Outcome(**json.loads(line)) for line in TABLE.with_suffix(".jsonl").read_text().splitlines()]
-    text = TABLE.read_text()
+    rows, text = results(), TABLE.read_text()
     assert text.split(learning.BEGIN)[1].split(learning.END)[0].strip() == learning.render(rows).strip()
     assert rows and all(row.learned for row in rows), "what has not been run or has not learned is not a result"
+
+
+def test_runs_on_older_weights_learn_what_synchronous_ones_do():
+    """From the same number of responses: means within two standard errors of the synchronous one, which is that of its
+    three seeds; and each run comes from where the quickstart says to where it says."""
+    before, after = re.search(r"--before-at-most ([\d.]+) --after-at-least ([\d.]+)", QUICKSTART.read_text()).groups()
+    accuracy = {}
+    for schedule in ("sync", *LAGGED):
+        runs = [row for row in results() if (row.preset, row.schedule) == ("grpo", schedule)]
+        assert [row.seed for row in runs] == SEEDS and {row.iterations for row in runs} == {learning.ITERATIONS}
+        assert all(row.before <= float(before) and row.after >= float(after) for row in runs), runs
+        accuracy[schedule] = [row.after for row in runs]
+    sync, *lagged = means = [statistics.fmean(runs) for runs in accuracy.values()]
+    error = statistics.stdev(accuracy["sync"]) / len(SEEDS) ** 0.5
+    assert all(abs(mean - sync) <= 2 * error for mean in lagged), (means, error)
+    said = "{:.3f} with `sync`, {:.3f}, {:.3f}, {:.3f} and {:.3f} with K = 0, 1, 2 and 4".format(*means)
+    assert said in TABLE.read_text()
 
 
 def test_pairs_are_the_numbers_that_carry(tmp_path):

@@ -33,6 +33,10 @@ TABLE = {
         replace(BEGUN, running=[FREE], announced=2, pulled=2, drain=True),
         Choice(),
     ),
+    "drain: newer ones that come meanwhile wait for it": (
+        replace(BEGUN, running=[FREE], announced=3, pulled=2, drain=True),
+        Choice(),
+    ),
     "drain: all have ended": (replace(BEGUN, announced=2, pulled=2, drain=True), Choice(apply=2)),
     "an evaluation pins its weights": (
         replace(BEGUN, running=[Bound(1, 1)], announced=2, pulled=2),
@@ -92,7 +96,7 @@ def test_every_row_is_sampled_by_weights_that_may_sample_it(seed):
         if s.pulling >= 0 and step >= arrives:
             s = replace(s, pulled=s.pulling, pulling=-1)
         choice = choose(s)
-        assert len(running) + choice.resume <= slots or not choice.resume
+        assert len(running) + choice.resume + choice.take <= slots
         if choice.apply >= 0:
             assert not (drain and running)
             s = replace(s, version=choice.apply, pulled=-1)

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mindspeed_rl_plugin.dock import Lease, Ragged, Rows, SampleId
-from mindspeed_rl_plugin.generators.lead import Lead
+from mindspeed_rl_plugin.dock import Gone, Lease, Ragged, Rows, SampleId
+from mindspeed_rl_plugin.generators.lead import LOOK_SECONDS, Lead, Turn
 from mindspeed_rl_plugin.rows import Completion, Sampling
 
 IDS = [SampleId(0, group, 0) for group in range(3)]
 
 
 class Dock:
-    """What an engine calls of it. answers: so many commits may end; failure: how they end."""
+    """What an engine calls of it. answers: so many commits may end; failure: how they end; order: of each row; most:
+    rows of one lease; asked: what each lease asked for beside rows."""
 
     def __init__(self) -> None:
         self.answers, self.failure, self.ended = threading.Semaphore(0), None, False
         self.committed: list[SampleId] = []
+        self.leases: list[int] = []  # of these
         self.released: list[int] = []
-        self.left = list(IDS)
+        self.left, self.order, self.most = list(IDS), [0, -1, 3, 1], 9
+        self.asked: list[dict[str, object]] = []
         self.exchange = SimpleNamespace(news=self._news, report=lambda *counts: None)
 
     def _news(self, after: int, deadline: float) -> SimpleNamespace:
@@ -30,17 +34,20 @@ class Dock:
             threading.Event().wait()
         return SimpleNamespace(number=1, version=0)
 
-    def lease(self, state: str, max_rows: int, deadline: float) -> Lease:
+    def lease(self, state: str, max_rows: int, deadline: float, **of: object) -> Lease:
+        self.asked.append(of)
+        max_rows = min(max_rows, self.most)
         ids, self.left = self.left[:max_rows], self.left[max_rows:]
-        prompts = Ragged.from_rows([torch.tensor([5]) for _ in ids] or [torch.tensor([])])
-        rows = Rows(tuple(ids), {"prompt": prompts, "order": torch.tensor([[0, -1, 3, 1]] * len(ids))})
-        return Lease(len(self.left) + 1, state, rows)
+        prompts = Ragged.from_rows([torch.tensor([5]) for _ in ids], torch.int32)
+        rows = Rows(tuple(ids), {"prompt": prompts, "order": torch.tensor([self.order] * len(ids))})
+        return Lease(len(self.asked), state, rows)
 
     def commit_part(self, lease: Lease, rows: Rows) -> None:
         assert self.answers.acquire(timeout=20)
         if self.failure is not None:
             raise self.failure
         self.committed += rows.ids
+        self.leases += [lease.token] * len(rows)
 
     def release(self, lease: Lease) -> None:
         self.released.append(lease.token)
@@ -54,14 +61,31 @@ def dock() -> Dock:
 @pytest.fixture
 def lead(dock) -> Lead:
     """With weights in, and two rows in the making."""
-    job = SimpleNamespace(sampling=Sampling(8), seed=0, inflight="keep", strict=False, deadline=20.0)
-    lead = Lead(dock, job, 2, 1, None, threading.Event())
-    while (turn := lead.next()).pull < 0:
-        pass
-    lead.pull_ended(turn.pull)
+    lead = engine(dock)
+    lead.pull_ended(pulling(lead))
     lead.applied(lead.next().apply)
-    assert [request.id for _, request in lead.next().requests] == IDS[:2]
+    assert begun(lead) == IDS[:2]
     return lead
+
+
+def engine(dock: Dock, share: tuple[int, int] | None = None) -> Lead:
+    """Which has heard of version 0. share: of a strict order."""
+    job = SimpleNamespace(sampling=Sampling(8), seed=0, inflight="keep", strict=share is not None, deadline=20.0)
+    lead = Lead(dock, job, 2, 1, share, threading.Event())
+    lead.news.wait(20)
+    return lead
+
+
+def pulling(lead: Lead) -> int:
+    """The version whose pull begins next."""
+    while (turn := lead.next()).pull < 0:
+        assert turn == Turn()
+    return turn.pull
+
+
+def begun(lead: Lead) -> list[SampleId]:
+    """Rows that begin in the next turn."""
+    return [request.id for _, request in lead.next().requests]
 
 
 def response(row: SampleId) -> Completion:
@@ -70,13 +94,13 @@ def response(row: SampleId) -> Completion:
 
 def test_the_engine_goes_on_while_a_response_is_written(lead, dock) -> None:
     lead.done([response(IDS[0])], None)
-    assert not dock.committed and [request.id for _, request in lead.next().requests] == IDS[2:]
+    assert not dock.committed and begun(lead) == IDS[2:]
     threading.Timer(0.3, dock.answers.release).start()
     lead.done([response(IDS[1])], None)  # waits for the one before
     assert dock.committed[:1] == IDS[:1]
     lead.leaving.set()
     threading.Timer(0.3, dock.answers.release).start()
-    assert lead.next().end and dock.committed == IDS[:2] and dock.released == [1]
+    assert lead.next().end and dock.committed == IDS[:2] and dock.released == [2]
 
 
 def test_a_write_that_failed_ends_the_engine(lead, dock) -> None:
@@ -92,3 +116,70 @@ def test_a_job_that_has_left_needs_no_response(lead, dock) -> None:
     dock.answers.release()
     lead.done([response(IDS[0])], None)
     assert lead.next().end and not dock.released
+
+
+def test_a_row_whose_lease_ran_out_goes_on_under_the_new_one(lead, dock) -> None:
+    """The dock gives it out again, to the engine that samples it."""
+    dock.answers.release(3)
+    lead.done([response(IDS[0])], None)
+    dock.left = [IDS[1]]
+    assert begun(lead) == [] and [*lead.work.running] == [IDS[1]]
+    dock.left = [IDS[2]]
+    assert begun(lead) == [IDS[2]]
+    lead.done([response(IDS[1])], None)
+    lead.leaving.set()
+    assert lead.next().end and dock.committed == IDS[:2]
+    first, second = dock.leases
+    assert second > first and dock.released == [second + 1]
+
+
+def test_a_pull_that_ended_wakes_an_engine_without_weights(dock) -> None:
+    lead = engine(dock)
+    version = pulling(lead)
+    threading.Timer(0.2, lead.pull_ended, (version,)).start()
+    began = time.monotonic()
+    while (turn := lead.next()).apply < 0:
+        assert turn == Turn() and time.monotonic() - began < LOOK_SECONDS
+    assert turn.apply == version and lead.counts["version"] > 0.1, "it waited for it"
+    assert ("pull", True) in [(what, end > begin) for what, begin, end in lead.spans.take(time.monotonic() + 1)]
+
+
+def test_weights_that_are_gone_are_left_for_newer_ones(lead) -> None:
+    error = Gone(0, 5)
+    lead.news.version = 5
+    assert pulling(lead) == 5
+    lead.pull_ended(5)
+    assert lead.next().apply == 5
+    lead.news.version = 7
+    lead.missed(5, error)
+    assert pulling(lead) == 7 and lead.work.version == 0
+
+
+def test_weights_that_rows_must_be_sampled_by_may_not_be_gone(dock) -> None:
+    dock.order = [0, 0, 3, 1]
+    lead = engine(dock, (0, 1))
+    assert begun(lead) == [], "strict: rows are taken first, and held"
+    version = pulling(lead)
+    lead.pull_ended(version)
+    assert lead.next().apply == version == 0
+    with pytest.raises(Gone, match="version 0 .* the newest is 5"):
+        lead.missed(0, Gone(0, 5))
+    lead.missed(4, Gone(4, 5))  # which none of them asks for
+
+
+def test_a_strict_share_is_taken_whole(dock) -> None:
+    """However it comes: the engine's half of a rollout of 3 x 4 rows, here in parts of four rows."""
+    rows = [SampleId(3, group, member) for group in range(3) for member in range(4)]
+    dock.left, dock.most, dock.order = rows[6:], 4, [0, 0, 3, 4]
+    lead = engine(dock, (1, 2))
+    assert begun(lead) == [] and [row.request.id for row in lead.work.held] == rows[6:]
+    taken = [of for of in dock.asked if "epoch" in of]
+    assert dock.asked[0] == {"share": (1, 2)} and taken == [{"share": (1, 2), "epoch": 3}] * 2
+
+
+def test_a_strict_share_that_does_not_come_ends_the_engine_in_time(dock) -> None:
+    dock.left, dock.order = [SampleId(3, 0, 0)], [0, 0, 3, 4]
+    lead = engine(dock, (0, 2))
+    lead.job.deadline = 0.3
+    with pytest.raises(TimeoutError, match=r"5 of 6 prompts of rollout 3 did not come within 0\.3 s"):
+        lead.next()

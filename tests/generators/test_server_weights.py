@@ -15,14 +15,15 @@ from mindspeed_rl_plugin.generators.server_weights import ServerWeights
 
 
 class Fake:
-    """A server of two workers, whose pulls take three looks. newest: of what took a version's place."""
+    """A server of two workers, whose pulls take three looks. newest: of what took a version's place; unfit: whether the
+    second worker cannot join."""
 
     url = "http://a:1"
 
     def __init__(self, lost: queue.SimpleQueue[Exception]) -> None:
         self.lost, self.holder, self.stays = lost, "", 0
         self.asked: list[object] = []
-        self.left, self.newest = 0, -1
+        self.left, self.newest, self.unfit = 0, -1, False
 
     def ask(self, path, body=None, seconds=None):
         self.asked.append((path, body) if body else path)
@@ -35,6 +36,9 @@ class Fake:
             self.stays += 1
             return []
         self.asked.append((name, arguments))
+        self.holder = "" if name == "leave" else self.holder
+        if self.unfit:
+            raise ValueError("its experts are not plain")
         self.left = 3 if name == "pull" else max(self.left - 1, 0)
         one = {"busy": self.left > 0, "newest": self.newest, "nbytes": 5, "version": 4, "digest": "d"}
         return [one, one | {"busy": False}]
@@ -65,6 +69,16 @@ def test_all_workers_pull_before_the_server_stands_still(weights):
     ]
     weights.close()
     assert weights.server.asked[-2:] == [("leave", {}), "/resume"], "it would stand still for the next job"
+
+
+def test_where_one_worker_cannot_join_the_others_are_free_again():
+    server = Fake(queue.SimpleQueue())
+    server.unfit = True
+    with pytest.raises(ValueError, match="its experts are not plain"):
+        ServerWeights(server, "h:1", b"", ["m", "m"], server.lost.put)
+    assert [name for name, _ in server.asked] == ["join", "leave"]
+    server.unfit = False
+    ServerWeights(server, "h:1", b"", ["m", "m"], server.lost.put).close()
 
 
 def test_a_version_that_is_gone_is_said(weights):

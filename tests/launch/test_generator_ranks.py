@@ -72,7 +72,11 @@ def test_engines_of_several_ranks_on_machines_of_their_own(rank, capsys) -> None
     rank(0, 16, 8)
     assert part(Split(16, 8, 8, 4, 60.0)) is None
     assert launch_env() == {"rank": 0, "world_size": 8, "local_rank": 0, "local_world_size": 8}
-    assert "ranks 8 to 15 generate: 2 engine(s) of 4 rank(s)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "ranks 0 to 7 (WORLD_SIZE 8 = 16 - --rl-generators 8; machines 1, ranks a machine 8)" in said
+    assert "generators: ranks 8 to 15 (engines 2, ranks an engine 4)" in said
+    assert "trainers: rank 0 (WORLD_SIZE 1 = 2 - " in Split(2, 2, 1, 1, 60.0).text()
+    assert "generators: rank 1 (engines 1, " in Split(2, 2, 1, 1, 60.0).text()
     rank(13, 16, 8)
     assert part(Split(16, 8, 8, 4, 60.0)) == 1
     assert launch_env() == {"rank": 1, "world_size": 4, "local_rank": 5, "local_world_size": 4}

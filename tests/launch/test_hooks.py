@@ -1,6 +1,7 @@
 """The hooks one by one: pass-through without --rl-algorithm, and what each asks of `launch` and the loop."""
 
 import argparse
+import atexit
 import sys
 import types
 
@@ -96,7 +97,9 @@ def test_validation_comes_after_megatrons_but_for_the_batch(monkeypatch, world):
         wrapped(world.args, {})
 
 
-def test_rl_flags_without_an_algorithm_are_warned_of(world, capsys, monkeypatch):
+def test_rl_flags_without_an_algorithm_are_warned_of_at_the_start_and_at_the_end(world, capsys, monkeypatch):
+    ends = []
+    monkeypatch.setattr(atexit, "register", lambda *call: ends.append(call))
     wrapped = hooked("validate_args", lambda args, defaults: args)
     wrapped(parsed(), {})
     assert capsys.readouterr().out == ""
@@ -107,6 +110,13 @@ def test_rl_flags_without_an_algorithm_are_warned_of(world, capsys, monkeypatch)
     monkeypatch.setenv("RANK", "1")
     wrapped(parsed("--rl-reward", "math"), {})
     assert capsys.readouterr().out == ""
+    monkeypatch.undo()
+    (end, line), _ = ends
+    end(line)
+    said = capsys.readouterr().out
+    assert said.startswith("[rl] WARNING: this run was ordinary pretraining, ") and said.endswith(
+        "--rl-top-p --rl-reward\n"
+    )
 
 
 def test_setup_proves_the_patches_first(world, monkeypatch):

@@ -224,9 +224,13 @@ BAD = [
         {"--rl-filtration": "pow", "--rl-filtration-whole-batch": "", "--rl-schedule": "streamed"},
         "--rl-schedule streamed ... --rl-filtration-whole-batch ... --rl-schedule sync",
     ),
-    (DPO | {"--rl-schedule": "streamed"}, "--rl-schedule streamed has no meaning ... dpo"),
+    (DPO | {"--rl-schedule": "streamed"}, "--rl-schedule streamed has no meaning ... dpo generates nothing; remove it"),
     ({"--rl-schedule": "async", "--rl-correction": "mask"}, "--rl-schedule async ... --rl-generators N"),
-    (ASYNC | {"--rl-correction": None}, "--rl-max-staleness 1 ... --rl-correction truncate ... --rl-max-staleness 0"),
+    (
+        ASYNC | {"--rl-correction": None},
+        "--rl-max-staleness 1 (the default): ... --rl-correction truncate ... --rl-max-staleness 0",
+    ),
+    (ASYNC | {"--rl-correction": None, "--rl-max-staleness": "2"}, "--rl-max-staleness 2: ... --rl-correction"),
     (ASYNC | {"--rl-generators": "2"}, "--rl-generators 2 ... -m mindspeed_rl_plugin ... mindspeed_rl_plugin.adaptor"),
     (ASYNC | {"--rl-async-order": "strict"}, "--rl-async-order strict ... --rl-generators N"),
     (ASYNC | {"--rl-reward-model-device": "accelerator"}, "--rl-reward-model-device accelerator ... host"),
@@ -237,11 +241,14 @@ BAD = [
     ({"--rl-schedule": "streamed", "--rl-inflight": "drain"}, "--rl-inflight ... --rl-schedule async"),
     ({"--rl-generators": "1"}, "--rl-generators ... --rl-schedule async"),
     (CARRY | {"--rl-correction": None}, "--rl-carry-unfinished ... --rl-correction truncate"),
-    (CARRY | {"--rl-schedule": None}, "--rl-carry-unfinished ... --rl-schedule sync ... --rl-schedule streamed"),
+    (CARRY | {"--rl-schedule": None}, "--rl-carry-unfinished ... --rl-schedule sync (the default) ... streamed"),
     (ASYNC | {"--rl-carry-unfinished": ""}, "--rl-carry-unfinished ... --rl-schedule async ... --rl-schedule streamed"),
     (CARRY | {"--rl-oversample-drop": ""}, "--rl-carry-unfinished and --rl-oversample-drop ... remove one"),
     (CARRY | {"--rl-max-staleness": "0"}, "--rl-max-staleness 0 ... --rl-carry-unfinished ... 1 or more"),
-    (CARRY | {"--rl-oversample": "2.5"}, "--rl-oversample 2.5 ... --rl-max-staleness 1 ... at most 2"),
+    (
+        CARRY | {"--rl-oversample": "2.5"},
+        "--rl-oversample 2.5 ... 1 + --rl-max-staleness 1 (the default) ... at most 2",
+    ),
     (CARRY | {"--rl-oversample": "1"}, "--rl-oversample 1 ... 1.25"),
     (CARRY | {"--rl-filtration": "pow", "--rl-filtration-whole-batch": ""}, "streamed ... --rl-filtration-whole-batch"),
     ({"--rl-schedule": "streamed", "--rl-oversample": "2"}, "--rl-oversample 2 ... --rl-carry-unfinished ... -drop"),
@@ -272,6 +279,7 @@ BAD = [
     ({"--rl-reward-timeout": "5 6"}, "2 time limits (5 6) for 1 rewards"),
     ({"--rl-reward-timeout": ""}, "0 time limits (none) for 1 rewards"),
     ({"--rl-max-response-length": "33"}, "32 + --rl-max-response-length 33 = 65 tokens ... --seq-length 64"),
+    ({"--rl-max-response-length": None}, "32 + --rl-max-response-length 1024 (the default) = 1056 ... --seq-length 64"),
     ({"max_position_embeddings": 63}, "64 tokens ... --max-position-embeddings 63"),
     ({"--rl-generate-tp": "3"}, "--rl-generate-tp 3 ... 4 ranks"),
     (TP4 | dict(num_attention_heads=6, num_query_groups=2), "--rl-generate-tp 4 ... --num-attention-heads 6"),
@@ -347,6 +355,21 @@ def test_refused(build, changes, expected):
     lines = problems_of(build, changes)
     assert any(names(line, expected) for line in lines), lines
     assert len(set(lines)) == len(lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "-size 2 does not divide the 3 ranks that train (3 trainers = 4 ranks - --rl-generators 1); start"),
+        ({"tensor_model_parallel_size": 1}, "x 3 data-parallel ranks = 6 (3 trainers = 4 ranks - --rl-generators 1);"),
+    ],
+)
+def test_a_number_of_trainers_that_does_not_divide_is_said_to_be_what_generators_leave(
+    build, monkeypatch, changes, expected
+):
+    monkeypatch.setenv("MINDSPEED_RL_PART", "1")
+    changes = ASYNC | {"--rl-generators": "1", "world_size": 3} | changes
+    assert any(expected in line for line in problems_of(build, changes)), problems_of(build, changes)
 
 
 @pytest.mark.parametrize(("changes", "expected"), UNBUILT, ids=lambda value: str(value)[-40:])
@@ -504,6 +527,12 @@ def test_warnings(build, tmp_path):
         )
         flag_checks.check_args(args)
         assert [line.split(":")[0] for line in flag_checks.warnings(args)] == ["--rl-dock anything is ignored"]
+    colocated = {"--rl-swap": ["none"], "--rl-reshard": ["allgather"], "--rl-reshard-bucket-mb": ["64"]}
+    (line,) = flag_checks.warnings(build({"--rl-schedule": ["async"], **colocated}))
+    assert names(
+        line, "--rl-reshard allgather, --rl-swap none, --rl-reshard-bucket-mb 64: ... under --rl-schedule async"
+    )
+    assert flag_checks.warnings(build(colocated)) == flag_checks.warnings(build({"--rl-schedule": ["async"]})) == []
     (line,) = flag_checks.warnings(build({"swap_optimizer": True}))
     assert names(line, "--swap-optimizer ... --rl-swap optimizer")
     assert flag_checks.warnings(build({"swap_optimizer": True, "--rl-swap": ["params,grads"]})) == []

@@ -112,6 +112,6 @@ def test_pairs_refuse_whole_groups_less_what_they_read():
             (message,) = lines
             name, _, rest = message.partition(" has no meaning for --rl-algorithm dpo here: only ")
             assert flag_name(field.name).removeprefix("--") in name, message
-            assert rest.startswith("an algorithm that samples responses"), message
+            assert rest == "an algorithm that samples responses reads it, and dpo generates nothing; remove it", message
     assert read == {"data", "rollout", "algorithm", "forward", "dock", "monitor"}
     assert unread(chosen("dpo", kl_loss_coef=0.0)) == [], "the preset's own value"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -16,9 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 
+sys.path.append(str(Path(__file__).parent))
+from two_machines import Machine  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
+JOINED = Path(__file__).with_name("joined_script.py")
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --group-query-attention --num-query-groups 2 "
@@ -168,6 +174,22 @@ class Job:
         self.save.mkdir(parents=True, exist_ok=True)
         return self.save / f"agent{agent}.log"
 
+    def invitation(self) -> tuple[str, str]:
+        """Address and secret file that the job prints."""
+        found, end = None, time.monotonic() + 120
+        while found is None and time.monotonic() < end and self.processes[0].poll() is None:
+            time.sleep(0.1)
+            found = re.search(r"generate --join (\S+) --secret-file (\S+)", self.log_file(0).read_text())
+        assert found, self.log_file(0).read_text()[-6000:]
+        return found[1], found[2]
+
+    def trained(self) -> list[tuple[int, int, int]]:
+        """Ids of all rows that were trained, by its dumps, in order."""
+        tables = [
+            pq.read_table(f, columns=["epoch", "group", "member"]) for f in (self.save / "dump").glob("*.parquet")
+        ]
+        return sorted(row for table in tables for row in zip(*(c.to_pylist() for c in table.columns), strict=True))
+
     def wait(self, timeout: float) -> Result:
         """The end of all agents. Raises subprocess.TimeoutExpired past `timeout` seconds."""
         end = time.monotonic() + timeout
@@ -212,6 +234,29 @@ class Job:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+class Joined:
+    """Engines that join a job, each a process of its own, which may be killed at a moment of its work."""
+
+    def __init__(self, job, python: str) -> None:
+        self.job, self.python = job, python
+        self.engines: list[subprocess.Popen] = []
+
+    def join(self, moment: str = "never", ranks: int = 1, on: Machine | None = None) -> subprocess.Popen:
+        """One more. on: another machine."""
+        address, secret_file = self.job.invitation()
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        given = [*torchrun, str(JOINED), moment, "--join", address, "--secret-file", secret_file]
+        command = [self.python, *given] if on is None else on.command([sys.executable, *given])
+        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        with (self.job.save / f"engine{len(self.engines)}.log").open("w") as log:
+            engine = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        self.engines.append(engine)
+        return engine
+
+    def said(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.job.save.glob("engine*.log")))
 
 
 @pytest.fixture(scope="session")
@@ -278,6 +323,21 @@ def job(request: pytest.FixtureRequest, arithmetic: Path, tmp_path: Path) -> Ite
 def shared_job(request: pytest.FixtureRequest, arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """Factory of jobs that several tests of a file read."""
     yield from factory(request, arithmetic, tmp_path_factory.mktemp("shared"))
+
+
+@pytest.fixture
+def joined(warm_python):
+    made: list[Joined] = []
+
+    def make(job) -> Joined:
+        made.append(Joined(job, warm_python))
+        return made[-1]
+
+    yield make
+    for engine in (engine for one in made for engine in one.engines):
+        if engine.poll() is None:
+            os.killpg(engine.pid, signal.SIGKILL)
+            engine.wait()
 
 
 @pytest.fixture

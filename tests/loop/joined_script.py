@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 from mindspeed_rl_plugin.__main__ import main
 from mindspeed_rl_plugin.dock import Dock
@@ -48,9 +49,15 @@ def leased():
 
 
 def slow():
-    """Each step of the engine takes longer than bringing weights, so that some response is always in the making."""
-    step = VllmEngine._step
+    """Each step of the engine takes longer than bringing weights, so that some response is always in the making. A
+    response has at most twice as many tokens as its prompt."""
+    step, submit = VllmEngine._step, VllmEngine.submit
+
+    def cut(request):
+        return replace(request, sampling=replace(request.sampling, max_tokens=2 * len(request.prompt_tokens)))
+
     VllmEngine._step = lambda self: time.sleep(0.03) or step(self)
+    VllmEngine.submit = lambda self, requests: submit(self, [cut(request) for request in requests])
 
 
 MOMENTS = {

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl_plugin.loop.rollout_plan import of_epoch, plan_groups
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
+from mindspeed_rl_plugin.stages.select import GroupStats, Rounds
 
 
 class Job:
@@ -122,3 +124,51 @@ def test_a_resume_goes_on_with_the_counts() -> None:
     assert resumed == admission
     resumed.publish(3, 1)  # in the middle of a rollout of several steps
     assert resumed.lag(3) == 0 and resumed.lag(0) == 1
+
+
+def sampled_rollouts(admission: Admission, limit: int, informative: float, dice: random.Random) -> int:
+    """Rollouts of a run under dynamic sampling, as the asynchronous schedule collects them; ends with what Rounds
+    raises. Checks that each takes about as many groups as the limit allows."""
+    wanted, deferred, queue, fates, opened = admission.rollout, (), [], [], 0
+    cut = lambda groups: plan_groups(groups, 1, global_batch_size=wanted, micro_batch_size=1, dp_size=1)  # noqa: E731
+
+    def admit() -> None:
+        nonlocal opened
+        while groups := admission.next_epoch:
+            admission.admitted += groups
+            queue.append(of_epoch(opened, groups))
+            opened += 1
+
+    for number in range(admission.rollouts):
+        admission.publish(number, number)
+        admit()
+        rounds, whole = Rounds(deferred, wanted, limit, cut), False
+        while not whole:
+            graded = {group: GroupStats(False, dice.random() < informative, 1.0) for group in queue.pop(0)}
+            try:
+                whole = rounds.add(graded)
+            except ValueError as error:
+                assert "--rl-dynamic-sampling-rounds" in str(error) and limit * wanted <= rounds.sampled
+                return number
+            finally:
+                assert rounds.sampled < (limit + 2) * wanted, "it goes on past its limit"
+            selection = rounds.selection
+            admission.dropped += len(selection.dropped)
+            fates += [*selection.dropped, *selection.trained]
+            deferred = selection.deferred
+            admit()
+        assert len(selection.trained) == wanted
+    assert len(fates) == len(set(fates)) == admission.admitted, "each group that was admitted has one fate"
+    return admission.rollouts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 4), st.integers(1, 8), st.integers(1, 4), st.sampled_from([0.0, 0.1, 0.3, 0.8]), st.integers(0))
+def test_dynamic_sampling_ends_within_its_limit(k, rollout, limit, informative, seed) -> None:
+    sampled_rollouts(Admission(rollout, k, rollouts=7), limit, informative, random.Random(seed))
+
+
+def test_groups_without_signal_fill_rollouts_up_where_rounds_are_small() -> None:
+    """Of a run with few informative groups the last rollouts, too, are trained on what there is."""
+    runs = [sampled_rollouts(Admission(8, 2, rollouts=7), 2, 0.3, random.Random(seed)) for seed in range(20)]
+    assert runs == [7] * 20

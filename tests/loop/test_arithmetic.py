@@ -51,7 +51,7 @@ def test_numbers(change, prompts, samples, steps, micro_batches, rollouts):
         ),
         (
             {"prompts": 17},
-            r"136 samples \(--rl-rollout-prompts 17 x --rl-samples-per-prompt 8\), not a multiple of "
+            r"136 samples \(--rl-rollout-prompts 17 x --rl-samples-per-prompt 8 \(the default\)\), not a multiple of "
             r"--global-batch-size 32; set --rl-rollout-prompts to 16 or 20",
         ),
         ({"prompts": 1}, r"set --rl-rollout-prompts to 4$"),
@@ -81,6 +81,13 @@ def test_a_batch_is_refused_before_megatron_names_other_flags(change, refused):
     said = "--global-batch-size 60 is not a multiple of --micro-batch-size 12 x 2 data-parallel ranks = 24"
     with pytest.raises(ValueError, match=said) if refused else nullcontext():
         check_batch(args)
+
+
+def test_a_group_size_that_nobody_gave_is_said_to_be_the_default():
+    with pytest.raises(ValueError, match=r"32 is not a multiple of --rl-samples-per-prompt 5, so"):
+        derive(**{**BASE, "prompts": None, "global_batch": 32, "members": 5})
+    with pytest.raises(ValueError, match=r"60 is not a multiple of --rl-samples-per-prompt 8 \(the default\), so"):
+        derive(**{**BASE, "prompts": None, "global_batch": 60, "members": 8})
 
 
 def test_the_fix_that_the_message_names_works():

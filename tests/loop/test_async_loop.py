@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
-import subprocess
+import statistics
 import time
 from pathlib import Path
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from mindspeed_rl_plugin.client import Client
+from mindspeed_rl_plugin.dock.places import DONE
+from mindspeed_rl_plugin.launch.checkpoint_files import read_state, read_tracker
 from mindspeed_rl_plugin.monitor.run_files import read_apart
 
 AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
-LAGGED, JOINED = (Path(__file__).with_name(f"{name}_script.py") for name in ("lagged", "joined"))
-ROOT = Path(__file__).parents[2]
+LAGGED = Path(__file__).with_name("lagged_script.py")
 ASYNC = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
 STRICT = ("--rl-async-order", "strict")
 # Two optimizer steps of a rollout, so that publications are fewer than iterations.
@@ -105,14 +109,6 @@ def test_an_evaluation_has_one_version_and_does_not_stop_training(job, arithmeti
     nothing_left()
 
 
-FAILING = """
-import os
-
-def grade(response):
-    if os.path.exists(__file__ + ".bad"):
-        raise KeyError("lost")
-    return 1.0
-"""
 # Every other group gets nothing, so that it teaches nothing.
 OWN = """
 from tensordict import TensorDict
@@ -125,49 +121,14 @@ class Halved:
 """
 
 
-class Joined:
-    """Engines that join a job, each a process of its own. script: with the moment at which one is killed."""
-
-    def __init__(self, job, python: str) -> None:
-        self.job, self.python = job, python
-        self.engines: list[subprocess.Popen] = []
-
-    def join(self, moment: str = "never", ranks: int = 1) -> subprocess.Popen:
-        found, end = None, time.monotonic() + 120
-        while found is None and time.monotonic() < end:
-            time.sleep(0.1)
-            found = re.search(r"generate --join (\S+) --secret-file (\S+)", self.job.log_file(0).read_text())
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        command = [self.python, *torchrun, str(JOINED), moment, "--join", found[1], "--secret-file", found[2]]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        with (self.job.save / f"engine{len(self.engines)}.log").open("w") as log:
-            engine = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
-        self.engines.append(engine)
-        return engine
-
-    def said(self) -> str:
-        return "\n".join(path.read_text() for path in sorted(self.job.save.glob("engine*.log")))
-
-
-@pytest.fixture
-def joined(warm_python):
-    made: list[Joined] = []
-
-    def make(job) -> Joined:
-        made.append(Joined(job, warm_python))
-        return made[-1]
-
-    yield make
-    for engine in (engine for one in made for engine in one.engines):
-        if engine.poll() is None:
-            os.killpg(engine.pid, signal.SIGKILL)
-            engine.wait()
-
-
-def trained(job) -> list[tuple[int, int, int]]:
-    """Ids of all rows that were trained, in no order."""
-    tables = [pq.read_table(f, columns=["epoch", "group", "member"]) for f in (job.save / "dump").glob("*.parquet")]
-    return sorted(row for table in tables for row in zip(*(c.to_pylist() for c in table.columns), strict=True))
+def places(job, offered: list[dict[str, str]]) -> list[tuple[int, int]]:
+    """Epoch and group that each offered prompt became, which is one."""
+    names = ["prompt", "answer", "epoch", "group"]
+    tables = [pq.read_table(f, columns=names) for f in (job.save / "dump").glob("*.parquet")]
+    rows = {row for table in tables for row in zip(*(c.to_pylist() for c in table.columns), strict=True)}
+    found = [(e, g) for prompt, answer, e, g in rows if {"prompt": prompt, "answer": answer} in offered]
+    assert len(found) == len(offered), found
+    return sorted(found)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +147,14 @@ def trained(job) -> list[tuple[int, int, int]]:
     ],
 )
 def test_a_joined_engine_that_is_killed_costs_the_job_nothing(job, joined, nothing_left, moment: str) -> None:
-    """Each admitted row is trained once, whoever sampled it."""
+    """Each admitted row is trained once, whoever sampled it, and so is each prompt that a program has offered."""
     running = job("--train-iters", "6", *ASYNC, "--rl-generators", "0", ranks=1).dumping()
     running.start()
+    with Client(*running.invitation()) as source:
+        with pytest.raises(ValueError, match="row 0 has 99 tokens, --rl-max-prompt-length is 16"):
+            source.offer([{"prompt": "1" * 99, "answer": ""}])
+        offered = [{"prompt": f"{n}*2=", "answer": str(2 * n)} for n in range(6)]
+        assert source.offer(offered) == [-1, -2, -3, -4, -5, -6]
     engines = joined(running)
     dying = engines.join(moment)
     assert dying.wait(120) == -signal.SIGKILL, engines.said()[-3000:]
@@ -196,7 +162,10 @@ def test_a_joined_engine_that_is_killed_costs_the_job_nothing(job, joined, nothi
     result = running.wait(120)
     assert result.code == 0, result.log[-4000:] + engines.said()[-3000:]
     assert healthy.wait(20) == 0 and "the job has ended" in engines.said()
-    assert trained(running) == [(e, g, m) for e in range(6) for g in range(4) for m in range(4)]
+    assert running.trained() == [(e, g, m) for e in range(6) for g in range(4) for m in range(4)]
+    of_offers = places(running, offered)
+    first, second = min(of_offers)[0], max(of_offers)[0]
+    assert [epoch for epoch, _ in of_offers] == [first] * 4 + [second] * 2 and second == first + 1, "before the data's"
     assert not (running.run_dir / "secret").exists()
     nothing_left()
 
@@ -213,9 +182,13 @@ def test_an_engine_leaves_and_another_one_comes(job, joined, nothing_left) -> No
         time.sleep(0.05)
     first.send_signal(signal.SIGTERM)
     assert first.wait(30) == 0 and "has left the job" in engines.said()
+    assert re.search(r"\[rl\] joined the job at \S+ \(run \S+\); its newest weights are version 0", engines.said())
     assert engines.join().wait(120) == 0
-    assert running.wait(30).code == 0
-    assert trained(running) == [(e, g, m) for e in range(30) for g in range(4) for m in range(4)]
+    result = running.wait(30)
+    assert result.code == 0 and "this job has no engine yet, and waits for one to join: python -m" in result.log
+    assert result.log.count("[rl] engine joined: joined engine, process ") == 2
+    assert "engines at work: 0: the job waits for one to join" in result.log
+    assert running.trained() == [(e, g, m) for e in range(30) for g in range(4) for m in range(4)]
     nothing_left()
 
 
@@ -227,7 +200,7 @@ def test_an_engine_of_two_ranks_joins(job, joined, nothing_left) -> None:
     engine = joined(running).join(ranks=2)
     result = running.wait(120)
     assert result.code == 0 and engine.wait(30) == 0, result.log[-3000:]
-    assert trained(running) == [(e, g, m) for e in range(4) for g in range(4) for m in range(4)]
+    assert running.trained() == [(e, g, m) for e in range(4) for g in range(4) for m in range(4)]
     assert max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
     nothing_left()
 
@@ -240,14 +213,14 @@ def test_ray_places_engines_and_starts_one_again_that_dies(job, ray_cluster, not
     while not list((running.save / "dump").glob("*.parquet")):
         assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
         time.sleep(0.05)
-    address = re.search(r"generate --join (\S+)", running.log_file(0).read_text())[1]
+    address = running.invitation()[0]
     (engine,) = (p for p in psutil.process_iter(["cmdline"]) if is_engine(p.info["cmdline"], address))
     engine.kill()
     result = running.wait(240)
     watched = (running.run_dir / "engines-on-ray.log").read_text()
     assert result.code == 0, result.log[-4000:] + watched[-4000:]
     assert "engine 0 on Ray ended with -9" in watched and "started again in 1 s" in watched
-    assert trained(running) == [(e, g, m) for e in range(12) for g in range(4) for m in range(4)]
+    assert running.trained() == [(e, g, m) for e in range(12) for g in range(4) for m in range(4)]
     assert not [p for p in psutil.process_iter(["cmdline"]) if is_engine(p.info["cmdline"], address)]
     nothing_left()
 
@@ -262,25 +235,14 @@ def test_ctrl_c_ends_all_ranks_and_the_engines_that_joined(job, joined, nothing_
     """As a shell sends it: to the launcher and all its ranks."""
     running = job("--train-iters", "1000", *ASYNC, cold=True).dumping()
     running.start()
-    guest = joined(running).join()
+    engines = joined(running)
+    guest = engines.join()
     while not list((running.save / "dump").glob("*.parquet")):
         time.sleep(0.05)
     os.killpg(running.processes[0].pid, signal.SIGINT)
     assert "[rl] interrupted in iteration" in running.wait(60).log
-    assert guest.wait(60) is not None
-    nothing_left()
-
-
-@pytest.mark.slow
-def test_a_grader_that_fails_ends_the_job(job, nothing_left, tmp_path) -> None:
-    (tmp_path / "grader.py").write_text(FAILING)
-    running = job("--train-iters", "1000", *ASYNC, "--rl-reward", f"{tmp_path}/grader.py:grade").dumping()
-    running.start()
-    while not list((running.save / "dump").glob("*.parquet")):
-        time.sleep(0.05)
-    (tmp_path / "grader.py.bad").touch()
-    result = running.wait(60)
-    assert result.code != 0 and "KeyError: 'lost'" in result.log
+    code = guest.wait(60)
+    assert code == 0 and "the job has ended" in engines.said(), (code, engines.said()[-3000:])
     nothing_left()
 
 
@@ -317,13 +279,22 @@ def test_a_free_run_that_is_resumed_trains_each_row_once(job, arithmetic) -> Non
     data = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "3")
     common = ("--save-interval", "3", *SIZES, *data)
     apart = (*ASYNC, "--rl-max-staleness", "2")
-    job("--train-iters", "12", *common, *apart, "--exit-interval", "3", name="run").dumping().run()
+    first = job("--train-iters", "12", *common, *apart, "--exit-interval", "3", name="run").dumping()
+    first.start()
+    offered = [{"prompt": f"{n}*2=", "answer": str(2 * n)} for n in range(12)]
+    with Client(*first.invitation()) as source:
+        assert source.newest(deadline=120) == 0, "three rollouts are admitted; the next one is of offers"
+        source.offer(offered)
+    assert first.wait(120).code == 0
+    state = torch.load(first.save / "iter_0000003" / "rl_state.pt", weights_only=True)["loop"]
+    assert len(state["offers"]["waiting"]) == 4
     second = job("--train-iters", "12", *common, *apart, "--exit-interval", "6", name="run").dumping()
     second.run()
     last = job("--train-iters", "12", *common, *apart, name="run").dumping()
     result = last.run()
     assert [line["iteration"] for line in result.metrics] == [*range(1, 13)]
-    assert trained(last) == [(e, g, m) for e in range(6) for g in range(8) for m in range(4)]
+    assert last.trained() == [(e, g, m) for e in range(6) for g in range(8) for m in range(4)]
+    assert len(places(last, offered)) == 12, "those that waited when the first part ended, too"
     assert [e["iteration"] for e in result.evaluations] == [0, 4, 6, 10, 12]
 
 
@@ -337,11 +308,23 @@ def test_an_exact_resume_samples_nothing_anew(job, arithmetic) -> None:
     last = job("--train-iters", "9", *flags, name="run").dumping()
     result = last.run()
     assert [line["iteration"] for line in result.metrics] == [*range(1, 10)]
-    assert trained(last) == [(e, g, m) for e in range(5) for g in range(8) for m in range(4)]
+    assert last.trained() == [(e, g, m) for e in range(5) for g in range(8) for m in range(4)]
     # Publication 2 of 4 steps was out at the checkpoint, so rollouts up to 4 were admitted, all that there are.
     files = (last.save / "dump").glob("*.parquet")
     assert max(v for f in files for v in pq.read_table(f, columns=["version"])["version"].to_pylist()) <= 4
     assert [e["iteration"] for e in result.evaluations] == [0, 9]
+
+
+@pytest.mark.slow
+def test_exact_resume_may_be_given_in_the_middle_of_a_rollout(job) -> None:
+    """Engines have no weights until its three steps are done, so no checkpoint before that waits for what a slow engine
+    left to sample."""
+    slow = ("--rl-max-running", "1", "--rl-max-response-length", "16", "--rl-max-staleness", "2")
+    flags = ("--train-iters", "9", "--save-interval", "1", "--rl-rollout-prompts", "12", *ASYNC, *slow)
+    job(*flags, "--exit-interval", "1", name="run").dumping().run()
+    last = job(*flags, "--rl-exact-resume", "--rl-wait-timeout", "30", name="run").dumping()
+    assert [line["iteration"] for line in last.run().metrics] == [*range(1, 10)]
+    assert last.trained() == [(e, g, m) for e in range(3) for g in range(12) for m in range(4)]
 
 
 @pytest.mark.slow
@@ -391,25 +374,88 @@ def test_a_signal_saves_a_checkpoint_and_ends_all_ranks(job, nothing_left) -> No
         time.sleep(0.05)
     os.kill(running.processes[0].pid, signal.SIGTERM)
     result = running.wait(60)
-    assert (running.save / "latest_checkpointed_iteration.txt").exists(), result.log[-3000:]
+    assert result.code == 1 and "got signal: 15" in result.log, "what torchrun makes of it, whatever the ranks do"
+    assert " stops: " not in result.log, result.log[-3000:]
+    state, dock = read_state(str(running.save), read_tracker(str(running.save)))
+    epochs = {epoch["number"]: epoch for epoch in dock["epochs"]}
+    graded = [epochs[number]["status"]["reward"].tolist() for number, _ in state["loop"]["queue"]]
+    assert graded == [[DONE] * 16] * 2, "two rollouts are admitted ahead"
     nothing_left()
+
+
+# The last part of each response: the weights that sampled it, and its first token.
+LAST_PART = """
+import torch
+from mindspeed_rl_plugin.dock import ColumnSpec
+from tensordict import TensorDict
+
+class LastPart:
+    reads = ("segments",)
+    writes = tuple(ColumnSpec(name, torch.int64, "sample", ragged=False) for name in ("last_first", "last_version"))
+
+    def compute(self, rows):
+        first, version = torch.stack([parts[-1] for parts in rows["segments"].unbind()]).T
+        return TensorDict({"last_first": first, "last_version": version}, batch_size=rows.batch_size)
+"""
+
+
+def dumped(job) -> list[dict]:
+    """All rows that were trained, by their ids."""
+    rows = [row for file in (job.save / "dump").glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    return sorted(rows, key=lambda row: (row["epoch"], row["group"], row["member"]))
+
+
+def check_log_probs(rows: list[dict], inflight: str) -> None:
+    """Where the newest weights sampled the last part of a response, its log-probs are the trainer's: to the last digits
+    where the tokens before it went through these weights too."""
+    worst = {False: [], True: []}  # of several parts
+    for row in rows:
+        if row["last_version"] == row["iteration"] - 1:
+            first = row["last_first"] - len(row["prompt_tokens"])
+            pairs = zip(row["logp_rollout"][first:], row["logp_old"][first:], strict=True)
+            worst[first > 0].append(max(abs(a - b) for a, b in pairs))
+    assert worst[False] and max(worst[False]) < AGREEMENT
+    assert bool(worst[True]) == (inflight != "drain")
+    if inflight == "recompute":
+        assert max(worst[True]) < AGREEMENT
+    if inflight == "keep":
+        assert max(worst[True]) > AGREEMENT, "keys and values of older weights make a difference"
+
+
+def check_longest_first(rows: list[dict], staleness: int) -> None:
+    """All rollouts have the same prompts; those go first whose responses were long in the rollout that was the last one
+    trained when this one was admitted."""
+    lengths: dict[tuple[int, str], list[int]] = {}
+    for row in rows:
+        lengths.setdefault((row["epoch"], row["prompt"]), []).append(row["response_length"])
+    mean = {key: sum(of) / len(of) for key, of in lengths.items()}
+    for epoch in range(staleness + 1, rows[-1]["epoch"] + 1):
+        before = [mean[epoch - staleness - 1, prompt] for e, prompt in mean if e == epoch]
+        assert before == sorted(before, reverse=True) and before[0] > before[-1] + 4, (epoch, before)
 
 
 @pytest.mark.parametrize(
     "inflight", ["keep", *(pytest.param(i, marks=pytest.mark.slow) for i in ("recompute", "drain"))]
 )
-def test_new_weights_come_while_responses_are_in_the_making(job, joined, inflight: str) -> None:
-    """Where responses go on under newer weights, some have several segments."""
+def test_new_weights_come_while_responses_are_in_the_making(job, joined, tmp_path, inflight: str) -> None:
+    """Where responses go on under newer weights, some have several segments. What a run tells of itself."""
     flags = ("--rl-generators", "0", "--rl-inflight", inflight, "--rl-max-staleness", "2")
+    (tmp_path / "parts.py").write_text(LAST_PART)
+    prompts = [{"prompt": f"{number}*2=", "answer": ""} for number in (7, 77, 777, 77777)]  # of 4, 5, 6 and 8 tokens
+    (tmp_path / "four.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    flags += ("--rl-stage", f"{tmp_path}/parts.py:LastPart", "--rl-prompt-data", f"{tmp_path}/four.jsonl")
     running = job(
         "--train-iters", "8", "--rl-max-response-length", "16", "--rl-max-running", "7", *ASYNC, *flags, ranks=1
-    )
+    ).dumping()
     running.start()
     engine = joined(running).join("never, but slow")
     result = running.wait(120)
     assert result.code == 0 and engine.wait(20) == 0, result.log[-3000:]
     segments = [line["segments/mean"] for line in result.metrics]
     assert len(segments) == 8 and (max(segments) > 1) == (inflight != "drain"), segments
+    rows = dumped(running)
+    check_log_probs(rows, inflight)
+    check_longest_first(rows, staleness=2)
     assert max(line["lag/max"] for line in result.metrics) >= 1
     # What the report shows of it.
     apart = read_apart(running.run_dir)
@@ -418,6 +464,20 @@ def test_new_weights_come_while_responses_are_in_the_making(job, joined, infligh
     begin, end = result.metrics[0]["time"] - 60, result.metrics[-1]["time"] + 60
     assert all(begin < e["start"] <= e["end"] < end for e in apart)
     for name in ("trainers_starved", "engines_back_pressure", "engines_version"):
-        assert all(0 <= line[f"idle/{name}"] <= 1 for line in result.metrics[1:] if "engines" in line), name
+        assert all(0 <= line.get(f"idle/{name}", 0) <= 1 for line in result.metrics[1:]), name
+    assert [line["engines"] for line in result.metrics] == [1.0] * 8
     assert max(line["idle/trainers_starved"] for line in result.metrics) > 0.3, "the engine is slow"
-    assert "| lag " in result.log and " gen " in result.log
+    share = r"\d+%"
+    idle = rf"idle train {share} back-pressure {share} version {share}"
+    shown = r"\| lag [\d.]+/[\d.]+ seg [\d.]+ sampled len [\d.]+ \| %s \| pull [\d.]+s pause [\d.]+s \|"
+    assert re.search(shown % idle, result.log)
+    with_engine = [line for line in result.metrics if "weights/bytes_pulled" in line]
+    assert len(with_engine) >= 4
+    for line in with_engine:
+        assert 0 < line["weights/pull_seconds"] < 20 and 0 < line["weights/pause_seconds"] < 20
+    # One trainer and one engine: what is published is pulled, all of it and no more. A line may hold the pulls of two
+    # publications and one pause.
+    pulled = statistics.median_low(line["weights/bytes_pulled"] for line in with_engine)
+    assert {line["weights/bytes_published"] for line in result.metrics} == {pulled} and pulled > 1e5
+    assert all(0 < line["seconds/publish"] < 20 for line in result.metrics[:-1]), "the last weights are for nobody"
+    assert re.search(r"\[rl\] the model of this run's stages: iteration [\d.]+ s \(measured [\d.]+ s\), ", result.log)

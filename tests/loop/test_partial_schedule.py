@@ -18,7 +18,7 @@ PROMPTS, MEMBERS, MOST = 2, 2, 5
 class Engine:
     """Finishes every row at once. asked: the rows of each call."""
 
-    leader = True
+    leader, progress = True, 0.0
 
     def __init__(self) -> None:
         self.asked: list[list[SampleId]] = []

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -25,16 +23,6 @@ AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
 ALONE = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-max-staleness", "0", "--save-interval", "2")
 
 
-def invitation(job) -> tuple[str, str]:
-    """Address and secret file that a job prints."""
-    found, end = None, time.monotonic() + 120
-    while found is None and time.monotonic() < end and job.processes[0].poll() is None:
-        time.sleep(0.1)
-        found = re.search(r"generate --join (\S+) --secret-file (\S+)", job.log_file(0).read_text())
-    assert found, job.log_file(0).read_text()[-6000:]
-    return found[1], found[2]
-
-
 @pytest.mark.slow
 def test_a_users_engine_trains_a_job_and_its_bad_rows_do_not(job, nothing_left) -> None:
     running = job("--train-iters", "3", *ALONE, ranks=2).dumping()
@@ -42,14 +30,14 @@ def test_a_users_engine_trains_a_job_and_its_bad_rows_do_not(job, nothing_left) 
     pulled, lines, refused, graded = {}, [], 0, {}
 
     def observe() -> None:
-        with Client(*invitation(running)) as seen:
+        with Client(*running.invitation()) as seen:
             while not seen.ended:
                 lines.extend(seen.metrics(deadline=0.02))
                 rows = seen.read(seen.finished(), ["reward", "response_length"])
                 graded.update({tuple(i): r for i, r in zip(rows["ids"].tolist(), rows["reward"].tolist(), strict=True)})
 
     observer = threading.Thread(target=observe)
-    with Client(*invitation(running)) as outside:
+    with Client(*running.invitation()) as outside:
         observer.start()
         engine = example.Engine(outside, "cpu")
         engine.load()

@@ -128,7 +128,23 @@ def test_the_end_of_a_run_says_predicted_and_measured(tmp_path):
     counts = {"engines/tokens_per_second": 900.0, "idle/engines_back_pressure": 0.25, "idle/engines_version": 0.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**json.loads(n), **counts}) + "\n" for n in lines))
     shares = comparison.line(tmp_path)
-    assert "engines held back" in shares and "(25%)" in shares
+    assert "back-pressure" in shares and "(25%)" in shares
+    rows = [json.loads(n) for n in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    def line_with(**of_row):
+        changed = [row | {name: value(n) for name, value in of_row.items()} for n, row in enumerate(rows)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+        return comparison.line(tmp_path)
+
+    assert comparison.CANNOT not in line_with(engines=lambda n: 1.0 if n < 2 else 3.0), "as many in all that count"
+    assert observed(tmp_path).setup.sizes.engines == 3, "though no flag says so"
+    assert (
+        line_with(engines=lambda n: 1.0 + n % 2)
+        == f"{comparison.CANNOT}: it had 1 to 2 engines, and the model knows a fixed number only"
+    )
+    assert line_with(**{"engines/tokens_per_second": lambda n: None}).startswith(
+        f"{comparison.CANNOT}: no decode step was"
+    )
     assert comparison.line(record(tmp_path, setup, rollouts=2)) == ""  # too few
     large = dataclasses.replace(setup, sizes=dataclasses.replace(SIZES, prompts=600))
     assert comparison.line(record(tmp_path, large)) == ""  # would take long

@@ -20,6 +20,13 @@ HOSTILE = "</script><script>document.title='taken'</script><!-- <b>bold</b> & \u
 STAGES = {"reshard": (0.12, 0.62), "generate": (2.1, 0.85), "reward": (0.15, 0.3), "update": (1.3, 1.0)}  # s, of 3 GiB
 
 
+# Of a rollout with engines apart; here each between 0 and 1.
+OF_APART = (
+    *("idle/trainers_starved", "idle/engines_back_pressure", "idle/engines_version", "lag/mean", "lag/token_mean"),
+    *("segments/mean", "engines/length_mean", "seconds/publish", "weights/pull_seconds", "weights/pause_seconds"),
+)
+
+
 class Meter:
     """Counts up to what the test allocates; knows only one peak, as a device does."""
 
@@ -121,7 +128,7 @@ class Builder:
     def generate_apart(self) -> None:
         """Two engines that are no ranks, and weights that go out, in the last second."""
         log, end = self.monitors[0].log_apart, self.wall.at
-        for engine in ("machine-1:77", "machine-2:78"):
+        for engine in ("generator rank 4", "joined engine, process 78 on machine-2"):
             log(engine, "generate", end - 1.0, end - 0.4)
             log(engine, "pull", end - 0.6, end - 0.4)
             log(engine, "back-pressure", end - 0.4, end)
@@ -173,6 +180,8 @@ def build_run(
         stages = leader.stage_metrics()
         speed = throughput(int(rows["length"].sum()), devices=ranks, seconds=stages["seconds/iteration"])
         measured = rollout_metrics(rows, rows["reward"].bool().tolist())
+        if apart:
+            measured |= {"lag/max": 1.0, **{name: run.rng.random() for name in OF_APART}}
         leader.log(k, measured | run.update(k / iterations) | speed | stages)
         if dumps:
             dump_rollout(run_dir / "dump", rows, decode, iteration=k, graders=("math", "format"))

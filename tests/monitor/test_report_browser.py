@@ -113,16 +113,27 @@ def test_curves_are_drawn_from_the_metrics(full_run, full_page):
     ):  # fmt: skip
         check_curve(full_page, rows, name)
     assert len(vertices(full_page.all("path", data_series="logp_diff/max")[0][0]["d"])) == 30
+    titles = {a["data-chart"] for a, _ in full_page.all("div") if "data-chart" in a}
+    assert "Reward" in titles and not titles & CHARTS_APART.keys(), "of engines apart there is nothing to draw"
+
+
+CHARTS_APART = {
+    "Idle time": ("idle/trainers_starved", "idle/engines_back_pressure", "idle/engines_version"),
+    "Lag": ("lag/mean", "lag/token_mean", "lag/max"),
+    "Segments of a response": ("segments/mean",),
+    "Lengths, generated and trained": ("engines/length_mean",),
+    "Weights to engines": ("seconds/publish", "weights/pull_seconds", "weights/pause_seconds"),
+}
 
 
 @pytest.mark.browser
-def test_engines_apart_are_drawn_below_the_ranks(tmp_path, run_builder):
+def test_engines_apart_are_drawn_below_the_ranks_and_have_charts(tmp_path, run_builder):
     run_builder(tmp_path / "run", iterations=3, apart=True)
     assert main([str(tmp_path / "run"), "--out", str(tmp_path / "r.html")]) == 0
     page = open_in_browser(tmp_path / "r.html", tmp_path)
     bars = [a for a, _ in page.all("rect", class_="span") if "data-process" in a]
     kinds = ["generate", "pull", "back-pressure"]
-    assert [b["data-kind"] for b in bars if b["data-process"] == "machine-1:77"] == kinds * 3 and len(bars) == 18
+    assert [b["data-kind"] for b in bars if b["data-process"] == "generator rank 4"] == kinds * 3 and len(bars) == 18
     generate, pull, idle = bars[:3]
     assert float(pull["y"]) > float(generate["y"]) == float(idle["y"]), "what runs at the same time has its own lane"
     marks = [a for a, _ in page.all("line", class_="published")]
@@ -130,6 +141,12 @@ def test_engines_apart_are_drawn_below_the_ranks(tmp_path, run_builder):
     assert float(generate["x"]) < float(marks[0]["x1"]) < float(pull["x"]) < float(idle["x"])
     lowest = max(float(a["y"]) for a, _ in page.all("rect", class_="span") if "data-rank" in a)
     assert min(float(b["y"]) for b in bars) > lowest
+    rows = read_metrics(tmp_path / "run")
+    for title, names in CHARTS_APART.items():
+        assert len(page.all("div", data_chart=title)) == 1
+        for name in names:
+            check_curve(page, rows, name)
+    assert {"generator rank 4", "joined engine 1"} <= {text for _, text in page.all("text")}
 
 
 @pytest.mark.browser

@@ -71,9 +71,17 @@ def test_what_engines_apart_did_is_on_the_clock_of_the_ranks():
         {"process": "weights", "stage": "version 7", "start": 103.0, "end": 103.0},
     ]
     data = apart_data(apart, events)
-    assert data["processes"] == ["a:1", "b:1"] and data["kinds"] == ["generate", "pull"]
-    assert data["apart"] == [[1, 1, 1.0, 0.5], [0, 0, 2.0, 2.0]] and data["marks"] == [[7, 3.0]]
-    assert apart_data([], events) == {"processes": [], "kinds": [], "apart": [], "marks": []}
+    assert data["processes"] == ["b:1", "a:1"] and data["kinds"] == ["generate", "pull"]
+    assert data["apart"] == [[0, 1, 1.0, 0.5], [1, 0, 2.0, 2.0]] and data["marks"] == [[7, 3.0]]
+    assert apart_data([], events) == {"processes": [], "labels": [], "kinds": [], "apart": [], "marks": []}
+
+
+def test_lanes_are_labelled_as_the_log_calls_generators_and_by_number_the_engines_that_joined():
+    names = ["joined engine, process 7 on b", "generator rank 10", "client, process 5 on a", "generator rank 9"]
+    apart = [{"process": name, "stage": "pull", "start": 1.0, "end": 2.0} for name in names]
+    data = apart_data(apart, [{"start": 0.0}])
+    assert data["processes"] == [names[3], names[1], names[0], names[2]]
+    assert data["labels"] == ["generator rank 9", "generator rank 10", "joined engine 1", "joined engine 2"]
 
 
 def test_samples_are_whole_groups_of_evenly_spread_rollouts(rows_builder, tmp_path):

@@ -4,7 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,9 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl_plugin.prompts import PromptStream, Renderer
+from mindspeed_rl_plugin.prompts import Offers, PromptStream, Renderer
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
+from mindspeed_rl_plugin.reward.calling import lacking
 
 LETTERS = [chr(c) for c in range(32, 127)] + ["\n", "ä"]
 TEMPLATE = (
@@ -226,6 +230,73 @@ def test_chat_template(stream, tokenizer_file: Path, tokenizer, tmp_path: Path) 
     assert parquet.messages == second.messages, "without the name that only one message has"
     with pytest.raises(ValueError, match="has no chat template"):
         stream({"a.jsonl": lines(*rows)}, chat_template=True)
+
+    chat.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="line 1: the chat template refuses field 'prompt': roles must alternate"):
+        stream({"a.jsonl": lines(*rows)}, tokenizer=chat, chat_template=True)
+
+
+def offer(offers: Offers, *rows: object, seconds: float = 0.0) -> list[int]:
+    return offers.add([json.dumps(row) for row in rows], seconds)
+
+
+def checked(rows) -> None:
+    """Of a grader that needs a level."""
+    if problem := lacking(("level",), rows):
+        raise ValueError(f"reward 'mine' {problem}")
+
+
+def test_offered_rows_are_prompts_like_the_datas_and_wait_in_order(stream) -> None:
+    data = stream({"a.jsonl": lines(*ROWS)})
+    offers = Offers(data, checked, rollout=2)
+    assert offer(offers, ROWS[3], ROWS[5]) == [-1, -2] and offer(offers, ROWS[1]) == [-3]
+    want = {p.text: p for p in data.all()}
+    taken = offers.take(2)
+    assert [p.row for p in taken] == [-1, -2] and [replace(p, row=3) for p in taken[:1]] == [want["p3"]]
+    assert offer(offers, ROWS[0]) == [-4], "numbers do not come again"
+    assert [(p.row, p.text) for p in offers.take(9)] == [(-3, "p1"), (-4, "p0")] and offers.take(9) == []
+    assert data.next(7) and data.state()["position"] == 7, "the data's cursor stays where it was"
+
+
+BAD_OFFERS = [
+    ({"prompt": "", "answer": "", "level": 1}, "offer: row 1: field 'prompt' gives no tokens"),
+    ({"prompt": "x" * 51, "answer": "", "level": 1}, "row 1 has 51 tokens, --rl-max-prompt-length is 50; shorten"),
+    ({"prompt": "a", "level": 1}, "offer: row 1 has no field 'answer'; it has 'prompt', 'level'"),
+    ({"prompt": "a", "answer": ""}, "reward 'mine' has a parameter 'level', but offer: row 1 has no such field"),
+    ("a", "offer: row 1 is 'a', not an object"),
+    ({"prompt": "a", "answer": "x" * (1 << 20), "level": 1}, "row 1 has 1048617 characters as JSON, the limit is 1048"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_OFFERS, ids=[message[-20:] for _, message in BAD_OFFERS])
+def test_of_an_offer_with_a_bad_row_nothing_is_taken(stream, row, message: str) -> None:
+    offers = Offers(stream({"a.jsonl": lines(*ROWS)}), checked, rollout=2)
+    with pytest.raises(ValueError, match=message):
+        offer(offers, ROWS[0], row)
+    assert offers.take(9) == []
+
+
+def test_offers_wait_for_room_and_a_checkpoint_keeps_them(stream) -> None:
+    data = stream({"a.jsonl": lines(*ROWS)})
+    offers = Offers(data, checked, rollout=1)  # so that four may wait
+    with pytest.raises(
+        ValueError, match=r"offer: 5 prompts at once, and at most 4 \(4 rollouts\) may wait; offer fewer"
+    ):
+        offer(offers, *ROWS[:5])
+    offer(offers, *ROWS[:3])
+    with pytest.raises(TimeoutError, match="no room for 2 prompts within 0.01 s: 3 wait for their turn, at most 4"):
+        offer(offers, *ROWS[:2], seconds=0.01)
+    threading.Timer(0.1, offers.take, (1,)).start()
+    began = time.monotonic()
+    assert offer(offers, *ROWS[3:5], seconds=20) == [-4, -5] and time.monotonic() - began < 15
+    state = json.loads(json.dumps(offers.state()))
+    resumed = Offers(data, checked, rollout=1)
+    resumed.load(state)
+    assert [(p.row, p.text) for p in resumed.take(9)] == [(-2, "p1"), (-3, "p2"), (-4, "p3"), (-5, "p4")]
+    assert offer(resumed, ROWS[0]) == [-6] and resumed.state()["taken"] == 5
+    shorter = Offers(stream({"b.jsonl": lines(dict(ROWS[0], prompt="a"))}, max_length=1), checked, rollout=1)
+    with pytest.raises(ValueError, match="holds 4 prompts that were offered .* --rl-max-prompt-length is 1; .* former"):
+        shorter.load(state)
 
 
 def test_tokenizer_forms_and_errors(tokenizer, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 import dataclasses
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Event
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +28,7 @@ from mindspeed_rl_plugin.reshard.verify import BrokenWeights, WeightMismatch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_cases import cases, slices  # noqa: E402
-from publish_help import Gone, chunks_of, puller_of, trainer_of  # noqa: E402
+from publish_help import Alone, Gone, chunks_of, puller_of, trainer_of  # noqa: E402
 from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
 
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
@@ -258,6 +260,24 @@ def test_closing_ends_a_pull_that_waits(once, request):
         with pytest.raises(TimeoutError, match="the pull of version 0 was ended"):
             waits.result(timeout=10)
     assert time.monotonic() - begin < 5
+
+
+def test_staging_that_another_took_the_place_of_is_let_go():
+    """Else the memory of each reader that has gone would stay until the engine ends."""
+    _, ranks, live, puller = two_ranks()
+    old = []
+
+    class Turning(Alone):
+        def get(self, version, seconds):
+            self.memory = np.empty_like(self.memory)
+            old.append(weakref.ref(self.memory))
+            return super().get(version, seconds)
+
+    puller = puller_of(puller.weights, EngineParallel(1), live, [m for _, m, _ in ranks], sharing=Turning)
+    publish(ranks, 0)
+    for _ in range(3):
+        puller.pull(0)
+    assert [there() is None for there in old] == [True, True, False]
 
 
 @pytest.mark.gpu

@@ -24,7 +24,11 @@ case "$1" in
         printf '#!/bin/sh\\n' > .venv/bin/uv; chmod +x .venv/bin/uv ;;
 esac
 """
-ON_A_MACHINE = ("mindspeed", "mindspeed_llm", "torch_npu", "vllm_ascend")  # not in this environment
+# Not in this environment; the second row: in the interpreter of `episodes.verifiers_worker`.
+ON_A_MACHINE = (
+    *("mindspeed", "mindspeed_llm", "torch_npu", "vllm_ascend"),
+    *("verifiers", "renderers", "aiohttp"),
+)
 
 
 @pytest.fixture

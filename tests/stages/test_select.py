@@ -136,6 +136,16 @@ def test_rounds_that_found_nothing_end_in_numbers_and_a_fix():
         sampled_in(3, *[(NO, NO)] * 4)
 
 
+def test_past_the_limit_small_rounds_fill_up_with_all_that_is_sampled():
+    """Rounds of one group, as engines apart may have them, for a rollout of three."""
+    cut = lambda groups: plan_groups(groups, 1, global_batch_size=3, micro_batch_size=1, dp_size=1)  # noqa: E731
+    selecting = Rounds((), 3, 1, cut)
+    assert not any(selecting.add(round_(epoch, NO)) for epoch in range(4)) and not selecting.selection.dropped
+    assert selecting.selection.kept == ((2, 0), (3, 0)), "those before the limit were replaced"
+    assert selecting.add(round_(4, YES)) and selecting.selection.trained == ((2, 0), (4, 0), (3, 0))
+    assert selecting.selection.idle == {(2, 0), (3, 0)} and selecting.metrics()["sampling/filled"] == 2
+
+
 def test_what_counts_is_whole_groups_but_for_a_users_own_say():
     reward = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0])
     graded = torch.tensor([1, 1, 1, 1, 0, 1], dtype=torch.int8)

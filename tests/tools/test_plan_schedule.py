@@ -70,11 +70,48 @@ def test_a_run_gives_the_costs_and_the_table_an_advice(tmp_path, capsys):
     assert [row[0] for row in table] == ["sync", "streamed", "async", "async"]
     assert [row[1] for row in table[2:]] == ["2", "3"]
     assert "measured in 1 run: " in "\n".join(lines)
-    assert any(line.startswith("take --rl-schedule ") for line in lines)
+    care = "ASSUMED, NOT MEASURED: --sequence-ms 0.2475, --publish-s 0.5, --pull-s 0.5, --apply-s 0.5"
+    assert lines[lines.index(care) + 1].startswith("if your costs are these: take --rl-schedule ")
     # On the ranks of the run itself sync takes what it took.
     assert plan.main(["--schedule", "--from", str(folder)]) == 0
     sync = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("sync"))
     assert float(sync[1]) == pytest.approx(12.5, rel=0.03)
+
+
+def test_what_is_assumed_is_said_at_the_advice_and_what_is_given_or_measured_is_not(tmp_path, capsys):
+    def said(*words):
+        assert plan.main(["--schedule", *map(str, words)]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    costs = "--step-ms 20, --sequence-ms 0.05, --train-tokens 8000, --reshard-s 5, --publish-s 1"
+    costs += ", --pull-s 3, --apply-s 0.5"
+    lines = said(script(tmp_path))
+    at = lines.index(f"ASSUMED, NOT MEASURED: {costs}, --grade-s 0, --response-tokens 409.6, --tail 0.8")
+    assert lines[at + 1].startswith("if your costs are these: take ") and lines[at + 2].startswith(
+        "To measure yours: run"
+    )
+    given = [word for pair in costs.split(", ") for word in pair.split()]
+    lines = said(script(tmp_path), *given, "--grade-s", 0, "--response-tokens", 400, "--tail", 0.8)
+    assert not any("ASSUMED" in line for line in lines) and any(line.startswith("take ") for line in lines)
+    assert any("--publish-s 0.5" in line for line in said("--from", run_of(tmp_path / "rl"), "--pull-s", 1))
+    by_hand = next(line for line in said("--from", tmp_path / "rl", "--response-tokens", 100) if "ASSUMED" in line)
+    assert by_hand.endswith(", --tail 0.8"), "the run's own are not in use then"
+    assert not any("--response-tokens" in line for line in said("--from", tmp_path / "rl", "--tail", 0.5))
+    assert not any("--pull-s 1" in line for line in said("--from", tmp_path / "rl", "--pull-s", 1))
+
+
+def test_a_run_that_tells_nothing_of_decode_steps_and_one_whose_engines_change(tmp_path, capsys):
+    folder = run_of(tmp_path / "rl")
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({"setup": record["setup"] | {"schedule": "async"}}))
+    assert plan.main(["--schedule", "--from", str(folder)]) == 1
+    assert "a decode step takes 0 ms by these runs or options; give --step-ms" in capsys.readouterr().err
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines = [json.dumps(json.loads(line) | {"engines": 2.0 + (n == 4)}) + "\n" for n, line in enumerate(lines)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    assert plan.main(["--schedule", "--from", str(folder), "--step-ms", "30"]) == 0
+    assert f"note    {folder} had 2 to 3 engines at work; taken: 2" in (said := capsys.readouterr().out)
+    assert "--reshard-s 0, " in said and "--step-ms" not in said
 
 
 def test_the_advice_is_the_simplest_that_is_nearly_fastest():
@@ -86,7 +123,10 @@ def test_the_advice_is_the_simplest_that_is_nearly_fastest():
         iteration: float
 
     assert schedule.advice(setups, [Took(10.0), Took(9.9), Took(9.95)]).startswith("take --rl-schedule sync: ")
-    assert schedule.advice(setups, [Took(10.0), Took(8.0), Took(7.9)]) == "take --rl-schedule streamed: 1.25 times sync"
+    assert (
+        schedule.advice(setups, [Took(10.0), Took(8.0), Took(7.9)])
+        == "take --rl-schedule streamed: 1.25 times as fast as sync"
+    )
     assert "--rl-schedule async --rl-generators 2 --rl-max-staleness 1 (and a --rl-correction): 2.00" in (
         schedule.advice(setups, [Took(10.0), Took(8.0), Took(5.0)])
     )

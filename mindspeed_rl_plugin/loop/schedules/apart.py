@@ -22,6 +22,8 @@ from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, RolloutSchedule, Stages
 from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.monitor.run_files import PUBLISHED, WEIGHTS
+from mindspeed_rl_plugin.prompts import Offers
+from mindspeed_rl_plugin.ranks import on_rank_0
 from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.grading import Grader
@@ -37,7 +39,8 @@ class AsyncSchedule(RolloutSchedule):
     """trainer: of this rank, which publishes its weights and keeps the `kept` newest; strict: whether each
     rollout must be sampled by the newest version at its admission; whole: whether a checkpoint waits until all that is
     admitted is graded; evaluation: None without data; members: most rows of a group; guests: on the leader;
-    published: versions that engines may have, for who checks their rows."""
+    published: versions that engines may have, for who checks their rows; offers: prompts that come before the data's,
+    those of the leader."""
 
     def __init__(
         self,
@@ -54,12 +57,13 @@ class AsyncSchedule(RolloutSchedule):
         members: int,
         guests: Guests | None,
         published: set[int],
+        offers: Offers,
     ) -> None:
         super().__init__(job, stages, rounds)
         self.admission, self.trainer, self.kept = admission, trainer, kept
         self.strict, self.whole = strict, whole
         self.evaluation, self.grader = evaluation, Grader(stages.reward, members, self._end)
-        self.guests, self.published = guests, published
+        self.guests, self.published, self.offers = guests, published, offers
         self._closing = threading.Event()
         self._published: dict[str, float] = {}
         self._versions: list[int] = []  # that this process has published
@@ -68,8 +72,7 @@ class AsyncSchedule(RolloutSchedule):
         self._saving = False  # whether a checkpoint is being written
         self._longest = LongestFirst(job.plan.sizes.global_batch // job.plan.sizes.members)
         self._engines = Engines(job.dock.exchange.reports)
-        check = guests.check if guests is not None else lambda: None
-        self._wait = GradeWait(job.ranks, stages.reward, self.grader, check, self._engines.text)
+        self._wait = GradeWait(job.ranks, stages.reward, self.grader, self._look_at_engines, self._engines.text)
         self._collected = time.monotonic()  # when the last rollout was ready
         self._starved = 0.0  # seconds since then without rows to train on
 
@@ -104,22 +107,26 @@ class AsyncSchedule(RolloutSchedule):
     def settle(self) -> None:
         """A checkpoint follows, without the evaluation that is under way. Where it is to be whole all that is admitted
         is sampled and graded first; under a strict order there would be no weights after a resume to sample the rest
-        with."""
+        with. What a resume in the middle of a rollout finds not sampled stays so until that is used up, when engines
+        get weights."""
         self._saving = True
         self._finish_evaluation()
-        if self.whole:
+        if self.whole and self._versions:
             for epoch, groups in self.job.plan.queue:
                 self._wait.until_graded(self.job.plan.ids(of_epoch(epoch, groups)))
 
     def state(self) -> dict[str, Any]:
-        """The counts of admission."""
-        return {"admission": {**self.admission.state(), "strict": self.strict, "overdue": self._overdue}}
+        """The counts of admission, and prompts that were offered and not admitted."""
+        admission = {**self.admission.state(), "strict": self.strict, "overdue": self._overdue}
+        return {"admission": admission, "offers": self.offers.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take the counts over; a run that was synchronous before has none."""
         if "admission" in state:
             self.admission.load(state["admission"])
             self._overdue = state["admission"]["overdue"]
+        if "offers" in state:
+            on_rank_0(lambda: self.offers.load(state["offers"]))
 
     def stop(self) -> None:
         """End the thread that grades; nobody can join any more."""
@@ -180,11 +187,11 @@ class AsyncSchedule(RolloutSchedule):
         while groups := admission.next_epoch:
             admission.admitted += groups
             epoch = plan.open_next(groups)
-            newest = self._versions[-1]
+            newest, offered = self._versions[-1], self.job.ranks.broadcast(self.offers.take(groups))
             if self.strict:
-                self.job.prompts.run(epoch, groups, by=(newest, newest))
+                self.job.prompts.run(epoch, groups, by=(newest, newest), offered=offered)
             else:
-                self.job.prompts.run(epoch, groups, by=(newest, -1), order=self._longest.order)
+                self.job.prompts.run(epoch, groups, by=(newest, -1), order=self._longest.order, offered=offered)
             plan.queue.append((epoch, groups))
 
     def _drop(self, groups: Sequence[Group]) -> None:
@@ -215,6 +222,12 @@ class AsyncSchedule(RolloutSchedule):
         """What engines apart did, into the run's files."""
         for name, what, start, end in self.job.dock.exchange.take_spans():
             self.job.monitor.log_apart(name, what, start, end)
+
+    def _look_at_engines(self) -> None:
+        """Who generates; raises where engines are gone that are this job's own."""
+        if self.guests is not None:
+            self.guests.check()
+        self._engines.look()
 
     def _look_at_evaluation(self) -> None:
         """Log an evaluation whose responses are all graded by now."""

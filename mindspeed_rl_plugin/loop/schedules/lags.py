@@ -7,34 +7,51 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.dock.api import listed
+from mindspeed_rl_plugin.dock.gate import called
+from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
 
 class Engines:
-    """What engines apart have done since the last rollout. reports: what each has counted since it joined."""
+    """Who generates apart, and what they have done since the last rollout. reports: by name of each that is at work,
+    what it has counted since it joined."""
 
     def __init__(self, reports: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         self._reports = reports
+        self._here: list[str] = []
         self._before: dict[str, Mapping[str, float]] = {}
 
     def text(self) -> str:
-        """Who has reported, for an error."""
-        return f"{len(self._reports())} engines have reported since the start"
+        """How many there are, for an error."""
+        return f"engines at work: {len(self._reports())}"
+
+    def look(self) -> None:
+        """Say who has joined and who has left since the last look."""
+        before, self._here = self._here, list(self._reports())
+        came, went = ([n for n in a if n not in b] for a, b in ((self._here, before), (before, self._here)))
+        if came:
+            say(f"engine{'s' * (len(came) > 1)} joined: {listed(map(called, came))}; {self.text()}")
+        if went:
+            waits = "" if self._here else ": the job waits for one to join"
+            gone = f"engine{'s' * (len(went) > 1)} left: {listed(map(called, went))}"
+            say(f"{gone}; unfinished rows are given out again; {self.text()}{waits}")
 
     def metrics(self) -> dict[str, float]:
-        """Means over engines, named as in `monitor.names`; empty where none has reported."""
+        """How many they are, and means over those that have reported since the last rollout, named as in
+        `monitor.names`."""
+        self.look()
         now = dict(self._reports())
         sums: Counter[str] = Counter()
         for name, counts in now.items():
             before = self._before.get(name, {})
             sums.update({key: value - before.get(key, 0.0) for key, value in counts.items()})
-        at_work = sum(counts != self._before.get(name) for name, counts in now.items())
-        self._before = now
+        self._before, result = now, {"engines": float(len(now))}
         if not sums["seconds"]:
-            return {}
+            return result
         causes = {"back_pressure": "back-pressure", "version": "version"}
-        result = {f"idle/engines_{name}": sums[cause] / sums["seconds"] for name, cause in causes.items()}
-        result |= {"engines": float(at_work), "engines/tokens_per_second": sums["tokens"] / sums["seconds"]}
+        result |= {f"idle/engines_{name}": sums[cause] / sums["seconds"] for name, cause in causes.items()}
+        result["engines/tokens_per_second"] = sums["tokens"] / sums["seconds"]
         if sums["responses"]:
             result["engines/length_mean"] = sums["tokens"] / sums["responses"]
         if sums["pauses"]:

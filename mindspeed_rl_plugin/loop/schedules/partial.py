@@ -65,7 +65,8 @@ class PartialSchedule(SyncSchedule):
     def state(self) -> dict[str, Any]:
         """What is in the making, with the tokens of what is begun."""
         begun = self.stages.generate.begun if self.stages.generate.engine.leader else {}
-        begun = [_packed(c) for part in self.job.ranks.gather(begun) for c in part.values()]
+        whole = {sample: c for sample, c in begun.items() if c.episode is None}  # environments are in no checkpoint
+        begun = [_packed(c) for part in self.job.ranks.gather(whole) for c in part.values()]
         return {"making": {**self.making.state(), "begun": begun}}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -130,11 +131,12 @@ class PartialSchedule(SyncSchedule):
 
         def enough(finished: Sequence[Completion]) -> bool:
             self.grader.check()
-            mine = [(c.id, len(c.tokens)) for c in finished] if generate.engine.leader else []
-            rows = {sample: tokens for part in job.ranks.gather(mine) for sample, tokens in part}
+            mine = [(c.id, c.sampled) for c in finished] if generate.engine.leader else []
+            parts = job.ranks.gather((mine, generate.engine.progress))
+            rows = {sample: tokens for part, _ in parts for sample, tokens in part}
             making.finish(rows)
             self._sampled |= {} if self.carries else rows
-            if stall.seen(len(making.places)):
+            if stall.seen((len(making.places), *(progress for _, progress in parts))):
                 raise TimeoutError(
                     f"generation: {len(making.places)} responses are missing, and none has finished for "
                     f"{generate.deadline:g} s; raise --rl-wait-timeout or lower --rl-max-response-length"

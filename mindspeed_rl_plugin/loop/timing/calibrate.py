@@ -39,17 +39,19 @@ NEEDED = (
     "tokens_per_second_total",
 )
 COUNTED = 6  # rollouts of the model for each figure
+OF_APART = {"publish": "seconds/publish", "pull": "weights/pull_seconds", "apply": "weights/pause_seconds"}
 ALIKE = 1e-3  # of the square of the sine between steps and sequences of all rollouts, below which they are one figure
 
 
 @dataclass(frozen=True)
 class Observed:
     """A run that was measured. rollouts: of each after the first ones its metrics, seconds of its iterations added;
-    responses: like those of the run."""
+    responses: like those of the run; engines: fewest and most engines apart that were at work."""
 
     setup: Setup
     rollouts: Sequence[Mapping[str, float]]
     responses: Responses
+    engines: tuple[int, int] = (0, 0)
 
     def mean(self, name: str) -> float | None:
         """Of a metric over the rollouts that have it."""
@@ -96,16 +98,17 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
     prompt = statistics.fmean(map(_all_tokens, counted)) / setup.sizes.samples
     prompt -= statistics.fmean(r["response/length_mean"] for r in counted)
     setup = dataclasses.replace(setup, prompt_tokens=setup.prompt_tokens or max(round(prompt), 0))
-    return Observed(setup, counted, _responses(setup, counted))
+    at_work = [int(r.get("engines", 0)) for r in counted]
+    # Engines that share experts are at work as one; those that joined are in no flag.
+    engines = max(setup.sizes.engines, round(statistics.median(at_work)))
+    setup = dataclasses.replace(setup, sizes=dataclasses.replace(setup.sizes, engines=engines))
+    return Observed(setup, counted, _responses(setup, counted), (min(at_work), max(at_work)))
 
 
 def fit(runs: Sequence[Observed]) -> Costs:
     """The costs with which the model is nearest to some runs. Those of parts that no run has are taken from others, see
     the constants of this module."""
-    publish, pull, apply = (
-        _mean([run.mean(name) for run in runs])
-        for name in ("seconds/publish", "weights/pull_seconds", "weights/pause_seconds")
-    )
+    apart = {cost: _mean([run.mean(name) for run in runs]) for cost, name in OF_APART.items()}
     passes = [run for run in runs if run.setup.old_logps and run.mean("seconds/logp_old") is not None]
     reshard = _mean([run.seconds(*ONCE) for run in runs if run.setup.schedule != "async"]) or 0.0
     token = _per_unit(runs, "token", *PER_TOKEN)
@@ -114,12 +117,21 @@ def fit(runs: Sequence[Observed]) -> Costs:
         old_token=_per_unit(passes, "old_token", "logp_old") if passes else OLD_SHARE * token,
         rollout=_mean([_rest(run) for run in runs]) or 0.0,
         reshard=reshard,
-        publish=reshard if publish is None else publish,
-        pull=reshard if pull is None else pull,
-        apply=reshard if apply is None else apply,
+        **{cost: reshard if seconds is None else seconds for cost, seconds in apart.items()},
         notice=NOTICE,
         **_decode(runs),
     )
+
+
+def guessed(runs: Sequence[Observed], costs: Costs) -> list[str]:
+    """Which of the costs that were fitted to some runs none of them has measured."""
+    known = {
+        "step": costs.step > 0,
+        "sequence": costs.sequence > 0 and costs.sequence != USUAL_RATIO * costs.step,
+        "reshard": any(run.setup.schedule != "async" for run in runs),
+        **{cost: any(run.mean(name) is not None for run in runs) for cost, name in OF_APART.items()},
+    }
+    return [cost for cost, measured in known.items() if not measured]
 
 
 def grading_seconds(run: Observed) -> float | None:

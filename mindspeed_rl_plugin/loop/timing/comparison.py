@@ -8,23 +8,29 @@ from dataclasses import replace
 from mindspeed_rl_plugin.loop.timing.calibrate import Observed, fit, grading_seconds, observed
 from mindspeed_rl_plugin.loop.timing.simulate import simulate
 
+CANNOT = "the model cannot say what this run should have taken"
 MOST = 2048  # responses of a rollout beyond which the model would take long at a run's end
 # What of the model -> the same in metrics.jsonl, as shares of an iteration.
 IDLE = (
-    ("engines held back", "back-pressure", "idle/engines_back_pressure"),
+    ("back-pressure", "back-pressure", "idle/engines_back_pressure"),
     ("waiting for a version", "version", "idle/engines_version"),
 )
 
 
 def line(run_dir: str | os.PathLike[str]) -> str:
     """What the model, fitted to the stages of a run, says of its iteration and idle shares, beside the measured ones;
-    "" where there are too few rollouts, or too many responses in one."""
+    or why it cannot say that; "" where there are too few rollouts, or too many responses in one."""
     try:
         run = observed(run_dir)
         if run.setup.sizes.samples > MOST:
             return ""
-        grading = grading_seconds(run)
-        outcome = simulate(run.setup, fit([run]), replace(run.responses, grading=lambda rng: grading or 0.0))
+        low, high = run.engines
+        if low != high:
+            return f"{CANNOT}: it had {low} to {high} engines, and the model knows a fixed number only"
+        grading, costs = grading_seconds(run), fit([run])
+        if not costs.step + costs.sequence:
+            return f"{CANNOT}: no decode step was measured; rollouts that take seconds show them"
+        outcome = simulate(run.setup, costs, replace(run.responses, grading=lambda rng: grading or 0.0))
     except (ValueError, RuntimeError):
         return ""
     parts = [f"iteration {outcome.iteration:.2f} s (measured {run.iteration:.2f} s)"]

@@ -8,7 +8,7 @@ python -m mindspeed_rl_plugin plan --schedule SCRIPT.sh --step-ms 18       costs
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,7 +36,7 @@ ASSUMED = {
 MOST = 8  # numbers of generators that are tried, spread over those that divide
 WORTH = 1.02  # gain below which the simpler schedule is advised
 TAIL, FILL = 0.8, 0.4  # assumed lengths: sigma of the lognormal, mean over the limit
-HEAD = ("schedule", "generators", "s an iteration", "times sync", "trainers starved", "engines starved")
+HEAD = ("schedule", "generators", "s an iteration", "speed (sync = 1)", "trainers starved", "engines starved")
 HEAD += ("back-pressure", "waiting for a version", "lag")
 
 
@@ -70,8 +70,8 @@ def report(options: argparse.Namespace) -> list[str]:
     setup = script_setup(options.script) if options.script else runs[0].setup
     if options.staleness is not None:
         setup = replace(setup, staleness=options.staleness)
-    costs, notes = _costs(options, runs)
-    responses, lengths = _responses(options, setup, runs)
+    costs, notes, assumed = _costs(options, runs)
+    responses, lengths, assumed_too = _responses(options, setup, runs)
     setups = list(candidates(setup, options.world or setup.world, options.node))
     outcomes = [simulate(one, costs, responses) for one in setups]
     rows = [_row(one, outcome, outcomes[0]) for one, outcome in zip(setups, outcomes, strict=True)]
@@ -82,7 +82,7 @@ def report(options: argparse.Namespace) -> list[str]:
         f"lengths {lengths}",
         *notes,
         *("", *aligned([HEAD, *rows], 1), ""),
-        advice(setups, outcomes),
+        *with_care(advice(setups, outcomes), {**assumed, **assumed_too}),
         "This is a model: batches that do not fit a device's memory, slower links and noise are not in it.",
     ]
 
@@ -161,7 +161,19 @@ def advice(setups: Sequence[Setup], outcomes: Sequence[Outcome]) -> str:
     if setup.schedule == "async":
         flags += f" --rl-generators {_generators(setup)} --rl-max-staleness {setup.staleness}"
         flags += " (and a --rl-correction)" if setup.staleness else ""
-    return f"take {flags}: {gain:.2f} times sync"
+    return f"take {flags}: {gain:.2f} times as fast as sync"
+
+
+def with_care(advised: str, assumed: Mapping[str, float]) -> list[str]:
+    """An advice, behind what it rests on that is not measured. assumed: value of each such option."""
+    if not assumed:
+        return [advised]
+    return [
+        f"ASSUMED, NOT MEASURED: {', '.join(f'{spelt(name)} {value:.4g}' for name, value in assumed.items())}",
+        f"if your costs are these: {advised}",
+        "To measure yours: run a few rollouts with --rl-schedule sync, and a few with async, and give both runs by "
+        "--from RUN_DIR; or give what you know by these options.",
+    ]
 
 
 # inside
@@ -176,29 +188,43 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--train-tokens must be greater than 0")
 
 
-def _costs(options: argparse.Namespace, runs: Sequence[calibrate.Observed]) -> tuple[Costs, list[str]]:
-    """The costs, and lines that say where they come from."""
-    values = {name: value for name, (value, _) in ASSUMED.items()}
-    given = {name: getattr(options, name) for name in values if getattr(options, name) is not None}
-    values |= given
-    token = 1 / values["train_tokens"]
-    by_hand = {
-        "step_ms": {"step": values["step_ms"] / 1e3},
-        "sequence_ms": {"sequence": values["sequence_ms"] / 1e3},
-        "train_tokens": {"token": token, "old_token": calibrate.OLD_SHARE * token},
-        "reshard_s": {"reshard": values["reshard_s"]},
-        "publish_s": {"publish": values["publish_s"]},
-        "pull_s": {"pull": values["pull_s"]},
-        "apply_s": {"apply": values["apply_s"]},
-    }
+def _costs(
+    options: argparse.Namespace, runs: Sequence[calibrate.Observed]
+) -> tuple[Costs, list[str], dict[str, float]]:
+    """The costs, lines that say where they come from, and those that are assumed, by their options."""
+    given = {name: getattr(options, name) for name in ASSUMED if getattr(options, name) is not None}
     if runs:
         costs, taken = calibrate.fit(runs), given
+        guessed = {name for name in ASSUMED if name.rpartition("_")[0] in calibrate.guessed(runs, costs)}
         source = f"measured in {len(runs)} run{'s' * (len(runs) > 1)}"
     else:
-        costs, taken = Costs(notice=calibrate.NOTICE), values
-        source = "ASSUMED where not given; a run of yours gives them by --from SAVE/rl"
-    costs = replace(costs, **{field: v for name in taken for field, v in by_hand[name].items()})
-    return costs, [
+        costs, taken = Costs(notice=calibrate.NOTICE), {name: value for name, (value, _) in ASSUMED.items()} | given
+        guessed, source = set(ASSUMED), "by hand or assumed"
+    costs = replace(costs, **{field: value for name in taken for field, value in _by_hand(name, taken[name]).items()})
+    if not costs.step + costs.sequence:
+        raise ValueError("a decode step takes 0 ms by these runs or options; give --step-ms")
+    assumed = {name: _in_use(name, costs) for name in ASSUMED if name in guessed and name not in given}
+    return costs, [*_lines(costs, source), *_changes(options, runs)], assumed
+
+
+def _by_hand(name: str, value: float) -> dict[str, float]:
+    """The costs that an option gives."""
+    if name == "train_tokens":
+        return {"token": 1 / value, "old_token": calibrate.OLD_SHARE / value}
+    cost, _, unit = name.rpartition("_")
+    return {cost: value / 1e3 if unit == "ms" else value}
+
+
+def _in_use(name: str, costs: Costs) -> float:
+    """What an option would have to be for these costs."""
+    if name == "train_tokens":
+        return 1 / costs.token
+    cost, _, unit = name.rpartition("_")
+    return getattr(costs, cost) * (1e3 if unit == "ms" else 1)
+
+
+def _lines(costs: Costs, source: str) -> list[str]:
+    return [
         f"costs   {source}: decode step {1e3 * costs.step:.3g} ms and {1e3 * costs.sequence:.3g} ms a sequence; "
         f"training {1 / costs.token if costs.token else 0:,.0f} tokens/s a data parallel rank;",
         f"        a rollout {costs.rollout:.2g} s, reshard {costs.reshard:.2g} s, publish {costs.publish:.2g} s, pull "
@@ -206,22 +232,38 @@ def _costs(options: argparse.Namespace, runs: Sequence[calibrate.Observed]) -> t
     ]
 
 
-def _responses(options: argparse.Namespace, setup: Setup, runs: Sequence[calibrate.Observed]) -> tuple[Responses, str]:
+def _changes(options: argparse.Namespace, runs: Sequence[calibrate.Observed]) -> Iterator[str]:
+    """Runs that are not as the model takes them."""
+    for folder, run in zip(options.runs, runs, strict=True):
+        low, high = run.engines
+        if low < high:
+            yield f"note    {folder} had {low} to {high} engines at work; taken: {run.setup.sizes.engines}"
+
+
+def _responses(
+    options: argparse.Namespace, setup: Setup, runs: Sequence[calibrate.Observed]
+) -> tuple[Responses, str, dict[str, float]]:
+    """What responses are like, a line about that, and what of it is assumed, by its options."""
     measured = [seconds for run in runs if (seconds := calibrate.grading_seconds(run)) is not None]
     grade = options.grade_s if options.grade_s is not None else (max(measured) if measured else 0.0)
     grading = f"; a grading call takes {grade:.2g} s, {setup.graders} at once"
     by_hand = options.response_tokens is not None or options.tail is not None
+    assumed = {} if measured or options.grade_s is not None else {"grade_s": 0.0}
     if runs and not by_hand:
         mean, longest = (runs[0].mean(f"response/length_{name}") for name in ("mean", "max"))
         return (
             replace(runs[0].responses, grading=lambda rng: grade),
             f"as in {options.runs[0]}: mean {mean:.0f}, longest {longest:.0f} tokens{grading}",
+            assumed,
         )
     mean = options.response_tokens or (runs[0].mean("response/length_mean") if runs else FILL * setup.limit)
     tail = TAIL if options.tail is None else options.tail
+    assumed |= {} if runs or options.response_tokens else {"response_tokens": mean}
+    assumed |= {} if options.tail is not None else {"tail": tail}
     return (
         Responses(lognormal(mean, tail, setup.limit), lambda rng: grade),
         f"lognormal, mean {mean:.0f} of at most {setup.limit}, sigma {tail:g}{grading}",
+        assumed,
     )
 
 

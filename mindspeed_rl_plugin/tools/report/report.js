@@ -288,7 +288,7 @@ const CURVES = [
   { title: "Probability ratio", series: ["ratio/mean", "ratio/max"], about: "Policy to old policy; the mean is exactly 1 in the first update of a rollout." },
   { title: "Log-prob difference", series: ["logp_diff/mean", "logp_diff/max"], log: true, about: "|engine − trainer| over trained tokens, nats, log scale." },
   { title: "Throughput", series: ["tokens_per_second"] },
-  { title: "Idle time", series: [/^idle\//], range: [0, 1], optional: true, about: "Share of the time of trainers without responses to train on, and of engines apart without a prompt, or without the weights that rows ask for." },
+  { title: "Idle time", series: [/^idle\//], range: [0, 1], optional: true, about: "Share of the time of trainers without responses to train on, and of engines apart without a prompt (back-pressure), or without the weights that rows ask for." },
   { title: "Lag", series: ["lag/mean", "lag/token_mean", "lag/max"], optional: true, about: "Publications of weights after those that sampled a response's first token, or a token." },
   { title: "Segments of a response", series: ["segments/mean"], optional: true },
   { title: "Lengths, generated and trained", series: ["engines/length_mean", "response/length_mean"], optional: "engines/length_mean", about: "Mean length of the responses that engines finished, and of those that were trained." },

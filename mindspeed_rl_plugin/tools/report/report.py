@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     total = data["samples"]["total"]
     shown = f"{rows} of the {total} responses" if total else "no responses (--rl-dump-dir writes them): no dumps"
     places = ", ".join(data["samples"]["places"]) + (f"; --samples {total} shows all" if rows < total else "")
-    print(f"report: {out} shows {trained} iterations of {ranks} ranks, and {shown} in {places}")
+    print(f"report: {out} shows {trained} iterations of {ranks} rank{'s' * (ranks != 1)}, and {shown} in {places}")
     return 0
 
 

@@ -112,7 +112,7 @@ _LIMITS = (
         "idle/engines_back_pressure",
         1,
         0.3,
-        "Engines apart had no prompt in {:.0%} of the latest time (more than "
+        "Back-pressure: engines apart had no prompt in {:.0%} of the latest time (more than "
         "30%): give more ranks to training, or a larger --rl-max-staleness.",
     ),
     ("clip_fraction", 1, 0.3, "{:.0%} of the latest tokens are clipped (more than 30%): the steps are large."),

@@ -4,9 +4,9 @@
 const stageNames = data.stages.names;
 const stageColor = (k) => (stageNames[k] === "between stages" ? "var(--idle)" : `var(--c${k % 10})`);
 
-// What engines that are no ranks do: work, wait (two reasons), weights.
+// What engines apart do: work, wait (two reasons), weights.
 const kindColor = (kind) => ({ generate: "var(--c6)", "back-pressure": "var(--idle)", version: "var(--c7)", pull: "var(--c8)", pause: "var(--c9)" })[kind] || "var(--c5)";
-const kindText = { generate: "engine: samples", "back-pressure": "engine: no prompt", version: "engine: waits for weights", pull: "engine: reads weights", pause: "engine: takes weights" };
+const kindText = { generate: "engine: samples", "back-pressure": "engine: back-pressure", version: "engine: waits for weights", pull: "engine: reads weights", pause: "engine: takes weights" };
 
 function stageLegend() {
   const item = (color, text) => element("span", {}, element("i", { style: `background:${color}` }), text);
@@ -84,7 +84,7 @@ class Timeline {
   note() {
     const { ranks, ranks_total: total, iterations_left_out: left } = data.timeline;
     let text = "Wall clock of every rank, one bar a stage; clocks of different machines may be apart.";
-    if (data.timeline.processes.length) text += " Below them the engines that are no ranks; generate of a rank is waiting for their responses then. Dashed lines: weights are published.";
+    if (data.timeline.processes.length) text += " Below them the generators and the engines that joined; generate of a rank is waiting for their responses then. Dashed lines: weights are published.";
     if (ranks.length < total) text += ` ${ranks.length} of ${total} ranks are shown.`;
     if (left) text += ` The first ${left} iterations are left out here to keep the file small.`;
     return text;
@@ -114,7 +114,7 @@ class Timeline {
     if (events.length > 6000) {
       return this.holder.replaceChildren(element("p", { class: "muted" }, `${events.length} stages in this range are too many to tell apart; choose fewer iterations.`));
     }
-    const left = 58;
+    const left = data.timeline.processes.length ? 118 : 58;
     const scale = timeScale(events, left, width - left - 8);
     const root = shape("svg", { role: "img", "aria-label": "stage timeline" });
     let y = 18;
@@ -134,7 +134,7 @@ class Timeline {
       if (!own.length) return;
       const lanes = lanesOf(own.map((e) => [0, 0, 0, e[2], e[3]]));
       const rows = Math.max(...lanes) + 1;
-      root.append(shape("text", { x: 0, y: y + (rows * 14) / 2 + 4 }, `engine ${process}`));
+      root.append(shape("text", { x: 0, y: y + (rows * 14) / 2 + 4 }, data.timeline.labels[process]));
       own.forEach((event, k) => root.append(this.spanApart(event, name, scale, y + lanes[k] * 14)));
       y += rows * 14 + 5;
     });

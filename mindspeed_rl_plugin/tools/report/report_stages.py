@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.monitor.run_files import PUBLISHED, WEIGHTS
+from mindspeed_rl_plugin.monitor.run_files import GENERATOR, PUBLISHED, WEIGHTS
 
 BETWEEN = "between stages"
 Span = tuple[float, float, str]
@@ -99,16 +99,20 @@ def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, lim
 def apart_data(
     apart: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], *, limit: int = 20_000
 ) -> dict[str, Any]:
-    """What processes that are no ranks did, for the timeline, on its clock: their names, what they did, spans [process,
-    what, start, seconds] in time order, and marks [version, time] of published weights. The latest `limit` spans."""
+    """What engines apart did, for the timeline, on its clock: their names and the labels of their lanes, what they did,
+    spans [process, what, start, seconds] in time order, and marks [version, time] of published weights. The latest
+    `limit` spans."""
     origin = min((e["start"] for e in events), default=0.0)
     marks = [e for e in apart if e["process"] == WEIGHTS]
     spans = [e for e in apart if e["process"] != WEIGHTS][-limit:]
-    processes = sorted({e["process"] for e in spans})
+    every = dict.fromkeys(e["process"] for e in spans)
+    ours = sorted((name for name in every if name.startswith(GENERATOR)), key=lambda name: (len(name), name))
+    processes = [*ours, *(joined := [name for name in every if name not in ours])]
     kinds = sorted({e["stage"] for e in spans}, key=lambda kind: (kind != "generate", kind))
     at = {name: k for k, name in enumerate(processes)}, {kind: k for k, kind in enumerate(kinds)}
     return {
         "processes": processes,
+        "labels": [*ours, *(f"joined engine {k + 1}" for k in range(len(joined)))],
         "kinds": kinds,
         "apart": [
             [at[0][e["process"]], at[1][e["stage"]], round(e["start"] - origin, 4), round(e["end"] - e["start"], 4)]

@@ -1,0 +1,245 @@
+"""How the messages of an episode become tokens: by the tokenizer's chat template (`ChatFormat`), or as they are
+(`RawFormat`).
+
+What the model sampled stays as it was sampled; only what comes behind it is rendered, and appended. The text of an
+observation never becomes a *control token*: a special token, or another added one that the template writes (DeepSeek's
+`<｜User｜>` is not marked special). Where it holds the text of one, this text is spelled in ordinary tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mindspeed_rl_plugin.episodes.protocol import Message
+from mindspeed_rl_plugin.prompts.render import render_chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CUT = "\n[cut]"  # stands behind what is left of an observation that was too long
+SPOKEN = "what-the-model-said"  # by it the model's turn is found in a rendered conversation
+MARK = "\ud800"  # half of a surrogate pair, on both sides of a control token's text: in no text can it stand itself
+QUESTION = {"role": "user", "content": "question"}
+
+
+class Format(Protocol):
+    """How messages become tokens, and tokens text."""
+
+    most_calls: int | None
+    """Most calls in one turn that the model's format has room for; None without a limit."""
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the model's turn begins. The last message may be an observation, or
+        end with one."""
+
+    def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
+        """Token ids of observations, up to where the model's next turn begins; they stand behind a turn whose last
+        token, sampled, is `last`."""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """A turn as environments and graders see it: without special tokens."""
+
+    def raw_text(self, tokens: Sequence[int]) -> str:
+        """A turn as parsers see it: with special tokens, but without the one that ended it."""
+
+    def shortened(self, text: str, limit: int) -> tuple[str, bool]:
+        """An observation, and whether it was cut: one of more than `limit` tokens is cut to so many, the mark `CUT`
+        behind them included (left out where `limit` has no room for it). What the template adds or escapes does not
+        count. Halves of surrogate pairs, which are no text, become U+FFFD."""
+
+    def holds_special(self, text: str) -> bool:
+        """Whether the text of a control token is in it."""
+
+
+class RawFormat:
+    """`Format` of models that know no chat template: a prompt is the text of the last message, as data prompts are
+    encoded, and observations are appended as they are."""
+
+    most_calls: int | None = None
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "") -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        control = {t.content: i for i, t in added if t.special or (t.content.strip() and t.content in template)}
+        self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
+        self._control_ids = frozenset(control.values())
+        self._ends = {tokenizer.eos_token_id}
+        self._longest = max(map(len, tokenizer.get_vocab()))  # token [characters]
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """See `Format`."""
+        return self._encode(self._marked(messages[-1]["content"]), add_special_tokens=True)
+
+    def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
+        """See `Format`."""
+        return self._encode(self._marked("".join(message["content"] for message in messages)))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """See `Format`."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def raw_text(self, tokens: Sequence[int]) -> str:
+        """See `Format`."""
+        ended = bool(tokens) and tokens[-1] in self._ends
+        return self._tokenizer.decode(tokens[:-1] if ended else tokens, clean_up_tokenization_spaces=False)
+
+    def shortened(self, text: str, limit: int) -> tuple[str, bool]:
+        """See `Format`."""
+        text = _whole(text)
+        start = text[: limit * self._longest + 1]  # so many characters are more than `limit` tokens
+        tokens = self._encode(self._marked(start))
+        if len(tokens) <= limit:
+            return text, False
+        mark = CUT if self._length(CUT) < limit else ""
+        most = max(len(self._tokenizer.decode(tokens[:limit])), 1)
+        while most < len(start) and self._length(start[:most] + mark) <= limit:  # a normaliser makes text shorter
+            most *= 2
+        sizes = range(1, min(most, len(start)) + 1)
+        size = bisect.bisect_right(sizes, limit, key=lambda size: self._length(start[:size] + mark))
+        return start[:size] + mark, True
+
+    def holds_special(self, text: str) -> bool:
+        """See `Format`."""
+        return self._control.search(text) is not None
+
+    # inside
+
+    def _length(self, text: str) -> int:
+        return len(self._encode(self._marked(text)))
+
+    def _marked(self, text: str) -> str:
+        return self._control.sub(lambda found: f"{MARK}{found[0]}{MARK}", _whole(text))
+
+    def _encode(self, marked: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text in which what stands between two marks is spelled."""
+        first, *rest = marked.split(MARK)
+        tokens = self._tokenizer.encode(first, add_special_tokens=add_special_tokens)
+        for control, plain in zip(rest[::2], rest[1::2], strict=True):
+            tokens += self._spelled(control) + self._tokenizer.encode(plain, add_special_tokens=False)
+        return tokens
+
+    def _spelled(self, control: str) -> list[int]:
+        tokens = self._tokenizer.encode(control, add_special_tokens=False, split_special_tokens=True)
+        if self._control_ids.isdisjoint(tokens):
+            return tokens
+        halves = (control[:1], control[1:])  # of an added token that is not marked special
+        return [token for half in halves for token in self._tokenizer.encode(half, add_special_tokens=False)]
+
+
+class ChatFormat(RawFormat):
+    """`Format` by the tokenizer's chat template. tools: their JSON schemas, () where there are none.
+
+    close: the token that ends a turn in the template. Where a turn ended by another one, `close` stands behind it.
+
+    Raises ValueError, with the reason alone, for a template that cannot be used so.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(tokenizer, tokenizer.get_chat_template(tools=list(tools) or None))
+        self._tools = tuple(tools)
+        tail = self._tail([])
+        close = self._control.match(tail)
+        if close is None:
+            raise ValueError(
+                f"writes {tail[:40]!r} behind the model's turn, which does not begin with one special token, so "
+                "nothing says where a turn ends"
+            )
+        self._close = close[0]
+        self.close = tokenizer.convert_tokens_to_ids(self._close)
+        self._ends.add(self.close)
+        self._check_tools()
+        for role in ("user", "tool") if tools else ("user",):
+            self._check_rounds(role)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """See `Format`."""
+        *before, last = messages
+        return self._encode(self._render([*before, self._observed(last)]))
+
+    def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
+        """See `Format`."""
+        tokens = self._encode(self._tail(messages))
+        assert tokens[0] == self.close, (tokens[0], self.close)
+        return tokens[1:] if last == self.close else tokens
+
+    # inside
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return render_chat(self._tokenizer, messages, self._tools)
+
+    def _observed(self, message: Message) -> Message:
+        """All its text marked: the name of a tool may be the model's too."""
+        return {k: self._marked(v) if k != "role" and isinstance(v, str) else v for k, v in message.items()}
+
+    def _tail(self, messages: Iterable[Message], before: Sequence[Message] = (QUESTION,)) -> str:
+        """What the template writes behind the model's turn, from the token that ends it on."""
+        turn = {"role": "assistant", "content": SPOKEN}
+        rendered = self._render([*before, turn, *map(self._observed, messages)])
+        return rendered.partition(SPOKEN)[2].lstrip()
+
+    def _check_tools(self) -> None:
+        """Whether the template shows the tools to the model, and how many calls a turn has room for."""
+        if not self._tools:
+            return
+        if self._render([QUESTION]) == render_chat(self._tokenizer, [QUESTION], ()):
+            raise ValueError("does not show the tools to the model: its prompts are the same with and without them")
+        if self._renders_calls(1) and not self._renders_calls(2):
+            self.most_calls = 1
+
+    def _renders_calls(self, number: int) -> bool:
+        from jinja2 import TemplateError
+
+        call = {"type": "function", "function": {"name": self._tools[0]["function"]["name"], "arguments": {}}}
+        try:
+            self._render([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call] * number}])
+        except (TemplateError, TypeError):
+            return False
+        return True
+
+    def _check_rounds(self, role: str) -> None:
+        """Whether what stands behind a turn is the same whatever came before it."""
+        contents = [f"{word} {self._close} answer" for word in ("first", "second")]
+        first, second = ({"role": role, "name": "tool", "content": content} for content in contents)
+        turn = {"role": "assistant", "content": "turn"}
+        alone, later = self._tail([second]), self._tail([second], [QUESTION, turn, first])
+        shown, shown_later = (repr(tail.replace(MARK, "")[:80]) for tail in (alone, later))
+        if not alone.startswith(self._close) or self._marked(contents[1]) not in alone:
+            raise ValueError(
+                f"writes {shown} behind a turn that a message of role {role!r} answers: not {self._close!r}, which "
+                "ends turns, and the message"
+            )
+        if alone != later:
+            raise ValueError(
+                f"cannot be extended by appending: a message of role {role!r} becomes {shown} behind the first turn, "
+                f"and {shown_later} behind the second"
+            )
+
+
+def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Sequence[Mapping[str, Any]]) -> Format:
+    """The format of a run's episodes. observation: "chat" | "raw"; tools: JSON schemas, () where there are none.
+
+    Raises ValueError for a chat template that is absent, or of no use for episodes.
+    """
+    from jinja2 import TemplateError
+
+    if observation == "raw":
+        return RawFormat(tokenizer)
+    where = f"--rl-observation chat: the chat template of tokenizer {tokenizer.name_or_path!r}"
+    mend = "give a tokenizer whose template fits"
+    mend += ", or --rl-environment with `step` in place of tools" if tools else ", or --rl-observation raw"
+    if not tokenizer.chat_template:
+        raise ValueError(f"{where} is absent; {mend}")
+    try:
+        return ChatFormat(tokenizer, tools)
+    except (TemplateError, TypeError, LookupError) as error:
+        raise ValueError(f"{where} raises {type(error).__name__}: {error}; {mend}") from error
+    except ValueError as error:
+        raise ValueError(f"{where} {error}; {mend}") from error
+
+
+def _whole(text: str) -> str:
+    """Without halves of surrogate pairs."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

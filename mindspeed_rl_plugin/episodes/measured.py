@@ -1,0 +1,44 @@
+"""What the episodes of a rollout tell about themselves, and which of them no run should go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.episodes.protocol import EpisodeError
+from mindspeed_rl_plugin.rows import EPISODE_COUNTS, FINISH, Rows
+
+
+def episode_metrics(rows: Rows) -> dict[str, float]:
+    """Metrics of B episodes, named as in `names.py`."""
+    count, turns = len(rows), rows["turns"].lengths.double()
+    totals = dict(zip(EPISODE_COUNTS, rows["episode_counts"].sum(0).tolist(), strict=True))
+    return {
+        "episode/turns_mean": float(turns.mean()),
+        "episode/turns_max": float(turns.max()),
+        "episode/turn_limit": float((rows["finish"] == FINISH.index("turns")).double().mean()),
+        "episode/observation_tokens": totals["observation_tokens"] / count,
+        "episode/cut": float(totals["cut"]),
+        "episode/special": float(totals["special"]),
+        "episode/seconds": totals["milliseconds"] / 1000 / count,
+        "episode/failed": float(rows["environment_failed"].sum()),
+        "tools/calls": totals["calls"] / count,
+        **{f"tools/{name}": float(totals[name]) for name in ("malformed", "unknown", "arguments", "raised")},
+    }
+
+
+def check_tools(rows: Rows, names: Sequence[str]) -> None:
+    """names: of the tools. Raises EpisodeError where every call of one raised; warns where no call was found."""
+    for name, (made, raised) in zip(names, rows["tool_calls"].sum(0).tolist(), strict=True):
+        if made and made == raised:
+            raise EpisodeError(
+                f"the tool {name!r} raised in each of its {made} calls in this rollout; its first error is printed "
+                "above, where it came: mend the tool"
+            )
+    kinds = [EPISODE_COUNTS.index(name) for name in ("calls", "malformed", "unknown", "arguments")]
+    attempts = rows["episode_counts"][:, kinds]
+    if not attempts.any():
+        say(
+            f"warning: the model called no tool in any of the {len(rows)} episodes of this rollout. If it should have, "
+            "look at a response (--rl-dump-dir): --rl-tool-parser may not be that of this model"
+        )

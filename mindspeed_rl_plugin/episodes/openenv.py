@@ -1,0 +1,147 @@
+"""`--rl-environment openenv:URL`: a session of an OpenEnv server for each episode, as a class with `reset` and `step`.
+
+Their client's protocol, read in openenv 0.10: JSON over a WebSocket at /ws, schemas at /schema. Their package itself
+asks for another huggingface_hub and for much else, so of it nothing is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+PREFIX = "openenv:"  # of --rl-environment
+WAIT = 10.0  # seconds for a server to answer a greeting
+LARGEST = 1 << 26  # bytes of a message
+TOOLS = (
+    "Action",
+    "CallToolAction",
+    "ListToolsAction",
+)  # titles of schemas of a server whose actions are calls of tools
+CALL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "call_tool"},
+        "tool_name": {"type": "string"},
+        "arguments": {"type": "object"},
+    },
+    "required": ["type", "tool_name", "arguments"],
+}
+
+
+class OpenEnv:
+    """One episode. A turn of the model is an action: a JSON object, in a code fence or not, or, where actions need one
+    field, the value of that. A turn that is none gets an observation that says so."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        from websockets.sync.client import connect
+
+        self._schema = schema(self.url)
+        self._socket = connect(f"ws{self.url.removeprefix('http')}/ws", open_timeout=WAIT, max_size=LARGEST)
+
+    def reset(self, seed: int, reset: Mapping[str, Any] | None = None) -> str:
+        """reset: the field of a data row, further arguments of the server's reset."""
+        if self._schema.get("title") in TOOLS:
+            tools = self._ask("step", {"type": "list_tools"})["observation"]["tools"]
+            self._schema = {**CALL, "available_tools": tools}
+        text = _text(self._ask("reset", {"seed": seed, **(reset or {})})["observation"])
+        if len(self._schema.get("required", ())) == 1:
+            return text
+        return f"{text}\n\nAnswer with a JSON object of this schema: {json.dumps(self._schema, ensure_ascii=False)}"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Observation, reward, and whether the episode is over."""
+        try:
+            result = self._ask("step", action_of(text, self._schema))
+        except ActionError as error:
+            return f"error: {error}", 0.0, False
+        return _text(result["observation"]), float(result["reward"] or 0.0), bool(result["done"])
+
+    def close(self) -> None:
+        """End the session."""
+        self._send({"type": "close"})
+        self._socket.close()
+
+    def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
+        """Raises ActionError for an action that the server does not take, RuntimeError for what else it says."""
+        self._send({"type": kind, "data": data})
+        answer = json.loads(self._socket.recv())
+        if answer["type"] != "error":
+            return answer["data"]
+        code, message = answer["data"].get("code"), answer["data"].get("message")
+        if code == "VALIDATION_ERROR" and kind == "step":
+            raise ActionError(f"the action is not valid: {_reasons(answer['data'].get('errors')) or message}")
+        if code == "CAPACITY_REACHED":
+            message = f"{message}; raise max_concurrent_envs of the server: each episode in the making has a session"
+        raise RuntimeError(f"{self.url} answered {kind} with {code}: {message}")
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        from websockets.exceptions import ConnectionClosed
+
+        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session says so, and closes it
+            self._socket.send(json.dumps(message))
+
+
+class ActionError(ValueError):
+    """The model's turn is no action."""
+
+
+def environment_at(url: str) -> type[OpenEnv]:
+    """The class for the server at a URL, with or without `openenv:` before it. Raises ValueError for what is no URL."""
+    url = url.removeprefix(PREFIX).rstrip("/")
+    if not re.match("https?://.", url):
+        raise ValueError(f"--rl-environment {PREFIX}{url}: give the server's address as http://HOST:PORT")
+    return type("OpenEnv", (OpenEnv,), {"url": url})
+
+
+@functools.cache
+def schema(url: str) -> dict[str, Any]:
+    """JSON schema of a server's actions, without what every action has. Raises ValueError where there is no server."""
+    try:
+        with urllib.request.urlopen(f"{url}/schema", timeout=WAIT) as answer:
+            found = dict(json.load(answer)["action"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{url} does not answer as an OpenEnv server ({url}/schema: {error}); start it, or mend the URL of "
+            "--rl-environment"
+        ) from error
+    found["properties"] = {name: value for name, value in found.get("properties", {}).items() if name != "metadata"}
+    return found
+
+
+def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The action in a turn of the model. Raises ActionError where there is none."""
+    text = text.strip()
+    if fenced := re.fullmatch("```[a-z]*\n(.*?)\n?```", text, re.DOTALL):
+        text = fenced[1].strip()
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    if isinstance(value, dict):
+        return value
+    if len(needed := schema.get("required", ())) != 1:
+        raise ActionError(f"answer with a JSON object of this schema: {json.dumps(schema, ensure_ascii=False)}")
+    takes_text = schema["properties"].get(needed[0], {}).get("type") == "string"
+    return {needed[0]: text if takes_text else value}
+
+
+def _reasons(errors: Any) -> str:
+    """pydantic's errors in one line."""
+    return "; ".join(f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in errors or ())
+
+
+def _text(observation: Any) -> str:
+    """The one field of an observation if it is a text, else all of them as JSON."""
+    if isinstance(observation, Mapping):
+        observation = {name: value for name, value in observation.items() if name != "metadata"}
+        if len(observation) == 1 and isinstance(only := next(iter(observation.values())), str):
+            return only
+    return json.dumps(observation, ensure_ascii=False)

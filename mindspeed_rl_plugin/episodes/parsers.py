@@ -1,0 +1,201 @@
+"""How the calls in a turn are read: as Hermes and Qwen write them, as Llama 3, as DeepSeek, or by a user's function.
+
+Each attempt has a result of its own: one that cannot be read is a `MalformedCall`, and the others stay what they are.
+What a `<think>` block holds is no attempt, nor is what stands before the end of one that the prompt began.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl_plugin.episodes.protocol import Attempt, EpisodeError, MalformedCall, ToolCall
+from mindspeed_rl_plugin.prompts.render import render_chat
+from mindspeed_rl_plugin.reward.calling import load_function
+from mindspeed_rl_plugin.reward.specs import locate
+from mindspeed_rl_plugin.workers.child import outcome, why_not_loaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Parser = Callable[[str], Sequence[Attempt]]
+
+NO_JSON = MalformedCall("the call is not valid JSON")
+NO_CALL = MalformedCall('a call is a JSON object with "name", a string, and its arguments, an object')
+NOT_CLOSED = MalformedCall("the call is not closed")
+UNREAD = MalformedCall("the call cannot be read")
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """A parser of calls between two tags. tags: of beginning and end; forms: patterns of what stands between the first
+    tag and the JSON of a call, and from there to the end of the second. A group in the former is the call's name, and
+    the JSON its arguments; without one the JSON holds both. needs: tokens that the tokenizer must have."""
+
+    tags: tuple[str, str]
+    forms: tuple[tuple[str, str], ...]
+    needs: tuple[str, ...] = ()
+
+    def __call__(self, text: str) -> list[Attempt]:
+        attempts: list[Attempt] = []
+        marks, at = re.compile(f"</?think>|{re.escape(self.tags[0])}"), 0
+        while found := marks.search(text, at):
+            at = found.end()
+            if found[0] == "</think>":
+                attempts.clear()
+            elif found[0] == "<think>":
+                end = text.find("</think>", at)
+                at = len(text) if end < 0 else end + len("</think>")
+            else:
+                attempt, at = self._read(text, at)
+                attempts.append(attempt)
+        return attempts
+
+    def _read(self, text: str, at: int) -> tuple[Attempt, int]:
+        """The attempt that begins at `at`, and where it ends."""
+        for before, behind in self.forms:
+            head = re.compile(before).match(text, at)
+            value, end = _json(text, head.end()) if head else (None, 0)
+            if head and end and (tail := re.compile(behind).match(text, end)):
+                return _call({"name": head[1], "arguments": value} if head.groups() else value), tail.end()
+        begin, end = (text.find(tag, at) for tag in self.tags)
+        if end < 0 or 0 <= begin < end:
+            return NOT_CLOSED, begin if begin >= 0 else len(text)
+        return NO_JSON, end + len(self.tags[1])
+
+
+HERMES = Tagged(("<tool_call>", "</tool_call>"), ((r"\s*", r"\s*</tool_call>"),))
+DEEPSEEK = Tagged(
+    ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    (
+        (r"function<｜tool▁sep｜>([^\n<]+)\n```json\s*", r"\s*```\s*<｜tool▁call▁end｜>"),  # V3
+        (r"([^\n<]+)<｜tool▁sep｜>\s*", r"\s*<｜tool▁call▁end｜>"),  # V3.1
+    ),
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+)
+
+_TAG = r"<\|python_tag\|>\s*"
+_BARE = r'(?=\{\s*"(?:name"\s*:|type"\s*:\s*"function"))'  # other JSON is an answer
+_FIRST, _TAGGED = re.compile(rf"\s*(?:{_TAG}|{_BARE})"), re.compile(_TAG)
+_NEXT, _NEXT_BUT_ONE = re.compile(rf"\s*;?\s*(?:{_TAG})?(?=\{{)"), re.compile(rf";\s*(?:{_TAG})?{_BARE}")
+
+
+def llama3(text: str) -> list[Attempt]:
+    """Llama 3's: `{"name": ..., "parameters": {...}}`, which is the whole turn or stands behind `<|python_tag|>`.
+    Several are separated by `;`."""
+    found = _FIRST.match(text)
+    if found is None:
+        spoken = text.partition("</think>")[2] if re.search("</?think>", text) else text
+        found = _FIRST.match(spoken) or _TAGGED.search(spoken)
+    attempts: list[Attempt] = []
+    while found:
+        text, at = found.string, found.end()
+        value, end = _json(text, at)
+        attempts.append(_call(value) if end else NO_JSON)
+        found = _NEXT.match(text, end) if end else _NEXT_BUT_ONE.search(text, at)
+    return attempts
+
+
+PARSERS: dict[str, Parser] = {"hermes": HERMES, "llama3": llama3, "deepseek": DEEPSEEK}
+KNOWN = ", ".join(PARSERS) + " or path/to/file.py:function"
+
+
+def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
+    """name: of `PARSERS`, path/to/file.py:function, or "auto": the one that reads what the chat template writes.
+
+    A user's function takes the text of a turn, special tokens included, and returns an entry for each attempt: a
+    dictionary with name and arguments, or None for a call that cannot be read. What it raises, or returns wrongly, is
+    an EpisodeError.
+
+    Raises ValueError for a parser that is not known, does not load, or does not fit the tokenizer.
+    """
+    if name == "auto":
+        return make_parser(_fitting(tokenizer), tokenizer)
+    if name not in PARSERS:
+        return _own(name)
+    needs = getattr(PARSERS[name], "needs", ())
+    if lacking := [token for token in needs if token not in tokenizer.get_vocab()]:
+        raise ValueError(
+            f"--rl-tool-parser {name}: tokenizer {tokenizer.name_or_path!r} has no token {lacking[0]!r}, by which "
+            f"calls are found; give {KNOWN}, as the model writes calls"
+        )
+    return PARSERS[name]
+
+
+def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The parser that reads a call as the chat template writes one."""
+    from jinja2 import TemplateError
+
+    question = {"role": "user", "content": "question"}
+    for arguments in ({"key": 1}, '{"key": 1}') if tokenizer.chat_template else ():  # DeepSeek's takes text
+        call = {"type": "function", "function": {"name": "probe", "arguments": arguments}}
+        try:
+            text = render_chat(tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], ())
+        except (TemplateError, TypeError):
+            continue
+        text = text.removeprefix(render_chat(tokenizer, [question], ()))
+        for name, parser in PARSERS.items():
+            if parser(text) == [ToolCall("probe", {"key": 1})]:
+                return name
+    raise ValueError(
+        f"--rl-tool-parser auto: the chat template of tokenizer {tokenizer.name_or_path!r} writes calls in no form "
+        f"that is known here; give {KNOWN}"
+    )
+
+
+def _own(given: str) -> Parser:
+    """A user's function as a parser."""
+    if (found := locate(given, "--rl-tool-parser")) is None:
+        raise ValueError(f"--rl-tool-parser {given!r} is unknown; give auto, {KNOWN}")
+    function, error = outcome(load_function, *found)
+    if error:
+        raise ValueError(f"--rl-tool-parser {given}: {why_not_loaded(error)}")
+
+    def parse(text: str) -> list[Attempt]:
+        found, error = outcome(_read_own, function, text)
+        if error:
+            raise EpisodeError(f"--rl-tool-parser {given}: {why_not_loaded(error)}\n  on the turn {text!r:.300}")
+        return found
+
+    try:
+        parse("")
+    except EpisodeError as error:
+        raise ValueError(str(error)) from error
+    return parse
+
+
+def _read_own(function: Callable[[str], Any], text: str) -> list[Attempt]:
+    """What a user's function finds. Raises ValueError for what is no list of calls."""
+    found = function(text)
+    if not isinstance(found, (list, tuple)):
+        raise ValueError(f"it returned {found!r:.80} of type {type(found).__name__}, not a list")
+    attempts = [UNREAD if entry is None else _call(entry) for entry in found]
+    if NO_CALL in attempts:
+        raise ValueError(
+            f"it returned {found[attempts.index(NO_CALL)]!r:.80} for a call; give a dictionary with name, a string, "
+            "and arguments, a dictionary, or None for a call that cannot be read"
+        )
+    return attempts
+
+
+def _json(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at `at`, and where it ends; (None, 0) where there is none that can be sent on: numbers
+    are finite, and text has no half of a surrogate pair."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, at)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None, 0
+    return value, end
+
+
+def _call(value: Any) -> Attempt:
+    """A call from its JSON. One without arguments has none of them."""
+    if not isinstance(value, dict):
+        return NO_CALL
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    arguments = {} if arguments is None else arguments
+    return ToolCall(name, arguments) if name and isinstance(name, str) and isinstance(arguments, dict) else NO_CALL

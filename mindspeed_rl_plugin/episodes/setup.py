@@ -1,0 +1,111 @@
+"""What an engine is told of episodes, and what it is made of then."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.episode_flags import FOREIGN, EpisodeConfig
+from mindspeed_rl_plugin.dock.peers import Peers
+from mindspeed_rl_plugin.engine.protocol import Engine
+from mindspeed_rl_plugin.episodes.chat import Format, make_format
+from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
+from mindspeed_rl_plugin.episodes.lead import Lead, Limits
+from mindspeed_rl_plugin.episodes.parsers import make_parser
+from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
+from mindspeed_rl_plugin.episodes.protocol import Environments
+from mindspeed_rl_plugin.episodes.verifiers_bridge import PREFIX, VerifiersEnvironments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class EpisodeSetup:
+    """flags: of episodes, files of the user's by their absolute paths; observation: "chat" or "raw"; tokenizer: its
+    directory; prompt, response: longest [tokens]; wait: seconds that other ranks wait for this one."""
+
+    flags: EpisodeConfig
+    observation: str
+    tokenizer: str
+    prompt: int
+    response: int
+    wait: float
+
+    @classmethod
+    def of(cls, config: RLConfig, tokenizer: str) -> EpisodeSetup | None:
+        """As a job's flags say; None where responses are no episodes. tokenizer: directory."""
+        if not (flags := config.episodes).on:
+            return None
+        tools, environment = tuple(map(_absolute, flags.tools)), flags.environment
+        if environment and not environment.startswith(FOREIGN):
+            environment = _absolute(environment)
+        elif environment and environment.startswith(PREFIX) and environment.endswith(".toml"):
+            environment = f"{PREFIX}{Path(environment.removeprefix(PREFIX)).resolve()}"
+        parser = _absolute(flags.tool_parser) if ":" in flags.tool_parser else flags.tool_parser
+        flags = dataclasses.replace(flags, tools=tools, environment=environment, tool_parser=parser)
+        observation = flags.observation or ("chat" if config.data.apply_chat_template else "raw")
+        lengths = config.data.max_prompt_length, config.rollout.max_response_length
+        return cls(flags, observation, str(Path(tokenizer).resolve()), *lengths, config.monitor.wait_timeout)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> EpisodeSetup:
+        """Inverse of `dataclasses.asdict`, after JSON."""
+        flags = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["flags"].items()}
+        return cls(**{**fields, "flags": EpisodeConfig(**flags)})
+
+    def environments(self) -> Environments:
+        """Started. Raises ValueError for what does not load."""
+        flags = self.flags
+        if flags.foreign:
+            return VerifiersEnvironments(
+                flags.environment.removeprefix(PREFIX),
+                flags.environment_python,
+                self.tokenizer,
+                flags.environment_workers,
+                flags.environment_timeout,
+                **({"together": None} if flags.environment_lockstep else {}),
+            )
+        return EnvironmentPool(
+            flags.tools,
+            flags.environment,
+            workers=flags.environment_workers,
+            timeout=flags.environment_timeout,
+            wait_timeout=self.wait,
+        )
+
+    def format(self, tokenizer: PreTrainedTokenizerBase, environments: Environments) -> Format:
+        """How messages become tokens. Raises ValueError for a tokenizer or a template that does not fit."""
+        return make_format(tokenizer, self.observation, environments.tools)
+
+    def over(
+        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, environments: Environments, peers: Peers
+    ) -> EpisodeEngine:
+        """Episodes over an engine. environments: of its first rank, which closes them with the engine; those of other
+        ranks are closed here; peers: the ranks of the engine."""
+        begins, lead = environments.begins, None
+        if engine.leader:
+            parse = make_parser(self.flags.tool_parser, tokenizer) if environments.tools else lambda text: ()
+            lead = Lead(self._limits(), self.format(tokenizer, environments), parse, environments)
+        else:
+            environments.close()
+        return EpisodeEngine(engine, self.flags.longest_turn(self.response), begins, lead, peers)
+
+    def _limits(self) -> Limits:
+        flags = self.flags
+        return Limits(
+            turns=flags.max_turns,
+            observation=flags.longest_observation(self.response),
+            prompt=self.prompt,
+            lockstep=flags.environment_lockstep,
+            on_error=flags.environment_on_error,
+        )
+
+
+def _absolute(spec: str) -> str:
+    file, _, name = spec.rpartition(":")
+    return f"{Path(file).resolve()}:{name}"

@@ -1,0 +1,289 @@
+"""`Environments` over verifiers: its own loop runs each rollout, and asks for the turns of the model.
+
+Its processes (`verifiers_worker`) run many rollouts each. What a rollout says comes whenever it likes; here it becomes
+the reply to a call. Where a process dies, or is killed since a rollout in it cannot be stopped, the rollouts that have
+begun in it fail: what verifiers holds of them is gone. Those that have not begun go on in another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Reply, Turn
+from mindspeed_rl_plugin.episodes.verifiers_load import ROW
+from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
+
+PREFIX = "verifiers:"  # of --rl-environment
+TOGETHER = 64  # most rollouts of one process at a time
+LOADING = 600.0  # seconds in which verifiers and its environment are loaded
+GRACE = 20.0  # seconds in which a rollout that is given up must have stopped
+PATIENCE = 15.0  # seconds in which a process may end by itself, with what its rollouts hold
+
+
+class Said(msgspec.Struct):
+    """What a process says of a rollout. prompt, messages: of a turn that it asks for, the latter for people to read;
+    ended: it was given up and has stopped; seconds: since its last answer; else as in `Reply`."""
+
+    number: int
+    seconds: float
+    prompt: list[int] | None = None
+    messages: list[dict[str, str]] = []
+    reward: float = 0.0
+    done: bool = False
+    failure: str | None = None
+    ended: bool = False
+
+
+@dataclass
+class Process:
+    """A worker. since: when it was started, on the monotonic clock; loaded: whether rollouts can begin in it; killed:
+    why it was."""
+
+    worker: Worker
+    since: float
+    loaded: bool = False
+    killed: str | None = None
+
+
+@dataclass(eq=False)
+class Rollout:
+    """process: None before it begins; due: since when its reply is, None while the model speaks; early: what it said
+    before its time, so that it is over; ending: until when it must have stopped, None where it is not given up."""
+
+    number: int
+    sample: SampleId
+    data: Any
+    process: Process | None = None
+    due: float | None = None
+    early: Reply | None = None
+    ending: float | None = None
+
+
+class VerifiersEnvironments:
+    """environment: what stands behind `verifiers:`; python: interpreter that has verifiers, None for this one;
+    tokenizer: of the prompts, a path; workers: processes; timeout: of the environment's part of a turn [seconds];
+    together: most rollouts of a process at a time, None without a limit, as a lockstep needs it.
+
+    Rows have the field `verifiers`, as `python -m mindspeed_rl_plugin tasks` writes them. Raises ValueError for an
+    interpreter that is none. The processes load beside what follows; that they cannot is said by `poll`.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    begins = True
+
+    def __init__(
+        self,
+        environment: str,
+        python: str | None,
+        tokenizer: str,
+        workers: int,
+        timeout: float,
+        together: int | None = TOGETHER,
+    ) -> None:
+        self._timeout, self._together = timeout, math.inf if together is None else together
+        program = rollouts_program(interpreter(python))
+        setup = (environment, tokenizer)
+        now = time.monotonic()
+        self._processes = [Process(Worker(program, setup, PREFIX + environment), now) for _ in range(workers)]
+        self._numbers = itertools.count()
+        self._rollouts: dict[int, Rollout] = {}  # all that hold something, those that are given up too
+        self._known: dict[SampleId, Rollout] = {}  # those that are not given up
+        self._queue: deque[Rollout] = deque()  # those that have not begun
+        self._replies: list[Reply] = []
+
+    @property
+    def pending(self) -> bool:
+        """See `Environments`."""
+        return bool(self._queue or self._replies or any(r.due is not None for r in self._known.values()))
+
+    def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
+        """See `Environments`. verifiers knows no seeds: what is random is its environment's."""
+        rollout = Rollout(next(self._numbers), episode, task["record"][ROW])
+        self._known[episode] = rollout
+        self._queue.append(rollout)
+
+    def act(self, episode: SampleId, turn: Turn) -> None:
+        """See `Environments`."""
+        self._answer(episode, "act", turn.tokens, turn.logps)
+
+    def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
+        """See `Environments`. cut: the turn that a limit has cut, for verifiers to score."""
+        self._answer(episode, "finish", cut and (cut.tokens, cut.logps))
+
+    def end(self, episode: SampleId) -> None:
+        """See `Environments`."""
+        rollout = self._known.get(episode)
+        self._replies = [reply for reply in self._replies if reply.id != episode]
+        if rollout is not None:
+            self._give_up(rollout)
+
+    def poll(self, seconds: float) -> list[Reply]:
+        """See `Environments`."""
+        end = time.monotonic() + seconds
+        while True:
+            for process in self._processes:
+                self._hear(process)
+            self._begin_some()
+            self._look_at_clock()
+            if self._replies or not self.pending or time.monotonic() >= end:
+                break
+            wait_for([process.worker for process in self._processes], min(end, self._next_limit()))
+        replies, self._replies = self._replies, []
+        return replies
+
+    def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
+        """See `Environments`."""
+        for where, fields in rows.items():
+            if ROW not in fields:
+                raise ValueError(
+                    f"--rl-environment {PREFIX}: {where} has no field {ROW!r}; make the data with "
+                    f"`python -m mindspeed_rl_plugin tasks {PREFIX}ID --out FILE.jsonl`"
+                )
+
+    def close(self) -> None:
+        """See `Environments`."""
+        for process in self._processes:
+            process.worker.cut()
+        for process in self._processes:
+            process.worker.close()
+        self._processes = []
+
+    # calls
+
+    def _answer(self, episode: SampleId, call: str, *arguments: Any) -> None:
+        rollout = self._known.get(episode)
+        if rollout is None:
+            return
+        if rollout.early is not None:
+            self._reply(rollout, rollout.early)
+            return
+        rollout.due = time.monotonic()
+        self._send(rollout, call, *arguments)
+
+    def _send(self, rollout: Rollout, call: str, *arguments: Any) -> None:
+        rollout.process.worker.call((call, rollout.number, *arguments), math.inf)
+
+    def _begin_some(self) -> None:
+        """Those that have not begun, as far as there is space, each in the process with the fewest."""
+        while self._queue:
+            loaded = [process for process in self._processes if process.loaded and process.killed is None]
+            process = min(loaded, key=self._load, default=None)
+            if process is None or self._load(process) >= self._together:
+                return
+            rollout = self._queue.popleft()
+            rollout.process, rollout.due = process, time.monotonic()
+            self._rollouts[rollout.number] = rollout
+            self._send(rollout, "begin", rollout.data)
+
+    def _load(self, process: Process) -> int:
+        return sum(rollout.process is process for rollout in self._rollouts.values())
+
+    def _give_up(self, rollout: Rollout) -> None:
+        del self._known[rollout.sample]
+        rollout.due = None
+        if rollout.process is None:
+            self._queue.remove(rollout)
+        elif rollout.early is None:
+            rollout.ending = time.monotonic() + GRACE
+            self._send(rollout, "end")
+
+    # replies
+
+    def _hear(self, process: Process) -> None:
+        """What a process has said; starts one that has died again. Raises EpisodeError where it cannot load."""
+        worker = process.worker
+        if not process.loaded:
+            if worker.ready():
+                process.loaded, worker.until = True, math.inf
+            elif time.monotonic() > process.since + LOADING:
+                raise EpisodeError(f"verifiers has not loaded its environment within {LOADING:g} s")
+        while process.loaded and (answer := worker.answer()) is not None:
+            if isinstance(answer, str):
+                self._died(process, answer)
+            else:
+                worker.until = math.inf
+                self._take(answer)
+
+    def _take(self, said: Said) -> None:
+        rollout = self._rollouts.get(said.number)
+        if rollout is None:
+            return
+        over = said.done or said.ended or said.failure is not None
+        if over:
+            del self._rollouts[said.number]
+        prompt = None if said.prompt is None else tuple(said.prompt)
+        reply = Reply(rollout.sample, said.messages, prompt, said.reward, said.done, said.failure, seconds=said.seconds)
+        if rollout.due is not None:
+            self._reply(rollout, reply)
+        elif over:  # while the model speaks, of a limit of its own
+            rollout.early = reply
+
+    def _reply(self, rollout: Rollout, reply: Reply) -> None:
+        self._replies.append(reply)
+        rollout.due = None
+        if reply.done or reply.failure is not None:
+            del self._known[rollout.sample]
+
+    def _died(self, process: Process, how: str) -> None:
+        why = process.killed or f"was in a verifiers process that {how}"
+        process.loaded, process.killed, process.since = False, None, time.monotonic()
+        for rollout in [rollout for rollout in self._rollouts.values() if rollout.process is process]:
+            self._take(Said(rollout.number, 0.0, failure=why))
+
+    # limits
+
+    def _look_at_clock(self) -> None:
+        now = time.monotonic()
+        for rollout in [*self._known.values()]:
+            if rollout.due is not None and now >= rollout.due + self._timeout:
+                why = f"ran longer than {self._timeout:g} s (--rl-environment-timeout)"
+                self._replies.append(Reply(rollout.sample, failure=why, seconds=now - rollout.due))
+                self._give_up(rollout)
+        for rollout in self._rollouts.values():
+            process = rollout.process
+            if rollout.ending is not None and now >= rollout.ending and process.killed is None:
+                process.killed = "was in a verifiers process that was killed, since one of its rollouts did not stop"
+                os.kill(process.worker.pid, signal.SIGTERM)  # its keeper kills all
+
+    def _next_limit(self) -> float:
+        """On the monotonic clock."""
+        limits = [rollout.due + self._timeout for rollout in self._known.values() if rollout.due is not None]
+        return min(limits + [rollout.ending for rollout in self._rollouts.values() if rollout.ending], default=math.inf)
+
+
+def rollouts_program(python: str | None) -> Program:
+    """What its processes run."""
+    main = "mindspeed_rl_plugin.episodes.verifiers_worker:main"
+    return Program(main, str | None, Said, "a verifiers process", EpisodeError, python, PATIENCE)
+
+
+def interpreter(python: str | None) -> str | None:
+    """The path of --rl-environment-python, None for the interpreter of the job. Raises ValueError for what is none."""
+    if python is None:
+        return None
+    advice = "give an interpreter of Python 3.11 or later that has verifiers, such as venv/bin/python"
+    found = shutil.which(python)
+    if found is None:
+        raise ValueError(f"--rl-environment-python {python}: there is no such program here; {advice}")
+    code = "import sys; print(*sys.version_info[:2], sep='.')"
+    try:
+        said = subprocess.run([found, "-c", code], capture_output=True, text=True, timeout=60).stdout.strip()
+        version = tuple(map(int, said.split(".")))
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        raise ValueError(f"--rl-environment-python {python} is no Python interpreter; {advice}") from None
+    if version < (3, 11):
+        raise ValueError(f"--rl-environment-python {python} is Python {said}; {advice}")
+    return os.path.abspath(found)

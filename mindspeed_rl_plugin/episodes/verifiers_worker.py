@@ -1,0 +1,264 @@
+"""The process in which verifiers runs rollouts, in the interpreter that has it.
+
+verifiers drives: its environment runs a rollout, and asks the model for a turn at the token-level endpoint that its
+training client speaks (`POST /inference/v1/generate` with token ids), which is served here on loopback. A request waits
+until the engine's turn comes through the pipe. First message in: (environment, tokenizer), out: versions. Then messages
+in are calls of `Rollouts`, and out `verifiers_bridge.Said`, both at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import queue
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+from mindspeed_rl_plugin.episodes.verifiers_load import Loaded, load, task_of
+from mindspeed_rl_plugin.workers.child import Parent, describe, outcome, why_not_loaded
+from mindspeed_rl_plugin.workers.keeper import keep
+
+PATIENCE = 10.0  # seconds in which verifiers may clean up once the job has ended
+CONVERSATION = "X-Session-ID"  # header of its requests: the id of a trace
+
+
+def main(connection: int, lifeline: int) -> None:
+    """Serve until the parent closes its end. Arguments: file descriptors."""
+    keep(connection, lifeline, PATIENCE)
+    parent = Parent(connection, None)
+    environment, tokenizer = parent.receive()
+    loaded, error = outcome(load, environment)
+    if error:
+        parent.send((None, why_not_loaded(error)))
+        return
+    asyncio.run(_serve(parent, loaded, tokenizer))
+
+
+async def _serve(parent: Parent, loaded: Loaded, tokenizer: str) -> None:
+    out: queue.SimpleQueue = queue.SimpleQueue()
+    rollouts, stop, loop = Rollouts(loaded, out.put), asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    async with AsyncExitStack() as stack:
+        try:
+            client = _client(loaded, await _endpoint(stack, rollouts), tokenizer)
+            await _warm(client)
+            await stack.enter_async_context(loaded.env.serving())
+        except Exception as error:  # noqa: BLE001 - whatever verifiers or its environment raises is reported
+            parent.send((None, why_not_loaded(describe(error))))
+            return
+        rollouts.context = loaded.vf.ModelContext(model="policy", client=client)
+        parent.send((loaded.version, None))
+        threading.Thread(target=_write, args=(parent, out), daemon=True).start()
+        threading.Thread(target=_read, args=(parent, rollouts, stop, loop), daemon=True).start()
+        await stop.wait()
+        await rollouts.close()
+
+
+async def _endpoint(stack: AsyncExitStack, rollouts: Rollouts) -> int:
+    """The port on which turns are asked for."""
+    from aiohttp import web
+
+    app = web.Application(client_max_size=0)
+    app.router.add_post("/inference/v1/generate", rollouts.generate)
+    app.router.add_get("/v1/models", _models)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner.addresses[0][1]
+
+
+async def _models(_: Any) -> Any:
+    """None has a longest context here: the job's limits are the engine's to keep."""
+    return _answer({"data": []})
+
+
+def _client(loaded: Loaded, port: int, tokenizer: str) -> Any:
+    """Settings of verifiers' training client. api_key_var: of a variable that is not there, or it reads the user's."""
+    return loaded.vf.TrainClientConfig(
+        base_url=f"http://127.0.0.1:{port}/v1",
+        api_key_var="MINDSPEED_RL_PLUGIN_HAS_NO_KEY",
+        renderer=loaded.renderer,
+        renderer_model_name=tokenizer,
+    )
+
+
+async def _warm(client: Any) -> None:
+    """Load the tokenizer, so that what is wrong with it is told at once; the client finds it loaded."""
+    from verifiers.v1.clients.train import ElasticRendererPool
+
+    tokenizer = client.renderer_model_name
+    try:
+        await ElasticRendererPool(tokenizer, client.renderer, multiplex=client.multiplex).grow()
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"the tokenizer {tokenizer!r} cannot render prompts for verifiers: {error}") from error
+
+
+def _write(parent: Parent, out: queue.SimpleQueue) -> None:
+    with suppress(OSError):  # the parent has closed its end
+        while True:
+            parent.send(out.get())
+
+
+def _read(parent: Parent, rollouts: Rollouts, stop: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        while True:
+            name, *arguments = parent.receive()
+            loop.call_soon_threadsafe(getattr(rollouts, name), *arguments)
+    except SystemExit:  # the parent has closed its end
+        loop.call_soon_threadsafe(stop.set)
+
+
+class Rollout:
+    """One rollout. asks: a request for a turn that waits; over: whether no further turn may be sampled; since: when the
+    environment had its last answer, on the monotonic clock; trace: of the conversation that is trained."""
+
+    def __init__(self) -> None:
+        self.asks: asyncio.Future | None = None
+        self.over, self.since = False, time.monotonic()
+        self.trace: Any = None
+        self.runs: asyncio.Task | None = None
+
+    def answer(self, turn: tuple[Sequence[int], Sequence[float], bool] | None) -> None:
+        """The model's turn, None where there is none; to nobody where no request waits."""
+        self.since = time.monotonic()
+        if self.asks is not None and not self.asks.done():
+            self.asks.set_result(turn)
+
+
+class Rollouts:
+    """Those that run. say: takes what is said to the parent; context: model and client of verifiers."""
+
+    context: Any = None
+
+    def __init__(self, loaded: Loaded, say: Any) -> None:
+        self._loaded, self._say = loaded, say
+        self._rollouts: dict[int, Rollout] = {}
+        self._traces: dict[str, tuple[int, Rollout, Any]] = {}
+
+    def begin(self, number: int, data: dict[str, Any]) -> None:
+        """Run a rollout of a task."""
+        rollout = self._rollouts[number] = Rollout()
+        rollout.runs = asyncio.create_task(self._run(number, rollout, data))
+
+    def act(self, number: int, tokens: Sequence[int], logps: Sequence[float]) -> None:
+        """The turn that it waits for."""
+        if rollout := self._rollouts.get(number):
+            rollout.answer((tokens, logps, True))
+
+    def finish(self, number: int, cut: tuple[Sequence[int], Sequence[float]] | None) -> None:
+        """No further turn; cut: the one that it waits for, if a limit has cut it. verifiers scores what there is."""
+        if rollout := self._rollouts.get(number):
+            rollout.over = True
+            rollout.answer((*cut, False) if cut else None)
+
+    def end(self, number: int) -> None:
+        """Give it up."""
+        if rollout := self._rollouts.get(number):
+            rollout.runs.cancel()
+
+    async def close(self) -> None:
+        """Give all up."""
+        runs = [rollout.runs for rollout in self._rollouts.values()]
+        for run in runs:
+            run.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
+
+    async def generate(self, request: Any) -> Any:
+        """One request of verifiers' client for a turn of the model."""
+        known = self._traces.get(request.headers.get(CONVERSATION, ""))
+        if known is None:
+            return _answer(_error("no rollout here has this conversation"), 404)
+        number, rollout, trace = known
+        prompt = (await request.json())["token_ids"]
+        if why := _refusal(rollout, trace):
+            return _answer(_error(why), 400)
+        rollout.trace = trace
+        turn = None if rollout.over else await self._turn(number, rollout, prompt)
+        if turn is None:  # its trace ends as at a limit of its own, and is scored
+            trace.stop("max_total_tokens")
+            return _answer(_error("the job samples no further turn of this rollout"), 400)
+        return _answer(_choice(*turn))
+
+    async def _turn(self, number: int, rollout: Rollout, prompt: list[int]) -> Any:
+        rollout.asks = asyncio.get_running_loop().create_future()
+        # Of the first prompt the job's data row has the text.
+        messages = [_message(message) for message in rollout.trace.pending] if rollout.trace.nodes else []
+        self._tell(number, rollout, prompt=prompt, messages=messages)
+        try:
+            return await rollout.asks
+        finally:
+            rollout.asks = None
+
+    async def _run(self, number: int, rollout: Rollout, data: dict[str, Any]) -> None:
+        try:
+            (slot,) = self._loaded.env.slots(task_of(self._loaded, data))
+            episode = await self._loaded.env.run_slot(
+                slot, self.context, on_trace=lambda trace: self._traces.update({trace.id: (number, rollout, trace)})
+            )
+            self._tell(number, rollout, **_result(rollout, episode))
+        except asyncio.CancelledError:
+            self._tell(number, rollout, ended=True)
+        except Exception as error:  # noqa: BLE001 - whatever verifiers or its environment raises is reported
+            self._tell(number, rollout, failure=describe(error))
+        finally:
+            rollout.answer(None)  # a request that nobody waits for any more holds up the end
+            del self._rollouts[number]
+            self._traces = {key: value for key, value in self._traces.items() if value[0] != number}
+
+    def _tell(self, number: int, rollout: Rollout, **what: Any) -> None:
+        self._say({"number": number, "seconds": time.monotonic() - rollout.since, **what})
+
+
+def _refusal(rollout: Rollout, trace: Any) -> str | None:
+    """Why a request for a turn cannot be answered."""
+    if rollout.trace is not None and rollout.trace is not trace:
+        return (
+            f"the rollout asks for a turn in a second conversation, of agent {trace.agent.name!r}; one is trained, of "
+            f"agent {rollout.trace.agent.name!r}: give the others a client and a model of their own, and no retries"
+        )
+    return None if rollout.asks is None else "the rollout asks for two turns at once; one follows another"
+
+
+def _result(rollout: Rollout, episode: Any) -> dict[str, Any]:
+    """What is said of a rollout that is over."""
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok:
+        return {"failure": "; ".join(f"raised {error.type}: {error.message}" for error in errors) or "failed"}
+    if rollout.trace is None:
+        return {"failure": "ended before it asked for a turn of the model"}
+    if not math.isfinite(reward := rollout.trace.reward):
+        return {"failure": f"has the reward {reward}, which is no finite number"}
+    return {"done": True, "reward": reward}
+
+
+def _choice(tokens: Sequence[int], logps: Sequence[float], whole: bool) -> dict[str, Any]:
+    """A turn as vLLM's endpoint answers it."""
+    content = [{"token": f"token_id:{token}", "logprob": p} for token, p in zip(tokens, logps, strict=True)]
+    reason = "stop" if whole else "length"
+    choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": content}, "finish_reason": reason}
+    return {"request_id": "", "choices": [choice]}
+
+
+def _message(message: Any) -> dict[str, str]:
+    content = (
+        message.content
+        if isinstance(message.content, str)
+        else "".join(getattr(part, "text", "") for part in message.content or ())
+    )
+    name = getattr(message, "name", None)
+    return {"role": message.role, "content": content, **({"name": name} if name else {})}
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error"}}
+
+
+def _answer(body: Any, status: int = 200) -> Any:
+    from aiohttp import web
+
+    return web.json_response(body, status=status)

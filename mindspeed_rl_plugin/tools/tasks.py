@@ -1,0 +1,88 @@
+"""`python -m mindspeed_rl_plugin tasks verifiers:ID`: the tasks of an environment of verifiers as a data file.
+
+Each line has `prompt` (for people and length limits; verifiers renders its own), `answer`, and `verifiers`, the task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.episodes.verifiers_bridge import PREFIX, interpreter
+from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
+
+SECONDS = 3600.0  # in which the tasks are loaded; those that are downloaded take long
+
+
+def main(argv: list[str]) -> int:
+    """Write the file; 1 where the environment cannot be used."""
+    parser = argparse.ArgumentParser(prog="python -m mindspeed_rl_plugin tasks", description=__doc__.splitlines()[0])
+    parser.add_argument("environment", help=f"{PREFIX}ID or {PREFIX}FILE.toml, as --rl-environment takes it")
+    parser.add_argument("--python", help="interpreter that has verifiers (default: this one)")
+    parser.add_argument("--out", required=True, help="the file to write, FILE.jsonl, for --rl-prompt-data")
+    parser.add_argument("--limit", type=int, help="most tasks (default: all)")
+    options = parser.parse_args(argv)
+    try:
+        if not options.environment.startswith(PREFIX):
+            raise ValueError(f"{options.environment!r} has no tasks of its own; give {PREFIX}ID")
+        if options.limit is not None and options.limit < 1:
+            raise ValueError(f"--limit {options.limit}: give 1 or more")
+        count = write(options.environment.removeprefix(PREFIX), options.python, options.out, options.limit)
+    except ValueError as error:
+        print(f"tasks: {error}", file=sys.stderr)
+        return 1
+    print(f"{count} tasks in {options.out}; train on them with --rl-prompt-data {options.out}")
+    return 0
+
+
+def write(environment: str, python: str | None, path: str, most: int | None) -> int:
+    """Write the file, whole or not at all. Returns how many rows. Raises ValueError for what cannot be used."""
+    part, count = Path(f"{path}.part"), 0
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            for row in rows(environment, python, most):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                count += 1
+        if not count:
+            raise ValueError(f"{environment!r} has no tasks")
+        part.replace(path)
+    except OSError as error:
+        raise ValueError(f"--out {path}: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return count
+
+
+def rows(environment: str, python: str | None, most: int | None) -> Iterator[dict[str, Any]]:
+    """Of the data file, from the process of verifiers' interpreter. Raises ValueError for what cannot be used."""
+    main = "mindspeed_rl_plugin.episodes.verifiers_load:main"
+    then = tuple[list[dict[str, Any]] | None, str | None]
+    program = Program(main, str | None, then, "verifiers' process", ValueError, interpreter(python))
+    worker, end = Worker(program, (environment, most), environment), time.monotonic() + SECONDS
+    try:
+        while not worker.ready():
+            _wait(worker, end)
+        while some := _next(worker, end):
+            yield from some
+    finally:
+        worker.close()
+
+
+def _next(worker: Worker, end: float) -> list[dict[str, Any]]:
+    worker.call("next", SECONDS)
+    while (answer := worker.answer()) is None:
+        _wait(worker, end)
+    some, error = (None, answer) if isinstance(answer, str) else answer
+    if error:
+        raise ValueError(f"the process that reads the tasks {error}")
+    return some
+
+
+def _wait(worker: Worker, end: float) -> None:
+    if not wait_for([worker], end):
+        raise ValueError(f"the tasks were not loaded within {SECONDS:g} s")

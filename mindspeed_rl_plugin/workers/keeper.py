@@ -1,0 +1,86 @@
+"""A process above a worker whose code starts processes in sessions of their own, which no kill of its group reaches.
+
+It adopts whatever the worker's descendants leave behind, and ends all of them when the worker or its parent ends.
+Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator, Sequence
+
+TICK = 0.1  # seconds between looks at the worker
+ADOPT, DIE = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG of prctl(2)
+
+
+def keep(connection: int, lifeline: int, patience: float) -> None:
+    """Fork: the worker goes on behind this call, and the process before it becomes its keeper. connection, lifeline:
+    file descriptors, as `process.Worker` passes them; patience: seconds between SIGTERM to a worker whose parent has
+    ended, and SIGKILL to all that is left. SIGTERM to the keeper kills all at once."""
+    killed: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: killed.append(number))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(ADOPT, 1, 0, 0, 0)
+    worker = os.fork()
+    if not worker:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        prctl(DIE, signal.SIGKILL, 0, 0, 0)
+        os.close(lifeline)
+        os.set_inheritable(connection, False)
+        return
+    os.close(connection)
+    code = _watch(worker, lifeline, patience, killed)
+    while left := [*_children()]:
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(TICK / 10)
+        _reap(0)
+    if code < 0:  # as the worker died, so that the parent can say it
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _watch(worker: int, lifeline: int, patience: float, killed: Sequence[int]) -> int:
+    """Until the worker has ended, or is to be killed, or its parent has ended and its time is up. Returns the exit
+    code, -signal of one that a signal ended."""
+    poll = select.poll()
+    poll.register(lifeline, select.POLLIN)
+    code = None
+    while code is None and not killed and not poll.poll(1000 * TICK):
+        code = _reap(worker)
+    if code is not None or killed:
+        return 1 if code is None else code
+    os.kill(worker, signal.SIGTERM)
+    end = time.monotonic() + patience
+    while code is None and not killed and time.monotonic() < end:
+        time.sleep(TICK)
+        code = _reap(worker)
+    return 1 if code is None else code
+
+
+def _reap(worker: int) -> int | None:
+    """Let go of children that have ended. Returns the exit code of the worker if it is among them."""
+    code = None
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            if ended[0] == worker:
+                code = os.waitstatus_to_exitcode(ended[1])
+    return code
+
+
+def _children() -> Iterator[int]:
+    """Of this process, without those that have ended already. What a child leaves behind becomes one."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stat:
+                state, parent = stat.read().rpartition(")")[2].split()[:2]
+            if state != "Z" and int(parent) == os.getpid():
+                yield int(name)

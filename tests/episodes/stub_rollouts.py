@@ -1,0 +1,41 @@
+"""What verifiers' process is to its bridge, without verifiers: rollouts follow a script that their data holds.
+
+The first message of the script is said when the rollout begins, each further one upon a turn of the model.
+"""
+
+import os
+import time
+
+from mindspeed_rl_plugin.workers.child import Parent
+from mindspeed_rl_plugin.workers.keeper import keep
+
+
+def main(connection, lifeline):
+    keep(connection, lifeline, 1.0)
+    parent = Parent(connection, None)
+    environment, _ = parent.receive()
+    parent.send((None, "there is no such environment") if environment == "unknown" else ("0.4.0", None))
+    scripts = {}
+    while True:
+        call, number, *arguments = parent.receive()
+        if call == "begin":
+            scripts[number] = arguments[0]
+        if call == "end":
+            if scripts[number] != ["stuck"]:
+                parent.send({"number": number, "seconds": 0.0, "ended": True})
+            continue
+        script = scripts[number]
+        line = script.pop(0) if script and script != ["stuck"] else "silence"
+        if line == "die":
+            os._exit(3)
+        if line == "garbage":
+            os.write(connection, b"\0\0\0\x05hello")
+        if line in ("silence", "garbage"):
+            continue
+        if line == "score":
+            line = {"done": True, "reward": len(arguments[0][0]) if arguments[0] else -1.0}
+        if line == "echo":
+            line = {"prompt": [len(call), *arguments[0]], "messages": [{"role": "user", "content": str(arguments[1:])}]}
+        for one in line if isinstance(line, list) else [line]:
+            parent.send({"number": number, "seconds": 0.25, **one})
+            time.sleep(0.05)

@@ -1,0 +1,356 @@
+"""`EpisodeEngine` with its `Lead` over a scripted engine and scripted environments: what the model sees, what comes
+back, and that interruptions, limits and failures leave each episode as it must be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl_plugin.dock.peers import Peers
+from mindspeed_rl_plugin.engine.protocol import generate
+from mindspeed_rl_plugin.engine.seeds import response_request
+from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
+from mindspeed_rl_plugin.episodes.lead import Lead, Limits
+from mindspeed_rl_plugin.episodes.live import turn_seed
+from mindspeed_rl_plugin.episodes.protocol import COUNTS, EpisodeError, MalformedCall, Reply, ToolCall, Turn
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
+
+CLOSE, PROMPT = 99, (7, 8, 9)
+LIMITS = Limits(turns=4, observation=6, prompt=5)
+FIELDS = {"text": "p", "answer": "a", "record": {}, "messages": None}
+
+
+class Engine:
+    """Samples tokens by seed and place, one of each response a step; ends a turn with CLOSE."""
+
+    replica, replicas, leader, shares_experts = 0, 1, True, False
+
+    def __init__(self) -> None:
+        self.version, self.progress, self.seen = 0, 0.0, []
+        self.queue: dict[SampleId, tuple[GenerateRequest, list[int], list[tuple[int, int]]]] = {}
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        for r in requests:
+            assert r.id not in self.queue
+            self.seen.append(r)
+            begun = r.begun
+            self.queue[r.id] = r, [*begun.tokens] if begun else [], [*begun.segments] if begun else []
+
+    def poll(self, timeout: float) -> list[Completion]:
+        return self.step_along(1)
+
+    def step_along(self, steps: int) -> list[Completion]:
+        done = []
+        for _ in range(steps):
+            for sample, (request, tokens, segments) in [*self.queue.items()]:
+                if not segments or segments[-1][1] != self.version:
+                    segments.append((len(tokens), self.version))
+                place = len(request.prompt_tokens) + len(tokens)
+                tokens.append(CLOSE if random.Random(request.seed + place).random() < 0.3 else 10 + place % 50)
+                if tokens[-1] == CLOSE or len(tokens) == request.sampling.max_tokens:
+                    done.append(self._take(sample, "stop" if tokens[-1] == CLOSE else "length"))
+        return done
+
+    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
+        return [self._take(sample, "abort") for sample in [*self.queue] if ids is None or sample in set(ids)]
+
+    def keep_step(self) -> None:
+        assert not self.queue
+
+    def shutdown(self) -> None: ...
+
+    def _take(self, sample: SampleId, finish: str) -> Completion:
+        _, tokens, segments = self.queue.pop(sample)
+        return Completion(sample, tuple(tokens), tuple(-t / 100 for t in tokens), finish, tuple(segments))
+
+
+class Format:
+    """A token is a letter."""
+
+    most_calls: int | None = None
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return [ord(letter) for message in messages for letter in message["content"]]
+
+    def behind(self, last: int, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return ([] if last == CLOSE else [CLOSE]) + self.prompt(messages)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    raw_text = text
+
+    def shortened(self, text: str, limit: int) -> tuple[str, bool]:
+        return text[:limit], len(text) > limit
+
+    def holds_special(self, text: str) -> bool:
+        return chr(CLOSE) in text
+
+
+class World:
+    """Replies some polls later, by `answer(sample, turn, number)`; keeps what it was told."""
+
+    def __init__(self, answer: Any, tools: Sequence[str] = (), opening: Any = None, slow: int = 0) -> None:
+        self.tools = [{"type": "function", "function": {"name": name}} for name in tools]
+        self.answer, self.opening, self.begins, self.slow = answer, opening, opening is not None, slow
+        self.log: list[tuple] = []
+        self.turns: dict[SampleId, int] = {}
+        self.due: list[tuple[int, Reply]] = []
+        self.closed = False
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.due)
+
+    def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
+        self.log.append(("begin", episode, seed))
+        self.turns[episode] = 0
+        if self.begins:
+            self._later(episode, self.opening)
+
+    def act(self, episode: SampleId, turn: Turn) -> None:
+        self.log.append(("act", episode, turn))
+        self.turns[episode] += 1
+        self._later(episode, self.answer(episode, turn, self.turns[episode]))
+
+    def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
+        self.log.append(("finish", episode, cut))
+        self._later(episode, Reply(episode, done=True, reward=0.25))
+
+    def end(self, episode: SampleId) -> None:
+        self.log.append(("end", episode))
+        self.turns.pop(episode, None)
+        self.due = [(when, reply) for when, reply in self.due if reply.id != episode]
+
+    def poll(self, seconds: float) -> list[Reply]:
+        self.due = [(when - 1, reply) for when, reply in self.due]
+        there = [reply for when, reply in self.due if when < 0]
+        self.due = [(when, reply) for when, reply in self.due if when >= 0]
+        return there
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _later(self, episode: SampleId, reply: Reply) -> None:
+        self.due.append((random.Random(str(episode)).randint(0, self.slow), replace(reply, id=episode)))
+
+    def named(self, name: str) -> list[tuple]:
+        return [entry for entry in self.log if entry[0] == name]
+
+
+def requests_of(groups: int, members: int = 2, most: int = 40) -> list[GenerateRequest]:
+    ids = [SampleId(0, group, member) for group in range(groups) for member in range(members)]
+    return [response_request(Sampling(most), 3, sample, PROMPT, fields=FIELDS) for sample in ids]
+
+
+def over(world: World, limits: Limits = LIMITS, longest: int = 10, parse: Any = lambda text: ()) -> EpisodeEngine:
+    return EpisodeEngine(Engine(), longest, world.begins, Lead(limits, Format(), parse, world), Peers())
+
+
+def echo(episode: SampleId, turn: Turn, number: int) -> Reply:
+    """Two turns, then the end."""
+    if number > 1:
+        return Reply(episode, done=True, reward=1.0)
+    return Reply(episode, [{"role": "user", "content": "xyz"}], reward=0.5, counts=dict.fromkeys(COUNTS, 1))
+
+
+def whole(completion: Completion) -> tuple[int, ...]:
+    return (*completion.episode.prompt, *completion.tokens)
+
+
+def test_each_prompt_is_the_one_before_with_what_was_sampled_and_seen() -> None:
+    world = World(echo, slow=3)
+    engine = over(world)
+    requests = requests_of(4)
+    for request, completion in zip(requests, generate(engine, requests, deadline=5), strict=True):
+        asked = [r for r in engine._engine.seen if r.id == request.id]
+        turns, row = completion.episode.turns, whole(completion)
+        assert len(asked) == len(turns) <= 2 and request.id == completion.id
+        for part, (first, end) in zip(asked, turns, strict=True):
+            assert part.prompt_tokens == row[: len(PROMPT) + first]
+            assert part.sampling.max_tokens == min(10, 40 - first) and part.seed == turn_seed(
+                request.seed, turns.index((first, end))
+            )
+        assert turns[-1][1] == len(completion.tokens)
+        told = [turn for _, sample, turn in world.named("act") if sample == request.id]
+        assert [turn.tokens for turn in told] == [completion.tokens[first:end] for first, end in turns][: len(told)]
+        sampled = {place for first, end in turns for place in range(first, end)}
+        assert all((logp == 0) == (place not in sampled) for place, logp in enumerate(completion.logps))
+        seen = [completion.tokens[place] for place in range(len(completion.tokens)) if place not in sampled]
+        assert seen == ([ord(letter) for letter in "xyz"] if len(turns) == 2 else [])
+
+
+def test_rewards_counts_and_conversation_are_those_of_the_turns() -> None:
+    world = World(echo)
+    for completion in generate(over(world, longest=40), requests_of(3, most=400), deadline=5):
+        episode = completion.episode
+        assert completion.finish == "stop" and episode.rewards == (0.5, 1.0) and episode.failure is None
+        roles = [message["role"] for message in episode.conversation]
+        assert roles == ["user", "assistant", "user", "assistant"]
+        assert [m["reward"] for m in episode.conversation if m["role"] == "assistant"] == [0.5, 1.0]
+        assert [m["turn"] for m in episode.conversation if "turn" in m] == [list(turn) for turn in episode.turns]
+        assert {name: episode.counts[name] for name in COUNTS} == dict.fromkeys(COUNTS, 1)
+        assert episode.counts["observation_tokens"] == 3
+
+
+def test_a_turn_cut_at_its_limit_is_not_answered() -> None:
+    world = World(echo)
+    completions = generate(over(world, longest=1), requests_of(8), deadline=5)
+    cut = [c for c in completions if c.finish == "length"]
+    assert cut and all(c.tokens[-1] != CLOSE for c in cut)
+    acted = {sample for _, sample, _ in world.named("act")}
+    assert all((c.id in acted) == (len(c.episode.turns) > 1 or c.finish == "stop") for c in completions)
+    assert all(c.episode.rewards[-1] == 0.25 for c in cut), "the rest of the reward comes"
+    ends = {sample: turn.tokens for _, sample, turn in world.named("finish")}
+    assert ends == {c.id: c.tokens[-1:] for c in cut}
+
+
+def test_the_limit_of_turns_and_of_the_whole_episode_end_it() -> None:
+    def on(episode: SampleId, turn: Turn, number: int) -> Reply:
+        return Reply(episode, [{"role": "user", "content": "ab"}], reward=1.0)
+
+    for completion in generate(over(World(on), longest=200), requests_of(3, most=1000), deadline=5):
+        assert completion.finish == "turns" and completion.episode.rewards == (1.0, 1.0, 1.0, 1.25)
+        assert completion.tokens[-1] == CLOSE, "what is seen after the last turn is not in the row"
+    for completion in generate(over(World(on), longest=200), requests_of(6, most=12), deadline=5):
+        assert len(completion.tokens) <= 12
+        last = len(completion.episode.turns) == 4 and completion.tokens[-1] == CLOSE
+        assert completion.finish == ("turns" if last else "length")
+        assert completion.episode.turns[-1][1] == len(completion.tokens), "no observation without a turn behind it"
+
+
+def test_an_environment_that_begins_makes_the_prompt_longer() -> None:
+    opening = Reply(SampleId(0, 0, 0), [{"role": "user", "content": "!"}])
+    for completion in generate(over(World(echo, opening=opening, slow=2)), requests_of(2), deadline=5):
+        assert completion.episode.prompt == (ord("p"), ord("!")) and completion.episode.conversation[0] == {
+            "role": "user",
+            "content": "p!",
+        }
+    long = World(echo, opening=replace(opening, messages=[{"role": "user", "content": "123456"}]))
+    with pytest.raises(EpisodeError, match=r"7 tokens long .* --rl-max-prompt-length is 5"):
+        generate(over(long), requests_of(1), deadline=5)
+
+
+def test_tokens_of_an_environment_that_renders_itself_must_extend_what_is_held() -> None:
+    def renders(episode: SampleId, turn: Turn, number: int) -> Reply:
+        held = (*PROMPT, *turn.tokens)
+        return Reply(episode, prompt=(*held, 50, 51) if number == 1 else (*held[:4], 0, 0))
+
+    world = World(renders)
+    with pytest.raises(EpisodeError, match="no extension .* differ at token"):
+        generate(over(world, longest=200), requests_of(1, members=1, most=1000), deadline=5)
+    assert world.turns.keys() == {SampleId(0, 0, 0)}
+    second = [r for r in over(world)._engine.seen if len(r.prompt_tokens) > 3]
+    assert not second
+
+
+@pytest.mark.parametrize("rule", ["stop", "zero", "drop"])
+def test_a_failed_environment(rule: str, capsys) -> None:
+    def fails(episode: SampleId, turn: Turn, number: int) -> Reply:
+        if number == 2:
+            return Reply(episode, failure="raised ZeroDivisionError")
+        return Reply(episode, [{"role": "user", "content": "x"}], reward=1.0)
+
+    world = World(fails)
+    engine, requests = over(world, replace(LIMITS, on_error=rule), longest=100), requests_of(2, most=1000)
+    if rule == "stop":
+        with pytest.raises(EpisodeError, match=r"rollout 0, prompt \d, response \d raised ZeroDivisionError"):
+            generate(engine, requests, deadline=5)
+        return
+    for completion in generate(engine, requests, deadline=5):
+        assert completion.episode.failure == "raised ZeroDivisionError" and completion.episode.rewards == (0.0, 0.0)
+    assert capsys.readouterr().out.count("an environment failed, for the first time") == 1
+    assert len(world.named("end")) == 4
+
+
+def test_one_that_cannot_begin_has_one_turn_that_nobody_answers() -> None:
+    opening = Reply(SampleId(0, 0, 0), failure="raised OSError")
+    world = World(echo, opening=opening)
+    for completion in generate(over(world, replace(LIMITS, on_error="zero")), requests_of(2), deadline=5):
+        assert len(completion.episode.turns) == 1 and completion.episode.failure == "raised OSError"
+        assert completion.tokens and completion.episode.prompt == PROMPT
+    assert not world.named("act")
+
+
+def test_calls_are_counted_by_tool_and_more_than_a_template_takes_are_none() -> None:
+    def answers(episode: SampleId, turn: Turn, number: int) -> Reply:
+        return Reply(episode, done=True, calls={"b": (2, 1)}, raised={"b": "OSError: no"})
+
+    calls = [ToolCall("b", {}), ToolCall("b", {}), ToolCall("c", {})]
+    world = World(answers, tools=("a", "b"))
+    (completion,) = generate(
+        over(world, longest=100, parse=lambda text: calls), requests_of(1, 1, most=400), deadline=5
+    )
+    assert completion.episode.tools == ((0, 0), (2, 1)) and world.named("act")[0][2].attempts == tuple(calls)
+    engine = over(world, longest=100, parse=lambda text: calls)
+    engine._lead.format.most_calls = 1
+    generate(engine, requests_of(1, 1, most=400), deadline=5)
+    assert world.named("act")[1][2].attempts == (MalformedCall("at most 1 call in a turn"),)
+
+
+def test_in_lockstep_turns_are_submitted_together_in_the_order_of_ids() -> None:
+    engine = over(World(echo, slow=4), replace(LIMITS, lockstep=True), longest=30)
+    generate(engine, requests_of(5, most=400), deadline=5)
+    seconds = [r.id for r in engine._engine.seen if len(r.prompt_tokens) > len(PROMPT)]
+    assert seconds == sorted(seconds) and len(seconds) == 10
+    order = [len(r.prompt_tokens) > len(PROMPT) for r in engine._engine.seen]
+    assert order == sorted(order)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.integers(1, 6), max_size=5), slow=st.integers(0, 3), seed=st.integers(0, 9))
+def test_interrupted_episodes_go_on_where_they_were(cuts: list[int], slow: int, seed: int) -> None:
+    """Wherever it is interrupted, an episode keeps its environment, its tokens and what it has seen."""
+    world = World(echo, slow=slow)
+    engine = over(world, longest=20)
+    requests = [replace(r, seed=r.seed + seed) for r in requests_of(3, most=60)]
+    done: dict[SampleId, Completion] = {}
+    held: dict[SampleId, tuple[int, ...]] = {}
+    engine.submit(requests)
+    for steps in cuts:
+        done |= {c.id: c for c in engine.step_along(steps)}
+        begun = {c.id: c for c in engine.abort()}
+        assert all(c.finish == "abort" and len(c.tokens) == len(c.logps) for c in begun.values())
+        engine._engine.version += 1
+        engine.submit(
+            [replace(r, begun=begun[r.id] if begun[r.id].tokens else None) for r in requests if r.id in begun]
+        )
+        held |= {c.id: c.tokens for c in begun.values()}
+    while engine._live:
+        done |= {c.id: c for c in engine.poll(5)}
+    assert done.keys() == {r.id for r in requests} and len(world.named("begin")) == len(requests)
+    for completion in done.values():
+        before = held.get(completion.id, ())
+        assert completion.episode.turns[-1][1] == len(completion.tokens) and completion.tokens[: len(before)] == before
+        versions = [version for _, version in completion.segments]
+        firsts = [first for first, _ in completion.segments]
+        assert firsts[0] == 0 and firsts == sorted(set(firsts)) and versions == sorted(set(versions))
+        assert len(versions) <= len(cuts) + 1
+
+
+def test_what_does_not_go_on_is_over_but_an_evaluation_comes_between() -> None:
+    world = World(echo, slow=50)
+    engine = over(world, longest=20)
+    requests = requests_of(2)
+    engine.submit(requests)
+    engine.step_along(30)
+    engine.abort()
+    held_out = [replace(requests[0], id=SampleId(-1, 0, 0))]
+    generate(engine, held_out, deadline=5)
+    assert not world.named("end")
+    engine.submit(requests[:1])
+    assert {entry[1] for entry in world.named("end")} == {r.id for r in requests[1:]}
+    engine.shutdown()
+    assert world.closed
+
+
+def test_seeds_of_turns() -> None:
+    """The first turn has the response's own; others differ from it and from each other."""
+    seeds = [turn_seed(5, turn) for turn in range(50)]
+    assert seeds[0] == 5 and len(set(seeds)) == 50 and all(0 <= seed < 2**63 for seed in seeds)

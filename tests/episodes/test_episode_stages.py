@@ -1,0 +1,221 @@
+"""What stages make of episodes: grades, rewards of turns, the gate for rows from outside, metrics, refusals."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_rl_plugin.algorithms import RewardBatch, resolve
+from mindspeed_rl_plugin.algorithms.estimators import gae, reinforce_plus_plus
+from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
+from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
+from mindspeed_rl_plugin.episodes.measured import check_tools, episode_metrics
+from mindspeed_rl_plugin.episodes.protocol import EpisodeError
+from mindspeed_rl_plugin.launch.episode_checks import problems
+from mindspeed_rl_plugin.reward import RewardPool
+from mindspeed_rl_plugin.rows import (
+    EPISODE_COUNTS,
+    Completion,
+    Episode,
+    GenerateRequest,
+    Ragged,
+    Rows,
+    SampleId,
+    Sampling,
+    pack_json,
+)
+from mindspeed_rl_plugin.stages import advantages, generate, reward
+from mindspeed_rl_plugin.stages.incoming import Incoming
+
+COUNTS = dict.fromkeys(EPISODE_COUNTS, 0)
+
+
+def episode_rows(*episodes: tuple[list[tuple[int, int]], list[float]], tools=((0, 0),), failed=None, **counts) -> Rows:
+    """Rows of `generate` from turns, in response tokens, and their rewards; the prompt has two tokens."""
+    requests, completions = [], []
+    for member, (turns, rewards) in enumerate(episodes):
+        sample, length = SampleId(0, member // 2, member % 2), turns[-1][1]
+        requests.append(GenerateRequest(sample, (1, 2), Sampling(40), 0))
+        sampled = {place for first, end in turns for place in range(first, end)}
+        logps = tuple(-0.5 if place in sampled else 0.0 for place in range(length))
+        said = ({"role": "assistant", "content": "x"},)
+        told = Episode((1, 2), tuple(turns), tuple(rewards), said, COUNTS | counts, tools, failed)
+        completions.append(Completion(sample, tuple(range(3, 3 + length)), logps, "stop", ((0, 4),), told))
+    return generate.completion_rows(requests, completions)
+
+
+TWO = ([(0, 2), (5, 7)], [0.25, 1.0])
+ONE = ([(0, 3)], [0.5])
+
+
+def test_columns_of_episodes() -> None:
+    rows = episode_rows(TWO, ONE)
+    assert rows["loss_mask"].row(0).tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1]
+    assert rows["logp_rollout"].row(0).tolist() == [0, 0, -0.5, -0.5, 0, 0, 0, -0.5, -0.5]
+    assert rows["response_length"].tolist() == [4, 3] and rows["length"].tolist() == [9, 5]
+    assert rows["turns"].row(0).tolist() == [[2, 4], [7, 9]] and rows["prompt_length"].tolist() == [2, 2]
+    assert {c.name for c in generate.spec(generate.Episodes(1, 4)).writes} == set(rows.columns)
+
+
+def test_graders_see_the_last_turn_and_all_that_was_said() -> None:
+    meta = {"text": "p", "answer": "7 8", "record": {}, "messages": None, "row": 0}
+    rows = episode_rows(TWO, ONE).with_columns(meta=pack_json([meta] * 2))
+    stage = reward.Reward(reward.spec(2, episodes=True), None, 1, None, lambda ids: " ".join(map(str, ids)))
+    items = stage.items(rows)
+    assert [item.response for item in items] == ["8 9", "3 4 5"] and [item.environment for item in items] == [1.25, 0.5]
+    assert items[0].conversation == [{"role": "assistant", "content": "x"}]
+    with RewardPool(["environment", "exact=2"], regex=None, workers=1) as pool:
+        assert pool.grade([replace(items[0], answer="8 9")])[0].total == 3.25
+
+
+def test_a_failed_environment_drops_the_sample_where_it_is_asked_to() -> None:
+    rows, grades = episode_rows(TWO, ONE, failed="raised"), [SimpleNamespace(total=1.0, parts=(1.0,), dropped=False)]
+    for grade in grades:
+        grade.error = None
+    for drops in (True, False):
+        stage = reward.Reward(reward.spec(1, episodes=True), None, 1, None, str, drops)
+        assert stage.grades(rows, grades * 2)["graded"].tolist() == [int(not drops)] * 2
+
+
+def reference(rows: Rows, total: torch.Tensor, weight: float, gamma: float) -> list[list[float]]:
+    """Discounted sums over trained tokens, in float64: turns' rewards where they came, the rest at the end."""
+    out = []
+    for row in range(len(rows)):
+        mask, turns = rows["loss_mask"].row(row), rows["turns"].row(row)
+        at, own = torch.zeros(len(mask), dtype=torch.float64), rows["turn_reward"].row(row).double() * weight
+        for (_, end), value in zip(turns.tolist(), own.tolist(), strict=True):
+            at[end - 1] += value
+        at[int(mask.nonzero().max())] += float(total[row].double() - own.sum())
+        value, values = 0.0, [0.0] * len(mask)
+        for token in reversed(mask.nonzero().flatten().tolist()):
+            value = values[token] = float(at[token]) + gamma * value
+        out.append(values)
+    return out
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
+def test_turn_rewards_stand_where_the_turn_ends(weight: float) -> None:
+    algorithm = resolve(AlgorithmConfig(algorithm="reinforce++", gamma=0.9))
+    assert {"turns", "turn_reward"} <= {*advantages.spec(algorithm, True).reads}
+    assert "turns" not in advantages.spec(resolve(AlgorithmConfig(algorithm="grpo")), True).reads
+    total, rows = torch.tensor([2.0, -1.0]), episode_rows(TWO, ONE)
+    spread = advantages._turn_rewards(rows, weight)
+    batch = RewardBatch(total, torch.tensor([0, 1]), rows["loss_mask"], turn_rewards=spread)
+    got = reinforce_plus_plus(batch, algorithm)
+    for row, wanted in enumerate(reference(rows, total, weight, 0.9)):
+        assert got.row(row).tolist() == pytest.approx(wanted, abs=1e-12)
+    assert float(batch.token_rewards().values.sum()) == pytest.approx(1.0)
+
+
+def test_gae_carries_values_over_what_is_only_seen() -> None:
+    """The episode without its holes has the same advantages."""
+    algorithm = resolve(AlgorithmConfig(algorithm="ppo", gamma=0.9, gae_lambda=0.8))
+    rows = episode_rows(TWO)
+    mask, spread = rows["loss_mask"], advantages._turn_rewards(rows, 1.0)
+    values = Ragged(torch.randn(len(mask.values), generator=torch.Generator().manual_seed(0)), mask.offsets)
+    batch = RewardBatch(torch.tensor([2.0]), torch.tensor([0]), mask, None, values, spread)
+    trained = mask.values.bool()
+    short = Ragged(mask.values[trained], torch.tensor([0, 4]))
+    dense = RewardBatch(
+        torch.tensor([2.0]),
+        torch.tensor([0]),
+        short,
+        None,
+        Ragged(values.values[trained], short.offsets),
+        Ragged(spread.values[trained], short.offsets),
+    )
+    got, wanted = gae(batch, algorithm), gae(dense, algorithm)
+    assert got.values[trained].tolist() == wanted.values.tolist() and not got.values[~trained].any()
+
+
+def outside(rows: Rows) -> Rows:
+    """As they come to the gate."""
+    prompt = Ragged.from_rows([torch.tensor([1, 2], dtype=torch.int32)] * len(rows))
+    return rows.with_columns(prompt=prompt, order=torch.tensor([[0, -1, 1, 2]] * len(rows)))
+
+
+def changed(rows: Rows, name: str, value) -> Rows:
+    column = rows[name]
+    if isinstance(column, Ragged):
+        return rows.with_columns(**{name: Ragged.from_rows([torch.tensor(value, dtype=column.values.dtype)])})
+    return rows.with_columns(**{name: torch.tensor([value], dtype=column.dtype)})
+
+
+WRONG = [
+    ("turns", [[2, 4], [3, 9]], r"turns \[\[2, 4\], \[3, 9\]\]"),
+    ("turns", [[3, 4], [7, 9]], "the first from the prompt's end"),
+    ("turns", [[2, 4], [7, 7]], "none empty"),
+    ("loss_mask", [0, 0, 1, 1, 1, 0, 0, 1, 1], "token 4: loss_mask is 1; give 1 on the turns of the model"),
+    ("logp_rollout", [0, 0, -1, -1, -1, 0, 0, -1, -1.0], "token 4: logp_rollout is -1"),
+    ("response_length", 7, "response_length is 7, not 4"),
+    ("finish", 2, "finish is 2"),
+    ("prompt_length", 0, "prompt_length is 0"),
+]
+
+
+def test_the_gate_takes_episodes_that_are_right() -> None:
+    gate = Incoming(99, 12, episodes=True)
+    gate.published.add(4)
+    gate.check(outside(episode_rows(TWO, ONE)))
+    longer = outside(episode_rows(TWO))  # an environment that begins has its own prompt
+    longer = longer.with_columns(prompt=Ragged.from_rows([torch.tensor([1], dtype=torch.int32)]))
+    gate.check(longer)
+    gate.check(changed(outside(episode_rows(TWO)), "finish", 3))
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(WRONG)])
+def test_the_gate_refuses_episodes_that_are_none(name: str, value, message: str) -> None:
+    gate = Incoming(99, 12, episodes=True)
+    gate.published.add(4)
+    with pytest.raises(ValueError, match=message):
+        gate.check(changed(outside(episode_rows(TWO)), name, value))
+
+
+def test_metrics_and_tools_that_never_work(capsys) -> None:
+    rows = episode_rows(TWO, ONE, tools=((3, 1), (2, 2)), calls=5, cut=1, milliseconds=500, observation_tokens=3)
+    got = episode_metrics(rows)
+    assert got["episode/turns_mean"] == 1.5 and got["episode/turns_max"] == 2 and got["tools/calls"] == 5
+    assert got["episode/seconds"] == 0.5 and got["episode/cut"] == 2 and got["episode/failed"] == 0
+    with pytest.raises(EpisodeError, match="the tool 'b' raised in each of its 4 calls"):
+        check_tools(rows, ["a", "b"])
+    check_tools(episode_rows(TWO, tools=((3, 1), (0, 0)), calls=3), ["a", "b"])
+    assert "called no tool" not in capsys.readouterr().out
+    check_tools(episode_rows(TWO, tools=((0, 0), (0, 0))), ["a", "b"])
+    assert "the model called no tool in any of the 1 episodes" in capsys.readouterr().out
+
+
+TOOLS = EpisodeConfig(tools=("a.py:f",), tool_parser="hermes")
+REFUSED = [
+    (EpisodeConfig(max_turns=3), {}, "--rl-max-turns has no meaning without --rl-tools or --rl-environment"),
+    (EpisodeConfig(), {"reward": ("environment=2",)}, "--rl-reward environment: there is none"),
+    (replace(TOOLS, max_turn_length=99), {}, "--rl-max-turn-length 99 is longer than the whole episode"),
+    (replace(TOOLS, max_observation_length=40), {}, "one observation could fill the whole episode"),
+    (replace(TOOLS, observation="chat"), {}, "give --rl-apply-chat-template too"),
+    (replace(TOOLS, observation="raw"), {"chat": True}, "--rl-observation raw with --rl-apply-chat-template"),
+    (replace(TOOLS, tool_parser="auto"), {}, "--rl-tool-parser auto reads the chat template"),
+    (replace(TOOLS, environment="verifiers:x"), {}, "--rl-tools with --rl-environment verifiers:x"),
+    (replace(TOOLS, environment_python="python3"), {}, "only --rl-environment verifiers:ID"),
+    (replace(TOOLS, environment_timeout=1e6), {}, "--rl-environment-timeout 1e\\+06: other ranks wait"),
+    (TOOLS, {"ignore_eos": True}, "--rl-ignore-eos: a turn would never end"),
+]
+
+
+@pytest.mark.parametrize(("flags", "others", "message"), REFUSED, ids=[message[:30] for *_, message in REFUSED])
+def test_what_the_flags_cannot_do_is_refused(flags: EpisodeConfig, others: dict, message: str) -> None:
+    config = RLConfig(episodes=flags)
+    rollout = replace(config.rollout, max_response_length=40, ignore_eos=others.get("ignore_eos", False))
+    data = replace(config.data, apply_chat_template=others.get("chat", False))
+    graders = replace(config.reward, reward=others.get("reward", ("exact",)))
+    said = [*problems(None, replace(config, rollout=rollout, data=data, reward=graders))]
+    assert len(said) == 1 and re.search(message, said[0]), said
+
+
+def test_flags_that_fit_are_not_refused() -> None:
+    config = RLConfig(episodes=TOOLS)
+    assert not [*problems(None, config)] and config.graders == config.reward.reward
+    playing = replace(config, episodes=EpisodeConfig(environment="a.py:A"))
+    assert not [*problems(None, playing)] and playing.graders == ("environment",)

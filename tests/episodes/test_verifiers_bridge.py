@@ -1,0 +1,198 @@
+"""The bridge's bookkeeping, over a process that follows a script (stub_rollouts.py). Over verifiers itself it is tested
+in test_verifiers.py."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mindspeed_rl_plugin.episodes import verifiers_bridge
+from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Reply, Turn
+from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments, interpreter
+from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.workers.process import Program
+
+ONE, TWO, THREE = (SampleId(0, 0, member) for member in range(3))
+ASKS, DONE = {"prompt": [1, 2]}, {"done": True, "reward": 0.5}
+SPOKEN = Turn((7, 8), (-0.5, -0.25), "")
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Makes the environments; closes them."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr(
+        verifiers_bridge,
+        "rollouts_program",
+        lambda python: Program(
+            "stub_rollouts:main", str | None, verifiers_bridge.Said, "a verifiers process", EpisodeError, python, 3.0
+        ),
+    )
+    all_made = []
+
+    def make(environment="any", workers=1, timeout=30.0, **more):
+        all_made.append(VerifiersEnvironments(environment, None, "tokenizer", workers, timeout, **more))
+        return all_made[-1]
+
+    yield make
+    for environments in all_made:
+        environments.close()
+
+
+def begin(environments, **scripts):
+    """Episodes by name, each with its script."""
+    for name, script in scripts.items():
+        environments.begin(globals()[name], {"record": {"verifiers": script}}, 0)
+
+
+def replies(environments, count, seconds=20.0):
+    """So many, by episode."""
+    found, end = {}, time.monotonic() + seconds
+    while len(found) < count:
+        assert time.monotonic() < end, f"{found} after {seconds} s"
+        found |= {reply.id: reply for reply in environments.poll(0.5)}
+    return found
+
+
+def test_a_rollout_asks_is_answered_and_is_over(made):
+    environments = made()
+    begin(environments, ONE=[ASKS, DONE])
+    assert environments.pending
+    assert replies(environments, 1) == {ONE: Reply(ONE, [], (1, 2), seconds=0.25)}
+    assert not environments.pending
+    environments.act(ONE, SPOKEN)
+    assert environments.pending
+    assert replies(environments, 1) == {ONE: Reply(ONE, [], None, 0.5, done=True, seconds=0.25)}
+    assert not environments.pending and environments.poll(0.0) == []
+
+
+def test_tokens_and_log_probs_reach_the_rollout_as_they_are(made):
+    environments = made()
+    begin(environments, ONE=[ASKS, "echo"])
+    replies(environments, 1)
+    environments.act(ONE, SPOKEN)
+    reply = replies(environments, 1)[ONE]
+    assert reply.prompt == (len("act"), 7, 8)
+    assert reply.messages == [{"role": "user", "content": "[(-0.5, -0.25)]"}]
+
+
+@pytest.mark.parametrize("cut, reward", [(None, -1.0), (SPOKEN, 2.0)])
+def test_at_a_limit_the_rollout_is_told_what_was_cut_and_says_its_reward(made, cut, reward):
+    environments = made()
+    begin(environments, ONE=[ASKS, "score"])
+    replies(environments, 1)
+    environments.finish(ONE, cut)
+    reply = replies(environments, 1)[ONE]
+    assert reply.done and reply.reward == reward
+
+
+def test_a_rollout_that_takes_too_long_fails_and_holds_its_place_until_it_has_stopped(made):
+    environments = made(timeout=0.5, together=1)
+    begin(environments, ONE=["silence"], TWO=[ASKS])
+    found = replies(environments, 2)
+    assert found[ONE].failure == "ran longer than 0.5 s (--rl-environment-timeout)"
+    assert found[TWO].prompt == (1, 2)
+
+
+def test_the_time_of_the_engine_is_not_the_environments(made):
+    environments = made(timeout=0.5)
+    begin(environments, ONE=[ASKS, DONE])
+    replies(environments, 1)
+    time.sleep(0.8)
+    assert environments.poll(0.0) == []
+    environments.act(ONE, SPOKEN)
+    assert replies(environments, 1)[ONE].done
+
+
+def test_where_a_rollout_cannot_be_stopped_its_process_is_killed_and_the_next_one_begins_in_another(made, monkeypatch):
+    monkeypatch.setattr(verifiers_bridge, "GRACE", 0.3)
+    environments = made(timeout=0.5, together=2)
+    begin(environments, ONE=["stuck"], TWO=[ASKS, DONE], THREE=[ASKS, DONE])
+    found = replies(environments, 3)
+    assert "ran longer than 0.5 s" in found[ONE].failure and found[TWO].prompt == found[THREE].prompt == (1, 2)
+    environments.act(TWO, SPOKEN)
+    assert replies(environments, 1)[TWO].failure == (
+        "was in a verifiers process that was killed, since one of its rollouts did not stop"
+    )
+    environments.act(THREE, SPOKEN)
+    assert replies(environments, 1)[THREE].done
+
+
+def test_a_process_that_dies_takes_the_rollouts_that_have_begun_with_it_and_no_others(made):
+    environments = made(together=2)
+    begin(environments, ONE=[ASKS, "die"], TWO=[ASKS], THREE=[ASKS, DONE])
+    assert set(replies(environments, 2)) == {ONE, TWO}
+    environments.act(ONE, SPOKEN)
+    found = replies(environments, 2)
+    assert found[ONE].failure == "was in a verifiers process that ended its process, which exited with code 3"
+    assert found[THREE].prompt == (1, 2)
+    environments.finish(TWO)  # which the engine still sampled then
+    assert replies(environments, 1)[TWO].failure == found[ONE].failure
+
+
+def test_what_a_rollout_says_while_the_model_speaks_is_told_when_the_turn_comes(made):
+    environments = made()
+    begin(environments, ONE=[[ASKS, DONE]])
+    assert replies(environments, 1)[ONE].prompt == (1, 2)
+    time.sleep(0.3)
+    assert environments.poll(0.0) == [] and not environments.pending
+    environments.act(ONE, SPOKEN)
+    assert environments.poll(0.0) == [Reply(ONE, [], None, 0.5, done=True, seconds=0.25)]
+
+
+def test_of_an_episode_that_is_given_up_nothing_more_is_heard(made):
+    environments = made(together=1)
+    begin(environments, ONE=[ASKS, DONE], TWO=[ASKS], THREE=[ASKS])
+    replies(environments, 1)
+    environments.act(ONE, SPOKEN)
+    environments.end(ONE)
+    environments.end(TWO)  # which has not begun
+    environments.end(TWO)
+    assert set(replies(environments, 1)) == {THREE}
+    environments.act(ONE, SPOKEN)
+    assert not environments.pending
+
+
+def test_garbage_from_a_process_ends_it(made):
+    environments = made()
+    begin(environments, ONE=["garbage"])
+    assert "wrote into the pipe of its worker" in replies(environments, 1)[ONE].failure
+
+
+def test_a_row_without_verifiers_own_field_is_refused(made):
+    environments = made()
+    environments.check_fields({"a.jsonl line 1": {"verifiers", "other"}})
+    with pytest.raises(ValueError, match="b.jsonl line 2 has no field 'verifiers'; make the data with `python -m"):
+        environments.check_fields({"a.jsonl line 1": {"verifiers"}, "b.jsonl line 2": {"other"}})
+
+
+def test_an_environment_that_cannot_be_loaded_stops_the_run(made):
+    environments = made("unknown")
+    begin(environments, ONE=[ASKS])
+    with pytest.raises(EpisodeError, match="there is no such environment"):
+        replies(environments, 1)
+
+
+def test_nothing_is_left_when_it_is_closed(made):
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    environments = made(workers=2)
+    begin(environments, ONE=[ASKS, DONE])
+    replies(environments, 1)
+    environments.close()
+    environments.close()
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
+
+
+def test_an_interpreter_that_is_none_is_refused(tmp_path):
+    old = tmp_path / "python3.8"
+    old.write_text("#!/bin/sh\necho 3.8\n")
+    old.chmod(0o755)
+    with pytest.raises(ValueError, match="there is no such program here; give an interpreter of Python 3.11"):
+        interpreter("/nowhere/python")
+    with pytest.raises(ValueError, match="/bin/echo is no Python interpreter"):
+        interpreter("/bin/echo")
+    with pytest.raises(ValueError, match="is Python 3.8; give an interpreter of Python 3.11 or later"):
+        interpreter(str(old))
+    assert interpreter(None) is None and os.path.isabs(interpreter("python3"))

@@ -1,0 +1,56 @@
+"""`generate --join`: what is wrong with the address or the secret is said at once, before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.generators import join
+from mindspeed_rl_plugin.invitation import SECRET_BYTES, read_secret, write_secret
+
+SECRET = "ab" * SECRET_BYTES
+SAYS = {
+    "no file": ("machine:1", None, 0o600, "secret file FILE: there is no such file. A job writes it (SAVE/rl/secret)"),
+    "another file": ("machine:1", "no secret", 0o600, "FILE holds no secret: 9 characters, where a job writes 64 hex"),
+    "no ASCII": ("machine:1", "é" * 32, 0o600, "FILE holds no secret: 64 characters"),
+    "cut": ("machine:1", SECRET[2:], 0o600, "FILE holds no secret: 62 characters"),
+    "open to others": ("machine:1", SECRET, 0o640, "FILE has mode 640: others can read it; chmod 600 FILE"),
+    "no port": ("machine", SECRET, 0o600, "address 'machine' of a job is neither HOST:PORT"),
+    "no such port": ("machine:65536", SECRET, 0o600, "'machine:65536' of a job is neither HOST:PORT, with a port from"),
+}
+
+
+def secret_file(folder: Path, text: str | None, mode: int) -> Path:
+    file = folder / "secret"
+    if text is not None:
+        file.write_text(text)
+        file.chmod(mode)
+    return file
+
+
+@pytest.mark.parametrize("case", SAYS)
+def test_what_is_wrong_is_said_with_its_mend(tmp_path, capsys, case: str) -> None:
+    address, text, mode, says = SAYS[case]
+    file = secret_file(tmp_path, text, mode)
+    assert join.main(["--join", address, "--secret-file", str(file)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("[rl] generate: ") and says.replace("FILE", str(file)) in line
+
+
+def test_it_is_said_before_torch_is_imported(tmp_path) -> None:
+    arguments = ["--join", "machine:1", "--secret-file", str(secret_file(tmp_path, "no secret", 0o600))]
+    program = f"import sys\nfrom mindspeed_rl_plugin.generators import join\njoin.main({arguments})\n"
+    program += "print(sorted({'torch', 'numpy', 'vllm'} & {*sys.modules}))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "[]\n" and "holds no secret" in ended.stderr
+
+
+def test_a_secret_comes_back_and_an_address_where_nobody_listens_is_named(tmp_path) -> None:
+    write_secret(tmp_path / "secret", bytes(range(SECRET_BYTES)))
+    assert read_secret(tmp_path / "secret") == bytes(range(SECRET_BYTES))
+    with pytest.raises(ConnectionError, match=r"no job answers at 127\.0\.0\.1:1: .*refused; give the one that"):
+        Dock.join("127.0.0.1:1", tmp_path / "secret")

@@ -1,0 +1,96 @@
+"""What fails beside the ranks of an asynchronous job, and engines on other machines."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from two_machines import start, two_machines, why_not
+
+AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
+ASYNC = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
+# Fails as the test asks for, once.
+FAILING = """
+import os, signal, time
+
+def grade(response):
+    for how in ("raises", "is killed", "hangs"):
+        try:
+            os.unlink(f"{__file__}.{how}")
+        except FileNotFoundError:
+            continue
+        if how == "raises":
+            raise KeyError("lost")
+        os.kill(os.getpid(), signal.SIGKILL) if how == "is killed" else time.sleep(1000)
+    return sum(map(ord, response)) % 5 / 4
+"""
+FAILURES = {"raises": "KeyError: 'lost'", "is killed": "died of signal 9", "hangs": "ran longer than 2 s"}
+
+
+def failing(job, folder: Path, *flags: str):
+    """A job with a grader of its own that is busy: a rollout is trained. And what lets a call of it fail."""
+    (folder / "grader.py").write_text(FAILING)
+    grader = ("--rl-reward", f"{folder}/grader.py:grade", "--rl-reward-timeout", "2")
+    running = job(*flags, *ASYNC, *grader).dumping()
+    running.start()
+    while not list((running.save / "dump").glob("*.parquet")):
+        assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
+        time.sleep(0.05)
+    return running, lambda how: (folder / f"grader.py.{how}").touch()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_grader_that_fails_ends_the_job(job, nothing_left, tmp_path, how: str) -> None:
+    running, let_fail = failing(job, tmp_path, "--train-iters", "1000")
+    let_fail(how)
+    result = running.wait(60)
+    assert result.code != 0 and FAILURES[how] in result.log, result.log[-3000:]
+    nothing_left()
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_graders_that_are_killed_and_hang(job, nothing_left, tmp_path) -> None:
+    """With zero for their responses."""
+    running, let_fail = failing(job, tmp_path, "--train-iters", "20", "--rl-reward-on-error", "zero")
+    for how in ("is killed", "hangs"):
+        let_fail(how)
+        while (tmp_path / f"grader.py.{how}").exists():
+            time.sleep(0.05)
+    result = running.wait(120)
+    assert result.code == 0 and FAILURES["is killed"] in result.log, result.log[-3000:]
+    assert sum(line["reward/errors"] for line in result.metrics) == 2
+    assert max(line["seconds/generate"] for line in result.metrics) > 1.5, "training waited for the one that hung"
+    assert running.trained() == [(e, g, m) for e in range(20) for g in range(4) for m in range(4)]
+    nothing_left()
+
+
+@pytest.mark.slow
+def test_generators_may_be_the_second_agent_of_the_launcher(job, nothing_left) -> None:
+    """Two agents of one rank each, as on two machines of one device."""
+    running = job("--train-iters", "4", *ASYNC, "--rl-max-staleness", "0", ranks=1, agents=2).dumping()
+    result = running.run()
+    assert max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
+    assert running.trained() == [(e, g, m) for e in range(4) for g in range(4) for m in range(4)]
+    assert "1 ranks train (WORLD_SIZE 1, 1 a machine, 1 machine(s)), ranks 1 to 1 generate: 1 engine(s)" in result.log
+    nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}")
+def test_an_engine_joins_over_the_network(job, joined, tmp_path) -> None:
+    """From another machine, which shares no memory with the job: rows and weights cross."""
+    with two_machines() as machines:
+        flags = ("--rl-generators", "0", "--rl-max-staleness", "0", "--rl-verify-weights")
+        running = job("--train-iters", "4", *ASYNC, *flags, ranks=1, cold=True).dumping()
+        start(running, machines[:1], tmp_path / "t")
+        assert re.fullmatch(rf"{machines[0].address}:\d+", running.invitation()[0])
+        engine = joined(running).join(on=machines[1])
+        result = running.wait(240)
+        assert result.code == 0 and engine.wait(30) == 0, result.log[-3000:] + joined(running).said()
+    assert running.trained() == [(e, g, m) for e in range(4) for g in range(4) for m in range(4)]
+    assert max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
+    pulled = [line["weights/bytes_pulled"] for line in result.metrics if "weights/bytes_pulled" in line]
+    assert pulled and all(line["weights/bytes_published"] in pulled for line in result.metrics)

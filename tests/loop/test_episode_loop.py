@@ -1,0 +1,117 @@
+"""Episodes in whole jobs: engine and trainer agree on every sampled token, under all schedules and layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from mindspeed_rl_plugin.monitor.dump import read_rollout
+from mindspeed_rl_plugin.monitor.run_files import dump_files
+
+AGREEMENT = 2e-5  # nats, fp32
+TALK = Path(__file__).with_name("talk.py")
+# An untrained model ends a turn by every other token.
+STOPS = ("--rl-stop-token-ids", *map(str, range(0, 97, 2)))
+LENGTHS = ("--rl-max-response-length", "30", "--rl-max-turn-length", "8", "--rl-max-turns", "4")
+WHO = ("--rl-environment", f"{TALK}:Talk", "--rl-environment-workers", "1")
+EPISODES = (*WHO, *STOPS, *LENGTHS, "--rl-reward", "environment", f"{TALK}:grade=0.5")
+COMMON = ("--train-iters", "3", "--rl-rollout-prompts", "4", "--lr", "3e-3", *EPISODES)
+
+
+@pytest.fixture
+def long_model(dense_model: str) -> str:
+    return dense_model.replace("length 32", "length 64").replace("embeddings 32", "embeddings 64")
+
+
+def check_dump(folder: Path, iteration: int) -> None:
+    """Masks, turns, rewards and conversations of a rollout say the same."""
+    path = [*dump_files(folder).values()][iteration]
+    table, rows = pq.read_table(path).to_pylist(), read_rollout(path)
+    assert max(len(row["turns"]) for row in table) == 4
+    for row, mask, logps in zip(table, rows["loss_mask"].rows(), rows["logp_rollout"].rows(), strict=True):
+        sampled = [place for first, end in row["turns"] for place in range(first, end)]
+        before = len(row["prompt_tokens"])
+        assert mask.nonzero().flatten().tolist() == [before + place for place in sampled]
+        assert logps.nonzero().flatten().tolist() == [before + place for place in sampled]
+        assert row["response_length"] == len(sampled) and row["turns"][-1][1] == len(row["response_tokens"])
+        said = json.loads(row["conversation"])
+        spoken = [message for message in said if message["role"] == "assistant"]
+        assert [message["turn"] for message in spoken] == row["turns"]
+        assert [message["reward"] for message in spoken] == pytest.approx(row["turn_reward"])
+        assert row["reward_parts"][0] == pytest.approx(sum(row["turn_reward"]))
+        assert all(message["content"].startswith("[") for message in said[1:] if message["role"] == "user")
+
+
+def test_episodes_train(job, arithmetic, long_model, nothing_left) -> None:
+    held_out = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "2", "--rl-eval-pass-k", "2")
+    made = job(*COMMON, *held_out, "--rl-verify-weights", model=long_model).dumping()
+    result = made.run()
+    result.check_agreement(3)
+    for line in result.metrics:
+        assert 1.5 < line["episode/turns_mean"] <= line["episode/turns_max"] == 4
+        assert line["episode/turn_limit"] > 0 and line["episode/observation_tokens"] > 3
+        assert line["response/length_max"] <= 30 - line["episode/observation_tokens"] + 12
+    check_dump(made.save / "dump", 0)
+    assert [line["iteration"] for line in result.evaluations] == [0, 2, 3]
+    nothing_left()
+
+
+CASES = {
+    "an engine of two ranks": ("--rl-generate-tp", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "ppo, packed": ("--rl-algorithm", "ppo", "--rl-critic-lr", "1e-3", "--rl-pack-sequences")
+    + ("--rl-max-tokens-per-microbatch", "96"),
+    "reinforce++, two pipeline stages": ("--rl-algorithm", "reinforce++", "--pipeline-model-parallel-size", "2"),
+    "streamed": ("--rl-schedule", "streamed"),
+    "dapo, token budget": ("--rl-algorithm", "dapo", "--rl-max-tokens-per-microbatch", "96"),
+    "one trains, one generates": ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate"),
+    "partial rollouts": ("--rl-schedule", "streamed", "--rl-carry-unfinished", "--rl-oversample", "1.5")
+    + ("--rl-correction", "truncate", "--rl-max-staleness", "1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_under_every_schedule_and_layout_engine_and_trainer_agree(job, long_model, case: str) -> None:
+    made = job(*COMMON, *CASES[case], model=long_model).dumping()
+    result = made.run(400)
+    lines = result.metrics
+    # A rollout of older weights has no such difference.
+    differences = [line["logp_diff/max"] for line in lines if "logp_diff/max" in line]
+    assert len(lines) == 3 and differences and max(differences) < AGREEMENT
+    assert all(line["episode/turns_mean"] > 1.5 and line["grad_norm"] > 1e-3 for line in lines)
+    check_dump(made.save / "dump", 2)
+
+
+@pytest.mark.slow
+def test_in_lockstep_a_run_repeats_also_over_a_resume(job, long_model) -> None:
+    flags = (*COMMON, "--rl-environment-lockstep", "--rl-verify-weights", "--train-iters", "4")
+    one = job(*flags, name="one", model=long_model).run().metrics
+    two = job(*flags, "--save-interval", "2", "--exit-interval", "2", name="two", model=long_model)
+    two.run()
+    two.extra = two.extra[:-2]
+    again = two.run().metrics
+    for line, other in zip(one, again, strict=True):
+        assert {k: line[k] for k in ("weights/digest", "loss", "reward/mean", "episode/turns_mean")} == {
+            k: other[k] for k in ("weights/digest", "loss", "reward/mean", "episode/turns_mean")
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["stop", "zero", "drop"])
+def test_environments_that_fail(job, long_model, nothing_left, rule: str) -> None:
+    who = ("--rl-environment", f"{TALK}:Fails", "--rl-environment-timeout", "2", "--rl-environment-on-error", rule)
+    made = job(*COMMON, *who, "--rl-reward", "environment", model=long_model).dumping()
+    if rule == "stop":
+        made.start()
+        result = made.wait(240)
+        assert result.code != 0 and "--rl-environment-on-error zero or drop" in result.log
+    else:
+        result = made.run(400)
+        assert all(line["episode/failed"] > 0 for line in result.metrics)
+        assert "an environment failed, for the first time" in result.log
+        dropped = [line["groups/dropped"] for line in result.metrics]
+        assert max(dropped) > 0 if rule == "drop" else max(dropped) == 0
+    nothing_left()
