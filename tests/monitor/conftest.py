@@ -99,6 +99,31 @@ def make_rows(epoch: int, skill: float, *, groups: int = 8, members: int = 4, ho
     return Rows(ids, columns)
 
 
+def make_episodes() -> Rows:
+    """Two episodes: of the first the response is a turn of 8 tokens, an observation of 4 and a turn of what is left;
+    its environment failed, so its rewards count nothing. The second is one turn, in a group that is not trained."""
+    rows = make_rows(0, 0.5, groups=2, members=1)
+    before, lengths = rows["prompt"].lengths.tolist(), rows["response_length"].tolist()
+    turns, rewards = [[[0, 8], [12, lengths[0]]], [[0, lengths[1]]]], [[0.0, 0.0], [0.25]]
+    asked = [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": "What is 0+0? Begin."}]
+    spoken = [{"role": "assistant", "content": "<call>", "turn": turns[0][0], "reward": 0.5}]
+    spoken += [{"role": "tool", "name": "add", "content": HOSTILE, "seconds": 0.125}]
+    spoken += [{"role": "user", "content": "go on", "seconds": 1.5}]
+    spoken += [{"role": "assistant", "content": "Answer: 0", "turn": turns[0][1], "reward": 0.0}]
+    alone = {"role": "assistant", "content": "Answer: 1", "turn": turns[1][0], "reward": 0.25}
+    mask = rows["loss_mask"].rows()
+    mask[0][before[0] + 8 : before[0] + 12] = 0
+    mask[1][:] = 0
+    columns = {
+        "loss_mask": Ragged.from_rows(mask),
+        "prompt_length": torch.tensor(before),
+        "turns": Ragged.from_rows([torch.tensor(t) + start for t, start in zip(turns, before, strict=True)]),
+        "turn_reward": Ragged.from_rows([torch.tensor(r) for r in rewards]),
+        "conversation": pack_json([asked + spoken, [asked[1], alone]]),
+    }
+    return rows.with_columns(**columns)
+
+
 class Builder:
     """A run in the making: its monitors, one per rank, and their meters, by one clock."""
 
@@ -204,6 +229,12 @@ def run_builder():
 def rows_builder():
     """The function that makes the rows of a rollout."""
     return make_rows
+
+
+@pytest.fixture
+def episode_dump(tmp_path) -> Path:
+    """A folder with the dump of two episodes."""
+    return dump_rollout(tmp_path / "dump", make_episodes(), decode, iteration=1, graders=("math", "format")).parent
 
 
 @pytest.fixture

@@ -161,6 +161,28 @@ def test_samples_are_drawn_as_text_hostile_ones_too(full_run, full_page):
 
 
 @pytest.mark.browser
+def test_an_episode_is_drawn_turn_by_turn_as_text(episode_dump, run_builder, tmp_path):
+    run = run_builder(tmp_path / "run", iterations=1, ranks=1, evaluate=False, dumps=False)
+    assert main([str(run), "--dump-dir", str(episode_dump)]) == 0
+    page = open_in_browser(
+        run / "report.html", tmp_path, "byId('find').value = 'GO ON'; byId('find').dispatchEvent(new Event('input'));"
+    )
+    assert [a["data-id"] for a, _ in page.all("tr") if "data-id" in a] == ["0.0.0"], "observations are searched"
+    messages = page.all("div", class_="message")
+    tokens = json.loads(page.all("script", id="data")[0][1])["samples"]["rows"][0][4][3][2]
+    assert [text.split("\u2028")[0] for _, text in messages] == [
+        "assistant · 8 tokens, trained · reward 0<call>",
+        "add · not trained · 0.125 s</script><script>document.title='taken'</script><!-- <b>bold</b> & ",
+        "user · not trained · 1.5 sgo on",
+        f"assistant · {tokens} tokens, trained · reward 0Answer: 0",
+    ]
+    assert ["turn" in a["class"].split() for a, _ in messages] == [True, False, False, True]
+    assert page.all("title")[0][1] == "run · RL report"
+    page = open_in_browser(run / "report.html", tmp_path)
+    assert ", 0 trained · reward 0.25Answer: 1" in page.all("div", class_="message")[-1][1]
+
+
+@pytest.mark.browser
 def test_the_timeline_and_stage_times_are_drawn(full_run, full_page):
     events = [e for e in read_events(full_run / "run") if 28 <= e["iteration"] <= 30]
     bars = [a for a, _ in full_page.all("rect", class_="span")]

@@ -1,12 +1,12 @@
 "use strict";
-// The table of samples: filter, sort, page, open a row.
+// The table of samples: filter, sort, page, open a row. The response of an episode is a list of messages.
 
 const PAGE = 25;
 const [EPOCH, GROUP, MEMBER, PROMPT, RESPONSE, ANSWER, REWARD, PARTS, ADVANTAGE, LENGTH, FINISH, VERSION, LOGP] = Array(13).keys();
 const SAMPLE_COLUMNS = [
   { label: "sample", key: (r) => r[EPOCH] * 1e9 + r[GROUP] * 1e4 + r[MEMBER], show: (r) => `${r[EPOCH]}.${r[GROUP]}.${r[MEMBER]}`, hint: "rollout . prompt . response" },
   { label: "prompt", key: (r) => promptOf(r), text: true },
-  { label: "response", key: (r) => r[RESPONSE], text: true },
+  { label: "response", key: (r) => responseOf(r), text: true },
   { label: "answer", key: (r) => r[ANSWER], show: (r) => r[ANSWER] },
   { label: "reward", key: (r) => r[REWARD], num: true },
   { label: "advantage", key: (r) => r[ADVANTAGE], num: true },
@@ -17,6 +17,8 @@ const SAMPLE_COLUMNS = [
 ];
 
 const promptOf = (row) => data.samples.prompts[row[PROMPT]];
+const isEpisode = (row) => Array.isArray(row[RESPONSE]);
+const responseOf = (row) => (isEpisode(row) ? row[RESPONSE].map(([, text]) => text).join("\n") : row[RESPONSE]);
 
 class Samples {
   constructor(parent) {
@@ -76,7 +78,7 @@ class Samples {
       (this.epoch.value === "" || r[EPOCH] === Number(this.epoch.value)) &&
       (this.finish.value === "" || r[FINISH] === this.finish.value) &&
       (least === null || r[REWARD] >= least) && (most === null || r[REWARD] <= most) &&
-      (!wanted || promptOf(r).toLowerCase().includes(wanted) || r[RESPONSE].toLowerCase().includes(wanted)));
+      (!wanted || promptOf(r).toLowerCase().includes(wanted) || responseOf(r).toLowerCase().includes(wanted)));
     const { key } = SAMPLE_COLUMNS[this.sort.column];
     const sign = this.sort.up ? 1 : -1;
     // What was not measured goes last whichever way.
@@ -122,8 +124,17 @@ class Samples {
       return element("td", { class: column.num ? "num" : null, "data-label": column.label }, column.num ? number(column.key(r)) : column.show(r));
     }
     const value = column.key(r);
-    const content = value === "" ? element("span", { class: "muted" }, "(empty)") : element("div", { class: "clip" }, value);
+    const shown = column.label === "response" && isEpisode(r) ? r[RESPONSE].map((m) => this.message(m)) : value;
+    const content = shown === "" ? element("span", { class: "muted" }, "(empty)") : element("div", { class: "clip" }, shown);
     return element("td", { class: "text", "data-label": column.label }, content, column.label === "response" ? this.parts(r) : null);
+  }
+
+  message([who, text, sampled, trained, reward, seconds]) {
+    const turn = sampled !== null;
+    const mask = turn ? `${number(sampled)} token${sampled === 1 ? "" : "s"}, ${trained === sampled ? "" : `${number(trained)} `}trained` : "not trained";
+    const measured = [turn && `reward ${number(reward)}`, seconds !== null && `${number(seconds)} s`];
+    return element("div", { class: turn ? "message turn" : "message" },
+      who && element("div", { class: "who" }, [who, mask, ...measured].filter(Boolean).join(" · ")), text);
   }
 
   parts(r) {

@@ -1,11 +1,12 @@
-"""Samples of the report: whole groups, spread evenly over the dumped rollouts, with long texts cut."""
+"""Samples of the report: whole groups, spread evenly over the dumped rollouts, long texts cut, episodes by turns."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from mindspeed_rl_plugin.monitor.run_files import dump_files
 COLUMNS = (
     "epoch", "group", "member", "prompt", "response", "answer", "reward", "reward_parts",
     "advantage", "response_length", "finish", "version", "logp_rollout", "logp_old", "loss_mask",
+    "turn_reward", "conversation",
 )  # fmt: skip
+MESSAGE_SIZE = 64  # characters that a message takes in the page besides its text
 
 
 def find_dumps(
@@ -36,8 +39,9 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
     """Rows for the samples table, at most `limit`, and how many there are in all.
 
     prompts: distinct prompt texts; rows: [epoch, group, member, index of the prompt, response, answer,
-    reward, parts, advantage, length, finish, version, largest |engine - trainer| log-prob]. Texts are
-    cut at `text_limit` characters. Raises ValueError naming a file that is not a dump.
+    reward, parts, advantage, length, finish, version, largest |engine - trainer| log-prob]. The response is a text,
+    of an episode the list of `_said`. Both are cut at `text_limit` characters. Raises ValueError naming a file that
+    is not a dump.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -84,11 +88,13 @@ def _plan(dumps: dict[int, Path], limit: int) -> dict[int, int]:
 
 def _row(record: dict[str, Any], prompts: dict[str, int], text_limit: int) -> list[Any]:
     get = record.get
-    prompt = prompts.setdefault(_clip(record["prompt"], text_limit), len(prompts))
+    messages = json.loads(get("conversation") or "[]")
+    asked = list(takewhile(lambda message: "turn" not in message, messages))
+    prompt = _asked(asked) if asked else record["prompt"]
     return [
         *(record[k] for k in ("epoch", "group", "member")),
-        prompt,
-        _clip(record["response"], text_limit),
+        prompts.setdefault(_clip(prompt, text_limit), len(prompts)),
+        _said(record, messages[len(asked) :], text_limit) if messages else _clip(record["response"], text_limit),
         _clip(get("answer") or "", text_limit),
         _short(record["reward"]),
         [_short(p) for p in get("reward_parts") or []],
@@ -98,6 +104,31 @@ def _row(record: dict[str, Any], prompts: dict[str, int], text_limit: int) -> li
         get("version"),
         _short(_largest_difference(get("logp_rollout"), get("logp_old"), get("loss_mask"))),
     ]
+
+
+def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The prompt of an episode, with what the environment said first, which the data's prompt has not."""
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def _said(record: dict[str, Any], messages: Sequence[Mapping[str, Any]], text_limit: int) -> list[list[Any]]:
+    """Turns of the model and observations, together cut at `text_limit` characters.
+
+    Each is [role or tool, text, sampled tokens, trained ones of them, reward, seconds of the environment]; a turn has
+    no seconds, an observation nothing but these. The rewards are those that are trained: 0 where an environment failed.
+    """
+    rewards, said, left = iter(record["turn_reward"]), [], text_limit
+    for message in messages:
+        if left <= 0:
+            return [*said, ["", f"[cut here, {len(messages)} messages in all]", None, None, None, None]]
+        first, end = message.get("turn", (0, 0))
+        trained = [end - first, sum(record["loss_mask"][first:end]), _short(next(rewards))] if end else [None] * 3
+        text = _clip(message["content"], left)
+        said.append([message.get("name") or message["role"], text, *trained, message.get("seconds")])
+        left -= len(text) + MESSAGE_SIZE
+    return said
 
 
 def _largest_difference(
