@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mindspeed_rl_plugin.config.flag import flag
 
-FOREIGN = ("verifiers:", "openenv:")  # environments that are not a class in a file of the user's
+VERIFIERS, OPENENV = "verifiers:", "openenv:"  # prefixes of environments that are not a class in a file of the user's
 
 
 @dataclass(frozen=True)
@@ -78,4 +78,4 @@ class EpisodeConfig:
     @property
     def foreign(self) -> bool:
         """Whether the environment renders its prompts itself."""
-        return bool(self.environment and self.environment.startswith("verifiers:"))
+        return bool(self.environment and self.environment.startswith(VERIFIERS))

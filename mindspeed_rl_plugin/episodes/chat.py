@@ -30,6 +30,8 @@ class Format(Protocol):
 
     most_calls: int | None
     """Most calls in one turn that the model's format has room for; None without a limit."""
+    close: int | None
+    """The token that ends a turn in the chat template; None without a template."""
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the model's turn begins. The last message may be an observation, or
@@ -59,6 +61,7 @@ class RawFormat:
     encoded, and observations are appended as they are."""
 
     most_calls: int | None = None
+    close: int | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "") -> None:
         self._tokenizer = tokenizer

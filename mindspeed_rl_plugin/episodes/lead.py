@@ -15,6 +15,7 @@ from mindspeed_rl_plugin.episodes.protocol import (
     MalformedCall,
     Reply,
     Turn,
+    row_of,
     tool_names,
 )
 from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, Episode, SampleId
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Limits:
     """turns: most of an episode; observation: longest [tokens]; prompt: longest with what an environment adds to it
-    [tokens]; lockstep: turn t + 1 of all episodes begins when turn t
-    of all of them is over, in the order of ids; on_error: "stop" | "zero" | "drop", where an environment fails."""
+    [tokens]; lockstep: turn t + 1 of all episodes begins when turn t of all of them is over, in the order of ids;
+    on_error: "stop" | "zero" | "drop", where an environment fails."""
 
     turns: int
     observation: int
@@ -79,14 +80,14 @@ class Lead:
         self._replies: list[Reply] = []  # of episodes that go on
         self._due: list[SampleId] = []  # whose next turn can begin
         self._over: list[tuple[SampleId, str]] = []
+        self._error: str | None = None  # why the run stops
         self._said: set[str] = set()  # of which tools, and "" of the environment, the first failure was printed
 
     def begin(self, live: Live) -> None:
         """A new episode."""
         sample, task = live.request.id, live.request.task
         assert task is not None, f"{sample} has no task"
-        fields = dict(task.fields)
-        fields["prompt"] = fields.pop("text")
+        fields = row_of(task.fields)
         opening = fields.get("messages") or [{"role": "user", "content": fields["prompt"]}]
         self._stories[sample] = _Story(live, [dict(message) for message in opening], [[0, 0] for _ in self._names])
         self.environments.begin(sample, fields, task.seed)
@@ -119,7 +120,12 @@ class Lead:
         if story.failure is not None:  # of its beginning: nobody answers
             self._over.append((sample, "stop"))
         elif turn.finish == "stop":
-            self.environments.act(sample, Turn(turn.tokens, turn.logps, text, self._attempts(turn.tokens)))
+            try:
+                attempts = self._attempts(turn.tokens)
+            except EpisodeError as error:  # of a user's parser; all ranks hear of it by the next plan
+                self._error = f"{error}\n  in {place(sample)}"
+                return
+            self.environments.act(sample, Turn(turn.tokens, turn.logps, text, attempts))
         else:
             self._finish(sample, "length", Turn(turn.tokens, turn.logps, text))
 
@@ -128,7 +134,7 @@ class Lead:
 
         end: when the time is up, on the monotonic clock; sampling: whether the engine samples turns.
         """
-        plan = Plan()
+        plan = Plan(error=self._error)
         replies, self._replies = self._replies, []
         try:
             for reply in (*replies, *self.environments.poll(0.0 if replies or self._over or self._due else seconds)):

@@ -15,7 +15,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-PREFIX = "openenv:"  # of --rl-environment
+from mindspeed_rl_plugin.config.episode_flags import OPENENV
+
 WAIT = 10.0  # seconds for a server to answer a greeting
 LARGEST = 1 << 26  # bytes of a message
 TOOLS = (
@@ -95,9 +96,9 @@ class ActionError(ValueError):
 
 def environment_at(url: str) -> type[OpenEnv]:
     """The class for the server at a URL, with or without `openenv:` before it. Raises ValueError for what is no URL."""
-    url = url.removeprefix(PREFIX).rstrip("/")
+    url = url.removeprefix(OPENENV).rstrip("/")
     if not re.match("https?://.", url):
-        raise ValueError(f"--rl-environment {PREFIX}{url}: give the server's address as http://HOST:PORT")
+        raise ValueError(f"--rl-environment {OPENENV}{url}: give the server's address as http://HOST:PORT")
     return type("OpenEnv", (OpenEnv,), {"url": url})
 
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed_rl_plugin.config.episode_flags import OPENENV
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.arguments import fits, takes
 from mindspeed_rl_plugin.episodes.dispatch import Call, Dispatcher, Home, Lost
-from mindspeed_rl_plugin.episodes.openenv import PREFIX
 from mindspeed_rl_plugin.episodes.protocol import Attempt, EpisodeError, MalformedCall, Message, Reply, Turn
 from mindspeed_rl_plugin.episodes.tools import RESET, Offer
 from mindspeed_rl_plugin.episodes.worker import Answer, Source
@@ -336,7 +336,7 @@ class EnvironmentPool:
 
 def _source(flag: str, given: str, kind: str) -> Source:
     """Where a user's code is. Raises EpisodeError for no such file."""
-    if given.startswith(PREFIX):
+    if given.startswith(OPENENV):
         return Source(given, "", given)
     try:
         found = locate(given, flag, kind)

@@ -123,6 +123,11 @@ class Environments(Protocol):
         record."""
 
 
+def row_of(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The task of an episode. meta: `text`, `answer`, `record`, `messages` of a `Prompt`."""
+    return {**{name: value for name, value in meta.items() if name != "text"}, "prompt": meta["text"]}
+
+
 def begin_once(environments: Environments, task: Mapping[str, Any], seed: int) -> str | None:
     """Begin an episode, and end it, before the first real one. Returns why that fails, None where it does not."""
     if not environments.begins:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.config.episode_flags import FOREIGN, EpisodeConfig
+from mindspeed_rl_plugin.config.episode_flags import OPENENV, VERIFIERS, EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.episodes.chat import Format, make_format
@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.episodes.lead import Lead, Limits
 from mindspeed_rl_plugin.episodes.parsers import make_parser
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import Environments
-from mindspeed_rl_plugin.episodes.verifiers_bridge import PREFIX, VerifiersEnvironments
+from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,13 +41,12 @@ class EpisodeSetup:
         """As a job's flags say; None where responses are no episodes. tokenizer: directory."""
         if not (flags := config.episodes).on:
             return None
-        tools, environment = tuple(map(_absolute, flags.tools)), flags.environment
-        if environment and not environment.startswith(FOREIGN):
-            environment = _absolute(environment)
-        elif environment and environment.startswith(PREFIX) and environment.endswith(".toml"):
-            environment = f"{PREFIX}{Path(environment.removeprefix(PREFIX)).resolve()}"
-        parser = _absolute(flags.tool_parser) if ":" in flags.tool_parser else flags.tool_parser
-        flags = dataclasses.replace(flags, tools=tools, environment=environment, tool_parser=parser)
+        flags = dataclasses.replace(
+            flags,
+            tools=tuple(map(_absolute, flags.tools)),
+            environment=flags.environment and _absolute(flags.environment),
+            tool_parser=_absolute(flags.tool_parser),
+        )
         observation = flags.observation or ("chat" if config.data.apply_chat_template else "raw")
         lengths = config.data.max_prompt_length, config.rollout.max_response_length
         return cls(flags, observation, str(Path(tokenizer).resolve()), *lengths, config.monitor.wait_timeout)
@@ -63,7 +62,7 @@ class EpisodeSetup:
         flags = self.flags
         if flags.foreign:
             return VerifiersEnvironments(
-                flags.environment.removeprefix(PREFIX),
+                flags.environment.removeprefix(VERIFIERS),
                 flags.environment_python,
                 self.tokenizer,
                 flags.environment_workers,
@@ -82,18 +81,24 @@ class EpisodeSetup:
         """How messages become tokens. Raises ValueError for a tokenizer or a template that does not fit."""
         return make_format(tokenizer, self.observation, environments.tools)
 
+    def ends(self, tokenizer: PreTrainedTokenizerBase, environments: Environments) -> tuple[int, ...]:
+        """Tokens that end a turn beside the tokenizer's own: that of the chat template, where it is another one."""
+        close = self.format(tokenizer, environments).close
+        return () if close in (None, tokenizer.eos_token_id) else (close,)
+
     def over(
-        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, environments: Environments, peers: Peers
+        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, environments: Environments | None, peers: Peers
     ) -> EpisodeEngine:
-        """Episodes over an engine. environments: of its first rank, which closes them with the engine; those of other
-        ranks are closed here; peers: the ranks of the engine."""
-        begins, lead = environments.begins, None
+        """Episodes over an engine. environments: of its first rank, which closes them with the engine; those that
+        another rank has are closed here; peers: the ranks of the engine."""
+        lead = None
         if engine.leader:
             parse = make_parser(self.flags.tool_parser, tokenizer) if environments.tools else lambda text: ()
             lead = Lead(self._limits(), self.format(tokenizer, environments), parse, environments)
-        else:
+        elif environments is not None:
             environments.close()
-        return EpisodeEngine(engine, self.flags.longest_turn(self.response), begins, lead, peers)
+        longest, begins = self.flags.longest_turn(self.response), bool(self.flags.environment)
+        return EpisodeEngine(engine, longest, begins, lead, peers)
 
     def _limits(self) -> Limits:
         flags = self.flags
@@ -107,5 +112,11 @@ class EpisodeSetup:
 
 
 def _absolute(spec: str) -> str:
-    file, _, name = spec.rpartition(":")
-    return f"{Path(file).resolve()}:{name}"
+    """What a flag names, with the absolute path of a file of the user's; anything else as it is."""
+    if spec.startswith(OPENENV):
+        return spec
+    if spec.startswith(VERIFIERS):
+        name = spec.removeprefix(VERIFIERS)
+        return f"{VERIFIERS}{Path(name).resolve()}" if name.endswith(".toml") else spec
+    file, colon, name = spec.rpartition(":")
+    return f"{Path(file).resolve()}:{name}" if colon else spec

@@ -21,12 +21,12 @@ from typing import Any
 
 import msgspec
 
+from mindspeed_rl_plugin.config.episode_flags import VERIFIERS
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Reply, Turn
 from mindspeed_rl_plugin.episodes.verifiers_load import ROW
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
-PREFIX = "verifiers:"  # of --rl-environment
 TOGETHER = 64  # most rollouts of one process at a time
 LOADING = 600.0  # seconds in which verifiers and its environment are loaded
 GRACE = 20.0  # seconds in which a rollout that is given up must have stopped
@@ -97,7 +97,7 @@ class VerifiersEnvironments:
         program = rollouts_program(interpreter(python))
         setup = (environment, tokenizer)
         now = time.monotonic()
-        self._processes = [Process(Worker(program, setup, PREFIX + environment), now) for _ in range(workers)]
+        self._processes = [Process(Worker(program, setup, VERIFIERS + environment), now) for _ in range(workers)]
         self._numbers = itertools.count()
         self._rollouts: dict[int, Rollout] = {}  # all that hold something, those that are given up too
         self._known: dict[SampleId, Rollout] = {}  # those that are not given up
@@ -149,8 +149,8 @@ class VerifiersEnvironments:
         for where, fields in rows.items():
             if ROW not in fields:
                 raise ValueError(
-                    f"--rl-environment {PREFIX}: {where} has no field {ROW!r}; make the data with "
-                    f"`python -m mindspeed_rl_plugin tasks {PREFIX}ID --out FILE.jsonl`"
+                    f"--rl-environment {VERIFIERS}: {where} has no field {ROW!r}; make the data with "
+                    f"`python -m mindspeed_rl_plugin tasks {VERIFIERS}ID --out FILE.jsonl`"
                 )
 
     def close(self) -> None:

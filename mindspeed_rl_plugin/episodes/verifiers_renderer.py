@@ -44,7 +44,7 @@ class AppendingRenderer(DefaultRenderer):
         """Tokens so far, and those of messages behind an assistant's turn, with the head of the next one."""
         held = [*previous_prompt_ids, *previous_completion_ids]
         behind = self._behind(new_messages)
-        if held[-1] in self._tokenizer.all_special_ids:  # what ended the turn; a turn that was cut gets its end here
+        if held[-1] == behind[0]:  # what ended the turn; one that ended otherwise, or was cut, gets its end here
             behind = behind[1:]
         return RenderedTokens(
             token_ids=held + behind,

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mindspeed_rl_plugin.episodes.openenv import PREFIX, environment_at
+from mindspeed_rl_plugin.config.episode_flags import OPENENV
+from mindspeed_rl_plugin.episodes.openenv import environment_at
 from mindspeed_rl_plugin.episodes.tools import (
     Said,
     load_environment,
@@ -155,7 +156,7 @@ class Desk:
 
 
 def _load(flag: str, source: Source) -> Any:
-    if source.given.startswith(PREFIX):
+    if source.given.startswith(OPENENV):
         return environment_at(source.given)
     return (load_tool if flag == "--rl-tools" else load_environment)(source.file, source.name)
 

@@ -72,7 +72,8 @@ def with_episodes(engine: Engine, job: Description, tokenizer: str | None, team:
         return engine
     setup = replace(setup, tokenizer=tokenizer)
     peers = team.of_replica(engine, job.deadline)
-    return setup.over(engine, load_tokenizer(tokenizer), setup.environments(), peers)
+    environments = setup.environments() if engine.leader else None
+    return setup.over(engine, load_tokenizer(tokenizer), environments, peers)
 
 
 def sized(options: VllmOptions, ranks: int) -> VllmOptions:

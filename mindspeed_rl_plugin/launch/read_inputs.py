@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.engine.seeds import task_of
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.parsers import make_parser
-from mindspeed_rl_plugin.episodes.protocol import Environments, begin_once
+from mindspeed_rl_plugin.episodes.protocol import Environments, begin_once, row_of
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.generators.guests import check_servers
@@ -84,6 +84,8 @@ def _to_sample(inputs: Inputs) -> Inputs:
         dtype = str(dtype_of(inputs.args, config.rollout.engine_dtype)).removeprefix("torch.")
         for problem in check_servers(config, engine_config, dtype):
             raise ValueError(problem)
+    if inputs.environments is not None:
+        end_tokens += EpisodeSetup.of(config, inputs.tokenizer_path).ends(inputs.tokenizer, inputs.environments)
     graders = _graders(inputs)
     if inputs.environments is not None:
         _try_environments(inputs)
@@ -140,7 +142,7 @@ def _try_environments(inputs: Inputs) -> None:
     environments, sample = inputs.environments, SampleId(0, 0, 0)
     meta = meta_of(inputs.data.at(0))
     seed = task_of(inputs.response_seed, sample, meta).seed
-    if why := begin_once(environments, {**meta, "prompt": meta["text"]}, seed):
+    if why := begin_once(environments, row_of(meta), seed):
         flags, where = inputs.config.episodes, inputs.data.where(0)
         text = f"--rl-environment {flags.environment} {why}\n  when it was tried on {where}"
         if flags.environment_on_error == "stop":

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl_plugin.episodes.verifiers_bridge import PREFIX, interpreter
+from mindspeed_rl_plugin.config.episode_flags import VERIFIERS
+from mindspeed_rl_plugin.episodes.verifiers_bridge import interpreter
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
 SECONDS = 3600.0  # in which the tasks are loaded; those that are downloaded take long
@@ -22,17 +23,17 @@ SECONDS = 3600.0  # in which the tasks are loaded; those that are downloaded tak
 def main(argv: list[str]) -> int:
     """Write the file; 1 where the environment cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_rl_plugin tasks", description=__doc__.splitlines()[0])
-    parser.add_argument("environment", help=f"{PREFIX}ID or {PREFIX}FILE.toml, as --rl-environment takes it")
+    parser.add_argument("environment", help=f"{VERIFIERS}ID or {VERIFIERS}FILE.toml, as --rl-environment takes it")
     parser.add_argument("--python", help="interpreter that has verifiers (default: this one)")
     parser.add_argument("--out", required=True, help="the file to write, FILE.jsonl, for --rl-prompt-data")
     parser.add_argument("--limit", type=int, help="most tasks (default: all)")
     options = parser.parse_args(argv)
     try:
-        if not options.environment.startswith(PREFIX):
-            raise ValueError(f"{options.environment!r} has no tasks of its own; give {PREFIX}ID")
+        if not options.environment.startswith(VERIFIERS):
+            raise ValueError(f"{options.environment!r} has no tasks of its own; give {VERIFIERS}ID")
         if options.limit is not None and options.limit < 1:
             raise ValueError(f"--limit {options.limit}: give 1 or more")
-        count = write(options.environment.removeprefix(PREFIX), options.python, options.out, options.limit)
+        count = write(options.environment.removeprefix(VERIFIERS), options.python, options.out, options.limit)
     except ValueError as error:
         print(f"tasks: {error}", file=sys.stderr)
         return 1

@@ -354,3 +354,12 @@ def test_seeds_of_turns() -> None:
     """The first turn has the response's own; others differ from it and from each other."""
     seeds = [turn_seed(5, turn) for turn in range(50)]
     assert seeds[0] == 5 and len(set(seeds)) == 50 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_parser_that_raises_stops_all_ranks_with_its_reason() -> None:
+    def fails(text: str) -> list:
+        raise EpisodeError("--rl-tool-parser my.py:f raised KeyError")
+
+    engine = over(World(echo), longest=100, parse=fails)
+    with pytest.raises(EpisodeError, match=r"(?s)my.py:f raised KeyError.*in rollout 0, prompt 0, response 0"):
+        generate(engine, requests_of(1, 1, most=400), deadline=5)
