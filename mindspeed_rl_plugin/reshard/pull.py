@@ -249,12 +249,13 @@ def pull_tensors(
 
     Raises ValueError for names that the model has not, WeightMismatch, and what `Source` does.
     """
-    end, tensors = time.monotonic() + deadline, weights.tensors
+    tensors = weights.tensors
     if unknown := [name for name in names or () if name not in tensors]:
         raise ValueError(
             f"the model has no tensors {unknown[:4]}; it has {len(tensors)}, such as {next(iter(tensors))}"
         )
     reader = Reader(weights, [(name, 0, tensors[name].slices) for name in names or tensors], sources)
+    end = time.monotonic() + deadline  # from now on others are waited for
     if version is None:
         version, _ = sources[0].seek(None, deadline)
     memory = torch.empty(reader.staging.nbytes, dtype=torch.uint8)
