@@ -48,8 +48,8 @@ class Case:
 
 
 CASES = {
-    "tool": Case("work", 16, 2),
-    "environment": Case("Work", 16, 2),
+    "tool": Case("work", 12, 2),
+    "environment": Case("Work", 12, 2),
     "slow": Case("SlowWork", 8, 8),
     "slow-async": Case("SlowWorkAsync", 8, 8),  # TRL awaits the calls of one turn together
 }
@@ -89,7 +89,7 @@ def run_ours(case: Case, folder: Path, iterations: int) -> dict[str, float]:
     user = f"{HERE / 'training' / 'work.py'}"
     command = [
         *end_to_end.torchrun(sys.executable),
-        *(str(HERE.parent / "examples" / "pretrain_gpt.py"), *model),
+        *("-m", "mindspeed_rl_plugin", str(HERE.parent / "examples" / "pretrain_gpt.py"), *model),
         *end_to_end.MODEL_FLAGS.split(),
         *end_to_end.RL_FLAGS.replace("--rl-ignore-eos ", "").split(),
         *("--seq-length", str(longest), "--micro-batch-size", str(episode_task.MICRO_BATCH)),

@@ -20,9 +20,9 @@ NAMES = ("amber", "birch", "cedar", "dune", "ember", "fern", "grove", "heath")
 NAMES += ("iris", "jade", "kelp", "lake", "moss", "north", "oak", "pine")
 WORD = "so"
 MOST_ROUNDS = 4
-MORE = 0.85  # probability of a further word, hence 6.7 on average
-STEPS, BATCH, LR = 250, 8, 3e-3
-LIMIT = 256  # tokens of an episode
+MORE = 0.97  # probability of a further word, hence 33 on average; a call has 19 tokens
+STEPS, BATCH, LR = 200, 8, 3e-3
+LIMIT = 512  # tokens of an episode
 TURNS = 8  # most of an episode
 MEMBERS = 4  # responses of a task
 MICRO_BATCH = 8  # rows of one forward and backward
@@ -83,6 +83,7 @@ def train(model: Any, tokenizer: Any, tools: list[Any]) -> float:
     """Learn the script; the last loss."""
     import torch
 
+    torch.set_num_threads(2)
     header, end = tokenizer.encode("<|im_start|>assistant\n"), tokenizer.eos_token_id
     draw = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), LR, betas=(0.9, 0.98), weight_decay=0.0)
@@ -125,7 +126,7 @@ def write(folder: Path, template: str) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=2048,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
