@@ -146,7 +146,7 @@ def test_log_probs_are_compared_with_the_logits_and_with_megatron(monkeypatch: p
 
 def test_episodes_are_compared_with_the_faster_arm_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("episodes", monkeypatch)
-    case = bench.CASES["tool"]
+    case = bench.Case("work", 16, 2)
     seconds = {"ours": (2.0, 1.0), "trl": (8.0, 6.0), "trl-vllm": (3.2, 2.0)}  # of an iteration, and of its rollout
     counts = {"turns": 3.5, "calls": 2.5, "tokens": 70.0}
     rows = [
