@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--arms", default=",".join(ARMS), help="which of %(default)s")
     known = ", ".join((*CASES, *ROLLOUTS))
     parser.add_argument("--cases", default=",".join(DEFAULT), help=f"which of {known}; default %(default)s")
-    parser.add_argument("--iterations", type=int, default=6, help=f"of each job, {WARM_UP} not counted; %(default)s")
+    parser.add_argument("--iterations", type=int, default=5, help=f"of each job, {WARM_UP} not counted; %(default)s")
     parser.add_argument("--repeats", type=int, default=1, help="jobs of each arm and case, default %(default)s")
     args = parser.parse_args()
     arms, cases = args.arms.split(","), args.cases.split(",")
