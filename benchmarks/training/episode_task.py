@@ -21,10 +21,10 @@ NAMES += ("iris", "jade", "kelp", "lake", "moss", "north", "oak", "pine")
 WORD = "so"
 MOST_ROUNDS = 4
 MORE = 0.96  # probability of a further word, hence 25 on average; a call has 19 tokens
-STEPS, BATCH, LR = 200, 8, 3e-3
+STEPS, BATCH, LR = 160, 8, 3e-3
 # Weights in the loss: of whether a word follows, which is drawn, and of what decides, a turn's first token and the
 # number in its call. All else has 1.
-DRAWN, DECIDES = 0.5, 20.0
+DRAWN, DECIDES = 1.0, 20.0
 LEARNED = 0.005  # most loss of all else in the end [nats]
 LIMIT = 512  # tokens of an episode
 TURNS = 8  # most of an episode
