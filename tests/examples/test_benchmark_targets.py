@@ -204,11 +204,13 @@ def test_the_script_of_episodes_is_one_that_its_tools_answer(monkeypatch: pytest
         said = episode_task.conversation(draw)
         task, *answers = [message["content"] for message in said if message["role"] != "assistant"]
         environment = work.Work()
-        environment.reset(who=task.split()[-1], prompt=task)
+        environment.reset(who=task.split()[-1], rounds=len(answers), prompt=task)
         calls = [message["tool_calls"][0]["function"] for message in said if "tool_calls" in message]
         assert [environment.work(**call["arguments"]) for call in calls] == answers
-        assert calls[0]["arguments"]["left"] == int(task.split()[1]) and answers[-1] == "0"
         assert said[-1]["content"] == "done"
+    answers = [work.work("next") for _ in range(50)]
+    mean = sum(task["rounds"] for task in episode_task.tasks(12)) / 12
+    assert 50 / answers.count("over") == mean == 2.5, "a function answers as often as the tasks say"
     assert episode_task.sampled([1, 8, 9, 5, 6, 2, 9, 8, 9, 2, 4], [8, 9], 2) == [False] * 3 + [True] * 3 + [
         *(False, False, False, True, False)
     ]
