@@ -157,8 +157,9 @@ def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tupl
     rollout, words, row = inputs.config.rollout, inputs.config.reward.stage, inputs.data.at(0)
     response = [*inputs.tokenizer.encode(row.answer, add_special_tokens=False), *end_tokens] or [0]
     response, where = response[: rollout.max_response_length], inputs.data.where(0)
-    try_once(load_stages(words, graders), row, response, rollout.samples_per_prompt, graders, where)
-    return tuple(load_stages(words, graders))
+    members, episodes = rollout.samples_per_prompt, inputs.episodes
+    try_once(load_stages(words, graders, episodes), row, response, members, graders, where, episodes)
+    return tuple(load_stages(words, graders, episodes))
 
 
 def _stream(

@@ -16,6 +16,7 @@ from mindspeed_rl_plugin.prompts import PairStream, PromptStream
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.reward.calling import EPISODE
 from mindspeed_rl_plugin.rows import Prompt
+from mindspeed_rl_plugin.stages.generate import Episodes
 from mindspeed_rl_plugin.stages.stage import StageSpec
 
 
@@ -44,6 +45,11 @@ class Inputs:
     graders: RewardPool | None = None
     own_stages: tuple[tuple[StageSpec, Any], ...] = ()
     environments: Environments | None = None
+
+    @property
+    def episodes(self) -> Episodes | None:
+        """What is declared of episodes, where responses are such."""
+        return self.environments and Episodes(len(self.environments.tools), self.config.episodes.max_turns)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Response tokens as graders and readers see them."""

@@ -88,7 +88,7 @@ class Measure(Stage):
     ) -> None:
         super().__init__(spec, dock, deadline)
         self.ranks, self.algorithm, self.limit, self.graders, self.dump = ranks, algorithm, limit, graders, dump
-        self.tools = tools
+        self.tools, self.calls_found = tools, True
 
     def run(
         self,
@@ -128,7 +128,7 @@ class Measure(Stage):
         if "turns" in rows.columns:
             result |= episode_metrics(rows)
             if self.tools:
-                check_tools(rows, self.tools)
+                self.calls_found = check_tools(rows, self.tools, warn=self.calls_found)  # the first of several
         return result | {"groups/dropped": 1.0 - len(valid) / len(rows)}
 
     def _overlong(self, rows: Rows) -> dict[str, Metric]:

@@ -182,9 +182,10 @@ def test_metrics_and_tools_that_never_work(capsys) -> None:
     assert got["episode/seconds"] == 0.5 and got["episode/cut"] == 2 and got["episode/failed"] == 0
     with pytest.raises(EpisodeError, match="the tool 'b' raised in each of its 4 calls"):
         check_tools(rows, ["a", "b"])
-    check_tools(episode_rows(TWO, tools=((3, 1), (0, 0)), calls=3), ["a", "b"])
-    assert "called no tool" not in capsys.readouterr().out
-    check_tools(episode_rows(TWO, tools=((0, 0), (0, 0))), ["a", "b"])
+    assert check_tools(episode_rows(TWO, tools=((3, 1), (0, 0)), calls=3), ["a", "b"])
+    silent = episode_rows(TWO, tools=((0, 0), (0, 0)))
+    assert not check_tools(silent, ["a", "b"], warn=False) and "called no tool" not in capsys.readouterr().out
+    assert not check_tools(silent, ["a", "b"])
     assert "the model called no tool in any of the 1 episodes" in capsys.readouterr().out
 
 
