@@ -8,8 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl_plugin.episodes import verifiers_worker
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Turn, begin_once
@@ -19,6 +17,9 @@ from mindspeed_rl_plugin.prompts.sources import open_source
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.tools import tasks
 
+sys.path.insert(0, str(Path(__file__).parent))
+from bytes_tokenizer import byte_tokenizer  # noqa: E402
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="verifiers needs Python 3.11"),
@@ -27,29 +28,11 @@ pytestmark = [
 VERIFIERS = "verifiers==0.4.0"
 SECONDS = 6.0  # that the environment may take for a turn
 ONE, TWO, THREE = (SampleId(0, 0, member) for member in range(3))
-TEMPLATE = """{% if tools %}<|im_start|>tools
-{{ tools | map(attribute='function.name') | join(' ') }}<|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}
-{{ m['content'] or '' }}
-{%- for call in m.tool_calls or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """Bytes, and the one word "12", in the manner of Qwen."""
-    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(vocab=letters | {"12": len(letters)}, merges=[("1", "2")]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
-    made.add_tokens(["<tool_call>", "</tool_call>"])
-    made.chat_template = TEMPLATE
-    folder = tmp_path_factory.mktemp("tokenizer")
-    made.save_pretrained(folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
