@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
@@ -14,17 +14,25 @@ from mindspeed_rl_plugin.episodes.arguments import fits, takes
 from mindspeed_rl_plugin.episodes.dispatch import Call, Dispatcher, Home, Lost
 from mindspeed_rl_plugin.episodes.protocol import Attempt, EpisodeError, MalformedCall, Message, Reply, Turn
 from mindspeed_rl_plugin.episodes.tools import RESET, Offer
-from mindspeed_rl_plugin.episodes.worker import Answer, Source
+from mindspeed_rl_plugin.episodes.worker import CLOSE_SECONDS, Answer, Source
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, locate
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
-CLOSE_SECONDS = 10.0  # most in which environments close themselves at the end of the pool
+KILL_SECONDS = 5.0  # in which the keeper of a worker kills all that a user's code has started
 WHO = "an environment worker"
-SERVES = Program("mindspeed_rl_plugin.episodes.worker:main", Offer | None, Answer, WHO, EpisodeError)
-DESCRIBES = Program(
-    "mindspeed_rl_plugin.episodes.worker:describe_tools", list[dict[str, Any]] | None, None, WHO, EpisodeError
+SERVES = Program(
+    "mindspeed_rl_plugin.episodes.worker:main",
+    Offer | None,
+    Answer,
+    WHO,
+    EpisodeError,
+    patience=KILL_SECONDS,
+    kept=True,
+)
+DESCRIBES = replace(
+    SERVES, main="mindspeed_rl_plugin.episodes.worker:describe_tools", first=list[dict[str, Any]] | None, then=None
 )
 
 

@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, schemas, task, turn  # noqa: E402
+from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, task, turn  # noqa: E402
 
 
 def test_functions_are_called_in_order_and_wrong_calls_are_one_line_each(started) -> None:
@@ -179,11 +179,6 @@ def test_a_call_that_goes_on_at_the_end_is_killed(started, monkeypatch: pytest.M
     began = time.monotonic()
     pool.close()
     assert time.monotonic() - began < 3
-
-
-def test_a_real_process_describes_the_tools() -> None:
-    with EnvironmentPool([f"{FILE}:multiply"], f"{FILE}:Shop", workers=1, timeout=1, wait_timeout=100) as pool:
-        assert pool.tools == schemas(pool)
 
 
 @pytest.mark.parametrize(
