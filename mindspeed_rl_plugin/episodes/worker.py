@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ from mindspeed_rl_plugin.workers.child import Parent, describe, outcome, why_not
 from mindspeed_rl_plugin.workers.keeper import keep
 
 LONGEST = 1 << 18  # characters of a text that are given to the parent
+EPISODE = "MINDSPEED_RL_EPISODE"  # names it to `reset`: rollout/prompt/response
 BRIEF = 200  # characters of an error that the model sees
 CLOSE_SECONDS = 10.0  # most in which environments close themselves, at the end of the pool or of its process
 
@@ -136,9 +138,10 @@ class Desk:
         """Call a tool of an environment."""
         return Said((str(self._settled(getattr(self._made[key], name)(**arguments))),))
 
-    def reset(self, key: int, task: Mapping[str, Any], seed: int) -> Said:
-        """A new environment begins."""
+    def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Said:
+        """A new environment begins. episode: its name, which a user's code may give to what it rents elsewhere."""
         assert self.environment is not None
+        os.environ[EPISODE] = episode
         environment = self._made[key] = self.environment()
         return read_reset(self._settled(environment.reset(**reset_arguments(environment.reset, task, seed))))
 

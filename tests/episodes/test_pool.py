@@ -10,6 +10,7 @@ import pytest
 
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply
+from mindspeed_rl_plugin.episodes.setup import RUN
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, task, turn  # noqa: E402
@@ -62,6 +63,13 @@ def test_an_environment_answers_and_rewards(started) -> None:
     assert (reply.reward, reply.done) == (0.5 + 2 / 4, True)
     reply = act(pool, 1, "late")
     assert (contents(reply), reply.reward, reply.done) == ([], 0.25 + 1 / 4, True)
+
+
+def test_reset_can_name_the_run_and_the_episode(started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN, "/runs/a")
+    pool = started()
+    begin(pool, (0, 3))
+    assert contents(act(pool, 3, "names")) == ["/runs/a 0/0/3"]
 
 
 def test_public_methods_are_tools_and_the_reward_comes_at_the_end(started) -> None:

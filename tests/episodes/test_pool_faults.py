@@ -93,37 +93,43 @@ def test_an_asynchronous_call_that_is_too_slow_costs_no_process(started) -> None
     assert pids == [slot.worker.pid for slot in pool._dispatcher._slots]
 
 
-@pytest.mark.parametrize("kind", ["loops", "ends", "raises", "exits", "no text", "gigabyte in the pipe", "both go on"])
-def test_a_fault_of_an_environment_is_its_own(started, tmp_path: Path, kind: str) -> None:
+# What is said of a fault of an environment; None where it is none.
+SAID = {
+    "loops": "ran longer than 0.5 s and was killed",
+    "ends": "ended its process, which exited with code 7",
+    "raises": "raised ValueError: two\nlines!!!",
+    "exits": "raised SystemExit: 3\n  ",
+    "no text": "returned an observation of type list, not a text: [1, 2]; turn it into a text",
+    "gigabyte in the pipe": "wrote into the pipe of its worker, which was killed",
+    "both go on": None,
+}
+
+
+def test_a_fault_of_an_environment_is_its_own(started, tmp_path: Path) -> None:
     """The others of its process go on as if nothing had happened: they are replayed where it ended."""
-    pool, logs = started(), [tmp_path / str(number) for number in range(3)]
-    for number, log in enumerate(logs):
-        pool.begin(sample(number), task(log=str(log)), number)
-    replies(pool)
-    assert [act(pool, n, "one").reward for n in (0, 1, 2)] == [0.5] * 3
-    for number, text in enumerate(("two", kind, "two")):
-        pool.act(sample(number), turn(text))
-    given = replies(pool)
-    for number in (0, 2):
-        assert contents(given[number]) == [f"2 two {random.Random(number).random():.3f}"]
-    if kind == "both go on":
-        assert contents(given[1]) == ["parent"]
-        return
-    message = {
-        "loops": "ran longer than 0.5 s and was killed",
-        "ends": "ended its process, which exited with code 7",
-        "raises": "raised ValueError: two\nlines!!!",
-        "exits": "raised SystemExit: 3\n  ",
-        "no text": "returned an observation of type list, not a text: [1, 2]; turn it into a text",
-        "gigabyte in the pipe": "wrote into the pipe of its worker, which was killed",
-    }[kind]
-    assert given[1].failure.startswith(f"failed: Count.step {message}")
-    killed = kind in ("loops", "ends", "gigabyte in the pipe")
-    lives = [Counter(line.split()[0] for line in log.read_text().splitlines()) for log in logs]
-    assert lives[2] == {"reset": 1 + killed} and lives[1] == ({"reset": 1} if killed else {"reset": 1, "close": 1})
-    pool.finish(sample(2))
-    assert replies(pool)[2].reward == 2 / 4
-    pool.end(sample(1))  # without effect
+    pool = started()
+    for first, (kind, said) in enumerate(SAID.items()):
+        numbers = one, two, three = range(3 * first, 3 * first + 3)
+        logs = [tmp_path / str(number) for number in numbers]
+        for number, log in zip(numbers, logs, strict=True):
+            pool.begin(sample(number), task(log=str(log)), number)
+        replies(pool)
+        assert [act(pool, number, "one").reward for number in numbers] == [0.5] * 3
+        for number, text in zip(numbers, ("two", kind, "two"), strict=True):
+            pool.act(sample(number), turn(text))
+        given = replies(pool)
+        for number in (one, three):
+            assert contents(given[number]) == [f"2 two {random.Random(number).random():.3f}"]
+        if said is None:
+            assert contents(given[two]) == ["parent"]
+            continue
+        assert given[two].failure.startswith(f"failed: Count.step {said}")
+        killed = kind in ("loops", "ends", "gigabyte in the pipe")
+        lives = [Counter(line.split()[0] for line in log.read_text().splitlines()) for log in logs]
+        assert lives[2] == {"reset": 1 + killed} and lives[1] == ({"reset": 1} if killed else {"reset": 1, "close": 1})
+        pool.finish(sample(three))
+        assert replies(pool)[three].reward == 2 / 4
+        pool.end(sample(two))  # without effect
 
 
 def test_an_environment_that_differs_under_replay_fails(started) -> None:
@@ -147,7 +153,9 @@ def test_a_fault_in_replay_is_that_of_its_environment(started, tmp_path: Path) -
     message, answer = home.asked[1]
     home.asked[1] = ((*message[:2], "loops"), answer)
     os.kill(below(slot.worker), signal.SIGKILL)
+    answered = pool.answered
     failure = act(pool, 0, "two").failure
+    assert pool.answered == answered + 2, "its reset, and the call that was lost"
     assert failure == "failed: Count.step ran longer than 0.5 s and was killed when it was replayed"
     assert contents(act(pool, 1, "one"))[0].startswith("1 one")
 
