@@ -36,7 +36,7 @@ class EpisodeEngine:
         self._live: dict[SampleId, Live] = {}
         self._sampling: set[SampleId] = set()  # whose turn the engine samples
         self._paused: dict[SampleId, Live] = {}
-        self._progress = time.monotonic()
+        self._progress, self._answered = time.monotonic(), 0
 
     @property
     def replica(self) -> int:
@@ -70,7 +70,7 @@ class EpisodeEngine:
 
     @property
     def progress(self) -> float:
-        """When a turn or an observation last came; see `Engine`."""
+        """When a turn, or an answer of a user's code, last came; see `Engine`."""
         return max(self._progress, self._engine.progress)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -174,6 +174,7 @@ class EpisodeEngine:
             now = time.monotonic()
             left = 0.0 if self._sampling or self.shares_experts else min(max(end - now, 0.0), WAIT_SECONDS)
             plan = self._lead.plan(left, end, bool(self._sampling))
+            plan.answered = self._lead.environments.answered
         return self._peers.share(plan)
 
     def _follow(self, plan: Plan) -> list[Completion]:
@@ -184,8 +185,8 @@ class EpisodeEngine:
             self._live[sample].prompt = prompt
         for sample, tokens in plan.observations:
             self._live[sample].sees(tokens)
-        if plan.prompts or plan.observations or plan.over:
-            self._progress = time.monotonic()
+        if plan.prompts or plan.observations or plan.over or plan.answered > self._answered:
+            self._progress, self._answered = time.monotonic(), plan.answered
         self._sample([self._live[sample] for sample in plan.due])
         return [self._over(sample, finish) for sample, finish in plan.over]
 

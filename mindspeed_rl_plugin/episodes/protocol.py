@@ -7,7 +7,7 @@ to say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from mindspeed_rl_plugin.rows import SampleId
 
 Message = Mapping[str, Any]
 """A chat message: role ("user" or "tool"), content, and for a tool its name."""
+
+CheckFields = Callable[[Mapping[str, Set[str]]], None]
 
 
 class EpisodeError(ValueError):
@@ -95,6 +97,8 @@ class Environments(Protocol):
     """Whether `begin` may have something to say; else no reply comes of it, and the first turn can start at once."""
     pending: bool
     """Whether a reply is due."""
+    answered: int
+    """Calls of a user's code that are over, one that was made again each time: it goes on as long as they grow."""
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
         """A new episode. task: its data row: prompt (text), answer, record (other fields), messages (None where the
@@ -118,9 +122,26 @@ class Environments(Protocol):
     def close(self) -> None:
         """End all environments and processes. Idempotent."""
 
-    def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
-        """Raise ValueError where an episode cannot begin for lack of a field; rows: place in the data -> fields of the
-        record."""
+    check_fields: CheckFields
+    """Raises ValueError where an episode cannot begin for lack of a field; rows: place in the data -> fields of the
+    record."""
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What every rank must know of environments that another rank runs; can be sent."""
+
+    tools: Sequence[Mapping[str, Any]]
+    begins: bool
+    check_fields: CheckFields
+
+    @classmethod
+    def of(cls, environments: Environments) -> Elsewhere:
+        """Those of this rank, for the others."""
+        return cls(environments.tools, environments.begins, environments.check_fields)
+
+    def close(self) -> None:
+        """Nothing is here."""
 
 
 def row_of(meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +18,21 @@ from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import Lead, Limits
 from mindspeed_rl_plugin.episodes.parsers import make_parser
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.protocol import Environments
+from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+RUN = "MINDSPEED_RL_RUN"  # environment variable
+
+
 @dataclass(frozen=True)
 class EpisodeSetup:
     """flags: of episodes, files of the user's by their absolute paths; observation: "chat" or "raw"; tokenizer: its
-    directory; prompt, response: longest [tokens]; wait: seconds that other ranks wait for this one."""
+    directory; prompt, response: longest [tokens]; wait: seconds that other ranks wait for this one; run: names the run
+    to a user's code, its directory."""
 
     flags: EpisodeConfig
     observation: str
@@ -35,6 +40,7 @@ class EpisodeSetup:
     prompt: int
     response: int
     wait: float
+    run: str = ""
 
     @classmethod
     def of(cls, config: RLConfig, tokenizer: str) -> EpisodeSetup | None:
@@ -60,6 +66,7 @@ class EpisodeSetup:
     def environments(self) -> Environments:
         """Started. Raises ValueError for what does not load."""
         flags = self.flags
+        os.environ[RUN] = self.run  # all processes that are started here have it
         if flags.foreign:
             return VerifiersEnvironments(
                 flags.environment.removeprefix(VERIFIERS),
@@ -67,6 +74,7 @@ class EpisodeSetup:
                 self.tokenizer,
                 flags.environment_workers,
                 flags.environment_timeout,
+                self.wait,
                 **({"together": None} if flags.environment_lockstep else {}),
             )
         return EnvironmentPool(
@@ -93,6 +101,7 @@ class EpisodeSetup:
         another rank has are closed here; peers: the ranks of the engine."""
         lead = None
         if engine.leader:
+            assert not isinstance(environments, Elsewhere)
             parse = make_parser(self.flags.tool_parser, tokenizer) if environments.tools else lambda text: ()
             lead = Lead(self._limits(), self.format(tokenizer, environments), parse, environments)
         elif environments is not None:

@@ -101,6 +101,7 @@ class World:
         self.answer, self.opening, self.begins, self.slow = answer, opening, opening is not None, slow
         self.log: list[tuple] = []
         self.turns: dict[SampleId, int] = {}
+        self.answered = 0
         self.due: list[tuple[int, Reply]] = []
         self.closed = False
 
@@ -348,6 +349,20 @@ def test_what_does_not_go_on_is_over_but_an_evaluation_comes_between() -> None:
     assert {entry[1] for entry in world.named("end")} == {r.id for r in requests[1:]}
     engine.shutdown()
     assert world.closed
+
+
+def test_a_call_that_is_answered_is_progress_though_its_reply_is_not_due_yet() -> None:
+    world = World(echo, opening=Reply(SampleId(0, 0, 0)), slow=0)
+    engine = over(world)
+    engine.submit(requests_of(1, 1))
+    world.due = [(1000, reply) for _, reply in world.due]
+    engine.step_along(1)
+    before = engine.progress
+    engine.step_along(1)
+    assert engine.progress == before
+    world.answered += 1
+    engine.step_along(1)
+    assert engine.progress > before
 
 
 def test_seeds_of_turns() -> None:

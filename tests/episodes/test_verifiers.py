@@ -47,14 +47,14 @@ def python(apart):
 
 @pytest.fixture(scope="module")
 def guess(python, tokenizer):
-    environments = VerifiersEnvironments("guess_number", python, tokenizer.name_or_path, 1, 60.0)
+    environments = VerifiersEnvironments("guess_number", python, tokenizer.name_or_path, 1, 60.0, 600.0)
     yield environments
     environments.close()
 
 
 @pytest.fixture(scope="module")
 def scripted(python, tokenizer):
-    environments = VerifiersEnvironments("scripted", python, tokenizer.name_or_path, 1, SECONDS, together=2)
+    environments = VerifiersEnvironments("scripted", python, tokenizer.name_or_path, 1, SECONDS, 600.0, together=2)
     yield environments
     environments.close()
 
@@ -145,7 +145,7 @@ def test_a_harness_that_forgets_asks_for_a_prompt_that_is_no_extension(guess, to
 
 def test_a_tool_of_verifiers_is_called_by_its_plain_chat(python, tokenizer):
     """In programs that verifiers starts, with what our renderer reads in the turn; and none of them is left."""
-    environments = VerifiersEnvironments("calculator", python, tokenizer.name_or_path, 1, 300.0)
+    environments = VerifiersEnvironments("calculator", python, tokenizer.name_or_path, 1, 300.0, 600.0)
     environments.begin(ONE, task(prompt="17 x 23", answer=391), 0)
     call = '<tool_call>{"name": "calculator_multiply", "arguments": {"a": 17, "b": 23}}</tool_call>'
     ids = (*tokenizer.encode(call, add_special_tokens=False), tokenizer.eos_token_id)
@@ -233,7 +233,7 @@ def test_what_an_environment_started_is_ended_with_its_process(scripted, tokeniz
 
 def refused(environment, python, tokenizer):
     """Why."""
-    environments = VerifiersEnvironments(environment, python, tokenizer, 1, SECONDS)
+    environments = VerifiersEnvironments(environment, python, tokenizer, 1, SECONDS, 600.0)
     try:
         return begin_once(environments, task(prompt="?"), 0)
     except EpisodeError as error:
@@ -264,7 +264,7 @@ def test_a_file_says_what_an_id_cannot(python, tokenizer, tmp_path):
     """Here how many turns an agent may have, which verifiers keeps itself."""
     file = tmp_path / "environment.toml"
     file.write_text("[env.taskset]\nid = 'guess_number'\n[env.player]\nmax_turns = 1\n")
-    environments = VerifiersEnvironments(str(file), python, tokenizer.name_or_path, 1, 60.0)
+    environments = VerifiersEnvironments(str(file), python, tokenizer.name_or_path, 1, 60.0, 600.0)
     environments.begin(ONE, task(prompt="Guess", answer=3), 0)
     prompts, last = play(environments, {ONE: [spoken(tokenizer, "9")]})
     environments.begin(TWO, task(prompt="Guess", answer=3), 0)

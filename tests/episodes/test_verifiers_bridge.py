@@ -32,8 +32,8 @@ def made(monkeypatch):
     )
     all_made = []
 
-    def make(environment="any", workers=1, timeout=30.0, **more):
-        all_made.append(VerifiersEnvironments(environment, None, "tokenizer", workers, timeout, **more))
+    def make(environment="any", workers=1, timeout=30.0, wait=600.0, **more):
+        all_made.append(VerifiersEnvironments(environment, None, "tokenizer", workers, timeout, wait, **more))
         return all_made[-1]
 
     yield make
@@ -61,7 +61,7 @@ def test_a_rollout_asks_is_answered_and_is_over(made):
     begin(environments, ONE=[ASKS, DONE])
     assert environments.pending
     assert replies(environments, 1) == {ONE: Reply(ONE, [], (1, 2), seconds=0.25)}
-    assert not environments.pending
+    assert not environments.pending and environments.answered == 2, "it has loaded, and asked"
     environments.act(ONE, SPOKEN)
     assert environments.pending
     assert replies(environments, 1) == {ONE: Reply(ONE, [], None, 0.5, done=True, seconds=0.25)}
@@ -172,6 +172,13 @@ def test_an_environment_that_cannot_be_loaded_stops_the_run(made):
     environments = made("unknown")
     begin(environments, ONE=[ASKS])
     with pytest.raises(EpisodeError, match="there is no such environment"):
+        replies(environments, 1)
+
+
+def test_one_that_loads_too_slowly_is_told_by_the_ranks_patience_and_the_mend(made):
+    environments = made("slow", wait=0.5)
+    begin(environments, ONE=[ASKS])
+    with pytest.raises(EpisodeError, match=r"more than 0.45 s to load .* --rl-wait-timeout 0.5, of which .* 0.9$"):
         replies(environments, 1)
 
 
