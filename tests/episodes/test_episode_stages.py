@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.rows import (
     Sampling,
     pack_json,
 )
-from mindspeed_rl_plugin.stages import advantages, generate, reward
+from mindspeed_rl_plugin.stages import advantages, generate, measure, reward
 from mindspeed_rl_plugin.stages.incoming import Incoming
 
 COUNTS = dict.fromkeys(EPISODE_COUNTS, 0)
@@ -109,6 +109,25 @@ def test_turn_rewards_stand_where_the_turn_ends(weight: float) -> None:
     for row, wanted in enumerate(reference(rows, total, weight, 0.9)):
         assert got.row(row).tolist() == pytest.approx(wanted, abs=1e-12)
     assert float(batch.token_rewards().values.sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", ["dr-grpo", "reinforce++"])
+def test_the_penalty_on_length_counts_what_the_limit_counts(name: str) -> None:
+    """Seven tokens, of which four are trained, at a limit of seven; and three."""
+    plain = AlgorithmConfig(algorithm=name, kl_reward_coef=0.0, gamma=1.0)
+    algorithm = resolve(replace(plain, overlong_buffer=4, overlong_penalty=2.0))
+    rows = episode_rows(TWO, ONE).with_columns(reward=torch.zeros(2), valid=torch.ones(2, dtype=torch.int8))
+    spec, tallies = advantages.spec(algorithm, True), measure.spec(algorithm, episodes=generate.Episodes(1, 4))
+    assert not {"length", "prompt_length"} & {*advantages.spec(resolve(plain), True).reads}
+    read = Rows(rows.ids, {name: rows[name] for name in spec.reads})
+    values, _ = advantages._estimated(read, algorithm, 7, 0.0)
+    if algorithm.per_token:
+        assert {*values[read["loss_mask"].values.bool()].tolist()} == {-2.0, 0.0}
+    else:
+        assert values.tolist() == [-1.0, 1.0]
+    assert "prompt_length" in tallies.reads and len({*tallies.reads}) == len(tallies.reads)
+    stage = measure.Measure(tallies, None, 1.0, ranks=None, algorithm=algorithm, limit=7, graders=None)
+    assert stage._overlong(rows) == {"reward/overlong": -1.0, "response/overlong": 0.5}
 
 
 def test_gae_carries_values_over_what_is_only_seen() -> None:
