@@ -35,7 +35,7 @@ PATIENCE = 15.0  # seconds in which a process may end by itself, with what its r
 
 class Said(msgspec.Struct):
     """What a process says of a rollout. prompt, messages: of a turn that it asks for, the latter for people to read;
-    ended: it was given up and has stopped; seconds: since its last answer; else as in `Reply`."""
+    ended: it was cancelled, and has stopped; seconds: since its last answer; else as in `Reply`."""
 
     number: int
     seconds: float
@@ -229,11 +229,12 @@ class VerifiersEnvironments:
         rollout = self._rollouts.get(said.number)
         if rollout is None:
             return
-        over = said.done or said.ended or said.failure is not None
+        failure = "was cancelled by its own code" if said.ended and rollout.ending is None else said.failure
+        over = said.done or said.ended or failure is not None
         if over:
             del self._rollouts[said.number]
         prompt = None if said.prompt is None else tuple(said.prompt)
-        reply = Reply(rollout.sample, said.messages, prompt, said.reward, said.done, said.failure, seconds=said.seconds)
+        reply = Reply(rollout.sample, said.messages, prompt, said.reward, said.done, failure, seconds=said.seconds)
         if rollout.due is not None:
             self._reply(rollout, reply)
         elif over:  # while the model speaks, of a limit of its own

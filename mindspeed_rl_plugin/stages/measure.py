@@ -30,8 +30,8 @@ DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old")
 
 
 # The same of episodes.
-OF_EPISODES = ("turns", "environment_failed", "episode_counts")
-DUMPED_OF_EPISODES = ("prompt_length", "turn_reward", "conversation")
+OF_EPISODES = ("prompt_length", "turns", "environment_failed", "episode_counts")
+DUMPED_OF_EPISODES = ("turn_reward", "conversation")
 
 
 def spec(
@@ -135,7 +135,7 @@ class Measure(Stage):
         """What DAPO's length penalty takes from the rewards, where it is on."""
         if not self.algorithm.buffer(self.limit):
             return {}
-        penalty = self.algorithm.shaped(torch.zeros(len(rows)), rows["response_length"], self.limit)
+        penalty = self.algorithm.shaped(torch.zeros(len(rows)), advantages.limited_lengths(rows), self.limit)
         return {"reward/overlong": float(penalty.mean()), "response/overlong": float((penalty < 0).double().mean())}
 
     def _dump(self, rows: Rows, iteration: int) -> None:

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.episodes.measured import check_tools, episode_metrics
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
-from mindspeed_rl_plugin.launch.episode_checks import problems
+from mindspeed_rl_plugin.launch.episode_checks import notes, problems
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import (
     EPISODE_COUNTS,
@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.rows import (
     Sampling,
     pack_json,
 )
-from mindspeed_rl_plugin.stages import advantages, generate, reward
+from mindspeed_rl_plugin.stages import advantages, generate, measure, reward
 from mindspeed_rl_plugin.stages.incoming import Incoming
 
 COUNTS = dict.fromkeys(EPISODE_COUNTS, 0)
@@ -111,6 +111,25 @@ def test_turn_rewards_stand_where_the_turn_ends(weight: float) -> None:
     assert float(batch.token_rewards().values.sum()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("name", ["dr-grpo", "reinforce++"])
+def test_the_penalty_on_length_counts_what_the_limit_counts(name: str) -> None:
+    """Seven tokens, of which four are trained, at a limit of seven; and three."""
+    plain = AlgorithmConfig(algorithm=name, kl_reward_coef=0.0, gamma=1.0)
+    algorithm = resolve(replace(plain, overlong_buffer=4, overlong_penalty=2.0))
+    rows = episode_rows(TWO, ONE).with_columns(reward=torch.zeros(2), valid=torch.ones(2, dtype=torch.int8))
+    spec, tallies = advantages.spec(algorithm, True), measure.spec(algorithm, episodes=generate.Episodes(1, 4))
+    assert not {"length", "prompt_length"} & {*advantages.spec(resolve(plain), True).reads}
+    read = Rows(rows.ids, {name: rows[name] for name in spec.reads})
+    values, _ = advantages._estimated(read, algorithm, 7, 0.0)
+    if algorithm.per_token:
+        assert {*values[read["loss_mask"].values.bool()].tolist()} == {-2.0, 0.0}
+    else:
+        assert values.tolist() == [-1.0, 1.0]
+    assert "prompt_length" in tallies.reads and len({*tallies.reads}) == len(tallies.reads)
+    stage = measure.Measure(tallies, None, 1.0, ranks=None, algorithm=algorithm, limit=7, graders=None)
+    assert stage._overlong(rows) == {"reward/overlong": -1.0, "response/overlong": 0.5}
+
+
 def test_gae_carries_values_over_what_is_only_seen() -> None:
     """The episode without its holes has the same advantages."""
     algorithm = resolve(AlgorithmConfig(algorithm="ppo", gamma=0.9, gae_lambda=0.8))
@@ -190,6 +209,8 @@ def test_metrics_and_tools_that_never_work(capsys) -> None:
 
 
 TOOLS = EpisodeConfig(tools=("a.py:f",), tool_parser="hermes")
+VERIFIERS = EpisodeConfig(environment="verifiers:x")
+CHAT = {"chat": True}
 REFUSED = [
     (EpisodeConfig(max_turns=3), {}, "--rl-max-turns has no meaning without --rl-tools or --rl-environment"),
     (EpisodeConfig(), {"reward": ("environment=2",)}, "--rl-reward environment: there is none"),
@@ -198,7 +219,14 @@ REFUSED = [
     (replace(TOOLS, observation="chat"), {}, "give --rl-apply-chat-template too"),
     (replace(TOOLS, observation="raw"), {"chat": True}, "--rl-observation raw with --rl-apply-chat-template"),
     (replace(TOOLS, tool_parser="auto"), {}, "--rl-tool-parser auto reads the chat template"),
-    (replace(TOOLS, environment="verifiers:x"), {}, "--rl-tools with --rl-environment verifiers:x"),
+    (TOOLS, {"reward": ("environment=2", "exact")}, "--rl-reward environment: there is none; give --rl-environment"),
+    (replace(TOOLS, max_turns=1), {}, "--rl-max-turns 1 with --rl-tools: the model would never see a result"),
+    (replace(VERIFIERS, tools=("a.py:f",)), CHAT, "--rl-tools with --rl-environment verifiers:x"),
+    (replace(VERIFIERS, tool_parser="hermes"), CHAT, "--rl-tool-parser hermes with --rl-environment verifiers:x"),
+    (replace(VERIFIERS, max_observation_length=9), CHAT, "--rl-max-observation-length 9 with --rl-environment verifi"),
+    (VERIFIERS, {}, "--rl-environment verifiers:x: .* give --rl-apply-chat-template too"),
+    (replace(VERIFIERS, observation="raw"), {}, "--rl-environment verifiers:x: .* give --rl-apply-chat-template too"),
+    (replace(VERIFIERS, observation="chat"), {}, "--rl-observation chat: .* give --rl-apply-chat-template too"),
     (replace(TOOLS, environment_python="python3"), {}, "only --rl-environment verifiers:ID"),
     (replace(TOOLS, environment_timeout=1e6), {}, "--rl-environment-timeout 1e\\+06: other ranks wait"),
     (TOOLS, {"ignore_eos": True}, "--rl-ignore-eos: a turn would never end"),
@@ -218,5 +246,23 @@ def test_what_the_flags_cannot_do_is_refused(flags: EpisodeConfig, others: dict,
 def test_flags_that_fit_are_not_refused() -> None:
     config = RLConfig(episodes=TOOLS)
     assert not [*problems(None, config)] and config.graders == config.reward.reward
-    playing = replace(config, episodes=EpisodeConfig(environment="a.py:A"))
-    assert not [*problems(None, playing)] and playing.graders == ("environment",)
+    playing = replace(config, episodes=EpisodeConfig(environment="a.py:A", max_turns=1))
+    assert not [*problems(None, playing)] and playing.graders == ("environment",) and not [*notes(playing)]
+    foreign = replace(config, episodes=VERIFIERS, data=replace(config.data, apply_chat_template=True))
+    assert not [*problems(None, foreign)]
+
+
+@pytest.mark.parametrize(
+    ("graders", "environment", "said"),
+    [
+        (("exact",), "a.py:A", r"^--rl-reward exact leaves out what --rl-environment a.py:A rewards, .* nothing; add "),
+        (("model:d=2",), "a.py:A", "so that it trains nothing; add environment, or environment=0 to log it alone$"),
+        (("exact", "b.py:f=0.5"), "a.py:A", "nothing, unless a function of yours reads `environment`; add"),
+        (("exact", "environment=0"), "a.py:A", None),
+        (("exact",), None, None),
+    ],
+)
+def test_rewards_of_an_environment_that_no_grader_reads_are_told_of(graders, environment, said) -> None:
+    config = RLConfig(episodes=replace(TOOLS, environment=environment))
+    lines = [*notes(replace(config, reward=replace(config.reward, reward=graders)))]
+    assert len(lines) == (said is not None) and all(re.search(said, line) for line in lines), lines

@@ -187,6 +187,7 @@ def test_verifiers_knows_of_the_last_turn_whether_it_was_cut(scripted, tokenizer
     "fault, why",
     [
         ("raise", "RuntimeError: the board is gone"),
+        ("cancel", "was cancelled by its own code"),
         ("early", "ended before it asked for a turn of the model"),
         ("nan", "has the reward nan, which is no finite number"),
         ("agents", "asks for a turn in a second conversation, of agent 'other'; one is trained, of agent 'player'"),

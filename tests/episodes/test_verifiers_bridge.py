@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program
 
 ONE, TWO, THREE = (SampleId(0, 0, member) for member in range(3))
-ASKS, DONE = {"prompt": [1, 2]}, {"done": True, "reward": 0.5}
+ASKS, DONE, ENDED = {"prompt": [1, 2]}, {"done": True, "reward": 0.5}, {"ended": True}
 SPOKEN = Turn((7, 8), (-0.5, -0.25), "")
 
 
@@ -152,6 +152,19 @@ def test_of_an_episode_that_is_given_up_nothing_more_is_heard(made):
     environments.end(TWO)
     assert set(replies(environments, 1)) == {THREE}
     environments.act(ONE, SPOKEN)
+    assert not environments.pending
+
+
+@pytest.mark.parametrize("script", [[ENDED], [ASKS, ENDED], [[ASKS, ENDED]]])
+def test_a_rollout_that_is_cancelled_and_was_not_given_up_has_failed(made, script):
+    """As it begins, upon a turn, and while the model speaks."""
+    environments = made()
+    begin(environments, ONE=script)
+    reply = replies(environments, 1)[ONE]
+    if reply.prompt is not None:
+        environments.act(ONE, SPOKEN)
+        reply = replies(environments, 1)[ONE]
+    assert reply.failure == "was cancelled by its own code" and reply.prompt is None
     assert not environments.pending
 
 
