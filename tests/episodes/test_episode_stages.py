@@ -34,12 +34,15 @@ from mindspeed_rl_plugin.stages.incoming import Incoming
 COUNTS = dict.fromkeys(EPISODE_COUNTS, 0)
 
 
-def episode_rows(*episodes: tuple[list[tuple[int, int]], list[float]], tools=((0, 0),), failed=None, **counts) -> Rows:
-    """Rows of `generate` from turns, in response tokens, and their rewards; the prompt has two tokens."""
+def episode_rows(
+    *episodes: tuple[list[tuple[int, int]], list[float]], tools=((0, 0),), failed=None, data=(1, 2), **counts
+) -> Rows:
+    """Rows of `generate` from turns, in response tokens, and their rewards; the prompt has two tokens. data: the data's
+    own prompt."""
     requests, completions = [], []
     for member, (turns, rewards) in enumerate(episodes):
         sample, length = SampleId(0, member // 2, member % 2), turns[-1][1]
-        requests.append(GenerateRequest(sample, (1, 2), Sampling(40), 0))
+        requests.append(GenerateRequest(sample, data, Sampling(40), 0))
         sampled = {place for first, end in turns for place in range(first, end)}
         logps = tuple(-0.5 if place in sampled else 0.0 for place in range(length))
         said = ({"role": "assistant", "content": "x"},)
@@ -58,6 +61,7 @@ def test_columns_of_episodes() -> None:
     assert rows["logp_rollout"].row(0).tolist() == [0, 0, -0.5, -0.5, 0, 0, 0, -0.5, -0.5]
     assert rows["response_length"].tolist() == [4, 3] and rows["length"].tolist() == [9, 5]
     assert rows["turns"].row(0).tolist() == [[2, 4], [7, 9]] and rows["prompt_length"].tolist() == [2, 2]
+    assert rows["environment_began"].tolist() == [0, 0]
     assert {c.name for c in generate.spec(generate.Episodes(1, 4)).writes} == set(rows.columns)
 
 
@@ -164,6 +168,18 @@ def changed(rows: Rows, name: str, value) -> Rows:
     return rows.with_columns(**{name: torch.tensor([value], dtype=column.dtype)})
 
 
+NO_CONVERSATIONS = (
+    "",
+    "[",
+    "[" * 100_000,
+    "{}",
+    "3",
+    "null",
+    "[]",
+    '["said"]',
+    '[{"role": "user"}]',
+    '[{"content": "said"}]',
+)
 WRONG = [
     ("turns", [[2, 4], [3, 9]], r"turns \[\[2, 4\], \[3, 9\]\]"),
     ("turns", [[3, 4], [7, 9]], "the first from the prompt's end"),
@@ -173,6 +189,15 @@ WRONG = [
     ("response_length", 7, "response_length is 7, not 4"),
     ("finish", 2, "finish is 2"),
     ("prompt_length", 0, "prompt_length is 0"),
+    ("prompt_length", 3, "prompt_length is 3 where the prompt has 2 tokens"),
+    ("prompt", [1, 9], "token 1: 2 where the prompt has 9; begin with the prompt"),
+    ("environment_began", 2, "environment_began is 2; give 0 or 1"),
+    ("environment_failed", -1, "environment_failed is -1; give 0 or 1"),
+    ("turn_reward", [0.5], "turn_reward has 1 entries for 2 turns; give one for each"),
+    ("turn_reward", [0.5, float("nan")], "turn 1: turn_reward is nan; give a finite number"),
+    ("episode_counts", [-1] * len(EPISODE_COUNTS), r"episode_counts \[-1, .* at least 0"),
+    ("tool_calls", [[1, 2]], r"tool_calls \[\[1, 2\]\]; give \[made, raised\]"),
+    *(("conversation", [*text.encode()], "give a JSON list of messages") for text in NO_CONVERSATIONS),
 ]
 
 
@@ -180,10 +205,25 @@ def test_the_gate_takes_episodes_that_are_right() -> None:
     gate = Incoming(99, 12, episodes=True)
     gate.published.add(4)
     gate.check(outside(episode_rows(TWO, ONE)))
-    longer = outside(episode_rows(TWO))  # an environment that begins has its own prompt
-    longer = longer.with_columns(prompt=Ragged.from_rows([torch.tensor([1], dtype=torch.int32)]))
-    gate.check(longer)
     gate.check(changed(outside(episode_rows(TWO)), "finish", 3))
+
+
+@pytest.mark.parametrize("data", [(1,), (1, 9), (1, 9, 3)])
+def test_the_gate_takes_a_prompt_that_an_environment_changed(data: tuple[int, ...]) -> None:
+    """Longer than the data's, or as long: what it says may merge with the last token of the prompt."""
+    gate = Incoming(99, 12, episodes=True)
+    gate.published.add(4)
+    rows = outside(episode_rows(TWO, data=data))
+    assert rows["environment_began"].tolist() == [1]
+    gate.check(rows.with_columns(prompt=Ragged.from_rows([torch.tensor(data, dtype=torch.int32)])))
+
+
+def test_rewards_of_one_row_never_come_to_another() -> None:
+    gate = Incoming(99, 12, episodes=True)
+    gate.published.add(4)
+    rewards = Ragged.from_rows([torch.tensor([1.0]), torch.tensor([0.5, 7.0])])
+    with pytest.raises(ValueError, match=r"row \(0, 0, 0\): turn_reward has 1 entries for 2 turns"):
+        gate.check(outside(episode_rows(TWO, ONE)).with_columns(turn_reward=rewards))
 
 
 @pytest.mark.parametrize(("name", "value", "message"), WRONG, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(WRONG)])
