@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, Format
 from mindspeed_rl_plugin.episodes.live import Live, Plan
 from mindspeed_rl_plugin.episodes.protocol import (
     Attempt,
@@ -19,9 +20,6 @@ from mindspeed_rl_plugin.episodes.protocol import (
     tool_names,
 )
 from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, Episode, SampleId
-
-if TYPE_CHECKING:
-    from mindspeed_rl_plugin.episodes.chat import Format
 
 
 @dataclass(frozen=True)
@@ -221,11 +219,11 @@ class Lead:
     def _open(self, plan: Plan, story: _Story, reply: Reply) -> None:
         """The first turn follows. What the environment says first stands behind the prompt's last message."""
         sample, prompt = reply.id, reply.prompt
-        messages = self._shortened(story, reply)
-        if messages:
+        said = "".join(message["content"] for message in self._shortened(story, reply))
+        if said:
             last = story.conversation[-1]
-            last["content"] = f"{last['content']}{''.join(message['content'] for message in messages)}"
-            prompt = tuple(self.format.prompt(story.conversation))
+            last["content"] = _extended(last["content"], said)
+            prompt = self._tokens(sample, self.format.prompt, story.conversation, len(said))
         if prompt is not None and len(prompt) > self.limits.prompt:
             self._fail(
                 sample,
@@ -242,7 +240,7 @@ class Lead:
         sample, live = reply.id, story.live
         messages = self._shortened(story, reply)
         if reply.prompt is None:
-            tokens = tuple(self.format.behind(live.tokens[-1], messages))
+            tokens = self._tokens(sample, self.format.behind, live.tokens[-1], messages)
         else:
             held = (*live.prompt, *live.tokens)
             tokens = reply.prompt[len(held) :]
@@ -256,6 +254,16 @@ class Lead:
         story.conversation += [{**message, "seconds": round(reply.seconds, 3)} for message in messages]
         plan.observations.append((sample, tokens))
         self._due.append(sample)
+
+    def _tokens(self, sample: SampleId, form: Callable[..., Sequence[int]], *arguments: Any) -> tuple[int, ...]:
+        """Of messages. Raises EpisodeError where the chat template cannot write them."""
+        try:
+            return tuple(form(*arguments))
+        except TEMPLATE_ERRORS as error:
+            raise EpisodeError(
+                f"the chat template raised {type(error).__name__}: {error}\n  for what the environment of "
+                f"{place(sample)} said; let it give one text at a time, or give a tokenizer whose template fits"
+            ) from error
 
     def _shortened(self, story: _Story, reply: Reply) -> list[dict[str, Any]]:
         """The messages of a reply, none longer than it may be."""
@@ -280,6 +288,16 @@ def place(sample: SampleId) -> str:
     """Which episode, for an error."""
     rollout = "the evaluation" if sample.epoch < 0 else f"rollout {sample.epoch}"
     return f"{rollout}, prompt {sample.group}, response {sample.member}"
+
+
+def _extended(content: Any, text: str) -> Any:
+    """The content of a message, a text or a list of parts, with more text at its end."""
+    if not content or isinstance(content, str):
+        return f"{content or ''}{text}"
+    *parts, last = content
+    if isinstance(last.get("text"), str):
+        return [*parts, {**last, "text": last["text"] + text}]
+    return [*content, {"type": "text", "text": text}]
 
 
 def _no_extension(held: Sequence[int], prompt: Sequence[int]) -> str:

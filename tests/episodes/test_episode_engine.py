@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import generate
@@ -23,6 +24,8 @@ from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Samp
 
 CLOSE, PROMPT = 99, (7, 8, 9)
 LIMITS = Limits(turns=4, observation=6, prompt=5)
+TEXT, IMAGE = {"type": "text", "text": "p"}, {"type": "image"}
+SAYS = Reply(SampleId(0, 0, 0), [{"role": "user", "content": "!"}])
 FIELDS = {"text": "p", "answer": "a", "record": {}, "messages": None}
 
 
@@ -75,7 +78,7 @@ class Format:
 
     most_calls: int | None = None
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], said: int = 0) -> list[int]:
         return [ord(letter) for message in messages for letter in message["content"]]
 
     def behind(self, last: int, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -227,13 +230,12 @@ def test_the_limit_of_turns_and_of_the_whole_episode_end_it() -> None:
 
 
 def test_an_environment_that_begins_makes_the_prompt_longer() -> None:
-    opening = Reply(SampleId(0, 0, 0), [{"role": "user", "content": "!"}])
-    for completion in generate(over(World(echo, opening=opening, slow=2)), requests_of(2), deadline=5):
+    for completion in generate(over(World(echo, opening=SAYS, slow=2)), requests_of(2), deadline=5):
         assert completion.episode.prompt == (ord("p"), ord("!")) and completion.episode.conversation[0] == {
             "role": "user",
             "content": "p!",
         }
-    long = World(echo, opening=replace(opening, messages=[{"role": "user", "content": "123456"}]))
+    long = World(echo, opening=replace(SAYS, messages=[{"role": "user", "content": "123456"}]))
     with pytest.raises(EpisodeError, match=r"7 tokens long .* --rl-max-prompt-length is 5"):
         generate(over(long), requests_of(1), deadline=5)
 
@@ -378,3 +380,28 @@ def test_a_parser_that_raises_stops_all_ranks_with_its_reason() -> None:
     engine = over(World(echo), longest=100, parse=fails)
     with pytest.raises(EpisodeError, match=r"(?s)my.py:f raised KeyError.*in rollout 0, prompt 0, response 0"):
         generate(engine, requests_of(1, 1, most=400), deadline=5)
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"), [([TEXT], [{**TEXT, "text": "p!"}]), ([IMAGE], [IMAGE, {**TEXT, "text": "!"}])]
+)
+def test_what_is_said_first_becomes_text_of_a_prompt_in_parts(content: list, wanted: list) -> None:
+    engine = over(World(echo, opening=SAYS))
+    engine._lead.format.prompt = lambda messages, said: [said] if messages[0]["content"] == wanted else []
+    (request,) = requests_of(1, 1)
+    fields = FIELDS | {"messages": [{"role": "user", "content": content}]}
+    asked = [replace(request, task=replace(request.task, fields=fields))]
+    assert generate(engine, asked, deadline=5)[0].episode.prompt == (1,)
+
+
+@pytest.mark.parametrize("at", ["prompt", "behind"])
+def test_a_template_that_refuses_what_is_said_stops_all_ranks(at: str) -> None:
+    def refuses(*arguments: Any) -> list[int]:
+        raise TemplateError("roles must alternate")
+
+    engine, plans = over(World(echo, opening=SAYS), longest=100), []
+    setattr(engine._lead.format, at, refuses)
+    engine._peers.share = lambda plan: plans.append(plan) or plan
+    with pytest.raises(EpisodeError, match=r"(?s)TemplateError: roles must alternate.* rollout 0, prompt 0, resp"):
+        generate(engine, requests_of(1, 1, most=400), deadline=5)
+    assert "roles must alternate" in plans[-1].error, "no rank waits for a plan that never comes"
