@@ -59,6 +59,13 @@ class _Story:
             last = next(message for message in reversed(self.conversation) if "turn" in message)
             last["reward"] = self.rewards[-1]
 
+    def fail(self, why: str) -> None:
+        """Its environment cannot go on, and it has no rewards of it."""
+        self.failure, self.rewards = why, [0.0] * len(self.rewards)
+        for message in self.conversation:
+            if "turn" in message:
+                message["reward"] = 0.0
+
 
 class Lead:
     """format: how messages become tokens; parse: a turn's text -> attempts at calls; environments: of this engine's
@@ -116,7 +123,7 @@ class Lead:
         story.rewards.append(0.0)
         story.conversation.append({"role": "assistant", "content": text, "turn": list(live.turns[-1]), "reward": 0.0})
         if story.failure is not None:  # of its beginning: nobody answers
-            self._over.append((sample, "stop"))
+            self._over.append((sample, turn.finish))
         elif turn.finish == "stop":
             try:
                 attempts = self._attempts(turn.tokens)
@@ -148,12 +155,12 @@ class Lead:
         return plan
 
     def record(self, live: Live) -> Episode:
-        """All about an episode that is over. One whose environment failed has no rewards of it."""
+        """All about an episode that is over."""
         story = self._stories.pop(live.request.id)
         return Episode(
             prompt=live.prompt,
             turns=tuple(live.turns),
-            rewards=tuple(story.rewards if story.failure is None else [0.0] * len(story.rewards)),
+            rewards=tuple(story.rewards),
             conversation=tuple(story.conversation),
             counts={name: story.counts.get(name, 0) for name in EPISODE_COUNTS},
             tools=tuple((made, raised) for made, raised in story.tools),
@@ -203,7 +210,7 @@ class Lead:
             )
         self._warn("", f"an environment failed, for the first time, in {place(sample)}: it {why}")
         story = self._stories[sample]
-        story.failure = why
+        story.fail(why)
         self.environments.end(sample)
         if story.rewards:
             self._over.append((sample, story.finish or "stop"))

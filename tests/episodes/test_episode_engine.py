@@ -268,6 +268,7 @@ def test_a_failed_environment(rule: str, capsys) -> None:
         return
     for completion in generate(engine, requests, deadline=5):
         assert completion.episode.failure == "raised ZeroDivisionError" and completion.episode.rewards == (0.0, 0.0)
+        assert [m["reward"] for m in completion.episode.conversation if "turn" in m] == [0.0, 0.0]
     assert capsys.readouterr().out.count("an environment failed, for the first time") == 1
     assert len(world.named("end")) == 4
 
@@ -279,6 +280,9 @@ def test_one_that_cannot_begin_has_one_turn_that_nobody_answers() -> None:
         assert len(completion.episode.turns) == 1 and completion.episode.failure == "raised OSError"
         assert completion.tokens and completion.episode.prompt == PROMPT
     assert not world.named("act")
+    cut = generate(over(world, replace(LIMITS, on_error="zero"), longest=1), requests_of(4), deadline=5)
+    assert {c.finish for c in cut} == {"stop", "length"}, "as the engine said"
+    assert all((c.finish == "stop") == (c.tokens[-1] == CLOSE) for c in cut)
 
 
 def test_calls_are_counted_by_tool_and_more_than_a_template_takes_are_none() -> None:
