@@ -19,7 +19,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import PARTS, Engine
 from mindspeed_rl_plugin.episodes.lead import Lead
-from mindspeed_rl_plugin.episodes.live import Live, Plan
+from mindspeed_rl_plugin.episodes.live import Plan, Unfinished
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
 from mindspeed_rl_plugin.rows import Completion, Episode, GenerateRequest, SampleId
 
@@ -33,9 +33,9 @@ class EpisodeEngine:
 
     def __init__(self, engine: Engine, longest: int, begins: bool, lead: Lead | None, peers: Peers) -> None:
         self._engine, self._longest, self._begins, self._lead, self._peers = engine, longest, begins, lead, peers
-        self._live: dict[SampleId, Live] = {}
+        self._live: dict[SampleId, Unfinished] = {}
         self._sampling: set[SampleId] = set()  # whose turn the engine samples
-        self._paused: dict[SampleId, Live] = {}
+        self._paused: dict[SampleId, Unfinished] = {}
         self._progress, self._answered = time.monotonic(), 0
 
     @property
@@ -80,7 +80,7 @@ class EpisodeEngine:
         for request in requests:
             live = self._paused.pop(request.id, None)
             if live is None:
-                live = Live(request, request.prompt_tokens, self._begins)
+                live = Unfinished(request, request.prompt_tokens, self._begins)
                 if self._lead is not None:
                     self._lead.begin(live)
             else:
@@ -156,7 +156,7 @@ class EpisodeEngine:
         """Whether environments have something in the making."""
         return len(self._sampling) < len(self._live)
 
-    def _sample(self, due: Iterable[Live]) -> None:
+    def _sample(self, due: Iterable[Unfinished]) -> None:
         requests = [live.next_turn(self._longest) for live in due]
         self._sampling |= {request.id for request in requests}
         self._engine.submit(requests)
@@ -200,7 +200,7 @@ class EpisodeEngine:
             self._lead.pause(sample)
         return live.completion("abort", self._record(live, whole=False))
 
-    def _record(self, live: Live, whole: bool) -> Episode:
+    def _record(self, live: Unfinished, whole: bool) -> Episode:
         if self._lead is None or not whole:
             return Episode(live.prompt, tuple(live.turns))
         return self._lead.record(live)

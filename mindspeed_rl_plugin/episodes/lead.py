@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, Format
-from mindspeed_rl_plugin.episodes.live import Live, Plan
+from mindspeed_rl_plugin.episodes.live import Plan, Unfinished
 from mindspeed_rl_plugin.episodes.protocol import (
     Attempt,
     Environments,
@@ -39,7 +39,7 @@ class Limits:
 class _Story:
     """What only the first rank knows of an episode. finish: why it ends, while the rest of its reward is due."""
 
-    live: Live
+    live: Unfinished
     conversation: list[dict[str, Any]]
     tools: list[list[int]]
     rewards: list[float] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Lead:
         self._error: str | None = None  # why the run stops
         self._said: set[str] = set()  # of which tools, and "" of the environment, the first failure was printed
 
-    def begin(self, live: Live) -> None:
+    def begin(self, live: Unfinished) -> None:
         """A new episode."""
         sample, task = live.request.id, live.request.task
         assert task is not None, f"{sample} has no task"
@@ -116,7 +116,7 @@ class Lead:
         """End all environments."""
         self.environments.close()
 
-    def turn(self, live: Live, turn: Completion) -> None:
+    def turn(self, live: Unfinished, turn: Completion) -> None:
         """The model's turn is over, and is in `live` already."""
         sample, story = live.request.id, self._stories[live.request.id]
         text = self.format.text(turn.tokens)
@@ -154,7 +154,7 @@ class Lead:
         plan.expired = time.monotonic() >= end
         return plan
 
-    def record(self, live: Live) -> Episode:
+    def record(self, live: Unfinished) -> Episode:
         """All about an episode that is over."""
         story = self._stories.pop(live.request.id)
         return Episode(

@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.rows import Completion, Episode, GenerateRequest, Sampl
 
 
 @dataclass
-class Live:
+class Unfinished:
     """An episode in the making, as every rank of the engine knows it. prompt: before the first turn; tokens, logps:
     behind it; partial: a turn that was interrupted; waits: whether its environment is at work."""
 

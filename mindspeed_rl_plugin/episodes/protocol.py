@@ -62,7 +62,7 @@ class Reply:
     messages: what the model sees next, maybe none; prompt: token ids of the whole next prompt, of an environment that
     renders itself, in the place of messages; reward: of this turn; done: the episode is over; failure: why the
     environment cannot go on, None where it can; calls: tool -> how many calls were made, and how many of them raised;
-    raised: tool -> its first error; counts: of `COUNTS`; seconds: that the user's code took.
+    raised: tool -> its first error; counts: of `EPISODE_COUNTS`; seconds: that the user's code took.
     """
 
     id: SampleId
@@ -75,11 +75,6 @@ class Reply:
     raised: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-
-
-# What is counted of every episode. calls: that were made; malformed: attempts that cannot be read; unknown: calls of a
-# tool that is not there; arguments: with wrong arguments; raised: that raised.
-COUNTS = ("calls", "malformed", "unknown", "arguments", "raised")
 
 
 def tool_names(environments: Environments | None) -> list[str]:

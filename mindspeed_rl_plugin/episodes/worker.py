@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
 from mindspeed_rl_plugin.episodes.openenv import environment_at
 from mindspeed_rl_plugin.episodes.tools import (
-    Said,
+    Returned,
     load_environment,
     load_tool,
     methods,
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came of a call. texts, reward, done: as `Said`; brief: what was raised, in one line; error: the same, and
+    """What came of a call. texts, reward, done: as `Returned`; brief: what was raised, in one line; error: the same, and
     where; seconds: that the user's code took."""
 
     texts: tuple[str, ...]
@@ -130,37 +130,37 @@ class Desk:
             functions += [(flag, name, getattr(self.environment, name)) for name in methods(self.environment)]
         return [schema_of(*function) for function in functions]
 
-    def tool(self, name: str, arguments: Mapping[str, Any]) -> Said:
+    def tool(self, name: str, arguments: Mapping[str, Any]) -> Returned:
         """Call a function."""
-        return Said((str(self._settled(self.tools[name](**arguments))),))
+        return Returned((str(self._settled(self.tools[name](**arguments))),))
 
-    def method(self, key: int, name: str, arguments: Mapping[str, Any]) -> Said:
+    def method(self, key: int, name: str, arguments: Mapping[str, Any]) -> Returned:
         """Call a tool of an environment."""
-        return Said((str(self._settled(getattr(self._made[key], name)(**arguments))),))
+        return Returned((str(self._settled(getattr(self._made[key], name)(**arguments))),))
 
-    def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Said:
+    def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Returned:
         """A new environment begins. episode: its name, which a user's code may give to what it rents elsewhere."""
         assert self.environment is not None
         os.environ[EPISODE] = episode
         environment = self._made[key] = self.environment()
         return read_reset(self._settled(environment.reset(**reset_arguments(environment.reset, task, seed))))
 
-    def step(self, key: int, text: str) -> Said:
+    def step(self, key: int, text: str) -> Returned:
         """An environment answers a turn."""
         return read_step(self._settled(self._made[key].step(text)))
 
-    def get_reward(self, key: int) -> Said:
+    def get_reward(self, key: int) -> Returned:
         """An environment's reward of all."""
-        return Said(reward=number(self._settled(self._made[key].get_reward())), done=True)
+        return Returned(reward=number(self._settled(self._made[key].get_reward())), done=True)
 
-    def close(self, keys: Sequence[int] | None = None) -> Said:
+    def close(self, keys: Sequence[int] | None = None) -> Returned:
         """These environments are over, or all of them. Raises what the last one raised that did so, behind them all."""
         with contextlib.ExitStack() as stack:
             for key in [*self._made] if keys is None else keys:
                 made = self._made.pop(key, None)
                 if hasattr(made, "close"):
                     stack.callback(lambda close=made.close: self._settled(close()))
-        return Said()
+        return Returned()
 
     def _settled(self, value: Any) -> Any:
         if inspect.isawaitable(value):

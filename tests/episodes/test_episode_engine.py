@@ -19,13 +19,14 @@ from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import Lead, Limits
 from mindspeed_rl_plugin.episodes.live import turn_seed
-from mindspeed_rl_plugin.episodes.protocol import COUNTS, EpisodeError, MalformedCall, Reply, ToolCall, Turn
+from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply, ToolCall, Turn
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
 CLOSE, PROMPT = 99, (7, 8, 9)
 LIMITS = Limits(turns=4, observation=6, prompt=5)
 TEXT, IMAGE = {"type": "text", "text": "p"}, {"type": "image"}
 SAYS = Reply(SampleId(0, 0, 0), [{"role": "user", "content": "!"}])
+COUNTED = ("calls", "malformed", "unknown", "arguments", "raised")
 FIELDS = {"text": "p", "answer": "a", "record": {}, "messages": None}
 
 
@@ -161,7 +162,7 @@ def echo(episode: SampleId, turn: Turn, number: int) -> Reply:
     """Two turns, then the end."""
     if number > 1:
         return Reply(episode, done=True, reward=1.0)
-    return Reply(episode, [{"role": "user", "content": "xyz"}], reward=0.5, counts=dict.fromkeys(COUNTS, 1))
+    return Reply(episode, [{"role": "user", "content": "xyz"}], reward=0.5, counts=dict.fromkeys(COUNTED, 1))
 
 
 def whole(completion: Completion) -> tuple[int, ...]:
@@ -199,7 +200,7 @@ def test_rewards_counts_and_conversation_are_those_of_the_turns() -> None:
         assert roles == ["user", "assistant", "user", "assistant"]
         assert [m["reward"] for m in episode.conversation if m["role"] == "assistant"] == [0.5, 1.0]
         assert [m["turn"] for m in episode.conversation if "turn" in m] == [list(turn) for turn in episode.turns]
-        assert {name: episode.counts[name] for name in COUNTS} == dict.fromkeys(COUNTS, 1)
+        assert {name: episode.counts[name] for name in COUNTED} == dict.fromkeys(COUNTED, 1)
         assert episode.counts["observation_tokens"] == 3
 
 
