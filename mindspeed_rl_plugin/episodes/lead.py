@@ -245,7 +245,7 @@ class Lead:
     def _observe(self, plan: Plan, story: _Story, reply: Reply) -> None:
         """The next turn follows, if there is space for one token of it."""
         sample, live = reply.id, story.live
-        messages = self._shortened(story, reply)
+        messages = self._shortened(story, reply) if reply.prompt is None else reply.messages
         if reply.prompt is None:
             tokens = self._tokens(sample, self.format.behind, live.tokens[-1], messages)
         else:

@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came of a call. texts, reward, done: as `Returned`; brief: what was raised, in one line; error: the same, and
+    """What came of a call. texts, reward, done: as `Returned`; brief: what was raised, in one line; error: that, and
     where; seconds: that the user's code took."""
 
     texts: tuple[str, ...]
