@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.episode_flags import OPENENV, VERIFIERS, EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import Engine
+from mindspeed_rl_plugin.environment import name_to_users
 from mindspeed_rl_plugin.episodes.chat import Format, make_format
 from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import Lead, Limits
@@ -23,9 +23,6 @@ from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-RUN = "MINDSPEED_RL_RUN"  # environment variable
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class EpisodeSetup:
     def environments(self) -> Environments:
         """Started. Raises ValueError for what does not load."""
         flags = self.flags
-        os.environ[RUN] = self.run  # all processes that are started here have it
+        name_to_users("RUN", self.run)
         if flags.foreign:
             return VerifiersEnvironments(
                 flags.environment.removeprefix(VERIFIERS),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
+from mindspeed_rl_plugin.environment import name_to_users
 from mindspeed_rl_plugin.episodes.openenv import environment_at
 from mindspeed_rl_plugin.episodes.tools import (
     Returned,
@@ -35,7 +35,6 @@ from mindspeed_rl_plugin.workers.child import Parent, describe, outcome, why_not
 from mindspeed_rl_plugin.workers.keeper import keep
 
 LONGEST = 1 << 18  # characters of a text that are given to the parent
-EPISODE = "MINDSPEED_RL_EPISODE"  # names it to `reset`: rollout/prompt/response
 BRIEF = 200  # characters of an error that the model sees
 CLOSE_SECONDS = 10.0  # most in which environments close themselves, at the end of the pool or of its process
 
@@ -141,7 +140,7 @@ class Desk:
     def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Returned:
         """A new environment begins. episode: its name, which a user's code may give to what it rents elsewhere."""
         assert self.environment is not None
-        os.environ[EPISODE] = episode
+        name_to_users("EPISODE", episode)
         environment = self._made[key] = self.environment()
         return read_reset(self._settled(environment.reset(**reset_arguments(environment.reset, task, seed))))
 

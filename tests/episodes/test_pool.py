@@ -10,7 +10,6 @@ import pytest
 
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply
-from mindspeed_rl_plugin.episodes.setup import RUN
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, task, turn  # noqa: E402
@@ -66,7 +65,7 @@ def test_an_environment_answers_and_rewards(started) -> None:
 
 
 def test_reset_can_name_the_run_and_the_episode(started, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RUN, "/runs/a")
+    monkeypatch.setenv("MINDSPEED_RL_RUN", "/runs/a")
     pool = started()
     begin(pool, (0, 3))
     assert contents(act(pool, 3, "names")) == ["/runs/a 0/0/3"]

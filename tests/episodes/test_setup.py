@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import Elsewhere, EpisodeError
-from mindspeed_rl_plugin.episodes.setup import RUN, EpisodeSetup
+from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.generators import engine as generators
 from mindspeed_rl_plugin.launch import read_inputs
 from mindspeed_rl_plugin.loop.run import Run
@@ -168,8 +168,8 @@ def test_an_engine_apart_closes_its_environments_when_its_process_ends(monkeypat
 
 
 def test_processes_are_told_the_run(monkeypatch) -> None:
-    monkeypatch.setenv(RUN, "")
+    monkeypatch.setenv("MINDSPEED_RL_RUN", "")
     setup = dataclasses.replace(setup_of(tools=("/nowhere.py:f",)), run="/runs/a")
     with pytest.raises(EpisodeError, match="no file"):
         setup.environments()
-    assert os.environ[RUN] == "/runs/a"
+    assert os.environ["MINDSPEED_RL_RUN"] == "/runs/a"
