@@ -30,6 +30,7 @@ esac
 bash setup.sh
 base=runs/episodes/$data-seed$seed
 run=runs/episodes/$task-seed$seed-tuned
+unset PYTHONDONTWRITEBYTECODE  # else each process compiles all that it imports
 export DATA=$base/data OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
 free_port='import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])'
 export MASTER_PORT=${MASTER_PORT:-$(.venv/bin/python -c "$free_port")}
