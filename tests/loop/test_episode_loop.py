@@ -138,16 +138,17 @@ def test_they_agree_with_and_without_the_engines_prefix_cache(job, dense_model, 
 
 
 @pytest.mark.slow
-def test_engines_join_with_environments_of_their_own(job, joined, long_model, nothing_left) -> None:
-    """What they need to know of the environments comes from the job; one of them has two ranks."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_joins_with_environments_of_its_own(job, joined, long_model, nothing_left, ranks: int) -> None:
+    """What it needs to know of them comes from the job."""
     apart = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-max-staleness", "0", "--rl-correction", "truncate")
     running = job(*COMMON, *apart, model=long_model, ranks=1).dumping()
     running.start()
     engines = joined(running)
-    made = [engines.join(), engines.join(ranks=2)]
+    engine = engines.join(ranks=ranks)
     result = running.wait(300)
     assert result.code == 0, result.log[-4000:] + engines.said()[-3000:]
-    assert [engine.wait(30) for engine in made] == [0, 0], engines.said()[-3000:]
+    assert engine.wait(30) == 0, engines.said()[-3000:]
     assert running.trained() == [(e, g, m) for e in range(3) for g in range(4) for m in range(4)]
     assert max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
     check_dump(running.save / "dump", 2)
