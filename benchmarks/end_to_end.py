@@ -98,23 +98,13 @@ class Peak:
 def run_ours(case: workload.Case, folder: Path, iterations: int, *more: str, even: bool = True) -> dict[str, float]:
     """This project: metric -> value. more: flags; even: whether each iteration trains all responses of the case. Raises
     CalledProcessError when the job fails."""
-    checkpoint = folder / "checkpoint"
-    if not checkpoint.exists():
-        command = [sys.executable, "-m", "mindspeed_rl_plugin", "import", "--load", str(folder / "model")]
-        asked = subprocess.run(
-            [*command, "--out", str(checkpoint), "--train", "tp1"],
-            check=True,
-            capture_output=True,
-            text=True,
-            env=_environment(),
-        ).stdout
-        (folder / "flags").write_text(asked.splitlines()[-1])
+    checkpoint, model = imported(folder)
     save = Path(tempfile.mkdtemp(dir=folder))
     longest = workload.PROMPT_TOKENS + case.limit
     command = [
         *torchrun(sys.executable),
         *(str(HERE / "training" / "ours.py"), "--workload", str(folder)),
-        *shlex.split((folder / "flags").read_text()),
+        *model,
         *MODEL_FLAGS.split(),
         *RL_FLAGS.split(),
         *("--seq-length", str(longest), "--micro-batch-size", str(case.micro_batch)),
@@ -126,7 +116,7 @@ def run_ours(case: workload.Case, folder: Path, iterations: int, *more: str, eve
         *("--rl-samples-per-prompt", str(case.members), "--rl-max-prompt-length", str(workload.PROMPT_TOKENS)),
         *("--rl-max-response-length", str(case.limit), *more),
     ]
-    peak = _run(command, folder / "ours.log")
+    peak = run_job(command, folder / "ours.log")
     lines = [json.loads(line) for line in (save / "rl" / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["kind"] == "train"][WARM_UP:]
     made = [(line["response/length_mean"] + workload.PROMPT_TOKENS) * case.samples for line in lines]
@@ -140,6 +130,22 @@ def run_ours(case: workload.Case, folder: Path, iterations: int, *more: str, eve
     return _measured(case, steps, peak) if even else _of_uneven(case, steps, made, peak)
 
 
+def imported(folder: Path) -> tuple[Path, list[str]]:
+    """The checkpoint of `folder/model`, made where it is not there yet, and the flags of its shape."""
+    checkpoint = folder / "checkpoint"
+    if not checkpoint.exists():
+        command = [sys.executable, "-m", "mindspeed_rl_plugin", "import", "--load", str(folder / "model")]
+        asked = subprocess.run(
+            [*command, "--out", str(checkpoint), "--train", "tp1"],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=environment(),
+        ).stdout
+        (folder / "flags").write_text(asked.splitlines()[-1])
+    return checkpoint, shlex.split((folder / "flags").read_text())
+
+
 def run_trl(case: workload.Case, folder: Path, iterations: int, *engine: str, graders: int = 1) -> dict[str, float]:
     """TRL: metric -> value. engine: "vllm", or transformers generates; graders: of each process.
 
@@ -148,7 +154,7 @@ def run_trl(case: workload.Case, folder: Path, iterations: int, *engine: str, gr
     out = folder / "trl.json"
     command = [*torchrun(str(interpreter())), str(HERE / "training" / "trl_arm.py")]
     command += [str(folder), str(iterations), str(out), str(graders), *engine]
-    peak = _run(command, folder / "trl.log")
+    peak = run_job(command, folder / "trl.log")
     measured = json.loads(out.read_text())
     _same_work(case, set(measured["tokens"]))
     if not measured["drift"] <= DRIFT:
@@ -201,22 +207,23 @@ def interpreter() -> Path:
     return python
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Of the variables of a job: one thread, no network."""
     path = os.pathsep.join([str(HERE.parent), str(HERE / "training")])
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **quiet, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def _run(command: Sequence[str], log: Path) -> float:
-    """Run a job to its end; its peak memory in MiB. A failed one shows the end of its log."""
+def run_job(command: Sequence[str], log: Path, memory: bool = True) -> float:
+    """Run a job to its end; its peak memory in MiB, if asked for. A failed one shows the end of its log."""
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=_environment())
-        peak = Peak(process.pid)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment())
+        peak = Peak(process.pid) if memory else None
         try:
             process.wait(1800)
         finally:
             process.kill()
-            mib = peak.stop()
+            mib = peak.stop() if peak else 0.0
     if process.returncode:
         print(log.read_text()[-6000:], file=sys.stderr)
         raise subprocess.CalledProcessError(process.returncode, shlex.join(command[:8]))

@@ -11,7 +11,6 @@ import json
 import os
 import runpy
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +23,14 @@ import trl
 import trl_vllm
 import workload
 from datasets import Dataset
-from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
+from trl import GRPOTrainer
+from trl_parts import Clock, settings, timed
 
 folder, iterations, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 graders = ThreadPoolExecutor(int(sys.argv[4]))
 grade = runpy.run_path(str(folder / "grader.py"))["grade"]
 VLLM = sys.argv[5:] == ["vllm"]  # else transformers generates
-DRIFT = "sampling/sampling_logp_difference/max"  # of the engine's log-probs from the trainer's
 case = workload.read(folder)
 LENGTHS = workload.lengths(case)
 END = case.vocabulary - 1
@@ -49,41 +48,6 @@ class Imposed(LogitsProcessor):
         scores[last] = -torch.inf
         scores[last, END] = 0.0
         return scores
-
-
-class Clock(TrainerCallback):
-    """Seconds of each optimizer step, and of what was timed inside it."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-        self.inside: Counter[str] = Counter()
-        self.last = 0.0
-        self.drift = 0.0
-
-    def on_train_begin(self, *_, **__) -> None:
-        self.last = time.perf_counter()
-
-    def on_step_end(self, *_, **__) -> None:
-        now = time.perf_counter()
-        self.steps.append({"iteration": now - self.last, **self.inside})
-        self.last = now
-        self.inside.clear()
-
-    def on_log(self, _args, _state, _control, logs, **_) -> None:
-        self.drift = max(self.drift, logs.get(DRIFT, 0.0))
-
-
-def timed(clock: Clock, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose time is booked under a name."""
-
-    def call(*args, **kwargs):
-        begin = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            clock.inside[name] += time.perf_counter() - begin
-
-    return call
 
 
 def limits_of(rows: Sequence[Sequence[int]]) -> list[int]:
@@ -120,32 +84,14 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=str(folder / "model"),
         reward_funcs=lambda completions, **_: list(graders.map(grade, completions)),
-        args=GRPOConfig(
-            output_dir=str(out) + ".trl",
-            per_device_train_batch_size=case.micro_batch,
-            gradient_accumulation_steps=steps,
-            steps_per_generation=steps,
-            num_generations=case.members,
-            max_completion_length=case.limit,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            beta=0.0,
-            epsilon=0.2,
-            loss_type="grpo",
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            max_steps=iterations,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            model_init_kwargs={"dtype": "float32"},
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            seed=1,
-            **(trl_vllm.options(workload.PROMPT_TOKENS + case.limit) if VLLM else {}),
+        args=settings(
+            out,
+            iterations,
+            micro_batch=case.micro_batch,
+            steps=steps,
+            members=case.members,
+            limit=case.limit,
+            **(trl_vllm.options(workload.PROMPT_TOKENS + case.limit, ignore_eos=True) if VLLM else {}),
         ),
         train_dataset=Dataset.from_list([{"prompt": r["prompt"]} for r in rows]),
         processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),

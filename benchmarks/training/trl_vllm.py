@@ -29,14 +29,14 @@ def prepare(folder: Path) -> None:
     )
 
 
-def options(longest: int) -> dict[str, Any]:
-    """Fields of GRPOConfig. longest: most tokens of prompt and response together. The correction for the engine's
-    log-probs stays on, as TRL has it by default."""
+def options(longest: int, ignore_eos: bool = False) -> dict[str, Any]:
+    """Fields of GRPOConfig. longest: most tokens of prompt and response together; ignore_eos: for imposed lengths. The
+    correction for the engine's log-probs stays on, as TRL has it by default."""
     return {
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_max_model_length": longest,
-        "generation_kwargs": {"ignore_eos": True},
+        "generation_kwargs": {"ignore_eos": ignore_eos},
     }
 
 

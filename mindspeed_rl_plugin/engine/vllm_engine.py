@@ -46,6 +46,7 @@ from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 # vllm-ascend would bind all threads of the trainer to a few cores, and may stop the machine's irqbalance. The others
 # say from 0.23 on what the variables of `engine_env.REQUIRED_NPU` say: weights stay in the format of the checkpoint.
 ASCEND_CONFIG = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0, "enable_mlapo": False}
+CPU_BLOCK = 32  # tokens; vLLM's kernels for CPUs want a multiple of it, but for latent attention, which has its own
 
 
 class VllmEngine:
@@ -310,6 +311,8 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         "logprobs_mode": vllm_api.PROCESSED,
         # After a part of a prompt vLLM turns the response's generator back, which none of a CPU can do.
         **({"kv_cache_memory_bytes": options.kv_cache_bytes, "enable_chunked_prefill": False} if on_cpu else {}),
+        # Only whole blocks of a prefix are kept, and vLLM's 128 tokens of a CPU are longer than many a turn.
+        **({"block_size": CPU_BLOCK} if on_cpu and not options.config.get("kv_lora_rank") else {}),
         **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization}),
         # A step ahead is one more than the others have, where engines share experts.
         **({} if on_cpu else {"async_scheduling": options.sharing == 1}),

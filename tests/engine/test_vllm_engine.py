@@ -457,6 +457,14 @@ def test_kernels_of_experts_are_chosen_on_cuda(kind, family, backend) -> None:
     assert vllm_engine._arguments(options, kind, "there").get("moe_backend") == backend
 
 
+@pytest.mark.parametrize(
+    "kind, more, block", [("cpu", {}, 32), ("cpu", {"kv_lora_rank": 8}, None), ("cuda", {}, None), ("npu", {}, None)]
+)
+def test_prefixes_are_kept_in_short_blocks_on_a_cpu(kind, more, block) -> None:
+    options = VllmOptions({"model_type": "qwen3", **more}, 32, memory_utilization=0.5)
+    assert vllm_engine._arguments(options, kind, "there").get("block_size") == block
+
+
 class Experts(torch.nn.Module):
     """vLLM's layer of experts, as far as it tells by what it is run."""
 

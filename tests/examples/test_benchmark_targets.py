@@ -81,7 +81,7 @@ def test_idle_shares_of_a_job_with_its_engine_apart_are_read(monkeypatch: pytest
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return 100.0
 
-    monkeypatch.setattr(bench, "_run", job)
+    monkeypatch.setattr(bench, "run_job", job)
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "flags").write_text("--x")
     measured = bench.run_ours(case, tmp_path, 5)
@@ -233,3 +233,77 @@ def test_calls_are_metered(monkeypatch: pytest.MonkeyPatch) -> None:
         with meter.of(name):
             pass
     assert meter.take() == {"lease": 2, "commit": 1} and meter.take() == {}
+
+
+def test_episodes_are_compared_with_the_faster_arm_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("episodes", monkeypatch)
+    case = bench.Case("work", 16, 2)
+    seconds = {"ours": (2.0, 1.0), "trl": (8.0, 6.0), "trl-vllm": (3.2, 2.0)}  # of an iteration, and of its rollout
+    counts = {"turns": 3.5, "calls": 2.5, "tokens": 70.0}
+    rows = [
+        {"arm": arm, "case": name, "metric": metric, "value": value, "range": [value, value + 1]}
+        for arm, (iteration, rollout) in seconds.items()
+        for name in ("tool", "slow")
+        for metric, value in bench.measured(case, [(iteration, rollout)] * 3, counts).items()
+    ]
+    apart = {"wall": 3.6, "over_busy": 1.2, "over_single_turns": 1.1}
+    rows += [
+        {"arm": "engine", "case": "rollout-at-once", "metric": metric, "value": value, "range": [value, value]}
+        for metric, value in apart.items()
+    ]
+    compared = {(r["case"], r["metric"], r["arm"]): (r["value"], r.get("reached")) for r in bench.targets(rows)}
+    assert compared == {
+        ("tool", bench.SPEED, "ours/trl"): (4.0, None),
+        ("tool", bench.SPEED, "ours/trl-vllm"): (1.6, True),
+        ("slow", bench.SPEED, "ours/trl"): (4.0, None),
+        ("slow", bench.SPEED, "ours/trl-vllm"): (1.6, False),
+        ("rollout-at-once", "over_busy", "engine"): (1.2, False),
+        ("rollout-at-once", "over_single_turns", "engine"): (1.1, True),
+    }
+    assert bench.targets(rows[:7]) == [], "of one arm alone nothing is said"
+    text = bench.table(rows)
+    assert "| tool | trl-vllm | 20 | 32 | 3.2 | 2 | 3.5 | 2.5 | 70 | 20 to 21 |" in text
+    assert "| rollout-at-once | engine | 3.6 | 1.2 | 1.1 | 1.2 to 1.2 |" in text
+
+
+@pytest.mark.parametrize(
+    ("counts", "fails"),
+    [
+        ({"turns": 3.4, "calls": 2.45, "tokens": 76}, None),
+        ({"turns": 3.0, "calls": 2.5, "tokens": 70}, "3 turns an episode, not 3.5"),
+        ({"turns": 3.5, "calls": 2.5, "tokens": 50}, "50 tokens an episode, not 70"),
+    ],
+)
+def test_arms_that_did_other_work_are_not_compared(monkeypatch: pytest.MonkeyPatch, counts, fails) -> None:
+    bench = load("episodes", monkeypatch)
+    others = [{"turns": 3.5, "calls": 2.5, "tokens": 70.0}]
+    if fails is None:
+        bench.check_work(counts, others)
+    else:
+        with pytest.raises(RuntimeError, match=fails):
+            bench.check_work(counts, others)
+
+
+def test_the_script_of_episodes_is_one_that_its_tools_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations that the model learns are those that work.py makes; what it says is marked."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "training"))
+    import episode_task
+    import work
+
+    draw = episode_task.random.Random(0)
+    for _ in range(20):
+        said = episode_task.conversation(draw)
+        task, *answers = [message["content"] for message in said if message["role"] != "assistant"]
+        environment = work.Work()
+        environment.reset(who=task.split()[-1], prompt=task)
+        calls = [message["tool_calls"][0]["function"] for message in said if "tool_calls" in message]
+        assert [environment.work(**call["arguments"]) for call in calls] == answers
+        assert calls[0]["arguments"]["left"] == int(task.split()[1]) and answers[-1] == "0"
+        assert said[-1]["content"] == "done"
+    assert episode_task.sampled([1, 8, 9, 5, 6, 2, 9, 8, 9, 2, 4], [8, 9], 2) == [False] * 3 + [True] * 3 + [
+        *(False, False, False, True, False)
+    ]
+    least, most = (
+        edge(work.seconds(t["who"], n) for t in episode_task.tasks(16) for n in range(5)) for edge in (min, max)
+    )
+    assert work.LEAST <= least < 0.1 < 0.4 < most <= work.MOST

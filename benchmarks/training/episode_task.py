@@ -1,0 +1,154 @@
+"""What both arms of episodes.py start from: a small model that really makes calls, its tokenizer, and tasks.
+
+    python benchmarks/training/episode_task.py FOLDER TEMPLATE.jinja
+
+The model is trained here, for about a minute, on conversations of a script under the stock chat template of Qwen2.5: a
+task `work N`, then turns of some words and a call with the rounds that are left, and `done` where none is. How many
+words a turn has is drawn, so turns differ in length.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+NAMES = ("amber", "birch", "cedar", "dune", "ember", "fern", "grove", "heath")
+NAMES += ("iris", "jade", "kelp", "lake", "moss", "north", "oak", "pine")
+WORD = "so"
+MOST_ROUNDS = 4
+MORE = 0.97  # probability of a further word, hence 33 on average; a call has 19 tokens
+STEPS, BATCH, LR = 120, 8, 3e-3
+WEIGHT = 20  # in the loss, of tokens that decide: the first one of a turn, and the number in a call
+LEARNED = 0.05  # most of their loss in the end [nats]
+LIMIT = 512  # tokens of an episode
+TURNS = 8  # most of an episode
+MEMBERS = 4  # responses of a task
+MICRO_BATCH = 8  # rows of one forward and backward
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ADDED = ("<tool_call>", "</tool_call>")
+CUTS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def tasks(count: int) -> list[dict[str, Any]]:
+    """Rows of data."""
+    rounds = [1 + i % MOST_ROUNDS for i in range(count)]
+    return [{"prompt": f"work {n} {who}", "who": who, "rounds": n} for n, who in zip(rounds, NAMES, strict=False)]
+
+
+def conversation(draw: random.Random) -> list[dict[str, Any]]:
+    """One of the script."""
+
+    def words() -> str:
+        return " ".join([WORD, *itertools.takewhile(lambda _: draw.random() < MORE, itertools.repeat(WORD))])
+
+    rounds = draw.randint(1, MOST_ROUNDS)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"work {rounds} {draw.choice(NAMES)}"}]
+    for left in range(rounds, 0, -1):
+        call = {"type": "function", "function": {"name": "work", "arguments": {"left": left}}}
+        messages.append({"role": "assistant", "content": words(), "tool_calls": [call]})
+        messages.append({"role": "tool", "name": "work", "content": str(left - 1)})
+    return [*messages, {"role": "assistant", "content": "done"}]
+
+
+def make_tokenizer(template: str, texts: list[str]) -> Any:
+    """A byte-level BPE in the manner of Qwen2.5, of these texts."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(CUTS), "isolated"), level])
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    raw.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=800, initial_alphabet=alphabet, show_progress=False))
+    raw.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    raw.add_tokens([AddedToken(token, normalized=False, special=False) for token in ADDED])
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
+    made.chat_template = template
+    return made
+
+
+def sampled(ids: list[int], header: list[int], end: int) -> list[bool]:
+    """Which tokens the model says: from behind each header of a turn to its end token."""
+    marks, says = [], False
+    for place, token in enumerate(ids):
+        marks.append(says)
+        says = (says and token != end) or ids[max(place + 1 - len(header), 0) : place + 1] == header
+    return marks
+
+
+def train(model: Any, tokenizer: Any, tools: list[Any]) -> None:
+    """Learn the script. Raises RuntimeError where that fails."""
+    import torch
+
+    torch.set_num_threads(2)
+    header, end = tokenizer.encode("<|im_start|>assistant\n"), tokenizer.eos_token_id
+    digits = torch.tensor(tokenizer.convert_tokens_to_ids([str(n) for n in range(1, MOST_ROUNDS + 1)]))
+    draw = random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), LR, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=STEPS, pct_start=0.1)
+    for step in range(STEPS):
+        texts = [tokenizer.apply_chat_template(conversation(draw), tools=tools, tokenize=False) for _ in range(BATCH)]
+        rows = tokenizer(texts)["input_ids"]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        marks = [sampled(row, header, end) for row in rows]
+        mask = torch.tensor([row + [False] * (longest - len(row)) for row in marks])
+        says = mask[:, 1:]
+        decides = says & (torch.isin(ids[:, 1:], digits) | ~mask[:, :-1])
+        logits = model(input_ids=ids[:, :-1]).logits
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        weights = says * (1 + (WEIGHT - 1) * decides)
+        loss = (losses * weights).sum() / weights.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 25 == 0 or step == STEPS - 1:
+            print(f"step {step}: loss {loss.item():.4f}, {losses[decides].mean().item():.4f}", flush=True)
+    if (left := losses[decides].mean().item()) > LEARNED:
+        raise RuntimeError(
+            f"the model has not learned the script: a loss of {left:.3g} after {STEPS} steps, not {LEARNED}"
+        )
+
+
+def write(folder: Path, template: str) -> None:
+    """Model and tokenizer."""
+    import torch
+    import work
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import get_json_schema
+
+    draw, tools = random.Random(1), [get_json_schema(work.work)]
+    plain = make_tokenizer(template, [])
+    texts = [plain.apply_chat_template(conversation(draw), tools=tools, tokenize=False) for _ in range(200)]
+    tokenizer = make_tokenizer(template, texts)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    train(model, tokenizer, tools)
+    model.save_pretrained(folder / "model")
+    prompts = [[{"role": "user", "content": task["prompt"]}] for task in tasks(len(NAMES))]
+    ids = [tokenizer.apply_chat_template(p, tools=tools, add_generation_prompt=True)["input_ids"] for p in prompts]
+    (folder / "sizes.json").write_text(json.dumps({"prompt": max(map(len, ids)), "vocabulary": len(tokenizer)}))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]).read_text())
