@@ -285,16 +285,16 @@ def test_arms_that_did_other_work_are_not_compared(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_script_of_episodes_is_one_that_its_tools_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversations that the model learns are those that work.py makes; what it says is marked."""
+    """Conversations that the model learns are those that episode_tools.py answers; what it says is marked."""
     monkeypatch.syspath_prepend(str(BENCHMARKS / "training"))
     import episode_task
-    import work
+    import episode_tools
 
     draw = episode_task.random.Random(0)
     for _ in range(20):
         said = episode_task.conversation(draw)
         task, *answers = [message["content"] for message in said if message["role"] != "assistant"]
-        environment = work.Work()
+        environment = episode_tools.Work()
         environment.reset(who=task.split()[-1], prompt=task)
         calls = [message["tool_calls"][0]["function"] for message in said if "tool_calls" in message]
         assert [environment.work(**call["arguments"]) for call in calls] == answers
@@ -304,6 +304,7 @@ def test_the_script_of_episodes_is_one_that_its_tools_answer(monkeypatch: pytest
         *(False, False, False, True, False)
     ]
     least, most = (
-        edge(work.seconds(t["who"], n) for t in episode_task.tasks(16) for n in range(5)) for edge in (min, max)
+        edge(episode_tools.seconds(t["who"], n) for t in episode_task.tasks(16) for n in range(5))
+        for edge in (min, max)
     )
-    assert work.LEAST <= least < 0.1 < 0.4 < most <= work.MOST
+    assert episode_tools.LEAST <= least < 0.1 < 0.4 < most <= episode_tools.MOST
