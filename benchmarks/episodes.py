@@ -33,8 +33,8 @@ from end_to_end import DRIFT, WARM_UP  # noqa: E402
 
 @dataclass(frozen=True)
 class Case:
-    """who: function or class of training/work.py; prompts, members: tasks of an iteration and episodes of each;
-    workers: processes of each engine of this project in which the user's code runs."""
+    """who: function or class of training/episode_tools.py; prompts, members: tasks of an iteration and episodes of
+    each; workers: processes of each engine of this project in which the user's code runs."""
 
     who: str
     prompts: int
@@ -87,7 +87,7 @@ def run_ours(case: Case, folder: Path, iterations: int) -> dict[str, float]:
     save = Path(tempfile.mkdtemp(dir=folder))
     prompt = json.loads((folder / "sizes.json").read_text())["prompt"]
     longest = prompt + episode_task.LIMIT
-    user = f"{HERE / 'training' / 'work.py'}"
+    user = f"{HERE / 'training' / 'episode_tools.py'}"
     command = [
         *end_to_end.torchrun(sys.executable),
         *("-m", "mindspeed_rl_plugin", str(HERE.parent / "examples" / "pretrain_gpt.py"), *model),

@@ -34,6 +34,7 @@ bash setup.sh
 python=.venv/bin/python
 rm -rf "$run"
 mkdir -p "$run"
+unset PYTHONDONTWRITEBYTECODE  # else each process compiles all that it imports
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
 export DATA=$run/data
 free_port='import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])'

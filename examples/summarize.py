@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="wall time of the whole job, pretraining included")
     parser.add_argument("--before-at-most", type=float, help="bound of the held-out accuracy before RL")
     parser.add_argument("--after-at-least", type=float, help="bound of the held-out accuracy after RL")
+    parser.add_argument("--after-at-most", type=float, help="the same, for a run that is not to learn")
     parser.add_argument("--difference-at-most", type=float, help="bound of engine and trainer log-probs' difference")
     args = parser.parse_args()
     summary = summarize(args.run_dir)
@@ -28,7 +29,8 @@ def main() -> int:
         summary["seconds"] = args.seconds
     args.out.write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
-    failed = broken_claims(summary, args.before_at_most, args.after_at_least, args.difference_at_most)
+    bounds = args.before_at_most, args.after_at_least, args.difference_at_most, args.after_at_most
+    failed = broken_claims(summary, *bounds)
     for line in failed:
         print(f"summarize: {line}", file=sys.stderr)
     return bool(failed)
@@ -39,6 +41,7 @@ def broken_claims(
     before_at_most: float | None,
     after_at_least: float | None,
     difference_at_most: float | None = None,
+    after_at_most: float | None = None,
 ) -> list[str]:
     """What a summary breaks: one sentence a bound; a bound of None asks nothing."""
     before, after, difference = (summary[k] for k in ("accuracy_before", "accuracy_after", "logprob_diff_max"))
@@ -47,6 +50,8 @@ def broken_claims(
         failed.append(f"held-out accuracy before RL is {before}, the claim is at most {before_at_most}")
     if after_at_least is not None and (after is None or after < after_at_least):
         failed.append(f"held-out accuracy after RL is {after}, the claim is at least {after_at_least}")
+    if after_at_most is not None and (after is None or after > after_at_most):
+        failed.append(f"held-out accuracy after RL is {after}, the claim is at most {after_at_most}")
     if difference_at_most is not None and (difference is None or difference > difference_at_most):
         failed.append(f"engine and trainer log-probs differ by {difference} nats, the limit is {difference_at_most}")
     return failed

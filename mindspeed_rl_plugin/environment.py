@@ -1,4 +1,5 @@
-"""What the launcher put into the environment: read here, in device/, host/ and tools/ only."""
+"""What the launcher put into the environment, and what a user's code finds there: here, in device/, host/ and tools/
+only."""
 
 from __future__ import annotations
 
@@ -22,6 +23,11 @@ def launch_env() -> dict[str, int]:
         "local_rank": int(os.environ.get("LOCAL_RANK", 0)),
         "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     }
+
+
+def name_to_users(name: str, value: str) -> None:
+    """A user's code in this process, and in those that it will start, finds a value as `MINDSPEED_RL_` and the name."""
+    os.environ[f"MINDSPEED_RL_{name}"] = value
 
 
 def become_part(first: int, ranks: int, local_ranks: int) -> None:

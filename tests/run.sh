@@ -44,6 +44,7 @@ if [ "$setup_only" = yes ]; then exit 0; fi
 # MindSpeed runs on Python 3.10: the linter's py310 target refuses newer syntax.
 .venv/bin/ruff check --quiet --target-version py310 --select E9,F63,F7,F82 mindspeed_rl_plugin
 
+unset PYTHONDONTWRITEBYTECODE  # else each process compiles all that it imports: half a minute of vLLM alone
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 marks="not slow and not gpu"
 if [ "$full" = yes ]; then marks="not gpu"; fi

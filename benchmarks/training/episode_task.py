@@ -120,12 +120,12 @@ def train(model: Any, tokenizer: Any, tools: list[Any]) -> None:
 
 def write(folder: Path, template: str) -> None:
     """Model and tokenizer."""
+    import episode_tools
     import torch
-    import work
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import get_json_schema
 
-    draw, tools = random.Random(1), [get_json_schema(work.work)]
+    draw, tools = random.Random(1), [get_json_schema(episode_tools.work)]
     plain = make_tokenizer(template, [])
     texts = [plain.apply_chat_template(conversation(draw), tools=tools, tokenize=False) for _ in range(200)]
     tokenizer = make_tokenizer(template, texts)

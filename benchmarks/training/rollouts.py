@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import episode_tools
 import torch.distributed as dist
-import work
 from episode_task import LIMIT, MEMBERS, TURNS, tasks
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -76,9 +76,9 @@ class Bench:
         self.busy = Busy(self.engine)
 
     def episodes(self, who: str, workers: int) -> EpisodeEngine:
-        """The engine with a tool or an environment of work.py."""
-        user = f"{work.__file__}:{who}"
-        flags = {"environment": user} if inspect.isclass(getattr(work, who)) else {"tools": (user,)}
+        """The engine with a tool or an environment of episode_tools.py."""
+        user = f"{episode_tools.__file__}:{who}"
+        flags = {"environment": user} if inspect.isclass(getattr(episode_tools, who)) else {"tools": (user,)}
         flags = EpisodeConfig(**flags, max_turns=TURNS, environment_workers=workers)
         setup = EpisodeSetup(flags, "chat", str(self.folder / "tokenizer"), self.prompt, LIMIT, DEADLINE)
         return setup.over(self.busy, self.tokenizer, setup.environments(), Peers())

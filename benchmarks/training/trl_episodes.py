@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import episode_tools
 import torch
 import transformers
 import trl
 import trl_vllm
-import work
 from datasets import Dataset
 from episode_task import LIMIT, MICRO_BATCH, TURNS
 from transformers import AutoTokenizer
@@ -47,12 +47,12 @@ def main() -> None:
     if VLLM:
         trl_vllm.prepare(folder)
     clock, ranks = Clock(), int(os.environ["WORLD_SIZE"])
-    who = getattr(work, case["who"])
+    who = getattr(episode_tools, case["who"])
     tasks = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     longest = json.loads((folder / "sizes.json").read_text())["prompt"] + 2 * LIMIT
     trainer = GRPOTrainer(
         model=str(folder / "model"),
-        reward_funcs=lambda completions, **_: [work.grade(completion) for completion in completions],
+        reward_funcs=lambda completions, **_: [episode_tools.grade(completion) for completion in completions],
         args=settings(
             out,
             iterations,

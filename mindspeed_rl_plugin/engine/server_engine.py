@@ -90,6 +90,9 @@ class ServerEngine:
         self.server.ask("/resume")
         self.version, self.digest = version, digest
 
+    def shutdown(self) -> None:
+        """See `Engine`. The server goes on: the next job may have it."""
+
     def lose(self, error: Exception) -> None:
         """The server is another's: `poll` raises this."""
         self._done.put(error)

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jinja2 import TemplateError
+
 from mindspeed_rl_plugin.episodes.protocol import Message
 from mindspeed_rl_plugin.prompts.render import render_chat
 
@@ -23,6 +25,7 @@ CUT = "\n[cut]"  # stands behind what is left of an observation that was too lon
 SPOKEN = "what-the-model-said"  # by it the model's turn is found in a rendered conversation
 MARK = "\ud800"  # half of a surrogate pair, on both sides of a control token's text: in no text can it stand itself
 QUESTION = {"role": "user", "content": "question"}
+TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError)  # what a chat template may raise
 
 
 class Format(Protocol):
@@ -33,9 +36,9 @@ class Format(Protocol):
     close: int | None
     """The token that ends a turn in the chat template; None without a template."""
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the model's turn begins. The last message may be an observation, or
-        end with one."""
+    def prompt(self, messages: Sequence[Message], said: int = 0) -> list[int]:
+        """Token ids of a conversation, up to where the model's turn begins. said: characters at the end of the last
+        message that are an observation; all others are the data's, and become tokens as data prompts do."""
 
     def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
         """Token ids of observations, up to where the model's next turn begins; they stand behind a turn whose last
@@ -72,9 +75,11 @@ class RawFormat:
         self._ends = {tokenizer.eos_token_id}
         self._longest = max(map(len, tokenizer.get_vocab()))  # token [characters]
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], said: int = 0) -> list[int]:
         """See `Format`."""
-        return self._encode(self._marked(messages[-1]["content"]), add_special_tokens=True)
+        content = messages[-1]["content"]
+        data = len(content) - said
+        return [*self._tokenizer.encode(content[:data]), *self._encode(self._marked(content[data:]))]
 
     def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
         """See `Format`."""
@@ -113,13 +118,18 @@ class RawFormat:
     def _length(self, text: str) -> int:
         return len(self._encode(self._marked(text)))
 
-    def _marked(self, text: str) -> str:
-        return self._control.sub(lambda found: f"{MARK}{found[0]}{MARK}", _whole(text))
+    def _marked(self, text: str, start: int = 0) -> str:
+        """With marks around the text of control tokens, but for those that end before `start`."""
 
-    def _encode(self, marked: str, add_special_tokens: bool = False) -> list[int]:
+        def mark(found: re.Match[str]) -> str:
+            return f"{MARK}{found[0]}{MARK}" if found.end() > start else found[0]
+
+        return self._control.sub(mark, _whole(text))
+
+    def _encode(self, marked: str) -> list[int]:
         """Token ids of a text in which what stands between two marks is spelled."""
         first, *rest = marked.split(MARK)
-        tokens = self._tokenizer.encode(first, add_special_tokens=add_special_tokens)
+        tokens = self._tokenizer.encode(first, add_special_tokens=False)
         for control, plain in zip(rest[::2], rest[1::2], strict=True):
             tokens += self._spelled(control) + self._tokenizer.encode(plain, add_special_tokens=False)
         return tokens
@@ -156,11 +166,13 @@ class ChatFormat(RawFormat):
         self._check_tools()
         for role in ("user", "tool") if tools else ("user",):
             self._check_rounds(role)
+            self._check_together(role)
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], said: int = 0) -> list[int]:
         """See `Format`."""
         *before, last = messages
-        return self._encode(self._render([*before, self._observed(last)]))
+        content = self._marked_end(last["content"], said) if said else last["content"]
+        return self._encode(self._render([*before, {**last, "content": content}]))
 
     def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
         """See `Format`."""
@@ -176,6 +188,13 @@ class ChatFormat(RawFormat):
     def _observed(self, message: Message) -> Message:
         """All its text marked: the name of a tool may be the model's too."""
         return {k: self._marked(v) if k != "role" and isinstance(v, str) else v for k, v in message.items()}
+
+    def _marked_end(self, content: str | Sequence[Mapping[str, Any]], said: int) -> str | list[Mapping[str, Any]]:
+        """With its last `said` characters as an observation: of a text, or of the last of several parts."""
+        if isinstance(content, str):
+            return self._marked(content, len(content) - said)
+        *parts, last = content
+        return [*parts, {**last, "text": self._marked_end(last["text"], said)}]
 
     def _tail(self, messages: Iterable[Message], before: Sequence[Message] = (QUESTION,)) -> str:
         """What the template writes behind the model's turn, from the token that ends it on."""
@@ -193,12 +212,10 @@ class ChatFormat(RawFormat):
             self.most_calls = 1
 
     def _renders_calls(self, number: int) -> bool:
-        from jinja2 import TemplateError
-
         call = {"type": "function", "function": {"name": self._tools[0]["function"]["name"], "arguments": {}}}
         try:
             self._render([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call] * number}])
-        except (TemplateError, TypeError):
+        except TEMPLATE_ERRORS:
             return False
         return True
 
@@ -220,14 +237,28 @@ class ChatFormat(RawFormat):
                 f"and {shown_later} behind the second"
             )
 
+    def _check_together(self, role: str) -> None:
+        """Whether two messages have room behind a turn. Where tools have not, a turn may make one call; where `step`
+        has not, it gives one text, and `Lead` says so if it gives more."""
+        contents = [f"{word} {self._close} answer" for word in ("one", "other")]
+        try:
+            tail = self._tail([{"role": role, "name": "tool", "content": content} for content in contents])
+        except TEMPLATE_ERRORS:
+            if role == "tool":
+                self.most_calls = 1
+            return
+        if not all(self._marked(content) in tail for content in contents):
+            raise ValueError(
+                f"writes {tail.replace(MARK, '')[:80]!r} behind a turn that two messages of role {role!r} answer: one "
+                "of them is not there"
+            )
+
 
 def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Sequence[Mapping[str, Any]]) -> Format:
     """The format of a run's episodes. observation: "chat" | "raw"; tools: JSON schemas, () where there are none.
 
     Raises ValueError for a chat template that is absent, or of no use for episodes.
     """
-    from jinja2 import TemplateError
-
     if observation == "raw":
         return RawFormat(tokenizer)
     where = f"--rl-observation chat: the chat template of tokenizer {tokenizer.name_or_path!r}"
@@ -237,7 +268,7 @@ def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Seq
         raise ValueError(f"{where} is absent; {mend}")
     try:
         return ChatFormat(tokenizer, tools)
-    except (TemplateError, TypeError, LookupError) as error:
+    except TEMPLATE_ERRORS as error:
         raise ValueError(f"{where} raises {type(error).__name__}: {error}; {mend}") from error
     except ValueError as error:
         raise ValueError(f"{where} {error}; {mend}") from error

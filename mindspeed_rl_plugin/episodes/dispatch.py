@@ -66,7 +66,9 @@ class Slot:
 
 class Dispatcher:
     """workers: started already; timeout: seconds of one call; patience: seconds in which a worker that is started
-    again must have loaded its files."""
+    again must have loaded its files. answered: calls that are over, one that was replayed each time."""
+
+    answered = 0
 
     def __init__(self, workers: Sequence[Worker], timeout: float, patience: float) -> None:
         self._slots = [Slot(worker, worker.pid) for worker in workers]
@@ -117,6 +119,7 @@ class Dispatcher:
         for slot in self._slots:
             if slot.running is not None and (answer := slot.worker.answer()) is not None:
                 call, slot.running = slot.running, None
+                self.answered += not slot.worker.unread
                 if isinstance(answer, str):
                     result = self._ended(slot, call, answer)
                 else:

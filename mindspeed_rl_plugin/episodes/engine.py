@@ -19,7 +19,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import PARTS, Engine
 from mindspeed_rl_plugin.episodes.lead import Lead
-from mindspeed_rl_plugin.episodes.live import Live, Plan
+from mindspeed_rl_plugin.episodes.live import Plan, Unfinished
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
 from mindspeed_rl_plugin.rows import Completion, Episode, GenerateRequest, SampleId
 
@@ -33,10 +33,10 @@ class EpisodeEngine:
 
     def __init__(self, engine: Engine, longest: int, begins: bool, lead: Lead | None, peers: Peers) -> None:
         self._engine, self._longest, self._begins, self._lead, self._peers = engine, longest, begins, lead, peers
-        self._live: dict[SampleId, Live] = {}
+        self._live: dict[SampleId, Unfinished] = {}
         self._sampling: set[SampleId] = set()  # whose turn the engine samples
-        self._paused: dict[SampleId, Live] = {}
-        self._progress = time.monotonic()
+        self._paused: dict[SampleId, Unfinished] = {}
+        self._progress, self._answered = time.monotonic(), 0
 
     @property
     def replica(self) -> int:
@@ -70,7 +70,7 @@ class EpisodeEngine:
 
     @property
     def progress(self) -> float:
-        """When a turn or an observation last came; see `Engine`."""
+        """When a turn, or an answer of a user's code, last came; see `Engine`."""
         return max(self._progress, self._engine.progress)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -80,7 +80,7 @@ class EpisodeEngine:
         for request in requests:
             live = self._paused.pop(request.id, None)
             if live is None:
-                live = Live(request, request.prompt_tokens, self._begins)
+                live = Unfinished(request, request.prompt_tokens, self._begins)
                 if self._lead is not None:
                     self._lead.begin(live)
             else:
@@ -156,7 +156,7 @@ class EpisodeEngine:
         """Whether environments have something in the making."""
         return len(self._sampling) < len(self._live)
 
-    def _sample(self, due: Iterable[Live]) -> None:
+    def _sample(self, due: Iterable[Unfinished]) -> None:
         requests = [live.next_turn(self._longest) for live in due]
         self._sampling |= {request.id for request in requests}
         self._engine.submit(requests)
@@ -174,6 +174,7 @@ class EpisodeEngine:
             now = time.monotonic()
             left = 0.0 if self._sampling or self.shares_experts else min(max(end - now, 0.0), WAIT_SECONDS)
             plan = self._lead.plan(left, end, bool(self._sampling))
+            plan.answered = self._lead.environments.answered
         return self._peers.share(plan)
 
     def _follow(self, plan: Plan) -> list[Completion]:
@@ -184,8 +185,8 @@ class EpisodeEngine:
             self._live[sample].prompt = prompt
         for sample, tokens in plan.observations:
             self._live[sample].sees(tokens)
-        if plan.prompts or plan.observations or plan.over:
-            self._progress = time.monotonic()
+        if plan.prompts or plan.observations or plan.over or plan.answered > self._answered:
+            self._progress, self._answered = time.monotonic(), plan.answered
         self._sample([self._live[sample] for sample in plan.due])
         return [self._over(sample, finish) for sample, finish in plan.over]
 
@@ -199,7 +200,7 @@ class EpisodeEngine:
             self._lead.pause(sample)
         return live.completion("abort", self._record(live, whole=False))
 
-    def _record(self, live: Live, whole: bool) -> Episode:
+    def _record(self, live: Unfinished, whole: bool) -> Episode:
         if self._lead is None or not whole:
             return Episode(live.prompt, tuple(live.turns))
         return self._lead.record(live)

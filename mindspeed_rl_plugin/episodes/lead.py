@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mindspeed_rl_plugin.episodes.live import Live, Plan
+from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, Format
+from mindspeed_rl_plugin.episodes.live import Plan, Unfinished
 from mindspeed_rl_plugin.episodes.protocol import (
     Attempt,
     Environments,
@@ -19,9 +20,6 @@ from mindspeed_rl_plugin.episodes.protocol import (
     tool_names,
 )
 from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, Episode, SampleId
-
-if TYPE_CHECKING:
-    from mindspeed_rl_plugin.episodes.chat import Format
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Limits:
 class _Story:
     """What only the first rank knows of an episode. finish: why it ends, while the rest of its reward is due."""
 
-    live: Live
+    live: Unfinished
     conversation: list[dict[str, Any]]
     tools: list[list[int]]
     rewards: list[float] = field(default_factory=list)
@@ -60,6 +58,13 @@ class _Story:
             self.rewards[-1] += value
             last = next(message for message in reversed(self.conversation) if "turn" in message)
             last["reward"] = self.rewards[-1]
+
+    def fail(self, why: str) -> None:
+        """Its environment cannot go on, and it has no rewards of it."""
+        self.failure, self.rewards = why, [0.0] * len(self.rewards)
+        for message in self.conversation:
+            if "turn" in message:
+                message["reward"] = 0.0
 
 
 class Lead:
@@ -83,7 +88,7 @@ class Lead:
         self._error: str | None = None  # why the run stops
         self._said: set[str] = set()  # of which tools, and "" of the environment, the first failure was printed
 
-    def begin(self, live: Live) -> None:
+    def begin(self, live: Unfinished) -> None:
         """A new episode."""
         sample, task = live.request.id, live.request.task
         assert task is not None, f"{sample} has no task"
@@ -111,14 +116,14 @@ class Lead:
         """End all environments."""
         self.environments.close()
 
-    def turn(self, live: Live, turn: Completion) -> None:
+    def turn(self, live: Unfinished, turn: Completion) -> None:
         """The model's turn is over, and is in `live` already."""
         sample, story = live.request.id, self._stories[live.request.id]
         text = self.format.text(turn.tokens)
         story.rewards.append(0.0)
         story.conversation.append({"role": "assistant", "content": text, "turn": list(live.turns[-1]), "reward": 0.0})
         if story.failure is not None:  # of its beginning: nobody answers
-            self._over.append((sample, "stop"))
+            self._over.append((sample, turn.finish))
         elif turn.finish == "stop":
             try:
                 attempts = self._attempts(turn.tokens)
@@ -149,13 +154,13 @@ class Lead:
         plan.expired = time.monotonic() >= end
         return plan
 
-    def record(self, live: Live) -> Episode:
-        """All about an episode that is over. One whose environment failed has no rewards of it."""
+    def record(self, live: Unfinished) -> Episode:
+        """All about an episode that is over."""
         story = self._stories.pop(live.request.id)
         return Episode(
             prompt=live.prompt,
             turns=tuple(live.turns),
-            rewards=tuple(story.rewards if story.failure is None else [0.0] * len(story.rewards)),
+            rewards=tuple(story.rewards),
             conversation=tuple(story.conversation),
             counts={name: story.counts.get(name, 0) for name in EPISODE_COUNTS},
             tools=tuple((made, raised) for made, raised in story.tools),
@@ -205,7 +210,7 @@ class Lead:
             )
         self._warn("", f"an environment failed, for the first time, in {place(sample)}: it {why}")
         story = self._stories[sample]
-        story.failure = why
+        story.fail(why)
         self.environments.end(sample)
         if story.rewards:
             self._over.append((sample, story.finish or "stop"))
@@ -221,11 +226,11 @@ class Lead:
     def _open(self, plan: Plan, story: _Story, reply: Reply) -> None:
         """The first turn follows. What the environment says first stands behind the prompt's last message."""
         sample, prompt = reply.id, reply.prompt
-        messages = self._shortened(story, reply)
-        if messages:
+        said = "".join(message["content"] for message in self._shortened(story, reply))
+        if said:
             last = story.conversation[-1]
-            last["content"] = f"{last['content']}{''.join(message['content'] for message in messages)}"
-            prompt = tuple(self.format.prompt(story.conversation))
+            last["content"] = _extended(last["content"], said)
+            prompt = self._tokens(sample, self.format.prompt, story.conversation, len(said))
         if prompt is not None and len(prompt) > self.limits.prompt:
             self._fail(
                 sample,
@@ -240,9 +245,9 @@ class Lead:
     def _observe(self, plan: Plan, story: _Story, reply: Reply) -> None:
         """The next turn follows, if there is space for one token of it."""
         sample, live = reply.id, story.live
-        messages = self._shortened(story, reply)
+        messages = self._shortened(story, reply) if reply.prompt is None else reply.messages
         if reply.prompt is None:
-            tokens = tuple(self.format.behind(live.tokens[-1], messages))
+            tokens = self._tokens(sample, self.format.behind, live.tokens[-1], messages)
         else:
             held = (*live.prompt, *live.tokens)
             tokens = reply.prompt[len(held) :]
@@ -256,6 +261,16 @@ class Lead:
         story.conversation += [{**message, "seconds": round(reply.seconds, 3)} for message in messages]
         plan.observations.append((sample, tokens))
         self._due.append(sample)
+
+    def _tokens(self, sample: SampleId, form: Callable[..., Sequence[int]], *arguments: Any) -> tuple[int, ...]:
+        """Of messages. Raises EpisodeError where the chat template cannot write them."""
+        try:
+            return tuple(form(*arguments))
+        except TEMPLATE_ERRORS as error:
+            raise EpisodeError(
+                f"the chat template raised {type(error).__name__}: {error}\n  for what the environment of "
+                f"{place(sample)} said; let it give one text at a time, or give a tokenizer whose template fits"
+            ) from error
 
     def _shortened(self, story: _Story, reply: Reply) -> list[dict[str, Any]]:
         """The messages of a reply, none longer than it may be."""
@@ -280,6 +295,16 @@ def place(sample: SampleId) -> str:
     """Which episode, for an error."""
     rollout = "the evaluation" if sample.epoch < 0 else f"rollout {sample.epoch}"
     return f"{rollout}, prompt {sample.group}, response {sample.member}"
+
+
+def _extended(content: Any, text: str) -> Any:
+    """The content of a message, a text or a list of parts, with more text at its end."""
+    if not content or isinstance(content, str):
+        return f"{content or ''}{text}"
+    *parts, last = content
+    if isinstance(last.get("text"), str):
+        return [*parts, {**last, "text": last["text"] + text}]
+    return [*content, {"type": "text", "text": text}]
 
 
 def _no_extension(held: Sequence[int], prompt: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.rows import Completion, Episode, GenerateRequest, Sampl
 
 
 @dataclass
-class Live:
+class Unfinished:
     """An episode in the making, as every rank of the engine knows it. prompt: before the first turn; tokens, logps:
     behind it; partial: a turn that was interrupted; waits: whether its environment is at work."""
 
@@ -63,13 +63,14 @@ class Live:
 class Plan:
     """What all ranks of the engine do next. prompts: of episodes that begin otherwise than by the data's prompt;
     observations: tokens behind the last turn; due: whose next turn is submitted, in this order; over: with why;
-    expired: whether the time is up; error: why the run stops."""
+    expired: whether the time is up; answered: as `Environments` has it; error: why the run stops."""
 
     prompts: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)
     observations: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)
     due: list[SampleId] = field(default_factory=list)
     over: list[tuple[SampleId, str]] = field(default_factory=list)
     expired: bool = False
+    answered: int = 0
     error: str | None = None
 
 

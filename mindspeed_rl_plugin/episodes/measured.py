@@ -27,8 +27,9 @@ def episode_metrics(rows: Rows) -> dict[str, float]:
     }
 
 
-def check_tools(rows: Rows, names: Sequence[str]) -> None:
-    """names: of the tools. Raises EpisodeError where every call of one raised; warns where no call was found."""
+def check_tools(rows: Rows, names: Sequence[str], warn: bool = True) -> bool:
+    """Whether a call was found; where none was, a warning. names: of the tools. Raises EpisodeError where every call of
+    one raised."""
     for name, (made, raised) in zip(names, rows["tool_calls"].sum(0).tolist(), strict=True):
         if made and made == raised:
             raise EpisodeError(
@@ -36,9 +37,10 @@ def check_tools(rows: Rows, names: Sequence[str]) -> None:
                 "above, where it came: mend the tool"
             )
     kinds = [EPISODE_COUNTS.index(name) for name in ("calls", "malformed", "unknown", "arguments")]
-    attempts = rows["episode_counts"][:, kinds]
-    if not attempts.any():
+    found = bool(rows["episode_counts"][:, kinds].any())
+    if warn and not found:
         say(
             f"warning: the model called no tool in any of the {len(rows)} episodes of this rollout. If it should have, "
             "look at a response (--rl-dump-dir): --rl-tool-parser may not be that of this model"
         )
+    return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
@@ -14,17 +15,25 @@ from mindspeed_rl_plugin.episodes.arguments import fits, takes
 from mindspeed_rl_plugin.episodes.dispatch import Call, Dispatcher, Home, Lost
 from mindspeed_rl_plugin.episodes.protocol import Attempt, EpisodeError, MalformedCall, Message, Reply, Turn
 from mindspeed_rl_plugin.episodes.tools import RESET, Offer
-from mindspeed_rl_plugin.episodes.worker import Answer, Source
+from mindspeed_rl_plugin.episodes.worker import CLOSE_SECONDS, Answer, Source
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, locate
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
-CLOSE_SECONDS = 10.0  # most in which environments close themselves at the end of the pool
+KILL_SECONDS = 5.0  # in which the keeper of a worker kills all that a user's code has started
 WHO = "an environment worker"
-SERVES = Program("mindspeed_rl_plugin.episodes.worker:main", Offer | None, Answer, WHO, EpisodeError)
-DESCRIBES = Program(
-    "mindspeed_rl_plugin.episodes.worker:describe_tools", list[dict[str, Any]] | None, None, WHO, EpisodeError
+SERVES = Program(
+    "mindspeed_rl_plugin.episodes.worker:main",
+    Offer | None,
+    Answer,
+    WHO,
+    EpisodeError,
+    patience=KILL_SECONDS,
+    kept=True,
+)
+DESCRIBES = replace(
+    SERVES, main="mindspeed_rl_plugin.episodes.worker:describe_tools", first=list[dict[str, Any]] | None, then=None
 )
 
 
@@ -87,6 +96,7 @@ class EnvironmentPool:
         self._offer: Offer = offer
         self._dispatcher = Dispatcher(started, timeout, SHARE_OF_WAIT * wait_timeout)
         self.begins = environment is not None
+        self.check_fields = functools.partial(_check_fields, environment, offer.fields)
         try:
             self.tools: Sequence[Mapping[str, Any]] = self._describe() if offer.tools or offer.methods else ()
         except BaseException:
@@ -101,12 +111,17 @@ class EnvironmentPool:
         """See `Environments`."""
         return bool(self._asked or self._replies)
 
+    @property
+    def answered(self) -> int:
+        """See `Environments`."""
+        return self._dispatcher.answered
+
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
         """See `Environments`."""
         home = self._dispatcher.home() if self.begins else None
         live = self._live[episode] = Live(episode, home)
         if home is not None:
-            live.making.left.append(("reset", home.key, dict(task), seed))
+            live.making.left.append(("reset", home.key, dict(task), seed, "{}/{}/{}".format(*episode)))
             self._go_on(live)
             self._give()
 
@@ -165,12 +180,6 @@ class EnvironmentPool:
         if not self._closed:
             self._closed = True
             self._dispatcher.close(min(CLOSE_SECONDS, self._timeout))
-
-    def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
-        """See `Environments`."""
-        if problem := lacking(self._offer.fields, rows, RESET):
-            assert self._environment is not None
-            raise EpisodeError(f"--rl-environment {self._environment.given}: its reset {problem}")
 
     def __enter__(self) -> EnvironmentPool:
         return self
@@ -332,6 +341,12 @@ class EnvironmentPool:
             assert self._environment is not None
             self._warned = True
             say(f"warning: {self._environment.name}.close {error}; the run goes on, and what it holds may stay open")
+
+
+def _check_fields(environment: str, fields: Sequence[str], rows: Mapping[str, Set[str]]) -> None:
+    """See `Environments`. fields: that its `reset` cannot do without."""
+    if problem := lacking(fields, rows, RESET):
+        raise EpisodeError(f"--rl-environment {environment}: its reset {problem}")
 
 
 def _source(flag: str, given: str, kind: str) -> Source:

@@ -7,7 +7,7 @@ to say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from mindspeed_rl_plugin.rows import SampleId
 
 Message = Mapping[str, Any]
 """A chat message: role ("user" or "tool"), content, and for a tool its name."""
+
+CheckFields = Callable[[Mapping[str, Set[str]]], None]
 
 
 class EpisodeError(ValueError):
@@ -60,7 +62,7 @@ class Reply:
     messages: what the model sees next, maybe none; prompt: token ids of the whole next prompt, of an environment that
     renders itself, in the place of messages; reward: of this turn; done: the episode is over; failure: why the
     environment cannot go on, None where it can; calls: tool -> how many calls were made, and how many of them raised;
-    raised: tool -> its first error; counts: of `COUNTS`; seconds: that the user's code took.
+    raised: tool -> its first error; counts: of `EPISODE_COUNTS`; seconds: that the user's code took.
     """
 
     id: SampleId
@@ -73,11 +75,6 @@ class Reply:
     raised: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-
-
-# What is counted of every episode. calls: that were made; malformed: attempts that cannot be read; unknown: calls of a
-# tool that is not there; arguments: with wrong arguments; raised: that raised.
-COUNTS = ("calls", "malformed", "unknown", "arguments", "raised")
 
 
 def tool_names(environments: Environments | None) -> list[str]:
@@ -95,6 +92,8 @@ class Environments(Protocol):
     """Whether `begin` may have something to say; else no reply comes of it, and the first turn can start at once."""
     pending: bool
     """Whether a reply is due."""
+    answered: int
+    """Calls of a user's code that are over, one that was made again each time: it goes on as long as they grow."""
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
         """A new episode. task: its data row: prompt (text), answer, record (other fields), messages (None where the
@@ -118,9 +117,26 @@ class Environments(Protocol):
     def close(self) -> None:
         """End all environments and processes. Idempotent."""
 
-    def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
-        """Raise ValueError where an episode cannot begin for lack of a field; rows: place in the data -> fields of the
-        record."""
+    check_fields: CheckFields
+    """Raises ValueError where an episode cannot begin for lack of a field; rows: place in the data -> fields of the
+    record."""
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What every rank must know of environments that another rank runs; can be sent."""
+
+    tools: Sequence[Mapping[str, Any]]
+    begins: bool
+    check_fields: CheckFields
+
+    @classmethod
+    def of(cls, environments: Environments) -> Elsewhere:
+        """Those of this rank, for the others."""
+        return cls(environments.tools, environments.begins, environments.check_fields)
+
+    def close(self) -> None:
+        """Nothing is here."""
 
 
 def row_of(meta: Mapping[str, Any]) -> dict[str, Any]:

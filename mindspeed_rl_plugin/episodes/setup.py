@@ -12,12 +12,13 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.episode_flags import OPENENV, VERIFIERS, EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import Engine
+from mindspeed_rl_plugin.environment import name_to_users
 from mindspeed_rl_plugin.episodes.chat import Format, make_format
 from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import Lead, Limits
 from mindspeed_rl_plugin.episodes.parsers import make_parser
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.protocol import Environments
+from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class EpisodeSetup:
     """flags: of episodes, files of the user's by their absolute paths; observation: "chat" or "raw"; tokenizer: its
-    directory; prompt, response: longest [tokens]; wait: seconds that other ranks wait for this one."""
+    directory; prompt, response: longest [tokens]; wait: seconds that other ranks wait for this one; run: names the run
+    to a user's code, its directory."""
 
     flags: EpisodeConfig
     observation: str
@@ -35,6 +37,7 @@ class EpisodeSetup:
     prompt: int
     response: int
     wait: float
+    run: str = ""
 
     @classmethod
     def of(cls, config: RLConfig, tokenizer: str) -> EpisodeSetup | None:
@@ -60,6 +63,7 @@ class EpisodeSetup:
     def environments(self) -> Environments:
         """Started. Raises ValueError for what does not load."""
         flags = self.flags
+        name_to_users("RUN", self.run)
         if flags.foreign:
             return VerifiersEnvironments(
                 flags.environment.removeprefix(VERIFIERS),
@@ -67,6 +71,7 @@ class EpisodeSetup:
                 self.tokenizer,
                 flags.environment_workers,
                 flags.environment_timeout,
+                self.wait,
                 **({"together": None} if flags.environment_lockstep else {}),
             )
         return EnvironmentPool(
@@ -93,6 +98,7 @@ class EpisodeSetup:
         another rank has are closed here; peers: the ranks of the engine."""
         lead = None
         if engine.leader:
+            assert not isinstance(environments, Elsewhere)
             parse = make_parser(self.flags.tool_parser, tokenizer) if environments.tools else lambda text: ()
             lead = Lead(self._limits(), self.format(tokenizer, environments), parse, environments)
         elif environments is not None:

@@ -43,7 +43,7 @@ class Offer(NamedTuple):
     fields: tuple[str, ...] = ()
 
 
-class Said(NamedTuple):
+class Returned(NamedTuple):
     """What a call of a user's code came to. texts: that the model reads, each a message; done: the episode is over."""
 
     texts: tuple[str, ...] = ()
@@ -123,12 +123,12 @@ def reset_arguments(reset: Callable[..., Any], task: Mapping[str, Any], seed: in
     return {k: v for k, v in given.items() if k in names}
 
 
-def read_reset(value: Any) -> Said:
+def read_reset(value: Any) -> Returned:
     """What `reset` returned. Raises ValueError for what is no text."""
-    return Said(_texts(value[0] if isinstance(value, tuple) and len(value) == 2 else value))
+    return Returned(_texts(value[0] if isinstance(value, tuple) and len(value) == 2 else value))
 
 
-def read_step(value: Any) -> Said:
+def read_step(value: Any) -> Returned:
     """What `step` returned, in one of its forms. Raises ValueError for others."""
     if isinstance(value, Mapping) and {"reward", "done"} <= {*value}:
         observation, reward, over = value.get("observations"), value["reward"], [value["done"]]
@@ -138,7 +138,7 @@ def read_step(value: Any) -> Said:
         raise ValueError(f"it returned {value!r:.80} of type {type(value).__name__}; give {FORMS}")
     if unclear := [done for done in over if done not in (True, False)]:
         raise ValueError(f"it returned {unclear[0]!r:.80} for whether the episode is over, not True or False")
-    return Said(_texts(observation), number(reward), any(over))
+    return Returned(_texts(observation), number(reward), any(over))
 
 
 def _texts(observation: Any) -> tuple[str, ...]:

@@ -24,18 +24,18 @@ import msgspec
 from mindspeed_rl_plugin.config.episode_flags import VERIFIERS
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Reply, Turn
 from mindspeed_rl_plugin.episodes.verifiers_load import ROW
+from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
 TOGETHER = 64  # most rollouts of one process at a time
-LOADING = 600.0  # seconds in which verifiers and its environment are loaded
 GRACE = 20.0  # seconds in which a rollout that is given up must have stopped
 PATIENCE = 15.0  # seconds in which a process may end by itself, with what its rollouts hold
 
 
 class Said(msgspec.Struct):
     """What a process says of a rollout. prompt, messages: of a turn that it asks for, the latter for people to read;
-    ended: it was given up and has stopped; seconds: since its last answer; else as in `Reply`."""
+    ended: it was cancelled, and has stopped; seconds: since its last answer; else as in `Reply`."""
 
     number: int
     seconds: float
@@ -75,14 +75,15 @@ class Rollout:
 class VerifiersEnvironments:
     """environment: what stands behind `verifiers:`; python: interpreter that has verifiers, None for this one;
     tokenizer: of the prompts, a path; workers: processes; timeout: of the environment's part of a turn [seconds];
-    together: most rollouts of a process at a time, None without a limit, as a lockstep needs it.
+    wait: seconds that other ranks wait for this one, of which loading may take SHARE_OF_WAIT; together: most rollouts
+    of a process at a time, None without a limit, as a lockstep needs it.
 
     Rows have the field `verifiers`, as `python -m mindspeed_rl_plugin tasks` writes them. Raises ValueError for an
     interpreter that is none. The processes load beside what follows; that they cannot is said by `poll`.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
-    begins = True
+    begins, answered = True, 0
 
     def __init__(
         self,
@@ -91,9 +92,10 @@ class VerifiersEnvironments:
         tokenizer: str,
         workers: int,
         timeout: float,
+        wait: float,
         together: int | None = TOGETHER,
     ) -> None:
-        self._timeout, self._together = timeout, math.inf if together is None else together
+        self._timeout, self._wait, self._together = timeout, wait, math.inf if together is None else together
         program = rollouts_program(interpreter(python))
         setup = (environment, tokenizer)
         now = time.monotonic()
@@ -144,7 +146,8 @@ class VerifiersEnvironments:
         replies, self._replies = self._replies, []
         return replies
 
-    def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
+    @staticmethod
+    def check_fields(rows: Mapping[str, Set[str]]) -> None:
         """See `Environments`."""
         for where, fields in rows.items():
             if ROW not in fields:
@@ -208,8 +211,12 @@ class VerifiersEnvironments:
         if not process.loaded:
             if worker.ready():
                 process.loaded, worker.until = True, math.inf
-            elif time.monotonic() > process.since + LOADING:
-                raise EpisodeError(f"verifiers has not loaded its environment within {LOADING:g} s")
+                self.answered += 1
+            elif time.monotonic() > process.since + (limit := SHARE_OF_WAIT * self._wait):
+                raise EpisodeError(
+                    f"verifiers needs more than {limit:g} s to load its environment; let that load less, or raise "
+                    f"--rl-wait-timeout {self._wait:g}, of which the limit is {SHARE_OF_WAIT}"
+                )
         while process.loaded and (answer := worker.answer()) is not None:
             if isinstance(answer, str):
                 self._died(process, answer)
@@ -218,14 +225,16 @@ class VerifiersEnvironments:
                 self._take(answer)
 
     def _take(self, said: Said) -> None:
+        self.answered += 1
         rollout = self._rollouts.get(said.number)
         if rollout is None:
             return
-        over = said.done or said.ended or said.failure is not None
+        failure = "was cancelled by its own code" if said.ended and rollout.ending is None else said.failure
+        over = said.done or said.ended or failure is not None
         if over:
             del self._rollouts[said.number]
         prompt = None if said.prompt is None else tuple(said.prompt)
-        reply = Reply(rollout.sample, said.messages, prompt, said.reward, said.done, said.failure, seconds=said.seconds)
+        reply = Reply(rollout.sample, said.messages, prompt, said.reward, said.done, failure, seconds=said.seconds)
         if rollout.due is not None:
             self._reply(rollout, reply)
         elif over:  # while the model speaks, of a limit of its own

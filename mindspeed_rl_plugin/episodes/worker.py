@@ -2,7 +2,7 @@
 
 First message in: (tools, environment, seconds of one call), each of the first two a `Source`; first out: (what they
 offer, None) or (None, error). Then calls `(kind, *arguments)`, which `Desk` has a method for. The time limit is the
-parent's: it kills this process group. Imports no torch, so that it starts in a moment.
+parent's: it kills this process, and all that it has started. Imports no torch, so that it starts in a moment.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
+from mindspeed_rl_plugin.environment import name_to_users
 from mindspeed_rl_plugin.episodes.openenv import environment_at
 from mindspeed_rl_plugin.episodes.tools import (
-    Said,
+    Returned,
     load_environment,
     load_tool,
     methods,
@@ -30,9 +32,11 @@ from mindspeed_rl_plugin.episodes.tools import (
 )
 from mindspeed_rl_plugin.reward.calling import number
 from mindspeed_rl_plugin.workers.child import Parent, describe, outcome, why_not_loaded
+from mindspeed_rl_plugin.workers.keeper import keep
 
 LONGEST = 1 << 18  # characters of a text that are given to the parent
 BRIEF = 200  # characters of an error that the model sees
+CLOSE_SECONDS = 10.0  # most in which environments close themselves, at the end of the pool or of its process
 
 
 class Source(NamedTuple):
@@ -44,7 +48,7 @@ class Source(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came of a call. texts, reward, done: as `Said`; brief: what was raised, in one line; error: the same, and
+    """What came of a call. texts, reward, done: as `Returned`; brief: what was raised, in one line; error: that, and
     where; seconds: that the user's code took."""
 
     texts: tuple[str, ...]
@@ -56,14 +60,19 @@ class Answer(NamedTuple):
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Serve until the parent closes its end. Arguments: file descriptors."""
+    """Serve until the parent closes its end; then environments close themselves. Arguments: file descriptors."""
     parent, desk = _loaded(connection, lifeline)
     offer, error = outcome(offer_of, desk.tools, desk.environment)
     parent.send((offer, error and why_not_loaded(error)))
     with contextlib.suppress(OSError):  # a user's code that takes all memory is ended before the job is
         Path("/proc/self/oom_score_adj").write_text("1000")
-    while True:
-        parent.send(desk.answer(*parent.receive()))
+    try:
+        while True:
+            parent.send(desk.answer(*parent.receive()))
+    except OSError:  # the parent ended during a call
+        pass
+    finally:
+        desk.answer("close")
 
 
 def describe_tools(connection: int, lifeline: int) -> None:
@@ -75,7 +84,9 @@ def describe_tools(connection: int, lifeline: int) -> None:
 
 def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk]:
     """The parent, and what it asks for; ends this process where that cannot be loaded."""
-    parent = Parent(connection, lifeline)
+    keep(connection, lifeline, CLOSE_SECONDS)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # of the keeper: the call that is running comes to its end
+    parent = Parent(connection, None)
     tools, environment, seconds = parent.receive()
     desk = Desk({}, None, seconds)
     for flag, source in (*(("--rl-tools", tool) for tool in tools), ("--rl-environment", environment)):
@@ -118,36 +129,37 @@ class Desk:
             functions += [(flag, name, getattr(self.environment, name)) for name in methods(self.environment)]
         return [schema_of(*function) for function in functions]
 
-    def tool(self, name: str, arguments: Mapping[str, Any]) -> Said:
+    def tool(self, name: str, arguments: Mapping[str, Any]) -> Returned:
         """Call a function."""
-        return Said((str(self._settled(self.tools[name](**arguments))),))
+        return Returned((str(self._settled(self.tools[name](**arguments))),))
 
-    def method(self, key: int, name: str, arguments: Mapping[str, Any]) -> Said:
+    def method(self, key: int, name: str, arguments: Mapping[str, Any]) -> Returned:
         """Call a tool of an environment."""
-        return Said((str(self._settled(getattr(self._made[key], name)(**arguments))),))
+        return Returned((str(self._settled(getattr(self._made[key], name)(**arguments))),))
 
-    def reset(self, key: int, task: Mapping[str, Any], seed: int) -> Said:
-        """A new environment begins."""
+    def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Returned:
+        """A new environment begins. episode: its name, which a user's code may give to what it rents elsewhere."""
         assert self.environment is not None
+        name_to_users("EPISODE", episode)
         environment = self._made[key] = self.environment()
         return read_reset(self._settled(environment.reset(**reset_arguments(environment.reset, task, seed))))
 
-    def step(self, key: int, text: str) -> Said:
+    def step(self, key: int, text: str) -> Returned:
         """An environment answers a turn."""
         return read_step(self._settled(self._made[key].step(text)))
 
-    def get_reward(self, key: int) -> Said:
+    def get_reward(self, key: int) -> Returned:
         """An environment's reward of all."""
-        return Said(reward=number(self._settled(self._made[key].get_reward())), done=True)
+        return Returned(reward=number(self._settled(self._made[key].get_reward())), done=True)
 
-    def close(self, keys: Sequence[int] | None = None) -> Said:
+    def close(self, keys: Sequence[int] | None = None) -> Returned:
         """These environments are over, or all of them. Raises what the last one raised that did so, behind them all."""
         with contextlib.ExitStack() as stack:
             for key in [*self._made] if keys is None else keys:
                 made = self._made.pop(key, None)
                 if hasattr(made, "close"):
                     stack.callback(lambda close=made.close: self._settled(close()))
-        return Said()
+        return Returned()
 
     def _settled(self, value: Any) -> Any:
         if inspect.isawaitable(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -67,12 +68,15 @@ def serve(
 
 
 def with_episodes(engine: Engine, job: Description, tokenizer: str | None, team: Team) -> Engine:
-    """The engine, over which are episodes where the job has some. tokenizer: directory. Collective."""
+    """The engine, over which are episodes where the job has some; their environments end with this process at the
+    latest, by an error too. tokenizer: directory. Collective."""
     if (setup := job.episodes) is None:
         return engine
-    setup = replace(setup, tokenizer=tokenizer)
+    setup = replace(setup, tokenizer=tokenizer, run=job.run)
     peers = team.of_replica(engine, job.deadline)
     environments = setup.environments() if engine.leader else None
+    if environments is not None:
+        atexit.register(environments.close)
     return setup.over(engine, load_tokenizer(tokenizer), environments, peers)
 
 

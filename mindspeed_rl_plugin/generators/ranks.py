@@ -45,13 +45,21 @@ class Split:
             raise ValueError(f"{flag} leaves no rank of {self.world} to train; start more ranks, or give fewer")
         if self.generators % self.engine:
             raise ValueError(
-                f"{flag} is not a multiple of the {self.engine} ranks of an engine (--rl-generate-tp, --rl-generate-ep)"
+                f"{flag} is not a multiple of the {self.engine} ranks of an engine (--rl-generate-tp, "
+                f"--rl-generate-ep); {self._near()}"
             )
         if self.world > self.local and self.generators % self.local:
             raise ValueError(
                 f"{flag} with {self.local} ranks a machine leaves {self.trainers} trainers, no whole number of "
                 f"machines, which Megatron needs; give a multiple of {self.local}"
             )
+
+    def _near(self) -> str:
+        """What to give in the place of a number that is no multiple of an engine's ranks."""
+        below = self.generators - self.generators % self.engine
+        fit = [n for n in (below, below + self.engine) if 0 < n < self.world]
+        few = f"start more than {self.engine} ranks, or make engines smaller"
+        return f"give {' or '.join(map(str, fit))}" if fit else few
 
     def text(self) -> str:
         """What the job's first rank says."""

@@ -7,19 +7,23 @@ from dataclasses import fields
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig, flag_name
-from mindspeed_rl_plugin.reward.specs import ENVIRONMENT, SHARE_OF_WAIT
+from mindspeed_rl_plugin.reward.reward_model import PREFIX
+from mindspeed_rl_plugin.reward.specs import BUILTIN, ENVIRONMENT, SHARE_OF_WAIT
 
 
 def problems(args: Any, config: RLConfig) -> Iterator[str]:
     """Of the flags of episodes, and of those that they need."""
     flags = config.episodes
+    if not flags.environment and ENVIRONMENT in _named(config):
+        yield f"--rl-reward {ENVIRONMENT}: there is none; give --rl-environment, or another reward"
     if not flags.on:
         yield from _unread(config)
         return
     yield from _lengths(config)
     yield from _format(config)
-    if flags.foreign and flags.tools:
-        yield f"--rl-tools with --rl-environment {flags.environment}: it brings its own tools; remove --rl-tools"
+    yield from _foreign(config)
+    if flags.tools and flags.max_turns == 1:
+        yield "--rl-max-turns 1 with --rl-tools: the model would never see a result; give 2 or more"
     if flags.environment_python and not flags.foreign:
         yield (
             f"--rl-environment-python {flags.environment_python}: only --rl-environment verifiers:ID runs in another "
@@ -34,12 +38,52 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
         )
 
 
+def notes(config: RLConfig) -> Iterator[str]:
+    """What works but should be known, one line each."""
+    environment, named = config.episodes.environment, _named(config)
+    if environment and ENVIRONMENT not in named:
+        own = any(name not in BUILTIN and not name.startswith(PREFIX) for name in named)
+        yield (
+            f"--rl-reward {' '.join(config.graders)} leaves out what --rl-environment {environment} rewards, so that "
+            f"it trains nothing{f', unless a function of yours reads `{ENVIRONMENT}`' if own else ''}; add "
+            f"{ENVIRONMENT}, or {ENVIRONMENT}=0 to log it alone"
+        )
+
+
+def _named(config: RLConfig) -> set[str]:
+    """The graders, without their weights."""
+    return {text.partition("=")[0] for text in config.graders}
+
+
 def _unread(config: RLConfig) -> Iterator[str]:
     for f in fields(config.episodes):
         if getattr(config.episodes, f.name) != f.default:
             yield f"{flag_name(f.name)} has no meaning without --rl-tools or --rl-environment; give one, or remove it"
-    if any(text.partition("=")[0] == ENVIRONMENT for text in config.reward.reward):
-        yield f"--rl-reward {ENVIRONMENT}: there is none; give --rl-environment, or another reward"
+
+
+def _foreign(config: RLConfig) -> Iterator[str]:
+    """What is verifiers' own affair, and what it needs."""
+    flags = config.episodes
+    if not flags.foreign:
+        return
+    where = f"with --rl-environment {flags.environment}"
+    if flags.tools:
+        yield f"--rl-tools {where}: it brings its own tools; remove --rl-tools"
+    if flags.tool_parser != "auto":
+        yield (
+            f"--rl-tool-parser {flags.tool_parser} {where}: verifiers' renderer reads the calls; remove it, or name a "
+            "[renderer] in verifiers:FILE.toml"
+        )
+    if flags.max_observation_length is not None:
+        yield (
+            f"--rl-max-observation-length {flags.max_observation_length} {where}: verifiers renders what the model "
+            "sees, and nothing is cut there; remove it"
+        )
+    if not config.data.apply_chat_template and flags.observation != "chat":  # of which `_format` speaks
+        yield (
+            f"--rl-environment {flags.environment}: verifiers renders prompts by the chat template, which says where "
+            "a turn ends; give --rl-apply-chat-template too"
+        )
 
 
 def _lengths(config: RLConfig) -> Iterator[str]:

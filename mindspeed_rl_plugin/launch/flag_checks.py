@@ -122,7 +122,8 @@ def warnings(args: Any) -> list[str]:
     low = config.algorithm.clip_low
     if low is not None and low >= 1:
         lines.append(f"--rl-clip-low {low}: a ratio is never below 0, so the bound 1 - clip_low never acts")
-    return [*lines, *schedule_checks.notes(config), *upstream_checks.remarks(args, config)]
+    notes = (*episode_checks.notes(config), *schedule_checks.notes(config))
+    return [*lines, *notes, *upstream_checks.remarks(args, config)]
 
 
 def check_model(model: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.algorithms import resolve
@@ -15,7 +16,7 @@ from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.engine.seeds import task_of
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.parsers import make_parser
-from mindspeed_rl_plugin.episodes.protocol import Environments, begin_once, row_of
+from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments, begin_once, row_of
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.generators.guests import check_servers
@@ -26,6 +27,7 @@ from mindspeed_rl_plugin.loop.engine_options import dtype_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
 from mindspeed_rl_plugin.prompts.tokenizer import check_vocabulary, load_tokenizer, tokenizer_path
+from mindspeed_rl_plugin.ranks import gather_all, rank_of_job
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.stages.prompts import meta_of
@@ -52,7 +54,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         max_tokens=config.forward.max_tokens_per_microbatch,
         packed=config.forward.pack_sequences,
     )
-    environments = None if algorithm.from_pairs else _environments(EpisodeSetup.of(config, path), tokenizer)
+    environments = None if algorithm.from_pairs else _environments(args, config, path, tokenizer)
     tools = environments.tools if environments else None
     stream = functools.partial(_stream, tokenizer, config, algorithm.from_pairs, tools)
     inputs = Inputs(
@@ -122,10 +124,31 @@ def _graders(inputs: Inputs) -> RewardPool:
     return graders
 
 
-def _environments(setup: EpisodeSetup | None, tokenizer: Any) -> Environments | None:
-    """Who answers the model in episodes, started; and whether tokenizer and template fit."""
-    if setup is None:
+def _environments(
+    args: argparse.Namespace, config: RLConfig, path: str, tokenizer: Any
+) -> Environments | Elsewhere | None:
+    """Who answers the model in episodes, on the first rank of each engine. Where engines are apart, the first rank of
+    the job has them to try. Collective."""
+    if (setup := EpisodeSetup.of(config, path)) is None:
         return None
+    setup = dataclasses.replace(setup, run=os.path.abspath(config.monitor.run_dir or os.path.join(args.save, "rl")))
+    rank, here = rank_of_job(), None
+    if rank == 0 or (rank % config.rollout.generate_tp == 0 and not config.schedule.apart):
+        here, problem = _or_problem(lambda: _started(setup, tokenizer))
+        said = problem, here and Elsewhere.of(here)
+    else:
+        said = None, None
+    try:
+        known = _agreed(said)
+    except ValueError:
+        if here is not None:
+            here.close()
+        raise
+    return here or known
+
+
+def _started(setup: EpisodeSetup, tokenizer: Any) -> Environments:
+    """Environments, and tokenizer and template fit. Raises ValueError."""
     environments = setup.environments()
     try:
         setup.format(tokenizer, environments)
@@ -138,18 +161,42 @@ def _environments(setup: EpisodeSetup | None, tokenizer: Any) -> Environments | 
 
 
 def _try_environments(inputs: Inputs) -> None:
-    """An episode of the first row begins. Ends what no engine uses."""
-    environments, sample = inputs.environments, SampleId(0, 0, 0)
-    meta = meta_of(inputs.data.at(0))
+    """An episode of the first row begins, wherever environments are. Ends what no engine uses. Collective."""
+    problem = None
+    if not isinstance(inputs.environments, Elsewhere):
+        _, problem = _or_problem(lambda: _try_here(inputs))
+    _agreed((problem, None))
+    if inputs.config.schedule.apart:
+        inputs.environments.close()
+
+
+def _try_here(inputs: Inputs) -> None:
+    sample, meta = SampleId(0, 0, 0), meta_of(inputs.data.at(0))
     seed = task_of(inputs.response_seed, sample, meta).seed
-    if why := begin_once(environments, row_of(meta), seed):
+    if why := begin_once(inputs.environments, row_of(meta), seed):
         flags, where = inputs.config.episodes, inputs.data.where(0)
         text = f"--rl-environment {flags.environment} {why}\n  when it was tried on {where}"
         if flags.environment_on_error == "stop":
             raise ValueError(text)
         say(f"warning: {text}")
-    if inputs.config.schedule.apart:
-        environments.close()
+
+
+def _or_problem(function: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Its result, or the text of its ValueError, which all ranks must hear before one of them raises it."""
+    try:
+        return function(), None
+    except ValueError as error:
+        return None, str(error)
+
+
+def _agreed(said: tuple[str | None, Any]) -> Any:
+    """What the first rank says. said: by this one, a problem beside it. Raises ValueError for the first problem, on
+    every rank. Collective."""
+    every = gather_all(said)
+    for problem, _ in every:
+        if problem is not None:
+            raise ValueError(problem)
+    return every[0][1]
 
 
 def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tuple[tuple[StageSpec, Any], ...]:
@@ -157,8 +204,9 @@ def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tupl
     rollout, words, row = inputs.config.rollout, inputs.config.reward.stage, inputs.data.at(0)
     response = [*inputs.tokenizer.encode(row.answer, add_special_tokens=False), *end_tokens] or [0]
     response, where = response[: rollout.max_response_length], inputs.data.where(0)
-    try_once(load_stages(words, graders), row, response, rollout.samples_per_prompt, graders, where)
-    return tuple(load_stages(words, graders))
+    members, episodes = rollout.samples_per_prompt, inputs.episodes
+    try_once(load_stages(words, graders, episodes), row, response, members, graders, where, episodes)
+    return tuple(load_stages(words, graders, episodes))
 
 
 def _stream(

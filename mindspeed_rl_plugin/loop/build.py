@@ -48,7 +48,7 @@ from mindspeed_rl_plugin.reward.specs import ENVIRONMENT
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.stages.advantages import Advantages
 from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate
-from mindspeed_rl_plugin.stages.generate import Episodes, Generate
+from mindspeed_rl_plugin.stages.generate import Generate
 from mindspeed_rl_plugin.stages.logprobs import TokenPass
 from mindspeed_rl_plugin.stages.measure import Dump, IterationLog, Measure
 from mindspeed_rl_plugin.stages.prompts import Prompts
@@ -124,8 +124,7 @@ def table_of(inputs: Inputs) -> list[StageSpec]:
     rewards = {"graders": len(graders.names), "by_group": graders.by_group} if graders else {"graders": 0}
     config = inputs.config
     more = {"dump": config.monitor.dump_dir is not None, "own": own, "apart": config.schedule.apart}
-    episodes = inputs.environments and Episodes(len(inputs.environments.tools), config.episodes.max_turns)
-    return stage_table(inputs.algorithm, **rewards, **more, episodes=episodes)
+    return stage_table(inputs.algorithm, **rewards, **more, episodes=inputs.episodes)
 
 
 def dock_size(inputs: Inputs, table: Sequence[StageSpec]) -> DockSize:

@@ -107,7 +107,9 @@ def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: b
     secret_file = folder / "secret"
     address = job.dock.exchange.invite(secret_file, own_address(), json.dumps(about))
     on_ray = schedule.who_generates if schedule.who_generates.engines else None
-    if not strict:
+    if strict:
+        say(f"programs may observe: address {address}, secret file {secret_file}")
+    else:
         has_some = ranks or on_ray or schedule.engine_url
         what = "engines may join" if has_some else "this job has no engine yet, and waits for one to join"
         say(f"{what}: python -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")

@@ -9,13 +9,14 @@ from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.episodes.protocol import Environments
+from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.reward.calling import EPISODE
 from mindspeed_rl_plugin.rows import Prompt
+from mindspeed_rl_plugin.stages.generate import Episodes
 from mindspeed_rl_plugin.stages.stage import StageSpec
 
 
@@ -24,8 +25,8 @@ class Inputs:
     """forward: how batches become the model's inputs; vocab: tokens that the model may produce (the rest of Megatron's
     rows is padding); flags: RL flags that were given, with their values; data: prompts or pairs to train on; held_out:
     those of the evaluation; engine_config: config.json of the engine's model; end_tokens: ids that end a response;
-    own_stages: a user's, declaration and instance; environments: that answer the model in episodes. What an algorithm
-    does not need is left at its default.
+    own_stages: a user's, declaration and instance; environments: that answer the model in episodes, here or
+    elsewhere. What an algorithm does not need is left at its default.
     """
 
     args: argparse.Namespace
@@ -43,7 +44,12 @@ class Inputs:
     end_tokens: tuple[int, ...] = ()
     graders: RewardPool | None = None
     own_stages: tuple[tuple[StageSpec, Any], ...] = ()
-    environments: Environments | None = None
+    environments: Environments | Elsewhere | None = None
+
+    @property
+    def episodes(self) -> Episodes | None:
+        """What is declared of episodes, where responses are such."""
+        return self.environments and Episodes(len(self.environments.tools), self.config.episodes.max_turns)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Response tokens as graders and readers see them."""

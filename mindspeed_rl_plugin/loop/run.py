@@ -128,15 +128,17 @@ class Run:
         }
 
     def close(self) -> None:
-        """End the graders' processes, close the files of the run, and end the engine of a run that ended well.
+        """End the processes of graders and environments, close the files of the run, and end the engine of a run that
+        ended well.
 
         After an error ranks wait for each other, so nothing is done that could wait too. Nothing outlives the process
         in any case: whatever has a name outside of it lost it when it was built.
         """
         if self.loop is not None:
             self.loop.schedule.stop()
-        if self.inputs.graders is not None:
-            self.inputs.graders.close()
+        for users in (self.inputs.graders, self.inputs.environments):
+            if users is not None:
+                users.close()
         if self.loop is not None:
             self.loop.job.monitor.close()
             if not hasattr(sys, "last_value"):  # of an exception that nobody caught

@@ -41,7 +41,7 @@ _PARTS = (
     (("kl {:>7}", "kl"), ("ratio {:5.3f}", "ratio/mean"), ("clip {:4.2f}", "clip_fraction")),
     (("ent {:5.3f}", "entropy"),),
     (("critic {}", "critic"), ("explains {:4.2f}", "critic/explained_variance"), ("{}", "alone")),
-    (("Δlogp {}", "logp_diff"),),
+    (("Δlogp {}", "logp_diff"), ("mismatch {}", "mismatch")),
     (("lag {}", "lag"), ("seg {:4.2f}", "segments/mean"), ("sampled len {:.1f}", "engines/length_mean")),
     (
         ("idle train {:.0%}", "idle/trainers_starved"),
@@ -81,6 +81,8 @@ def _derived(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         out["logp_diff"] = f"{short_float(mean)}/{short_float(metrics['logp_diff/max'])}"
     if "lag/mean" in metrics:
         out["lag"] = f"{metrics['lag/mean']:.2f}/{metrics['lag/token_mean']:.2f}"
+        # Elsewhere Δlogp says it, of all tokens.
+        out |= {"mismatch": short_float(metrics["rollout/kl"])} if "rollout/kl" in metrics else {}
     if metrics.get("reward/errors"):
         out["errors"] = metrics["reward/errors"]
     return out

@@ -111,6 +111,9 @@ NAMES: dict[str, Meaning] = {
     "eval/response_length": Meaning("tokens", "mean length of the greedy held-out responses"),
     "eval/truncated": Meaning("share", "greedy held-out responses cut at the length limit"),
     "eval/errors": Meaning("samples", "held-out responses whose grader failed or ran out of time"),
+    "eval/environment_failed": Meaning(
+        "episodes", "held-out episodes whose environment failed, which count with 0 as its reward"
+    ),
     "version": Meaning("", "weight version that sampled the rollout"),
     "weights/digest": Meaning("", "digest of this `version` in trainer and engine (--rl-verify-weights)"),
     "reshard/bytes_copied": Meaning("bytes", "weights copied inside a rank for the rollout, all ranks together"),

@@ -7,7 +7,7 @@ and transformers are imported in the worker process alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 PREFIX = "model:"
 KIND = "ForSequenceClassification"
+OWN = ("turn", "reward", "seconds")  # what messages of episodes hold for others than templates
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -62,12 +63,13 @@ def same_tokenizer(path: str, policy: str) -> bool:
 
 
 class RewardModel:
-    """A batch grader: the score of each response after its prompt, as the checkpoint gives it.
+    """A batch grader: the score of each response after its prompt, as the checkpoint gives it; of episodes, of the
+    whole conversation.
 
     device: "cpu", or an accelerator's; there the checkpoint's own dtype is kept, on the host it is float32. With a
     chat template in the tokenizer the response is the assistant's turn after the chat messages of the data, or after
-    the prompt as a user's turn; without one both are text. A text longer than the model's positions is a ValueError,
-    never cut.
+    the prompt as a user's turn, and a conversation has its roles; without one all are text, joined. A text longer than
+    the model's positions is a ValueError, never cut.
     """
 
     def __init__(self, path: str, device: str) -> None:
@@ -101,8 +103,15 @@ class RewardModel:
                 "beside it"
             )
 
-    def __call__(self, prompts: Sequence[str], responses: Sequence[str], messages: Sequence[Any]) -> list[float]:
-        rows = [self._encode(*sample) for sample in zip(prompts, responses, messages, strict=True)]
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        messages: Sequence[Any],
+        conversations: Sequence[Any] | None = None,
+    ) -> list[float]:
+        samples = zip(prompts, responses, messages, conversations or [None] * len(prompts), strict=True)
+        rows = [self._encode(*sample) for sample in samples]
         self._check_texts(rows)
         own = (self._tokenizer.pad_token_id, getattr(self._model.config, "pad_token_id", None))
         pad = _padding(rows, own, self._size)
@@ -110,13 +119,27 @@ class RewardModel:
             return [value for row in rows for value in self._forward([row], None)]
         return self._forward(rows, pad)
 
-    def _encode(self, prompt: str, response: str, messages: Sequence[Any] | None) -> list[int]:
-        tokenizer = self._tokenizer
-        if tokenizer.chat_template:
+    def _encode(
+        self, prompt: str, response: str, messages: Sequence[Any] | None, conversation: Sequence[Any] | None
+    ) -> list[int]:
+        if self._tokenizer.chat_template:
             asked = messages or [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template([*asked, {"role": "assistant", "content": response}], tokenize=False)
-            return tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tokenizer(prompt + response)["input_ids"]
+            text = self._rendered(conversation or [*asked, {"role": "assistant", "content": response}])
+            return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._tokenizer(_joined(conversation) if conversation else prompt + response)["input_ids"]
+
+    def _rendered(self, conversation: Sequence[Mapping[str, Any]]) -> str:
+        from jinja2 import TemplateError
+
+        messages = [{k: v for k, v in message.items() if k not in OWN} for message in conversation]
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except TemplateError as error:
+            roles = " ".join(message["role"] for message in messages)
+            raise ValueError(
+                f"the reward model's chat template refuses a conversation of the roles {roles}: {error}; give a model "
+                "whose template takes them"
+            ) from error
 
     def _check_texts(self, rows: Sequence[Sequence[int]]) -> None:
         longest, limit = max(map(len, rows)), getattr(self._model.config, "max_position_embeddings", None)
@@ -143,6 +166,14 @@ class RewardModel:
                 attention_mask=torch.tensor([[1] * len(r) + [0] * (longest - len(r)) for r in rows], device=device),
             ).logits
         return scores[:, 0].float().tolist()
+
+
+def _joined(conversation: Sequence[Mapping[str, Any]]) -> str:
+    """The text of an episode: the prompt as graders see it, and all that was said from the first turn on."""
+    first = next(i for i, message in enumerate(conversation) if "turn" in message)
+    asked, said = conversation[:first], conversation[first:]
+    head = asked[0]["content"] if first == 1 else "\n\n".join(f"{m['role']}: {m['content']}" for m in asked)
+    return head + "".join(message["content"] for message in said)
 
 
 def _padding(rows: Sequence[Sequence[int]], own: Iterable[int | None], size: int) -> int | None:

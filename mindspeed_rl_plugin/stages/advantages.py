@@ -25,6 +25,7 @@ def spec(algorithm: Algorithm, episodes: bool = False) -> StageSpec:
     """It reads token columns only where the estimator looks at tokens. episodes: whether turns have rewards."""
     reads = ("reward", "valid", "response_length")
     reads += ("turns", "turn_reward") if episodes and algorithm.per_token else ()
+    reads += ("length", "prompt_length") if episodes and algorithm.buffer(1) else ()  # of the penalty on length
     if algorithm.per_token or algorithm.kl_reward_coef:
         reads += ("loss_mask",)
     reads += ("values",) if algorithm.needs_critic else ()
@@ -74,11 +75,16 @@ class Advantages(Stage):
         return Rows(rows.ids, {column_name(algorithm): advantages, **columns})
 
 
+def limited_lengths(rows: Rows) -> Tensor:
+    """`[B]` tokens that --rl-max-response-length limits: those of the response, of episodes the observations too."""
+    return rows["length"] - rows["prompt_length"] if "prompt_length" in rows.columns else rows["response_length"]
+
+
 def _estimated(rows: Rows, algorithm: Algorithm, limit: int, turn_weight: float) -> tuple[Tensor, Tensor]:
     """Advantages, `[B]` a sample or `[T]` a token, float64; and of the same shape, trained tokens that have each."""
     valid, mask = rows["valid"].bool(), rows.columns.get("loss_mask")
     cost = algorithm.kl_cost(rows["logp_old"], rows["logp_ref"], mask) if algorithm.kl_reward_coef else None
-    rewards = algorithm.shaped(rows["reward"], rows["response_length"], limit)
+    rewards = algorithm.shaped(rows["reward"], limited_lengths(rows), limit)
     turns = _turn_rewards(rows, turn_weight) if "turns" in rows.columns else None
     batch = RewardBatch(rewards, group_index(rows.ids), mask, cost, rows.columns.get("values"), turns)
     advantages = algorithm.advantages(batch)

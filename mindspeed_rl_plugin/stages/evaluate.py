@@ -59,11 +59,11 @@ class Evaluate:
         self.engine, self.prompts, self.graders, self.decode = engine, prompts, graders, decode
         self.episodes = episodes
         self.sampling, self.ranks, self.monitor, self.samples, self.seed = sampling, ranks, monitor, samples, seed
-        self._failed = 0
+        self._failed = [0, 0]  # graders, environments
 
     def run(self, done: int) -> None:
         """Evaluate the engine's weights after `done` iterations, and log it. Collective."""
-        self._failed = 0
+        self._failed = [0, 0]
         sums = evaluate(
             self.engine,
             self.prompts,
@@ -75,16 +75,16 @@ class Evaluate:
             episodes=self.episodes,
         )
         # Gathered and summed here: MindSpeed's all_reduce forgets the sum of float64 tensors, HCCL has none.
-        total = torch.tensor(self.ranks.gather([*sums.tolist(), float(self._failed)]), dtype=torch.float64).sum(0)
+        total = torch.tensor(self.ranks.gather([*sums.tolist(), *self._failed]), dtype=torch.float64).sum(0)
         failures = self.ranks.gather(self.graders.take_failures())
         FailureLog("the evaluation").add(failures, show=self.ranks.rank == 0)
-        result = eval_metrics(total[:-1], self.samples)
-        self.monitor.log_eval(done, result | ({"eval/errors": int(total[-1])} if total[-1] else {}))
+        self.monitor.log_eval(done, eval_metrics(total[:-2], self.samples) | _failures(*total[-2:].tolist()))
 
     def _score(self, answers: Sequence[tuple[Prompt, Completion]]) -> list[tuple[bool, float]]:
         items = [self._item(prompt, answer) for prompt, answer in answers]
         grades: list[Grade] = self.graders.grade(items)
-        self._failed += sum(g.error is not None for g in grades)
+        self._failed[0] += sum(g.error is not None for g in grades)
+        self._failed[1] += sum(c.episode is not None and c.episode.failure is not None for _, c in answers)
         return [(solved(g.parts, self.graders.weights), g.total) for g in grades]
 
     def _item(self, prompt: Prompt, answer: Completion) -> GradeItem:
@@ -124,14 +124,15 @@ class EvaluateApart:
 
     def finish(self) -> None:
         """Log it, when all its responses are graded, and clear them. Collective."""
-        sums, errors = self.ranks.broadcast(self._sums() if self.ranks.rank == 0 else None)
+        sums, failed = self.ranks.broadcast(self._sums() if self.ranks.rank == 0 else None)
         result = eval_metrics(torch.tensor(sums, dtype=torch.float64), self.samples)
-        self.monitor.log_eval(self.version, result | ({"eval/errors": errors} if errors else {}))
+        self.monitor.log_eval(self.version, result | _failures(*failed))
         self.dock.clear(self.epoch)
         self.version = -1
 
-    def _sums(self) -> tuple[list[float], int]:
-        rows = self.reward.graded(self.ids, ("reward_parts", "response_length", "finish"))
+    def _sums(self) -> tuple[list[float], tuple[float, float]]:
+        of_episodes = [name for name in self.reward.spec.reads if name == FAILED]
+        rows = self.reward.graded(self.ids, ("reward_parts", "response_length", "finish", *of_episodes))
         weights, lengths = self.reward.graders.weights, rows["response_length"].tolist()
         scores = [
             (solved(parts, weights), reward)
@@ -141,7 +142,8 @@ class EvaluateApart:
         firsts = range(0, len(scores), self.samples + 1)
         of_prompts = [_of_prompt(lengths[i], ends[i], scores[i:], self.samples) for i in firsts]
         sums = [sum(column) for column in zip(*of_prompts, strict=True)]
-        return sums, int(rows["grader_error"].sum())
+        failed = rows[FAILED].sum() if of_episodes else 0
+        return sums, (float(rows["grader_error"].sum()), float(failed))
 
 
 class EvaluatePairs:
@@ -165,6 +167,7 @@ class EvaluatePairs:
         self.monitor.log_eval(done, {"dpo_margin": float(margin.mean()), "dpo_accuracy": accuracy})
 
 
+FAILED = "environment_failed"  # a column of episodes
 SUMS = ("prompts", "solved", "reward", "tokens", "truncated", "pass_1", "pass_k")
 """What ranks and replicas add up: prompts; of their greedy responses how many are right, their rewards, tokens, and how
 many were cut; the sums of the estimated pass@1 and pass@k."""
@@ -214,6 +217,12 @@ def _of_prompt(tokens: int, finish: str, scores: Sequence[tuple[bool, float]], s
     correct = sum(bool(ok) for ok, _ in scores[1 : samples + 1])
     passes = [pass_at_k(samples, correct, 1), pass_at_k(samples, correct, samples)] if samples else [0.0, 0.0]
     return [1.0, float(right), reward, float(tokens), float(finish == "length"), *passes]
+
+
+def _failures(graders: float, environments: float) -> dict[str, float]:
+    """Of responses whose grader, or whose environment, failed; nothing where none did."""
+    counts = {"eval/errors": graders, "eval/environment_failed": environments}
+    return {name: int(count) for name, count in counts.items() if count}
 
 
 def eval_metrics(sums: Tensor, samples: int) -> dict[str, float]:

@@ -64,6 +64,7 @@ def spec(episodes: Episodes | None = None) -> StageSpec:
         return SPEC
     more = (
         ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with what the environment said first
+        ColumnSpec("environment_began", torch.int8, "sample", ragged=False),  # 1: the prompt is not the data's own
         # [first token, behind the last) of each turn of the model
         ColumnSpec("turns", torch.int64, "sample", ragged=True, trailing=(2,), longest=episodes.turns),
         ColumnSpec("turn_reward", torch.float32, "sample", ragged=True, longest=episodes.turns),  # the environment's
@@ -217,7 +218,7 @@ def completion_rows(
     }
     episodes = [completion.episode for completion in completions]
     if None not in episodes:
-        columns |= _episode_columns(episodes)
+        columns |= _episode_columns(episodes, [request.prompt_tokens for request in requests])
     return Rows(tuple(request.id for request in requests), columns)
 
 
@@ -231,11 +232,14 @@ def _sampled(completion: Completion) -> Tensor:
     return mask
 
 
-def _episode_columns(episodes: Sequence[Episode]) -> dict[str, Column]:
+def _episode_columns(episodes: Sequence[Episode], prompts: Sequence[Sequence[int]]) -> dict[str, Column]:
+    """prompts: the data's."""
+    began = [tuple(episode.prompt) != tuple(prompt) for episode, prompt in zip(episodes, prompts, strict=True)]
     before = [len(episode.prompt) for episode in episodes]
     turns = [torch.tensor(e.turns, dtype=torch.int64) + start for e, start in zip(episodes, before, strict=True)]
     return {
         "prompt_length": torch.tensor(before, dtype=torch.int64),
+        "environment_began": torch.tensor(began, dtype=torch.int8),
         "turns": Ragged.from_rows(turns, torch.int64),
         "turn_reward": Ragged.from_rows([torch.tensor(e.rewards) for e in episodes], torch.float32),
         "conversation": pack_json([list(e.conversation) for e in episodes]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import torch
@@ -36,8 +37,16 @@ class Incoming:
         tokens, prompt = rows["tokens"], rows["prompt"]
         total, before = tokens.lengths, rows["prompt_length"] if self.episodes else prompt.lengths
         response = total - before
+        same = ~rows["environment_began"].bool() if self.episodes else before == prompt.lengths  # as the data's prompt
         wrong = _Wrong(rows)
         wrong(before < 1, lambda i: f"prompt_length is {before[i]}; give that of the first turn's prompt")
+        wrong(
+            same & (before != prompt.lengths),
+            lambda i: (
+                f"prompt_length is {before[i]} where the prompt has {prompt.lengths[i]} tokens; begin with the prompt, "
+                "or give 1 as environment_began where the environment changed it"
+            ),
+        )
         for name in ("loss_mask", "logp_rollout"):  # what follows takes them token by token
             has = rows[name].lengths
             text = f"{name} has {{}} entries for {{}} tokens; give one for each token of prompt and response"
@@ -57,8 +66,7 @@ class Incoming:
             wrong.part(of, bad, lambda t: f"token {int(at[t])}: {text(t)}")
 
         values, mask, logp = tokens.values, rows["loss_mask"].values, rows["logp_rollout"].values
-        ours, same = torch.zeros_like(values), before == prompt.lengths  # else an environment began, and made it longer
-        asked_same = asked & same[of]
+        ours, asked_same = torch.zeros_like(values), asked & same[of]
         ours[asked_same] = prompt.values[same[_places(prompt.lengths)[0]]]
         sampled = self._sampled(rows, wrong, before, total) if self.episodes else ~asked
         token_wise(
@@ -85,6 +93,10 @@ class Incoming:
             lambda i: f"finish is {finish[i]}; give 0 ({FINISH[0]}) or 1 ({FINISH[1]}), or release the row",
         )
         self._check_segments(rows, wrong)
+        if self.episodes:
+            _check_rewards(rows, wrong)
+            _check_counts(rows, wrong)
+            _check_conversations(rows, wrong)
 
     def _sampled(self, rows: Rows, wrong: _Wrong, before: Tensor, total: Tensor) -> Tensor:
         """`[T]` bool: the tokens of the model's turns."""
@@ -162,6 +174,57 @@ class _Wrong:
         if bad.any():
             first = int(bad.nonzero()[0])
             raise ValueError(f"row {tuple(self._ids[int(of[first])])}: {text(first)}")
+
+
+def _check_rewards(rows: Rows, wrong: _Wrong) -> None:
+    """A finite number of each turn."""
+    rewards, turns = rows["turn_reward"], rows["turns"].lengths
+    wrong(
+        rewards.lengths != turns,
+        lambda i: f"turn_reward has {rewards.lengths[i]} entries for {turns[i]} turns; give one for each turn",
+    )
+    of, at = _places(rewards.lengths)
+    wrong.part(
+        of,
+        ~rewards.values.isfinite(),
+        lambda t: f"turn {int(at[t])}: turn_reward is {rewards.values[t]}; give a finite number",
+    )
+
+
+def _check_counts(rows: Rows, wrong: _Wrong) -> None:
+    """What is yes or no, and what is counted."""
+    for name in ("environment_began", "environment_failed"):
+        wrong((rows[name] < 0) | (rows[name] > 1), lambda i, name=name: f"{name} is {rows[name][i]}; give 0 or 1")
+    counts = rows["episode_counts"]
+    wrong((counts < 0).any(1), lambda i: f"episode_counts {counts[i].tolist()}; give numbers of at least 0")
+    if "tool_calls" in rows.columns:
+        calls = rows["tool_calls"]
+        made, raised = calls.unbind(-1)
+        wrong(
+            ((raised < 0) | (raised > made)).any(1),
+            lambda i: f"tool_calls {calls[i].tolist()}; give [made, raised] of each tool, raised in 0..made",
+        )
+
+
+def _check_conversations(rows: Rows, wrong: _Wrong) -> None:
+    """What graders, dumps and the report read."""
+    blobs = [row.numpy().tobytes() for row in rows["conversation"].rows()]
+    wrong(
+        torch.tensor([not _is_conversation(blob) for blob in blobs]),
+        lambda i: f"conversation {blobs[i][:80]!r}; give a JSON list of messages, each with a role and content",
+    )
+
+
+def _is_conversation(blob: bytes) -> bool:
+    try:
+        messages = json.loads(blob)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(messages, list) and bool(messages) and all(map(_is_message, messages))
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def _places(lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,8 +30,8 @@ DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old")
 
 
 # The same of episodes.
-OF_EPISODES = ("turns", "environment_failed", "episode_counts")
-DUMPED_OF_EPISODES = ("prompt_length", "turn_reward", "conversation")
+OF_EPISODES = ("prompt_length", "turns", "environment_failed", "episode_counts")
+DUMPED_OF_EPISODES = ("turn_reward", "conversation")
 
 
 def spec(
@@ -88,7 +88,7 @@ class Measure(Stage):
     ) -> None:
         super().__init__(spec, dock, deadline)
         self.ranks, self.algorithm, self.limit, self.graders, self.dump = ranks, algorithm, limit, graders, dump
-        self.tools = tools
+        self.tools, self.calls_found = tools, True
 
     def run(
         self,
@@ -128,14 +128,14 @@ class Measure(Stage):
         if "turns" in rows.columns:
             result |= episode_metrics(rows)
             if self.tools:
-                check_tools(rows, self.tools)
+                self.calls_found = check_tools(rows, self.tools, warn=self.calls_found)  # the first of several
         return result | {"groups/dropped": 1.0 - len(valid) / len(rows)}
 
     def _overlong(self, rows: Rows) -> dict[str, Metric]:
         """What DAPO's length penalty takes from the rewards, where it is on."""
         if not self.algorithm.buffer(self.limit):
             return {}
-        penalty = self.algorithm.shaped(torch.zeros(len(rows)), rows["response_length"], self.limit)
+        penalty = self.algorithm.shaped(torch.zeros(len(rows)), advantages.limited_lengths(rows), self.limit)
         return {"reward/overlong": float(penalty.mean()), "response/overlong": float((penalty < 0).double().mean())}
 
     def _dump(self, rows: Rows, iteration: int) -> None:

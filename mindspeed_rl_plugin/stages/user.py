@@ -15,7 +15,17 @@ import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, from_tensordict, to_tensordict
 from mindspeed_rl_plugin.reward.calling import load_function
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, Ragged, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.rows import (
+    EPISODE_COUNTS,
+    Completion,
+    Episode,
+    GenerateRequest,
+    Prompt,
+    Ragged,
+    Rows,
+    SampleId,
+    Sampling,
+)
 from mindspeed_rl_plugin.stages import generate, prompts, reward, select
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 from mindspeed_rl_plugin.workers.child import describe
@@ -28,12 +38,14 @@ RAISED = (
 )  # fmt: skip
 
 
-def load_stages(words: Sequence[str], graders: int) -> list[tuple[StageSpec, Any]]:
-    """The stages of `--rl-stage`, in their order: declaration, and instance.
+def load_stages(
+    words: Sequence[str], graders: int, episodes: generate.Episodes | None = None
+) -> list[tuple[StageSpec, Any]]:
+    """The stages of `--rl-stage`, in their order: declaration, and instance. episodes: where responses are such.
 
     Raises ValueError for a file or class that is not there, and for declarations that cannot be.
     """
-    known = {c.name for spec in (prompts.SPEC, generate.SPEC, reward.spec(graders)) for c in spec.writes}
+    known = {c.name for spec in (prompts.SPEC, generate.spec(episodes), reward.spec(graders)) for c in spec.writes}
     stages: list[tuple[StageSpec, Any]] = []
     for word in words:
         try:
@@ -73,13 +85,15 @@ def try_once(
     members: int,
     graders: int,
     where: str,
+    episodes: generate.Episodes | None = None,
 ) -> None:
     """Call each stage on the group that a data row would make, rewarded with 1 and 0 in turns.
 
     stages: not those of the run, for they may keep state; response: token ids of every response; graders: number of
-    rewards; where: the row's place in the data. Raises ValueError for what a stage raises or returns wrongly.
+    rewards; where: the row's place in the data; episodes: where responses are such. Raises ValueError for what a stage
+    raises or returns wrongly.
     """
-    rows = _as_sampled(prompt, response, members, graders)
+    rows = _as_sampled(prompt, response, members, graders, episodes)
     for spec, instance in stages:
         try:
             with torch.random.fork_rng(devices=()):
@@ -92,11 +106,21 @@ def try_once(
         rows = rows.with_columns(**written.columns)
 
 
-def _as_sampled(prompt: Prompt, response: Sequence[int], members: int, graders: int) -> Rows:
-    """The columns that a stage may read, of one group."""
+def _as_sampled(
+    prompt: Prompt, response: Sequence[int], members: int, graders: int, episodes: generate.Episodes | None
+) -> Rows:
+    """The columns that a stage may read, of one group. An episode has one turn."""
+    episode = episodes and Episode(
+        prompt=prompt.tokens,
+        turns=((0, len(response)),),
+        rewards=(0.0,),
+        conversation=({"role": "user", "content": prompt.text}, {"role": "assistant", "content": prompt.answer}),
+        counts=dict.fromkeys(EPISODE_COUNTS, 0),
+        tools=((0, 0),) * episodes.tools,
+    )
     ids = [SampleId(0, 0, member) for member in range(members)]
     requests = [GenerateRequest(i, prompt.tokens, Sampling(len(response)), 0) for i in ids]
-    answers = [Completion(i, tuple(response), (-1.0,) * len(response), "stop", ((0, 0),)) for i in ids]
+    answers = [Completion(i, tuple(response), (-1.0,) * len(response), "stop", ((0, 0),), episode) for i in ids]
     right = (torch.arange(members) + 1) % 2
     graded = {"reward": right, "reward_parts": right[:, None].expand(-1, graders), "graded": right | 1}
     columns = {c.name: graded.get(c.name, right * 0).to(c.dtype) for c in reward.spec(graders).writes}

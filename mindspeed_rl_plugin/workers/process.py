@@ -48,7 +48,8 @@ class Program:
     main: "module:function" of this package, called with two file descriptors (see `child.Parent`); first, then: types
     of what it answers to its first message, beside why it cannot (None where it can), and to calls; who: it is, in
     messages; raises: the error of one that cannot load; python: its interpreter, None for this one, in which the module
-    path is the same; patience: seconds in which it may end by itself, once its lifeline is closed, before it is killed.
+    path is the same; patience: seconds in which it may end by itself, once its lifeline is closed, before it is killed;
+    kept: by a `keeper` above it, which is to kill all at once, and has these seconds for it.
     """
 
     main: str
@@ -58,6 +59,7 @@ class Program:
     raises: type[ValueError]
     python: str | None = None
     patience: float = 0.0
+    kept: bool = False
 
 
 class Worker:
@@ -129,6 +131,8 @@ class Worker:
         """End the process group, and let go of everything. Idempotent."""
         if not self._connection.closed:
             self._connection.close()
+            if self._program.kept:
+                self._process.terminate()
             self.cut()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(self._program.patience)

@@ -138,6 +138,7 @@ def test_rows_go_from_prompts_to_what_an_observer_reads(trainers, job) -> None:
     assert rows["version"].tolist() == [0, 0, 0, 2] and rows["finish"].tolist() == [0, 0, 0, 1]
     assert [row.tolist() for row in rows["segments"].rows()] == [[[1, 0]], [[1, 0]], [[2, 0], [3, 2]], [[2, 2]]]
     assert len(job.read(job.finished("generate"), ["reward"])) == 0, "not graded yet"
+    assert len(job.read([], ["tokens"])) == 0
     ids = job.finished("generate")
     for dock in trainers.docks:
         dock.clear(0, [0])

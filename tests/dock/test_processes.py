@@ -271,6 +271,7 @@ def test_rows_of_a_consumer_outside_come_again_when_it_is_killed(
     assert all(rank.process.is_alive() for rank in job.ranks), "the job goes on"
 
 
+@pytest.mark.slow
 def test_a_consumer_outside_of_a_torchrun_job_is_killed(start, torchrun, tmp_path: Path) -> None:
     """Its rows are handed out again to the next one, and the job goes on."""
     secret, address = tmp_path / "secret", tmp_path / "address"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.protocol import generate
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
-from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
 VOCAB, EOS, LENGTH = 50, 2, 24
 LONG = 1200  # tokens of a prompt; vLLM takes up to 2,048 of a step
@@ -48,15 +49,15 @@ def write_tokenizer(directory: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=core, unk_token="A").save_pretrained(directory)
 
 
-def write_weights(engine: VllmEngine, version: int) -> None:
+def write_weights(engine: VllmEngine, version: int, seed: int = 100, in_flight: bool = False) -> None:
     """Random weights; norms, which every rank holds whole, stay ones. Padded rows of the vocabulary get large ones."""
-    generator = torch.Generator().manual_seed(100 + dist.get_rank() % engine.options.tensor_parallel)
+    generator = torch.Generator().manual_seed(seed + dist.get_rank() % engine.options.tensor_parallel)
     for parameter in engine.parameters().values():
         if parameter.dim() == 2:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
         else:
             parameter.fill_(1.0)
-    engine.update_weights(version)
+    engine.update_weights(version, in_flight=in_flight)
 
 
 def ask(count: int, **sampling) -> list[GenerateRequest]:
@@ -146,6 +147,31 @@ def check_sleep(engine: VllmEngine) -> None:
     assert [c.tokens for c in run(engine, ask(4))] != [c.tokens for c in before]
 
 
+def check_prefixes(engine: VllmEngine) -> None:
+    """What older weights computed of a prompt serves nobody who asks for it under newer ones that came in flight."""
+    prompts = [tuple((i + j) % VOCAB for j in range(LONG)) for i in range(2)]
+    sampling = Sampling(LENGTH, ignore_eos=True)
+    long, going = (GenerateRequest(SampleId(0, i, 0), p, sampling, i) for i, p in enumerate(prompts))
+    write_weights(engine, 3)
+    (old,) = run(engine, [long])
+    engine.submit([going])
+    engine.poll(0)
+    write_weights(engine, 4, seed=200, in_flight=True)
+    engine.submit([replace(long, sampling=replace(sampling, max_tokens=4))])
+    (new,) = engine.poll(60)
+    (cut,) = engine.abort()
+    assert cut.id == going.id and [v for _, v in cut.segments] == [3, 4], "the other one was in the making all the time"
+    engine.update_weights(5)  # nothing is cached now
+    (fresh,) = run(engine, [long])
+    assert [v for _, v in new.segments] == [4] and new.tokens == fresh.tokens[:4]
+    assert furthest(new, fresh) < 1e-5 and furthest(old, fresh) > 0.01, (old, new, fresh)
+
+
+def furthest(some: Completion, other: Completion) -> float:
+    """The largest difference of log-probs of their first tokens."""
+    return max(abs(a - b) for a, b in zip(some.logps, other.logps))  # noqa: B905
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     world = dist.get_world_size()
@@ -169,6 +195,7 @@ def main() -> None:
     check_responses(engine)
     check_prompts_beyond_a_step(engine)
     check_sleep(engine)
+    check_prefixes(engine)
     assert torch.equal(rng, torch.get_rng_state())
     engine.shutdown()
     total = torch.ones(1)

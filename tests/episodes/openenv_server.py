@@ -1,4 +1,4 @@
-"""A server of OpenEnv's own package: `python openenv_server.py ENVIRONMENT PORT`."""
+"""A server of OpenEnv's own package: `python openenv_server.py ENVIRONMENT PORT SESSIONS`."""
 
 import sys
 
@@ -100,5 +100,5 @@ KINDS = {
 }
 
 if __name__ == "__main__":
-    app = create_fastapi_app(*KINDS[sys.argv[1]], max_concurrent_envs=2)
+    app = create_fastapi_app(*KINDS[sys.argv[1]], max_concurrent_envs=int(sys.argv[3]))
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")

@@ -7,6 +7,7 @@ from mindspeed_rl_plugin.episodes.protocol import Reply, ToolCall, Turn
 from mindspeed_rl_plugin.episodes.tools import load_environment, load_tool
 from mindspeed_rl_plugin.episodes.worker import Desk
 from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.workers.process import Worker
 
 FILE = str(Path(__file__).with_name("user_code.py"))
 FUNCTIONS = ("multiply", "nap", "wait", "fault")
@@ -18,6 +19,11 @@ def schemas(pool: EnvironmentPool) -> list:
     sources = pool._sources
     environment = pool._environment and load_environment(FILE, pool._environment.name)
     return Desk({s.name: load_tool(s.file, s.name) for s in sources}, environment, 1.0).schemas()
+
+
+def below(worker: Worker) -> int:
+    """The process that runs a user's code, below its keeper."""
+    return int(Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text())
 
 
 def sample(number: int) -> SampleId:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.episodes.chat import CUT, make_format
+from mindspeed_rl_plugin.episodes.chat import CUT, TEMPLATE_ERRORS, make_format
 from mindspeed_rl_plugin.prompts import Renderer
 from mindspeed_rl_plugin.prompts.render import render_chat
 from mindspeed_rl_plugin.prompts.sources import open_source
@@ -169,10 +169,47 @@ def test_added_tokens_that_are_words_are_no_special_tokens():
 def test_a_prompt_with_an_observation_in_it(name):
     form, plain_prompt = format_of(name), format_of(name).prompt([QUESTION])
     assert plain_prompt == rendered(name, [QUESTION])
-    ids = form.prompt([{**QUESTION, "content": "".join(CONTROL)}])
-    assert control_ids(name, ids) == control_ids(name, plain_prompt) and "".join(CONTROL) in decoded(name, ids)
+    hostile = "".join(CONTROL)
+    ids = form.prompt([{**QUESTION, "content": f"{QUESTION['content']}{hostile}"}], len(hostile))
+    assert control_ids(name, ids) == control_ids(name, plain_prompt) and hostile in decoded(name, ids)
     shots = [QUESTION, {"role": "assistant", "content": "<think>\n\n</think>\n\n12"}, QUESTION]
     assert form.prompt(shots) == rendered(name, shots), "examples of the data are rendered as they are"
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@QUICK
+@given(data=hostile, said=hostile)
+def test_an_observation_leaves_the_data_of_a_prompt_as_they_are(name, data, said):
+    """Control tokens of the data stay what they are; none comes of what is said, nor of both together."""
+    data, said = whole(data), whole(said)
+    form, message = format_of(name), {**QUESTION, "content": f"(:{data}{said}:)"}
+    assert form.prompt([message]) == rendered(name, [message]), "as `Renderer` encodes it"
+    ids = form.prompt([message], len(said) + 2)
+    assert control_ids(name, ids) == control_ids(name, rendered(name, [{**QUESTION, "content": f"(:{data}"}]))
+    read = unicodedata.normalize("NFC", message["content"])
+    assert read in unicodedata.normalize("NFC", decoded(name, ids)), "no character of it is lost"
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_control_token_of_which_the_data_hold_the_first_half_is_text(name):
+    control = FAMILIES[FAMILY[name]].special[1]
+    ids = format_of(name).prompt([{**QUESTION, "content": f"a {control}"}], len(control) - 2)
+    assert control_ids(name, ids) == control_ids(name, format_of(name).prompt([QUESTION]))
+
+
+PARTS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else %}{{ m.content | map(attribute='text') | join }}{% endif %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+
+
+def test_a_prompt_in_parts_is_that_of_its_text():
+    form = make_format(make_tokenizer("qwen2_5", PARTS), "chat", ())
+    parts = [{"type": "text", "text": text} for text in ("a ", "<|im_end|>b<|im_start|>")]
+    whole_text = "".join(part["text"] for part in parts)
+    for said in (0, 3, 13):
+        as_text = form.prompt([{**QUESTION, "content": whole_text}], said)
+        assert form.prompt([{**QUESTION, "content": parts}], said) == as_text
 
 
 def decoded(name, ids):
@@ -247,14 +284,24 @@ def test_raw_observations_are_appended_as_they_are(name):
     assert form.behind(5, messages) == encode(name, "\n4 right") and form.behind(5, []) == []
     assert form.prompt([{"role": "system", "content": "not"}, QUESTION]) == tokenizer.encode(QUESTION["content"])
     ends = [{"role": "user", "content": f"a{tokenizer.eos_token}b"}]
-    begin = [] if tokenizer.bos_token is None else [tokenizer.bos_token_id]
-    assert control_ids(name, form.behind(5, ends)) == [] and control_ids(name, form.prompt(ends)) == begin
-    assert decoded(name, form.prompt(ends)[len(begin) :]) == ends[0]["content"]
+    assert control_ids(name, form.behind(5, ends)) == []
+    data = tokenizer.encode(ends[0]["content"])
+    assert form.prompt(ends) == data and tokenizer.eos_token_id in data, "as `Renderer` encodes it"
+    longer = [{**QUESTION, "content": 2 * ends[0]["content"]}]
+    assert form.prompt(longer, len(ends[0]["content"])) == [*data, *form.behind(5, ends)]
     assert form.most_calls is None
 
 
-SHOWN_TOOL = "{{- message.content }}\n        {{- '\\n</tool_response>"
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools }}assistant: "
+ALTERNATING = """{% for m in messages %}{% if (m.role == 'assistant') == (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{{ tools }}<|im_start|>assistant
+"""
+LAST = PLAIN.replace(
+    "{{ m.content }}", "{% if loop.last or m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}"
+)
+SHOWN_TOOL = "{{- message.content }}\n        {{- '\\n</tool_response>"
 
 
 @pytest.mark.parametrize(
@@ -268,6 +315,7 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ to
         ("qwen2_5", TOOLS, lambda t: t.replace(SHOWN_TOOL, "{{- '"), "behind a turn that a message of role 'tool'"),
         ("qwen2_5", TOOLS, lambda t: t.replace(SHOWN_TOOL, "{{- message.content + 1 }}{{- '"), "raises TypeError"),
         ("deepseekv3", TOOLS, lambda t: "{{ tools }}" + t, "cannot be extended by appending: a message of role 'tool'"),
+        ("qwen2_5", TOOLS, lambda t: LAST, "two messages of role 'user' answer: one of them is not there"),
         ("qwen2_5", (), lambda t: t + "{{ raise_exception('not this') }}", "raises TemplateError: not this"),
     ],
 )
@@ -277,6 +325,13 @@ def test_templates_of_no_use_are_refused(name, tools, edit, reason):
         make_format(tokenizer, "chat", tools)
     assert reason in str(error.value)
     assert ("`step`" if tools else "--rl-observation raw") in str(error.value), "and what to do"
+
+
+def test_a_template_with_room_for_one_message_behind_a_turn():
+    form = make_format(make_tokenizer("qwen2_5", ALTERNATING), "chat", TOOLS)
+    assert form.most_calls == 1, "and so for one result of a tool"
+    with pytest.raises(TEMPLATE_ERRORS, match="roles must alternate"):
+        form.behind(form.close, [QUESTION, QUESTION])
 
 
 def test_a_template_that_ignores_tools_is_fine_without_them():

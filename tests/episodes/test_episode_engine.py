@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import generate
@@ -18,11 +19,14 @@ from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import Lead, Limits
 from mindspeed_rl_plugin.episodes.live import turn_seed
-from mindspeed_rl_plugin.episodes.protocol import COUNTS, EpisodeError, MalformedCall, Reply, ToolCall, Turn
+from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply, ToolCall, Turn
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
 CLOSE, PROMPT = 99, (7, 8, 9)
 LIMITS = Limits(turns=4, observation=6, prompt=5)
+TEXT, IMAGE = {"type": "text", "text": "p"}, {"type": "image"}
+SAYS = Reply(SampleId(0, 0, 0), [{"role": "user", "content": "!"}])
+COUNTED = ("calls", "malformed", "unknown", "arguments", "raised")
 FIELDS = {"text": "p", "answer": "a", "record": {}, "messages": None}
 
 
@@ -75,7 +79,7 @@ class Format:
 
     most_calls: int | None = None
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], said: int = 0) -> list[int]:
         return [ord(letter) for message in messages for letter in message["content"]]
 
     def behind(self, last: int, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -101,6 +105,7 @@ class World:
         self.answer, self.opening, self.begins, self.slow = answer, opening, opening is not None, slow
         self.log: list[tuple] = []
         self.turns: dict[SampleId, int] = {}
+        self.answered = 0
         self.due: list[tuple[int, Reply]] = []
         self.closed = False
 
@@ -157,7 +162,7 @@ def echo(episode: SampleId, turn: Turn, number: int) -> Reply:
     """Two turns, then the end."""
     if number > 1:
         return Reply(episode, done=True, reward=1.0)
-    return Reply(episode, [{"role": "user", "content": "xyz"}], reward=0.5, counts=dict.fromkeys(COUNTS, 1))
+    return Reply(episode, [{"role": "user", "content": "xyz"}], reward=0.5, counts=dict.fromkeys(COUNTED, 1))
 
 
 def whole(completion: Completion) -> tuple[int, ...]:
@@ -195,7 +200,7 @@ def test_rewards_counts_and_conversation_are_those_of_the_turns() -> None:
         assert roles == ["user", "assistant", "user", "assistant"]
         assert [m["reward"] for m in episode.conversation if m["role"] == "assistant"] == [0.5, 1.0]
         assert [m["turn"] for m in episode.conversation if "turn" in m] == [list(turn) for turn in episode.turns]
-        assert {name: episode.counts[name] for name in COUNTS} == dict.fromkeys(COUNTS, 1)
+        assert {name: episode.counts[name] for name in COUNTED} == dict.fromkeys(COUNTED, 1)
         assert episode.counts["observation_tokens"] == 3
 
 
@@ -226,13 +231,12 @@ def test_the_limit_of_turns_and_of_the_whole_episode_end_it() -> None:
 
 
 def test_an_environment_that_begins_makes_the_prompt_longer() -> None:
-    opening = Reply(SampleId(0, 0, 0), [{"role": "user", "content": "!"}])
-    for completion in generate(over(World(echo, opening=opening, slow=2)), requests_of(2), deadline=5):
+    for completion in generate(over(World(echo, opening=SAYS, slow=2)), requests_of(2), deadline=5):
         assert completion.episode.prompt == (ord("p"), ord("!")) and completion.episode.conversation[0] == {
             "role": "user",
             "content": "p!",
         }
-    long = World(echo, opening=replace(opening, messages=[{"role": "user", "content": "123456"}]))
+    long = World(echo, opening=replace(SAYS, messages=[{"role": "user", "content": "123456"}]))
     with pytest.raises(EpisodeError, match=r"7 tokens long .* --rl-max-prompt-length is 5"):
         generate(over(long), requests_of(1), deadline=5)
 
@@ -265,6 +269,7 @@ def test_a_failed_environment(rule: str, capsys) -> None:
         return
     for completion in generate(engine, requests, deadline=5):
         assert completion.episode.failure == "raised ZeroDivisionError" and completion.episode.rewards == (0.0, 0.0)
+        assert [m["reward"] for m in completion.episode.conversation if "turn" in m] == [0.0, 0.0]
     assert capsys.readouterr().out.count("an environment failed, for the first time") == 1
     assert len(world.named("end")) == 4
 
@@ -276,6 +281,9 @@ def test_one_that_cannot_begin_has_one_turn_that_nobody_answers() -> None:
         assert len(completion.episode.turns) == 1 and completion.episode.failure == "raised OSError"
         assert completion.tokens and completion.episode.prompt == PROMPT
     assert not world.named("act")
+    cut = generate(over(world, replace(LIMITS, on_error="zero"), longest=1), requests_of(4), deadline=5)
+    assert {c.finish for c in cut} == {"stop", "length"}, "as the engine said"
+    assert all((c.finish == "stop") == (c.tokens[-1] == CLOSE) for c in cut)
 
 
 def test_calls_are_counted_by_tool_and_more_than_a_template_takes_are_none() -> None:
@@ -350,6 +358,20 @@ def test_what_does_not_go_on_is_over_but_an_evaluation_comes_between() -> None:
     assert world.closed
 
 
+def test_a_call_that_is_answered_is_progress_though_its_reply_is_not_due_yet() -> None:
+    world = World(echo, opening=Reply(SampleId(0, 0, 0)), slow=0)
+    engine = over(world)
+    engine.submit(requests_of(1, 1))
+    world.due = [(1000, reply) for _, reply in world.due]
+    engine.step_along(1)
+    before = engine.progress
+    engine.step_along(1)
+    assert engine.progress == before
+    world.answered += 1
+    engine.step_along(1)
+    assert engine.progress > before
+
+
 def test_seeds_of_turns() -> None:
     """The first turn has the response's own; others differ from it and from each other."""
     seeds = [turn_seed(5, turn) for turn in range(50)]
@@ -363,3 +385,28 @@ def test_a_parser_that_raises_stops_all_ranks_with_its_reason() -> None:
     engine = over(World(echo), longest=100, parse=fails)
     with pytest.raises(EpisodeError, match=r"(?s)my.py:f raised KeyError.*in rollout 0, prompt 0, response 0"):
         generate(engine, requests_of(1, 1, most=400), deadline=5)
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"), [([TEXT], [{**TEXT, "text": "p!"}]), ([IMAGE], [IMAGE, {**TEXT, "text": "!"}])]
+)
+def test_what_is_said_first_becomes_text_of_a_prompt_in_parts(content: list, wanted: list) -> None:
+    engine = over(World(echo, opening=SAYS))
+    engine._lead.format.prompt = lambda messages, said: [said] if messages[0]["content"] == wanted else []
+    (request,) = requests_of(1, 1)
+    fields = FIELDS | {"messages": [{"role": "user", "content": content}]}
+    asked = [replace(request, task=replace(request.task, fields=fields))]
+    assert generate(engine, asked, deadline=5)[0].episode.prompt == (1,)
+
+
+@pytest.mark.parametrize("at", ["prompt", "behind"])
+def test_a_template_that_refuses_what_is_said_stops_all_ranks(at: str) -> None:
+    def refuses(*arguments: Any) -> list[int]:
+        raise TemplateError("roles must alternate")
+
+    engine, plans = over(World(echo, opening=SAYS), longest=100), []
+    setattr(engine._lead.format, at, refuses)
+    engine._peers.share = lambda plan: plans.append(plan) or plan
+    with pytest.raises(EpisodeError, match=r"(?s)TemplateError: roles must alternate.* rollout 0, prompt 0, resp"):
+        generate(engine, requests_of(1, 1, most=400), deadline=5)
+    assert "roles must alternate" in plans[-1].error, "no rank waits for a plan that never comes"

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.episodes.measured import check_tools, episode_metrics
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
-from mindspeed_rl_plugin.launch.episode_checks import problems
+from mindspeed_rl_plugin.launch.episode_checks import notes, problems
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import (
     EPISODE_COUNTS,
@@ -28,18 +28,21 @@ from mindspeed_rl_plugin.rows import (
     Sampling,
     pack_json,
 )
-from mindspeed_rl_plugin.stages import advantages, generate, reward
+from mindspeed_rl_plugin.stages import advantages, generate, measure, reward
 from mindspeed_rl_plugin.stages.incoming import Incoming
 
 COUNTS = dict.fromkeys(EPISODE_COUNTS, 0)
 
 
-def episode_rows(*episodes: tuple[list[tuple[int, int]], list[float]], tools=((0, 0),), failed=None, **counts) -> Rows:
-    """Rows of `generate` from turns, in response tokens, and their rewards; the prompt has two tokens."""
+def episode_rows(
+    *episodes: tuple[list[tuple[int, int]], list[float]], tools=((0, 0),), failed=None, data=(1, 2), **counts
+) -> Rows:
+    """Rows of `generate` from turns, in response tokens, and their rewards; the prompt has two tokens. data: the data's
+    own prompt."""
     requests, completions = [], []
     for member, (turns, rewards) in enumerate(episodes):
         sample, length = SampleId(0, member // 2, member % 2), turns[-1][1]
-        requests.append(GenerateRequest(sample, (1, 2), Sampling(40), 0))
+        requests.append(GenerateRequest(sample, data, Sampling(40), 0))
         sampled = {place for first, end in turns for place in range(first, end)}
         logps = tuple(-0.5 if place in sampled else 0.0 for place in range(length))
         said = ({"role": "assistant", "content": "x"},)
@@ -58,6 +61,7 @@ def test_columns_of_episodes() -> None:
     assert rows["logp_rollout"].row(0).tolist() == [0, 0, -0.5, -0.5, 0, 0, 0, -0.5, -0.5]
     assert rows["response_length"].tolist() == [4, 3] and rows["length"].tolist() == [9, 5]
     assert rows["turns"].row(0).tolist() == [[2, 4], [7, 9]] and rows["prompt_length"].tolist() == [2, 2]
+    assert rows["environment_began"].tolist() == [0, 0]
     assert {c.name for c in generate.spec(generate.Episodes(1, 4)).writes} == set(rows.columns)
 
 
@@ -111,6 +115,25 @@ def test_turn_rewards_stand_where_the_turn_ends(weight: float) -> None:
     assert float(batch.token_rewards().values.sum()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("name", ["dr-grpo", "reinforce++"])
+def test_the_penalty_on_length_counts_what_the_limit_counts(name: str) -> None:
+    """Seven tokens, of which four are trained, at a limit of seven; and three."""
+    plain = AlgorithmConfig(algorithm=name, kl_reward_coef=0.0, gamma=1.0)
+    algorithm = resolve(replace(plain, overlong_buffer=4, overlong_penalty=2.0))
+    rows = episode_rows(TWO, ONE).with_columns(reward=torch.zeros(2), valid=torch.ones(2, dtype=torch.int8))
+    spec, tallies = advantages.spec(algorithm, True), measure.spec(algorithm, episodes=generate.Episodes(1, 4))
+    assert not {"length", "prompt_length"} & {*advantages.spec(resolve(plain), True).reads}
+    read = Rows(rows.ids, {name: rows[name] for name in spec.reads})
+    values, _ = advantages._estimated(read, algorithm, 7, 0.0)
+    if algorithm.per_token:
+        assert {*values[read["loss_mask"].values.bool()].tolist()} == {-2.0, 0.0}
+    else:
+        assert values.tolist() == [-1.0, 1.0]
+    assert "prompt_length" in tallies.reads and len({*tallies.reads}) == len(tallies.reads)
+    stage = measure.Measure(tallies, None, 1.0, ranks=None, algorithm=algorithm, limit=7, graders=None)
+    assert stage._overlong(rows) == {"reward/overlong": -1.0, "response/overlong": 0.5}
+
+
 def test_gae_carries_values_over_what_is_only_seen() -> None:
     """The episode without its holes has the same advantages."""
     algorithm = resolve(AlgorithmConfig(algorithm="ppo", gamma=0.9, gae_lambda=0.8))
@@ -145,6 +168,18 @@ def changed(rows: Rows, name: str, value) -> Rows:
     return rows.with_columns(**{name: torch.tensor([value], dtype=column.dtype)})
 
 
+NO_CONVERSATIONS = (
+    "",
+    "[",
+    "[" * 100_000,
+    "{}",
+    "3",
+    "null",
+    "[]",
+    '["said"]',
+    '[{"role": "user"}]',
+    '[{"content": "said"}]',
+)
 WRONG = [
     ("turns", [[2, 4], [3, 9]], r"turns \[\[2, 4\], \[3, 9\]\]"),
     ("turns", [[3, 4], [7, 9]], "the first from the prompt's end"),
@@ -154,6 +189,15 @@ WRONG = [
     ("response_length", 7, "response_length is 7, not 4"),
     ("finish", 2, "finish is 2"),
     ("prompt_length", 0, "prompt_length is 0"),
+    ("prompt_length", 3, "prompt_length is 3 where the prompt has 2 tokens"),
+    ("prompt", [1, 9], "token 1: 2 where the prompt has 9; begin with the prompt"),
+    ("environment_began", 2, "environment_began is 2; give 0 or 1"),
+    ("environment_failed", -1, "environment_failed is -1; give 0 or 1"),
+    ("turn_reward", [0.5], "turn_reward has 1 entries for 2 turns; give one for each"),
+    ("turn_reward", [0.5, float("nan")], "turn 1: turn_reward is nan; give a finite number"),
+    ("episode_counts", [-1] * len(EPISODE_COUNTS), r"episode_counts \[-1, .* at least 0"),
+    ("tool_calls", [[1, 2]], r"tool_calls \[\[1, 2\]\]; give \[made, raised\]"),
+    *(("conversation", [*text.encode()], "give a JSON list of messages") for text in NO_CONVERSATIONS),
 ]
 
 
@@ -161,10 +205,25 @@ def test_the_gate_takes_episodes_that_are_right() -> None:
     gate = Incoming(99, 12, episodes=True)
     gate.published.add(4)
     gate.check(outside(episode_rows(TWO, ONE)))
-    longer = outside(episode_rows(TWO))  # an environment that begins has its own prompt
-    longer = longer.with_columns(prompt=Ragged.from_rows([torch.tensor([1], dtype=torch.int32)]))
-    gate.check(longer)
     gate.check(changed(outside(episode_rows(TWO)), "finish", 3))
+
+
+@pytest.mark.parametrize("data", [(1,), (1, 9), (1, 9, 3)])
+def test_the_gate_takes_a_prompt_that_an_environment_changed(data: tuple[int, ...]) -> None:
+    """Longer than the data's, or as long: what it says may merge with the last token of the prompt."""
+    gate = Incoming(99, 12, episodes=True)
+    gate.published.add(4)
+    rows = outside(episode_rows(TWO, data=data))
+    assert rows["environment_began"].tolist() == [1]
+    gate.check(rows.with_columns(prompt=Ragged.from_rows([torch.tensor(data, dtype=torch.int32)])))
+
+
+def test_rewards_of_one_row_never_come_to_another() -> None:
+    gate = Incoming(99, 12, episodes=True)
+    gate.published.add(4)
+    rewards = Ragged.from_rows([torch.tensor([1.0]), torch.tensor([0.5, 7.0])])
+    with pytest.raises(ValueError, match=r"row \(0, 0, 0\): turn_reward has 1 entries for 2 turns"):
+        gate.check(outside(episode_rows(TWO, ONE)).with_columns(turn_reward=rewards))
 
 
 @pytest.mark.parametrize(("name", "value", "message"), WRONG, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(WRONG)])
@@ -182,13 +241,16 @@ def test_metrics_and_tools_that_never_work(capsys) -> None:
     assert got["episode/seconds"] == 0.5 and got["episode/cut"] == 2 and got["episode/failed"] == 0
     with pytest.raises(EpisodeError, match="the tool 'b' raised in each of its 4 calls"):
         check_tools(rows, ["a", "b"])
-    check_tools(episode_rows(TWO, tools=((3, 1), (0, 0)), calls=3), ["a", "b"])
-    assert "called no tool" not in capsys.readouterr().out
-    check_tools(episode_rows(TWO, tools=((0, 0), (0, 0))), ["a", "b"])
+    assert check_tools(episode_rows(TWO, tools=((3, 1), (0, 0)), calls=3), ["a", "b"])
+    silent = episode_rows(TWO, tools=((0, 0), (0, 0)))
+    assert not check_tools(silent, ["a", "b"], warn=False) and "called no tool" not in capsys.readouterr().out
+    assert not check_tools(silent, ["a", "b"])
     assert "the model called no tool in any of the 1 episodes" in capsys.readouterr().out
 
 
 TOOLS = EpisodeConfig(tools=("a.py:f",), tool_parser="hermes")
+VERIFIERS = EpisodeConfig(environment="verifiers:x")
+CHAT = {"chat": True}
 REFUSED = [
     (EpisodeConfig(max_turns=3), {}, "--rl-max-turns has no meaning without --rl-tools or --rl-environment"),
     (EpisodeConfig(), {"reward": ("environment=2",)}, "--rl-reward environment: there is none"),
@@ -197,7 +259,14 @@ REFUSED = [
     (replace(TOOLS, observation="chat"), {}, "give --rl-apply-chat-template too"),
     (replace(TOOLS, observation="raw"), {"chat": True}, "--rl-observation raw with --rl-apply-chat-template"),
     (replace(TOOLS, tool_parser="auto"), {}, "--rl-tool-parser auto reads the chat template"),
-    (replace(TOOLS, environment="verifiers:x"), {}, "--rl-tools with --rl-environment verifiers:x"),
+    (TOOLS, {"reward": ("environment=2", "exact")}, "--rl-reward environment: there is none; give --rl-environment"),
+    (replace(TOOLS, max_turns=1), {}, "--rl-max-turns 1 with --rl-tools: the model would never see a result"),
+    (replace(VERIFIERS, tools=("a.py:f",)), CHAT, "--rl-tools with --rl-environment verifiers:x"),
+    (replace(VERIFIERS, tool_parser="hermes"), CHAT, "--rl-tool-parser hermes with --rl-environment verifiers:x"),
+    (replace(VERIFIERS, max_observation_length=9), CHAT, "--rl-max-observation-length 9 with --rl-environment verifi"),
+    (VERIFIERS, {}, "--rl-environment verifiers:x: .* give --rl-apply-chat-template too"),
+    (replace(VERIFIERS, observation="raw"), {}, "--rl-environment verifiers:x: .* give --rl-apply-chat-template too"),
+    (replace(VERIFIERS, observation="chat"), {}, "--rl-observation chat: .* give --rl-apply-chat-template too"),
     (replace(TOOLS, environment_python="python3"), {}, "only --rl-environment verifiers:ID"),
     (replace(TOOLS, environment_timeout=1e6), {}, "--rl-environment-timeout 1e\\+06: other ranks wait"),
     (TOOLS, {"ignore_eos": True}, "--rl-ignore-eos: a turn would never end"),
@@ -217,5 +286,23 @@ def test_what_the_flags_cannot_do_is_refused(flags: EpisodeConfig, others: dict,
 def test_flags_that_fit_are_not_refused() -> None:
     config = RLConfig(episodes=TOOLS)
     assert not [*problems(None, config)] and config.graders == config.reward.reward
-    playing = replace(config, episodes=EpisodeConfig(environment="a.py:A"))
-    assert not [*problems(None, playing)] and playing.graders == ("environment",)
+    playing = replace(config, episodes=EpisodeConfig(environment="a.py:A", max_turns=1))
+    assert not [*problems(None, playing)] and playing.graders == ("environment",) and not [*notes(playing)]
+    foreign = replace(config, episodes=VERIFIERS, data=replace(config.data, apply_chat_template=True))
+    assert not [*problems(None, foreign)]
+
+
+@pytest.mark.parametrize(
+    ("graders", "environment", "said"),
+    [
+        (("exact",), "a.py:A", r"^--rl-reward exact leaves out what --rl-environment a.py:A rewards, .* nothing; add "),
+        (("model:d=2",), "a.py:A", "so that it trains nothing; add environment, or environment=0 to log it alone$"),
+        (("exact", "b.py:f=0.5"), "a.py:A", "nothing, unless a function of yours reads `environment`; add"),
+        (("exact", "environment=0"), "a.py:A", None),
+        (("exact",), None, None),
+    ],
+)
+def test_rewards_of_an_environment_that_no_grader_reads_are_told_of(graders, environment, said) -> None:
+    config = RLConfig(episodes=replace(TOOLS, environment=environment))
+    lines = [*notes(replace(config, reward=replace(config.reward, reward=graders)))]
+    assert len(lines) == (said is not None) and all(re.search(said, line) for line in lines), lines

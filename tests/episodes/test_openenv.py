@@ -1,9 +1,9 @@
 """`OpenEnv` against servers of OpenEnv's own package, installed apart (slow), and without a server."""
 
+import contextlib
 import socket
-import subprocess
+import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,9 @@ import pytest
 from mindspeed_rl_plugin.episodes import openenv
 from mindspeed_rl_plugin.episodes.openenv import ActionError, action_of, environment_at
 
-SERVER = Path(__file__).with_name("openenv_server.py")
+sys.path.insert(0, str(Path(__file__).parent))
+from openenv_serving import serving  # noqa: E402
+
 ONE_TEXT = {"properties": {"message": {"type": "string"}}, "required": ["message"]}
 ONE_NUMBER = {"properties": {"move": {"type": "integer"}}, "required": ["move"]}
 TWO = {"properties": {"row": {"type": "integer"}, "column": {"type": "integer"}}, "required": ["row", "column"]}
@@ -20,27 +22,8 @@ TWO = {"properties": {"row": {"type": "integer"}, "column": {"type": "integer"}}
 @pytest.fixture(scope="module")
 def serve(apart):
     """Starts a server; returns its URL."""
-    started = []
-
-    def start(name):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        python = apart("openenv==0.10.0")
-        started.append(subprocess.Popen([python, SERVER, name, str(port)]))
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                return url
-            except OSError:
-                assert started[-1].poll() is None and time.monotonic() < end
-                time.sleep(0.2)
-
-    yield start
-    for process in started:
-        process.terminate()
-        process.wait()
+    with contextlib.ExitStack() as servers:
+        yield lambda name: servers.enter_context(serving(apart("openenv==0.10.0"), name))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, schemas, task, turn  # noqa: E402
+from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, task, turn  # noqa: E402
 
 
 def test_functions_are_called_in_order_and_wrong_calls_are_one_line_each(started) -> None:
@@ -62,6 +62,13 @@ def test_an_environment_answers_and_rewards(started) -> None:
     assert (reply.reward, reply.done) == (0.5 + 2 / 4, True)
     reply = act(pool, 1, "late")
     assert (contents(reply), reply.reward, reply.done) == ([], 0.25 + 1 / 4, True)
+
+
+def test_reset_can_name_the_run_and_the_episode(started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINDSPEED_RL_RUN", "/runs/a")
+    pool = started()
+    begin(pool, (0, 3))
+    assert contents(act(pool, 3, "names")) == ["/runs/a 0/0/3"]
 
 
 def test_public_methods_are_tools_and_the_reward_comes_at_the_end(started) -> None:
@@ -179,11 +186,6 @@ def test_a_call_that_goes_on_at_the_end_is_killed(started, monkeypatch: pytest.M
     began = time.monotonic()
     pool.close()
     assert time.monotonic() - began < 3
-
-
-def test_a_real_process_describes_the_tools() -> None:
-    with EnvironmentPool([f"{FILE}:multiply"], f"{FILE}:Shop", workers=1, timeout=1, wait_timeout=100) as pool:
-        assert pool.tools == schemas(pool)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, b
 from mindspeed_rl_plugin.workers.process import Worker
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pool_parts import FUNCTIONS, act, begin, call, contents, replies, sample, task, turn  # noqa: E402
+from pool_parts import FUNCTIONS, act, begin, below, call, contents, replies, sample, task, turn  # noqa: E402
 
 # What the model sees of a fault of a tool.
 SEEN = {
@@ -26,6 +27,7 @@ SEEN = {
     "loops": "error: the tool ran longer than 0.5 s and was killed",
     "stuck in C": "error: the tool ran longer than 0.5 s and was killed",
     "hangs beside a child": "error: the tool ran longer than 0.5 s and was killed",
+    "hangs beside a session": "error: the tool ran longer than 0.5 s and was killed",
     "prints": "error: the tool ran longer than 0.5 s and was killed",
     "ends": "error: the tool ended its process, which exited with code 7",
     "segfault": "error: the tool ended its process, which died of signal 11 (SIGSEGV)",
@@ -44,10 +46,10 @@ SEEN = {
 
 def test_a_worker_that_takes_all_memory_is_ended_before_the_job_is(started) -> None:
     (slot,) = started()._dispatcher._slots
-    end = time.monotonic() + 5
-    while (score := Path(f"/proc/{slot.pid}/oom_score_adj").read_text()) != "1000\n" and time.monotonic() < end:
+    score, end = Path(f"/proc/{below(slot.worker)}/oom_score_adj"), time.monotonic() + 5
+    while score.read_text() != "1000\n" and time.monotonic() < end:
         time.sleep(0.01)
-    assert score == "1000\n"
+    assert score.read_text() == "1000\n"
 
 
 def test_a_fault_of_a_tool_costs_its_call(started) -> None:
@@ -64,6 +66,25 @@ def test_a_fault_of_a_tool_costs_its_call(started) -> None:
         assert given[number].counts == {"calls": 2} | ({"raised": 1} if seen.startswith("error") else {})
 
 
+def test_where_the_engines_process_ends_environments_close_themselves(started, tmp_path: Path) -> None:
+    """Behind the call that is running, too, and nothing is left of what they have started."""
+    pool, logs = started("Count", ["fault"]), [tmp_path / str(number) for number in range(2)]
+    for number, log in enumerate(logs):
+        pool.begin(sample(number), task(log=str(log)), 7)
+    replies(pool)
+    worker = pool._dispatcher._slots[0].worker
+    assert contents(act(pool, 0, "", call("fault", kind="leaves a session"))) == ["left"]
+    pool.act(sample(1), turn("nap 0.3"))
+    while pool._dispatcher._slots[0].running is None:
+        pool.poll(0.0)
+    time.sleep(0.1)
+    with socket.socket(fileno=os.dup(worker._connection.fileno())) as ours:  # as the kernel does it
+        ours.shutdown(socket.SHUT_RDWR)
+    worker.cut()
+    worker._process.wait(10)
+    assert [log.read_text().count("close") for log in logs] == [1, 1]
+
+
 def test_an_asynchronous_call_that_is_too_slow_costs_no_process(started) -> None:
     pool = started(None, ("wait",))
     pids = [slot.worker.pid for slot in pool._dispatcher._slots]
@@ -72,37 +93,43 @@ def test_an_asynchronous_call_that_is_too_slow_costs_no_process(started) -> None
     assert pids == [slot.worker.pid for slot in pool._dispatcher._slots]
 
 
-@pytest.mark.parametrize("kind", ["loops", "ends", "raises", "exits", "no text", "gigabyte in the pipe", "both go on"])
-def test_a_fault_of_an_environment_is_its_own(started, tmp_path: Path, kind: str) -> None:
+# What is said of a fault of an environment; None where it is none.
+SAID = {
+    "loops": "ran longer than 0.5 s and was killed",
+    "ends": "ended its process, which exited with code 7",
+    "raises": "raised ValueError: two\nlines!!!",
+    "exits": "raised SystemExit: 3\n  ",
+    "no text": "returned an observation of type list, not a text: [1, 2]; turn it into a text",
+    "gigabyte in the pipe": "wrote into the pipe of its worker, which was killed",
+    "both go on": None,
+}
+
+
+def test_a_fault_of_an_environment_is_its_own(started, tmp_path: Path) -> None:
     """The others of its process go on as if nothing had happened: they are replayed where it ended."""
-    pool, logs = started(), [tmp_path / str(number) for number in range(3)]
-    for number, log in enumerate(logs):
-        pool.begin(sample(number), task(log=str(log)), number)
-    replies(pool)
-    assert [act(pool, n, "one").reward for n in (0, 1, 2)] == [0.5] * 3
-    for number, text in enumerate(("two", kind, "two")):
-        pool.act(sample(number), turn(text))
-    given = replies(pool)
-    for number in (0, 2):
-        assert contents(given[number]) == [f"2 two {random.Random(number).random():.3f}"]
-    if kind == "both go on":
-        assert contents(given[1]) == ["parent"]
-        return
-    message = {
-        "loops": "ran longer than 0.5 s and was killed",
-        "ends": "ended its process, which exited with code 7",
-        "raises": "raised ValueError: two\nlines!!!",
-        "exits": "raised SystemExit: 3\n  ",
-        "no text": "returned an observation of type list, not a text: [1, 2]; turn it into a text",
-        "gigabyte in the pipe": "wrote into the pipe of its worker, which was killed",
-    }[kind]
-    assert given[1].failure.startswith(f"failed: Count.step {message}")
-    killed = kind in ("loops", "ends", "gigabyte in the pipe")
-    lives = [Counter(line.split()[0] for line in log.read_text().splitlines()) for log in logs]
-    assert lives[2] == {"reset": 1 + killed} and lives[1] == ({"reset": 1} if killed else {"reset": 1, "close": 1})
-    pool.finish(sample(2))
-    assert replies(pool)[2].reward == 2 / 4
-    pool.end(sample(1))  # without effect
+    pool = started()
+    for first, (kind, said) in enumerate(SAID.items()):
+        numbers = one, two, three = range(3 * first, 3 * first + 3)
+        logs = [tmp_path / str(number) for number in numbers]
+        for number, log in zip(numbers, logs, strict=True):
+            pool.begin(sample(number), task(log=str(log)), number)
+        replies(pool)
+        assert [act(pool, number, "one").reward for number in numbers] == [0.5] * 3
+        for number, text in zip(numbers, ("two", kind, "two"), strict=True):
+            pool.act(sample(number), turn(text))
+        given = replies(pool)
+        for number in (one, three):
+            assert contents(given[number]) == [f"2 two {random.Random(number).random():.3f}"]
+        if said is None:
+            assert contents(given[two]) == ["parent"]
+            continue
+        assert given[two].failure.startswith(f"failed: Count.step {said}")
+        killed = kind in ("loops", "ends", "gigabyte in the pipe")
+        lives = [Counter(line.split()[0] for line in log.read_text().splitlines()) for log in logs]
+        assert lives[2] == {"reset": 1 + killed} and lives[1] == ({"reset": 1} if killed else {"reset": 1, "close": 1})
+        pool.finish(sample(three))
+        assert replies(pool)[three].reward == 2 / 4
+        pool.end(sample(two))  # without effect
 
 
 def test_an_environment_that_differs_under_replay_fails(started) -> None:
@@ -125,8 +152,10 @@ def test_a_fault_in_replay_is_that_of_its_environment(started, tmp_path: Path) -
     assert act(pool, 0, "one").reward == 0.5
     message, answer = home.asked[1]
     home.asked[1] = ((*message[:2], "loops"), answer)
-    os.kill(slot.pid, signal.SIGKILL)
+    os.kill(below(slot.worker), signal.SIGKILL)
+    answered = pool.answered
     failure = act(pool, 0, "two").failure
+    assert pool.answered == answered + 2, "its reset, and the call that was lost"
     assert failure == "failed: Count.step ran longer than 0.5 s and was killed when it was replayed"
     assert contents(act(pool, 1, "one"))[0].startswith("1 one")
 
@@ -137,8 +166,8 @@ def test_a_process_that_is_killed_while_idle_costs_nothing(started) -> None:
         begin(pool, [number])
     first = [contents(act(pool, number, "pid"))[0] for number in range(4)]
     assert sorted(Counter(first).values()) == [2, 2], "they are shared evenly"
-    (dead,) = [slot.worker for slot in pool._dispatcher._slots if slot.pid == int(first[0])]
-    os.kill(dead.pid, signal.SIGKILL)
+    (dead,) = [slot.worker for slot in pool._dispatcher._slots if below(slot.worker) == int(first[0])]
+    os.kill(int(first[0]), signal.SIGKILL)
     dead._process.wait()
     for number in range(4):
         reply = act(pool, number, "go")
@@ -157,8 +186,8 @@ def test_a_worker_that_ends_before_it_reads_its_call_is_nobodys_fault(started, m
     def killed(self, *given) -> None:
         if left[0]:
             left[0] -= 1
-            os.kill(self.pid, signal.SIGSTOP)
-            threading.Timer(0.2, os.kill, (self.pid, signal.SIGKILL)).start()
+            os.kill(below(self), signal.SIGSTOP)
+            threading.Timer(0.2, os.kill, (below(self), signal.SIGKILL)).start()
         made(self, *given)
 
     monkeypatch.setattr(Worker, "call", killed)

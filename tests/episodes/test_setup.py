@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -14,8 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError
+from mindspeed_rl_plugin.episodes.protocol import Elsewhere, EpisodeError
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
+from mindspeed_rl_plugin.generators import engine as generators
+from mindspeed_rl_plugin.launch import read_inputs
+from mindspeed_rl_plugin.loop.run import Run
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|> {% endfor %}"
@@ -63,3 +68,108 @@ def test_a_turn_also_ends_where_the_chat_template_ends_it(eos: str, chat: bool, 
     tokenizer.add_special_tokens([*words][1:])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, chat_template=CHATML)
     assert setup_of(chat, environment="a.py:A").ends(fast, SimpleNamespace(tools=())) == more
+
+
+class Some:
+    """Environments that were started."""
+
+    tools, begins = (), True
+    check_fields = dict
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Ranks:
+    """One rank of several, and what the others say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int, others: dict[int, Any], problem: str = "") -> None:
+        self.made: list[Some] = []
+
+        def environments(setup: EpisodeSetup) -> Some:
+            if problem:
+                raise EpisodeError(problem)
+            self.made.append(Some())
+            return self.made[-1]
+
+        monkeypatch.setattr(EpisodeSetup, "environments", environments)
+        monkeypatch.setattr(EpisodeSetup, "format", lambda *_: None)
+        monkeypatch.setattr(read_inputs, "rank_of_job", lambda: rank)
+        said = lambda value: [others.get(r, (None, None)) if r != rank else value for r in range(4)]  # noqa: E731
+        monkeypatch.setattr(read_inputs, "gather_all", said)
+
+    def start(self, schedule: str = "sync") -> Any:
+        config = RLConfig(episodes=EpisodeConfig(environment="a.py:A"))
+        config = dataclasses.replace(
+            config,
+            rollout=dataclasses.replace(config.rollout, generate_tp=2),
+            schedule=dataclasses.replace(config.schedule, schedule=schedule),
+        )
+        return read_inputs._environments(SimpleNamespace(save="/s"), config, "tokenizer", None)
+
+
+FIRST = (None, Elsewhere((), True, dict))
+
+
+@pytest.mark.parametrize(
+    ("rank", "schedule", "starts"), [(0, "sync", 1), (1, "sync", 0), (2, "sync", 1), (0, "async", 1), (2, "async", 0)]
+)
+def test_only_the_first_rank_of_an_engine_starts_environments(monkeypatch, rank, schedule, starts) -> None:
+    ranks = Ranks(monkeypatch, rank, {0: FIRST, 2: FIRST})
+    assert ranks.start(schedule) == (ranks.made[0] if starts else FIRST[1]) and len(ranks.made) == starts
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_what_one_rank_cannot_start_every_rank_refuses(monkeypatch, rank: int) -> None:
+    ranks = Ranks(monkeypatch, rank, {0: ("no module", None), 2: FIRST}, "no module" if rank == 0 else "")
+    with pytest.raises(ValueError, match="no module"):
+        ranks.start()
+    assert [some.closed for some in ranks.made] == [1] * (rank == 2)
+
+
+@pytest.mark.parametrize(("rank", "here"), [(0, True), (1, False)])
+def test_what_one_rank_cannot_begin_every_rank_refuses(monkeypatch, rank: int, here: bool) -> None:
+    Ranks(monkeypatch, rank, {0: ("reset raised", None)})
+    tried = lambda inputs: (_ for _ in ()).throw(EpisodeError("reset raised"))  # noqa: E731
+    monkeypatch.setattr(read_inputs, "_try_here", tried)
+    with pytest.raises(ValueError, match="reset raised"):
+        read_inputs._try_environments(SimpleNamespace(environments=Some() if here else FIRST[1]))
+
+
+def test_a_run_that_stops_by_an_error_closes_its_environments(monkeypatch) -> None:
+    """Without a wait for other ranks: the engine is left alone."""
+    monkeypatch.setattr("sys.last_value", ValueError(), raising=False)
+    run, some, left_alone = Run(), Some(), lambda: None
+    run.inputs = SimpleNamespace(graders=None, environments=some)
+    run.loop = SimpleNamespace(
+        schedule=SimpleNamespace(stop=left_alone), job=SimpleNamespace(monitor=SimpleNamespace(close=left_alone))
+    )
+    run.close()
+    assert some.closed == 1
+
+
+def test_an_engine_apart_closes_its_environments_when_its_process_ends(monkeypatch) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr(generators.atexit, "register", at_exit.append)
+    Ranks(monkeypatch, 0, {})
+    monkeypatch.setattr(EpisodeSetup, "over", lambda self, *_: self)
+    monkeypatch.setattr(generators, "load_tokenizer", lambda path: None)
+    job = SimpleNamespace(episodes=setup_of(environment="a.py:A"), run="/runs/a", deadline=9.0)
+    team = SimpleNamespace(of_replica=lambda *_: None)
+    made = generators.with_episodes(SimpleNamespace(leader=True), job, "t", team)
+    (close,) = at_exit
+    close()
+    assert close.__self__.closed == 1 and made.run == "/runs/a"
+    generators.with_episodes(SimpleNamespace(leader=False), job, "t", team)
+    assert len(at_exit) == 1
+
+
+def test_processes_are_told_the_run(monkeypatch) -> None:
+    monkeypatch.setenv("MINDSPEED_RL_RUN", "")
+    setup = dataclasses.replace(setup_of(tools=("/nowhere.py:f",)), run="/runs/a")
+    with pytest.raises(EpisodeError, match="no file"):
+        setup.environments()
+    assert os.environ["MINDSPEED_RL_RUN"] == "/runs/a"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mindspeed_rl_plugin.episodes.arguments import fits, takes
 from mindspeed_rl_plugin.episodes.tools import (
     Offer,
-    Said,
+    Returned,
     load_environment,
     load_tool,
     offer_of,
@@ -106,20 +106,20 @@ def test_what_reset_says() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (("o", 1, False, False, {}), Said(("o",), 1.0, False)),
-        (("o", 0.5, True, False, {}), Said(("o",), 0.5, True)),
-        ((None, True, False, True, {}), Said((), 1.0, True)),
-        (("o", 1, True, {"x": 1}), Said(("o",), 1.0, True)),
-        (("o", 1, False, {"x": 1}), Said(("o",), 1.0, False)),
-        (("o", -1, 1), Said(("o",), -1.0, True)),
-        ({"reward": 2, "done": False, "metadata": {}}, Said((), 2.0, False)),
+        (("o", 1, False, False, {}), Returned(("o",), 1.0, False)),
+        (("o", 0.5, True, False, {}), Returned(("o",), 0.5, True)),
+        ((None, True, False, True, {}), Returned((), 1.0, True)),
+        (("o", 1, True, {"x": 1}), Returned(("o",), 1.0, True)),
+        (("o", 1, False, {"x": 1}), Returned(("o",), 1.0, False)),
+        (("o", -1, 1), Returned(("o",), -1.0, True)),
+        ({"reward": 2, "done": False, "metadata": {}}, Returned((), 2.0, False)),
         (
             {"observations": [{"role": "user", "content": c} for c in "ab"], "reward": 0, "done": True},
-            Said(("a", "b"), 0.0, True),
+            Returned(("a", "b"), 0.0, True),
         ),
     ],
 )
-def test_forms_of_step(value, said: Said) -> None:
+def test_forms_of_step(value, said: Returned) -> None:
     assert read_step(value) == said
 
 

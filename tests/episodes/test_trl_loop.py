@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.episodes.chat import make_format
-from mindspeed_rl_plugin.episodes.live import Live
+from mindspeed_rl_plugin.episodes.live import Unfinished
 from mindspeed_rl_plugin.episodes.parsers import make_parser
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
@@ -56,7 +56,7 @@ def ours(episode, form, parse):
     """The same row by appending: prompt, ids behind it, mask, prompts of the turns, calls."""
     results, calls = iter(episode["results"]), []
     prompt = form.prompt(episode["messages"])
-    live = Live(GenerateRequest(SAMPLE, tuple(prompt), Sampling(10**6), 0), tuple(prompt), False)
+    live = Unfinished(GenerateRequest(SAMPLE, tuple(prompt), Sampling(10**6), 0), tuple(prompt), False)
     prompts = []
     for turn in episode["turns"]:
         prompts.append([*live.prompt, *live.tokens])

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl_plugin.episodes import verifiers_worker
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Turn, begin_once
@@ -19,6 +17,9 @@ from mindspeed_rl_plugin.prompts.sources import open_source
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.tools import tasks
 
+sys.path.insert(0, str(Path(__file__).parent))
+from bytes_tokenizer import byte_tokenizer  # noqa: E402
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="verifiers needs Python 3.11"),
@@ -27,29 +28,11 @@ pytestmark = [
 VERIFIERS = "verifiers==0.4.0"
 SECONDS = 6.0  # that the environment may take for a turn
 ONE, TWO, THREE = (SampleId(0, 0, member) for member in range(3))
-TEMPLATE = """{% if tools %}<|im_start|>tools
-{{ tools | map(attribute='function.name') | join(' ') }}<|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}
-{{ m['content'] or '' }}
-{%- for call in m.tool_calls or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """Bytes, and the one word "12", in the manner of Qwen."""
-    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(vocab=letters | {"12": len(letters)}, merges=[("1", "2")]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
-    made.add_tokens(["<tool_call>", "</tool_call>"])
-    made.chat_template = TEMPLATE
-    folder = tmp_path_factory.mktemp("tokenizer")
-    made.save_pretrained(folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +47,14 @@ def python(apart):
 
 @pytest.fixture(scope="module")
 def guess(python, tokenizer):
-    environments = VerifiersEnvironments("guess_number", python, tokenizer.name_or_path, 1, 60.0)
+    environments = VerifiersEnvironments("guess_number", python, tokenizer.name_or_path, 1, 60.0, 600.0)
     yield environments
     environments.close()
 
 
 @pytest.fixture(scope="module")
 def scripted(python, tokenizer):
-    environments = VerifiersEnvironments("scripted", python, tokenizer.name_or_path, 1, SECONDS, together=2)
+    environments = VerifiersEnvironments("scripted", python, tokenizer.name_or_path, 1, SECONDS, 600.0, together=2)
     yield environments
     environments.close()
 
@@ -162,7 +145,7 @@ def test_a_harness_that_forgets_asks_for_a_prompt_that_is_no_extension(guess, to
 
 def test_a_tool_of_verifiers_is_called_by_its_plain_chat(python, tokenizer):
     """In programs that verifiers starts, with what our renderer reads in the turn; and none of them is left."""
-    environments = VerifiersEnvironments("calculator", python, tokenizer.name_or_path, 1, 300.0)
+    environments = VerifiersEnvironments("calculator", python, tokenizer.name_or_path, 1, 300.0, 600.0)
     environments.begin(ONE, task(prompt="17 x 23", answer=391), 0)
     call = '<tool_call>{"name": "calculator_multiply", "arguments": {"a": 17, "b": 23}}</tool_call>'
     ids = (*tokenizer.encode(call, add_special_tokens=False), tokenizer.eos_token_id)
@@ -204,6 +187,7 @@ def test_verifiers_knows_of_the_last_turn_whether_it_was_cut(scripted, tokenizer
     "fault, why",
     [
         ("raise", "RuntimeError: the board is gone"),
+        ("cancel", "was cancelled by its own code"),
         ("early", "ended before it asked for a turn of the model"),
         ("nan", "has the reward nan, which is no finite number"),
         ("agents", "asks for a turn in a second conversation, of agent 'other'; one is trained, of agent 'player'"),
@@ -250,7 +234,7 @@ def test_what_an_environment_started_is_ended_with_its_process(scripted, tokeniz
 
 def refused(environment, python, tokenizer):
     """Why."""
-    environments = VerifiersEnvironments(environment, python, tokenizer, 1, SECONDS)
+    environments = VerifiersEnvironments(environment, python, tokenizer, 1, SECONDS, 600.0)
     try:
         return begin_once(environments, task(prompt="?"), 0)
     except EpisodeError as error:
@@ -281,7 +265,7 @@ def test_a_file_says_what_an_id_cannot(python, tokenizer, tmp_path):
     """Here how many turns an agent may have, which verifiers keeps itself."""
     file = tmp_path / "environment.toml"
     file.write_text("[env.taskset]\nid = 'guess_number'\n[env.player]\nmax_turns = 1\n")
-    environments = VerifiersEnvironments(str(file), python, tokenizer.name_or_path, 1, 60.0)
+    environments = VerifiersEnvironments(str(file), python, tokenizer.name_or_path, 1, 60.0, 600.0)
     environments.begin(ONE, task(prompt="Guess", answer=3), 0)
     prompts, last = play(environments, {ONE: [spoken(tokenizer, "9")]})
     environments.begin(TWO, task(prompt="Guess", answer=3), 0)

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program
 
 ONE, TWO, THREE = (SampleId(0, 0, member) for member in range(3))
-ASKS, DONE = {"prompt": [1, 2]}, {"done": True, "reward": 0.5}
+ASKS, DONE, ENDED = {"prompt": [1, 2]}, {"done": True, "reward": 0.5}, {"ended": True}
 SPOKEN = Turn((7, 8), (-0.5, -0.25), "")
 
 
@@ -32,8 +32,8 @@ def made(monkeypatch):
     )
     all_made = []
 
-    def make(environment="any", workers=1, timeout=30.0, **more):
-        all_made.append(VerifiersEnvironments(environment, None, "tokenizer", workers, timeout, **more))
+    def make(environment="any", workers=1, timeout=30.0, wait=600.0, **more):
+        all_made.append(VerifiersEnvironments(environment, None, "tokenizer", workers, timeout, wait, **more))
         return all_made[-1]
 
     yield make
@@ -61,7 +61,7 @@ def test_a_rollout_asks_is_answered_and_is_over(made):
     begin(environments, ONE=[ASKS, DONE])
     assert environments.pending
     assert replies(environments, 1) == {ONE: Reply(ONE, [], (1, 2), seconds=0.25)}
-    assert not environments.pending
+    assert not environments.pending and environments.answered == 2, "it has loaded, and asked"
     environments.act(ONE, SPOKEN)
     assert environments.pending
     assert replies(environments, 1) == {ONE: Reply(ONE, [], None, 0.5, done=True, seconds=0.25)}
@@ -155,6 +155,19 @@ def test_of_an_episode_that_is_given_up_nothing_more_is_heard(made):
     assert not environments.pending
 
 
+@pytest.mark.parametrize("script", [[ENDED], [ASKS, ENDED], [[ASKS, ENDED]]])
+def test_a_rollout_that_is_cancelled_and_was_not_given_up_has_failed(made, script):
+    """As it begins, upon a turn, and while the model speaks."""
+    environments = made()
+    begin(environments, ONE=script)
+    reply = replies(environments, 1)[ONE]
+    if reply.prompt is not None:
+        environments.act(ONE, SPOKEN)
+        reply = replies(environments, 1)[ONE]
+    assert reply.failure == "was cancelled by its own code" and reply.prompt is None
+    assert not environments.pending
+
+
 def test_garbage_from_a_process_ends_it(made):
     environments = made()
     begin(environments, ONE=["garbage"])
@@ -172,6 +185,13 @@ def test_an_environment_that_cannot_be_loaded_stops_the_run(made):
     environments = made("unknown")
     begin(environments, ONE=[ASKS])
     with pytest.raises(EpisodeError, match="there is no such environment"):
+        replies(environments, 1)
+
+
+def test_one_that_loads_too_slowly_is_told_by_the_ranks_patience_and_the_mend(made):
+    environments = made("slow", wait=0.5)
+    begin(environments, ONE=[ASKS])
+    with pytest.raises(EpisodeError, match=r"more than 0.45 s to load .* --rl-wait-timeout 0.5, of which .* 0.9$"):
         replies(environments, 1)
 
 

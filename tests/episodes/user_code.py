@@ -74,6 +74,16 @@ def _hangs_beside_a_child():
     subprocess.run(["sleep", "1000"])
 
 
+def _leaves_a_session():
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    return "left"
+
+
+def _hangs_beside_a_session():
+    _leaves_a_session()
+    time.sleep(1000)
+
+
 def _both_go_on():
     return "child" if os.fork() == 0 else "parent"
 
@@ -108,6 +118,8 @@ FAULTS = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "leaves a child": _leaves_a_child,
     "hangs beside a child": _hangs_beside_a_child,
+    "leaves a session": _leaves_a_session,
+    "hangs beside a session": _hangs_beside_a_session,
     "both go on": _both_go_on,
     "child holds the pipe": _child_holds_the_pipe,
     "endless text": lambda: "x" * 30_000_000,
@@ -124,7 +136,7 @@ class Count:
     """Says how often it was called, and which process asks. `log`: a file that knows of all of its lives."""
 
     def reset(self, seed, log=None, **record):
-        self.calls, self.log, self.seed = 0, log, seed
+        self.calls, self.log, self.seed, self.episode = 0, log, seed, os.environ["MINDSPEED_RL_EPISODE"]
         self.note("reset")
         if "reset" in record:
             return FAULTS[record["reset"]]()
@@ -132,6 +144,8 @@ class Count:
 
     def step(self, text):
         self.calls += 1
+        if text == "names":
+            return f"{os.environ['MINDSPEED_RL_RUN']} {self.episode}", 0.0, False
         if text == "pid":
             return str(os.getpid()), 0.0, False
         if text == "late":

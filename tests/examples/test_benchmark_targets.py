@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +145,96 @@ def test_log_probs_are_compared_with_the_logits_and_with_megatron(monkeypatch: p
     ]
 
 
+def test_the_model_is_fitted_to_what_is_measured_and_predicts_the_rest(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """In fewer rollouts and steps of the search than the benchmark's, which need seconds."""
+    bench = load("scale_model", monkeypatch)
+    monkeypatch.setattr(bench, "ROLLOUTS", 4)
+    monkeypatch.setattr(bench, "HALVINGS", 3)
+    streamed = ("short", "streamed")
+    measured = {row: bench.IN_README[row] for row in (*bench.FITTED, streamed)}
+    rows = {(row["case"], row["arm"]): row for row in bench.beside_measured(measured)}
+    assert [row["fitted"] for row in rows.values()] == [True] * 4 + [False]
+    assert all(abs(rows[name, "sync"]["error"]) < 1e-6 for name in ("short", "long-tailed")), "the fit is exact there"
+    gain = rows["short", "sync"]["model"] / rows[streamed]["model"]
+    assert rows[streamed]["gain"] == gain and abs(gain - 1) < 0.2
+    assert "1 of 1 gains to which nothing was fitted are within 10%" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="lacks .*'long-tailed', 'async'"):
+        bench.beside_measured({row: measured[row] for row in bench.FITTED[:3]})
+
+
+def test_the_model_runs_the_jobs_that_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    bench = load("scale_model", monkeypatch)
+    assert {arm: bench.apart(arm) for arm in bench.MODELLED[:3]} == {"sync": False, "streamed": False, "async": True}
+    setups = {arm: bench.setup_of(bench.CASES["slow-4"], arm) for arm in bench.MODELLED}
+    assert {arm: (s.schedule, s.order, s.inflight, s.graders) for arm, s in setups.items()} == {
+        "sync": ("sync", "free", "keep", 4),
+        "streamed": ("streamed", "free", "keep", 4),
+        "async": ("async", "free", "keep", 4),
+        "drain": ("async", "free", "drain", 4),
+        "one-step-off": ("async", "strict", "keep", 4),
+    }
+    page = (BENCHMARKS / "README.md").read_text().partition("## scale_model.py")[2]
+    told = re.findall(r"\| (\S+) \| (\S+) \| (?:fitted|predicted) \| \S+ \| (\S+) \|", page)
+    assert {(case, arm): float(s) for case, arm, s in told} == {k: v["iteration"] for k, v in bench.IN_README.items()}
+    rows = [
+        {"case": "short", "arm": arm, "metric": metric, "value": value}
+        for arm, metric, value in (("sync", "iteration", 2.0), ("sync", "update", 1.0), ("trl", "iteration", 9.0))
+    ]
+    (tmp_path / "measured.json").write_text(json.dumps(rows))
+    assert bench.read(tmp_path / "measured.json") == {("short", "sync"): {"iteration": 2.0, "update": 1.0}}
+
+
+def test_the_model_finds_where_a_function_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("scale_model", monkeypatch)
+    near = pytest.approx(0.3, abs=2**-bench.HALVINGS)
+    assert bench.bisect(lambda x: x - 0.3, 0, 1) == near == bench.bisect(lambda x: 0.3 - x, 0, 1)
+    assert bench.bisect(lambda x: x + 1, 0, 1) < 0.01 and bench.bisect(lambda x: x - 2, 0, 1) > 0.99
+    assert bench.shown(bench.Costs(step=0.002, rollout=1.5)) == "step 2 ms, rollout 1.5e+03 ms"
+
+
+def figures(calls: float) -> dict:
+    """Of one trainer and one engine, in whose 10 s so much was the control plane."""
+    iteration = {"seconds": 10.0, "waited": 4.0, "calls": {"select": calls / 2, "clear": calls / 2}}
+    idle = {"back-pressure": 0.75, "version": 0.25}
+    one = {"seconds": 10.0, "calls": {"next": 1.0 + calls, "done": 0.0}, "idle": idle}
+    both = {"on_processor": 0.01, "cpu": 0.5, "responses": 100.0}
+    return {"trainer-0": {"iterations": [iteration], **both}, "engine-0": {**one, **both}}
+
+
+def test_the_share_of_the_control_plane_is_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = load("control_plane", monkeypatch)
+    args = SimpleNamespace(trainers=1, engines=1, rows=100, iterations=1, seconds=10.0)
+    for calls, verdict in ((0.15, "reached"), (0.25, "NOT reached")):
+        result = plane.summary(figures(calls), args)
+        of_both = [result[who]["most"] for who in ("trainers", "engines")]
+        assert of_both == pytest.approx([calls / 10] * 2)
+        assert result["cpu_ms_a_row"] == 10.0 and result["lines"][-1] == f"at most 2% asked: {verdict}"
+
+
+def test_processes_that_sleep_write_what_stages_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = load("control_plane", monkeypatch)
+    names = [spec.name for spec in plane.TABLE]
+    assert names[:4] == ["prompts", "generate", "reward", "select"] and {*plane.SLEPT} <= {*names[4:]}
+    ids = tuple(plane.SampleId(0, 0, m) for m in range(2))
+    for spec in plane.TABLE:
+        rows = plane.filled(spec, plane.Rows(ids), [3, 5])
+        assert list(rows.columns) == [column.name for column in spec.writes]
+        ragged = [column.name for column in spec.writes if column.ragged]
+        assert all(rows[name].lengths.tolist() == [3, 5] for name in ragged)
+    done = plane.completion(SimpleNamespace(id=ids[1]), 3, 7)
+    assert (done.id, len(done.tokens), len(done.logps), done.segments) == (ids[1], 3, 3, ((0, 7),))
+
+
+def test_calls_are_metered(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = load("control_plane", monkeypatch)
+    meter, ticks = plane.Meter(), iter(range(10))
+    monkeypatch.setattr(plane.time, "perf_counter", lambda: next(ticks))
+    for name in ("lease", "commit", "lease"):
+        with meter.of(name):
+            pass
+    assert meter.take() == {"lease": 2, "commit": 1} and meter.take() == {}
+
+
 def test_episodes_are_compared_with_the_faster_arm_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("episodes", monkeypatch)
     case = bench.Case("work", 16, 2)
@@ -194,27 +285,28 @@ def test_arms_that_did_other_work_are_not_compared(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_script_of_episodes_is_one_that_its_tools_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversations that the model learns are those that work.py makes; what it says is marked."""
+    """Conversations that the model learns are those that episode_tools.py answers; what it says is marked."""
     monkeypatch.syspath_prepend(str(BENCHMARKS / "training"))
     import episode_task
-    import work
+    import episode_tools
 
     draw = episode_task.random.Random(0)
     for _ in range(20):
         said = episode_task.conversation(draw)
         task, *answers = [message["content"] for message in said if message["role"] != "assistant"]
-        environment = work.Work()
+        environment = episode_tools.Work()
         environment.reset(who=task.split()[-1], rounds=len(answers), prompt=task)
         calls = [message["tool_calls"][0]["function"] for message in said if "tool_calls" in message]
         assert [environment.work(**call["arguments"]) for call in calls] == answers
         assert said[-1]["content"] == "done"
-    answers = [work.work("next") for _ in range(50)]
+    answers = [episode_tools.work("next") for _ in range(50)]
     mean = sum(task["rounds"] for task in episode_task.tasks(12)) / 12
     assert 50 / answers.count("over") == mean == 2.5, "a function answers as often as the tasks say"
     assert episode_task.sampled([1, 8, 9, 5, 6, 2, 9, 8, 9, 2, 4], [8, 9], 2) == [False] * 3 + [True] * 3 + [
         *(False, False, False, True, False)
     ]
     least, most = (
-        edge(work.seconds(t["who"], n) for t in episode_task.tasks(16) for n in range(5)) for edge in (min, max)
+        edge(episode_tools.seconds(t["who"], n) for t in episode_task.tasks(16) for n in range(5))
+        for edge in (min, max)
     )
-    assert work.LEAST <= least < 0.1 < 0.4 < most <= work.MOST
+    assert episode_tools.LEAST <= least < 0.1 < 0.4 < most <= episode_tools.MOST

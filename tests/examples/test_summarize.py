@@ -44,3 +44,10 @@ def test_engine_and_trainer_may_not_part(summarize, difference, broken):
     summary = {"accuracy_before": 0.5, "accuracy_after": 1.0, "logprob_diff_max": difference}
     claims = summarize.broken_claims(summary, 0.60, 0.80, 2e-4)
     assert len(claims) == broken and all(f"differ by {difference} nats, the limit is 0.0002" in line for line in claims)
+
+
+@pytest.mark.parametrize(("after", "broken"), [(0.4, 0), (0.41, 1), (None, 1)])
+def test_a_control_may_not_learn(summarize, after, broken):
+    summary = {"accuracy_before": 0.0, "accuracy_after": after, "logprob_diff_max": None}
+    claims = summarize.broken_claims(summary, None, None, None, 0.4)
+    assert len(claims) == broken and all(f"after RL is {after}, the claim is at most 0.4" in line for line in claims)

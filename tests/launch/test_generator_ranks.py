@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,8 @@ def test_engines_of_several_ranks_on_machines_of_their_own(rank, capsys) -> None
     said = capsys.readouterr().out
     assert "ranks 0 to 7 (WORLD_SIZE 8 = 16 - --rl-generators 8; machines 1, ranks a machine 8)" in said
     assert "generators: ranks 8 to 15 (engines 2, ranks an engine 4)" in said
+    page = Path(__file__).parents[2] / "docs" / "schedules.md"
+    assert f"[rl] {Split(8, 8, 4, 1, 60.0).text()}\n" in page.read_text()
     assert "trainers: rank 0 (WORLD_SIZE 1 = 2 - " in Split(2, 2, 1, 1, 60.0).text()
     assert "generators: rank 1 (engines 1, " in Split(2, 2, 1, 1, 60.0).text()
     rank(13, 16, 8)
@@ -86,7 +89,10 @@ def test_engines_of_several_ranks_on_machines_of_their_own(rank, capsys) -> None
     ("split", "says"),
     [
         (Split(4, 4, 4, 1, 60.0), "--rl-generators 4 leaves no rank of 4"),
-        (Split(4, 4, 3, 2, 60.0), "--rl-generators 3 .* 2 ranks of an engine"),
+        (Split(4, 4, 3, 2, 60.0), "--rl-generators 3 .* 2 ranks of an engine .*; give 2$"),
+        (Split(8, 8, 5, 2, 60.0), "--rl-generators 5 .* 2 ranks of an engine .*; give 4 or 6$"),
+        (Split(8, 8, 3, 4, 60.0), "--rl-generators 3 .* 4 ranks of an engine .*; give 4$"),
+        (Split(4, 4, 2, 4, 60.0), "--rl-generators 2 .* 4 ranks of an engine .*; start more than 4 ranks, or make eng"),
         (Split(16, 8, 4, 1, 60.0), "--rl-generators 4 with 8 ranks a machine .* multiple of 8"),
     ],
 )

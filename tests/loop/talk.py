@@ -15,6 +15,14 @@ class Talk:
         return f"[{self.turns}]", sum(map(ord, text)) % 5 / 4, self.turns >= 5
 
 
+class Verbose(Talk):
+    """Says more than the engine's prefix cache has in a block."""
+
+    def step(self, text: str):
+        said, reward, done = super().step(text)
+        return said * 50, reward, done
+
+
 class Fails(Talk):
     """Some of its episodes fail in the second turn, each in another way."""
 
@@ -45,3 +53,14 @@ def grade(response: str, conversation: list, environment: float = 0.0) -> float:
     turns = [message for message in conversation if message["role"] == "assistant"]
     assert turns[-1]["content"] == response and environment == sum(turn["reward"] for turn in turns)
     return sum(map(ord, response)) % 3 / 2 + len(turns) / 10
+
+
+def calls(text: str) -> list:
+    """A parser: turns of an odd number of letters shout."""
+    return [{"name": "shout", "arguments": {"text": text}}] if len(text) % 2 else []
+
+
+def letters(response: str, conversation: list) -> float:
+    """By all that the model has said."""
+    said = [message["content"] for message in conversation if message["role"] == "assistant"]
+    return sum(map(ord, "".join(said))) % 5 / 4

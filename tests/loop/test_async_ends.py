@@ -74,7 +74,8 @@ def test_generators_may_be_the_second_agent_of_the_launcher(job, nothing_left) -
     result = running.run()
     assert max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
     assert running.trained() == [(e, g, m) for e in range(4) for g in range(4) for m in range(4)]
-    assert "1 ranks train (WORLD_SIZE 1, 1 a machine, 1 machine(s)), ranks 1 to 1 generate: 1 engine(s)" in result.log
+    trainers = "[rl] trainers: rank 0 (WORLD_SIZE 1 = 2 - --rl-generators 1; machines 1, ranks a machine 1)"
+    assert f"{trainers}; generators: rank 1 (engines 1, ranks an engine 1)" in result.log
     nothing_left()
 
 

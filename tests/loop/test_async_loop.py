@@ -367,11 +367,17 @@ def test_what_is_ahead_holds_flags_until_the_run_is_over(job, nothing_left) -> N
 
 
 def test_a_signal_saves_a_checkpoint_and_ends_all_ranks(job, nothing_left) -> None:
-    """torchrun passes SIGTERM to the generators too, whose rows the checkpoint may wait for."""
+    """torchrun passes SIGTERM to the generators too, whose rows the checkpoint may wait for. Before it a program reads
+    what the job does, which is all that a strict order lets it do."""
     running = job("--train-iters", "1000", *ASYNC, *STRICT, "--exit-signal-handler").dumping()
     running.start()
     while not list((running.save / "dump").glob("*.parquet")):
         time.sleep(0.05)
+    told = r"\[rl\] programs may observe: address (\S+), secret file (\S+)\n"
+    with Client(*re.search(told, running.log_file(0).read_text()).groups()) as program:
+        assert program.newest() >= 0 and program.metrics(deadline=60)
+        with pytest.raises(ValueError, match="--rl-async-order strict"):
+            program.take(1, deadline=0)
     os.kill(running.processes[0].pid, signal.SIGTERM)
     result = running.wait(60)
     assert result.code == 1 and "got signal: 15" in result.log, "what torchrun makes of it, whatever the ranks do"

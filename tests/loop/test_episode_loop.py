@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,7 +13,10 @@ from mindspeed_rl_plugin.monitor.dump import read_rollout
 from mindspeed_rl_plugin.monitor.run_files import dump_files
 
 AGREEMENT = 2e-5  # nats, fp32
-TALK = Path(__file__).with_name("talk.py")
+TALK, CACHED, GATHERED = (
+    Path(__file__).with_name(f"{name}.py") for name in ("talk", "cached_script", "gathered_script")
+)
+STAND_IN = Path(__file__).parents[1] / "update" / "ranks"  # attention over context parallel ranks, for a CPU
 # An untrained model ends a turn by every other token.
 STOPS = ("--rl-stop-token-ids", *map(str, range(0, 97, 2)))
 LENGTHS = ("--rl-max-response-length", "30", "--rl-max-turn-length", "8", "--rl-max-turns", "4")
@@ -67,6 +71,7 @@ CASES = {
     "streamed": ("--rl-schedule", "streamed"),
     "dapo, token budget": ("--rl-algorithm", "dapo", "--rl-max-tokens-per-microbatch", "96"),
     "one trains, one generates": ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate"),
+    "context parallel ranks": ("--context-parallel-size", "2", "--rl-max-tokens-per-microbatch", "96"),
     "partial rollouts": ("--rl-schedule", "streamed", "--rl-carry-unfinished", "--rl-oversample", "1.5")
     + ("--rl-correction", "truncate", "--rl-max-staleness", "1"),
 }
@@ -75,7 +80,8 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_under_every_schedule_and_layout_engine_and_trainer_agree(job, long_model, case: str) -> None:
-    made = job(*COMMON, *CASES[case], model=long_model).dumping()
+    more = {"script": GATHERED, "path": (STAND_IN,)} if case.startswith("context") else {}
+    made = job(*COMMON, *CASES[case], model=long_model, **more).dumping()
     result = made.run(400)
     lines = result.metrics
     # A rollout of older weights has no such difference.
@@ -115,3 +121,59 @@ def test_environments_that_fail(job, long_model, nothing_left, rule: str) -> Non
         dropped = [line["groups/dropped"] for line in result.metrics]
         assert max(dropped) > 0 if rule == "drop" else max(dropped) == 0
     nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["on", "off"])
+def test_they_agree_with_and_without_the_engines_prefix_cache(job, dense_model, monkeypatch, cache: str) -> None:
+    """Episodes that are longer than a block of the cache."""
+    monkeypatch.setenv("PREFIX_CACHE", cache)
+    model = dense_model.replace("length 32", "length 640").replace("embeddings 32", "embeddings 640")
+    long = ("--rl-environment", f"{TALK}:Verbose", "--rl-max-response-length", "600", "--rl-kv-cache-gb", "0.2")
+    result = job(*COMMON, *long, "--rl-verify-weights", model=model, script=CACHED).run(400)
+    result.check_agreement(3)
+    assert all(line["episode/observation_tokens"] > 150 for line in result.metrics)
+    found = max(map(int, re.findall(r"(\d+) tokens came from the prefix cache", result.log)))
+    assert found > 128 if cache == "on" else found == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_joins_with_environments_of_its_own(job, joined, long_model, nothing_left, ranks: int) -> None:
+    """What it needs to know of them comes from the job."""
+    apart = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-max-staleness", "0", "--rl-correction", "truncate")
+    running = job(*COMMON, *apart, model=long_model, ranks=1).dumping()
+    running.start()
+    engines = joined(running)
+    engine = engines.join(ranks=ranks)
+    result = running.wait(300)
+    assert result.code == 0, result.log[-4000:] + engines.said()[-3000:]
+    assert engine.wait(30) == 0, engines.said()[-3000:]
+    assert running.trained() == [(e, g, m) for e in range(3) for g in range(4) for m in range(4)]
+    assert max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
+    check_dump(running.save / "dump", 2)
+    nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_the_engine_is_killed_and_its_environments_end(job, long_model, nothing_left, rank: int) -> None:
+    """The first one leads the engine, and has the environments."""
+    made = job(*COMMON, "--train-iters", "50", "--rl-generate-tp", "2", model=long_model, cold=True)
+    made.kill_after(2, "reshard", rank=rank)
+    nothing_left()
+
+
+@pytest.mark.slow
+def test_a_resume_begins_interrupted_episodes_anew(job, long_model) -> None:
+    """A checkpoint holds no environment."""
+    flags = (*COMMON, *CASES["partial rollouts"], "--train-iters", "4", "--save-interval", "2")
+    made = job(*flags, "--exit-interval", "2", model=long_model).dumping()
+    made.run()
+    made.extra = tuple(made.extra)
+    at = made.extra.index("--exit-interval")
+    made.extra = made.extra[:at] + made.extra[at + 2 :]
+    lines = made.run().metrics
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
+    assert len(set(made.trained())) == len(made.trained()) == 4 * 16
+    check_dump(made.save / "dump", 3)

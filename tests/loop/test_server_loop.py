@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 
 AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
 START_SECONDS = 300
-ROOT = Path(__file__).parents[2]
+ROOT, TALK = Path(__file__).parents[2], Path(__file__).with_name("talk.py")
 # The model of the jobs of conftest.py.
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -129,6 +129,21 @@ def test_a_server_generates_for_a_job_and_then_for_others(job, server, nothing_l
     assert max(line["lag/max"] for line in still.metrics) > 0, "all of it is of the newest weights"
     for line in still.metrics:  # the same weights under other names
         assert line["rollout/weight_max"] == pytest.approx(1, abs=1e-4) and abs(line["rollout/kl"]) < 1e-5
+    nothing_left()
+
+
+@pytest.mark.slow
+def test_a_server_samples_the_turns_of_episodes(job, server, nothing_left) -> None:
+    """Their environments are beside the process that asks the server."""
+    talk = ("--rl-environment", f"{TALK}:Talk", "--rl-environment-workers", "1")
+    stops = ("--rl-stop-token-ids", *map(str, range(0, 97, 2)))  # an untrained model ends a turn by every other token
+    short = ("--rl-max-response-length", "12", "--rl-max-turn-length", "3", "--rl-max-turns", "2")
+    sizes = ("--rl-max-prompt-length", "12", "--rl-max-observation-length", "4", "--lr", "3e-3")
+    made = job(*flags(server, 0), *talk, *stops, *short, *sizes, "--rl-reward", "environment", ranks=1).dumping()
+    result = made.run()
+    assert len(result.metrics) == 3 and max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
+    assert all(1 < line["episode/turns_mean"] <= 2 and line["grad_norm"] > 1e-3 for line in result.metrics)
+    assert trained(made) == [(e, g, m) for e in range(3) for g in range(4) for m in range(4)]
     nothing_left()
 
 

@@ -71,6 +71,7 @@ def test_it_trains_as_on_one_machine_until_the_cable_is_cut(job, machines, tmp_p
         check_stops(both, agent, f"silent for {HEARTBEAT} s", HEARTBEAT + ENDING - (time.monotonic() - begin))
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_killed_is_named_by_the_other(job, machines, tmp_path):
     both = running(job, machines, tmp_path)
     machines[1].kill()

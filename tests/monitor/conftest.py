@@ -23,6 +23,7 @@ STAGES = {"reshard": (0.12, 0.62), "generate": (2.1, 0.85), "reward": (0.15, 0.3
 # Of a rollout with engines apart; here each between 0 and 1.
 OF_APART = (
     *("idle/trainers_starved", "idle/engines_back_pressure", "idle/engines_version", "lag/mean", "lag/token_mean"),
+    "rollout/kl",
     *("segments/mean", "engines/length_mean", "seconds/publish", "weights/pull_seconds", "weights/pause_seconds"),
 )
 

@@ -84,16 +84,17 @@ def test_dynamic_sampling_says_how_many_groups_it_took_for_how_many():
 
 APART = {"lag/mean": 0.85, "lag/max": 1.0, "lag/token_mean": 0.5, "segments/mean": 1.25, "engines/length_mean": 15.06}
 APART |= {"idle/trainers_starved": 0.12, "idle/engines_back_pressure": 0.34, "idle/engines_version": 0.05}
-APART |= {"weights/pull_seconds": 0.61, "weights/pause_seconds": 0.043, "seconds/publish": 0.2}
+APART |= {"rollout/kl": 3.4e-4, "weights/pull_seconds": 0.61, "weights/pause_seconds": 0.043, "seconds/publish": 0.2}
 
 
 def test_a_line_with_engines_apart_has_lag_segments_idle_time_by_cause_and_what_weights_cost():
     line = iteration_line(1, FULL | APART)
     assert (
-        " | Δlogp 3e-6/1e-5 | lag 0.85/0.50 seg 1.25 sampled len 15.1 | idle train 12% back-pressure 34% version 5%"
-        " | pull 0.61s pause 0.04s |    812 tok/s | "
+        " | Δlogp 3e-6/1e-5 mismatch 3.4e-4 | lag 0.85/0.50 seg 1.25 sampled len 15.1"
+        " | idle train 12% back-pressure 34% version 5% | pull 0.61s pause 0.04s |    812 tok/s | "
     ) in line
     assert line.endswith("publish 0.2s") and "len   14.2" in line
+    assert "mismatch" not in iteration_line(1, FULL | {"rollout/kl": 1e-9}), "where all is fresh Δlogp says it"
     carried = {"lag/mean": 0.5, "lag/token_mean": 0.25, "segments/mean": 1.5}  # partial rollouts have no engines apart
     assert iteration_line(1, carried) == "rl 1 | lag 0.50/0.25 seg 1.50"
 

@@ -117,7 +117,7 @@ def test_curves_are_drawn_from_the_metrics(full_run, full_page):
     assert "Reward" in titles and not titles & CHARTS_APART.keys(), "of engines apart there is nothing to draw"
 
 
-CHARTS_APART = {
+CHARTS_APART = {  # beside "KL", which every run has
     "Idle time": ("idle/trainers_starved", "idle/engines_back_pressure", "idle/engines_version"),
     "Lag": ("lag/mean", "lag/token_mean", "lag/max"),
     "Segments of a response": ("segments/mean",),
@@ -146,6 +146,9 @@ def test_engines_apart_are_drawn_below_the_ranks_and_have_charts(tmp_path, run_b
         assert len(page.all("div", data_chart=title)) == 1
         for name in names:
             check_curve(page, rows, name)
+    (kl,) = page.all("div", data_chart="KL")
+    assert "policy that sampled the rollout to the one that the update started from" in kl[1]
+    check_curve(page, rows, "rollout/kl")
     assert {"generator rank 4", "joined engine 1"} <= {text for _, text in page.all("text")}
 
 

@@ -127,6 +127,43 @@ def test_chat_messages_keep_their_turns(pool, decoder, encoder, tmp_path):
     assert parts[1].tolist() == pytest.approx(want, abs=1e-5)
 
 
+SAID = [
+    {"role": "assistant", "content": "c", "turn": [1, 2], "reward": 0.5, "seconds": 0.25},
+    {"role": "tool", "name": "f", "content": "7", "seconds": 0.5},
+    {"role": "assistant", "content": "42", "turn": [3, 4], "reward": 0.0},
+]
+
+
+@pytest.mark.parametrize(
+    ("asked", "by_template", "as_text"),
+    [
+        ([{"role": "user", "content": "hi 1"}], "<u>hi 1", "hi 1"),
+        (
+            [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}],
+            "<s>be<u>hi",
+            "system: be\n\nuser: hi",
+        ),
+    ],
+)
+def test_of_an_episode_the_whole_conversation_is_scored(pool, decoder, encoder, asked, by_template, as_text):
+    """And not its last turn as if it answered the prompt; among samples that are none."""
+    data = asked if len(asked) > 1 else None
+    (item,) = items("42", prompt="hi", answer="7")
+    got = [grade.parts for grade in pool.grade([replace(item, messages=data, conversation=[*asked, *SAID]), item])]
+    assert got[0][0] == pytest.approx(alone(decoder, f"{by_template}<a>c<t>7<a>42"), abs=1e-5)
+    assert got[0][2] == pytest.approx(alone(encoder, f"{as_text}c742"), abs=1e-5)
+    assert got[1][0] == pytest.approx(alone(decoder, "<u>hi<a>42"), abs=1e-5)
+
+
+def test_a_template_that_refuses_a_conversation_is_named(decoder, tmp_path):
+    strict = "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' or m.seconds }}{% endfor %}"
+    save_tokenizer(copied(decoder, tmp_path), template=strict)
+    with pytest.raises(
+        ValueError, match="refuses a conversation of the roles assistant tool assistant: no tools; give"
+    ):
+        RewardModel(str(tmp_path), "cpu")(["p"], ["42"], [None], [SAID])
+
+
 @pytest.mark.slow
 def test_a_text_beyond_the_models_positions_is_a_failure_not_a_cut(decoder):
     with pytest.raises(RewardError, match="56 tokens, .* 40; .*--rl-max-prompt-length"):
@@ -218,3 +255,6 @@ def test_another_tokenizer_is_said_at_the_start(decoder, encoder, tmp_path, monk
     monkeypatch.setattr(flag_checks, "tokenizer_path", lambda args: str(tmp_path))
     (line,) = flag_checks.warnings(SimpleNamespace())
     assert line.startswith("reward 'encoder' has another tokenizer")
+    config = replace(config, episodes=replace(config.episodes, environment="a.py:A"))
+    _, line = flag_checks.warnings(SimpleNamespace())
+    assert "leaves out what --rl-environment a.py:A rewards" in line

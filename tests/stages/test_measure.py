@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.monitor.names import meaning
 from mindspeed_rl_plugin.monitor.run_files import check_dumps, dump_file, dump_files, read_metrics
 from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.reward import Grade
-from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.rows import Completion, Episode, Prompt, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages import evaluate, measure, update
 from mindspeed_rl_plugin.stages.generate import digest_number
 from mindspeed_rl_plugin.stages.reward import FailureLog
@@ -134,11 +134,12 @@ def test_rows_that_other_weights_sampled_are_refused():
 
 def test_an_evaluation_asks_for_solved_and_tells_the_mean_reward(tmp_path, monkeypatch):
     """Greedy answers: three right but long, one wrong but short. Another engine adds four wrong ones, and that a grader
-    failed; its second rank nothing. No collective of tensors adds them: MindSpeed's forgets sums of float64."""
+    and two environments failed; its second rank nothing. No collective of tensors adds them: MindSpeed's forgets sums
+    of float64."""
     graded = [Grade(-1.0, (1.0, 4.0))] * 3 + [Grade(2.0, (0.0, -4.0))]
     graders = SimpleNamespace(weights=WEIGHTS, grade=lambda items: graded, take_failures=dict)
     sums = dict.fromkeys(evaluate.SUMS, 0.0) | {"prompts": 4.0, "reward": -7.0}
-    others = [[*sums.values(), 1.0], [0.0] * (len(sums) + 1)]
+    others = [[*sums.values(), 1.0, 2.0], [0.0] * (len(sums) + 2)]
     monkeypatch.setattr(evaluate, "generate", answers)
     stage = evaluate.Evaluate(
         SimpleNamespace(replica=0, replicas=1, leader=True),
@@ -154,6 +155,29 @@ def test_an_evaluation_asks_for_solved_and_tells_the_mean_reward(tmp_path, monke
     stage.run(3)
     (line,) = read_metrics(tmp_path)
     assert line["eval/accuracy"] == 3 / 8 and line["eval/reward_mean"] == -1.0 and line["eval/errors"] == 1
+    assert line["eval/environment_failed"] == 2
+
+
+def test_environments_that_fail_in_an_evaluation_are_counted():
+    """Beside training too, where the rows say so."""
+    told = [Completion(SampleId(-1, i, 0), (3,), (0.0,), "stop", ((0, 0),), episode(i)) for i in range(3)]
+    graders = SimpleNamespace(weights=[1.0], grade=lambda items: [Grade(0.0, (0.0,), "raised")] * len(items))
+    inside = evaluate.Evaluate(None, (), graders, str, Sampling(max_tokens=4), None, None, samples=0, seed=0)
+    inside._score([(Prompt((1,), "p", "a", 0), completion) for completion in told])
+    assert inside._failed == [3, 2]
+    logged, columns = [], {"reward_parts": torch.zeros(3, 1), "reward": torch.zeros(3), "finish": torch.zeros(3).int()}
+    columns |= {"response_length": torch.ones(3), "grader_error": torch.zeros(3), "environment_failed": torch.ones(3)}
+    dock = SimpleNamespace(clear=lambda epoch: None)
+    log = SimpleNamespace(log_eval=lambda version, result: logged.append(result))
+    for reads in (("meta", "environment_failed"), ("meta",)):
+        read = lambda ids, more: Rows(ids, {n: columns[n] for n in (*more, "reward", "grader_error")})  # noqa: E731
+        stage = SimpleNamespace(graded=read, graders=graders, spec=SimpleNamespace(reads=reads))
+        evaluate.EvaluateApart(dock, stage, [None] * 3, Ranks(), log, 0).finish()
+    assert logged[0].pop("eval/environment_failed") == 3 and logged[0] == logged[1] and "eval/errors" not in logged[0]
+
+
+def episode(i):
+    return Episode((1,), ((0, 1),), (0.0,), ({"role": "assistant", "content": "x"},), failure="raised" if i else None)
 
 
 def answers(engine, requests, **_):

@@ -16,6 +16,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import ColumnSpec, from_tensordict, make_docks
 from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages import prompts
+from mindspeed_rl_plugin.stages.generate import Episodes
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, columns_of, states_of
 from mindspeed_rl_plugin.stages.table import TAKEN, stage_table
 from mindspeed_rl_plugin.stages.user import UserStage, load_stages, try_once
@@ -198,15 +199,17 @@ def test_what_a_stage_returns_must_fit_its_declaration(file):
         stage.compute(rows)
 
 
-def test_a_stage_is_tried_on_the_group_that_a_data_row_would_make():
+@pytest.mark.parametrize("episodes", [None, Episodes(0, 4), Episodes(2, 4)])
+def test_a_stage_is_tried_on_the_group_that_a_data_row_would_make(episodes):
     """Every column that it may read is there, as real rows have it; what is wrong with it is said with its line."""
-    every = {column.name: column for spec in stage_table(algorithm("grpo"), 2)[:3] for column in spec.writes}
+    table = stage_table(algorithm("grpo"), 2, episodes=episodes)
+    every = {column.name: column for spec in table[:3] for column in spec.writes}
     own, seen, state = ColumnSpec("own", torch.float32, "sample", ragged=False), [], torch.get_rng_state()
 
     def tried(*computes):
         specs = [StageSpec(name, reads, (own,), "row", "cpu") for name, reads in (("a", tuple(every)), ("b", ("own",)))]
         stages = [(spec, SimpleNamespace(compute=compute)) for spec, compute in zip(specs, computes, strict=False)]
-        try_once(stages, Prompt((1, 2), "a", "b", 0), (5, 6, 7), 4, 2, "a.jsonl line 1")
+        try_once(stages, Prompt((1, 2), "a", "b", 0), (5, 6, 7), 4, 2, "a.jsonl line 1", episodes)
 
     def written(values):
         return TensorDict({} if values is None else {"own": values}, batch_size=[4])

@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 VOCAB = 250
 # Two groups of four: a one-token response, a fully masked row, and one row longer than the rest together.
 RESPONSES = (3, 1, 20, 0, 2, 2, 1, 9)
+HOLES = {2: ((4, 9), (15, 16)), 7: ((3, 6),)}  # row -> what the model sees between its turns, in response tokens
 
 
 def make_rollout(seed: int = 0) -> Rows:
@@ -22,6 +23,8 @@ def make_rollout(seed: int = 0) -> Rows:
         prompt = 2 + i % 4
         mask = torch.zeros(prompt + max(response, 1), dtype=torch.uint8)
         mask[prompt : prompt + response] = 1
+        for first, end in HOLES.get(i, ()):
+            mask[prompt + first : prompt + end] = 0
         old = -5.0 + 0.7 * torch.randn(len(mask), generator=g)
         row = {
             "tokens": torch.randint(0, VOCAB, (len(mask),), generator=g, dtype=torch.int32),

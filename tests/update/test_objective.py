@@ -19,11 +19,13 @@ WIDE = 6
 
 
 def micro_batch(seed=0, **columns):
-    """Four rows of six tokens, one of them trained nowhere, with random columns in float64."""
+    """Four rows of six tokens, one of them trained nowhere, one an episode of two turns, with random columns in
+    float64."""
     g = torch.Generator().manual_seed(seed)
     mask = torch.zeros(len(COUNTS), WIDE, dtype=torch.bool)
     for row, count in enumerate(COUNTS):
         mask[row, 5 - count : 5] = True
+    mask[3, :5] = torch.tensor([True, True, False, True, True])  # two turns
     values = {
         name: torch.randn(len(COUNTS), WIDE, generator=g, dtype=torch.float64)
         for name in ("logp_old", "advantages", "logp_ref", "logp_rollout")
@@ -122,7 +124,7 @@ def test_masked_responses_count_in_the_loss_however_they_are_split(rows):
     (whole,) = torch.autograd.grad(loss, logp)
     means = weights_by_loops(batch, "geometric")
     kept = {row for (row, _), w in means.items() if 0.8 <= w <= 1.25}
-    assert kept == {0} == {row for row in range(4) if whole[row].any()}
+    assert kept == {0, 3} == {row for row in range(4) if whole[row].any()}
     parts = [objective(algorithm, rows_of(batch, r), weights[r], logp[r], entropy[r]) for r in rows]
     (summed,) = torch.autograd.grad(sum(part for part, _ in parts), logp)
     torch.testing.assert_close(summed, whole, rtol=1e-12, atol=1e-15)

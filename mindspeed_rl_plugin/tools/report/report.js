@@ -279,7 +279,7 @@ const CURVES = [
     absent: "This run was not evaluated. --rl-eval-data turns evaluation on." },
   { title: "Groups", series: ["groups/solved", "groups/informative", "groups/unsolved"], range: [0, 1],
     about: "Share of prompts whose responses are all solved, earn rewards that differ, are all unsolved. Only rewards that differ teach." },
-  { title: "KL", series: ["kl/ref", "kl/old"], about: "KL of the policy to the reference, and to the policy that sampled the rollout, nats per token.",
+  { title: "KL", series: ["kl/ref", "kl/old", "rollout/kl"], about: "Nats per token: kl/ref is the KL of the policy to the reference, kl/old that to the one that the update started from, rollout/kl that of the policy that sampled the rollout to the one that the update started from (engine and trainer).",
     absent: "No KL was measured: the loss has no KL term and no reference was kept." },
   { title: "Entropy", series: ["entropy"] },
   { title: "Response length", series: ["response/length_mean", "response/length_max"], about: "Trained tokens of a response." },

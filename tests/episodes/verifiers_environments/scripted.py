@@ -40,6 +40,8 @@ class ScriptedEnv(vf.Env[ScriptedEnvConfig]):
             segment = await interaction.turn()
             if fault == "raise":
                 raise RuntimeError("the board is gone")
+            if fault == "cancel":
+                raise asyncio.CancelledError
             if fault == "hang":
                 await asyncio.sleep(600)
             if fault == "block":

@@ -1,0 +1,40 @@
+"""Runs `openenv_server.py` in an interpreter that has OpenEnv."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SERVER = Path(__file__).with_name("openenv_server.py")
+START_SECONDS = 120
+
+
+@contextmanager
+def serving(python: str, name: str, sessions: int = 2) -> Iterator[str]:
+    """The URL of a server of one of its environments, while it runs. sessions: at a time."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process, url = subprocess.Popen([python, SERVER, name, str(port), str(sessions)]), f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(process, url)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_for(process: subprocess.Popen, url: str) -> None:
+    end = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        except OSError:
+            assert process.poll() is None and time.monotonic() < end, f"no answer of {url}"
+            time.sleep(0.2)

@@ -1,0 +1,77 @@
+"""Whole jobs whose episodes are rendered by a chat template: tools, and environments of others: verifiers itself and a
+server of OpenEnv's own package, installed apart."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from mindspeed_rl_plugin.monitor.run_files import dump_files
+
+EPISODES, TALK = Path(__file__).parents[1] / "episodes", Path(__file__).with_name("talk.py")
+sys.path.insert(0, str(EPISODES))
+from bytes_tokenizer import byte_tokenizer  # noqa: E402
+from openenv_serving import serving  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+VERIFIERS, OPENENV = "verifiers==0.4.0", "openenv==0.10.0"
+LENGTHS = ("--rl-max-prompt-length", "160", "--rl-max-response-length", "200", "--rl-max-turn-length", "6")
+# An untrained model ends a turn by every third byte.
+STOPS = ("--rl-stop-token-ids", *map(str, range(0, 256, 3)), "--rl-max-turns", "3", "--rl-kv-cache-gb", "0.2")
+COMMON = (*LENGTHS, *STOPS, "--rl-apply-chat-template", "--train-iters", "3", "--lr", "3e-3", "--rl-verify-weights")
+ENVIRONMENT = ("--rl-reward", "environment", f"{TALK}:letters")
+PROMPTS = "".join(json.dumps({"prompt": f"Say {i}", "answer": ""}) + "\n" for i in range(16))
+
+
+@pytest.fixture
+def chat(job, dense_model, tmp_path):
+    """Runs a job with data of its own, whose engine and trainer agree. Returns its metrics and last conversations."""
+
+    def run(*flags: str, rows: str):
+        made = job(*COMMON, *flags, model=model)
+        made.data = tmp_path / "data"
+        byte_tokenizer(made.data / "tokenizer")
+        (made.data / "prompts.jsonl").write_text(rows)
+        result = made.dumping().run(600)
+        result.check_agreement(3)
+        assert all(line["episode/turns_mean"] > 1.3 and line["episode/failed"] == 0 for line in result.metrics)
+        rows = pq.read_table([*dump_files(made.save / "dump").values()][-1]).to_pylist()
+        return result.metrics, [json.loads(row["conversation"]) for row in rows]
+
+    model = dense_model.replace("length 32", "length 360").replace("embeddings 32", "embeddings 360")
+    return run
+
+
+def test_tools(chat, nothing_left) -> None:
+    """An untrained model calls one where the user's parser says so; what it returns is what the model sees."""
+    tools = ("--rl-tools", f"{TALK}:shout", "--rl-tool-parser", f"{TALK}:calls", "--rl-reward", f"{TALK}:letters")
+    lines, conversations = chat(*tools, rows=PROMPTS)
+    assert all(line["tools/calls"] > 0.3 and line["tools/raised"] == 0 for line in lines)
+    answered = [(c[i - 1], c[i]) for c in conversations for i in range(len(c)) if c[i]["role"] == "tool"]
+    assert len(answered) > 3 and all(seen["content"] == said["content"].upper() for said, seen in answered)
+    nothing_left()
+
+
+def test_over_verifiers(chat, apart, tmp_path, monkeypatch, nothing_left) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EPISODES / "verifiers_environments"))
+    python, out = apart(VERIFIERS), tmp_path / "tasks.jsonl"
+    command = [sys.executable, "-m", "mindspeed_rl_plugin", "tasks", "verifiers:guess_number", "--python", python]
+    subprocess.run([*command, "--out", str(out)], check=True, timeout=120)
+    who = ("--rl-environment", "verifiers:guess_number", "--rl-environment-python", python)
+    limits = ("--rl-environment-workers", "1", "--rl-environment-timeout", "60")
+    _, conversations = chat(*who, *limits, *ENVIRONMENT, rows=out.read_text() * 4)
+    assert {"user", "assistant"} == {message["role"] for said in conversations for message in said}
+    nothing_left()
+
+
+def test_over_an_openenv_server(chat, apart, nothing_left) -> None:
+    with serving(apart(OPENENV), "echo", sessions=64) as url:
+        who = ("--rl-environment", f"openenv:{url}", "--rl-environment-workers", "2")
+        _, conversations = chat(*who, *ENVIRONMENT, rows=PROMPTS)
+    assert any(f"{turn} " in message["content"] for said in conversations for turn in "12" for message in said[1:])
+    nothing_left()
