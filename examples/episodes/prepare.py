@@ -58,8 +58,8 @@ def guess(rng: random.Random, number: int) -> list[Message]:
     counts, low, high = rng.random() < 0.6, 0, TOP
     messages = [{"role": "user", "content": f"0 to {TOP}"}]
     for _ in range(TURNS):
-        quarter = (high - low) / 4
-        said = low if counts else round(rng.triangular(low + quarter, high - quarter))
+        most = (high - low) / 8  # from the middle
+        said = low if counts else round((low + high) / 2 + rng.triangular(-most, most))
         messages.append({"role": "assistant", "content": str(said)})
         if said == number:
             return [*messages, {"role": "user", "content": "right"}]

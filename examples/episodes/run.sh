@@ -5,8 +5,9 @@
 #   bash examples/episodes/run.sh control [SEED]      # the same products without the tool
 #   bash examples/episodes/run.sh guess [SEED]        # the environment GuessTheNumber
 #
-# Further flags go to the RL run: FLAGS="--train-iters 4". PRETRAIN_ITERS: of pretraining. With neither of them the
-# held-out accuracy before and after RL is held to the claim of docs/episodes.md.
+# SEED is of the RL run; all of a task begin with one pretrained model. Further flags go to the RL run:
+# FLAGS="--train-iters 4". PRETRAIN_ITERS: of pretraining. With neither of them the held-out accuracy before and after
+# RL is held to the claim of docs/episodes.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -28,7 +29,7 @@ case "$task" in
     *) echo "run.sh: unknown task $task (known: calculator, control, guess)" >&2; exit 2 ;;
 esac
 bash setup.sh
-base=runs/episodes/$data-seed$seed
+base=runs/episodes/$data${PRETRAIN_ITERS:+-$PRETRAIN_ITERS}
 run=runs/episodes/$task-seed$seed-tuned
 unset PYTHONDONTWRITEBYTECODE  # else each process compiles all that it imports
 export DATA=$base/data OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
@@ -37,9 +38,9 @@ export MASTER_PORT=${MASTER_PORT:-$(.venv/bin/python -c "$free_port")}
 LENGTH=(--seq-length 128 --max-position-embeddings 128)
 
 if [ ! -e "$base/pretrained/latest_checkpointed_iteration.txt" ]; then
-    .venv/bin/python examples/episodes/prepare.py --task "$data" --out "$DATA" --seed "$seed"
+    .venv/bin/python examples/episodes/prepare.py --task "$data" --out "$DATA"
     SAVE=$base/pretrained bash examples/launch.sh "${LENGTH[@]}" --train-iters "${PRETRAIN_ITERS:-1500}" \
-        --seed $((1234 + seed)) >"$base/pretrain.log" 2>&1 || { tail -n 60 "$base/pretrain.log" >&2; exit 1; }
+        >"$base/pretrain.log" 2>&1 || { tail -n 60 "$base/pretrain.log" >&2; exit 1; }
 fi
 rm -rf "$run"
 mkdir -p "$run"

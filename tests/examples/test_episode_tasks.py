@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SEED = "4711"  # folders of its own under runs/, so that no run of the user is replaced
+RUNS = ROOT / "runs" / "episodes"
+SEED, ITERATIONS = "4711", "4"  # folders of its own under runs/, so that no run of the user is replaced
 TURNS = {"calculator": 1.0, "control": None, "guess": 1.5}  # least of an episode
 
 
@@ -18,9 +19,9 @@ TURNS = {"calculator": 1.0, "control": None, "guess": 1.5}  # least of an episod
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("task", TURNS)
 def test_each_task_runs_through(request, task: str) -> None:
-    folders = [ROOT / "runs" / "episodes" / f"{name}-seed{SEED}{end}" for name in TURNS for end in ("", "-tuned")]
+    folders = [RUNS / f"{name}-{end}" for name in TURNS for end in (ITERATIONS, f"seed{SEED}-tuned")]
     request.addfinalizer(lambda: [shutil.rmtree(folder, ignore_errors=True) for folder in folders])
-    few = {"PRETRAIN_ITERS": "4", "FLAGS": "--train-iters 1 --rl-samples-per-prompt 4 --global-batch-size 64"}
+    few = {"PRETRAIN_ITERS": ITERATIONS, "FLAGS": "--train-iters 1 --rl-samples-per-prompt 4 --global-batch-size 64"}
     done = subprocess.run(
         ["bash", str(ROOT / "examples" / "episodes" / "run.sh"), task, SEED],
         env=os.environ | few,
@@ -29,7 +30,7 @@ def test_each_task_runs_through(request, task: str) -> None:
         timeout=800,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    run = ROOT / "runs" / "episodes" / f"{task}-seed{SEED}-tuned"
+    run = RUNS / f"{task}-seed{SEED}-tuned"
     assert json.loads((run / "summary.json").read_text())["iterations"] == 1
     lines = [json.loads(line) for line in (run / "rl" / "metrics.jsonl").read_text().splitlines()]
     (trained,) = [line for line in lines if line["kind"] == "train"]
