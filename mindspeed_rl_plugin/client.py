@@ -129,11 +129,17 @@ class Client:
         "prompt": its tokens; "oldest", "newest" `[B]`: the versions of weights that may sample the row, newest -1 where
         every newer one may, too; "greedy" `[B]`: take the likeliest token each time (evaluations); "seed" `[B]`: of
         this very response, to be used or not.
-        Raises ValueError for a job with --rl-async-order strict, whose rows are dealt to engines of its own.
+        Raises ValueError for a job with --rl-async-order strict, whose rows are dealt to engines of its own, and for
+        one with tools or environments, whose episodes its engines play.
         """
         if self._job.strict:
             raise ValueError(
                 "--rl-async-order strict deals rollouts to the engines of the launcher: take no rows of it"
+            )
+        if self._job.episodes is not None:
+            raise ValueError(
+                "the responses of this job are episodes with tools or environments, which its own engines play: take "
+                "no rows of it; bring an engine by `generate --join`"
             )
         lease = self._leased(max_rows, deadline)
         prompts, orders = lease.rows["prompt"], lease.rows["order"].reshape(-1, 4)

@@ -23,7 +23,7 @@ case "$task" in
         who=(--rl-reward exact)
         ;;
     guess)
-        data=guess iterations=40 claim=(--before-at-most 0.4 --after-at-least 0.9)
+        data=guess iterations=20 claim=(--before-at-most 0.4 --after-at-least 0.9)
         who=(--rl-environment examples/episodes/guess.py:GuessTheNumber --rl-max-turns 5)
         ;;
     *) echo "run.sh: unknown task $task (known: calculator, control, guess)" >&2; exit 2 ;;

@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.generators.join import LEFT
 from mindspeed_rl_plugin.invitation import read_secret
 
 RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}  # kind of device -> what Ray calls it
-PAUSES = (1.0, 60.0)  # seconds before an engine is started again: at first, and at most
+PAUSE = 1.0  # seconds before an engine is started again, at first; twice as many each time
 FAILURES = 5  # in a row after which it is given up
 GOOD_SECONDS = 600.0  # that an engine works, after which its failures are forgotten
 LOOK_SECONDS = 1.0
@@ -86,7 +86,7 @@ class Watch:
         if engine.failures >= FAILURES:
             self.say(f"{what}; given up after {FAILURES} times in a row")
             return False
-        pause = min(PAUSES[0] * 2 ** (engine.failures - 1), PAUSES[1])
+        pause = PAUSE * 2 ** (engine.failures - 1)
         engine.task, engine.due = None, now + pause
         self.say(f"{what}; started again in {pause:g} s")
         return True

@@ -6,6 +6,7 @@ Trainers and generators are ranks of one launcher, and share its store; for Mega
 from __future__ import annotations
 
 import datetime
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,9 +57,10 @@ class Split:
 
     def _near(self) -> str:
         """What to give in the place of a number that is no multiple of an engine's ranks."""
-        below = self.generators - self.generators % self.engine
-        fit = [n for n in (below, below + self.engine) if 0 < n < self.world]
-        few = f"start more than {self.engine} ranks, or make engines smaller"
+        step = math.lcm(self.engine, self.local) if self.world > self.local else self.engine
+        below = self.generators - self.generators % step
+        fit = [n for n in (below, below + step) if 0 < n < self.world]
+        few = f"start more than {step} ranks, or make engines smaller"
         return f"give {' or '.join(map(str, fit))}" if fit else few
 
     def text(self) -> str:

@@ -32,8 +32,8 @@ class Incoming:
 
     def check(self, rows: Rows) -> None:
         """Raise ValueError, with value, limit and fix, for rows that no engine of this job can have made: columns of
-        `generate`, and `READS`. It cannot tell whether log-probs are really those of the version that is named:
-        `logp_diff/mean` of the metrics shows that."""
+        `generate`, and `READS`. It cannot tell whether log-probs are really those of the version that is named: the
+        metrics `logp_diff/mean` and `rollout/kl` show that."""
         tokens, prompt = rows["tokens"], rows["prompt"]
         total, before = tokens.lengths, rows["prompt_length"] if self.episodes else prompt.lengths
         response = total - before

@@ -26,10 +26,12 @@ from reshard_reference import megatron_weights, random_weights  # noqa: E402
 from mindspeed_rl_plugin.algorithms import resolve  # noqa: E402
 from mindspeed_rl_plugin.client import Client  # noqa: E402
 from mindspeed_rl_plugin.config import AlgorithmConfig  # noqa: E402
+from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig  # noqa: E402
 from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, from_tensordict, machine  # noqa: E402
 from mindspeed_rl_plugin.dock import messages as m  # noqa: E402
 from mindspeed_rl_plugin.dock.gate import Opening, called  # noqa: E402
 from mindspeed_rl_plugin.engine.options import VllmOptions  # noqa: E402
+from mindspeed_rl_plugin.episodes.setup import EpisodeSetup  # noqa: E402
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description, welcome  # noqa: E402
 from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
@@ -393,6 +395,17 @@ def test_the_end_of_a_job_is_no_error(trainers) -> None:
         job.weights()
     with pytest.raises(ConnectionError):
         Client(trainers.address, trainers.secret)
+
+
+def test_a_job_with_episodes_gives_no_rows(tmp_path) -> None:
+    episodes = EpisodeSetup(EpisodeConfig(tools=("a.py:f",)), "chat", "tokenizer", 8, 8, 60.0)
+    playing = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, episodes=episodes))
+    with (
+        Client(playing.address, playing.secret) as job,
+        pytest.raises(ValueError, match="bring an engine by `generate"),
+    ):
+        job.take(1, deadline=0)
+    playing.close()
 
 
 def test_a_wrong_secret_another_version_and_a_strict_job_are_refused(tmp_path) -> None:

@@ -93,6 +93,7 @@ def test_engines_of_several_ranks_on_machines_of_their_own(rank, capsys) -> None
         (Split(8, 8, 5, 2, 60.0), "--rl-generators 5 .* 2 ranks of an engine .*; give 4 or 6$"),
         (Split(8, 8, 3, 4, 60.0), "--rl-generators 3 .* 4 ranks of an engine .*; give 4$"),
         (Split(4, 4, 2, 4, 60.0), "--rl-generators 2 .* 4 ranks of an engine .*; start more than 4 ranks, or make eng"),
+        (Split(16, 8, 6, 4, 60.0), "--rl-generators 6 .* 4 ranks of an engine .*; give 8$"),
         (Split(16, 8, 4, 1, 60.0), "--rl-generators 4 with 8 ranks a machine .* multiple of 8"),
     ],
 )
