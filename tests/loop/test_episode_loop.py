@@ -60,6 +60,9 @@ def test_episodes_train(job, arithmetic, long_model, nothing_left) -> None:
         assert line["response/length_max"] <= 30 - line["episode/observation_tokens"] + 12
     check_dump(made.save / "dump", 0)
     assert [line["iteration"] for line in result.evaluations] == [0, 2, 3]
+    for line in result.evaluations:
+        assert line["eval/reward_mean"] > 0 and 0 <= line["eval/accuracy"] <= 1 and 0 <= line["eval/pass@2"] <= 1
+        assert line["eval/response_length"] > 1 and line["eval/environment_failed"] == 0
     nothing_left()
 
 
@@ -88,6 +91,8 @@ def test_under_every_schedule_and_layout_engine_and_trainer_agree(job, long_mode
     differences = [line["logp_diff/max"] for line in lines if "logp_diff/max" in line]
     assert len(lines) == 3 and differences and max(differences) < AGREEMENT
     assert all(line["episode/turns_mean"] > 1.5 and line["grad_norm"] > 1e-3 for line in lines)
+    if case == "partial rollouts":
+        assert max(line["segments/mean"] for line in lines) > 1, "no episode was interrupted"
     check_dump(made.save / "dump", 2)
 
 
@@ -120,6 +125,10 @@ def test_environments_that_fail(job, long_model, nothing_left, rule: str) -> Non
         assert "an environment failed, for the first time" in result.log
         dropped = [line["groups/dropped"] for line in result.metrics]
         assert max(dropped) > 0 if rule == "drop" else max(dropped) == 0
+        if rule == "zero":
+            rows = pq.read_table([*dump_files(made.save / "dump").values()][0]).to_pylist()
+            nothing = [row for row in rows if not any(row["turn_reward"]) and row["reward"] == 0]
+            assert len(nothing) >= result.metrics[0]["episode/failed"]
     nothing_left()
 
 
@@ -175,5 +184,6 @@ def test_a_resume_begins_interrupted_episodes_anew(job, long_model) -> None:
     made.extra = made.extra[:at] + made.extra[at + 2 :]
     lines = made.run().metrics
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
+    assert lines[1]["making/responses"] > 0, "no episode was interrupted when the checkpoint was written"
     assert len(set(made.trained())) == len(made.trained()) == 4 * 16
     check_dump(made.save / "dump", 3)
