@@ -1,26 +1,28 @@
 """How verifiers turns messages into tokens: by the chat template of the job's tokenizer, and only ever appending.
 
 verifiers' own fallback renders a whole conversation anew at every turn, which encodes anew what the model sampled. Here
-the next turn's prompt is the tokens so far and those of the new messages. For renderers 0.1, in verifiers' interpreter.
+the next turn's prompt is the tokens so far and those of the new messages, in which the text of control tokens stays
+text. For renderers 0.1, in verifiers' interpreter.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from renderers import RenderedTokens
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
 
+from mindspeed_rl_plugin.episodes.rendering import ControlTokens
+
 # What is in the chat template of models that write calls in some format -> name of its parser; the first that is there.
 PARSERS = {"<arg_key>": "glm", "<function=": "qwen3.5", "<tool_call>": "qwen3", "<｜tool▁call▁begin｜>": "deepseek-v3"}
-SENTINEL = "uiweahfskdj"  # content of an assistant's message, and with a number behind it of others
+SPOKEN = "uiweahfskdj"  # content of an assistant's message, by which it is found in a rendered conversation
 
 
 class AppendingRenderer(DefaultRenderer):
-    """`renderers.Renderer` of any chat template in which a turn ends with a special token."""
+    """`renderers.Renderer` of any chat template in which a turn ends with a control token."""
 
     config_class = DefaultRendererConfig
 
@@ -29,9 +31,7 @@ class AppendingRenderer(DefaultRenderer):
         template = tokenizer.get_chat_template()
         parser = config.tool_parser or next((name for mark, name in PARSERS.items() if mark in template), None)
         super().__init__(tokenizer, config.model_copy(update={"tool_parser": parser}))
-        self._special = re.compile(
-            "|".join(map(re.escape, sorted(tokenizer.all_special_tokens, key=len, reverse=True)))
-        )
+        self._control = ControlTokens(tokenizer, template)
 
     def bridge_to_next_turn(
         self,
@@ -54,26 +54,25 @@ class AppendingRenderer(DefaultRenderer):
         )
 
     def _behind(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Tokens from the one that ends an assistant's turn on. Text of special tokens in messages is only text."""
-        texts = [_text(message["content"]) for message in messages]
-        odd = {f"{SENTINEL}{i}.": text for i, text in enumerate(texts) if self._special.search(text)}
-        shown = [{**m, "content": f"{SENTINEL}{i}."} if f"{SENTINEL}{i}." in odd else m for i, m in enumerate(messages)]
+        """Tokens from the one that ends an assistant's turn on."""
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SPOKEN}]
         rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": "?"}, {"role": "assistant", "content": SENTINEL}, *shown],
+            turn + [self._marked(message) for message in messages],
             tokenize=False,
             add_generation_prompt=True,
             **(self.config.model_extra or {}),
         )
-        tail, ids = rendered.partition(SENTINEL)[2], []
-        for piece in re.split(f"({SENTINEL}[0-9]+[.])", tail):
-            ids += self._encode(odd[piece], split_special_tokens=True) if piece in odd else self._encode(piece)
-        if not ids or ids[0] not in self._tokenizer.all_special_ids:
+        tail = rendered.partition(SPOKEN)[2].lstrip()
+        ids = self._control.encode(tail)
+        if not ids or ids[0] not in self._control.ids:
             raise ValueError(f"the chat template ends a turn with {tail[:20]!r}, which is no special token")
         return ids
 
-    def _encode(self, text: str, **how: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False, **how) if text else []
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content or ())
+    def _marked(self, value: Any) -> Any:
+        """A message with marks around the text of control tokens: of all its texts, since the name of a tool may be the
+        model's."""
+        if isinstance(value, str):
+            return self._control.marked(value)
+        if isinstance(value, Mapping):
+            return {k: v if k in ("role", "type") else self._marked(v) for k, v in value.items()}
+        return [self._marked(one) for one in value] if isinstance(value, list) else value
