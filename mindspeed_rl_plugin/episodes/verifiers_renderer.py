@@ -7,6 +7,7 @@ text. For renderers 0.1, in verifiers' interpreter.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,20 +15,23 @@ from renderers import RenderedTokens
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
 
-from mindspeed_rl_plugin.episodes.rendering import ControlTokens
+from mindspeed_rl_plugin.episodes.rendering import DATE, ControlTokens
 
 # What is in the chat template of models that write calls in some format -> name of its parser; the first that is there.
 PARSERS = {"<arg_key>": "glm", "<function=": "qwen3.5", "<tool_call>": "qwen3", "<｜tool▁call▁begin｜>": "deepseek-v3"}
+TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # in a chat template, with the form of the date
 SPOKEN = "uiweahfskdj"  # content of an assistant's message, by which it is found in a rendered conversation
 
 
 class AppendingRenderer(DefaultRenderer):
-    """`renderers.Renderer` of any chat template in which a turn ends with a control token."""
+    """`renderers.Renderer` of any chat template in which a turn ends with a control token. The date that some templates
+    write (Llama 3.2) is that of `DATE`, as in the job's own prompts."""
 
     config_class = DefaultRendererConfig
 
     def __init__(self, tokenizer: Any, config: DefaultRendererConfig | None = None) -> None:
         config = config or DefaultRendererConfig()
+        tokenizer.chat_template = _dated(tokenizer.chat_template)
         template = tokenizer.get_chat_template()
         parser = config.tool_parser or next((name for mark, name in PARSERS.items() if mark in template), None)
         super().__init__(tokenizer, config.model_copy(update={"tool_parser": parser}))
@@ -76,3 +80,11 @@ class AppendingRenderer(DefaultRenderer):
         if isinstance(value, Mapping):
             return {k: v if k in ("role", "type") else self._marked(v) for k, v in value.items()}
         return [self._marked(one) for one in value] if isinstance(value, list) else value
+
+
+def _dated(template: Any) -> Any:
+    """A chat template, or several by name, in which the date stands. transformers 5.24 lets nobody give a template
+    another clock: what is no plain data becomes text."""
+    if isinstance(template, Mapping):
+        return {name: _dated(one) for name, one in template.items()}
+    return template and TODAY.sub(lambda found: repr(DATE.strftime(found[2])), template)
