@@ -47,7 +47,7 @@ class AppendingRenderer(DefaultRenderer):
     ) -> RenderedTokens:
         """Tokens so far, and those of messages behind an assistant's turn, with the head of the next one."""
         held = [*previous_prompt_ids, *previous_completion_ids]
-        behind = self._behind(new_messages)
+        behind = self._behind(new_messages, tools)
         if held[-1] == behind[0]:  # what ended the turn; one that ended otherwise, or was cut, gets its end here
             behind = behind[1:]
         return RenderedTokens(
@@ -57,11 +57,12 @@ class AppendingRenderer(DefaultRenderer):
             message_tool_names=[message.get("name") for message in new_messages],
         )
 
-    def _behind(self, messages: list[dict[str, Any]]) -> list[int]:
+    def _behind(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """Tokens from the one that ends an assistant's turn on."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SPOKEN}]
         rendered = self._tokenizer.apply_chat_template(
             turn + [self._marked(message) for message in messages],
+            tools=None if tools is None else list(tools),
             tokenize=False,
             add_generation_prompt=True,
             **(self.config.model_extra or {}),
