@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Reply, Turn
 from mindspeed_rl_plugin.episodes.verifiers_load import ROW
 from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT
 from mindspeed_rl_plugin.rows import SampleId
-from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
+from mindspeed_rl_plugin.workers.process import Program, Worker, slow_to_load, wait_for
 
 TOGETHER = 64  # most rollouts of one process at a time
 GRACE = 20.0  # seconds in which a rollout that is given up must have stopped
@@ -99,7 +99,8 @@ class VerifiersEnvironments:
         program = rollouts_program(interpreter(python))
         setup = (environment, tokenizer)
         now = time.monotonic()
-        self._processes = [Process(Worker(program, setup, VERIFIERS + environment), now) for _ in range(workers)]
+        self._loads = VERIFIERS + environment
+        self._processes = [Process(Worker(program, setup, self._loads), now) for _ in range(workers)]
         self._numbers = itertools.count()
         self._rollouts: dict[int, Rollout] = {}  # all that hold something, those that are given up too
         self._known: dict[SampleId, Rollout] = {}  # those that are not given up
@@ -213,10 +214,7 @@ class VerifiersEnvironments:
                 process.loaded, worker.until = True, math.inf
                 self.answered += 1
             elif time.monotonic() > process.since + (limit := SHARE_OF_WAIT * self._wait):
-                raise EpisodeError(
-                    f"verifiers needs more than {limit:g} s to load its environment; let that load less, or raise "
-                    f"--rl-wait-timeout {self._wait:g}, of which the limit is {SHARE_OF_WAIT}"
-                )
+                raise EpisodeError(slow_to_load("a verifiers process", self._loads, limit, self._wait))
         while process.loaded and (answer := worker.answer()) is not None:
             if isinstance(answer, str):
                 self._died(process, answer)
