@@ -2,20 +2,20 @@
 (`RawFormat`).
 
 What the model sampled stays as it was sampled; only what comes behind it is rendered, and appended. The text of an
-observation never becomes a *control token*: a special token, or another added one that the template writes (DeepSeek's
-`<｜User｜>` is not marked special). Where it holds the text of one, this text is spelled in ordinary tokens.
+observation never becomes a *control token* (`rendering`): where it holds the text of one, this text is spelled in
+ordinary tokens.
 """
 
 from __future__ import annotations
 
 import bisect
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 
 from mindspeed_rl_plugin.episodes.protocol import Message
+from mindspeed_rl_plugin.episodes.rendering import MARK, ControlTokens, whole
 from mindspeed_rl_plugin.prompts.render import render_chat
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 CUT = "\n[cut]"  # stands behind what is left of an observation that was too long
 SPOKEN = "what-the-model-said"  # by it the model's turn is found in a rendered conversation
-MARK = "\ud800"  # half of a surrogate pair, on both sides of a control token's text: in no text can it stand itself
 QUESTION = {"role": "user", "content": "question"}
 TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError)  # what a chat template may raise
 
@@ -68,10 +67,8 @@ class RawFormat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "") -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.items()
-        control = {t.content: i for i, t in added if t.special or (t.content.strip() and t.content in template)}
-        self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
-        self._control_ids = frozenset(control.values())
+        self._control = ControlTokens(tokenizer, template)
+        self._marked, self._encode = self._control.marked, self._control.encode
         self._ends = {tokenizer.eos_token_id}
         self._longest = max(map(len, tokenizer.get_vocab()))  # token [characters]
 
@@ -96,7 +93,7 @@ class RawFormat:
 
     def shortened(self, text: str, limit: int) -> tuple[str, bool]:
         """See `Format`."""
-        text = _whole(text)
+        text = whole(text)
         start = text[: limit * self._longest + 1]  # so many characters are more than `limit` tokens
         tokens = self._encode(self._marked(start))
         if len(tokens) <= limit:
@@ -111,35 +108,12 @@ class RawFormat:
 
     def holds_special(self, text: str) -> bool:
         """See `Format`."""
-        return self._control.search(text) is not None
+        return self._control.pattern.search(text) is not None
 
     # inside
 
     def _length(self, text: str) -> int:
         return len(self._encode(self._marked(text)))
-
-    def _marked(self, text: str, start: int = 0) -> str:
-        """With marks around the text of control tokens, but for those that end before `start`."""
-
-        def mark(found: re.Match[str]) -> str:
-            return f"{MARK}{found[0]}{MARK}" if found.end() > start else found[0]
-
-        return self._control.sub(mark, _whole(text))
-
-    def _encode(self, marked: str) -> list[int]:
-        """Token ids of a text in which what stands between two marks is spelled."""
-        first, *rest = marked.split(MARK)
-        tokens = self._tokenizer.encode(first, add_special_tokens=False)
-        for control, plain in zip(rest[::2], rest[1::2], strict=True):
-            tokens += self._spelled(control) + self._tokenizer.encode(plain, add_special_tokens=False)
-        return tokens
-
-    def _spelled(self, control: str) -> list[int]:
-        tokens = self._tokenizer.encode(control, add_special_tokens=False, split_special_tokens=True)
-        if self._control_ids.isdisjoint(tokens):
-            return tokens
-        halves = (control[:1], control[1:])  # of an added token that is not marked special
-        return [token for half in halves for token in self._tokenizer.encode(half, add_special_tokens=False)]
 
 
 class ChatFormat(RawFormat):
@@ -154,7 +128,7 @@ class ChatFormat(RawFormat):
         super().__init__(tokenizer, tokenizer.get_chat_template(tools=list(tools) or None))
         self._tools = tuple(tools)
         tail = self._tail([])
-        close = self._control.match(tail)
+        close = self._control.pattern.match(tail)
         if close is None:
             raise ValueError(
                 f"writes {tail[:40]!r} behind the model's turn, which does not begin with one special token, so "
@@ -272,8 +246,3 @@ def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Seq
         raise ValueError(f"{where} raises {type(error).__name__}: {error}; {mend}") from error
     except ValueError as error:
         raise ValueError(f"{where} {error}; {mend}") from error
-
-
-def _whole(text: str) -> str:
-    """Without halves of surrogate pairs."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.episodes.worker import CLOSE_SECONDS, Answer, Source
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, locate
 from mindspeed_rl_plugin.rows import SampleId
-from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
+from mindspeed_rl_plugin.workers.process import Program, Worker, slow_to_load, wait_for
 
 KILL_SECONDS = 5.0  # in which the keeper of a worker kills all that a user's code has started
 WHO = "an environment worker"
@@ -198,11 +198,7 @@ class EnvironmentPool:
         try:
             while not all([worker.ready() for worker in workers]):
                 if not wait_for(workers, end):
-                    raise EpisodeError(
-                        f"{WHO} needs more than {limit:g} s to load {loads}; let the files do less when they are "
-                        f"imported, or raise --rl-wait-timeout {self._wait_timeout:g}, of which the limit is "
-                        f"{SHARE_OF_WAIT}"
-                    )
+                    raise EpisodeError(slow_to_load(WHO, loads, limit, self._wait_timeout))
         except BaseException:
             for worker in workers:
                 worker.close()

@@ -26,14 +26,14 @@ from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Reply, Turn
 from mindspeed_rl_plugin.episodes.verifiers_load import ROW
 from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT
 from mindspeed_rl_plugin.rows import SampleId
-from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
+from mindspeed_rl_plugin.workers.process import Program, Worker, slow_to_load, wait_for
 
 TOGETHER = 64  # most rollouts of one process at a time
-GRACE = 20.0  # seconds in which a rollout that is given up must have stopped
-PATIENCE = 15.0  # seconds in which a process may end by itself, with what its rollouts hold
+STOP_SECONDS = 20.0  # in which a rollout that is given up must have stopped
+END_SECONDS = 15.0  # in which a process may end by itself, with what its rollouts hold
 
 
-class Said(msgspec.Struct):
+class RolloutReport(msgspec.Struct):
     """What a process says of a rollout. prompt, messages: of a turn that it asks for, the latter for people to read;
     ended: it was cancelled, and has stopped; seconds: since its last answer; else as in `Reply`."""
 
@@ -48,7 +48,7 @@ class Said(msgspec.Struct):
 
 
 @dataclass
-class Process:
+class VerifiersProcess:
     """A worker. since: when it was started, on the monotonic clock; loaded: whether rollouts can begin in it; killed:
     why it was."""
 
@@ -59,14 +59,14 @@ class Process:
 
 
 @dataclass(eq=False)
-class Rollout:
+class RolloutRecord:
     """process: None before it begins; due: since when its reply is, None while the model speaks; early: what it said
     before its time, so that it is over; ending: until when it must have stopped, None where it is not given up."""
 
     number: int
     sample: SampleId
     data: Any
-    process: Process | None = None
+    process: VerifiersProcess | None = None
     due: float | None = None
     early: Reply | None = None
     ending: float | None = None
@@ -99,11 +99,12 @@ class VerifiersEnvironments:
         program = rollouts_program(interpreter(python))
         setup = (environment, tokenizer)
         now = time.monotonic()
-        self._processes = [Process(Worker(program, setup, VERIFIERS + environment), now) for _ in range(workers)]
+        self._loads = VERIFIERS + environment
+        self._processes = [VerifiersProcess(Worker(program, setup, self._loads), now) for _ in range(workers)]
         self._numbers = itertools.count()
-        self._rollouts: dict[int, Rollout] = {}  # all that hold something, those that are given up too
-        self._known: dict[SampleId, Rollout] = {}  # those that are not given up
-        self._queue: deque[Rollout] = deque()  # those that have not begun
+        self._rollouts: dict[int, RolloutRecord] = {}  # all that hold something, those that are given up too
+        self._known: dict[SampleId, RolloutRecord] = {}  # those that are not given up
+        self._queue: deque[RolloutRecord] = deque()  # those that have not begun
         self._replies: list[Reply] = []
 
     @property
@@ -113,7 +114,7 @@ class VerifiersEnvironments:
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
         """See `Environments`. verifiers knows no seeds: what is random is its environment's."""
-        rollout = Rollout(next(self._numbers), episode, task["record"][ROW])
+        rollout = RolloutRecord(next(self._numbers), episode, task["record"][ROW])
         self._known[episode] = rollout
         self._queue.append(rollout)
 
@@ -176,7 +177,7 @@ class VerifiersEnvironments:
         rollout.due = time.monotonic()
         self._send(rollout, call, *arguments)
 
-    def _send(self, rollout: Rollout, call: str, *arguments: Any) -> None:
+    def _send(self, rollout: RolloutRecord, call: str, *arguments: Any) -> None:
         rollout.process.worker.call((call, rollout.number, *arguments), math.inf)
 
     def _begin_some(self) -> None:
@@ -191,21 +192,21 @@ class VerifiersEnvironments:
             self._rollouts[rollout.number] = rollout
             self._send(rollout, "begin", rollout.data)
 
-    def _load(self, process: Process) -> int:
+    def _load(self, process: VerifiersProcess) -> int:
         return sum(rollout.process is process for rollout in self._rollouts.values())
 
-    def _give_up(self, rollout: Rollout) -> None:
+    def _give_up(self, rollout: RolloutRecord) -> None:
         del self._known[rollout.sample]
         rollout.due = None
         if rollout.process is None:
             self._queue.remove(rollout)
         elif rollout.early is None:
-            rollout.ending = time.monotonic() + GRACE
+            rollout.ending = time.monotonic() + STOP_SECONDS
             self._send(rollout, "end")
 
     # replies
 
-    def _hear(self, process: Process) -> None:
+    def _hear(self, process: VerifiersProcess) -> None:
         """What a process has said; starts one that has died again. Raises EpisodeError where it cannot load."""
         worker = process.worker
         if not process.loaded:
@@ -213,10 +214,7 @@ class VerifiersEnvironments:
                 process.loaded, worker.until = True, math.inf
                 self.answered += 1
             elif time.monotonic() > process.since + (limit := SHARE_OF_WAIT * self._wait):
-                raise EpisodeError(
-                    f"verifiers needs more than {limit:g} s to load its environment; let that load less, or raise "
-                    f"--rl-wait-timeout {self._wait:g}, of which the limit is {SHARE_OF_WAIT}"
-                )
+                raise EpisodeError(slow_to_load("a verifiers process", self._loads, limit, self._wait))
         while process.loaded and (answer := worker.answer()) is not None:
             if isinstance(answer, str):
                 self._died(process, answer)
@@ -224,33 +222,35 @@ class VerifiersEnvironments:
                 worker.until = math.inf
                 self._take(answer)
 
-    def _take(self, said: Said) -> None:
+    def _take(self, report: RolloutReport) -> None:
         self.answered += 1
-        rollout = self._rollouts.get(said.number)
+        rollout = self._rollouts.get(report.number)
         if rollout is None:
             return
-        failure = "was cancelled by its own code" if said.ended and rollout.ending is None else said.failure
-        over = said.done or said.ended or failure is not None
+        failure = "was cancelled by its own code" if report.ended and rollout.ending is None else report.failure
+        over = report.done or report.ended or failure is not None
         if over:
-            del self._rollouts[said.number]
-        prompt = None if said.prompt is None else tuple(said.prompt)
-        reply = Reply(rollout.sample, said.messages, prompt, said.reward, said.done, failure, seconds=said.seconds)
+            del self._rollouts[report.number]
+        prompt = None if report.prompt is None else tuple(report.prompt)
+        reply = Reply(
+            rollout.sample, report.messages, prompt, report.reward, report.done, failure, seconds=report.seconds
+        )
         if rollout.due is not None:
             self._reply(rollout, reply)
         elif over:  # while the model speaks, of a limit of its own
             rollout.early = reply
 
-    def _reply(self, rollout: Rollout, reply: Reply) -> None:
+    def _reply(self, rollout: RolloutRecord, reply: Reply) -> None:
         self._replies.append(reply)
         rollout.due = None
         if reply.done or reply.failure is not None:
             del self._known[rollout.sample]
 
-    def _died(self, process: Process, how: str) -> None:
+    def _died(self, process: VerifiersProcess, how: str) -> None:
         why = process.killed or f"was in a verifiers process that {how}"
         process.loaded, process.killed, process.since = False, None, time.monotonic()
         for rollout in [rollout for rollout in self._rollouts.values() if rollout.process is process]:
-            self._take(Said(rollout.number, 0.0, failure=why))
+            self._take(RolloutReport(rollout.number, 0.0, failure=why))
 
     # limits
 
@@ -276,7 +276,7 @@ class VerifiersEnvironments:
 def rollouts_program(python: str | None) -> Program:
     """What its processes run."""
     main = "mindspeed_rl_plugin.episodes.verifiers_worker:main"
-    return Program(main, str | None, Said, "a verifiers process", EpisodeError, python, PATIENCE)
+    return Program(main, str | None, RolloutReport, "a verifiers process", EpisodeError, python, END_SECONDS)
 
 
 def interpreter(python: str | None) -> str | None:

@@ -1,37 +1,41 @@
 """How verifiers turns messages into tokens: by the chat template of the job's tokenizer, and only ever appending.
 
 verifiers' own fallback renders a whole conversation anew at every turn, which encodes anew what the model sampled. Here
-the next turn's prompt is the tokens so far and those of the new messages. For renderers 0.1, in verifiers' interpreter.
+the next turn's prompt is the tokens so far and those of the new messages, in which the text of control tokens stays
+text. For renderers 0.1, in verifiers' interpreter.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from renderers import RenderedTokens
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
 
+from mindspeed_rl_plugin.episodes.rendering import DATE, ControlTokens
+
 # What is in the chat template of models that write calls in some format -> name of its parser; the first that is there.
 PARSERS = {"<arg_key>": "glm", "<function=": "qwen3.5", "<tool_call>": "qwen3", "<｜tool▁call▁begin｜>": "deepseek-v3"}
-SENTINEL = "uiweahfskdj"  # content of an assistant's message, and with a number behind it of others
+TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # in a chat template, with the form of the date
+SPOKEN = "uiweahfskdj"  # content of an assistant's message, by which it is found in a rendered conversation
 
 
 class AppendingRenderer(DefaultRenderer):
-    """`renderers.Renderer` of any chat template in which a turn ends with a special token."""
+    """`renderers.Renderer` of any chat template in which a turn ends with a control token. The date that some templates
+    write (Llama 3.2) is that of `DATE`, as in the job's own prompts."""
 
     config_class = DefaultRendererConfig
 
     def __init__(self, tokenizer: Any, config: DefaultRendererConfig | None = None) -> None:
         config = config or DefaultRendererConfig()
+        tokenizer.chat_template = _dated(tokenizer.chat_template)
         template = tokenizer.get_chat_template()
         parser = config.tool_parser or next((name for mark, name in PARSERS.items() if mark in template), None)
         super().__init__(tokenizer, config.model_copy(update={"tool_parser": parser}))
-        self._special = re.compile(
-            "|".join(map(re.escape, sorted(tokenizer.all_special_tokens, key=len, reverse=True)))
-        )
+        self._control = ControlTokens(tokenizer, template)
 
     def bridge_to_next_turn(
         self,
@@ -43,7 +47,7 @@ class AppendingRenderer(DefaultRenderer):
     ) -> RenderedTokens:
         """Tokens so far, and those of messages behind an assistant's turn, with the head of the next one."""
         held = [*previous_prompt_ids, *previous_completion_ids]
-        behind = self._behind(new_messages)
+        behind = self._behind(new_messages, tools)
         if held[-1] == behind[0]:  # what ended the turn; one that ended otherwise, or was cut, gets its end here
             behind = behind[1:]
         return RenderedTokens(
@@ -53,27 +57,35 @@ class AppendingRenderer(DefaultRenderer):
             message_tool_names=[message.get("name") for message in new_messages],
         )
 
-    def _behind(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Tokens from the one that ends an assistant's turn on. Text of special tokens in messages is only text."""
-        texts = [_text(message["content"]) for message in messages]
-        odd = {f"{SENTINEL}{i}.": text for i, text in enumerate(texts) if self._special.search(text)}
-        shown = [{**m, "content": f"{SENTINEL}{i}."} if f"{SENTINEL}{i}." in odd else m for i, m in enumerate(messages)]
+    def _behind(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
+        """Tokens from the one that ends an assistant's turn on."""
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SPOKEN}]
         rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": "?"}, {"role": "assistant", "content": SENTINEL}, *shown],
+            turn + [self._marked(message) for message in messages],
+            tools=None if tools is None else list(tools),
             tokenize=False,
             add_generation_prompt=True,
             **(self.config.model_extra or {}),
         )
-        tail, ids = rendered.partition(SENTINEL)[2], []
-        for piece in re.split(f"({SENTINEL}[0-9]+[.])", tail):
-            ids += self._encode(odd[piece], split_special_tokens=True) if piece in odd else self._encode(piece)
-        if not ids or ids[0] not in self._tokenizer.all_special_ids:
+        tail = rendered.partition(SPOKEN)[2].lstrip()
+        ids = self._control.encode(tail)
+        if not ids or ids[0] not in self._control.ids:
             raise ValueError(f"the chat template ends a turn with {tail[:20]!r}, which is no special token")
         return ids
 
-    def _encode(self, text: str, **how: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False, **how) if text else []
+    def _marked(self, value: Any) -> Any:
+        """A message with marks around the text of control tokens: of all its texts, since the name of a tool may be the
+        model's."""
+        if isinstance(value, str):
+            return self._control.marked(value)
+        if isinstance(value, Mapping):
+            return {k: v if k in ("role", "type") else self._marked(v) for k, v in value.items()}
+        return [self._marked(one) for one in value] if isinstance(value, list) else value
 
 
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content or ())
+def _dated(template: Any) -> Any:
+    """A chat template, or several by name, in which the date stands. transformers 5.24 lets nobody give a template
+    another clock: what is no plain data becomes text."""
+    if isinstance(template, Mapping):
+        return {name: _dated(one) for name, one in template.items()}
+    return template and TODAY.sub(lambda found: repr(DATE.strftime(found[2])), template)

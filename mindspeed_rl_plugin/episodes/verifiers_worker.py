@@ -3,7 +3,7 @@
 verifiers drives: its environment runs a rollout, and asks the model for a turn at the token-level endpoint that its
 training client speaks (`POST /inference/v1/generate` with token ids), which is served here on loopback. A request waits
 until the engine's turn comes through the pipe. First message in: (environment, tokenizer), out: versions. Then messages
-in are calls of `Rollouts`, and out `verifiers_bridge.Said`, both at any time.
+in are calls of `Rollouts`, and out `verifiers_bridge.RolloutReport`, both at any time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mindspeed_rl_plugin.episodes.verifiers_load import Loaded, load, task_of
 from mindspeed_rl_plugin.workers.child import Parent, describe, outcome, why_not_loaded
 from mindspeed_rl_plugin.workers.keeper import keep
 
-PATIENCE = 10.0  # seconds in which verifiers may clean up once the job has ended
+CLEAN_UP_SECONDS = 10.0  # in which verifiers may clean up once the job has ended
 CONVERSATION = "X-Session-ID"  # header of its requests: the id of a trace
 
 
 def main(connection: int, lifeline: int) -> None:
     """Serve until the parent closes its end. Arguments: file descriptors."""
-    keep(connection, lifeline, PATIENCE)
+    keep(connection, lifeline, CLEAN_UP_SECONDS)
     parent = Parent(connection, None)
     environment, tokenizer = parent.receive()
     loaded, error = outcome(load, environment)
@@ -113,7 +113,7 @@ def _read(parent: Parent, rollouts: Rollouts, stop: asyncio.Event, loop: asyncio
         loop.call_soon_threadsafe(stop.set)
 
 
-class Rollout:
+class RunningRollout:
     """One rollout. asks: a request for a turn that waits; over: whether no further turn may be sampled; since: when the
     environment had its last answer, on the monotonic clock; trace: of the conversation that is trained."""
 
@@ -137,12 +137,12 @@ class Rollouts:
 
     def __init__(self, loaded: Loaded, say: Any) -> None:
         self._loaded, self._say = loaded, say
-        self._rollouts: dict[int, Rollout] = {}
-        self._traces: dict[str, tuple[int, Rollout, Any]] = {}
+        self._rollouts: dict[int, RunningRollout] = {}
+        self._traces: dict[str, tuple[int, RunningRollout, Any]] = {}
 
     def begin(self, number: int, data: dict[str, Any]) -> None:
         """Run a rollout of a task."""
-        rollout = self._rollouts[number] = Rollout()
+        rollout = self._rollouts[number] = RunningRollout()
         rollout.runs = asyncio.create_task(self._run(number, rollout, data))
 
     def act(self, number: int, tokens: Sequence[int], logps: Sequence[float]) -> None:
@@ -184,7 +184,7 @@ class Rollouts:
             return _answer(_error("the job samples no further turn of this rollout"), 400)
         return _answer(_choice(*turn))
 
-    async def _turn(self, number: int, rollout: Rollout, prompt: list[int]) -> Any:
+    async def _turn(self, number: int, rollout: RunningRollout, prompt: list[int]) -> Any:
         rollout.asks = asyncio.get_running_loop().create_future()
         # Of the first prompt the job's data row has the text.
         messages = [_message(message) for message in rollout.trace.pending] if rollout.trace.nodes else []
@@ -194,7 +194,7 @@ class Rollouts:
         finally:
             rollout.asks = None
 
-    async def _run(self, number: int, rollout: Rollout, data: dict[str, Any]) -> None:
+    async def _run(self, number: int, rollout: RunningRollout, data: dict[str, Any]) -> None:
         try:
             (slot,) = self._loaded.env.slots(task_of(self._loaded, data))
             episode = await self._loaded.env.run_slot(
@@ -210,11 +210,11 @@ class Rollouts:
             del self._rollouts[number]
             self._traces = {key: value for key, value in self._traces.items() if value[0] != number}
 
-    def _tell(self, number: int, rollout: Rollout, **what: Any) -> None:
+    def _tell(self, number: int, rollout: RunningRollout, **what: Any) -> None:
         self._say({"number": number, "seconds": time.monotonic() - rollout.since, **what})
 
 
-def _refusal(rollout: Rollout, trace: Any) -> str | None:
+def _refusal(rollout: RunningRollout, trace: Any) -> str | None:
     """Why a request for a turn cannot be answered."""
     if rollout.trace is not None and rollout.trace is not trace:
         return (
@@ -224,7 +224,7 @@ def _refusal(rollout: Rollout, trace: Any) -> str | None:
     return None if rollout.asks is None else "the rollout asks for two turns at once; one follows another"
 
 
-def _result(rollout: Rollout, episode: Any) -> dict[str, Any]:
+def _result(rollout: RunningRollout, episode: Any) -> dict[str, Any]:
     """What is said of a rollout that is over."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -10,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from mindspeed_rl_plugin.episodes.rendering import DATE
 from mindspeed_rl_plugin.prompts.sources import Source
 from mindspeed_rl_plugin.rows import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-DATE = datetime.date(2024, 7, 26)  # what Llama 3.1's own template writes
 
 
 class Renderer:

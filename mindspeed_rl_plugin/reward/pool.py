@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
 from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, parse_specs, time_limits
 from mindspeed_rl_plugin.reward.worker import Kind
-from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
+from mindspeed_rl_plugin.workers.process import Program, Worker, slow_to_load, wait_for
 
 if TYPE_CHECKING:
     from mindspeed_rl_plugin.rows import Prompt
@@ -193,9 +193,7 @@ class RewardPool:
         while not all([worker.ready() for worker in self._workers]):
             if not wait_for(self._workers, end):
                 raise RewardError(
-                    f"a reward worker needs more than {self._limit:g} s to load {', '.join(self.names)}; let their "
-                    "files do less when they are imported, or raise --rl-wait-timeout "
-                    f"{self._wait_timeout:g}, of which the limit is {SHARE_OF_WAIT}"
+                    slow_to_load("a reward worker", ", ".join(self.names), self._limit, self._wait_timeout)
                 )
 
     def _calls(self, batch: Batch) -> Iterator[Call]:

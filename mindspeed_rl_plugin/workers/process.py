@@ -183,6 +183,15 @@ class Worker:
         return f"ended its process, which {how}"
 
 
+def slow_to_load(who: str, loads: str, limit: float, wait: float) -> str:
+    """The message of workers that were not ready after `limit` seconds. loads: what they load; wait: the seconds of
+    --rl-wait-timeout, of which the limit is a share."""
+    return (
+        f"{who} needs more than {limit:g} s to load {loads}; let that do less while it is loaded (a file: while it is "
+        f"imported), or raise --rl-wait-timeout {wait:g}, of which the limit is {limit / wait:g}"
+    )
+
+
 def wait_for(workers: Iterable[Worker], end: float) -> bool:
     """Until an answer, TICK at most. Returns whether that is before `end`, on the monotonic clock."""
     busy = [worker for worker in workers if worker.until is not None]

@@ -207,7 +207,7 @@ def test_faults_cost_their_rollout(scripted, tokenizer, fault, why):
 
 
 def test_a_rollout_that_blocks_its_process_is_ended_with_it(scripted, tokenizer, monkeypatch):
-    monkeypatch.setattr("mindspeed_rl_plugin.episodes.verifiers_bridge.GRACE", 1.0)
+    monkeypatch.setattr("mindspeed_rl_plugin.episodes.verifiers_bridge.STOP_SECONDS", 1.0)
     scripted.begin(ONE, task(prompt="?", says=["more"]), 0)
     _, last = play(scripted, {ONE: []})
     scripted.begin(TWO, task(prompt="?", fault="block"), 0)
@@ -273,7 +273,7 @@ def test_a_file_says_what_an_id_cannot(python, tokenizer, tmp_path):
     environments.end(TWO)  # whose request for a turn nobody answers
     began = time.monotonic()
     environments.close()
-    assert time.monotonic() - began < 0.8 * verifiers_worker.PATIENCE
+    assert time.monotonic() - began < 0.8 * verifiers_worker.CLEAN_UP_SECONDS
     assert len(prompts[ONE]) == 1 and last[ONE].done and last[ONE].reward == 0.0
 
 

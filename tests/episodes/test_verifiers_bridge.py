@@ -27,7 +27,13 @@ def made(monkeypatch):
         verifiers_bridge,
         "rollouts_program",
         lambda python: Program(
-            "stub_rollouts:main", str | None, verifiers_bridge.Said, "a verifiers process", EpisodeError, python, 3.0
+            "stub_rollouts:main",
+            str | None,
+            verifiers_bridge.RolloutReport,
+            "a verifiers process",
+            EpisodeError,
+            python,
+            3.0,
         ),
     )
     all_made = []
@@ -107,7 +113,7 @@ def test_the_time_of_the_engine_is_not_the_environments(made):
 
 
 def test_where_a_rollout_cannot_be_stopped_its_process_is_killed_and_the_next_one_begins_in_another(made, monkeypatch):
-    monkeypatch.setattr(verifiers_bridge, "GRACE", 0.3)
+    monkeypatch.setattr(verifiers_bridge, "STOP_SECONDS", 0.3)
     environments = made(timeout=0.5, together=2)
     begin(environments, ONE=["stuck"], TWO=[ASKS, DONE], THREE=[ASKS, DONE])
     found = replies(environments, 3)
@@ -191,7 +197,8 @@ def test_an_environment_that_cannot_be_loaded_stops_the_run(made):
 def test_one_that_loads_too_slowly_is_told_by_the_ranks_patience_and_the_mend(made):
     environments = made("slow", wait=0.5)
     begin(environments, ONE=[ASKS])
-    with pytest.raises(EpisodeError, match=r"more than 0.45 s to load .* --rl-wait-timeout 0.5, of which .* 0.9$"):
+    fix = "more than 0.45 s to load verifiers:slow; .* raise --rl-wait-timeout 0.5, of which .* 0.9$"
+    with pytest.raises(EpisodeError, match=fix):
         replies(environments, 1)
 
 

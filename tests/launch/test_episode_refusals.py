@@ -1,0 +1,120 @@
+"""What a start refuses of episodes once it has asked the user's code, before it builds a model or an engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mindspeed_rl_plugin.episodes import setup
+from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
+from mindspeed_rl_plugin.launch import launch, read_inputs
+
+EPISODES = Path(__file__).parents[1] / "episodes"
+sys.path.insert(0, str(EPISODES))
+from bytes_tokenizer import TEMPLATE, byte_tokenizer  # noqa: E402
+from pool_parts import FILE, schemas  # noqa: E402
+
+IGNORES_TOOLS = TEMPLATE.replace("{% if tools %}", "{% if false %}")
+READ = dict(create_attention_mask_in_dataloader=True, seed=1, padded_vocab_size=272, norm_epsilon=1e-5, rotary_base=1e4)
+STEPS = {"--rl-reward": ["environment"]}  # an environment whose reward counts
+# flags, template of the tokenizer -> value, limit and mend, with `...` between
+BAD = {
+    "a tool without hints": (
+        {"--rl-tools": [f"{FILE}:no_hint"]},
+        TEMPLATE,
+        "--rl-tools: no_hint cannot be shown to a model: Argument a is missing a type hint ... ; give each parameter a",
+    ),
+    "a tool with *args": ({"--rl-tools": [f"{FILE}:stars"]}, TEMPLATE, f"--rl-tools {FILE}:stars: stars takes *a; "),
+    "two tools of one name": (
+        {"--rl-tools": [f"{FILE}:multiply", f"{FILE}:multiply"]},
+        TEMPLATE,
+        "--rl-tools ... multiply is there twice; rename one of them",
+    ),
+    "a class without tools and step": (
+        STEPS | {"--rl-environment": [f"{FILE}:Nothing"]},
+        TEMPLATE,
+        f"--rl-environment {FILE}:Nothing: Nothing has neither tools (public methods) nor step; give it one of them",
+    ),
+    "a template without room for tools": (
+        {"--rl-tools": [f"{FILE}:multiply"]},
+        IGNORES_TOOLS,
+        "chat template of tokenizer ... does not show the tools to the model ... give a tokenizer whose template fits",
+    ),
+    "an interpreter that is none": (
+        STEPS | {"--rl-environment": ["verifiers:guess"], "--rl-environment-python": ["/bin/echo"]},
+        TEMPLATE,
+        "--rl-environment-python /bin/echo is no Python interpreter; give an interpreter of Python 3.11",
+    ),
+    "verifiers that is not installed": (
+        STEPS | {"--rl-environment": ["verifiers:guess"]},
+        TEMPLATE,
+        f"{sys.executable} has no verifiers ... ; install it there ... or name the interpreter that has it with --rl-",
+    ),
+    "a URL without a server": (
+        STEPS | {"--rl-environment": ["openenv:http://127.0.0.1:1"]},
+        TEMPLATE,
+        "--rl-environment openenv:http://127.0.0.1:1 ... does not answer as an OpenEnv server ... start it, or mend",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What has processes. It is closed, and the job's variables are forgotten."""
+    made, before = [], dict(os.environ)
+    for module, name in ((setup, "EnvironmentPool"), (setup, "VerifiersEnvironments"), (read_inputs, "RewardPool")):
+        make = getattr(module, name)
+        noted = lambda *words, make=make, **named: made.append(make(*words, **named)) or made[-1]  # noqa: E731
+        monkeypatch.setattr(module, name, noted)
+    yield made
+    for one in made:
+        one.close()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def start(build, tokenizer, tmp_path, monkeypatch, made):
+    """`start(flags, template)` is that of a job, up to its model or engine."""
+
+    def built(*_, **__):
+        raise AssertionError("a model or an engine is built")
+
+    def run(flags, template):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2", "verifiers": {}}))
+        args = build(
+            {
+                "--rl-apply-chat-template": [],
+                "--rl-max-prompt-length": ["48"],
+                "--rl-max-response-length": ["16"],
+                **flags,
+            }
+        )
+        args = argparse.Namespace(**vars(args) | READ)
+        launch.setup_model_and_optimizer(args, built, (), {})
+
+    monkeypatch.setattr(EnvironmentPool, "_describe", schemas)  # else in a process that imports transformers first
+    monkeypatch.setattr(launch.patching, "assert_in_force", lambda: None)
+    monkeypatch.setattr(launch.run, "current", lambda: SimpleNamespace(before_model=built))
+    return run
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused_before_a_model_or_an_engine_is_built(start, case):
+    flags, template, expected = BAD[case]
+    with pytest.raises(ValueError, match="RL cannot run:\n.*" + ".*".join(map(re.escape, expected.split(" ... ")))):
+        start(flags, template)
