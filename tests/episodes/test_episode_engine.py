@@ -102,11 +102,12 @@ def test_tokens_of_an_environment_that_renders_itself_must_extend_what_is_held()
         return Reply(episode, prompt=(*held, 50, 51) if number == 1 else (*held[:4], 0, 0))
 
     world = World(renders)
+    engine = over(world, longest=200)
     with pytest.raises(EpisodeError, match="no extension .* differ at token"):
-        generate(over(world, longest=200), requests_of(1, members=1, most=1000), deadline=5)
+        generate(engine, requests_of(1, members=1, most=1000), deadline=5)
     assert world.turns.keys() == {SampleId(0, 0, 0)}
-    second = [r for r in over(world)._engine.seen if len(r.prompt_tokens) > 3]
-    assert not second
+    first, second = (request.prompt_tokens for request in engine._engine.seen)
+    assert first == PROMPT and second == (*PROMPT, *world.named("act")[0][2].tokens, 50, 51)
 
 
 @pytest.mark.parametrize("rule", ["stop", "zero", "drop"])
