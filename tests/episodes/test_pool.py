@@ -146,7 +146,7 @@ def test_every_environment_is_closed(started, tmp_path: Path, capsys) -> None:
     pool.act(sample(3), turn("nap 0.3"))
     pool.begin(sample(6), task(log=str(logs[6])), 7)
     pool.act(sample(4), turn("two"))
-    while pool._dispatcher._slots[0].running is not pool._live[sample(3)].call:
+    while pool._dispatcher._slots[0].running is not pool._opened[sample(3)].call:
         assert pool.poll(0.01) == []
     for number in (3, 6, 4):  # at work, not begun, and waiting for its turn
         pool.end(sample(number))

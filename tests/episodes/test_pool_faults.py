@@ -148,7 +148,7 @@ def test_a_fault_in_replay_is_that_of_its_environment(started, tmp_path: Path) -
     pool = started()
     begin(pool, (0, 1))
     (slot,) = pool._dispatcher._slots
-    home = pool._live[sample(0)].home
+    home = pool._opened[sample(0)].home
     assert act(pool, 0, "one").reward == 0.5
     message, answer = home.asked[1]
     home.asked[1] = ((*message[:2], "loops"), answer)
