@@ -296,7 +296,7 @@ class EnvironmentPool:
             return
         opened.draft.seconds += result.seconds
         kind = call.message[0]
-        if kind == "tool" or (kind == "method" and not isinstance(result, Lost)):
+        if kind in ("tool", "method") and not (isinstance(result, Lost) and result.unmade):
             self._tool_result(opened, call.message[-2], result)
         elif isinstance(result, Answer) and error is None:
             self._answer(opened, kind, result)

@@ -86,8 +86,6 @@ def test_public_methods_are_tools_and_the_reward_comes_at_the_end(started) -> No
     assert reply.done and reply.reward == 3.0 and not reply.messages
     pool.finish(sample(1))
     assert replies(pool)[1].reward == 2.0
-    reply = act(pool, 2, "", call("fail", kind="ends"), call("buy", item="rum"))
-    assert reply.failure == "failed: Shop.fail ended its process, which exited with code 7"
 
 
 def test_the_reward_of_all(started) -> None:
