@@ -255,6 +255,49 @@ def test_what_is_said_first_becomes_text_of_a_prompt_in_parts(content: list, wan
     assert generate(engine, asked, deadline=5)[0].episode.prompt == (1,)
 
 
+def test_fields_of_the_data_are_not_taken_for_our_own() -> None:
+    """The chat template sees them."""
+    engine = over(World(echo, opening=SAYS))
+    engine._lead.format.prompt = lambda messages, said: [messages[0]["turn"]]
+    (request,) = requests_of(1, 1)
+    message = {"role": "user", "content": "p", "turn": 3, "reward": 1, "seconds": "9", "name": "n"}
+    asked = [replace(request, task=replace(request.task, fields=FIELDS | {"messages": [message]}))]
+    (completion,) = generate(engine, asked, deadline=5)
+    assert completion.episode.prompt == (3,)
+    assert completion.episode.conversation[0] == {"role": "user", "content": "p!", "name": "n"}
+
+
+def told(completion: Completion) -> list[tuple]:
+    return [(m["role"][0], m["content"] * ("turn" not in m), m.get("seconds")) for m in completion.episode.conversation]
+
+
+@pytest.mark.parametrize(("limit", "finish"), [("none", "stop"), ("turns", "turns"), ("room", "length")])
+def test_all_that_an_environment_says_is_in_the_conversation_and_its_time_once(limit: str, finish: str) -> None:
+    """With its last word, though there are no tokens of that."""
+
+    def tells(episode: SampleId, turn: Turn, number: int) -> Reply:
+        messages = [{"role": "user", "content": text} for text in ("ab", "c")]
+        return Reply(episode, messages, seconds=0.5, done=number == 2)
+
+    def played(turns: int, most: int) -> Completion:
+        world = World(tells, opening=replace(SAYS, seconds=0.125))
+        limits = replace(LIMITS, turns=turns)
+        return generate(over(world, limits, longest=200), requests_of(1, members=1, most=most), deadline=5)[0]
+
+    one = played(turns=1, most=1000)
+    completion = {"none": played(2, 1000), "turns": one, "room": played(2, len(one.tokens) + 3)}[limit]
+    assert completion.finish == finish and completion.tokens[-1] == CLOSE
+    turn = [("a", "", None), ("u", "ab", 0.5), ("u", "c", None)]
+    assert told(completion) == [("u", "p!", 0.125), *turn * (2 if limit == "none" else 1)]
+
+
+def test_the_time_of_an_environment_that_says_nothing_stands_at_what_was_said_before() -> None:
+    quiet = Reply(SampleId(0, 0, 0), seconds=0.25)
+    ends = lambda episode, turn, number: replace(quiet, done=True)  # noqa: E731
+    (completion,) = generate(over(World(ends, opening=quiet), longest=200), requests_of(1, 1, most=400), deadline=5)
+    assert told(completion) == [("u", "p", 0.25), ("a", "", 0.25)]
+
+
 @pytest.mark.parametrize("at", ["prompt", "behind"])
 def test_a_template_that_refuses_what_is_said_stops_all_ranks(at: str) -> None:
     def refuses(*arguments: Any) -> list[int]:
