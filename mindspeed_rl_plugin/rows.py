@@ -204,10 +204,11 @@ class Episode:
 
     prompt: token ids before the first turn, where an environment has added to the data's own; turns: (first, end) of
     each turn of the model, in response tokens, whatever is between them was not sampled; rewards: the environment's,
-    one for each turn; conversation: chat messages, JSON values, of assistants with `turn` [tokens], `reward` and
-    `seconds`; counts: of `EPISODE_COUNTS`; tools: calls that were made of each tool, and of these how many raised;
-    failure: why the environment could not go on, None where it could. On other ranks than the first of an engine only
-    `turns` counts.
+    one for each turn; conversation: chat messages, JSON values, what the environment said last included, which the
+    model never sees; turns of the model have `turn` [tokens] and `reward`; `seconds`, that a reply of the environment
+    took, stand at its first message, and where it has none at the message before; counts: of `EPISODE_COUNTS`; tools:
+    calls that were made of each tool, and of these how many raised; failure: why the environment could not go on, None
+    where it could. On other ranks than the first of an engine only `turns` counts.
     """
 
     prompt: tuple[int, ...]

@@ -1,7 +1,8 @@
 """Calls of a user's code go to worker processes: one at a time in each, those of an environment to the one that has it.
 
-A call that runs too long, or ends its process, is lost. The other environments of that process are made again in the
-process that takes their next call: by all calls that they have answered, whose answers must be the same.
+A call that runs too long, or ends its process, is lost. The environments of that process are made again in the process
+that takes their next call: by all calls that they have answered, whose answers must be the same. That of a lost call is
+then as it was before; a coroutine costs no process, since it can be cancelled, but it costs its environment likewise.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class Call:
 
 
 class Lost(NamedTuple):
-    """Why a call has no answer, and the seconds until then."""
+    """Why a call has no answer, and the seconds until then. unmade: its environment could not be made again for it."""
 
     why: str
     seconds: float
+    unmade: bool = False
 
 
 @dataclass(eq=False)
@@ -122,6 +124,8 @@ class Dispatcher:
                 self.answered += not slot.worker.unread
                 if isinstance(answer, str):
                     result = self._ended(slot, call, answer)
+                elif answer.late:
+                    result = self._cancelled(call, answer.seconds)
                 else:
                     result = answer if call.home is None else self._answered(call, call.home, answer)
                 if result is not None:
@@ -184,14 +188,22 @@ class Dispatcher:
             f"{message[0]} gave {_shown(answer)}, not {_shown(before)} as before; let answers depend on seed, data row "
             "and calls alone",
             answer.seconds,
+            unmade=True,
         )
+
+    def _cancelled(self, call: Call, seconds: float) -> Lost:
+        """What comes of a coroutine that ran too long: its environment, in which it may have done half, is closed."""
+        again = _replays(call)
+        if call.home is not None:
+            self.close_home(call.home)
+        return _lost(f"ran longer than {self._timeout:g} s and was cancelled", seconds, again)
 
     def _ended(self, slot: Slot, call: Call, how: str) -> Lost | None:
         """What comes of a call whose process ended; None where it had not read it: it is made again."""
-        again = call.home is not None and call.home.known < len(call.home.asked)
+        again = _replays(call)
         self._lose_homes(slot)
         if not slot.worker.unread:
-            return Lost(how + " when it was replayed" * again, time.monotonic() - slot.began)
+            return _lost(how, time.monotonic() - slot.began, again)
         if slot.worker.unread > RESTARTS:
             raise EpisodeError(
                 f"an environment worker {how} before it read its call, {slot.worker.unread} times in a row; look at "
@@ -219,6 +231,15 @@ class Dispatcher:
         told.add(slot)
         worker.call(("close",), max(end - time.monotonic(), 0.0))
         return True
+
+
+def _replays(call: Call) -> bool:
+    """Whether its environment is still being made again."""
+    return call.home is not None and call.home.known < len(call.home.asked)
+
+
+def _lost(why: str, seconds: float, again: bool) -> Lost:
+    return Lost(f"{why} when it was replayed" if again else why, seconds, again)
 
 
 def _same(one: Answer, other: Answer) -> bool:

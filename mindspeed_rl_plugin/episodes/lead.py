@@ -14,11 +14,13 @@ from mindspeed_rl_plugin.episodes.protocol import (
     Environments,
     EpisodeError,
     MalformedCall,
+    Message,
     Reply,
     Turn,
     row_of,
     tool_names,
 )
+from mindspeed_rl_plugin.reward.items import opening
 from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, Episode, SampleId
 
 
@@ -37,9 +39,11 @@ class Limits:
 
 @dataclass
 class _Story:
-    """What only the first rank knows of an episode. finish: why it ends, while the rest of its reward is due."""
+    """What only the first rank knows of an episode. asked: messages of the data; finish: why it ends, while the rest of
+    its reward is due."""
 
     live: Unfinished
+    asked: Sequence[Mapping[str, Any]]
     conversation: list[dict[str, Any]]
     tools: list[list[int]]
     rewards: list[float] = field(default_factory=list)
@@ -51,6 +55,15 @@ class _Story:
         """Add to its counts."""
         for name, value in counts.items():
             self.counts[name] = self.counts.get(name, 0) + value
+
+    def hear(self, messages: Sequence[Mapping[str, Any]], seconds: float) -> None:
+        """What the environment says, and the time that it took: at the first message, or where there is none at what
+        was said before."""
+        at = len(self.conversation) - (not messages)
+        self.conversation += [dict(message) for message in messages]
+        if messages or seconds:
+            heard = self.conversation[at]
+            heard["seconds"] = round(heard.get("seconds", 0.0) + seconds, 3)
 
     def reward(self, value: float) -> None:
         """Of the last turn; before the first one it is nobody's."""
@@ -93,8 +106,8 @@ class Lead:
         sample, task = live.request.id, live.request.task
         assert task is not None, f"{sample} has no task"
         fields = row_of(task.fields)
-        opening = fields.get("messages") or [{"role": "user", "content": fields["prompt"]}]
-        self._stories[sample] = _Story(live, [dict(message) for message in opening], [[0, 0] for _ in self._names])
+        said = opening(fields.get("messages"), fields["prompt"])
+        self._stories[sample] = _Story(live, fields.get("messages") or [*said], said, [[0, 0] for _ in self._names])
         self.environments.begin(sample, fields, task.seed)
 
     def pause(self, sample: SampleId) -> None:
@@ -184,6 +197,8 @@ class Lead:
         for name, error in reply.raised.items():
             self._warn(name, f"the tool {name!r} raised, for the first time, in {place(reply.id)}: {error}")
         story.reward(reply.reward)
+        messages = self._shortened(story, reply) if reply.prompt is None else reply.messages
+        story.hear(messages if story.rewards else (), reply.seconds)
         if reply.failure is not None:
             self._fail(reply.id, reply.failure)
         elif reply.done or story.finish is not None:
@@ -191,9 +206,9 @@ class Lead:
         elif len(story.rewards) >= self.limits.turns:
             self._finish(reply.id, "turns")
         elif story.rewards:
-            self._observe(plan, story, reply)
+            self._observe(plan, story, reply, messages)
         else:
-            self._open(plan, story, reply)
+            self._open(plan, story, reply, messages)
 
     def _finish(self, sample: SampleId, why: str, cut: Turn | None = None) -> None:
         """No further turn comes; the environment says the rest of its reward. cut: by the limit."""
@@ -223,14 +238,14 @@ class Lead:
             print(f"[rl] warning: {text}", flush=True)  # from whichever rank leads an engine
         self._said.add(of)
 
-    def _open(self, plan: Plan, story: _Story, reply: Reply) -> None:
+    def _open(self, plan: Plan, story: _Story, reply: Reply, messages: Sequence[Message]) -> None:
         """The first turn follows. What the environment says first stands behind the prompt's last message."""
         sample, prompt = reply.id, reply.prompt
-        said = "".join(message["content"] for message in self._shortened(story, reply))
+        said = "".join(message["content"] for message in messages)
         if said:
-            last = story.conversation[-1]
-            last["content"] = _extended(last["content"], said)
-            prompt = self._tokens(sample, self.format.prompt, story.conversation, len(said))
+            *before, last = story.asked
+            content = story.conversation[-1]["content"] = _extended(last["content"], said)
+            prompt = self._tokens(sample, self.format.prompt, [*before, {**last, "content": content}], len(said))
         if prompt is not None and len(prompt) > self.limits.prompt:
             self._fail(
                 sample,
@@ -242,10 +257,9 @@ class Lead:
             plan.prompts.append((sample, prompt))
         self._due.append(sample)
 
-    def _observe(self, plan: Plan, story: _Story, reply: Reply) -> None:
+    def _observe(self, plan: Plan, story: _Story, reply: Reply, messages: Sequence[Message]) -> None:
         """The next turn follows, if there is space for one token of it."""
         sample, live = reply.id, story.live
-        messages = self._shortened(story, reply) if reply.prompt is None else reply.messages
         if reply.prompt is None:
             tokens = self._tokens(sample, self.format.behind, live.tokens[-1], messages)
         else:
@@ -258,7 +272,6 @@ class Lead:
             self._finish(sample, "length")
             return
         story.count({"observation_tokens": len(tokens)})
-        story.conversation += [{**message, "seconds": round(reply.seconds, 3)} for message in messages]
         plan.observations.append((sample, tokens))
         self._due.append(sample)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS
 from mindspeed_rl_plugin.episodes.protocol import Attempt, EpisodeError, MalformedCall, ToolCall
 from mindspeed_rl_plugin.prompts.render import render_chat
 from mindspeed_rl_plugin.reward.calling import load_function
@@ -127,16 +128,14 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
 
 def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:
     """The parser that reads a call as the chat template writes one."""
-    from jinja2 import TemplateError
-
     question = {"role": "user", "content": "question"}
     for arguments in ({"key": 1}, '{"key": 1}') if tokenizer.chat_template else ():  # DeepSeek's takes text
         call = {"type": "function", "function": {"name": "probe", "arguments": arguments}}
         try:
             text = render_chat(tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], ())
-        except (TemplateError, TypeError):
+            text = text.removeprefix(render_chat(tokenizer, [question], ()))
+        except TEMPLATE_ERRORS:
             continue
-        text = text.removeprefix(render_chat(tokenizer, [question], ()))
         for name, parser in PARSERS.items():
             if parser(text) == [ToolCall("probe", {"key": 1})]:
                 return name

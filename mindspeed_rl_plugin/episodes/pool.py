@@ -38,7 +38,7 @@ DESCRIBES = replace(
 
 
 @dataclass
-class Making:
+class Draft:
     """A reply in the making. left: messages, and calls from which some come, in their order."""
 
     left: deque[Message | tuple] = field(default_factory=deque)
@@ -60,12 +60,12 @@ class Making:
 
 
 @dataclass(eq=False)
-class Live:
+class OpenEpisode:
     """An episode. home: its environment, None where there are only tools; call: in the making."""
 
     id: SampleId
     home: Home | None
-    making: Making = field(default_factory=Making)
+    draft: Draft = field(default_factory=Draft)
     call: Call | None = None
 
 
@@ -87,7 +87,7 @@ class EnvironmentPool:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise EpisodeError(f"--rl-tools {' '.join(tools)}: {', '.join(twice)} is there twice; rename one of them")
         self._timeout, self._wait_timeout = timeout, wait_timeout
-        self._live: dict[SampleId, Live] = {}
+        self._opened: dict[SampleId, OpenEpisode] = {}
         self._asked: set[SampleId] = set()  # whose reply is due
         self._replies: list[Reply] = []
         self._error: EpisodeError | None = None  # for `poll`
@@ -119,42 +119,42 @@ class EnvironmentPool:
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
         """See `Environments`."""
         home = self._dispatcher.home() if self.begins else None
-        live = self._live[episode] = Live(episode, home)
+        opened = self._opened[episode] = OpenEpisode(episode, home)
         if home is not None:
-            live.making.left.append(("reset", home.key, dict(task), seed, "{}/{}/{}".format(*episode)))
-            self._go_on(live)
+            opened.draft.left.append(("reset", home.key, dict(task), seed, "{}/{}/{}".format(*episode)))
+            self._go_on(opened)
             self._give()
 
     def act(self, episode: SampleId, turn: Turn) -> None:
         """See `Environments`. A turn that calls tools is answered by these; another one by the environment's `step`, or
         it is the last."""
-        live = self._live[episode]
-        live.making.left += [self._attempt(live, attempt) for attempt in turn.attempts]
+        opened = self._opened[episode]
+        opened.draft.left += [self._attempt(opened, attempt) for attempt in turn.attempts]
         if not turn.attempts:
             if not self._offer.steps:
                 self.finish(episode)
                 return
-            assert live.home is not None
-            live.making.left.append(("step", live.home.key, turn.text))
-        self._go_on(live)
+            assert opened.home is not None
+            opened.draft.left.append(("step", opened.home.key, turn.text))
+        self._go_on(opened)
         self._give()
 
     def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
         """See `Environments`."""
-        live = self._live[episode]
-        self._conclude(live)
-        self._go_on(live)
+        opened = self._opened[episode]
+        self._conclude(opened)
+        self._go_on(opened)
         self._give()
 
     def end(self, episode: SampleId) -> None:
         """See `Environments`."""
         self._replies = [reply for reply in self._replies if reply.id != episode]
-        live = self._live.pop(episode, None)
-        if live is None:
+        opened = self._opened.pop(episode, None)
+        if opened is None:
             return
         self._asked.discard(episode)
-        if live.call is None or self._dispatcher.withdraw(live.call):  # else when it is over, see `_result`
-            self._leave(live)
+        if opened.call is None or self._dispatcher.withdraw(opened.call):  # else when it is over, see `_result`
+            self._leave(opened)
         self._give()
 
     def poll(self, seconds: float) -> list[Reply]:
@@ -211,51 +211,51 @@ class EnvironmentPool:
         workers[0].close()
         return schemas
 
-    def _attempt(self, live: Live, attempt: Attempt) -> Message | tuple:
+    def _attempt(self, opened: OpenEpisode, attempt: Attempt) -> Message | tuple:
         """The call that a model wants, or what it sees in the place of its result."""
         if isinstance(attempt, MalformedCall):
-            live.making.count("malformed")
+            opened.draft.count("malformed")
             return {"role": "tool", "name": "unknown", "content": f"error: {attempt.why}"}
         name, parameters = attempt.name, self._parameters.get(attempt.name)
         if parameters is None:
-            live.making.count("unknown")
+            opened.draft.count("unknown")
             content = f"error: no such tool; there are: {', '.join(self._parameters) or 'none'}"
         elif not fits(dict(attempt.arguments), {"type": "object", "properties": {}, **parameters}):
-            live.making.count("arguments")
+            opened.draft.count("arguments")
             content = f"error: wrong arguments; {name} takes {takes(parameters)}"
         elif name in self._offer.tools:
             return "tool", name, dict(attempt.arguments)
         else:
-            assert live.home is not None
-            return "method", live.home.key, name, dict(attempt.arguments)
+            assert opened.home is not None
+            return "method", opened.home.key, name, dict(attempt.arguments)
         return {"role": "tool", "name": name, "content": content}
 
-    def _conclude(self, live: Live) -> None:
+    def _conclude(self, opened: OpenEpisode) -> None:
         """The reply in the making is the last."""
-        live.making.done = True
+        opened.draft.done = True
         if self._offer.rewards:
-            assert live.home is not None
-            live.making.left.append(("get_reward", live.home.key))
+            assert opened.home is not None
+            opened.draft.left.append(("get_reward", opened.home.key))
 
-    def _go_on(self, live: Live) -> None:
+    def _go_on(self, opened: OpenEpisode) -> None:
         """Make the next call of a reply, or give it."""
-        making = live.making
-        while making.left and not isinstance(making.left[0], tuple):
-            making.messages.append(making.left.popleft())
-        if making.left:
-            message = making.left.popleft()
-            live.call = Call(message, live, None if message[0] == "tool" else live.home)
-            self._asked.add(live.id)
-            self._dispatcher.put(live.call)
+        draft = opened.draft
+        while draft.left and not isinstance(draft.left[0], tuple):
+            draft.messages.append(draft.left.popleft())
+        if draft.left:
+            message = draft.left.popleft()
+            opened.call = Call(message, opened, None if message[0] == "tool" else opened.home)
+            self._asked.add(opened.id)
+            self._dispatcher.put(opened.call)
         else:
-            self._reply(live)
+            self._reply(opened)
 
-    def _reply(self, live: Live, failure: str | None = None) -> None:
-        made, live.making = live.making, Making()
-        self._asked.discard(live.id)
+    def _reply(self, opened: OpenEpisode, failure: str | None = None) -> None:
+        made, opened.draft = opened.draft, Draft()
+        self._asked.discard(opened.id)
         self._replies.append(
             Reply(
-                live.id,
+                opened.id,
                 tuple(made.messages),
                 reward=made.reward,
                 done=made.done,
@@ -267,12 +267,12 @@ class EnvironmentPool:
             )
         )
         if failure is not None or made.done:
-            del self._live[live.id]
-            self._leave(live)
+            del self._opened[opened.id]
+            self._leave(opened)
 
-    def _leave(self, live: Live) -> None:
-        if live.home is not None:
-            self._dispatcher.close_home(live.home)
+    def _leave(self, opened: OpenEpisode) -> None:
+        if opened.home is not None:
+            self._dispatcher.close_home(opened.home)
 
     def _give(self) -> None:
         try:
@@ -282,46 +282,46 @@ class EnvironmentPool:
 
     def _result(self, call: Call, result: Answer | Lost) -> None:
         """What came of a call."""
-        live, error = call.owner, result.why if isinstance(result, Lost) else result.error
-        if live is None:
+        opened, error = call.owner, result.why if isinstance(result, Lost) else result.error
+        if opened is None:
             self._warn(error)
             return
-        live.call = None
-        if self._live.get(live.id) is not live:
-            self._leave(live)
+        opened.call = None
+        if self._opened.get(opened.id) is not opened:
+            self._leave(opened)
             return
-        live.making.seconds += result.seconds
+        opened.draft.seconds += result.seconds
         kind = call.message[0]
-        if kind == "tool" or (kind == "method" and not isinstance(result, Lost)):
-            self._tool_result(live, call.message[-2], result)
+        if kind in ("tool", "method") and not (isinstance(result, Lost) and result.unmade):
+            self._tool_result(opened, call.message[-2], result)
         elif isinstance(result, Answer) and error is None:
-            self._answer(live, kind, result)
+            self._answer(opened, kind, result)
         else:
-            self._reply(live, self._failure(call, str(error)))
+            self._reply(opened, self._failure(call, str(error)))
             return
-        self._go_on(live)
+        self._go_on(opened)
 
-    def _tool_result(self, live: Live, name: str, result: Answer | Lost) -> None:
-        making = live.making
+    def _tool_result(self, opened: OpenEpisode, name: str, result: Answer | Lost) -> None:
+        draft = opened.draft
         fine = isinstance(result, Answer) and result.error is None
-        made, failed = making.calls.get(name, (0, 0))
-        making.calls[name] = (made + 1, failed + (not fine))
-        making.count("calls")
+        made, failed = draft.calls.get(name, (0, 0))
+        draft.calls[name] = (made + 1, failed + (not fine))
+        draft.count("calls")
         if fine:
-            making.said(name, result.texts[0])
+            draft.said(name, result.texts[0])
             return
-        making.count("raised")
+        draft.count("raised")
         lost = isinstance(result, Lost)
-        making.raised.setdefault(name, result.why if lost else result.error)
-        making.said(name, f"error: the tool {result.why}" if lost else f"error: {result.brief}")
+        draft.raised.setdefault(name, result.why if lost else result.error)
+        draft.said(name, f"error: the tool {result.why}" if lost else f"error: {result.brief}")
 
-    def _answer(self, live: Live, kind: str, answer: Answer) -> None:
+    def _answer(self, opened: OpenEpisode, kind: str, answer: Answer) -> None:
         """An environment's."""
-        making = live.making
-        making.reward += answer.reward
-        making.messages += [{"role": "user", "content": text} for text in answer.texts]
+        draft = opened.draft
+        draft.reward += answer.reward
+        draft.messages += [{"role": "user", "content": text} for text in answer.texts]
         if kind == "step" and answer.done:
-            self._conclude(live)
+            self._conclude(opened)
 
     def _failure(self, call: Call, error: str) -> str:
         """For `Reply.failure`."""

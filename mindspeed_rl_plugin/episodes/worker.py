@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 class Answer(NamedTuple):
     """What came of a call. texts, reward, done: as `Returned`; brief: what was raised, in one line; error: that, and
-    where; seconds: that the user's code took."""
+    where; seconds: that the user's code took; late: a coroutine was cancelled at the limit."""
 
     texts: tuple[str, ...]
     reward: float
@@ -57,6 +57,11 @@ class Answer(NamedTuple):
     brief: str | None
     error: str | None
     seconds: float
+    late: bool = False
+
+
+class TooLong(Exception):
+    """A coroutine was cancelled at the limit."""
 
 
 def main(connection: int, lifeline: int) -> None:
@@ -118,6 +123,8 @@ class Desk:
             said = getattr(self, kind)(*arguments)
             texts = tuple(map(_shortened, said.texts))
             return Answer(texts, said.reward, said.done, None, None, time.perf_counter() - began)
+        except TooLong:
+            return Answer((), 0.0, False, None, None, time.perf_counter() - began, late=True)
         except BaseException as error:  # noqa: BLE001 - whatever user code raises is reported to the parent
             return Answer((), 0.0, False, _brief(error), describe(error), time.perf_counter() - began)
 
@@ -163,8 +170,19 @@ class Desk:
 
     def _settled(self, value: Any) -> Any:
         if inspect.isawaitable(value):
-            return self._loop.run_until_complete(asyncio.wait_for(value, self._seconds))
+            return self._loop.run_until_complete(_within(value, self._seconds))
         return value
+
+
+async def _within(value: Awaitable[Any], seconds: float) -> Any:
+    """Its result. Raises TooLong, which a time limit of the user's own does not."""
+    task = asyncio.ensure_future(value)
+    _, late = await asyncio.wait([task], timeout=seconds)
+    if late:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise TooLong
+    return task.result()
 
 
 def _load(flag: str, source: Source) -> Any:

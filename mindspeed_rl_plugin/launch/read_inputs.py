@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.engine.seeds import task_of
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.parsers import make_parser
-from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments, begin_once, row_of
+from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments, begin_once, row_of, tool_names
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.generators.guests import check_servers
@@ -144,6 +144,11 @@ def _environments(
         if here is not None:
             here.close()
         raise
+    if known.tools and setup.observation == "raw":
+        say(
+            f"--rl-observation raw: nothing tells the model of its tools ({', '.join(tool_names(known))}); let the "
+            "prompts of the data tell it of them, or give --rl-apply-chat-template"
+        )
     return here or known
 
 

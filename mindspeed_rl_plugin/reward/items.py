@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mindspeed_rl_plugin.rows import SampleId
 
 
 SOLVED_AT = 1.0 - 1e-6  # a grader that adds up shares, or a float32 column, may miss 1 by rounding
+OWN = ("turn", "reward", "seconds")  # what messages of episodes hold for others than templates
 
 
 class RewardError(ValueError):
@@ -34,6 +35,13 @@ class GradeItem:
     messages: Sequence[Mapping[str, object]] | None = None
     conversation: Sequence[Mapping[str, object]] | None = None
     environment: float | None = None
+
+
+def opening(messages: Sequence[Mapping[str, Any]] | None, prompt: str) -> list[dict[str, Any]]:
+    """An episode's messages before its first turn: the data's, in which fields that are called as `OWN` would be taken
+    for ours, and are left out."""
+    asked = messages or [{"role": "user", "content": prompt}]
+    return [{name: value for name, value in message.items() if name not in OWN} for message in asked]
 
 
 @dataclass(frozen=True)

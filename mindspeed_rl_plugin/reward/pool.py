@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.reward.calling import lacking
-from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
+from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError, opening
 from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, parse_specs, time_limits
 from mindspeed_rl_plugin.reward.worker import Kind
 from mindspeed_rl_plugin.workers.process import Program, Worker, slow_to_load, wait_for
@@ -106,8 +106,10 @@ class RewardPool:
 
         item = GradeItem(prompt.text, prompt.answer, prompt.answer, prompt.record, SampleId(0, 0, 0), prompt.messages)
         if episodes:
-            asked = prompt.messages or [{"role": "user", "content": prompt.text}]
-            said = [*asked, {"role": "assistant", "content": prompt.answer, "turn": [0, 1], "reward": 0.0}]
+            said = [
+                *opening(prompt.messages, prompt.text),
+                {"role": "assistant", "content": prompt.answer, "turn": [0, 1], "reward": 0.0},
+            ]
             item = replace(item, conversation=said, environment=0.0)
         names = [f"{s.file}:{s.function}" if s.function else s.given for s in self._specs]
         batch = Batch([item] * members, names, self.weights, self._on_error, {}, f"when it was tried on {where}")

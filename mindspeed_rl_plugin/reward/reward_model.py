@@ -13,9 +13,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from mindspeed_rl_plugin.reward.items import OWN
+
 PREFIX = "model:"
 KIND = "ForSequenceClassification"
-OWN = ("turn", "reward", "seconds")  # what messages of episodes hold for others than templates
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 

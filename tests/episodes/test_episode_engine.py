@@ -3,9 +3,9 @@ back, and that interruptions, limits and failures leave each episode as it must 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Mapping, Sequence
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,160 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
-from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import generate
-from mindspeed_rl_plugin.engine.seeds import response_request
-from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
-from mindspeed_rl_plugin.episodes.lead import Lead, Limits
 from mindspeed_rl_plugin.episodes.live import turn_seed
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply, ToolCall, Turn
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
+from mindspeed_rl_plugin.rows import Completion, SampleId
 
-CLOSE, PROMPT = 99, (7, 8, 9)
-LIMITS = Limits(turns=4, observation=6, prompt=5)
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_parts import CLOSE, COUNTED, FIELDS, LIMITS, PROMPT, SAYS, World, echo, over, requests_of, whole  # noqa: E402
+
 TEXT, IMAGE = {"type": "text", "text": "p"}, {"type": "image"}
-SAYS = Reply(SampleId(0, 0, 0), [{"role": "user", "content": "!"}])
-COUNTED = ("calls", "malformed", "unknown", "arguments", "raised")
-FIELDS = {"text": "p", "answer": "a", "record": {}, "messages": None}
-
-
-class Engine:
-    """Samples tokens by seed and place, one of each response a step; ends a turn with CLOSE."""
-
-    replica, replicas, leader, shares_experts = 0, 1, True, False
-
-    def __init__(self) -> None:
-        self.version, self.progress, self.seen = 0, 0.0, []
-        self.queue: dict[SampleId, tuple[GenerateRequest, list[int], list[tuple[int, int]]]] = {}
-
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        for r in requests:
-            assert r.id not in self.queue
-            self.seen.append(r)
-            begun = r.begun
-            self.queue[r.id] = r, [*begun.tokens] if begun else [], [*begun.segments] if begun else []
-
-    def poll(self, timeout: float) -> list[Completion]:
-        return self.step_along(1)
-
-    def step_along(self, steps: int) -> list[Completion]:
-        done = []
-        for _ in range(steps):
-            for sample, (request, tokens, segments) in [*self.queue.items()]:
-                if not segments or segments[-1][1] != self.version:
-                    segments.append((len(tokens), self.version))
-                place = len(request.prompt_tokens) + len(tokens)
-                tokens.append(CLOSE if random.Random(request.seed + place).random() < 0.3 else 10 + place % 50)
-                if tokens[-1] == CLOSE or len(tokens) == request.sampling.max_tokens:
-                    done.append(self._take(sample, "stop" if tokens[-1] == CLOSE else "length"))
-        return done
-
-    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
-        return [self._take(sample, "abort") for sample in [*self.queue] if ids is None or sample in set(ids)]
-
-    def keep_step(self) -> None:
-        assert not self.queue
-
-    def shutdown(self) -> None: ...
-
-    def _take(self, sample: SampleId, finish: str) -> Completion:
-        _, tokens, segments = self.queue.pop(sample)
-        return Completion(sample, tuple(tokens), tuple(-t / 100 for t in tokens), finish, tuple(segments))
-
-
-class Format:
-    """A token is a letter."""
-
-    most_calls: int | None = None
-
-    def prompt(self, messages: Sequence[Mapping[str, Any]], said: int = 0) -> list[int]:
-        return [ord(letter) for message in messages for letter in message["content"]]
-
-    def behind(self, last: int, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return ([] if last == CLOSE else [CLOSE]) + self.prompt(messages)
-
-    def text(self, tokens: Sequence[int]) -> str:
-        return "".join(map(chr, tokens))
-
-    raw_text = text
-
-    def shortened(self, text: str, limit: int) -> tuple[str, bool]:
-        return text[:limit], len(text) > limit
-
-    def holds_special(self, text: str) -> bool:
-        return chr(CLOSE) in text
-
-
-class World:
-    """Replies some polls later, by `answer(sample, turn, number)`; keeps what it was told."""
-
-    def __init__(self, answer: Any, tools: Sequence[str] = (), opening: Any = None, slow: int = 0) -> None:
-        self.tools = [{"type": "function", "function": {"name": name}} for name in tools]
-        self.answer, self.opening, self.begins, self.slow = answer, opening, opening is not None, slow
-        self.log: list[tuple] = []
-        self.turns: dict[SampleId, int] = {}
-        self.answered = 0
-        self.due: list[tuple[int, Reply]] = []
-        self.closed = False
-
-    @property
-    def pending(self) -> bool:
-        return bool(self.due)
-
-    def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
-        self.log.append(("begin", episode, seed))
-        self.turns[episode] = 0
-        if self.begins:
-            self._later(episode, self.opening)
-
-    def act(self, episode: SampleId, turn: Turn) -> None:
-        self.log.append(("act", episode, turn))
-        self.turns[episode] += 1
-        self._later(episode, self.answer(episode, turn, self.turns[episode]))
-
-    def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
-        self.log.append(("finish", episode, cut))
-        self._later(episode, Reply(episode, done=True, reward=0.25))
-
-    def end(self, episode: SampleId) -> None:
-        self.log.append(("end", episode))
-        self.turns.pop(episode, None)
-        self.due = [(when, reply) for when, reply in self.due if reply.id != episode]
-
-    def poll(self, seconds: float) -> list[Reply]:
-        self.due = [(when - 1, reply) for when, reply in self.due]
-        there = [reply for when, reply in self.due if when < 0]
-        self.due = [(when, reply) for when, reply in self.due if when >= 0]
-        return there
-
-    def close(self) -> None:
-        self.closed = True
-
-    def _later(self, episode: SampleId, reply: Reply) -> None:
-        self.due.append((random.Random(str(episode)).randint(0, self.slow), replace(reply, id=episode)))
-
-    def named(self, name: str) -> list[tuple]:
-        return [entry for entry in self.log if entry[0] == name]
-
-
-def requests_of(groups: int, members: int = 2, most: int = 40) -> list[GenerateRequest]:
-    ids = [SampleId(0, group, member) for group in range(groups) for member in range(members)]
-    return [response_request(Sampling(most), 3, sample, PROMPT, fields=FIELDS) for sample in ids]
-
-
-def over(world: World, limits: Limits = LIMITS, longest: int = 10, parse: Any = lambda text: ()) -> EpisodeEngine:
-    return EpisodeEngine(Engine(), longest, world.begins, Lead(limits, Format(), parse, world), Peers())
-
-
-def echo(episode: SampleId, turn: Turn, number: int) -> Reply:
-    """Two turns, then the end."""
-    if number > 1:
-        return Reply(episode, done=True, reward=1.0)
-    return Reply(episode, [{"role": "user", "content": "xyz"}], reward=0.5, counts=dict.fromkeys(COUNTED, 1))
-
-
-def whole(completion: Completion) -> tuple[int, ...]:
-    return (*completion.episode.prompt, *completion.tokens)
 
 
 def test_each_prompt_is_the_one_before_with_what_was_sampled_and_seen() -> None:
@@ -247,11 +102,12 @@ def test_tokens_of_an_environment_that_renders_itself_must_extend_what_is_held()
         return Reply(episode, prompt=(*held, 50, 51) if number == 1 else (*held[:4], 0, 0))
 
     world = World(renders)
+    engine = over(world, longest=200)
     with pytest.raises(EpisodeError, match="no extension .* differ at token"):
-        generate(over(world, longest=200), requests_of(1, members=1, most=1000), deadline=5)
+        generate(engine, requests_of(1, members=1, most=1000), deadline=5)
     assert world.turns.keys() == {SampleId(0, 0, 0)}
-    second = [r for r in over(world)._engine.seen if len(r.prompt_tokens) > 3]
-    assert not second
+    first, second = (request.prompt_tokens for request in engine._engine.seen)
+    assert first == PROMPT and second == (*PROMPT, *world.named("act")[0][2].tokens, 50, 51)
 
 
 @pytest.mark.parametrize("rule", ["stop", "zero", "drop"])
@@ -397,6 +253,49 @@ def test_what_is_said_first_becomes_text_of_a_prompt_in_parts(content: list, wan
     fields = FIELDS | {"messages": [{"role": "user", "content": content}]}
     asked = [replace(request, task=replace(request.task, fields=fields))]
     assert generate(engine, asked, deadline=5)[0].episode.prompt == (1,)
+
+
+def test_fields_of_the_data_are_not_taken_for_our_own() -> None:
+    """The chat template sees them."""
+    engine = over(World(echo, opening=SAYS))
+    engine._lead.format.prompt = lambda messages, said: [messages[0]["turn"]]
+    (request,) = requests_of(1, 1)
+    message = {"role": "user", "content": "p", "turn": 3, "reward": 1, "seconds": "9", "name": "n"}
+    asked = [replace(request, task=replace(request.task, fields=FIELDS | {"messages": [message]}))]
+    (completion,) = generate(engine, asked, deadline=5)
+    assert completion.episode.prompt == (3,)
+    assert completion.episode.conversation[0] == {"role": "user", "content": "p!", "name": "n"}
+
+
+def told(completion: Completion) -> list[tuple]:
+    return [(m["role"][0], m["content"] * ("turn" not in m), m.get("seconds")) for m in completion.episode.conversation]
+
+
+@pytest.mark.parametrize(("limit", "finish"), [("none", "stop"), ("turns", "turns"), ("room", "length")])
+def test_all_that_an_environment_says_is_in_the_conversation_and_its_time_once(limit: str, finish: str) -> None:
+    """With its last word, though there are no tokens of that."""
+
+    def tells(episode: SampleId, turn: Turn, number: int) -> Reply:
+        messages = [{"role": "user", "content": text} for text in ("ab", "c")]
+        return Reply(episode, messages, seconds=0.5, done=number == 2)
+
+    def played(turns: int, most: int) -> Completion:
+        world = World(tells, opening=replace(SAYS, seconds=0.125))
+        limits = replace(LIMITS, turns=turns)
+        return generate(over(world, limits, longest=200), requests_of(1, members=1, most=most), deadline=5)[0]
+
+    one = played(turns=1, most=1000)
+    completion = {"none": played(2, 1000), "turns": one, "room": played(2, len(one.tokens) + 3)}[limit]
+    assert completion.finish == finish and completion.tokens[-1] == CLOSE
+    turn = [("a", "", None), ("u", "ab", 0.5), ("u", "c", None)]
+    assert told(completion) == [("u", "p!", 0.125), *turn * (2 if limit == "none" else 1)]
+
+
+def test_the_time_of_an_environment_that_says_nothing_stands_at_what_was_said_before() -> None:
+    quiet = Reply(SampleId(0, 0, 0), seconds=0.25)
+    ends = lambda episode, turn, number: replace(quiet, done=True)  # noqa: E731
+    (completion,) = generate(over(World(ends, opening=quiet), longest=200), requests_of(1, 1, most=400), deadline=5)
+    assert told(completion) == [("u", "p", 0.25), ("a", "", 0.25)]
 
 
 @pytest.mark.parametrize("at", ["prompt", "behind"])

@@ -178,7 +178,8 @@ def test_auto_is_refused_where_the_template_does_not_tell():
     no_calls, other_form = tokenizer_of("llama3"), make_tokenizer("qwen3", template("qwen3_5_nothink"))
     none = make_tokenizer("qwen3")
     none.chat_template = None
-    for tokenizer in (no_calls, other_form, none):
+    raises = make_tokenizer("qwen3", "{{ '%(name)s' % messages[0] }}")
+    for tokenizer in (no_calls, other_form, none, raises):
         with pytest.raises(
             ValueError, match=r"^--rl-tool-parser auto: .* give hermes, llama3, deepseek or path/to/file"
         ):

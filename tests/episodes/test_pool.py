@@ -86,8 +86,6 @@ def test_public_methods_are_tools_and_the_reward_comes_at_the_end(started) -> No
     assert reply.done and reply.reward == 3.0 and not reply.messages
     pool.finish(sample(1))
     assert replies(pool)[1].reward == 2.0
-    reply = act(pool, 2, "", call("fail", kind="ends"), call("buy", item="rum"))
-    assert reply.failure == "failed: Shop.fail ended its process, which exited with code 7"
 
 
 def test_the_reward_of_all(started) -> None:
@@ -146,7 +144,7 @@ def test_every_environment_is_closed(started, tmp_path: Path, capsys) -> None:
     pool.act(sample(3), turn("nap 0.3"))
     pool.begin(sample(6), task(log=str(logs[6])), 7)
     pool.act(sample(4), turn("two"))
-    while pool._dispatcher._slots[0].running is not pool._live[sample(3)].call:
+    while pool._dispatcher._slots[0].running is not pool._opened[sample(3)].call:
         assert pool.poll(0.01) == []
     for number in (3, 6, 4):  # at work, not begun, and waiting for its turn
         pool.end(sample(number))

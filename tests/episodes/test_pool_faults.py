@@ -89,8 +89,59 @@ def test_an_asynchronous_call_that_is_too_slow_costs_no_process(started) -> None
     pool = started(None, ("wait",))
     pids = [slot.worker.pid for slot in pool._dispatcher._slots]
     pool.begin(sample(0), task(), 7)
-    assert contents(act(pool, 0, "", call("wait", seconds=100.0))) == ["error: TimeoutError"]
+    assert contents(act(pool, 0, "", call("wait", seconds=100.0))) == [
+        "error: the tool ran longer than 0.5 s and was cancelled"
+    ]
     assert pids == [slot.worker.pid for slot in pool._dispatcher._slots]
+
+
+# What is said of a method that is lost, and how often its environment was closed by then.
+LOST = {
+    "wait": ("ran longer than 0.5 s and was cancelled", 1),
+    "hang": ("ran longer than 0.5 s and was killed", 1),
+    "end": ("ended its process, which exited with code 7", 1),
+}
+
+
+def test_a_method_that_is_lost_costs_its_call_and_leaves_nothing_half_done(started, tmp_path: Path) -> None:
+    """Its environment is made again as it was before the call, and the other one of its process too."""
+    pool, logs = started("SlowShop"), [tmp_path / str(number) for number in range(2)]
+    for number, log in enumerate(logs):
+        pool.begin(sample(number), task(money=5, log=str(log)), 7)
+    replies(pool)
+    basket = []
+    for name, (seen, closed) in LOST.items():
+        reply = act(pool, 0, "", call(name), call("buy", item=name))
+        basket.append(name)
+        assert contents(reply) == [f"error: the tool {seen}", f"basket: {basket}"]
+        assert reply.counts == {"calls": 2, "raised": 1} and reply.calls == {name: (1, 1), "buy": (1, 0)}
+        assert reply.raised == {name: seen} and logs[0].read_text() == "closed with ['half']\n" * closed
+        assert contents(act(pool, 1, "", call("buy", item=name))) == [f"basket: {basket}"]
+    pool.finish(sample(0))
+    assert replies(pool)[0].reward == 3.0
+    pool.close()
+    assert [log.read_text().count(f"{basket}") for log in logs] == [1, 1]
+
+
+def test_a_coroutine_of_an_environment_that_runs_too_long(started) -> None:
+    """As any other one; a time limit of its own is an error of its own."""
+    pool = started("Slow")
+    pool.begin(sample(0), task(), 7)
+    assert replies(pool)[0].failure == "failed: Slow.reset ran longer than 0.5 s and was cancelled"
+    pool.begin(sample(1), task(own=0.1), 7)
+    assert replies(pool)[1].failure == "failed: Slow.reset ran out of time"
+
+
+def test_a_method_that_is_lost_in_replay_is_a_failure_of_its_environment(started) -> None:
+    pool = started("Shop")
+    begin(pool, [0], money=5)
+    act(pool, 0, "", call("buy", item="tea"))
+    home, (slot,) = pool._opened[sample(0)].home, pool._dispatcher._slots
+    message, answer = home.asked[1]
+    home.asked[1] = ((*message[:2], "fail", {"kind": "loops"}), answer)
+    os.kill(below(slot.worker), signal.SIGKILL)
+    failure = act(pool, 0, "", call("buy", item="milk")).failure
+    assert failure == "failed: Shop.buy ran longer than 0.5 s and was killed when it was replayed"
 
 
 # What is said of a fault of an environment; None where it is none.
@@ -148,7 +199,7 @@ def test_a_fault_in_replay_is_that_of_its_environment(started, tmp_path: Path) -
     pool = started()
     begin(pool, (0, 1))
     (slot,) = pool._dispatcher._slots
-    home = pool._live[sample(0)].home
+    home = pool._opened[sample(0)].home
     assert act(pool, 0, "one").reward == 0.5
     message, answer = home.asked[1]
     home.asked[1] = ((*message[:2], "loops"), answer)

@@ -101,11 +101,12 @@ class Ranks:
         said = lambda value: [others.get(r, (None, None)) if r != rank else value for r in range(4)]  # noqa: E731
         monkeypatch.setattr(read_inputs, "gather_all", said)
 
-    def start(self, schedule: str = "sync") -> Any:
+    def start(self, schedule: str = "sync", chat: bool = False) -> Any:
         config = RLConfig(episodes=EpisodeConfig(environment="a.py:A"))
         config = dataclasses.replace(
             config,
             rollout=dataclasses.replace(config.rollout, generate_tp=2),
+            data=dataclasses.replace(config.data, apply_chat_template=chat),
             schedule=dataclasses.replace(config.schedule, schedule=schedule),
         )
         return read_inputs._environments(SimpleNamespace(save="/s"), config, "tokenizer", None)
@@ -120,6 +121,15 @@ FIRST = (None, Elsewhere((), True, dict))
 def test_only_the_first_rank_of_an_engine_starts_environments(monkeypatch, rank, schedule, starts) -> None:
     ranks = Ranks(monkeypatch, rank, {0: FIRST, 2: FIRST})
     assert ranks.start(schedule) == (ranks.made[0] if starts else FIRST[1]) and len(ranks.made) == starts
+
+
+@pytest.mark.parametrize(("chat", "tools", "said"), [(False, True, 1), (True, True, 0), (False, False, 0)])
+def test_that_nothing_tells_the_model_of_its_tools_is_said(monkeypatch, capsys, chat, tools, said) -> None:
+    monkeypatch.setattr(Some, "tools", [{"type": "function", "function": {"name": "buy"}}] if tools else [])
+    monkeypatch.setattr(read_inputs, "make_parser", lambda *_: None)
+    one = Elsewhere(Some.tools, True, dict)
+    Ranks(monkeypatch, 0, {2: (None, one)}).start(chat=chat)
+    assert capsys.readouterr().out.count("raw: nothing tells the model of its tools (buy); let the prompts") == said
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

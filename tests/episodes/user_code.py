@@ -186,6 +186,15 @@ class SlowClose(Count):
         time.sleep(1000)
 
 
+class Slow:
+    """Does not begin in time. own: a limit of its own."""
+
+    async def reset(self, own=1000.0):
+        await asyncio.wait_for(asyncio.sleep(1000), own)
+
+    def step(self, text): ...
+
+
 class Judge:
     """Its reward is what the row says."""
 
@@ -229,6 +238,32 @@ class Shop:
 
     def _helper(self):
         pass
+
+
+class SlowShop(Shop):
+    """Buys half of a thing, and then gets stuck. `log`: a file that knows when it was closed."""
+
+    async def reset(self, log, **kwargs):
+        self.log = log
+        return await super().reset(**kwargs)
+
+    async def wait(self) -> str:
+        """Wait."""
+        self.basket.append("half")
+        await asyncio.sleep(1000)
+
+    def hang(self) -> str:
+        """Hang."""
+        self.basket.append("half")
+        time.sleep(1000)
+
+    def end(self) -> str:
+        """End."""
+        os._exit(7)
+
+    def close(self):
+        with open(self.log, "a") as file:
+            file.write(f"closed with {self.basket}\n")
 
 
 # What is refused

@@ -107,11 +107,13 @@ def make_episodes() -> Rows:
     before, lengths = rows["prompt"].lengths.tolist(), rows["response_length"].tolist()
     turns, rewards = [[[0, 8], [12, lengths[0]]], [[0, lengths[1]]]], [[0.0, 0.0], [0.25]]
     asked = [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": "What is 0+0? Begin."}]
+    asked[-1]["seconds"] = 0.25  # of reset
     spoken = [{"role": "assistant", "content": "<call>", "turn": turns[0][0], "reward": 0.5}]
     spoken += [{"role": "tool", "name": "add", "content": HOSTILE, "seconds": 0.125}]
-    spoken += [{"role": "user", "content": "go on", "seconds": 1.5}]
+    spoken += [{"role": "user", "content": "go on"}]
     spoken += [{"role": "assistant", "content": "Answer: 0", "turn": turns[0][1], "reward": 0.0}]
-    alone = {"role": "assistant", "content": "Answer: 1", "turn": turns[1][0], "reward": 0.25}
+    spoken += [{"role": "user", "content": "right", "seconds": 1.5}]
+    alone = {"role": "assistant", "content": "Answer: 1", "turn": turns[1][0], "reward": 0.25, "seconds": 0.75}
     mask = rows["loss_mask"].rows()
     mask[0][before[0] + 8 : before[0] + 12] = 0
     mask[1][:] = 0
@@ -120,7 +122,7 @@ def make_episodes() -> Rows:
         "prompt_length": torch.tensor(before),
         "turns": Ragged.from_rows([torch.tensor(t) + start for t, start in zip(turns, before, strict=True)]),
         "turn_reward": Ragged.from_rows([torch.tensor(r) for r in rewards]),
-        "conversation": pack_json([asked + spoken, [asked[1], alone]]),
+        "conversation": pack_json([asked + spoken, [{"role": "user", "content": asked[1]["content"]}, alone]]),
     }
     return rows.with_columns(**columns)
 

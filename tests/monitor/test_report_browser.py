@@ -172,17 +172,19 @@ def test_an_episode_is_drawn_turn_by_turn_as_text(episode_dump, run_builder, tmp
     )
     assert [a["data-id"] for a, _ in page.all("tr") if "data-id" in a] == ["0.0.0"], "observations are searched"
     messages = page.all("div", class_="message")
-    tokens = json.loads(page.all("script", id="data")[0][1])["samples"]["rows"][0][4][3][2]
+    tokens = json.loads(page.all("script", id="data")[0][1])["samples"]["rows"][0][4][4][2]
     assert [text.split("\u2028")[0] for _, text in messages] == [
+        "reset · not trained · 0.25 s",
         "assistant · 8 tokens, trained · reward 0<call>",
         "add · not trained · 0.125 s</script><script>document.title='taken'</script><!-- <b>bold</b> & ",
-        "user · not trained · 1.5 sgo on",
+        "user · not trainedgo on",
         f"assistant · {tokens} tokens, trained · reward 0Answer: 0",
+        "user · not trained · 1.5 sright",
     ]
-    assert ["turn" in a["class"].split() for a, _ in messages] == [True, False, False, True]
+    assert ["turn" in a["class"].split() for a, _ in messages] == [False, True, False, False, True, False]
     assert page.all("title")[0][1] == "run · RL report"
     page = open_in_browser(run / "report.html", tmp_path)
-    assert ", 0 trained · reward 0.25Answer: 1" in page.all("div", class_="message")[-1][1]
+    assert ", 0 trained · reward 0.25 · 0.75 sAnswer: 1" in page.all("div", class_="message")[-1][1]
 
 
 @pytest.mark.browser

@@ -103,22 +103,25 @@ def test_samples_are_whole_groups_of_evenly_spread_rollouts(rows_builder, tmp_pa
 
 
 def test_an_episode_is_shown_turn_by_turn(episode_dump):
-    """The prompt with what the environment said first; tokens, trained ones and rewards of turns, seconds of others."""
+    """The prompt with what the environment said first; tokens, trained ones and rewards of turns; the environment's
+    seconds, of its beginning and of its last word too."""
     got = sample_data(dump_files(episode_dump), limit=9)
     assert got["prompts"] == ["system: Use the tool.\n\nuser: What is 0+0? Begin.", "What is 0+0? Begin."]
-    (first, tool, more, last), (alone,) = (row[4] for row in got["rows"])
+    (reset, first, tool, more, last, end), (alone,) = (row[4] for row in got["rows"])
     rest = got["rows"][0][9] - 12
+    assert reset == ["reset", "", None, None, None, 0.25]
     assert first == ["assistant", "<call>", 8, 8, 0.0, None], "the reward is the trained one"
     assert (tool[0], tool[2:]) == ("add", [None, None, None, 0.125]) and "<b>" in tool[1]
-    assert more == ["user", "go on", None, None, None, 1.5]
+    assert more == ["user", "go on", None, None, None, None]
     assert last == ["assistant", "Answer: 0", rest, rest, 0.0, None]
-    assert alone == ["assistant", "Answer: 1", got["rows"][1][9], 0, 0.25, None], "sampled, not trained"
+    assert end == ["user", "right", None, None, None, 1.5]
+    assert alone == ["assistant", "Answer: 1", got["rows"][1][9], 0, 0.25, 0.75], "sampled, not trained"
 
 
 def test_a_long_episode_is_cut_as_a_whole(episode_dump):
-    first, tool, note = sample_data(dump_files(episode_dump), limit=1, text_limit=90)["rows"][0][4]
+    _, first, tool, note = sample_data(dump_files(episode_dump), limit=1, text_limit=90)["rows"][0][4]
     assert first[1] == "<call>" and tool[1].startswith("</script><script>doc\n[cut here, ")
-    assert note[:2] == ["", "[cut here, 4 messages in all]"]
+    assert note[:2] == ["", "[cut here, 5 messages in all]"]
 
 
 def test_a_dump_that_is_none_is_named(tmp_path):

@@ -94,7 +94,7 @@ def _row(record: dict[str, Any], prompts: dict[str, int], text_limit: int) -> li
     return [
         *(record[k] for k in ("epoch", "group", "member")),
         prompts.setdefault(_clip(prompt, text_limit), len(prompts)),
-        _said(record, messages[len(asked) :], text_limit) if messages else _clip(record["response"], text_limit),
+        _said(record, asked, messages[len(asked) :], text_limit) if messages else _clip(record["response"], text_limit),
         _clip(get("answer") or "", text_limit),
         _short(record["reward"]),
         [_short(p) for p in get("reward_parts") or []],
@@ -113,13 +113,17 @@ def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
-def _said(record: dict[str, Any], messages: Sequence[Mapping[str, Any]], text_limit: int) -> list[list[Any]]:
+def _said(
+    record: dict[str, Any], asked: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], text_limit: int
+) -> list[list[Any]]:
     """Turns of the model and observations, together cut at `text_limit` characters.
 
-    Each is [role or tool, text, sampled tokens, trained ones of them, reward, seconds of the environment]; a turn has
-    no seconds, an observation nothing but these. The rewards are those that are trained: 0 where an environment failed.
+    Each is [role or tool, text, sampled tokens, trained ones of them, reward, seconds of the environment]; seconds
+    stand at the first message of a reply, or at the turn where it has none, or at "reset" where that came first. The
+    rewards are those that are trained: 0 where an environment failed.
     """
-    rewards, said, left = iter(record["turn_reward"]), [], text_limit
+    rewards, left = iter(record["turn_reward"]), text_limit
+    said = [["reset", "", None, None, None, m["seconds"]] for m in asked[-1:] if "seconds" in m]
     for message in messages:
         if left <= 0:
             return [*said, ["", f"[cut here, {len(messages)} messages in all]", None, None, None, None]]
