@@ -87,7 +87,7 @@ SUPPORTED = {
     "tests/launch/test_start_decision.py": "--ckpt-step",
     "tests/launch/test_conversion_upstream.py": """
         --enable-hf2mg-convert --enable-mg2hf-convert --model-type-hf --hf-cfg-dir --mg-save-dir
-        --only-convert-last-checkpoint
+        --mg-cache-dir --only-convert-last-checkpoint
     """,
     "tests/launch/test_launch_order.py": "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
     "tests/update/test_invariance.py": "--calculate-per-token-loss",

@@ -46,7 +46,7 @@ def converted_to(args: Any) -> str:
     """Directory of the converted checkpoint, before it is there."""
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     tp, pp, ep = (getattr(args, name, None) or 1 for name in sizes)
-    return getattr(args, "mg_save_dir", None) or os.path.join(args.load, f"megatron_cache_tp{tp}pp{pp}ep{ep}")
+    return _place(args)[1] or os.path.join(args.load, f"megatron_cache_tp{tp}pp{pp}ep{ep}")
 
 
 def problems(args: Any) -> Iterator[str]:
@@ -106,21 +106,29 @@ def needless(args: Any) -> str | None:
     return f"{args.save} holds a checkpoint to resume from: --load {args.load} is not converted"
 
 
+def _place(args: Any) -> tuple[str, str | None]:
+    """The flag that says where the converted checkpoint goes, and its value."""
+    for name in ("mg_cache_dir", "mg_save_dir"):  # 2.3.0 has the first one now, 26.1.0 the second
+        if hasattr(args, name):
+            break
+    return f"--{name.replace('_', '-')}", getattr(args, name, None)
+
+
 def _no_place(args: Any) -> Iterator[str]:
     """What keeps the converted checkpoint from being written."""
-    target, given = converted_to(args), getattr(args, "mg_save_dir", None)
-    flag = f"--mg-save-dir {given}" if given else f"--load {args.load}"
+    target, (name, given) = converted_to(args), _place(args)
+    flag = f"{name} {given}" if given else f"--load {args.load}"
     if not disk.writable(target):
         yield (
-            f"{flag} may not be written, and the converted weights go to {target}; give --mg-save-dir with a directory "
-            "that may"
+            f"{flag} may not be written, and the converted weights go to {target}; give {name} with a directory that "
+            "may"
         )
     elif not os.path.isdir(files.iteration_dir(target, ITERATION)):
         need, free = sum(os.path.getsize(path) for path in _weights(args.load)), disk.free_bytes(target)
         if free < need:
             yield (
                 f"{flag}: {free / 1e9:.3g} GB free, and the converted weights take {need / 1e9:.3g} GB; give "
-                "--mg-save-dir with a directory on another disk"
+                f"{name} with a directory on another disk"
             )
 
 

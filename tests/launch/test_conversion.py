@@ -94,6 +94,12 @@ def test_a_folder_that_may_not_be_written_or_is_full_is_answered_with_another(ar
         (line,) = conversion.problems(args)
         assert "--mg-save-dir /mg may not be written" in line
         del args.mg_save_dir
+        args.mg_cache_dir = None  # as newer commits of 2.3.0 call it
+        (line,) = conversion.problems(args)
+        assert f"--load {args.load} may not be written" in line and "give --mg-cache-dir" in line
+        args.mg_cache_dir = "/cache"
+        assert conversion.converted_to(args) == "/cache"
+        del args.mg_cache_dir
     monkeypatch.setattr(disk, "free_bytes", lambda path: 6)
     (line,) = conversion.problems(args)
     assert "6e-09 GB free" in line and "7e-09 GB" in line and "--mg-save-dir" in line

@@ -18,7 +18,8 @@ _DATA = """
     --mock-data=
 """
 _FOLDERS = (
-    "--save --tensorboard-dir --data-cache-path --rl-run-dir --rl-dump-dir --mg-save-dir --hf-save-dir --hf-cfg-dir"
+    "--save --tensorboard-dir --data-cache-path --rl-run-dir --rl-dump-dir --mg-save-dir --mg-cache-dir --hf-save-dir "
+    "--hf-cfg-dir"
 )
 _TRACKERS = "--wandb-project --wandb-exp-name --wandb-entity --wandb-save-dir --one-logger-project"
 _TOKENIZER = "here: a generated tokenizer of characters"
