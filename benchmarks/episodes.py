@@ -53,18 +53,32 @@ CASES = {
     "slow": Case("SlowWork", 8, 8),
     "slow-async": Case("SlowWorkAsync", 8, 8),  # TRL awaits the calls of one turn together
 }
-# Of an engine apart from training: case -> who, and its processes.
-ROLLOUTS = {"rollout-at-once": ("Work", 2), "rollout-slow": ("SlowWork", 4)}
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Of an engine apart from training. who, workers: see `Case`; model: folder of the one that acts."""
+
+    who: str
+    workers: int
+    model: str = "long-turns"
+
+
+ROLLOUTS = {
+    "rollout-at-once": Rollout("Work", 2),
+    "rollout-slow": Rollout("SlowWork", 4),
+    "rollout-short-turns": Rollout("Work", 2, "."),
+}
 ROLLOUT_EPISODES = 64
 DEFAULT = ("tool", "environment", "slow", *ROLLOUTS)
 ARMS = ("ours", "trl", "trl-vllm")
 SPEED = "episodes_per_second"
 UNITS = {SPEED: "episodes/s", "rollout_" + SPEED: "episodes/s", "turns": "an episode", "calls": "an episode"}
-UNITS |= {"tokens": "an episode", "over_busy": "ratio", "over_single_turns": "ratio"}  # others: seconds
+UNITS |= {"tokens": "an episode", "over_busy": "ratio", "over_single_turns": "ratio", "over_sampled": "ratio"}
 # (case, metric) -> bound: of the arm `ours` over the faster one of TRL; of an engine apart from training the value
 TARGETS = {
     **{(case, SPEED): (">=", 1.3) for case in ("tool", "environment")},
-    **{(case, "over_busy"): ("<=", 1.15) for case in ROLLOUTS},
+    **{(case, "over_busy"): ("<=", 1.15) for case in ("rollout-at-once", "rollout-slow")},
     ("slow", SPEED): (">=", 3.0),
     ("rollout-at-once", "over_single_turns"): ("<=", 1.15),
 }
@@ -74,11 +88,17 @@ COUNTED = {"turns": 0.05, "calls": 0.05, "tokens": 0.1}
 
 
 def prepare(folder: Path) -> None:
-    """Model, tokenizer and checkpoint."""
+    """Model and tokenizer; see `episode_task`."""
     templates = end_to_end.interpreter().parents[1].glob("lib/python*/site-packages/trl/chat_templates/qwen2_5.jinja")
     command = [sys.executable, str(HERE / "training" / "episode_task.py"), str(folder), str(next(templates))]
     end_to_end.run_job(command, folder / "train.log", memory=False)
-    end_to_end.imported(folder)
+
+
+def prepare_longer(folder: Path, start: Path) -> None:
+    """Model and tokenizer for longer turns, by those that `prepare` made in `start`."""
+    folder.mkdir()
+    command = [sys.executable, str(HERE / "training" / "episode_task.py"), str(folder), "--longer", str(start)]
+    end_to_end.run_job(command, folder / "train.log", memory=False)
 
 
 def run_ours(case: Case, folder: Path, iterations: int) -> dict[str, float]:
@@ -146,14 +166,20 @@ def check_work(counts: dict[str, float], others: Sequence[dict[str, float]]) -> 
 
 def run_rollouts(cases: Sequence[str], folder: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
     """An engine apart from training: case -> metrics of each rollout."""
-    out = folder / "rollouts.json"
-    command = [sys.executable, str(HERE / "training" / "rollouts.py"), str(folder), str(out), str(ROLLOUT_EPISODES)]
-    asked = [f"{case}={ROLLOUTS[case][0]}:{ROLLOUTS[case][1]}" for case in cases]
-    end_to_end.run_job([*command, str(repeats), *asked], folder / "rollouts.log", memory=False)
-    made = json.loads(out.read_text())
+    made: dict[str, list[dict[str, float]]] = {}
+    for model in dict.fromkeys(ROLLOUTS[case].model for case in cases):
+        place = folder / model
+        if not (place / "model").exists():
+            prepare_longer(place, folder)
+        out, asked = place / "rollouts.json", [case for case in cases if ROLLOUTS[case].model == model]
+        command = [sys.executable, str(HERE / "training" / "rollouts.py"), str(place), str(out), str(ROLLOUT_EPISODES)]
+        command += [str(repeats), *(f"{case}={ROLLOUTS[case].who}:{ROLLOUTS[case].workers}" for case in asked)]
+        end_to_end.run_job(command, place / "rollouts.log", memory=False)
+        made |= json.loads(out.read_text())
     for row in (row for rows in made.values() for row in rows):
         row["over_busy"] = row["wall"] / max(row["engine"], row["environments"])
         row["over_single_turns"] = row["wall"] / row["single_turns"]
+        row["over_sampled"] = row["wall"] / row["single_turns_sampled"]
     return made
 
 

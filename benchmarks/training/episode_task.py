@@ -1,6 +1,7 @@
 """What both arms of episodes.py start from: a small model that really makes calls, its tokenizer, and tasks.
 
-    python benchmarks/training/episode_task.py FOLDER TEMPLATE.jinja
+    python benchmarks/training/episode_task.py FOLDER TEMPLATE.jinja         # turns of 44 tokens
+    python benchmarks/training/episode_task.py FOLDER --longer OTHER_FOLDER  # of 119, by the model of the first command
 
 The model is trained here, for a minute or two, on conversations of a script under the stock chat template of Qwen2.5:
 turns of some words and a call, as long as the answer is `more`, and `done` where it is `over`. How many words a turn
@@ -21,12 +22,13 @@ NAMES += ("iris", "jade", "kelp", "lake", "moss", "north", "oak", "pine")
 WORD = "so"
 MOST_ROUNDS = 4  # of a task
 MOST_CALLS = 6  # of a conversation of the script
-MORE = 0.96  # probability of a further word, hence 25 on average; a call has 19 tokens
+MORE, LIMIT = 0.96, 512  # 25 words a turn on average; a call has 19 tokens
+LONG_MORE, LONG_LIMIT = 0.99, 1024  # 100 words
 AGAIN = 0.6  # probability of `more` in the script
 STEPS, BATCH, LR = 100, 8, 2e-3
+LONG_STEPS, LONG_BATCH, LONG_LR = 30, 4, 5e-4  # from the model of shorter turns on
 DECIDES = 20.0  # weight in the loss of a turn's first token, which decides whether a call follows
 LEARNED = 0.02  # most loss in the end of what can be known, which is all but whether a further word follows [nats]
-LIMIT = 512  # tokens of an episode
 TURNS = 8  # most of an episode
 MEMBERS = 4  # responses of a task
 MICRO_BATCH = 8  # rows of one forward and backward
@@ -41,8 +43,8 @@ def tasks(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"work {who}", "who": who, "rounds": n} for n, who in zip(rounds, NAMES, strict=False)]
 
 
-def conversation(draw: random.Random) -> list[dict[str, Any]]:
-    """One of the script."""
+def conversation(draw: random.Random, more: float = MORE) -> list[dict[str, Any]]:
+    """One of the script. more: probability that a turn has a further word."""
 
     def several(first: Any, share: float) -> list[Any]:
         return [first, *itertools.takewhile(lambda _: draw.random() < share, itertools.repeat(first))]
@@ -50,7 +52,7 @@ def conversation(draw: random.Random) -> list[dict[str, Any]]:
     call = {"type": "function", "function": {"name": "work", "arguments": {"part": "next"}}}
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"work {draw.choice(NAMES)}"}]
     for _ in several("more", AGAIN)[:MOST_CALLS]:
-        messages.append({"role": "assistant", "content": " ".join(several(WORD, MORE)), "tool_calls": [call]})
+        messages.append({"role": "assistant", "content": " ".join(several(WORD, more)), "tool_calls": [call]})
         messages.append({"role": "tool", "name": "work", "content": "more"})
     messages[-1]["content"] = "over"
     return [*messages, {"role": "assistant", "content": "done"}]
@@ -83,7 +85,7 @@ def sampled(ids: list[int], header: list[int], end: int) -> list[bool]:
     return marks
 
 
-def train(model: Any, tokenizer: Any, tools: list[Any]) -> None:
+def train(model: Any, tokenizer: Any, more: float, steps: int, batch: int, lr: float) -> None:
     """Learn the script. Raises RuntimeError where that fails."""
     import torch
 
@@ -91,11 +93,11 @@ def train(model: Any, tokenizer: Any, tools: list[Any]) -> None:
     header, end = tokenizer.encode("<|im_start|>assistant\n"), tokenizer.eos_token_id
     words = torch.tensor(tokenizer.encode(WORD) + tokenizer.encode(f" {WORD}"))
     draw = random.Random(0)
-    optimizer = torch.optim.AdamW(model.parameters(), LR, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=STEPS, pct_start=0.1)
-    for step in range(STEPS):
-        said = [conversation(draw) for _ in range(BATCH)]
-        rows = tokenizer.apply_chat_template(said, tools=tools)["input_ids"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    for step in range(steps):
+        said = [conversation(draw, more) for _ in range(batch)]
+        rows = tokenizer.apply_chat_template(said, tools=schemas())["input_ids"]
         longest = max(map(len, rows))
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
         marks = [sampled(row, header, end) for row in rows]
@@ -110,26 +112,31 @@ def train(model: Any, tokenizer: Any, tools: list[Any]) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 25 == 0 or step == STEPS - 1:
+        if step % 25 == 0 or step == steps - 1:
             print(f"step {step}: loss {loss.item():.4f}, {losses[says & ~drawn].mean().item():.4f}", flush=True)
     if (left := losses[says & ~drawn].mean().item()) > LEARNED:
         raise RuntimeError(
-            f"the model has not learned the script: a loss of {left:.3g} after {STEPS} steps, not {LEARNED}"
+            f"the model has not learned the script: a loss of {left:.3g} after {steps} steps, not {LEARNED}"
         )
+
+
+def schemas() -> list[Any]:
+    """Of the tools."""
+    import episode_tools
+    from transformers.utils import get_json_schema
+
+    return [get_json_schema(episode_tools.work)]
 
 
 def write(folder: Path, template: str) -> None:
     """Model and tokenizer."""
-    import episode_tools
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils import get_json_schema
 
-    draw, tools = random.Random(1), [get_json_schema(episode_tools.work)]
+    draw, tools = random.Random(1), schemas()
     plain = make_tokenizer(template, [])
     texts = [plain.apply_chat_template(conversation(draw), tools=tools, tokenize=False) for _ in range(200)]
     tokenizer = make_tokenizer(template, texts)
-    tokenizer.save_pretrained(folder / "tokenizer")
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -145,12 +152,32 @@ def write(folder: Path, template: str) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = Qwen2ForCausalLM(config).float()
-    train(model, tokenizer, tools)
+    train(model, tokenizer, MORE, STEPS, BATCH, LR)
+    save(folder, model, tokenizer, LIMIT)
+
+
+def write_longer(folder: Path, start: Path) -> None:
+    """Model and tokenizer for longer turns. start: folder of `write`."""
+    from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM.from_pretrained(start / "model").float()
+    tokenizer = AutoTokenizer.from_pretrained(start / "tokenizer")
+    train(model, tokenizer, LONG_MORE, LONG_STEPS, LONG_BATCH, LONG_LR)
+    save(folder, model, tokenizer, LONG_LIMIT)
+
+
+def save(folder: Path, model: Any, tokenizer: Any, limit: int) -> None:
+    """What the arms read."""
     model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "tokenizer")
     prompts = [[{"role": "user", "content": task["prompt"]}] for task in tasks(len(NAMES))]
-    ids = [tokenizer.apply_chat_template(p, tools=tools, add_generation_prompt=True)["input_ids"] for p in prompts]
-    (folder / "sizes.json").write_text(json.dumps({"prompt": max(map(len, ids)), "vocabulary": len(tokenizer)}))
+    ids = [tokenizer.apply_chat_template(p, tools=schemas(), add_generation_prompt=True)["input_ids"] for p in prompts]
+    sizes = {"prompt": max(map(len, ids)), "vocabulary": len(tokenizer), "limit": limit}
+    (folder / "sizes.json").write_text(json.dumps(sizes))
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]).read_text())
+    if sys.argv[2] == "--longer":
+        write_longer(Path(sys.argv[1]), Path(sys.argv[3]))
+    else:
+        write(Path(sys.argv[1]), Path(sys.argv[2]).read_text())

@@ -18,7 +18,7 @@ from typing import Any
 
 import episode_tools
 import torch.distributed as dist
-from episode_task import LIMIT, MEMBERS, TURNS, tasks
+from episode_task import MEMBERS, TURNS, tasks
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -64,13 +64,13 @@ class Bench:
 
     def __init__(self, folder: Path, count: int) -> None:
         sizes = json.loads((folder / "sizes.json").read_text())
-        self.folder, self.prompt, self.rollouts = folder, sizes["prompt"], 0
+        self.folder, self.prompt, self.limit, self.rollouts = folder, sizes["prompt"], sizes["limit"], 0
         self.samples = [SampleId(0, i // MEMBERS, i % MEMBERS) for i in range(count)]
         self.tasks = tasks(count // MEMBERS)
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
         config = json.loads((folder / "model" / "config.json").read_text())
         ends = (self.tokenizer.eos_token_id,)
-        options = VllmOptions(config, self.prompt + LIMIT, kv_cache_bytes=1 << 28, eos_token_ids=ends)
+        options = VllmOptions(config, self.prompt + self.limit, kv_cache_bytes=1 << 28, eos_token_ids=ends)
         self.engine = VllmEngine(options)
         vllm_api.model(self.engine._engine).load_weights(load_file(folder / "model" / "model.safetensors").items())
         self.busy = Busy(self.engine)
@@ -80,7 +80,7 @@ class Bench:
         user = f"{episode_tools.__file__}:{who}"
         flags = {"environment": user} if inspect.isclass(getattr(episode_tools, who)) else {"tools": (user,)}
         flags = EpisodeConfig(**flags, max_turns=TURNS, environment_workers=workers)
-        setup = EpisodeSetup(flags, "chat", str(self.folder / "tokenizer"), self.prompt, LIMIT, DEADLINE)
+        setup = EpisodeSetup(flags, "chat", str(self.folder / "tokenizer"), self.prompt, self.limit, DEADLINE)
         return setup.over(self.busy, self.tokenizer, setup.environments(), Peers())
 
     def requests(self, epoch: int, tools: Sequence[Any]) -> list[GenerateRequest]:
@@ -91,7 +91,7 @@ class Bench:
             said = [{"role": "user", "content": task["prompt"]}]
             prompt = self.tokenizer.apply_chat_template(said, tools=tools, add_generation_prompt=True)["input_ids"]
             fields = {"text": task["prompt"], "answer": "", "record": task, "messages": said}
-            made.append(response_request(Sampling(LIMIT), 0, sample._replace(epoch=epoch), prompt, fields=fields))
+            made.append(response_request(Sampling(self.limit), 0, sample._replace(epoch=epoch), prompt, fields=fields))
         return made
 
     def timed(self, engine: Engine, requests: list[GenerateRequest]) -> tuple[float, float, list[Completion]]:
@@ -103,23 +103,33 @@ class Bench:
         return time.perf_counter() - begin, self.busy.seconds, done
 
     def rollout(self, engine: EpisodeEngine, workers: int, epoch: int) -> dict[str, float]:
-        """Episodes, and single turns of as many tokens from the same prompts."""
+        """Episodes, and twice single turns that sample as many tokens from the same prompts: alone, and behind as many
+        tokens of the prompt as the episodes have of observations."""
         requests = self.requests(epoch, engine._lead.environments.tools)
         wall, busy, done = self.timed(engine, requests)
-        single = [
-            replace(r, task=None, sampling=replace(r.sampling, max_tokens=c.sampled, ignore_eos=True))
-            for r, c in zip(requests, done, strict=True)
-        ]
-        alone, _, turns = self.timed(self.busy, single)
         tokens = sum(c.sampled for c in done)
-        assert tokens == sum(len(c.tokens) for c in turns)
+        alone, with_prompts = (self.single_turns(requests, done, observations) for observations in (False, True))
         asleep = sum(c.episode.counts["milliseconds"] for c in done) / 1000 / workers
         counts = {
             "turns": sum(len(c.episode.turns) for c in done),
             "calls": sum(c.episode.counts["calls"] for c in done),
         }
-        seconds = {"wall": wall, "engine": busy, "environments": asleep, "single_turns": alone}
+        seconds = {"wall": wall, "engine": busy, "environments": asleep}
+        seconds |= {"single_turns": with_prompts, "single_turns_sampled": alone}
         return {**seconds, **{name: n / len(done) for name, n in {**counts, "tokens": tokens}.items()}}
+
+    def single_turns(self, requests: list[GenerateRequest], done: list[Completion], observations: bool) -> float:
+        """Seconds of single turns of as many tokens as episodes have: sampled, and of their observations if asked for,
+        for which the first tokens of the response stand in the prompt. No two rows share these."""
+        asked = []
+        for request, completion in zip(requests, done, strict=True):
+            seen = completion.tokens[: len(completion.tokens) - completion.sampled] if observations else ()
+            sampling = replace(request.sampling, max_tokens=completion.sampled, ignore_eos=True)
+            tokens = (*request.prompt_tokens, *seen)
+            asked.append(replace(request, task=None, prompt_tokens=tokens, sampling=sampling))
+        seconds, _, turns = self.timed(self.busy, asked)
+        assert [len(turn.tokens) for turn in turns] == [completion.sampled for completion in done]
+        return seconds
 
 
 def main(folder: Path, out: Path, count: int, repeats: int, cases: dict[str, tuple[str, int]]) -> None:
