@@ -15,6 +15,7 @@ import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, from_tensordict, to_tensordict
 from mindspeed_rl_plugin.reward.calling import load_function
+from mindspeed_rl_plugin.reward.items import opening
 from mindspeed_rl_plugin.rows import (
     EPISODE_COUNTS,
     Completion,
@@ -110,11 +111,12 @@ def _as_sampled(
     prompt: Prompt, response: Sequence[int], members: int, graders: int, episodes: generate.Episodes | None
 ) -> Rows:
     """The columns that a stage may read, of one group. An episode has one turn."""
+    turn = {"role": "assistant", "content": prompt.answer, "turn": [0, len(response)], "reward": 0.0}
     episode = episodes and Episode(
         prompt=prompt.tokens,
         turns=((0, len(response)),),
         rewards=(0.0,),
-        conversation=({"role": "user", "content": prompt.text}, {"role": "assistant", "content": prompt.answer}),
+        conversation=(*opening(prompt.messages, prompt.text), turn),
         counts=dict.fromkeys(EPISODE_COUNTS, 0),
         tools=((0, 0),) * episodes.tools,
     )

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import ColumnSpec, from_tensordict, make_docks
-from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId, unpack_json
 from mindspeed_rl_plugin.stages import prompts
 from mindspeed_rl_plugin.stages.generate import Episodes
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, columns_of, states_of
@@ -218,6 +218,10 @@ def test_a_stage_is_tried_on_the_group_that_a_data_row_would_make(episodes):
     rows = from_tensordict(seen[0])
     for name, column in every.items():
         column.check(rows[name])
+    if episodes:
+        (said, *_) = unpack_json(rows["conversation"])
+        turn = {"role": "assistant", "content": "b", "turn": [0, 3], "reward": 0.0}
+        assert said == [{"role": "user", "content": "a"}, turn]
     assert rows["tokens"].row(3).tolist() == [1, 2, 5, 6, 7] and rows["reward"].tolist() == [1, 0, 1, 0]
     assert torch.equal(torch.get_rng_state(), state)
     for compute, *words in (
