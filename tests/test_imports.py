@@ -17,7 +17,7 @@ NAME = PACKAGE.name
 UPPER = ("transfer", "allgather", "offload", "live", "resharder", "shares", "publish", "pull")
 ORDER: tuple[tuple[str, ...], ...] = (
     ("__init__", "rows", "config", "environment", "invitation", "device", "ranks"),
-    ("workers",),
+    ("workers", "episodes.rendering"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
     ("engine", "forward", *(f"reshard.{m}" for m in UPPER)),
     ("episodes",),
