@@ -63,7 +63,7 @@ def test_episodes_train(job, arithmetic, long_model, nothing_left) -> None:
     assert [line["iteration"] for line in result.evaluations] == [0, 2, 3]
     for line in result.evaluations:
         assert line["eval/reward_mean"] > 0 and 0 <= line["eval/accuracy"] <= 1 and 0 <= line["eval/pass@2"] <= 1
-        assert line["eval/response_length"] > 1 and line["eval/environment_failed"] == 0
+        assert line["eval/response_length"] > 1 and "eval/environment_failed" not in line
     nothing_left()
 
 
