@@ -108,9 +108,7 @@ def needless(args: Any) -> str | None:
 
 def _place(args: Any) -> tuple[str, str | None]:
     """The flag that says where the converted checkpoint goes, and its value."""
-    for name in ("mg_cache_dir", "mg_save_dir"):  # 2.3.0 has the first one now, 26.1.0 the second
-        if hasattr(args, name):
-            break
+    name = "mg_cache_dir" if hasattr(args, "mg_cache_dir") else "mg_save_dir"  # 2.3.0 and 26.1.0
     return f"--{name.replace('_', '-')}", getattr(args, name, None)
 
 
