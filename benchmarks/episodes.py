@@ -34,11 +34,12 @@ from end_to_end import DRIFT, WARM_UP  # noqa: E402
 @dataclass(frozen=True)
 class Case:
     """who: function or class of training/episode_tools.py; prompts, members: tasks of an iteration and episodes of
-    each; workers: processes of each engine of this project in which the user's code runs."""
+    each; workers: processes of each engine of this project in which the user's code runs; model: of which turns."""
 
     who: str
     prompts: int
     workers: int
+    model: str = "."
     members: int = episode_task.MEMBERS
 
     @property
@@ -50,18 +51,19 @@ class Case:
 CASES = {
     "tool": Case("work", 12, 2),
     "environment": Case("Work", 12, 2),
-    "slow": Case("SlowWork", 8, 8),
-    "slow-async": Case("SlowWorkAsync", 8, 8),  # TRL awaits the calls of one turn together
+    "slow": Case("SlowWork", 16, 8, "short"),
+    "slow-async": Case("SlowWorkAsync", 16, 8, "short"),  # TRL awaits the calls of one turn together
+    "slow-words": Case("SlowWork", 8, 8),
 }
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Of an engine apart from training. who, workers: see `Case`; model: folder of the one that acts."""
+    """Of an engine apart from training. See `Case`."""
 
     who: str
     workers: int
-    model: str = "long-turns"
+    model: str = "long"
 
 
 ROLLOUTS = {
@@ -83,7 +85,8 @@ TARGETS = {
     ("rollout-at-once", "over_single_turns"): ("<=", 1.15),
 }
 HOLDS = {">=": operator.ge, "<=": operator.le}
-# Most differences between arms, relative, for what is sampled is random; twice as much from the script.
+# Most differences between arms, relative, for what is sampled is random; three times as much from the script, of
+# which the model writes some calls that cannot be read.
 COUNTED = {"turns": 0.05, "calls": 0.05, "tokens": 0.1}
 
 
@@ -94,11 +97,14 @@ def prepare(folder: Path) -> None:
     end_to_end.run_job(command, folder / "train.log", memory=False)
 
 
-def prepare_longer(folder: Path, start: Path) -> None:
-    """Model and tokenizer for longer turns, by those that `prepare` made in `start`."""
-    folder.mkdir()
-    command = [sys.executable, str(HERE / "training" / "episode_task.py"), str(folder), "--longer", str(start)]
-    end_to_end.run_job(command, folder / "train.log", memory=False)
+def place_of(folder: Path, turns: str) -> Path:
+    """The folder of the model of such turns, made from what `prepare` made where it is not there."""
+    place = folder / turns
+    if not (place / "model").exists():
+        place.mkdir()
+        command = [sys.executable, str(HERE / "training" / "episode_task.py"), str(place), "--from", str(folder), turns]
+        end_to_end.run_job(command, place / "train.log", memory=False)
+    return place
 
 
 def run_ours(case: Case, folder: Path, iterations: int) -> dict[str, float]:
@@ -158,7 +164,7 @@ def check_work(counts: dict[str, float], others: Sequence[dict[str, float]]) -> 
     """Raises RuntimeError where an arm did other work than the script has, or than the other arms."""
     rounds = (1 + episode_task.MOST_ROUNDS) / 2
     script = {"turns": rounds + 1, "calls": rounds}
-    for other, share in ((script, 2), *((other, 1) for other in others)):
+    for other, share in ((script, 3), *((other, 1) for other in others)):
         for name, bound in COUNTED.items():
             if name in other and abs(counts[name] / other[name] - 1) > share * bound:
                 raise RuntimeError(f"an arm made {counts[name]:.3g} {name} an episode, not {other[name]:.3g}")
@@ -168,9 +174,7 @@ def run_rollouts(cases: Sequence[str], folder: Path, repeats: int) -> dict[str, 
     """An engine apart from training: case -> metrics of each rollout."""
     made: dict[str, list[dict[str, float]]] = {}
     for model in dict.fromkeys(ROLLOUTS[case].model for case in cases):
-        place = folder / model
-        if not (place / "model").exists():
-            prepare_longer(place, folder)
+        place = place_of(folder, model)
         out, asked = place / "rollouts.json", [case for case in cases if ROLLOUTS[case].model == model]
         command = [sys.executable, str(HERE / "training" / "rollouts.py"), str(place), str(out), str(ROLLOUT_EPISODES)]
         command += [str(repeats), *(f"{case}={ROLLOUTS[case].who}:{ROLLOUTS[case].workers}" for case in asked)]
@@ -208,13 +212,14 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
         for turn in range(repeats):
             for name in (case for case in cases if case in CASES):
                 case = CASES[name]
-                (folder / "case.json").write_text(json.dumps(asdict(case)))
+                place = place_of(folder, case.model)
+                (place / "case.json").write_text(json.dumps(asdict(case)))
                 tasks = map(json.dumps, episode_task.tasks(case.prompts))
-                (folder / "prompts.jsonl").write_text("\n".join(tasks) + "\n")
+                (place / "prompts.jsonl").write_text("\n".join(tasks) + "\n")
                 works: list[dict[str, float]] = []
                 for arm in (*arms[turn % len(arms) :], *arms[: turn % len(arms)]):
                     begin = time.monotonic()
-                    metrics = runner[arm](case, folder, iterations)
+                    metrics = runner[arm](case, place, iterations)
                     shown = {k: round(v, 3) for k, v in metrics.items()}
                     took = f"{time.monotonic() - begin:.0f} s"
                     print(f"{turn + 1}/{repeats} {name} {arm} {took} {shown}", file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
 """What both arms of episodes.py start from: a small model that really makes calls, its tokenizer, and tasks.
 
-    python benchmarks/training/episode_task.py FOLDER TEMPLATE.jinja         # turns of 44 tokens
-    python benchmarks/training/episode_task.py FOLDER --longer OTHER_FOLDER  # of 119, by the model of the first command
+    python benchmarks/training/episode_task.py FOLDER TEMPLATE.jinja      # turns of 44 tokens
+    python benchmarks/training/episode_task.py FOLDER --from OTHER short  # of 21, by the model of the first command
+    python benchmarks/training/episode_task.py FOLDER --from OTHER long   # of 119
 
 The model is trained here, for a minute or two, on conversations of a script under the stock chat template of Qwen2.5:
 turns of some words and a call, as long as the answer is `more`, and `done` where it is `over`. How many words a turn
@@ -23,10 +24,10 @@ WORD = "so"
 MOST_ROUNDS = 4  # of a task
 MOST_CALLS = 6  # of a conversation of the script
 MORE, LIMIT = 0.96, 512  # 25 words a turn on average; a call has 19 tokens
-LONG_MORE, LONG_LIMIT = 0.99, 1024  # 100 words
 AGAIN = 0.6  # probability of `more` in the script
 STEPS, BATCH, LR = 100, 8, 2e-3
-LONG_STEPS, LONG_BATCH, LONG_LR = 30, 4, 5e-4  # from the model of shorter turns on
+OTHER_STEPS, OTHER_BATCH, OTHER_LR = 30, 4, 5e-4  # from that model on
+OTHERS = {"short": (0.5, LIMIT), "long": (0.99, 1024)}  # a further word, and the limit: 2 words, 100 words
 DECIDES = 20.0  # weight in the loss of a turn's first token, which decides whether a call follows
 LEARNED = 0.02  # most loss in the end of what can be known, which is all but whether a further word follows [nats]
 TURNS = 8  # most of an episode
@@ -156,14 +157,15 @@ def write(folder: Path, template: str) -> None:
     save(folder, model, tokenizer, LIMIT)
 
 
-def write_longer(folder: Path, start: Path) -> None:
-    """Model and tokenizer for longer turns. start: folder of `write`."""
+def write_other(folder: Path, start: Path, turns: str) -> None:
+    """Model and tokenizer for turns of `OTHERS`. start: folder of `write`."""
     from transformers import AutoTokenizer, Qwen2ForCausalLM
 
     model = Qwen2ForCausalLM.from_pretrained(start / "model").float()
     tokenizer = AutoTokenizer.from_pretrained(start / "tokenizer")
-    train(model, tokenizer, LONG_MORE, LONG_STEPS, LONG_BATCH, LONG_LR)
-    save(folder, model, tokenizer, LONG_LIMIT)
+    more, limit = OTHERS[turns]
+    train(model, tokenizer, more, OTHER_STEPS, OTHER_BATCH, OTHER_LR)
+    save(folder, model, tokenizer, limit)
 
 
 def save(folder: Path, model: Any, tokenizer: Any, limit: int) -> None:
@@ -177,7 +179,7 @@ def save(folder: Path, model: Any, tokenizer: Any, limit: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "--longer":
-        write_longer(Path(sys.argv[1]), Path(sys.argv[3]))
+    if sys.argv[2] == "--from":
+        write_other(Path(sys.argv[1]), Path(sys.argv[3]), sys.argv[4])
     else:
         write(Path(sys.argv[1]), Path(sys.argv[2]).read_text())

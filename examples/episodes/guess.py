@@ -11,7 +11,7 @@ class GuessTheNumber:
     def step(self, text: str) -> tuple[str, float, bool, bool, dict]:
         """What the model wrote: a guess, as in Gymnasium answered with (observation, reward, terminated, truncated,
         info)."""
-        if not text.strip().isdigit():
+        if not text.strip().isdecimal():
             return "give a number", 0.0, False, False, {}
         guess = int(text)
         if guess == self.number:

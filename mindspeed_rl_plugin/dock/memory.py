@@ -1,7 +1,7 @@
 """Memory of a warehouse: how much it may hold, and the segments where it lies.
 
 Producers wait for memory; what states write back never does: a row that comes in keeps free what states will write into
-it, the longest there may be.
+it, the longest there may be. Of cells that nothing bounds, what is longer counts when it comes.
 
 A segment is a nameless file (memfd), so that nothing outlives the processes that map it; processes of the same machine
 open it through /proc. Its pages are touched when it is made: a first touch costs ten times a copy. It is handed out in
@@ -35,6 +35,11 @@ FLAGS = {"bytes": "--rl-dock-gb", "rows": "--rl-dock-rows"}
 def entry_bytes(spec: ColumnSpec) -> int:
     """Bytes of one entry of a column."""
     return spec.dtype.itemsize * math.prod(spec.trailing)
+
+
+def open_ended(spec: ColumnSpec) -> bool:
+    """Whether nothing bounds its cells: text of a row, of which a promise counts as many entries as tokens."""
+    return spec.ragged and spec.level != "token" and spec.longest is None
 
 
 def items(columns: Mapping[str, ColumnSpec], names: Sequence[str]) -> np.ndarray:
@@ -117,8 +122,8 @@ class Limits:
         return None
 
     def _uncounted(self, produced: Sequence[ColumnSpec]) -> str:
-        open_ended = [c.name for c in produced if c.ragged and c.level != "token" and c.longest is None]
-        return f", with {self.max_tokens} entries per cell of {', '.join(open_ended)}" if open_ended else ""
+        names = [c.name for c in produced if open_ended(c)]
+        return f", with {self.max_tokens} entries per cell of {', '.join(names)}" if names else ""
 
     def _cell_bytes(self, column: ColumnSpec) -> int:
         return entry_bytes(column) * ((column.longest or self.max_tokens) if column.ragged else 1)

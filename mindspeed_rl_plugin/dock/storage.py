@@ -23,6 +23,7 @@ from mindspeed_rl_plugin.dock.memory import (
     cut,
     entry_bytes,
     items,
+    open_ended,
     put_bytes,
     rounded,
     row_reserve,
@@ -35,12 +36,13 @@ from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 @dataclass
 class Block:
     """Memory of one commit. rest: ranges of its segment that are not free yet; groups: whose cells lie in it; promised:
-    whether it holds nothing but what was kept free for write-backs."""
+    whether it holds nothing but what was kept free for write-backs; beyond: bytes that were not."""
 
     segment: int
     rest: list[Range]
     groups: np.ndarray
     promised: bool
+    beyond: int
 
 
 class EpochTables(Places):
@@ -103,7 +105,8 @@ class Warehouse:
         count as kept free for every such row, come or not."""
         tables = self._epochs.values()
         rows = sum(int(t.admitted.sum()) * t.shape.members for t in tables)
-        back = sum(nbytes for t in tables for block in t.blocks if block.promised for _, nbytes in block.rest)
+        kept = [block for t in tables for block in t.blocks if block.promised]
+        back = sum(nbytes for block in kept for _, nbytes in block.rest) - sum(block.beyond for block in kept)
         return {"bytes": self.slabs.used - back + rows * self._reserve, "rows": rows}
 
     def reserve(self, parts: Sequence[Part]) -> Extent:
@@ -154,7 +157,8 @@ class Warehouse:
             tables.admitted |= groups
             if used:
                 promised = all(name in self.write_backs for part in put.parts for name in part.names)
-                block = Block(extent.segment, [(extent.offset, used)], groups.nonzero()[0], promised)
+                beyond = self._beyond(put) if promised else 0
+                block = Block(extent.segment, [(extent.offset, used)], groups.nonzero()[0], promised, beyond)
                 tables.blocks.append(block)
         record = self._record(put.epoch, put.shape, cells=cells, state=put.state, rows=put.rows)
         return record, used if groups.any() else 0
@@ -171,15 +175,25 @@ class Warehouse:
         return cells, tables.groups_of(part)[new.any(0)]
 
     def _check_promise(self, put: Put) -> None:
-        """Raise ValueError for a cell that is longer than what is kept free for it."""
+        """Raise ValueError for a cell that is longer than what bounds it."""
         for part in put.parts if self.write_backs else ():
             for name, lengths in zip(part.names, part.length, strict=True):
+                if open_ended(self.columns[name]):
+                    continue
                 longest = int(lengths.max(initial=0)) * entry_bytes(self.columns[name])
                 if longest > self.write_backs.get(name, longest):
                     raise ValueError(
                         f"column {name!r}: a cell of {longest} bytes, the dock keeps {self.write_backs[name]} free for "
                         "it; raise the length limit that it was made with"
                     )
+
+    def _beyond(self, put: Put) -> int:
+        """Bytes of cells beyond what is kept free for them."""
+        over = 0
+        for part in put.parts:
+            kept = np.array([self.write_backs[name] for name in part.names], np.int64)[:, None]
+            over += int((part.length * items(self.columns, part.names) - kept).clip(0).sum())
+        return over
 
     def _check_tokens(self, put: Put, tables: EpochTables) -> None:
         """Raise ValueError where new token cells are not as long as the other token cells of their row."""

@@ -108,7 +108,8 @@ class Dispatcher:
         for slot in sorted(self._slots, key=lambda slot: len(slot.homes)):
             if slot.running is None and self._ready(slot):
                 if slot.closing:
-                    self._start(slot, Call(("close", [slot.closing.popleft()])))
+                    self._start(slot, Call(("close", [*slot.closing])), len(slot.closing))
+                    slot.closing.clear()
                 elif queues := [queue for queue in (slot.waiting, self._waiting) if queue]:
                     self._start(slot, min(queues, key=lambda queue: queue[0].number).popleft())
 
@@ -160,7 +161,8 @@ class Dispatcher:
             )
         return ready
 
-    def _start(self, slot: Slot, call: Call) -> None:
+    def _start(self, slot: Slot, call: Call, calls: int = 1) -> None:
+        """Make a call, or the next one by which its environment is made again. calls: of the user's code in it."""
         message, home = call.message, call.home
         if home is not None:
             if home.slot is None:
@@ -169,7 +171,7 @@ class Dispatcher:
             if home.known < len(home.asked):
                 message, _ = home.asked[home.known]
         slot.running, slot.began = call, time.monotonic()
-        slot.worker.call(message, self._timeout, GRACE)
+        slot.worker.call(message, calls * self._timeout, GRACE)
 
     def _answered(self, call: Call, home: Home, answer: Answer) -> Answer | Lost | None:
         """What comes of a call that an environment answered; None where it was asked once more what it answered

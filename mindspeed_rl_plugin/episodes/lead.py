@@ -13,10 +13,12 @@ from mindspeed_rl_plugin.episodes.protocol import (
     Attempt,
     Environments,
     EpisodeError,
-    MalformedCall,
     Message,
     Reply,
     Turn,
+    Unread,
+    at_most,
+    place,
     row_of,
     tool_names,
 )
@@ -81,14 +83,14 @@ class _Story:
 
 
 class Lead:
-    """format: how messages become tokens; parse: a turn's text -> attempts at calls; environments: of this engine's
-    episodes."""
+    """format: how messages become tokens; parse: a turn's text -> attempts at calls, None where the environments find
+    them, by a user's parser; environments: of this engine's episodes."""
 
     def __init__(
         self,
         limits: Limits,
         format: Format,
-        parse: Callable[[str], Sequence[Attempt]],
+        parse: Callable[[str], Sequence[Attempt]] | None,
         environments: Environments,
     ) -> None:
         self.limits, self.format, self.parse, self.environments = limits, format, parse, environments
@@ -98,7 +100,6 @@ class Lead:
         self._replies: list[Reply] = []  # of episodes that go on
         self._due: list[SampleId] = []  # whose next turn can begin
         self._over: list[tuple[SampleId, str]] = []
-        self._error: str | None = None  # why the run stops
         self._said: set[str] = set()  # of which tools, and "" of the environment, the first failure was printed
 
     def begin(self, live: Unfinished) -> None:
@@ -138,12 +139,7 @@ class Lead:
         if story.failure is not None:  # of its beginning: nobody answers
             self._over.append((sample, turn.finish))
         elif turn.finish == "stop":
-            try:
-                attempts = self._attempts(turn.tokens)
-            except EpisodeError as error:  # of a user's parser; all ranks hear of it by the next plan
-                self._error = f"{error}\n  in {place(sample)}"
-                return
-            self.environments.act(sample, Turn(turn.tokens, turn.logps, text, attempts))
+            self.environments.act(sample, Turn(turn.tokens, turn.logps, text, self._attempts(turn.tokens)))
         else:
             self._finish(sample, "length", Turn(turn.tokens, turn.logps, text))
 
@@ -152,10 +148,11 @@ class Lead:
 
         end: when the time is up, on the monotonic clock; sampling: whether the engine samples turns.
         """
-        plan = Plan(error=self._error)
+        plan = Plan()
         replies, self._replies = self._replies, []
+        ready = replies or self._over or (self._due and not self.limits.lockstep)
         try:
-            for reply in (*replies, *self.environments.poll(0.0 if replies or self._over or self._due else seconds)):
+            for reply in (*replies, *self.environments.poll(0.0 if ready else seconds)):
                 if reply.id in self._paused:
                     self._paused[reply.id].append(reply)
                 elif reply.id in self._stories:
@@ -182,10 +179,10 @@ class Lead:
 
     # inside
 
-    def _attempts(self, tokens: Sequence[int]) -> tuple[Attempt, ...]:
+    def _attempts(self, tokens: Sequence[int]) -> tuple[Attempt, ...] | Unread:
         """At calls, in a turn that is whole."""
-        attempts, most = tuple(self.parse(self.format.raw_text(tokens))), self.format.most_calls
-        return attempts if most is None or len(attempts) <= most else (MalformedCall(f"at most {most} call in a turn"),)
+        text, most = self.format.raw_text(tokens), self.format.most_calls
+        return Unread(text, most) if self.parse is None else at_most(self.parse(text), most)
 
     def _take(self, plan: Plan, reply: Reply) -> None:
         """One reply."""
@@ -250,7 +247,7 @@ class Lead:
             self._fail(
                 sample,
                 f"makes the prompt {len(prompt)} tokens long with what it says first; --rl-max-prompt-length is "
-                f"{self.limits.prompt}",
+                f"{self.limits.prompt}: let it say less, or raise that",
             )
             return
         if prompt is not None:
@@ -286,10 +283,12 @@ class Lead:
             ) from error
 
     def _shortened(self, story: _Story, reply: Reply) -> list[dict[str, Any]]:
-        """The messages of a reply, none longer than it may be."""
+        """The messages of a reply, none longer than an observation may be: what comes first has the prompt's limit."""
         messages = []
         for message in reply.messages:
-            content, cut = self.format.shortened(message["content"], self.limits.observation)
+            content, cut = message["content"], False
+            if story.rewards:
+                content, cut = self.format.shortened(content, self.limits.observation)
             story.count({"cut": int(cut), "special": int(self.format.holds_special(content))})
             messages.append({**message, "content": content})
         return messages
@@ -302,12 +301,6 @@ class Lead:
             self._due.sort()
         plan.due = [sample for sample in self._due if sample not in self._paused]
         self._due = [sample for sample in self._due if sample in self._paused]
-
-
-def place(sample: SampleId) -> str:
-    """Which episode, for an error."""
-    rollout = "the evaluation" if sample.epoch < 0 else f"rollout {sample.epoch}"
-    return f"{rollout}, prompt {sample.group}, response {sample.member}"
 
 
 def _extended(content: Any, text: str) -> Any:

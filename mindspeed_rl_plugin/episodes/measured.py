@@ -27,6 +27,15 @@ def episode_metrics(rows: Rows) -> dict[str, float]:
     }
 
 
+def check_environments(rows: Rows) -> None:
+    """Raises EpisodeError where the environment failed in all episodes: no reward of it is real."""
+    if rows["environment_failed"].all():
+        raise EpisodeError(
+            f"the environment failed in all {len(rows)} episodes of this rollout; its first failure is printed above, "
+            "where it came: mend the environment"
+        )
+
+
 def check_tools(rows: Rows, names: Sequence[str], warn: bool = True) -> bool:
     """Whether a call was found; where none was, a warning. names: of the tools. Raises EpisodeError where every call of
     one raised."""

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS
-from mindspeed_rl_plugin.episodes.protocol import Attempt, EpisodeError, MalformedCall, ToolCall
+from mindspeed_rl_plugin.episodes.protocol import Attempt, MalformedCall, ToolCall
 from mindspeed_rl_plugin.prompts.render import render_chat
-from mindspeed_rl_plugin.reward.calling import load_function
-from mindspeed_rl_plugin.reward.specs import locate
-from mindspeed_rl_plugin.workers.child import outcome, why_not_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +24,6 @@ Parser = Callable[[str], Sequence[Attempt]]
 NO_JSON = MalformedCall("the call is not valid JSON")
 NO_CALL = MalformedCall('a call is a JSON object with "name", a string, and its arguments, an object')
 NOT_CLOSED = MalformedCall("the call is not closed")
-UNREAD = MalformedCall("the call cannot be read")
 
 
 @dataclass(frozen=True)
@@ -104,19 +100,18 @@ PARSERS: dict[str, Parser] = {"hermes": HERMES, "llama3": llama3, "deepseek": DE
 KNOWN = ", ".join(PARSERS) + " or path/to/file.py:function"
 
 
-def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
-    """name: of `PARSERS`, path/to/file.py:function, or "auto": the one that reads what the chat template writes.
+def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser | None:
+    """name: of `PARSERS`, "auto": the one that reads what the chat template writes, or path/to/file.py:function: None,
+    since a user's code runs in a process of its own (`tools.load_parser`).
 
-    A user's function takes the text of a turn, special tokens included, and returns an entry for each attempt: a
-    dictionary with name and arguments, or None for a call that cannot be read. What it raises, or returns wrongly, is
-    an EpisodeError.
-
-    Raises ValueError for a parser that is not known, does not load, or does not fit the tokenizer.
+    Raises ValueError for a parser that is not known, or does not fit the tokenizer.
     """
     if name == "auto":
         return make_parser(_fitting(tokenizer), tokenizer)
+    if is_own(name):
+        return None
     if name not in PARSERS:
-        return _own(name)
+        raise ValueError(f"--rl-tool-parser {name!r} is unknown; give auto, {KNOWN}")
     needs = getattr(PARSERS[name], "needs", ())
     if lacking := [token for token in needs if token not in tokenizer.get_vocab()]:
         raise ValueError(
@@ -124,6 +119,11 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
             f"calls are found; give {KNOWN}, as the model writes calls"
         )
     return PARSERS[name]
+
+
+def is_own(name: str) -> bool:
+    """Whether --rl-tool-parser names a user's function."""
+    return ":" in name
 
 
 def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -143,41 +143,6 @@ def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:
         f"--rl-tool-parser auto: the chat template of tokenizer {tokenizer.name_or_path!r} writes calls in no form "
         f"that is known here; give {KNOWN}"
     )
-
-
-def _own(given: str) -> Parser:
-    """A user's function as a parser."""
-    if (found := locate(given, "--rl-tool-parser")) is None:
-        raise ValueError(f"--rl-tool-parser {given!r} is unknown; give auto, {KNOWN}")
-    function, error = outcome(load_function, *found)
-    if error:
-        raise ValueError(f"--rl-tool-parser {given}: {why_not_loaded(error)}")
-
-    def parse(text: str) -> list[Attempt]:
-        found, error = outcome(_read_own, function, text)
-        if error:
-            raise EpisodeError(f"--rl-tool-parser {given}: {why_not_loaded(error)}\n  on the turn {text!r:.300}")
-        return found
-
-    try:
-        parse("")
-    except EpisodeError as error:
-        raise ValueError(str(error)) from error
-    return parse
-
-
-def _read_own(function: Callable[[str], Any], text: str) -> list[Attempt]:
-    """What a user's function finds. Raises ValueError for what is no list of calls."""
-    found = function(text)
-    if not isinstance(found, (list, tuple)):
-        raise ValueError(f"it returned {found!r:.80} of type {type(found).__name__}, not a list")
-    attempts = [UNREAD if entry is None else _call(entry) for entry in found]
-    if NO_CALL in attempts:
-        raise ValueError(
-            f"it returned {found[attempts.index(NO_CALL)]!r:.80} for a call; give a dictionary with name, a string, "
-            "and arguments, a dictionary, or None for a call that cannot be read"
-        )
-    return attempts
 
 
 def _json(text: str, at: int) -> tuple[Any, int]:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import functools
+import json
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.arguments import fits, takes
-from mindspeed_rl_plugin.episodes.dispatch import Call, Dispatcher, Home, Lost
-from mindspeed_rl_plugin.episodes.protocol import Attempt, EpisodeError, MalformedCall, Message, Reply, Turn
+from mindspeed_rl_plugin.episodes.dispatch import Call, Dispatcher, Lost
+from mindspeed_rl_plugin.episodes.draft import Draft, OpenEpisode
+from mindspeed_rl_plugin.episodes.protocol import (
+    UNREAD,
+    Attempt,
+    EpisodeError,
+    MalformedCall,
+    Message,
+    Reply,
+    ToolCall,
+    Turn,
+    Unread,
+    at_most,
+    place,
+)
 from mindspeed_rl_plugin.episodes.tools import RESET, Offer
 from mindspeed_rl_plugin.episodes.worker import CLOSE_SECONDS, Answer, Source
 from mindspeed_rl_plugin.reward.calling import lacking
@@ -37,52 +50,29 @@ DESCRIBES = replace(
 )
 
 
-@dataclass
-class Draft:
-    """A reply in the making. left: messages, and calls from which some come, in their order."""
-
-    left: deque[Message | tuple] = field(default_factory=deque)
-    messages: list[Message] = field(default_factory=list)
-    reward: float = 0.0
-    done: bool = False
-    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
-    raised: dict[str, str] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def count(self, name: str) -> None:
-        """One more."""
-        self.counts[name] = self.counts.get(name, 0) + 1
-
-    def said(self, name: str, content: str) -> None:
-        """The result of a tool."""
-        self.messages.append({"role": "tool", "name": name, "content": content})
-
-
-@dataclass(eq=False)
-class OpenEpisode:
-    """An episode. home: its environment, None where there are only tools; call: in the making."""
-
-    id: SampleId
-    home: Home | None
-    draft: Draft = field(default_factory=Draft)
-    call: Call | None = None
-
-
 class EnvironmentPool:
     """`Environments` of a user's files, in `workers` processes, one call at a time in each. For one thread at a time.
 
-    tools, environment: as --rl-tools and --rl-environment have them; see `tools`. timeout: seconds of one call;
+    tools, environment: as --rl-tools and --rl-environment have them; parser: as --rl-tool-parser has one of the user's;
+    see `tools`. timeout: seconds of one call;
     wait_timeout: seconds that other ranks wait for this one, of which loading the files may take SHARE_OF_WAIT.
 
     Raises EpisodeError for what cannot be loaded.
     """
 
     def __init__(
-        self, tools: Sequence[str], environment: str | None, *, workers: int, timeout: float, wait_timeout: float
+        self,
+        tools: Sequence[str],
+        environment: str | None,
+        parser: str | None = None,
+        *,
+        workers: int,
+        timeout: float,
+        wait_timeout: float,
     ) -> None:
         self._sources = [_source("--rl-tools", given, "function") for given in tools]
         self._environment = None if environment is None else _source("--rl-environment", environment, "class")
+        self._parser = None if parser is None else _source("--rl-tool-parser", parser, "function")
         names = [source.name for source in self._sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise EpisodeError(f"--rl-tools {' '.join(tools)}: {', '.join(twice)} is there twice; rename one of them")
@@ -129,13 +119,11 @@ class EnvironmentPool:
         """See `Environments`. A turn that calls tools is answered by these; another one by the environment's `step`, or
         it is the last."""
         opened = self._opened[episode]
-        opened.draft.left += [self._attempt(opened, attempt) for attempt in turn.attempts]
-        if not turn.attempts:
-            if not self._offer.steps:
-                self.finish(episode)
-                return
-            assert opened.home is not None
-            opened.draft.left.append(("step", opened.home.key, turn.text))
+        if isinstance(turn.attempts, Unread):
+            opened.turn = turn
+            opened.draft.left.append(("parse", turn.attempts.text))
+        else:
+            self._answer_turn(opened, turn.text, turn.attempts)
         self._go_on(opened)
         self._give()
 
@@ -191,8 +179,9 @@ class EnvironmentPool:
 
     def _load(self, program: Program, count: int) -> tuple[Any, list[Worker]]:
         """What the workers of a program answer first, and these. Raises EpisodeError where they cannot load."""
-        setup = self._sources, self._environment, self._timeout
-        loads = ", ".join(source.given for source in (*self._sources, self._environment) if source is not None)
+        setup = self._sources, self._environment, self._parser, self._timeout
+        sources = (*self._sources, self._environment, self._parser)
+        loads = ", ".join(source.given for source in sources if source is not None)
         limit = SHARE_OF_WAIT * self._wait_timeout
         workers, end = [Worker(program, setup, loads) for _ in range(count)], time.monotonic() + limit
         try:
@@ -210,6 +199,15 @@ class EnvironmentPool:
         schemas, workers = self._load(DESCRIBES, 1)
         workers[0].close()
         return schemas
+
+    def _answer_turn(self, opened: OpenEpisode, text: str, attempts: Sequence[Attempt]) -> None:
+        """What answers a turn."""
+        opened.draft.left += [self._attempt(opened, attempt) for attempt in attempts]
+        if not attempts and self._offer.steps:
+            assert opened.home is not None
+            opened.draft.left.append(("step", opened.home.key, text))
+        elif not attempts:
+            self._conclude(opened)
 
     def _attempt(self, opened: OpenEpisode, attempt: Attempt) -> Message | tuple:
         """The call that a model wants, or what it sees in the place of its result."""
@@ -244,7 +242,7 @@ class EnvironmentPool:
             draft.messages.append(draft.left.popleft())
         if draft.left:
             message = draft.left.popleft()
-            opened.call = Call(message, opened, None if message[0] == "tool" else opened.home)
+            opened.call = Call(message, opened, None if message[0] in ("parse", "tool") else opened.home)
             self._asked.add(opened.id)
             self._dispatcher.put(opened.call)
         else:
@@ -292,7 +290,9 @@ class EnvironmentPool:
             return
         opened.draft.seconds += result.seconds
         kind = call.message[0]
-        if kind in ("tool", "method") and not (isinstance(result, Lost) and result.unmade):
+        if kind == "parse":
+            self._parsed(opened, call.message[1], result)
+        elif kind in ("tool", "method") and not (isinstance(result, Lost) and result.unmade):
             self._tool_result(opened, call.message[-2], result)
         elif isinstance(result, Answer) and error is None:
             self._answer(opened, kind, result)
@@ -300,6 +300,18 @@ class EnvironmentPool:
             self._reply(opened, self._failure(call, str(error)))
             return
         self._go_on(opened)
+
+    def _parsed(self, opened: OpenEpisode, text: str, result: Answer | Lost) -> None:
+        """What a user's parser has found in a turn. The run stops where it went wrong, which is not the model's."""
+        if isinstance(result, Lost) or result.error is not None:
+            assert self._parser is not None
+            why = _readable(result.why if isinstance(result, Lost) else result.error)
+            where = f"on the turn {text!r:.300} of {place(opened.id)}"
+            self._error = EpisodeError(f"--rl-tool-parser {self._parser.given} {why}\n  {where}")
+            return
+        found = [UNREAD if call is None else ToolCall(*call) for call in json.loads(result.texts[0])]
+        assert opened.turn is not None and isinstance(opened.turn.attempts, Unread)
+        self._answer_turn(opened, opened.turn.text, at_most(found, opened.turn.attempts.most))
 
     def _tool_result(self, opened: OpenEpisode, name: str, result: Answer | Lost) -> None:
         draft = opened.draft
@@ -325,11 +337,9 @@ class EnvironmentPool:
 
     def _failure(self, call: Call, error: str) -> str:
         """For `Reply.failure`."""
-        if "\n" not in error:  # raised by what reads its answer, not on a line of the user's
-            error = error.removeprefix("raised ValueError: it ")
         assert self._environment is not None
         name = call.message[2] if call.message[0] == "method" else call.message[0]
-        return f"failed: {self._environment.name}.{name} {error}"
+        return f"failed: {self._environment.name}.{name} {_readable(error)}"
 
     def _warn(self, error: str | None) -> None:
         """Of the first environment that does not close."""
@@ -337,6 +347,11 @@ class EnvironmentPool:
             assert self._environment is not None
             self._warned = True
             say(f"warning: {self._environment.name}.close {error}; the run goes on, and what it holds may stay open")
+
+
+def _readable(error: str | None) -> str:
+    """An error without its head where it was raised by what reads an answer, not on a line of the user's."""
+    return str(error) if "\n" in str(error) else str(error).removeprefix("raised ValueError: it ")
 
 
 def _check_fields(environment: str, fields: Sequence[str], rows: Mapping[str, Set[str]]) -> None:

@@ -39,6 +39,16 @@ class MalformedCall:
 
 
 Attempt = ToolCall | MalformedCall
+UNREAD = MalformedCall("the call cannot be read")
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Attempts that a user's parser is to find. text: of the turn, special tokens included; most: calls of a turn that
+    the chat template can write, None without a limit."""
+
+    text: str
+    most: int | None
 
 
 @dataclass(frozen=True)
@@ -46,13 +56,13 @@ class Turn:
     """One turn of the model.
 
     tokens: sampled ids, the one that ended it included; logps: their log-probs; text: as environment and graders see
-    it; attempts: at calls, in their order.
+    it; attempts: at calls, in their order, or who is to find them.
     """
 
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
     text: str
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[Attempt, ...] | Unread = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,19 @@ class Reply:
     raised: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+
+
+def at_most(attempts: Sequence[Attempt], most: int | None) -> tuple[Attempt, ...]:
+    """Those of a turn; of more than its chat template can write, none is made."""
+    if most is None or len(attempts) <= most:
+        return tuple(attempts)
+    return (MalformedCall(f"at most {most} call in a turn"),)
+
+
+def place(sample: SampleId) -> str:
+    """Which episode, for an error."""
+    rollout = "the evaluation" if sample.epoch < 0 else f"rollout {sample.epoch}"
+    return f"{rollout}, prompt {sample.group}, response {sample.member}"
 
 
 def tool_names(environments: Environments | None) -> list[str]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Mapping
 from typing import Any
 
 DATE = datetime.date(2024, 7, 26)  # what Llama 3.1's own template writes
+TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # in a chat template, with the form of the date
 MARK = "\ud800"  # half of a surrogate pair, on both sides of a control token's text: in no text can it stand itself
 
 
@@ -59,3 +61,11 @@ class ControlTokens:
 def whole(text: str) -> str:
     """Without halves of surrogate pairs."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def dated(template: Any) -> Any:
+    """A chat template, or several by name, in which `DATE` stands for the day of today, where the template itself says
+    how to write it. transformers 5.24 lets nobody give a template another clock: what is no plain data becomes text."""
+    if isinstance(template, Mapping):
+        return {name: dated(one) for name, one in template.items()}
+    return template and TODAY.sub(lambda found: repr(DATE.strftime(found[2])), template)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from mindspeed_rl_plugin.environment import name_to_users
 from mindspeed_rl_plugin.episodes.chat import Format, make_format
 from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import Lead, Limits
-from mindspeed_rl_plugin.episodes.parsers import make_parser
+from mindspeed_rl_plugin.episodes.parsers import is_own, make_parser
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
@@ -49,6 +50,7 @@ class EpisodeSetup:
             tools=tuple(map(_absolute, flags.tools)),
             environment=flags.environment and _absolute(flags.environment),
             tool_parser=_absolute(flags.tool_parser),
+            environment_python=flags.environment_python and _program(flags.environment_python),
         )
         observation = flags.observation or ("chat" if config.data.apply_chat_template else "raw")
         lengths = config.data.max_prompt_length, config.rollout.max_response_length
@@ -77,6 +79,7 @@ class EpisodeSetup:
         return EnvironmentPool(
             flags.tools,
             flags.environment,
+            flags.tool_parser if is_own(flags.tool_parser) else None,
             workers=flags.environment_workers,
             timeout=flags.environment_timeout,
             wait_timeout=self.wait,
@@ -115,6 +118,11 @@ class EpisodeSetup:
             lockstep=flags.environment_lockstep,
             on_error=flags.environment_on_error,
         )
+
+
+def _program(path: str) -> str:
+    """An interpreter: a name on PATH as it is. Links stay: a virtual environment is one."""
+    return os.path.abspath(path) if os.sep in path else path
 
 
 def _absolute(spec: str) -> str:

@@ -17,6 +17,7 @@ first, a text or None, alone or as (text, info). Optional are `get_reward()`, ca
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -76,6 +77,35 @@ def load_environment(file: str, name: str) -> type:
     for method in () if hasattr(made, "step") else methods(made):
         _check_parameters(f"{name}.{method}", getattr(made, method))
     return made
+
+
+def load_parser(file: str, name: str) -> Callable[[str], Any]:
+    """A function that finds the calls in a turn: from its text, special tokens included, to an entry for each, a
+    dictionary with name and arguments, or None for a call that cannot be read. Raises ValueError for one that finds no
+    list in an empty turn."""
+    function = load_function(file, name)
+    read_calls(function(""))
+    return function
+
+
+def read_calls(found: Any) -> str:
+    """JSON of what a parser found: [name, arguments] of each call, null for one that cannot be read. Raises ValueError
+    for what is no list of calls."""
+    if not isinstance(found, (list, tuple)):
+        raise ValueError(f"it returned {found!r:.80} of type {type(found).__name__}, not a list")
+    calls = []
+    for entry in found:
+        name, arguments = (entry.get("name"), entry.get("arguments")) if isinstance(entry, Mapping) else (None, None)
+        if entry is not None and not (name and isinstance(name, str) and isinstance(arguments, Mapping | None)):
+            raise ValueError(
+                f"it returned {entry!r:.80} for a call; give a dictionary with name, a string, and arguments, a "
+                "dictionary, or None for a call that cannot be read"
+            )
+        calls.append(entry and [name, dict(arguments or {})])
+    try:
+        return json.dumps(calls)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"it returned arguments that are no JSON: {error}") from None
 
 
 def methods(environment: type) -> tuple[str, ...]:

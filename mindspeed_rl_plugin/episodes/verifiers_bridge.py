@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,8 @@ from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, slow_to_load, wait_for
 
-TOGETHER = 64  # most rollouts of one process at a time
+TOGETHER = 64  # most rollouts of one process at a time; of an evaluation, which may come between two parts, as many
+AWAY_SECONDS = 1.0  # nobody listened so long: what was said meanwhile may not have fitted into the pipe
 STOP_SECONDS = 20.0  # in which a rollout that is given up must have stopped
 END_SECONDS = 15.0  # in which a process may end by itself, with what its rollouts hold
 
@@ -71,6 +72,11 @@ class RolloutRecord:
     early: Reply | None = None
     ending: float | None = None
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether it is of an evaluation."""
+        return self.sample.epoch < 0
+
 
 class VerifiersEnvironments:
     """environment: what stands behind `verifiers:`; python: interpreter that has verifiers, None for this one;
@@ -106,6 +112,7 @@ class VerifiersEnvironments:
         self._known: dict[SampleId, RolloutRecord] = {}  # those that are not given up
         self._queue: deque[RolloutRecord] = deque()  # those that have not begun
         self._replies: list[Reply] = []
+        self._heard = now  # when somebody last listened
 
     @property
     def pending(self) -> bool:
@@ -135,7 +142,9 @@ class VerifiersEnvironments:
 
     def poll(self, seconds: float) -> list[Reply]:
         """See `Environments`."""
-        end = time.monotonic() + seconds
+        now = time.monotonic()
+        self._excuse(now - self._heard)
+        end = now + seconds
         while True:
             for process in self._processes:
                 self._hear(process)
@@ -144,7 +153,7 @@ class VerifiersEnvironments:
             if self._replies or not self.pending or time.monotonic() >= end:
                 break
             wait_for([process.worker for process in self._processes], min(end, self._next_limit()))
-        replies, self._replies = self._replies, []
+        replies, self._replies, self._heard = self._replies, [], time.monotonic()
         return replies
 
     @staticmethod
@@ -182,18 +191,18 @@ class VerifiersEnvironments:
 
     def _begin_some(self) -> None:
         """Those that have not begun, as far as there is space, each in the process with the fewest."""
-        while self._queue:
-            loaded = [process for process in self._processes if process.loaded and process.killed is None]
-            process = min(loaded, key=self._load, default=None)
-            if process is None or self._load(process) >= self._together:
-                return
-            rollout = self._queue.popleft()
-            rollout.process, rollout.due = process, time.monotonic()
-            self._rollouts[rollout.number] = rollout
-            self._send(rollout, "begin", rollout.data)
-
-    def _load(self, process: VerifiersProcess) -> int:
-        return sum(rollout.process is process for rollout in self._rollouts.values())
+        loaded = [process for process in self._processes if process.loaded and process.killed is None]
+        for tried in (False, True) if loaded and self._queue else ():
+            load = Counter(id(r.process) for r in self._rollouts.values() if r.evaluated == tried)
+            for rollout in [rollout for rollout in self._queue if rollout.evaluated == tried]:
+                process = min(loaded, key=lambda one, load=load: load[id(one)])
+                if load[id(process)] >= self._together:
+                    break
+                load[id(process)] += 1
+                self._queue.remove(rollout)
+                rollout.process, rollout.due = process, time.monotonic()
+                self._rollouts[rollout.number] = rollout
+                self._send(rollout, "begin", rollout.data)
 
     def _give_up(self, rollout: RolloutRecord) -> None:
         del self._known[rollout.sample]
@@ -253,6 +262,12 @@ class VerifiersEnvironments:
             self._take(RolloutReport(rollout.number, 0.0, failure=why))
 
     # limits
+
+    def _excuse(self, gap: float) -> None:
+        """No rollout answers for time in which nobody listened. gap: seconds of it."""
+        for rollout in self._known.values() if gap > AWAY_SECONDS else ():
+            if rollout.due is not None:
+                rollout.due += gap
 
     def _look_at_clock(self) -> None:
         now = time.monotonic()

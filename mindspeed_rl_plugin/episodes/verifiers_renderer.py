@@ -7,7 +7,6 @@ text. For renderers 0.1, in verifiers' interpreter.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +14,10 @@ from renderers import RenderedTokens
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
 
-from mindspeed_rl_plugin.episodes.rendering import DATE, ControlTokens
+from mindspeed_rl_plugin.episodes.rendering import ControlTokens, dated
 
 # What is in the chat template of models that write calls in some format -> name of its parser; the first that is there.
 PARSERS = {"<arg_key>": "glm", "<function=": "qwen3.5", "<tool_call>": "qwen3", "<｜tool▁call▁begin｜>": "deepseek-v3"}
-TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # in a chat template, with the form of the date
 SPOKEN = "uiweahfskdj"  # content of an assistant's message, by which it is found in a rendered conversation
 
 
@@ -31,7 +29,7 @@ class AppendingRenderer(DefaultRenderer):
 
     def __init__(self, tokenizer: Any, config: DefaultRendererConfig | None = None) -> None:
         config = config or DefaultRendererConfig()
-        tokenizer.chat_template = _dated(tokenizer.chat_template)
+        tokenizer.chat_template = dated(tokenizer.chat_template)
         template = tokenizer.get_chat_template()
         parser = config.tool_parser or next((name for mark, name in PARSERS.items() if mark in template), None)
         super().__init__(tokenizer, config.model_copy(update={"tool_parser": parser}))
@@ -81,11 +79,3 @@ class AppendingRenderer(DefaultRenderer):
         if isinstance(value, Mapping):
             return {k: v if k in ("role", "type") else self._marked(v) for k, v in value.items()}
         return [self._marked(one) for one in value] if isinstance(value, list) else value
-
-
-def _dated(template: Any) -> Any:
-    """A chat template, or several by name, in which the date stands. transformers 5.24 lets nobody give a template
-    another clock: what is no plain data becomes text."""
-    if isinstance(template, Mapping):
-        return {name: _dated(one) for name, one in template.items()}
-    return template and TODAY.sub(lambda found: repr(DATE.strftime(found[2])), template)

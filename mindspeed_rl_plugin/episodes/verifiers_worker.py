@@ -95,7 +95,10 @@ async def _warm(client: Any) -> None:
     try:
         await ElasticRendererPool(tokenizer, client.renderer, multiplex=client.multiplex).grow()
     except (ImportError, OSError, TypeError, ValueError) as error:
-        raise ValueError(f"the tokenizer {tokenizer!r} cannot render prompts for verifiers: {error}") from error
+        raise ValueError(
+            f"the tokenizer {tokenizer!r} cannot render prompts for verifiers: {error}; give one with a chat template "
+            "that fits, or name a renderer of verifiers (docs/episodes.md)"
+        ) from error
 
 
 def _write(parent: Parent, out: queue.SimpleQueue) -> None:

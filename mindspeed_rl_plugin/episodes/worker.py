@@ -1,6 +1,6 @@
 """The process in which tools and environments run: it takes calls from a connection, and answers each.
 
-First message in: (tools, environment, seconds of one call), each of the first two a `Source`; first out: (what they
+First message in: (tools, environment, parser, seconds of one call), all but the last a `Source`; first out: (what they
 offer, None) or (None, error). Then calls `(kind, *arguments)`, which `Desk` has a method for. The time limit is the
 parent's: it kills this process, and all that it has started. Imports no torch, so that it starts in a moment.
 """
@@ -22,9 +22,11 @@ from mindspeed_rl_plugin.episodes.openenv import environment_at
 from mindspeed_rl_plugin.episodes.tools import (
     Returned,
     load_environment,
+    load_parser,
     load_tool,
     methods,
     offer_of,
+    read_calls,
     read_reset,
     read_step,
     reset_arguments,
@@ -92,9 +94,10 @@ def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk]:
     keep(connection, lifeline, CLOSE_SECONDS)
     signal.signal(signal.SIGTERM, lambda *_: None)  # of the keeper: the call that is running comes to its end
     parent = Parent(connection, None)
-    tools, environment, seconds = parent.receive()
+    tools, environment, parser, seconds = parent.receive()
     desk = Desk({}, None, seconds)
-    for flag, source in (*(("--rl-tools", tool) for tool in tools), ("--rl-environment", environment)):
+    others = (("--rl-environment", environment), ("--rl-tool-parser", parser))
+    for flag, source in (*(("--rl-tools", tool) for tool in tools), *others):
         if source is None:
             continue
         loaded, error = outcome(_load, flag, source)
@@ -103,8 +106,10 @@ def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk]:
             raise SystemExit
         if flag == "--rl-tools":
             desk.tools[source.name] = loaded
-        else:
+        elif flag == "--rl-environment":
             desk.environment = loaded
+        else:
+            desk.parser = loaded
     return parent, desk
 
 
@@ -113,6 +118,7 @@ class Desk:
 
     def __init__(self, tools: dict[str, Callable[..., Any]], environment: type | None, seconds: float) -> None:
         self.tools, self.environment, self._seconds = tools, environment, seconds
+        self.parser: Callable[[str], Any] | None = None  # a user's
         self._made: dict[int, Any] = {}  # environments, by their keys
         self._loop = asyncio.new_event_loop()  # of all calls: what an environment opened in one is of use in the next
 
@@ -135,6 +141,14 @@ class Desk:
             flag = f"--rl-environment {self.environment.__name__}"
             functions += [(flag, name, getattr(self.environment, name)) for name in methods(self.environment)]
         return [schema_of(*function) for function in functions]
+
+    def parse(self, text: str) -> Returned:
+        """The calls in a turn, as `read_calls` has them."""
+        assert self.parser is not None
+        calls = read_calls(self.parser(text))
+        if len(calls) > LONGEST:
+            raise ValueError(f"it returned calls of {len(calls)} characters; at most {LONGEST} are read")
+        return Returned((calls,))
 
     def tool(self, name: str, arguments: Mapping[str, Any]) -> Returned:
         """Call a function."""
@@ -188,7 +202,8 @@ async def _within(value: Awaitable[Any], seconds: float) -> Any:
 def _load(flag: str, source: Source) -> Any:
     if source.given.startswith(OPENENV):
         return environment_at(source.given)
-    return (load_tool if flag == "--rl-tools" else load_environment)(source.file, source.name)
+    load = {"--rl-tools": load_tool, "--rl-environment": load_environment, "--rl-tool-parser": load_parser}[flag]
+    return load(source.file, source.name)
 
 
 def _shortened(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from mindspeed_rl_plugin.episodes.rendering import DATE
+from mindspeed_rl_plugin.episodes.rendering import dated
 from mindspeed_rl_plugin.prompts.sources import Source
 from mindspeed_rl_plugin.rows import Prompt
 
@@ -90,7 +90,10 @@ def render_chat(
     tools: JSON schemas of the tools of episodes, () for episodes without any; None where responses are no episodes.
     In episodes the date that some templates write (Llama 3.2) is that of `DATE`: their prompts are the same every day.
     """
-    more = {} if tools is None else {"tools": list(tools) or None, "strftime_now": DATE.strftime}
+    more: dict[str, Any] = {}
+    if tools is not None:
+        of_tools = list(tools) or None
+        more = {"tools": of_tools, "chat_template": dated(tokenizer.get_chat_template(tools=of_tools))}
     return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **more)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import Algorithm, spread
 from mindspeed_rl_plugin.dock import Dock, Moved
-from mindspeed_rl_plugin.episodes.measured import check_tools, episode_metrics
+from mindspeed_rl_plugin.episodes.measured import check_environments, check_tools, episode_metrics
 from mindspeed_rl_plugin.monitor import rollout_metrics as metrics
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout
 from mindspeed_rl_plugin.monitor.monitor import Monitor
@@ -127,6 +127,7 @@ class Measure(Stage):
             result |= metrics.filtration_metrics(rows["multiplicity"], rows["reward"])
         if "turns" in rows.columns:
             result |= episode_metrics(rows)
+            check_environments(rows)
             if self.tools:
                 self.calls_found = check_tools(rows, self.tools, warn=self.calls_found)  # the first of several
         return result | {"groups/dropped": 1.0 - len(valid) / len(rows)}

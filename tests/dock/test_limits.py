@@ -107,3 +107,26 @@ def test_a_put_waits_for_rows_and_for_bytes_until_groups_are_cleared(make_one) -
 def test_what_an_empty_dock_does_not_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="11 rows.*10; .*--rl-rollout-prompts .*--rl-dock-rows"):
         Limits(100, rows=10).missing({"bytes": 1, "rows": 11}, {"bytes": 100, "rows": 0}, 11)
+
+
+def test_text_that_a_state_writes_counts_as_long_as_it_is(make_one: Maker) -> None:
+    """Nothing bounds it: what is longer than the promise is no error, and a producer waits for it."""
+    columns = [*COLUMNS, ColumnSpec("text", torch.uint8, "sample", ragged=True)]
+    states = [StateSpec("generate", ("prompt",), ("tokens", "parts", "text")), STATES[1]]
+    row = ROW + 100 + 128
+    dock = make_one(columns, states, limits=Limits(2 * (row + GROUP), max_tokens=100))
+    (house,) = make_one.houses
+    dock.open(0, 2, 1)
+    puts = [Rows((SampleId(0, group, 0),), {"prompt": full(COLUMNS[0], 1)}) for group in range(2)]
+    dock.put(puts[0])
+    assert house.taken()["bytes"] == row + GROUP
+    lease = dock.lease("generate", deadline=5)
+    text = Ragged.from_rows([torch.ones(1000, dtype=torch.uint8)], torch.uint8)
+    made = {c.name: full(c, 1) for c in COLUMNS if c.name in states[0].writes}
+    dock.commit(lease, Rows(lease.rows.ids, {**made, "text": text}))
+    assert house.taken()["bytes"] == row + GROUP + 900
+    with pytest.raises(TimeoutError, match="bytes are taken or promised"):
+        dock.put(puts[1])
+    dock.clear(0, [0])
+    dock.put(puts[1])
+    assert house.taken()["bytes"] == row + GROUP

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.protocol import Reply, ToolCall, Turn
+from mindspeed_rl_plugin.episodes.protocol import Reply, ToolCall, Turn, Unread
 from mindspeed_rl_plugin.episodes.tools import load_environment, load_tool
 from mindspeed_rl_plugin.episodes.worker import Desk
 from mindspeed_rl_plugin.rows import SampleId
@@ -36,6 +36,11 @@ def task(**record) -> dict:
 
 def turn(text: str, *attempts) -> Turn:
     return Turn((1,), (0.0,), text, attempts)
+
+
+def unread(text: str, most: int | None = None, said: str = "said") -> Turn:
+    """A turn whose calls a user's parser finds. said: as an environment sees it."""
+    return Turn((1,), (0.0,), said, Unread(text, most))
 
 
 def call(name: str, **arguments) -> ToolCall:

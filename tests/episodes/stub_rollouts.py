@@ -39,5 +39,6 @@ def main(connection, lifeline):
         if line == "echo":
             line = {"prompt": [len(call), *arguments[0]], "messages": [{"role": "user", "content": str(arguments[1:])}]}
         for one in line if isinstance(line, list) else [line]:
+            time.sleep(one.pop("sleep", 0))
             parent.send({"number": number, "seconds": 0.25, **one})
             time.sleep(0.05)

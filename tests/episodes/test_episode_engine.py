@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from mindspeed_rl_plugin.engine.protocol import generate
 from mindspeed_rl_plugin.episodes.live import turn_seed
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply, ToolCall, Turn
+from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply, ToolCall, Turn, Unread
 from mindspeed_rl_plugin.rows import Completion, SampleId
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -92,8 +92,11 @@ def test_an_environment_that_begins_makes_the_prompt_longer() -> None:
             "content": "p!",
         }
     long = World(echo, opening=replace(SAYS, messages=[{"role": "user", "content": "123456"}]))
-    with pytest.raises(EpisodeError, match=r"7 tokens long .* --rl-max-prompt-length is 5"):
+    with pytest.raises(EpisodeError, match=r"7 tokens long .* --rl-max-prompt-length is 5: let it say less, or raise"):
         generate(over(long), requests_of(1), deadline=5)
+    long.opening = replace(SAYS, messages=[{"role": "user", "content": "123456789"}])
+    for completion in generate(over(long, replace(LIMITS, prompt=20)), requests_of(1), deadline=5):
+        assert completion.episode.prompt == tuple(map(ord, "p123456789")), "longer than an observation may be"
 
 
 def test_tokens_of_an_environment_that_renders_itself_must_extend_what_is_held() -> None:
@@ -156,11 +159,24 @@ def test_calls_are_counted_by_tool_and_more_than_a_template_takes_are_none() -> 
     engine._lead.format.most_calls = 1
     generate(engine, requests_of(1, 1, most=400), deadline=5)
     assert world.named("act")[1][2].attempts == (MalformedCall("at most 1 call in a turn"),)
+    engine._lead.parse = None
+    generate(engine, requests_of(1, 1, most=400), deadline=5)
+    turn = world.named("act")[2][2]
+    assert turn.attempts == Unread(engine._lead.format.raw_text(turn.tokens), 1), "a user's parser finds them elsewhere"
 
 
 def test_in_lockstep_turns_are_submitted_together_in_the_order_of_ids() -> None:
-    engine = over(World(echo, slow=4), replace(LIMITS, lockstep=True), longest=30)
+    world, waits = World(echo, slow=4), list[float]()
+    engine = over(world, replace(LIMITS, lockstep=True), longest=30)
+
+    def poll(seconds: float) -> list[Reply]:
+        if world.pending and not engine._sampling:
+            waits.append(seconds)
+        return World.poll(world, seconds)
+
+    world.poll = poll
     generate(engine, requests_of(5, most=400), deadline=5)
+    assert waits and min(waits) > 0, "the engine waits for the slowest one, and does not ask again and again"
     seconds = [r.id for r in engine._engine.seen if len(r.prompt_tokens) > len(PROMPT)]
     assert seconds == sorted(seconds) and len(seconds) == 10
     order = [len(r.prompt_tokens) > len(PROMPT) for r in engine._engine.seen]
@@ -232,15 +248,6 @@ def test_seeds_of_turns() -> None:
     """The first turn has the response's own; others differ from it and from each other."""
     seeds = [turn_seed(5, turn) for turn in range(50)]
     assert seeds[0] == 5 and len(set(seeds)) == 50 and all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_a_parser_that_raises_stops_all_ranks_with_its_reason() -> None:
-    def fails(text: str) -> list:
-        raise EpisodeError("--rl-tool-parser my.py:f raised KeyError")
-
-    engine = over(World(echo), longest=100, parse=fails)
-    with pytest.raises(EpisodeError, match=r"(?s)my.py:f raised KeyError.*in rollout 0, prompt 0, response 0"):
-        generate(engine, requests_of(1, 1, most=400), deadline=5)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.algorithms import RewardBatch, resolve
 from mindspeed_rl_plugin.algorithms.estimators import gae, reinforce_plus_plus
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
-from mindspeed_rl_plugin.episodes.measured import check_tools, episode_metrics
+from mindspeed_rl_plugin.episodes.measured import check_environments, check_tools, episode_metrics
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
 from mindspeed_rl_plugin.launch.episode_checks import notes, problems
 from mindspeed_rl_plugin.reward import RewardPool
@@ -239,6 +239,10 @@ def test_metrics_and_tools_that_never_work(capsys) -> None:
     got = episode_metrics(rows)
     assert got["episode/turns_mean"] == 1.5 and got["episode/turns_max"] == 2 and got["tools/calls"] == 5
     assert got["episode/seconds"] == 0.5 and got["episode/cut"] == 2 and got["episode/failed"] == 0
+    failed = episode_rows(TWO, ONE)
+    check_environments(failed.with_columns(environment_failed=torch.tensor([1, 0], dtype=torch.int8)))
+    with pytest.raises(EpisodeError, match="failed in all 2 episodes of this rollout"):
+        check_environments(failed.with_columns(environment_failed=torch.ones(2, dtype=torch.int8)))
     with pytest.raises(EpisodeError, match="the tool 'b' raised in each of its 4 calls"):
         check_tools(rows, ["a", "b"])
     assert check_tools(episode_rows(TWO, tools=((3, 1), (0, 0)), calls=3), ["a", "b"])

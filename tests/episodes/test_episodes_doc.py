@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,9 +12,9 @@ import pytest
 
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.parser import add_flags
-from mindspeed_rl_plugin.episodes.parsers import make_parser
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import Reply, ToolCall, Turn
+from mindspeed_rl_plugin.episodes.tools import load_parser, read_calls
 from mindspeed_rl_plugin.launch.episode_checks import problems
 from mindspeed_rl_plugin.reward import GradeItem, RewardPool
 from mindspeed_rl_plugin.rows import SampleId
@@ -100,8 +101,8 @@ def test_the_line_for_openenv() -> None:
 
 
 def test_the_parser(shown) -> None:
-    parse = make_parser(f"{shown}/parser.py:calls", None)
-    assert list(parse("well, CALL multiply(6, 7)")) == [ToolCall("multiply", {"a": 6, "b": 7})]
+    found = load_parser(f"{shown}/parser.py", "calls")("well, CALL multiply(6, 7)")
+    assert json.loads(read_calls(found)) == [["multiply", {"a": 6, "b": 7}]]
 
 
 def test_the_environment_with_steps(shown) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.episodes.parsers import NO_CALL, NO_JSON, NOT_CLOSED, PARSERS, UNREAD, make_parser
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, ToolCall
+from mindspeed_rl_plugin.episodes.parsers import NO_CALL, NO_JSON, NOT_CLOSED, PARSERS, make_parser
+from mindspeed_rl_plugin.episodes.protocol import MalformedCall, ToolCall
 from mindspeed_rl_plugin.prompts.render import render_chat
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -186,59 +186,8 @@ def test_auto_is_refused_where_the_template_does_not_tell():
             make_parser("auto", tokenizer)
 
 
-OWN = """
-def lines(text):
-    calls = [line.split() for line in text.splitlines() if line.startswith("CALL")]
-    return [{"name": call[1], "arguments": {"x": call[2]}} if len(call) == 3 else None for call in calls]
-def raises(text):
-    return [][0]
-def raises_later(text):
-    return [] if not text else text.index("nothing")
-def no_list(text):
-    return "calls" if text else []
-def no_call(text):
-    return [{"name": "a", "arguments": "b"}] if text else []
-"""
-
-
-@pytest.fixture
-def own(tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(OWN)
-    return path
-
-
-def test_a_users_parser(own):
-    parse = make_parser(f"{own}:lines", tokenizer_of("llama3"))
-    assert parse("CALL add 3\nCALL add\nso\nCALL b c") == [
-        ToolCall("add", {"x": "3"}),
-        UNREAD,
-        ToolCall("b", {"x": "c"}),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [("raises_later", "it raised ValueError: substring not found\n"),
-     ("no_list", "it returned 'calls' of type str, not"),
-     ("no_call", "it returned {'name': 'a', 'arguments': 'b'} for a call; give a dictionary")],
-)  # fmt: skip
-def test_what_a_users_parser_does_wrongly_is_described(own, function, reason):
-    parse = make_parser(f"{own}:{function}", tokenizer_of("llama3"))
-    with pytest.raises(EpisodeError) as error:
-        parse("the turn")
-    assert str(error.value).startswith(f"--rl-tool-parser {own}:{function}: {reason}")
-    assert "own.py" in str(error.value) and str(error.value).endswith("\n  on the turn 'the turn'")
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [(":raises", "it raised IndexError: list index out of range\n"),
-     (":absent", "own.py has no 'absent'; it has lines,"),
-     ("x:lines", ".pyx:lines' is unknown; give auto, hermes"), ("", "names no function: give "),
-     ("hermess", "'hermess' is unknown; give auto, hermes, llama3, deepseek or path/to/file.py:function")],
-)  # fmt: skip
-def test_a_users_parser_that_does_not_load_is_refused(own, function, reason):
-    with pytest.raises(ValueError, match="^--rl-tool-parser ") as error:
-        make_parser(function if function == "hermess" else f"{own}{function}", tokenizer_of("llama3"))
-    assert reason in str(error.value)
+def test_a_users_parser_is_found_by_its_file_and_another_name_is_refused():
+    assert make_parser("my.py:calls", tokenizer_of("llama3")) is None, "the pool has it"
+    said = r"^--rl-tool-parser 'hermess' is unknown; give auto, hermes, llama3, deepseek or path/to/file.py:function$"
+    with pytest.raises(ValueError, match=said):
+        make_parser("hermess", tokenizer_of("llama3"))

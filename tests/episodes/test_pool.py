@@ -4,15 +4,17 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply
+from mindspeed_rl_plugin.workers.process import wait_for
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, task, turn  # noqa: E402
+from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, task, turn, unread  # noqa: E402
 
 
 def test_functions_are_called_in_order_and_wrong_calls_are_one_line_each(started) -> None:
@@ -157,6 +159,21 @@ def test_every_environment_is_closed(started, tmp_path: Path, capsys) -> None:
         pool.poll(0)
 
 
+def test_environments_that_end_together_are_closed_together(started, tmp_path: Path) -> None:
+    """Whoever asks no more, since its rollout is over, leaves none of them open but for the first ones' time."""
+    pool, logs = started(timeout=5.0), [tmp_path / str(number) for number in range(8)]
+    for number, log in enumerate(logs):
+        pool.begin(sample(number), task(log=str(log)), 7)
+    replies(pool)
+    for number in range(8):
+        pool.end(sample(number))
+    (slot,) = pool._dispatcher._slots
+    wait_for([slot.worker], time.monotonic() + 5)
+    assert pool.poll(0) == [] and not slot.closing
+    wait_for([slot.worker], time.monotonic() + 5)
+    assert [log.read_text().count("close") for log in logs] == [1] * 8
+
+
 def test_one_that_does_not_close_is_told_once_and_one_that_hangs_is_killed(started, tmp_path: Path, capsys) -> None:
     pool = started("BadClose")
     begin(pool, (0, 1))
@@ -191,7 +208,7 @@ def test_a_call_that_goes_on_at_the_end_is_killed(started, monkeypatch: pytest.M
     [
         (["/nowhere/f.py:g"], None, "--rl-tools '/nowhere/f.py:g': there is no file '/nowhere/f.py'"),
         (["multiply"], None, "--rl-tools 'multiply': give path/to/file.py:function"),
-        ([FILE], None, "names no function: give .*py:NAME; it has multiply, wait, "),
+        ([FILE], None, "names no function: give .*py:NAME; it has multiply, say, "),
         ([f"{FILE}:multiply"] * 2, None, "multiply is there twice; rename"),
         ([], FILE, "--rl-environment .*names no class: give .*py:NAME; it has Count, "),
         ([], "gym:CartPole", "--rl-environment 'gym:CartPole': give path/to/file.py:class"),
@@ -204,6 +221,38 @@ def test_a_call_that_goes_on_at_the_end_is_killed(started, monkeypatch: pytest.M
 def test_what_cannot_be_loaded_is_refused(functions, environment, message: str) -> None:
     with pytest.raises(EpisodeError, match=message):
         EnvironmentPool(functions, environment, workers=1, timeout=1, wait_timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("parser", "message"),
+    [
+        ("/nowhere/f.py:g", "'/nowhere/f.py:g': there is no file '/nowhere/f.py'"),
+        (FILE, f"{FILE!r} names no function: give "),
+        (f"{FILE}:nowhere", f"{FILE}:nowhere: .*user_code.py has no 'nowhere'; it has "),
+        (f"{FILE}:parser_that_raises", f"{FILE}:parser_that_raises: it raised IndexError: list index out of range\n"),
+        (f"{FILE}:multiply", f"{FILE}:multiply: it returned '' of type str, not a list"),
+    ],
+)
+def test_a_parser_that_does_not_load_is_refused(parser: str, message: str) -> None:
+    with pytest.raises(EpisodeError, match=f"^--rl-tool-parser {message}"):
+        EnvironmentPool([f"{FILE}:multiply"], None, parser, workers=1, timeout=1, wait_timeout=60)
+
+
+def test_a_users_parser_finds_the_calls(started) -> None:
+    pool = started(None, ["multiply"], parser=f"{FILE}:lines")
+    pool.begin(sample(0), task(), 7)
+    pool.act(sample(0), unread("CALL multiply 3\nCALL multiply\nso\nCALL search 4"))
+    reply = replies(pool)[0]
+    assert contents(reply) == ["6", "error: the call cannot be read", "error: no such tool; there are: multiply"]
+    assert reply.counts == {"calls": 1, "malformed": 1, "unknown": 1}
+    pool.act(sample(0), unread("CALL multiply 3\nCALL multiply 4", most=1))
+    assert contents(replies(pool)[0]) == ["error: at most 1 call in a turn"]
+    pool.act(sample(0), unread("It is 6."))
+    assert replace(replies(pool)[0], seconds=0.0) == Reply(sample(0), done=True)
+    pool = started("Count", ["multiply"], parser=f"{FILE}:lines")
+    begin(pool, [0], log="/dev/null")
+    pool.act(sample(0), unread("hello<end>", said="hello"))
+    assert contents(replies(pool)[0])[0].startswith("1 hello "), "a step, with the text that an environment sees"
 
 
 def test_a_file_that_takes_too_long_to_load_is_named_with_the_fix(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -18,7 +19,7 @@ from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, b
 from mindspeed_rl_plugin.workers.process import Worker
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pool_parts import FUNCTIONS, act, begin, below, call, contents, replies, sample, task, turn  # noqa: E402
+from pool_parts import FILE, FUNCTIONS, act, begin, below, call, contents, replies, sample, task, turn, unread  # noqa: E402
 
 # What the model sees of a fault of a tool.
 SEEN = {
@@ -50,6 +51,29 @@ def test_a_worker_that_takes_all_memory_is_ended_before_the_job_is(started) -> N
     while score.read_text() != "1000\n" and time.monotonic() < end:
         time.sleep(0.01)
     assert score.read_text() == "1000\n"
+
+
+WHY = {
+    "raises": r"raised ValueError: substring not found\n(.*\n)*.*user_code.py.*",
+    "no list": "returned 'calls' of type str, not a list",
+    "no call": r"returned \{'name': 'a', 'arguments': 'b'\} for a call; give a dictionary",
+    "no JSON": "returned arguments that are no JSON: ",
+    "endless": "returned calls of 2621\\d\\d characters; at most 262144 are read",
+    "hangs": "ran longer than 0.5 s and was killed",
+    "ends": "ended its process, which exited with code 7",
+}
+
+
+@pytest.mark.parametrize("kind", WHY)
+def test_a_parser_that_goes_wrong_stops_the_run_with_its_reason(started, kind: str) -> None:
+    pool = started(None, FUNCTIONS, parser=f"{FILE}:parser_that_goes_wrong")
+    pool.begin(sample(0), task(), 7)
+    pool.act(sample(0), unread(kind))
+    with pytest.raises(EpisodeError) as raised:
+        replies(pool)
+    where = f"on the turn '{kind}' of rollout 0, prompt 0, response 0"
+    told = rf"--rl-tool-parser {FILE}:parser_that_goes_wrong {WHY[kind]}(.*\n)*  {where}"
+    assert re.fullmatch(told, str(raised.value)), raised.value
 
 
 def test_a_fault_of_a_tool_costs_its_call(started) -> None:

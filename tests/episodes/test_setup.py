@@ -51,6 +51,12 @@ def test_files_are_known_by_their_absolute_paths(given: str, kept: str) -> None:
     assert EpisodeSetup.from_fields(json.loads(json.dumps(dataclasses.asdict(setup)))) == setup
 
 
+@pytest.mark.parametrize(("given", "kept"), [("my/bin/python", "{here}/my/bin/python"), ("python3", "python3")])
+def test_so_is_an_interpreter(given: str, kept: str) -> None:
+    setup = setup_of(environment="verifiers:x", environment_python=given)
+    assert setup.flags.environment_python == kept.format(here=Path.cwd())
+
+
 def test_a_file_without_a_name_in_it_is_refused_as_it_was_given() -> None:
     setup = setup_of(tools=("my/a.py",))
     with pytest.raises(EpisodeError, match=r"--rl-tools 'my/a.py'"):

@@ -1,95 +1,155 @@
-"""Ids, masks and calls of episodes equal those of TRL's own tool loop, under the templates that TRL trains with."""
+"""Ids, masks and results of episodes equal those of TRL's own tool loop, under the templates that TRL trains with.
 
-import itertools
+On this side only sampling is scripted: the tools run in a pool, and its turns go through `EpisodeEngine` and `Lead`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
 import json
 import os
-import random
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl_plugin.episodes.chat import make_format
-from mindspeed_rl_plugin.episodes.live import Unfinished
-from mindspeed_rl_plugin.episodes.parsers import make_parser
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
+from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
+from mindspeed_rl_plugin.dock.peers import Peers
+from mindspeed_rl_plugin.engine.protocol import generate
+from mindspeed_rl_plugin.engine.seeds import response_request
+from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
+from mindspeed_rl_plugin.rows import Completion, SampleId, Sampling
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 from end_to_end import interpreter  # noqa: E402
-from families import TOOLS, make_tokenizer, template  # noqa: E402
+from engine_parts import FIELDS, Engine  # noqa: E402
+from families import FAMILIES, make_tokenizer, template  # noqa: E402
 
 sys.path[:2] = []
-SAMPLE = SampleId(0, 0, 0)
 # What TRL renders with where a tokenizer has the stock template: its training template, unless that can be appended to.
 TRAINS_WITH = {"qwen2_5": "qwen2_5", "qwen3": "qwen3_training", "llama3_1": "llama3_1", "llama3_2": "llama3_2"}
-RESULTS = ["12", "", "\n\n 3\n", "a\tb  ", "é e\u0301 😀", '{"x": [1, "2"]}', "x = 3\n\n\ny", "|> <|", "<b>"]
+TOOLS = tuple(f"{HERE / 'user_code.py'}:{name}" for name in ("say", "repeat"))
+SETUP = EpisodeSetup(EpisodeConfig(tools=TOOLS, max_turns=9, environment_timeout=30), "chat", "", 10**6, 10**6, 60)
+TIMEOUT = 600  # seconds of TRL's answer, its start included
+
+CONTROL = tuple(text for family in FAMILIES.values() for text in (*family.special, *family.added))
+AWKWARD = ["", "\n\n 3\n", "a\tb  ", "é e\u0301 😀", '{"x": [1, "2"]}', "\\n", "|> <|", "<b>", "'", "\r\n"]
+# Of control tokens TRL makes such, this project text: test_chat.py has those.
+TEXT = st.lists(st.sampled_from(AWKWARD) | st.text(st.characters(codec="utf-8"), max_size=8), max_size=4).map("".join)
+TEXT = TEXT.filter(lambda text: not any(token in text for token in CONTROL))
 
 
-def script(name, tokenizer, seed):
-    """Turns and results of an episode: some rounds of calls, and an answer."""
-    draw, llama = random.Random(seed), name.startswith("llama")
-    turns, results = [], []
-    for _ in range(draw.randint(1, 3)):
-        tools = draw.choices(["add", "multiply"], k=1 if llama else draw.randint(1, 2))
-        written = [json.dumps({"name": t, "arguments": {"a": draw.randint(0, 99), "b": 7}}) for t in tools]
-        if llama:
-            text = written[0].replace("arguments", "parameters")
-        else:
-            text = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
-            text = draw.choice(["", "<think>\nI use a tool.\n</think>\n\n" * (name == "qwen3") or "I add.\n"]) + text
-        turns.append(sampled(tokenizer, text, draw))
-        results += [draw.choice(RESULTS) for _ in tools]
-    turns.append(sampled(tokenizer, "It is 12.", draw))
-    return {"messages": [{"role": "user", "content": "What is 3 * 4?"}], "turns": turns, "results": results}
+@st.composite
+def episodes(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    """A question; ids of turns: of some with calls, and an answer."""
+    llama, turns = name.startswith("llama"), []
+    for _ in range(draw(st.integers(1, 3))):
+        tools = draw(st.lists(st.sampled_from(["say", "repeat"]), min_size=1, max_size=1 if llama else 2))
+        calls = [{"name": tool, "parameters" if llama else "arguments": {"text": draw(TEXT)}} for tool in tools]
+        written = [json.dumps(call, ensure_ascii=draw(st.booleans())) for call in calls]
+        text = written[0] if llama else "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
+        if not llama and draw(st.booleans()):
+            text = ("<think>\nI use a tool.\n</think>\n\n" if name == "qwen3" else "I say.\n") + text
+        turns.append(sampled(name, text, draw(st.integers(1, 8))))
+    turns.append(sampled(name, "It is 12.", 3))
+    return {"messages": [{"role": "user", "content": "What? " + draw(TEXT)}], "turns": turns}
 
 
-def sampled(tokenizer, text, draw):
+def sampled(name: str, text: str, place: int) -> list[int]:
     """Ids of a turn, cut into other tokens in one place than the tokenizer would cut it."""
-    cut = max(text.find("{"), 0) + draw.randint(1, 8)
-    parts = (tokenizer.encode(part, add_special_tokens=False) for part in (text[:cut], text[cut:]))
-    return [*itertools.chain(*parts), tokenizer.eos_token_id]
+    tokenizer = tokenizer_of(name)
+    cut = max(text.find("{"), 0) + place
+    parts = [tokenizer.encode(part, add_special_tokens=False) for part in (text[:cut], text[cut:])]
+    return [*parts[0], *parts[1], tokenizer.eos_token_id]
 
 
-def ours(episode, form, parse):
-    """The same row by appending: prompt, ids behind it, mask, prompts of the turns, calls."""
-    results, calls = iter(episode["results"]), []
-    prompt = form.prompt(episode["messages"])
-    live = Unfinished(GenerateRequest(SAMPLE, tuple(prompt), Sampling(10**6), 0), tuple(prompt), False)
-    prompts = []
-    for turn in episode["turns"]:
-        prompts.append([*live.prompt, *live.tokens])
-        live.spoke(Completion(SAMPLE, tuple(turn), (0.0,) * len(turn), "stop", ((0, 0),)))
-        made = parse(form.raw_text(turn))
-        calls += [{"name": call.name, "arguments": call.arguments} for call in made]
-        if made:
-            live.sees(form.behind(turn[-1], [{"role": "tool", "name": c.name, "content": next(results)} for c in made]))
-    mask = [int(any(start <= i < end for start, end in live.turns)) for i in range(len(live.tokens))]
-    return {"prompt": prompt, "ids": live.tokens, "mask": mask, "prompts": prompts, "calls": calls}
+@functools.cache
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """With the template that TRL trains with."""
+    return make_tokenizer(name, template(TRAINS_WITH[name]))
+
+
+class Scripted(Engine):
+    """Samples the turns of a script."""
+
+    def __init__(self, turns: Sequence[list[int]]) -> None:
+        super().__init__()
+        self.turns = iter(turns)
+
+    def step_along(self, steps: int) -> list[Completion]:
+        waiting, self.queue = [*self.queue], {}
+        return [self.made(sample, tuple(next(self.turns))) for sample in waiting]
+
+    def made(self, sample: SampleId, tokens: tuple[int, ...]) -> Completion:
+        return Completion(sample, tokens, (-1.0,) * len(tokens), "stop", ((0, 0),))
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
-    """Template -> (episodes, TRL's rows of them)."""
-    place, episodes = tmp_path_factory.mktemp("trl"), {}
+def environments() -> Iterator[Any]:
+    with contextlib.closing(SETUP.environments()) as environments:
+        yield environments
+
+
+@pytest.fixture(scope="module")
+def trl(tmp_path_factory: pytest.TempPathFactory, environments: Any) -> Iterator[Any]:
+    """Asks TRL for the row of an episode."""
+    place = tmp_path_factory.mktemp("trl")
+    (place / "tools.json").write_text(json.dumps(environments.tools))
     for name in TRAINS_WITH:
-        stock = make_tokenizer(name)
-        stock.save_pretrained(place / name / "tokenizer")
-        episodes[name] = [script(name, stock, seed) for seed in range(30)]
-        (place / name / "episodes.json").write_text(json.dumps({"tools": TOOLS, "episodes": episodes[name]}))
-    command = [str(interpreter()), str(HERE / "trl_loop.py"), *(str(place / name) for name in TRAINS_WITH)]
+        make_tokenizer(name).save_pretrained(place / name)
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {name: (episodes[name], json.loads((place / name / "rows.json").read_text())) for name in TRAINS_WITH}
+    command = ["timeout", str(TIMEOUT), str(interpreter()), str(HERE / "trl_loop.py"), str(place)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    with (place / "log").open("w") as log, subprocess.Popen(command, env=env, stderr=log, **pipes) as process:
+
+        def ask(name: str, episode: dict[str, Any]) -> dict[str, Any]:
+            process.stdin.write(json.dumps({"tokenizer": name, **episode}) + "\n")
+            answer = process.stdout.readline()
+            assert answer, (place / "log").read_text()[-3000:]
+            return json.loads(answer)
+
+        yield ask
+        process.stdin.close()
+
+
+def ours(name: str, episode: dict[str, Any], environments: Any) -> dict[str, Any]:
+    """The row of an episode: ids of the prompt and behind it, mask, prompts of all turns, results of the calls."""
+    tokenizer, scripted = tokenizer_of(name), Scripted(episode["turns"])
+    prompt = tuple(SETUP.format(tokenizer, environments).prompt(episode["messages"]))
+    engine = SETUP.over(scripted, tokenizer, environments, Peers())
+    request = response_request(Sampling(10**6), 0, SampleId(0, 0, 0), prompt, fields=FIELDS)
+    (made,) = generate(engine, [request], deadline=60)
+    story = made.episode
+    return {
+        "prompt": list(story.prompt),
+        "ids": list(made.tokens),
+        "mask": [int(any(start <= i < end for start, end in story.turns)) for i in range(len(made.tokens))],
+        "prompts": [list(asked.prompt_tokens) for asked in scripted.seen],
+        "results": [[m["name"], m["content"]] for m in story.conversation if m["role"] == "tool"],
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(TIMEOUT + 60)
 @pytest.mark.parametrize("name", TRAINS_WITH)
-def test_an_episode_is_that_of_trls_loop(name, theirs):
-    tokenizer = make_tokenizer(name, template(TRAINS_WITH[name]))
-    form, parse = make_format(tokenizer, "chat", TOOLS), make_parser("auto", tokenizer)
-    for episode, row in zip(*theirs[name], strict=True):
-        assert ours(episode, form, parse) == row
+def test_an_episode_is_that_of_trls_loop(name: str, trl: Any, environments: Any) -> None:
+    longest = 0
+
+    @settings(max_examples=60, deadline=None)
+    @given(episodes(name))
+    def check(episode: dict[str, Any]) -> None:
+        nonlocal longest
+        row = ours(name, episode, environments)
+        assert row == trl(name, episode)
+        longest = max(longest, len(row["results"]))
+
+    check()
+    assert longest > 2, "episodes with several rounds of calls were compared"

@@ -15,6 +15,7 @@ from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program
 
 ONE, TWO, THREE = (SampleId(0, 0, member) for member in range(3))
+EVALUATED = SampleId(-1, 0, 0)
 ASKS, DONE, ENDED = {"prompt": [1, 2]}, {"done": True, "reward": 0.5}, {"ended": True}
 SPOKEN = Turn((7, 8), (-0.5, -0.25), "")
 
@@ -110,6 +111,22 @@ def test_the_time_of_the_engine_is_not_the_environments(made):
     assert environments.poll(0.0) == []
     environments.act(ONE, SPOKEN)
     assert replies(environments, 1)[ONE].done
+
+
+def test_no_rollout_answers_for_time_in_which_nobody_listened(made):
+    environments = made(timeout=1.5)
+    begin(environments, ONE=[{"sleep": 2.0, **ASKS}])
+    assert environments.poll(0.3) == []
+    time.sleep(1.5)
+    assert replies(environments, 1)[ONE].failure is None
+
+
+def test_an_evaluation_between_two_parts_of_a_rollout_has_places_of_its_own(made):
+    environments = made(together=1)
+    begin(environments, ONE=[ASKS, DONE], TWO=[ASKS], EVALUATED=[ASKS])
+    assert {*replies(environments, 2)} == {ONE, EVALUATED}, "the place of the second is held by the first"
+    environments.act(ONE, SPOKEN)
+    assert {*replies(environments, 2)} == {ONE, TWO}
 
 
 def test_where_a_rollout_cannot_be_stopped_its_process_is_killed_and_the_next_one_begins_in_another(made, monkeypatch):

@@ -1,13 +1,15 @@
 """TRL's own tool loop over scripted turns, in an interpreter that has TRL.
 
-    python trl_loop.py FOLDER ...      FOLDER/tokenizer, FOLDER/episodes.json -> FOLDER/rows.json
+    python trl_loop.py FOLDER      with tools.json and tokenizers; a line of stdin is an episode, one of stdout its row
 
-Only sampling and the tools are scripted; prompts, calls, suffixes, ids and masks are what TRL's code makes.
+Only sampling is scripted, and a tool answers with its argument; prompts, calls, suffixes, ids and masks are what TRL's
+code makes.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import sys
 from pathlib import Path
@@ -26,19 +28,18 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 class Scripted(GRPOTrainer):
     """Without a model: turns are those of the script."""
 
-    def __init__(self, tokenizer: Any, tools: list[dict[str, Any]], turns: list[list[int]], results: list[str]) -> None:
+    def __init__(self, tokenizer: Any, tools: list[dict[str, Any]], turns: list[list[int]]) -> None:
         self.processing_class = self._tokenizer = tokenizer
-        self.tools, self._turns, self._made = tools, iter(turns), []
-        results = iter(results)
+        self.tools, self._turns, self._results = tools, iter(turns), list[tuple[str, str]]()
 
-        def answer(name: str) -> Any:
-            def call(**arguments: Any) -> str:
-                self._made.append({"name": name, "arguments": arguments})
-                return next(results)
+        def tool(name: str) -> Any:
+            def call(text: str) -> str:
+                self._results.append((name, text))
+                return text
 
             return call
 
-        self._sync_tool_dicts = [{tool["function"]["name"]: answer(tool["function"]["name"]) for tool in tools}]
+        self._sync_tool_dicts = [{tool_["function"]["name"]: tool(tool_["function"]["name"]) for tool_ in tools}]
         self._async_tool_dicts = [{}]
         self._is_vlm = self.use_vllm = False
         self.environment_factories = None
@@ -53,22 +54,29 @@ class Scripted(GRPOTrainer):
         return [list(next(self._turns))], [[0.0]]
 
     def row(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """An episode: ids of the prompt and behind it, mask, prompts of all turns, and the calls that were made."""
+        """An episode: ids of the prompt and behind it, mask, prompts of all turns, results of the calls."""
         prompt_ids, *_ = self._tokenize_prompts([messages])
         ids, _ = self._generate_single_turn(prompt_ids)
         completions = [[parse_response(self._tokenizer, ids[0], prefix=prompt_ids[0], tools=self.tools)]]
         mask, _, ids, *_ = self._tool_call_loop([messages], prompt_ids, ids, completions, None, None, {})
-        return {"prompt": prompt_ids[0], "ids": ids[0], "mask": mask[0], "prompts": self.prompts, "calls": self._made}
+        return {
+            "prompt": prompt_ids[0],
+            "ids": ids[0],
+            "mask": mask[0],
+            "prompts": self.prompts,
+            "results": self._results,
+        }
 
 
 def main(folder: Path) -> None:
-    """The rows of the episodes in a folder."""
-    tokenizer = add_response_schema(AutoTokenizer.from_pretrained(folder / "tokenizer"))
-    given = json.loads((folder / "episodes.json").read_text())
-    rows = [Scripted(tokenizer, given["tools"], e["turns"], e["results"]).row(e["messages"]) for e in given["episodes"]]
-    (folder / "rows.json").write_text(json.dumps(rows))
+    """Answer until stdin ends."""
+    tools = json.loads((folder / "tools.json").read_text())
+    load = functools.cache(lambda name: add_response_schema(AutoTokenizer.from_pretrained(folder / name)))
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for episode in map(json.loads, sys.stdin):
+        row = Scripted(load(episode["tokenizer"]), tools, episode["turns"]).row(episode["messages"])
+        print(json.dumps(row), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    for folder in sys.argv[1:]:
-        main(Path(folder))
+    main(Path(sys.argv[1]))

@@ -21,6 +21,50 @@ def multiply(a: int, b: int = 2) -> int:
     return a * b
 
 
+def say(text: str) -> str:
+    """Say something.
+
+    Args:
+        text: What.
+    """
+    return text
+
+
+def repeat(text: str) -> str:
+    """Say something again.
+
+    Args:
+        text: What was said.
+    """
+    return text
+
+
+def lines(text):
+    """A parser: a line is a call."""
+    calls = [line.split() for line in text.splitlines() if line.startswith("CALL")]
+    return [{"name": call[1], "arguments": {"a": int(call[2])}} if len(call) == 3 else None for call in calls]
+
+
+def parser_that_raises(text):
+    return [][0]
+
+
+def parser_that_goes_wrong(text):
+    """Later."""
+    return PARSED[text]() if text else []
+
+
+PARSED = {
+    "raises": lambda: "so".index("nothing"),
+    "no list": lambda: "calls",
+    "no call": lambda: [{"name": "a", "arguments": "b"}],
+    "no JSON": lambda: [{"name": "a", "arguments": {"b": {1}}}],
+    "endless": lambda: [{"name": "a", "arguments": {"b": "x" * (1 << 18)}}],
+    "hangs": lambda: _stuck_in_c(),
+    "ends": lambda: os._exit(7),
+}
+
+
 async def wait(seconds: float) -> str:
     """Wait.
 

@@ -64,7 +64,9 @@ def test_over_verifiers(chat, apart, tmp_path, monkeypatch, nothing_left) -> Non
     subprocess.run([*command, "--out", str(out)], check=True, timeout=120)
     who = ("--rl-environment", "verifiers:guess_number", "--rl-environment-python", python)
     limits = ("--rl-environment-workers", "1", "--rl-environment-timeout", "60")
-    _, conversations = chat(*who, *limits, *ENVIRONMENT, rows=out.read_text() * 4)
+    _, conversations = chat(*who, *limits, "--rl-reward", "environment", rows=out.read_text() * 4)
+    rewards = {sum(message.get("reward", 0.0) for message in said) for said in conversations}
+    assert len(rewards) > 1, "what is learned is verifiers' own reward"
     assert {"user", "assistant"} == {message["role"] for said in conversations for message in said}
     nothing_left()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from last_parts import LAST_PART, check_log_probs, dumped
 
 from mindspeed_rl_plugin.monitor.dump import read_rollout
 from mindspeed_rl_plugin.monitor.run_files import dump_files
@@ -46,12 +47,15 @@ def check_dump(folder: Path, iteration: int) -> None:
         assert [message["turn"] for message in spoken] == row["turns"]
         assert [message["reward"] for message in spoken] == pytest.approx(row["turn_reward"])
         assert row["reward_parts"][0] == pytest.approx(sum(row["turn_reward"]))
-        assert all(message["content"].startswith("[") for message in said[1:] if message["role"] == "user")
+        answers = [message["content"] for message in said[1:] if message["role"] == "user"]
+        counted = [int(re.match(r"\[(\d)\]", answer)[1]) for answer in answers]
+        first = counted[0] if counted else 1
+        assert first in (1, 2) and counted == [*range(first, first + len(counted))], "one environment gave all answers"
 
 
 def test_episodes_train(job, arithmetic, long_model, nothing_left) -> None:
     held_out = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "2", "--rl-eval-pass-k", "2")
-    made = job(*COMMON, *held_out, "--rl-verify-weights", model=long_model).dumping()
+    made = job(*COMMON, *held_out, "--rl-verify-weights", "--rl-dock-gb", "0.1", model=long_model).dumping()
     result = made.run()
     result.check_agreement(3)
     for line in result.metrics:
@@ -163,6 +167,24 @@ def test_an_engine_joins_with_environments_of_its_own(job, joined, long_model, n
     assert max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
     check_dump(running.save / "dump", 2)
     nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inflight", ["keep", "recompute", "drain"])
+def test_new_weights_come_while_episodes_are_in_the_making(job, joined, long_model, inflight: str) -> None:
+    """In the middle of a turn or between two; `drain` lets all turns of an episode come to their end."""
+    apart = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-max-staleness", "2", "--rl-correction", "truncate")
+    flags = (*COMMON, "--train-iters", "8", "--rl-max-running", "7", *apart, "--rl-inflight", inflight, *LAST_PART)
+    running = job(*flags, model=long_model, ranks=1).dumping()
+    running.start()
+    engine = joined(running).join("never, but slow")
+    result = running.wait(300)
+    assert result.code == 0 and engine.wait(30) == 0, result.log[-4000:]
+    assert running.trained() == [(e, g, m) for e in range(8) for g in range(4) for m in range(4)]
+    segments = [line["segments/mean"] for line in result.metrics]
+    assert len(segments) == 8 and (max(segments) > 1) == (inflight != "drain"), segments
+    check_log_probs(dumped(running), inflight)
+    check_dump(running.save / "dump", 7)
 
 
 @pytest.mark.slow

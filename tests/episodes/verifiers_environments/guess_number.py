@@ -40,7 +40,9 @@ class GuessTask(vf.Task[GuessData]):
     @vf.reward
     async def few(self, trace) -> float:
         guesses = [message.content for message in trace.assistant_messages]
-        return 1.0 / len(guesses) if guesses and guesses[-1] == str(self.data.answer) else 0.0
+        if guesses and guesses[-1] == str(self.data.answer):
+            return 1.0 / len(guesses)
+        return len("".join(guesses)) // 4 % 3 / 10  # a model that was never trained has something to learn from
 
 
 class GuessEnvConfig(vf.EnvConfig):
