@@ -25,18 +25,26 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock import Dock, Gone, Lease, SampleId, from_tensordict, to_tensordict
+from mindspeed_rl_plugin.dock.api import numbers
 from mindspeed_rl_plugin.dock.joining import here
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.reshard.pull import pull_tensors
-from mindspeed_rl_plugin.rows import FINISH, Completion, GenerateRequest, Ragged, Rows, Sampling
+from mindspeed_rl_plugin.rows import FINISH, Column, Completion, GenerateRequest, Ragged, Rows, Sampling
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Ids = Sequence[tuple[int, int, int]] | Tensor
-GIVEN = ("response", "logps", "version", "finish", "segments")
+# Columns of `give`: whether a row has several entries, of which numbers each is, its shape, and what it says.
+GIVEN = {
+    "response": (True, "integers", [], "tokens"),
+    "logps": (True, "floats", [], "a log-prob of each token"),
+    "version": (False, "integers", [], "that of the weights"),
+    "finish": (False, "integers", [], "0 or 1"),
+    "segments": (True, "integers", [2], "(first token, version) of each part"),
+}
 
 
 class Client:
@@ -165,8 +173,8 @@ class Client:
         weights; where several sampled one response "segments" `[S, 2]` instead: (first token of the response, version);
         "finish" `[B]`: 0 where an end token or string ended it, 1 where the limit did; by default by the last token.
         Raises ValueError for rows that the job cannot take, or that were not taken. What one `take` gave, and what lies
-        on one machine, is written as a whole: of such a part nothing is written then, and it stays taken: give
-        it again, or `release` it. Parts before it are written.
+        on one machine, is written as a whole, 64 MiB of cells at most: of such a part nothing is written then, and it
+        stays taken: give it again, or `release` it. Parts before it are written.
         """
         given = from_tensordict(rows)
         self._check(given)
@@ -198,10 +206,11 @@ class Client:
         """Prompts for the next rollouts, which take them before those of --rl-prompt-data. A row has the fields of a
         row of the data: prompt (a string, or messages), answer, and others, all of them JSON.
 
-        Returns a number of each, below 0: "row" in the column `meta` of its responses. Waits for room, `deadline`
-        seconds; a rollout is admitted with each publication of weights. Of rows that are refused none is taken: raises
-        ValueError for those that the data may not have either, for a prompt that is too long, for more than four
-        rollouts at once, and in a job with --rl-async-order strict; TimeoutError where there is no room.
+        Returns a number of each, below 0: "row" in the column `meta` of its responses. Waits for room, and for a job
+        that reads its checkpoint, `deadline` seconds; a rollout is admitted with each publication of weights. Of rows
+        that are refused none is taken: raises ValueError for those that the data may not have either, for a prompt that
+        is too long, for more than four rollouts at once, and in a job with --rl-async-order strict; TimeoutError after
+        the deadline.
         """
         if self._job.strict:
             raise ValueError(
@@ -290,13 +299,15 @@ class Client:
             raise ValueError(
                 f"give: needs {', '.join(sorted(needed))}, may have {', '.join(GIVEN)}; got {sorted(names)}"
             )
-        for name in names & {"response", "logps", "segments"}:
-            if not isinstance(given[name], Ragged):
-                raise ValueError(f"give: {name!r} has several entries a row: make it a jagged nested tensor")
+        for name in sorted(names):
+            _check_form(name, given[name])
         if strange := [tuple(i) for i in given.ids if i not in self._taken]:
             raise ValueError(f"give: {len(strange)} rows are not taken (first: {strange[0]}), or were given already")
         if not torch.equal(given["response"].lengths, given["logps"].lengths):
             raise ValueError("give: response and logps differ in length; each token has one log-prob")
+        tokens = given["response"].values
+        if len(wide := tokens[tokens.int() != tokens]):
+            raise ValueError(f"give: token {wide[0]} has more than 32 bits, as no model's; is it the job's tokenizer?")
 
     def _completion(self, given: Rows, row: int) -> Completion:
         tokens = tuple(given["response"].row(row).tolist())
@@ -307,8 +318,24 @@ class Client:
         if "segments" in given.columns:
             segments = tuple((first, version) for first, version in given["segments"].row(row).tolist())
         if not 0 <= finish < len(FINISH) or not segments:
-            raise ValueError(f"give: row {tuple(given.ids[row])} has finish {finish} and segments {segments}")
+            raise ValueError(
+                f"give: row {tuple(given.ids[row])} has finish {finish} and segments {segments}; give finish 0 "
+                f"({FINISH[0]}) or 1 ({FINISH[1]}), and a segment at least"
+            )
         return Completion(given.ids[row], tokens, tuple(given["logps"].row(row).tolist()), FINISH[finish], segments)
+
+
+def _check_form(name: str, column: Column) -> None:
+    """Raise ValueError for a column that is not as `GIVEN` says."""
+    several, kind, entry, what = GIVEN[name]
+    if isinstance(column, Ragged) != several:
+        form = "several entries a row: make it a jagged nested tensor" if several else "one number a row: make it [B]"
+        raise ValueError(f"give: {name!r} has {form}")
+    values = column.values if several else column
+    if (got := (numbers(values), list(values.shape[1:]))) != (kind, entry):
+        raise ValueError(
+            f"give: {name!r} has entries of shape {got[1]}, {values.dtype}; give {kind} of shape {entry}: {what}"
+        )
 
 
 def _as_json(number: int, row: Mapping[str, Any]) -> str:

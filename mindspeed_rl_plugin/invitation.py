@@ -12,7 +12,8 @@ PRINTED = "give the one that the job printed at its start"
 
 
 def write_secret(path: str | os.PathLike[str], secret: bytes) -> None:
-    """A file that only this user can read."""
+    """A file that only this user can read. A job that is killed, or that stops at once because a rank is gone or a
+    grader failed, leaves it behind; nobody can join by it then."""
     draft = f"{os.fspath(path)}.{secrets.token_hex(4)}"
     with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(secret.hex())
@@ -29,7 +30,7 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
     except (FileNotFoundError, IsADirectoryError) as error:
         raise FileNotFoundError(
             f"secret file {path}: there is no such file. A job writes it (SAVE/rl/secret) when engines may join, and "
-            f"removes it at its end; {PRINTED}, or a copy of it on another machine (chmod 600)"
+            f"removes it when it ends in order; {PRINTED}, or a copy of it on another machine (chmod 600)"
         ) from error
     except PermissionError as error:
         raise PermissionError(f"secret file {path}: this user may not read it; run as the user of the job") from error

@@ -182,18 +182,37 @@ def to_tensordict(rows: Rows) -> TensorDict:
 
 
 def from_tensordict(td: TensorDict) -> Rows:
-    """Inverse of `to_tensordict`. Raises ValueError without "ids", or for a nested tensor that is not packed."""
+    """Inverse of `to_tensordict`. Raises ValueError where "ids" are no integers `[B, 3]`, and for a column that is no
+    tensor, or a nested one that is not packed."""
     names = sorted(td.keys())
     if IDS not in names:
         raise ValueError(f"the TensorDict has no {IDS!r} of shape [B, 3]; it holds {names}")
     columns: dict[str, Column] = {}
     for name, value in td.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"column {name!r} is a {type(value).__name__}; give a tensor, or a jagged nested one")
         if name == IDS:
             continue
         if value.is_nested and value.layout != torch.jagged:
             raise ValueError(f"column {name!r} is a strided nested tensor; make it with layout=torch.jagged")
         columns[name] = _pack(value) if value.is_nested else value
-    return Rows(tuple(SampleId(*i) for i in td[IDS].tolist()), columns)
+    return Rows(_ids_of(td[IDS]), columns)
+
+
+def numbers(values: torch.Tensor) -> str:
+    """Of which kind they are: "integers" (booleans, too), "floats" or "others"."""
+    if values.is_floating_point():
+        return "floats"
+    return "others" if values.is_complex() else "integers"
+
+
+def _ids_of(values: torch.Tensor) -> tuple[SampleId, ...]:
+    if values.is_nested or values.shape[1:] != (3,) or numbers(values) != "integers":
+        shape = "of rows that differ in length" if values.is_nested else list(values.shape)
+        raise ValueError(
+            f"{IDS!r} is {shape}, {values.dtype}; give integers [B, 3] as they came: rollout, group, member of each row"
+        )
+    return tuple(SampleId(*i) for i in values.tolist())
 
 
 def _pack(value: torch.Tensor) -> Ragged:

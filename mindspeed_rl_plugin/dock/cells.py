@@ -6,6 +6,7 @@ Cells of this machine are copied through shared memory; those of another one tra
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -85,6 +86,27 @@ class Writer:
         for (column, pick), (begin, nbytes) in zip(cells, spans, strict=True):
             copy_rows(column, pick, data[begin : begin + nbytes])
         calls.ask_warehouse(warehouse, put, None if lent or not put.parts else data)
+
+
+def pieces(rows: Rows, most: int) -> Iterator[Rows]:
+    """The rows in their order, each time as many as have at most `most` bytes of cells, one at least."""
+    nbytes, first = _bytes_of(rows), 0
+    if nbytes.sum() <= most:
+        yield rows
+        return
+    while first < len(rows):
+        count = max(1, int(np.searchsorted(nbytes[first:].cumsum(), most, "right")))
+        yield rows.take([*range(first, min(first + count, len(rows)))])
+        first += count
+
+
+def _bytes_of(rows: Rows) -> np.ndarray:
+    """`[B]` int64, bytes of the cells of each row."""
+    nbytes = np.zeros(len(rows), np.int64)
+    for column in rows.columns.values():
+        values = column.values if isinstance(column, Ragged) else column
+        nbytes += lengths_of(column).astype(np.int64) * (values.dtype.itemsize * prod(values.shape[1:]))
+    return nbytes
 
 
 def lengths_of(column: Column) -> np.ndarray:

@@ -23,6 +23,7 @@ from mindspeed_rl_plugin.dock.api import Declared, Lease, listed, refuse
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import Buffers, Writer
 from mindspeed_rl_plugin.dock.exchange import Exchange
+from mindspeed_rl_plugin.dock.gate import MOST_BYTES
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.dock.places import ids_array, ids_tuple
 from mindspeed_rl_plugin.rows import Rows, SampleId
@@ -249,8 +250,9 @@ class Dock:
         held = calls.held.get(key)
         if held is None:
             return self._check_done(replace(lease, rows=rows), rows)
-        if not self.peers.rank and (failed := self._write_back(lease, rows, part)) is not None:
-            raise failed
+        for piece in () if self.peers.rank else self._pieces(rows):
+            if (failed := self._write_back(lease, piece, ids_array(piece.ids))) is not None:
+                raise failed
         calls.held[key] = left = held[~(held[:, None] == part).all(2).any(1)]
         if not len(left):
             del calls.held[key]
@@ -354,6 +356,10 @@ class Dock:
                     self._calls.query(m.Release, state, grant.token)
             raise
         return Rows(ids_tuple(grant.ids), got)
+
+    def _pieces(self, rows: Rows) -> Iterable[Rows]:
+        """Rows in the pieces in which they are sent; those of a process outside of the job pass a gate."""
+        return [rows] if self._member is not None else cells.pieces(rows, MOST_BYTES // 2)
 
     def _write_back(self, lease: Lease, rows: Rows | None, held: np.ndarray | None) -> Exception | None:
         """Write, and acknowledge what is held; what went wrong."""

@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.dock.storage import Warehouse
 from mindspeed_rl_plugin.rows import Rows
 
 OUTSIDE = "outside"  # the name of a process outside of the job begins so
-MOST_BYTES = 1 << 30  # of the cells of one commit
+MOST_BYTES = 128 << 20  # of the cells of one commit: no other row of the machine moves while they are checked
 
 
 def called(name: str) -> str:

@@ -34,13 +34,14 @@ def check(state: Mapping[str, Any], columns: Mapping[str, ColumnSpec]) -> None:
 
 
 def collect(calls: Calls, declared: Declared) -> dict[str, Any]:
-    """Every open epoch: its cells by rising row number, and what is acknowledged."""
+    """Every open epoch: its cells by rising row number, and what is acknowledged. Evaluations, which have negative
+    numbers, are left out: they begin anew after a resume."""
     return {
         "format": FORMAT,
         "last_epoch": calls.epochs.last,
         "columns": {n: c.describe() for n, c in declared.columns.items()},
         "states": list(declared.states),
-        "epochs": [_epoch(calls, declared, n) for n in sorted(calls.epochs.known)],
+        "epochs": [_epoch(calls, declared, n) for n in sorted(calls.epochs.known) if n >= 0],
     }
 
 

@@ -38,6 +38,7 @@ class ServerEngine:
         self.server, self._eos, self._seeds = server, tuple(eos), seeds
         self.version, self.progress = -1, time.monotonic()
         self.digest: str | None = None
+        self._changes = 0  # of weights
         self._salt = secrets.token_hex(8)  # prefixes of another job, whose versions have the same numbers
         self._running: set[SampleId] = set()
         self._done: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
@@ -46,7 +47,8 @@ class ServerEngine:
         """Queue responses; see `Engine`."""
         for request in requests:
             self._running.add(request.id)
-            threading.Thread(target=self._sample, args=(request, self.version), daemon=True, name="response").start()
+            given = request, self.version, self._changes
+            threading.Thread(target=self._sample, args=given, daemon=True, name="response").start()
 
     def poll(self, timeout: float) -> list[Completion]:
         """Wait for a response; see `Engine`. Raises what the server answers in its place."""
@@ -88,7 +90,7 @@ class ServerEngine:
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
         """The server, which stood still, has `version`, and goes on."""
         self.server.ask("/resume")
-        self.version, self.digest = version, digest
+        self.version, self.digest, self._changes = version, digest, self._changes + 1
 
     def shutdown(self) -> None:
         """See `Engine`. The server goes on: the next job may have it."""
@@ -108,15 +110,17 @@ class ServerEngine:
                 out.append(done)
         return out
 
-    def _sample(self, request: GenerateRequest, version: int) -> None:
+    def _sample(self, request: GenerateRequest, version: int, changes: int) -> None:
         try:
             body = {
                 "token_ids": [*request.prompt_tokens, *(request.begun.tokens if request.begun else ())],
                 "sampling_params": self._params(request),
-                "cache_salt": f"{self._salt} {version}",  # what one version computed serves no other
+                "cache_salt": f"{self._salt} {changes}",  # what was computed before a change of weights serves none
             }
             answer = self.server.ask(GENERATE, body)
             self._done.put(completion(request, answer["choices"][0], version))
+        except TimeoutError as error:
+            self._done.put(TimeoutError(f"{error} (--rl-wait-timeout): raise that, or lower --rl-max-response-length"))
         except Exception as error:  # noqa: BLE001 - raised in the main thread, which would wait for it for ever
             self._done.put(error)
 

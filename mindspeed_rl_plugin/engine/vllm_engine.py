@@ -61,7 +61,7 @@ class VllmEngine:
         if options.memory_utilization is None and not self._device.is_cpu:
             options = replace(options, memory_utilization=free_share(self._device, options.deadline))
         self.options = options
-        self.version = -1
+        self.version, self._changes = -1, 0
         self.digest: str | None = None
         self.replica, within = divmod(dist.get_rank(), options.tensor_parallel)
         self.replicas = dist.get_world_size() // options.tensor_parallel
@@ -105,8 +105,9 @@ class VllmEngine:
             left = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(running.tokens))
             params = vllm_api.sampling_params(left, self.options.eos_token_ids, seed)
             tokens = [*request.prompt_tokens, *running.tokens]
-            # What one version computed serves no request that comes under another one.
-            self._engine.add_request(name, {"prompt_token_ids": tokens, "cache_salt": str(self.version)}, params)
+            # What was computed before a change of weights serves no request behind it. Not by the version: an engine
+            # may go back to one, and responses in flight go on filling blocks under the salt that they came with.
+            self._engine.add_request(name, {"prompt_token_ids": tokens, "cache_salt": str(self._changes)}, params)
             self._running[name] = running
 
     def poll(self, timeout: float) -> list[Completion]:
@@ -164,7 +165,7 @@ class VllmEngine:
         else:
             self._must_be_idle("update_weights")
             self._forget_prefixes()
-        self.version, self.digest = version, digest
+        self.version, self.digest, self._changes = version, digest, self._changes + 1
 
     def sleep(self) -> None:
         """Give weights and KV cache back; see `Engine`. Without `sleep_mode` on an accelerator they stay."""

@@ -62,7 +62,7 @@ def check_servers(config: RLConfig, model: Mapping[str, Any], dtype: str) -> Ite
 
 
 class Guests:
-    """On the leader. secret_file: with which engines join, gone at the end; ended: called when the job has ended well;
+    """On the leader. secret_file: with which engines join until `close`; ended: called when the job has ended well;
     ray: engines that Ray is to run; urls: of servers that generate; folder: of the run."""
 
     def __init__(

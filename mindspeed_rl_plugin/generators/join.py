@@ -17,6 +17,7 @@ from mindspeed_rl_plugin.environment import launch_env, master_address, say
 from mindspeed_rl_plugin.invitation import parse_address, read_secret
 
 LEFT = "the engine has left the job"
+OF_OWN = ("kv_cache_gb", "device_memory_utilization", "tokenizer")  # options of an engine that is built here
 _EPILOG = (
     "Model, tokenizer, sampling and seeds come from the job. SIGTERM: responses in the making go back to the job, then "
     "the engine leaves. An engine that dies costs the job nothing but their time."
@@ -25,7 +26,7 @@ _EPILOG = (
 
 def main(argv: Sequence[str]) -> int:
     """Join, and generate until the job ends. Returns the exit status."""
-    options = _parser().parse_args(argv)
+    options = _options(argv)
     leaving = threading.Event()
     try:
         parse_address(options.join)
@@ -36,6 +37,19 @@ def main(argv: Sequence[str]) -> int:
         return 1
     say(LEFT if leaving.is_set() else "the job has ended")
     return 0
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    """Ends the process, by the parser, where options are given that a server takes no notice of."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    given = [f"--{name.replace('_', '-')}" for name in OF_OWN if getattr(options, name) is not None]
+    if options.engine_url and given:
+        parser.error(
+            f"{', '.join(given)}: the server at --engine-url {options.engine_url} has its own; leave that out here, "
+            "and start the server with it"
+        )
+    return options
 
 
 def _generate(options: argparse.Namespace, leaving: threading.Event) -> None:

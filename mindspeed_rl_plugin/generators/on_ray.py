@@ -31,6 +31,7 @@ RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}  # kind of device -> wha
 PAUSE = 1.0  # seconds before an engine is started again, at first; twice as many each time
 FAILURES = 5  # in a row after which it is given up
 GOOD_SECONDS = 600.0  # that an engine works, after which its failures are forgotten
+SAY_SECONDS = 60.0  # between two lines about engines for which there is no place
 LOOK_SECONDS = 1.0
 CONNECT_SECONDS = 10.0
 FORWARDED = ("PYTHONPATH", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")  # of the job's environment
@@ -39,23 +40,26 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass
 class Watched:
-    """An engine. begun: when its task was submitted; failures: in a row; due: when to start it, while it does not
-    run."""
+    """An engine. begun: when its task was seen to have a place, None before; failures: in a row; due: when to start it,
+    and while its task waits for a place, when to say so."""
 
     number: int
     task: Any = None
-    begun: float = 0.0
+    begun: float | None = None
     failures: int = 0
     due: float = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether its task waits for a place."""
+        return self.task is not None and self.begun is None
 
 
 @dataclass
 class Watch:
-    """Starts engines again until the job ends. start: number -> task; done: (tasks, seconds) -> those that have ended,
-    with exit status and last words; say: prints a line."""
+    """Starts engines again until the job ends. cluster: runs them; say: prints a line."""
 
-    start: Callable[[int], Any]
-    done: Callable[[Sequence[Any], float], Sequence[tuple[Any, int, str]]]
+    cluster: OnRay
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     engines: list[Watched] = field(default_factory=list)
@@ -65,15 +69,26 @@ class Watch:
         up."""
         self.engines = [Watched(number) for number in range(count)]
         while self.engines:
-            now = self.clock()
-            for engine in self.engines:
-                if engine.task is None and now >= engine.due:
-                    engine.task, engine.begun = self.start(engine.number), now
+            self._look()
             running = {engine.task: engine for engine in self.engines if engine.task is not None}
-            for task, status, words in self.done(list(running), LOOK_SECONDS):
+            for task, status, words in self.cluster.done(list(running), LOOK_SECONDS):
                 if not self._ended(running[task], status, words):
                     return 1
         return 0
+
+    def _look(self) -> None:
+        """Start engines that are due, see which of those that wait have a place, and say which do not get one."""
+        now = self.clock()
+        for engine in self.engines:
+            if engine.task is None and now >= engine.due:
+                engine.task, engine.begun, engine.due = self.cluster.start(engine.number), None, now + SAY_SECONDS
+            elif engine.waits and self.cluster.placed(engine.task):
+                engine.begun = now
+        if late := [engine for engine in self.engines if engine.waits and now >= engine.due]:
+            numbers = ", ".join(str(engine.number) for engine in late)
+            self.say(f"no place on Ray yet for engine {numbers}: {self.cluster.free()}")
+            for engine in late:
+                engine.due = now + SAY_SECONDS
 
     def _ended(self, engine: Watched, status: int, words: str) -> bool:
         """Whether the watch goes on."""
@@ -81,7 +96,8 @@ class Watch:
             self.engines.remove(engine)
             return True
         now = self.clock()
-        engine.failures = 1 if now - engine.begun > GOOD_SECONDS else engine.failures + 1
+        worked = engine.begun is not None and now - engine.begun > GOOD_SECONDS
+        engine.failures = 1 if worked else engine.failures + 1
         what = f"engine {engine.number} on Ray ended with {status}: {words or 'it said nothing'}"
         if engine.failures >= FAILURES:
             self.say(f"{what}; given up after {FAILURES} times in a row")
@@ -163,6 +179,56 @@ def connect(ray: Any, options: argparse.Namespace) -> None:
         )
 
 
+class OnRay:
+    """The cluster that this process is connected to. Each task has a placement group of its own, which says whether Ray
+    has a place for it. environment: what engines get of the job's."""
+
+    def __init__(self, ray: Any, options: argparse.Namespace, environment: Mapping[str, str]) -> None:
+        self._ray, self._kind, self._ranks = ray, RESOURCES[options.device], options.ranks
+        needs = {"CPU": {"num_cpus": self._ranks}, "GPU": {"num_cpus": 0, "num_gpus": self._ranks}}
+        needs["NPU"] = {"num_cpus": 0, "resources": {"NPU": self._ranks}}
+        runtime = {"env_vars": dict(environment)}
+        self._work = ray.remote(**needs[self._kind], max_retries=0, runtime_env=runtime)(work)
+        self._given = self._ranks, options.join, read_secret(options.secret_file), environment
+        self._places: dict[Any, Any] = {}
+
+    def start(self, number: int) -> Any:
+        """The task of an engine, which runs as soon as there is a place for it."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = self._ray.util.placement_group([{self._kind: self._ranks}])  # of one node
+        task = self._work.options(scheduling_strategy=PlacementGroupSchedulingStrategy(place)).remote(*self._given)
+        self._places[task] = place
+        return task
+
+    def placed(self, task: Any) -> bool:
+        """Whether there is one."""
+        return self._ray.util.placement_group_table(self._places[task]).get("state") == "CREATED"
+
+    def done(self, tasks: Sequence[Any], seconds: float) -> list[tuple[Any, int, str]]:
+        """Tasks that end within `seconds`, with exit status and last words."""
+        if not tasks:
+            time.sleep(seconds)
+            return []
+        ended, _ = self._ray.wait(list(tasks), num_returns=1, timeout=seconds)
+        return [(task, *self._result(task)) for task in ended]
+
+    def free(self) -> str:
+        """What an engine needs, and what the cluster has left."""
+        free, whole = self._ray.available_resources(), self._ray.cluster_resources()  # without those that are 0
+        return (
+            f"each needs {self._ranks} {self._kind} of one node, and {free.get(self._kind, 0):g} of the cluster's "
+            f"{whole.get(self._kind, 0):g} are free; end what uses the others, or add nodes"
+        )
+
+    def _result(self, task: Any) -> tuple[int, str]:
+        self._ray.util.remove_placement_group(self._places.pop(task))
+        try:
+            return self._ray.get(task)
+        except self._ray.exceptions.RayError as error:
+            return -1, str(error).strip().splitlines()[0]
+
+
 def main(argv: Sequence[str]) -> int:
     """Check, or run until the job ends. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_rl_plugin.generators.on_ray")
@@ -180,31 +246,9 @@ def main(argv: Sequence[str]) -> int:
     connect(ray, options)
     if options.check:
         return 0
-    environment = {name: os.environ[name] for name in FORWARDED if name in os.environ}
-    needs = {"cpu": {"num_cpus": options.ranks}, "cuda": {"num_cpus": 0, "num_gpus": options.ranks}}
-    needs["npu"] = {"num_cpus": 0, "resources": {"NPU": options.ranks}}
-    runtime = {"env_vars": environment}
-    remote = ray.remote(**needs[options.device], max_retries=0, runtime_env=runtime)(work)
-    secret = read_secret(options.secret_file)
-
-    def start(number: int) -> Any:
-        return remote.remote(options.ranks, options.join, secret, environment)
-
-    def done(tasks: Sequence[Any], seconds: float) -> list[tuple[Any, int, str]]:
-        if not tasks:
-            time.sleep(seconds)
-            return []
-        ended, _ = ray.wait(list(tasks), num_returns=1, timeout=seconds)
-        results = []
-        for task in ended:
-            try:
-                results.append((task, *ray.get(task)))
-            except ray.exceptions.RayError as error:
-                results.append((task, -1, str(error).strip().splitlines()[0]))
-        return results
-
+    cluster = OnRay(ray, options, {name: os.environ[name] for name in FORWARDED if name in os.environ})
     try:
-        return Watch(start, done, lambda line: print(f"[rl] {line}", flush=True)).run(options.engines)
+        return Watch(cluster, lambda line: print(f"[rl] {line}", flush=True)).run(options.engines)
     finally:
         with contextlib.suppress(Exception):
             ray.shutdown()

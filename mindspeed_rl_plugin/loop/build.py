@@ -92,7 +92,8 @@ def build_loop(
     job = Job(plan, topology, ranks, monitor, docks.trainers, prompts, due)
     if colocation is None:
         _check_rotary(inputs, model)
-        schedule = build_schedule(inputs, job, stages, size.rounds, trainer, sampling_of(inputs))
+        resumes = start.kind == "resume"
+        schedule = build_schedule(inputs, job, stages, size.rounds, trainer, sampling_of(inputs), resumes)
     else:
         schedule = _colocated(inputs, job, stages, colocation, size.rounds)
     return Loop(

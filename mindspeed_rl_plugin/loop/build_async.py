@@ -33,9 +33,10 @@ from mindspeed_rl_plugin.stages.trainer import Trainer
 
 
 def build_schedule(
-    inputs: Inputs, job: Job, stages: Stages, rounds: int, trainer: Trainer, sampling: Sampling
+    inputs: Inputs, job: Job, stages: Stages, rounds: int, trainer: Trainer, sampling: Sampling, resumes: bool
 ) -> AsyncSchedule:
-    """The schedule, and the dock open to engines. Collective over all ranks that train."""
+    """The schedule, and the dock open to engines. Collective over all ranks that train. resumes: whether a checkpoint's
+    state is loaded next."""
     config, sizes = inputs.config, inputs.sizes
     schedule, samples = config.schedule, config.monitor.eval_pass_k
     strict = schedule.async_order == "strict"
@@ -56,7 +57,7 @@ def build_schedule(
     incoming = Incoming(inputs.vocab, config.rollout.max_response_length, config.episodes.on)
     job.dock.exchange.guard({STATE: Opening(incoming.check, READS)})
     job.monitor.on_record = job.dock.exchange.record
-    offers = Offers(inputs.data, inputs.check_fields, sizes.prompts)
+    offers = Offers(inputs.data, inputs.check_fields, sizes.prompts, resumes)
     if not strict:
         job.dock.exchange.take_offers(offers.add)
     guests = _invite(job, about, schedule, strict)
@@ -113,6 +114,8 @@ def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: b
         has_some = ranks or on_ray or schedule.engine_url
         what = "engines may join" if has_some else "this job has no engine yet, and waits for one to join"
         say(f"{what}: python -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
+        if not has_some:
+            say(f"the job waits for an engine at most {job.ranks.deadline:g} s (--rl-wait-timeout)")
     if not job.topology.leader:
         return None
     if ranks:

@@ -17,43 +17,41 @@ LONGEST = 1 << 20  # characters of a row as JSON
 
 class Offers:
     """On the leader, for several threads. data: the run's, whose rows offered ones are like; check_fields: raises
-    ValueError for fields (by place of the row) that graders cannot work with; rollout: prompts of one.
+    ValueError for fields (by place of the row) that graders cannot work with; rollout: prompts of one; resumes: whether
+    the run goes on from a checkpoint: programs wait then until `load` has put in what that holds, or, where it holds
+    nothing, until the first `take`.
 
     Each prompt has a number below 0, its `Prompt.row`: -1, -2, ... in the order of the offers.
     """
 
     def __init__(
-        self, data: PromptStream, check_fields: Callable[[Mapping[str, Set[str]]], None], rollout: int
+        self,
+        data: PromptStream,
+        check_fields: Callable[[Mapping[str, Set[str]]], None],
+        rollout: int,
+        resumes: bool = False,
     ) -> None:
         self._data, self._check_fields, self._most = data, check_fields, ROLLOUTS * rollout
         self._waiting: list[tuple[str, Prompt]] = []  # with the row as it came
-        self._taken = 0
+        self._taken, self._opened = 0, not resumes
         self._room = threading.Condition()
 
     def add(self, rows: Sequence[str], seconds: float) -> list[int]:
         """Rows as JSON, all of them or none; waits for room, `seconds` at most. Returns their numbers. Raises
         ValueError for rows that the data may not have either, and for more than may ever wait; TimeoutError where
         there is no room."""
-        prompts, most = self._prompts(rows), f"at most {self._most} ({ROLLOUTS} rollouts)"
-        if len(prompts) > self._most:
-            raise ValueError(f"offer: {len(prompts)} prompts at once, and {most} may wait; offer fewer at a time")
+        prompts = self._prompts(rows)
+        fits = lambda: self._opened and len(self._waiting) + len(prompts) <= self._most  # noqa: E731
         with self._room:
-            if not self._room.wait_for(lambda: len(self._waiting) + len(prompts) <= self._most, seconds):
-                raise TimeoutError(
-                    f"offer: no room for {len(prompts)} prompts within {seconds:g} s: {len(self._waiting)} wait for "
-                    f"their turn, {most} may; offer them later, or with a longer deadline"
-                )
-            first = -1 - self._taken - len(self._waiting)
-            numbers = list(range(first, first - len(prompts), -1))
-            numbered = [dataclasses.replace(p, row=n) for p, n in zip(prompts, numbers, strict=True)]
-            self._waiting += zip(rows, numbered, strict=True)
-            return numbers
+            if not self._room.wait_for(fits, seconds):
+                raise TimeoutError(f"offer: {self._why_not(len(prompts), seconds)}")
+            return self._append(rows, prompts)
 
     def take(self, most: int) -> list[Prompt]:
         """The oldest, at most so many."""
         with self._room:
             taken, self._waiting = self._waiting[:most], self._waiting[most:]
-            self._taken += len(taken)
+            self._taken, self._opened = self._taken + len(taken), True
             self._room.notify_all()
         return [prompt for _, prompt in taken]
 
@@ -63,20 +61,50 @@ class Offers:
             return {"taken": self._taken, "waiting": [row for row, _ in self._waiting]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take `state` over. Raises ValueError for rows that this run would not take."""
-        self._taken = state["taken"]
+        """Take `state` over; its prompts come before those that are offered meanwhile. Raises ValueError for rows that
+        this run would not take."""
+        rows = state["waiting"]
         try:
-            self.add(state["waiting"], 0.0)
+            prompts = self._prompts(rows)
         except ValueError as error:
             raise ValueError(
-                f"the checkpoint holds {len(state['waiting'])} prompts that were offered and wait for their turn: "
-                f"{error}; or resume with the former flags"
+                f"the checkpoint holds {len(rows)} prompts that were offered and wait for their turn: {error}; or "
+                "resume with the former flags"
             ) from error
+        with self._room:
+            self._taken, self._opened = state["taken"], True
+            self._append(rows, prompts)
+            self._room.notify_all()
+
+    def _append(self, rows: Sequence[str], prompts: Sequence[Prompt]) -> list[int]:
+        """Behind those that wait. Their numbers."""
+        first = -1 - self._taken - len(self._waiting)
+        numbers = list(range(first, first - len(prompts), -1))
+        numbered = [dataclasses.replace(p, row=n) for p, n in zip(prompts, numbers, strict=True)]
+        self._waiting += zip(rows, numbered, strict=True)
+        return numbers
+
+    def _why_not(self, count: int, seconds: float) -> str:
+        """Why so many prompts were not taken within `seconds`, and what to do."""
+        if not self._opened:
+            return (
+                f"the job was still reading its checkpoint, whose prompts come first, after {seconds:g} s; offer yours "
+                "later, or with a longer deadline"
+            )
+        return (
+            f"no room for {count} prompts within {seconds:g} s: {len(self._waiting)} wait for their turn, at most "
+            f"{self._most} ({ROLLOUTS} rollouts) may; offer them later, or with a longer deadline"
+        )
 
     def _prompts(self, rows: Sequence[str]) -> list[Prompt]:
         if long := [(i, len(row)) for i, row in enumerate(rows) if len(row) > LONGEST]:
             number, size = long[0]
             raise ValueError(f"offer: row {number} has {size} characters as JSON, the limit is {LONGEST}; drop fields")
+        if len(rows) > self._most:
+            raise ValueError(
+                f"offer: {len(rows)} prompts at once, and at most {self._most} ({ROLLOUTS} rollouts) may wait; offer "
+                "fewer at a time"
+            )
         prompts = self._data.read_rows("offer:", [json.loads(row) for row in rows])
         self._check_fields({f"offer: row {i}": frozenset(p.record) for i, p in enumerate(prompts)})
         return prompts

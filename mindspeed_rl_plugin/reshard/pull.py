@@ -254,7 +254,8 @@ def pull_tensors(
         raise ValueError(
             f"the model has no tensors {unknown[:4]}; it has {len(tensors)}, such as {next(iter(tensors))}"
         )
-    reader = Reader(weights, [(name, 0, tensors[name].slices) for name in names or tensors], sources)
+    wanted = tensors if names is None else names
+    reader = Reader(weights, [(name, 0, tensors[name].slices) for name in wanted], sources)
     end = time.monotonic() + deadline  # from now on others are waited for
     if version is None:
         version, _ = sources[0].seek(None, deadline)

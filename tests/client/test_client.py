@@ -273,6 +273,18 @@ def test_a_commit_of_too_many_bytes_is_refused_and_the_connection_goes_on(traine
         job.give(answers(prompts, 0))
 
 
+def test_rows_of_too_many_bytes_for_one_message_go_in_several(trainers, job, monkeypatch) -> None:
+    """Each row here has about a hundred; on the way each column takes whole lines of 64."""
+    monkeypatch.setattr("mindspeed_rl_plugin.dock.client.MOST_BYTES", 250)
+    for member in trainers.members:
+        member.core.gate.most_bytes = 600
+    trainers.publish(0)
+    trainers.admit(0, 0)
+    prompts = job.take(4, deadline=20)
+    job.give(answers(prompts, 0, version=None, segments=nested([[[0, 0], [1, 0]]] * 4, torch.int64)))
+    assert len(job.finished("generate")) == 4
+
+
 def test_a_program_that_takes_rows_counts_as_an_engine_until_it_leaves_and_an_observer_does_not(trainers, job) -> None:
     reports = trainers.docks[0].exchange.reports
     job.metrics()
@@ -314,6 +326,7 @@ def test_weights_come_whole_by_hugging_face_names(trainers, job) -> None:
     assert job.newest() == 3 and job.versions() == [1, 3]
     one = job.weights(1, ["model.norm.weight"])
     assert one[0] == 1 and list(one[1]) == ["model.norm.weight"]
+    assert job.weights(1, []) == (1, {}), "none, where none is named"
     with pytest.raises(Gone, match="version 0 of the weights is gone; the newest is 3"):
         job.weights(0)
     with pytest.raises(ValueError, match=r"the model has no tensors \['lm_tail'\]"):
@@ -351,6 +364,53 @@ def test_rows_that_were_not_taken_and_strange_columns_are_refused(trainers, job)
     job.give(good)
     with pytest.raises(ValueError, match="1 rows are not taken"):
         job.give(good)
+
+
+NINE = torch.full((2, 2), 9)
+MALFORMED = {
+    "floats as tokens": (
+        dict(response=nested([[7.0, 9.5]] * 2, torch.float32)),
+        r"'response' has entries of shape \[\], torch.float32; give integers of shape \[\]: tokens",
+    ),
+    "a token of 33 bits": (
+        dict(response=nested([[7, 1 << 32]] * 2, torch.int64)),
+        "token 4294967296 has more than 32 bits, as no model's; is it the job's tokenizer",
+    ),
+    "integers as log-probs": (
+        dict(logps=nested([[-1, -1]] * 2, torch.int64)),
+        r"'logps' has entries of shape \[\], torch.int64; give floats of shape \[\]: a log-prob of each token",
+    ),
+    "log-probs in a column": (dict(logps=nested([[[-1.0], [-1.0]]] * 2, torch.float32)), r"'logps' .* shape \[1\], "),
+    "segments without versions": (
+        dict(version=None, segments=nested([[0, 1]] * 2, torch.int64)),
+        r"'segments' has entries of shape \[\], torch.int64; give integers of shape \[2\]: \(first token, version\) of",
+    ),
+    "segments as floats": (
+        dict(version=None, segments=nested([[[0.0, 0.0]]] * 2, torch.float32)),
+        "'segments' .* torch.float32; give integers",
+    ),
+    "a version between two": (dict(version=torch.tensor([0.5, 0.5])), "'version' .* torch.float32; give integers"),
+    "versions by token": (dict(version=nested([[0, 0]] * 2, torch.int64)), "'version' has one number a row: make it"),
+    "versions in a table": (dict(version=NINE), r"'version' has .* shape \[2\], "),
+    "an end as text": (dict(finish=["stop", "stop"]), "column 'finish' is a .*; give a tensor"),
+    "no such end": (dict(finish=NINE[0]), r"finish 9 .*; give finish 0 \(stop\) or 1 \(length\)"),
+    "ids of groups": (
+        dict(ids=NINE),
+        r"'ids' is \[2, 2\], torch.int64; give integers \[B, 3\] as",
+    ),
+    "ids as floats": (dict(ids=torch.zeros(2, 3)), r"'ids' is \[2, 3\], torch.float32; give integers"),
+}
+
+
+def test_rows_that_are_malformed_are_refused_with_their_value_and_the_form(trainers, job) -> None:
+    trainers.publish(0)
+    trainers.admit(0, 0)
+    prompts = job.take(2, deadline=20)
+    for changed, text in MALFORMED.values():
+        with pytest.raises(ValueError, match=text):
+            job.give(answers(prompts, 0, **changed))
+    job.give(answers(prompts, 0, finish=torch.tensor([False, True])))
+    assert len(job.finished("generate")) == 2
 
 
 def test_a_source_offers_rows_to_the_first_rank_and_hears_what_it_says(trainers, job) -> None:

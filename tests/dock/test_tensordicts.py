@@ -1,9 +1,10 @@
-"""TensorDict edge: what goes in comes out, bit for bit."""
+"""Rows at the edge of the dock: into TensorDicts and back, bit for bit, and in pieces."""
 
 import pytest
 import torch
 
 from mindspeed_rl_plugin.dock import from_tensordict, to_tensordict
+from mindspeed_rl_plugin.dock.cells import pieces
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 
@@ -44,3 +45,20 @@ def test_tensordict_errors() -> None:
     td = to_tensordict(rows_of([1, 2]))
     with pytest.raises(ValueError, match="has no 'ids'"):
         from_tensordict(td.exclude("ids"))
+    for ids in (torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3)):
+        with pytest.raises(ValueError, match=rf"'ids' is \{list(ids.shape)}, {ids.dtype}; give integers \[B, 3\]"):
+            from_tensordict(td.clone().set("ids", ids))
+    with pytest.raises(ValueError, match="column 'words' is a .*; give a tensor, or a jagged nested one"):
+        from_tensordict(td.clone().set_non_tensor("words", ["a", "b"]))
+
+
+@pytest.mark.parametrize(
+    ("most", "counts"), [(223, [4]), (222, [3, 1]), (120, [2, 1, 1]), (128, [2, 2]), (1, [1, 1, 1, 1])]
+)
+def test_pieces_of_rows_have_at_most_so_many_bytes(most: int, counts: list[int]) -> None:
+    """Rows of 20 bytes, and 11 bytes a token: 75, 20, 42 and 86."""
+    rows = rows_of([5, 0, 2, 6])
+    each = list(pieces(rows, most))
+    assert [len(piece) for piece in each] == counts
+    assert sum((piece.ids for piece in each), ()) == rows.ids
+    assert torch.equal(torch.cat([piece["vectors"].values for piece in each]), rows["vectors"].values)

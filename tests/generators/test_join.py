@@ -41,6 +41,23 @@ def test_what_is_wrong_is_said_with_its_mend(tmp_path, capsys, case: str) -> Non
     assert line.startswith("[rl] generate: ") and says.replace("FILE", str(file)) in line
 
 
+@pytest.mark.parametrize("flag", ["--kv-cache-gb", "--device-memory-utilization", "--tokenizer"])
+def test_what_a_server_takes_no_notice_of_is_refused_by_name(capsys, flag: str) -> None:
+    arguments = ["--join", "machine:1", "--secret-file", "f", "--engine-url", "http://b:8000", "--max-running", "4"]
+    with pytest.raises(SystemExit) as ended:
+        join.main([*arguments, flag, "1"])
+    assert ended.value.code == 2
+    says = f"error: {flag}: the server at --engine-url http://b:8000 has its own; leave that out here, and start the"
+    assert says in capsys.readouterr().err
+
+
+def test_a_job_that_is_killed_is_said_to_leave_its_secret(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="when engines may join, and removes it when it ends in order; give"):
+        read_secret(tmp_path / "secret")
+    page = Path(__file__).parents[2] / "docs" / "service.md"
+    assert "One that is killed, or stops at once because a rank is gone or a grader failed, leaves" in page.read_text()
+
+
 def test_it_is_said_before_torch_is_imported(tmp_path) -> None:
     arguments = ["--join", "machine:1", "--secret-file", str(secret_file(tmp_path, "no secret", 0o600))]
     program = f"import sys\nfrom mindspeed_rl_plugin.generators import join\njoin.main({arguments})\n"

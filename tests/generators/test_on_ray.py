@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import subprocess
+import sys
 
 import pytest
 
 from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.generators.guests import check_ray
 from mindspeed_rl_plugin.generators.join import LEFT
-from mindspeed_rl_plugin.generators.on_ray import FAILURES, GOOD_SECONDS, Watch, command
+from mindspeed_rl_plugin.generators.on_ray import FAILURES, GOOD_SECONDS, SAY_SECONDS, Watch, command
+from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
 
 
 @pytest.mark.parametrize(
@@ -40,29 +45,35 @@ def test_an_engine_of_several_ranks_has_a_launcher():
 
 
 class Cluster:
-    """Tasks that end as they are told, by a virtual clock. ends: engine -> (seconds, status) of each of its tasks."""
+    """Tasks that end as they are told, by a virtual clock. ends: engine -> (seconds, status) of each of its tasks, once
+    it has a place; waits: seconds until a task has one."""
 
-    def __init__(self, **ends: list[tuple[float, int]]) -> None:
-        self.now, self.ends = 0.0, {int(name[1:]): list(each) for name, each in ends.items()}
+    def __init__(self, waits: float = 0.0, **ends: list[tuple[float, int]]) -> None:
+        self.now, self.waits, self.ends = 0.0, waits, {int(name[1:]): list(each) for name, each in ends.items()}
         self.running: dict[int, tuple[float, int]] = {}
         self.begun: list[tuple[float, int]] = []
         self.said: list[str] = []
-        self.tasks: dict[int, int] = {}
 
     def start(self, number: int) -> int:
         seconds, status = self.ends[number].pop(0)
         task = len(self.begun)
         self.begun.append((self.now, number))
-        self.running[task] = (self.now + seconds, status)
+        self.running[task] = (self.now + self.waits + seconds, status)
         return task
+
+    def placed(self, task: int) -> bool:
+        return self.now >= self.begun[task][0] + self.waits
 
     def done(self, tasks, seconds):
         self.now += seconds
         over = [task for task in tasks if self.running[task][0] <= self.now]
         return [(task, self.running.pop(task)[1], "killed") for task in over]
 
+    def free(self) -> str:
+        return f"asked at {self.now:g}"
+
     def watch(self, count: int) -> int:
-        return Watch(self.start, self.done, self.said.append, clock=lambda: self.now).run(count)
+        return Watch(self, self.said.append, clock=lambda: self.now).run(count)
 
 
 def test_one_that_ends_is_started_again_until_the_job_ends():
@@ -86,6 +97,70 @@ def test_one_that_goes_on_failing_is_given_up_and_good_hours_count():
     assert Cluster(e0=[(1, 1)] * FAILURES).watch(1) == 1
     worked = Cluster(e0=[(1, 1)] * (FAILURES - 1) + [(GOOD_SECONDS + 5, 1)] * 3 + [(1, 0)])
     assert worked.watch(1) == 0 and len(worked.begun) == FAILURES + 3
+
+
+def test_which_engines_wait_for_a_place_is_said_each_minute_and_what_they_need():
+    cluster = Cluster(waits=3 * SAY_SECONDS - 10, e0=[(50, 0)], e1=[(50, 0)])
+    assert cluster.watch(2) == 0
+    assert cluster.said == [f"no place on Ray yet for engine 0, 1: asked at {SAY_SECONDS * n:g}" for n in (1, 2)]
+
+
+def test_waiting_for_a_place_is_no_work():
+    """One that waits for longer than good work takes, and fails at once when it has its place."""
+    assert Cluster(waits=GOOD_SECONDS + 5, e0=[(2, 1)] * FAILURES).watch(1) == 1
+    worked = Cluster(waits=GOOD_SECONDS + 5, e0=[(2, 1)] * (FAILURES - 1) + [(GOOD_SECONDS + 5, 1)] * 2 + [(1, 0)])
+    assert worked.watch(1) == 0
+
+
+HOLDER = """
+import sys, time, ray
+
+@ray.remote(num_cpus=2)
+def hold():
+    time.sleep(1000)
+
+ray.init(address=sys.argv[1], logging_level="ERROR")
+held = hold.remote()
+while "CPU" in ray.available_resources():
+    time.sleep(0.1)
+print("[rl] held", flush=True)
+time.sleep(1000)
+"""
+IMPATIENT = """
+import sys
+from mindspeed_rl_plugin.generators import on_ray
+
+on_ray.SAY_SECONDS = 2.0
+sys.exit(on_ray.main(sys.argv[1:]))
+"""
+
+
+def said_by(process: subprocess.Popen) -> str:
+    return next(line.strip() for line in process.stdout if line.startswith("[rl]"))
+
+
+@pytest.mark.slow
+def test_engines_wait_for_devices_that_another_job_uses(ray_cluster, monkeypatch, tmp_path):
+    """And run when it has ended; here there is no job that they could join."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+    write_secret(tmp_path / "secret", bytes(SECRET_BYTES))
+    wanted = ["--engines", "2", "--device", "cpu", "--join", "127.0.0.1:1", "--secret-file", tmp_path / "secret"]
+    python = functools.partial(subprocess.Popen, stdout=subprocess.PIPE, text=True)
+    with contextlib.ExitStack() as ends:
+        holder = python([sys.executable, "-c", HOLDER, ray_cluster])
+        ends.callback(holder.kill)
+        assert said_by(holder) == "[rl] held"
+        engines = python([sys.executable, "-c", IMPATIENT, *wanted])
+        ends.callback(engines.terminate)
+        assert said_by(engines).startswith(
+            "[rl] no place on Ray yet for engine 0, 1: each needs 1 CPU of one node, and 0 of the cluster's 2 are free;"
+        )
+        holder.kill()
+        while (line := said_by(engines)).startswith("[rl] no place"):
+            pass
+        assert "on Ray ended with 1: [rl] generate: no job answers at 127.0.0.1:1" in line
+        engines.terminate()
+        engines.wait(60)
 
 
 @pytest.mark.slow

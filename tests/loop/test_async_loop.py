@@ -14,6 +14,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
+from last_parts import LAST_PART, check_log_probs, dumped
 
 from mindspeed_rl_plugin.client import Client
 from mindspeed_rl_plugin.dock.places import DONE
@@ -97,7 +98,7 @@ def test_engines_of_other_sizes_agree_with_the_trainers(job, nothing_left, moe_m
 
 
 @pytest.mark.slow
-def test_an_evaluation_has_one_version_and_does_not_stop_training(job, arithmetic, nothing_left) -> None:
+def test_an_evaluation_has_one_version(job, arithmetic, nothing_left) -> None:
     """Accuracies are those of a synchronous run: greedy answers of the same weights."""
     data = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "2", "--rl-eval-pass-k", "2")
     common = ("--train-iters", "4", "--rl-correction", "truncate", *data)
@@ -107,6 +108,35 @@ def test_an_evaluation_has_one_version_and_does_not_stop_training(job, arithmeti
     assert [[e[n] for n in names] for e in apart.evaluations] == [[e[n] for n in names] for e in alone.evaluations]
     assert [e["iteration"] for e in apart.evaluations] == [0, 2, 4]
     nothing_left()
+
+
+SLOW_TO_GRADE = """
+import time
+
+def grade(response, answer):
+    if answer == "late":
+        time.sleep(10)
+    return len(response) % 3
+"""
+
+
+@pytest.mark.slow
+def test_training_and_checkpoints_do_not_wait_for_an_evaluation(job, tmp_path) -> None:
+    """A run that ends before an evaluation is over begins it anew after a resume."""
+    (tmp_path / "slow.py").write_text(SLOW_TO_GRADE)
+    (tmp_path / "late.jsonl").write_text('{"prompt": "1+1=", "answer": "late"}\n' * 4)
+    late = ("--rl-eval-data", f"{tmp_path}/late.jsonl", "--rl-eval-every", "4", "--rl-reward-workers", "6")
+    flags = ("--train-iters", "8", "--save-interval", "4", *ASYNC, *late, "--rl-reward", f"{tmp_path}/slow.py:grade")
+    running = job(*flags, "--exit-interval", "4", ranks=2)
+    first = running.run()
+    (evaluation,) = first.evaluations
+    assert evaluation["iteration"] == 0, "that of iteration 4 was not over"
+    assert evaluation["time"] > first.metrics[0]["time"], "training went on meanwhile"
+    state, dock = read_state(str(running.save), 4)
+    assert state["loop"]["admission"]["overdue"] and all(epoch["number"] >= 0 for epoch in dock["epochs"])
+    at = running.extra.index("--exit-interval")
+    running.extra = running.extra[:at] + running.extra[at + 2 :]
+    assert [e["iteration"] for e in running.run().evaluations] == [0, 4, 8]
 
 
 # Every other group gets nothing, so that it teaches nothing.
@@ -389,45 +419,6 @@ def test_a_signal_saves_a_checkpoint_and_ends_all_ranks(job, nothing_left) -> No
     nothing_left()
 
 
-# The last part of each response: the weights that sampled it, and its first token.
-LAST_PART = """
-import torch
-from mindspeed_rl_plugin.dock import ColumnSpec
-from tensordict import TensorDict
-
-class LastPart:
-    reads = ("segments",)
-    writes = tuple(ColumnSpec(name, torch.int64, "sample", ragged=False) for name in ("last_first", "last_version"))
-
-    def compute(self, rows):
-        first, version = torch.stack([parts[-1] for parts in rows["segments"].unbind()]).T
-        return TensorDict({"last_first": first, "last_version": version}, batch_size=rows.batch_size)
-"""
-
-
-def dumped(job) -> list[dict]:
-    """All rows that were trained, by their ids."""
-    rows = [row for file in (job.save / "dump").glob("*.parquet") for row in pq.read_table(file).to_pylist()]
-    return sorted(rows, key=lambda row: (row["epoch"], row["group"], row["member"]))
-
-
-def check_log_probs(rows: list[dict], inflight: str) -> None:
-    """Where the newest weights sampled the last part of a response, its log-probs are the trainer's: to the last digits
-    where the tokens before it went through these weights too."""
-    worst = {False: [], True: []}  # of several parts
-    for row in rows:
-        if row["last_version"] == row["iteration"] - 1:
-            first = row["last_first"] - len(row["prompt_tokens"])
-            pairs = zip(row["logp_rollout"][first:], row["logp_old"][first:], strict=True)
-            worst[first > 0].append(max(abs(a - b) for a, b in pairs))
-    assert worst[False] and max(worst[False]) < AGREEMENT
-    assert bool(worst[True]) == (inflight != "drain")
-    if inflight == "recompute":
-        assert max(worst[True]) < AGREEMENT
-    if inflight == "keep":
-        assert max(worst[True]) > AGREEMENT, "keys and values of older weights make a difference"
-
-
 def check_longest_first(rows: list[dict], staleness: int) -> None:
     """All rollouts have the same prompts; those go first whose responses were long in the rollout that was the last one
     trained when this one was admitted."""
@@ -446,10 +437,9 @@ def check_longest_first(rows: list[dict], staleness: int) -> None:
 def test_new_weights_come_while_responses_are_in_the_making(job, joined, tmp_path, inflight: str) -> None:
     """Where responses go on under newer weights, some have several segments. What a run tells of itself."""
     flags = ("--rl-generators", "0", "--rl-inflight", inflight, "--rl-max-staleness", "2")
-    (tmp_path / "parts.py").write_text(LAST_PART)
     prompts = [{"prompt": f"{number}*2=", "answer": ""} for number in (7, 77, 777, 77777)]  # of 4, 5, 6 and 8 tokens
     (tmp_path / "four.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    flags += ("--rl-stage", f"{tmp_path}/parts.py:LastPart", "--rl-prompt-data", f"{tmp_path}/four.jsonl")
+    flags += (*LAST_PART, "--rl-prompt-data", f"{tmp_path}/four.jsonl")
     running = job(
         "--train-iters", "8", "--rl-max-response-length", "16", "--rl-max-running", "7", *ASYNC, *flags, ranks=1
     ).dumping()

@@ -1,10 +1,14 @@
 """How old the tokens of a rollout are, counted over a real dock; what is older than the bound ends the run. And who
 generates apart, as the job's log says it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.dock import make_docks
+from mindspeed_rl_plugin.loop import build_async
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.lags import Engines, lags
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
@@ -39,7 +43,7 @@ def test_lags_count_publications_and_no_response_may_exceed_the_bound():
 
 def test_who_joins_and_who_leaves_is_said_once(capsys) -> None:
     here: dict[str, dict[str, float]] = {}
-    engines = Engines(lambda: here)
+    engines = Engines(lambda: here, 90.0)
 
     def said() -> list[str]:
         engines.look()
@@ -54,14 +58,32 @@ def test_who_joins_and_who_leaves_is_said_once(capsys) -> None:
     left = "[rl] engine left: generator rank 1; unfinished rows are given out again; engines at work: 1"
     assert said() == [left]
     here.clear()
-    assert said()[0].endswith("; engines at work: 0: the job waits for one to join")
+    waits = "the job waits for one to join, at most 90 s (--rl-wait-timeout)"
+    assert said()[0].endswith(f"; engines at work: 0: {waits}")
     here |= {ONE: {}, TWO: {}}
     assert said()[0].startswith("[rl] engines joined: generator rank 1, joined engine, process 7 on b; ")
 
 
+@pytest.mark.parametrize(("generators", "has_some"), [("0", False), ("2", True), ("ray:1", True)])
+def test_a_job_without_engines_says_how_long_it_waits_for_one(capsys, generators: str, has_some: bool) -> None:
+    exchange = SimpleNamespace(invite=lambda secret_file, host, about: "here:1")
+    job = SimpleNamespace(
+        monitor=SimpleNamespace(run_dir="/run"),
+        dock=SimpleNamespace(exchange=exchange),
+        ranks=SimpleNamespace(deadline=90.0),
+        topology=SimpleNamespace(leader=False),
+    )
+    who = Generators.parse(generators)
+    schedule = SimpleNamespace(generator_ranks=who.ranks, who_generates=who, engine_url=())
+    assert build_async._invite(job, {}, schedule, strict=False) is None
+    first, *more = capsys.readouterr().out.splitlines()
+    assert first.startswith("[rl] engines may join: ") == has_some and "--join here:1 --secret-file /run/sec" in first
+    assert more == ([] if has_some else ["[rl] the job waits for an engine at most 90 s (--rl-wait-timeout)"])
+
+
 def test_their_number_is_there_in_each_rollout_and_shares_where_they_have_reported(capsys) -> None:
     here: dict[str, dict[str, float]] = {}
-    engines = Engines(lambda: here)
+    engines = Engines(lambda: here, 90.0)
     assert engines.metrics() == {"engines": 0.0}
     here[ONE] = {"seconds": 4.0, "back-pressure": 1.0, "tokens": 40.0, "responses": 4.0}
     here[TWO] = {}
@@ -77,3 +99,20 @@ def test_their_number_is_there_in_each_rollout_and_shares_where_they_have_report
     assert engines.metrics()["engines/tokens_per_second"] == 10.0, "the time since the last report counts"
     del here[TWO]
     assert engines.metrics() == {"engines": 1.0} and "engine left: joined engine, process 7" in capsys.readouterr().out
+
+
+def test_who_hangs_is_named_once_and_in_the_error(capsys) -> None:
+    here, now = {ONE: {"seconds": 1.0}, TWO: {"seconds": 1.0}}, [0.0]
+    engines = Engines(lambda: here, 90.0, lambda: now[0])
+    engines.look()
+    for second in range(200):
+        now[0] = float(second)
+        here[ONE] = {"seconds": float(second)}
+        engines.look()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no report" in line]
+    (line,) = lines
+    assert line.startswith("[rl] warning: no report for 60 s from joined engine, process 7 on b. If it hangs, end it")
+    assert engines.text() == "engines at work: 2, of which silent: joined engine, process 7 on b"
+    here[TWO] = {"seconds": 2.0}
+    engines.look()
+    assert engines.text() == "engines at work: 2"

@@ -299,6 +299,27 @@ def test_offers_wait_for_room_and_a_checkpoint_keeps_them(stream) -> None:
         shorter.load(state)
 
 
+def test_offers_that_come_while_a_checkpoint_is_read_are_behind_its_own(stream) -> None:
+    data = stream({"a.jsonl": lines(*ROWS)})
+    before = Offers(data, checked, rollout=1)
+    assert offer(before, *ROWS[:4]) == [-1, -2, -3, -4] and len(before.take(1)) == 1
+    resumed, numbers = Offers(data, checked, rollout=1, resumes=True), []
+    with pytest.raises(TimeoutError, match=r"still reading its checkpoint, whose prompts come first, after 0\.01 s"):
+        offer(resumed, ROWS[5], seconds=0.01)
+    early = threading.Thread(target=lambda: numbers.extend(offer(resumed, *ROWS[4:6], seconds=20)))
+    early.start()
+    time.sleep(0.1)
+    resumed.load(json.loads(json.dumps(before.state())))
+    assert [(p.row, p.text) for p in resumed.take(2)] == [(-2, "p1"), (-3, "p2")]
+    early.join()
+    assert numbers == [-5, -6] and [p.row for p in resumed.take(9)] == [-4, -5, -6]
+
+
+def test_a_run_whose_checkpoint_holds_no_offers_takes_them_from_its_first_publication_on(stream) -> None:
+    offers = Offers(stream({"a.jsonl": lines(*ROWS)}), checked, rollout=1, resumes=True)
+    assert offers.take(1) == [] and offer(offers, ROWS[0]) == [-1]
+
+
 def test_tokenizer_forms_and_errors(tokenizer, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "saved")
     assert load_tokenizer(str(tmp_path / "saved")).encode("ab") == tokenizer.encode("ab")

@@ -71,7 +71,7 @@ class AsyncSchedule(RolloutSchedule):
         self._evaluated = -1  # the last version of which one began
         self._saving = False  # whether a checkpoint is being written
         self._longest = LongestFirst(job.plan.sizes.global_batch // job.plan.sizes.members)
-        self._engines = Engines(job.dock.exchange.reports)
+        self._engines = Engines(job.dock.exchange.reports, job.ranks.deadline)
         self._wait = GradeWait(job.ranks, stages.reward, self.grader, self._look_at_engines, self._engines.text)
         self._collected = time.monotonic()  # when the last rollout was ready
         self._starved = 0.0  # seconds since then without rows to train on
@@ -105,19 +105,21 @@ class AsyncSchedule(RolloutSchedule):
             self._finish_evaluation()
 
     def settle(self) -> None:
-        """A checkpoint follows, without the evaluation that is under way. Where it is to be whole all that is admitted
-        is sampled and graded first; under a strict order there would be no weights after a resume to sample the rest
-        with. What a resume in the middle of a rollout finds not sampled stays so until that is used up, when engines
-        get weights."""
+        """A checkpoint follows. An evaluation that is under way goes on, and begins anew after a resume. Where the
+        checkpoint is to be whole, that ends first, and all that is admitted is sampled and graded; under a strict order
+        there would be no weights after a resume to sample the rest with. What a resume in the middle of a rollout finds
+        not sampled stays so until that is used up, when engines get weights."""
         self._saving = True
-        self._finish_evaluation()
+        if self.whole:
+            self._finish_evaluation()
         if self.whole and self._versions:
             for epoch, groups in self.job.plan.queue:
                 self._wait.until_graded(self.job.plan.ids(of_epoch(epoch, groups)))
 
     def state(self) -> dict[str, Any]:
         """The counts of admission, and prompts that were offered and not admitted."""
-        admission = {**self.admission.state(), "strict": self.strict, "overdue": self._overdue}
+        overdue = self._overdue or self._evaluating
+        admission = {**self.admission.state(), "strict": self.strict, "overdue": overdue}
         return {"admission": admission, "offers": self.offers.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -229,15 +231,20 @@ class AsyncSchedule(RolloutSchedule):
             self.guests.check()
         self._engines.look()
 
+    @property
+    def _evaluating(self) -> bool:
+        """Whether an evaluation is under way."""
+        return self.evaluation is not None and self.evaluation.version >= 0
+
     def _look_at_evaluation(self) -> None:
         """Log an evaluation whose responses are all graded by now."""
-        if self.evaluation is None or self.evaluation.version < 0:
+        if not self._evaluating:
             return
         if self.job.ranks.broadcast(self.job.topology.leader and not self._wait.ungraded(self.evaluation.ids)):
             self.evaluation.finish()
 
     def _finish_evaluation(self) -> None:
-        if self.evaluation is not None and self.evaluation.version >= 0:
+        if self._evaluating:
             with self.job.monitor.stage("evaluate"):
                 self._wait.until_graded(self.evaluation.ids)
                 self.evaluation.finish()

@@ -3,6 +3,7 @@ engines apart did."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,30 +13,57 @@ from mindspeed_rl_plugin.dock.gate import called
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
+SILENT_SECONDS = 60.0  # an engine reports twice a second, but not within a step
+
 
 class Engines:
     """Who generates apart, and what they have done since the last rollout. reports: by name of each that is at work,
-    what it has counted since it joined."""
+    what it has counted since it joined; deadline: seconds that the job waits for one; clock: seconds."""
 
-    def __init__(self, reports: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        self._reports = reports
+    def __init__(
+        self,
+        reports: Callable[[], Mapping[str, Mapping[str, float]]],
+        deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._reports, self._deadline, self._clock = reports, deadline, clock
         self._here: list[str] = []
         self._before: dict[str, Mapping[str, float]] = {}
+        self._heard: dict[str, tuple[Mapping[str, float], float]] = {}  # the last report of each, and since when
+        self._silent: list[str] = []
 
     def text(self) -> str:
         """How many there are, for an error."""
-        return f"engines at work: {len(self._reports())}"
+        silent = f", of which silent: {listed(map(called, self._silent))}" if self._silent else ""
+        return f"engines at work: {len(self._reports())}{silent}"
 
     def look(self) -> None:
-        """Say who has joined and who has left since the last look."""
+        """Say who has joined, who has left, and who is silent since the last look."""
+        self._listen()
         before, self._here = self._here, list(self._reports())
         came, went = ([n for n in a if n not in b] for a, b in ((self._here, before), (before, self._here)))
         if came:
             say(f"engine{'s' * (len(came) > 1)} joined: {listed(map(called, came))}; {self.text()}")
         if went:
-            waits = "" if self._here else ": the job waits for one to join"
+            text = f": the job waits for one to join, at most {self._deadline:g} s (--rl-wait-timeout)"
+            waits = "" if self._here else text
             gone = f"engine{'s' * (len(went) > 1)} left: {listed(map(called, went))}"
             say(f"{gone}; unfinished rows are given out again; {self.text()}{waits}")
+
+    def _listen(self) -> None:
+        """One that hangs holds its rows as long as its connection does: nobody but the user can tell that it will not
+        come back."""
+        now, reports = self._clock(), dict(self._reports())
+        for name, counts in reports.items():
+            if name not in self._heard or self._heard[name][0] != counts:
+                self._heard[name] = counts, now
+        self._heard = {name: heard for name, heard in self._heard.items() if name in reports}
+        before, self._silent = self._silent, [n for n, (_, at) in self._heard.items() if now - at > SILENT_SECONDS]
+        if new := [name for name in self._silent if name not in before]:
+            say(
+                f"warning: no report for {SILENT_SECONDS:g} s from {listed(map(called, new))}. If it hangs, end it: "
+                "its rows are given out again then"
+            )
 
     def metrics(self) -> dict[str, float]:
         """How many they are, and means over those that have reported since the last rollout, named as in

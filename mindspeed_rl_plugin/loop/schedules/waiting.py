@@ -50,7 +50,8 @@ class GradeWait:
         while (left := self.ungraded(ids)) and time.monotonic() < end:
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS[1])
-        if left and self._stall.seen(left):
+        # Any row that is graded is progress: engines may be busy with an evaluation, whose rows they take first.
+        if left and self._stall.seen((left, self.stage.dock.remaining(self.stage.spec.name))):
             raise TimeoutError(
                 f"{left} of {len(ids)} responses (first: {tuple(ids[0].tolist())}) are not graded, and none was for "
                 f"{self.ranks.deadline:g} s (--rl-wait-timeout); {self._who()}"
