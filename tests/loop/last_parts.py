@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import torch
 from tensordict import TensorDict
 
-from mindspeed_rl_plugin.rows import ColumnSpec
+from mindspeed_rl_plugin.dock import ColumnSpec
 
 AGREEMENT = 2e-5  # nats, fp32
 LAST_PART = ("--rl-stage", f"{__file__}:LastPart")
