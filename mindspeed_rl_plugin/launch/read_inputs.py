@@ -157,6 +157,11 @@ def _started(setup: EpisodeSetup, tokenizer: Any) -> Environments:
     environments = setup.environments()
     try:
         setup.format(tokenizer, environments)
+        if environments.tools and setup.flags.max_turns == 1:
+            raise ValueError(
+                f"--rl-max-turns 1 with tools ({', '.join(tool_names(environments))}): the model would never see a "
+                "result; give 2 or more"
+            )
         if environments.tools:
             make_parser(setup.flags.tool_parser, tokenizer)
     except ValueError:

@@ -42,6 +42,16 @@ BAD = {
         TEMPLATE,
         f"--rl-environment {FILE}:Nothing: Nothing has neither tools (public methods) nor step; give it one of them",
     ),
+    "one turn with a class of tools": (
+        STEPS | {"--rl-environment": [f"{FILE}:Shop"], "--rl-max-turns": ["1"]},
+        TEMPLATE,
+        "--rl-max-turns 1 with tools (buy, fail): the model would never see a result; give 2 or more",
+    ),
+    "a parser that is none": (
+        {"--rl-tools": [f"{FILE}:multiply"], "--rl-tool-parser": [f"{FILE}:multiply"]},
+        TEMPLATE,
+        f"--rl-tool-parser {FILE}:multiply: it returned '' of type str, not a list",
+    ),
     "a template without room for tools": (
         {"--rl-tools": [f"{FILE}:multiply"]},
         IGNORES_TOOLS,
