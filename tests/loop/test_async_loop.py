@@ -126,6 +126,7 @@ def test_training_and_checkpoints_do_not_wait_for_an_evaluation(job, tmp_path) -
     (tmp_path / "slow.py").write_text(SLOW_TO_GRADE)
     (tmp_path / "late.jsonl").write_text('{"prompt": "1+1=", "answer": "late"}\n' * 4)
     late = ("--rl-eval-data", f"{tmp_path}/late.jsonl", "--rl-eval-every", "4", "--rl-reward-workers", "6")
+    late += ("--rl-reward-timeout", "60")
     flags = ("--train-iters", "8", "--save-interval", "4", *ASYNC, *late, "--rl-reward", f"{tmp_path}/slow.py:grade")
     running = job(*flags, "--exit-interval", "4", ranks=2)
     first = running.run()
