@@ -50,11 +50,12 @@ def leased():
 
 def slow():
     """Each step of the engine takes longer than bringing weights, so that some response is always in the making. A
-    response has at most twice as many tokens as its prompt."""
+    response, or a turn, has at most twice as many tokens as its prompt."""
     step, submit = VllmEngine._step, VllmEngine.submit
 
     def cut(request):
-        return replace(request, sampling=replace(request.sampling, max_tokens=2 * len(request.prompt_tokens)))
+        most = min(request.sampling.max_tokens, 2 * len(request.prompt_tokens))
+        return replace(request, sampling=replace(request.sampling, max_tokens=most))
 
     VllmEngine._step = lambda self: time.sleep(0.03) or step(self)
     VllmEngine.submit = lambda self, requests: submit(self, [cut(request) for request in requests])
