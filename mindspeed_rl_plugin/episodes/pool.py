@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
@@ -88,6 +89,7 @@ class EnvironmentPool:
         self.begins = environment is not None
         self.check_fields = functools.partial(_check_fields, environment, offer.fields)
         try:
+            self._try_parser()
             self.tools: Sequence[Mapping[str, Any]] = self._describe() if offer.tools or offer.methods else ()
         except BaseException:
             self.close()
@@ -193,6 +195,22 @@ class EnvironmentPool:
                 worker.close()
             raise
         return workers[0].loaded, workers
+
+    def _try_parser(self) -> None:
+        """On an empty turn. Raises EpisodeError where it goes wrong already there."""
+        if self._parser is not None:
+            self._dispatcher.put(Call(("parse", ""), self))
+            while not (made := [*self._dispatcher.take()]):
+                self._dispatcher.give()
+                self._dispatcher.wait(math.inf)
+            ((_, result),) = made
+            if isinstance(result, Lost) or result.error is not None:
+                raise self._parser_error(result, "the empty turn, on which it is tried")
+
+    def _parser_error(self, result: Answer | Lost, where: str) -> EpisodeError:
+        assert self._parser is not None
+        why = _readable(result.why if isinstance(result, Lost) else result.error)
+        return EpisodeError(f"--rl-tool-parser {self._parser.given} {why}\n  on {where}")
 
     def _describe(self) -> Sequence[Mapping[str, Any]]:
         """The schemas of the tools, from a process that may import what that takes, and ends then."""
@@ -304,10 +322,7 @@ class EnvironmentPool:
     def _parsed(self, opened: OpenEpisode, text: str, result: Answer | Lost) -> None:
         """What a user's parser has found in a turn. The run stops where it went wrong, which is not the model's."""
         if isinstance(result, Lost) or result.error is not None:
-            assert self._parser is not None
-            why = _readable(result.why if isinstance(result, Lost) else result.error)
-            where = f"on the turn {text!r:.300} of {place(opened.id)}"
-            self._error = EpisodeError(f"--rl-tool-parser {self._parser.given} {why}\n  {where}")
+            self._error = self._parser_error(result, f"the turn {text!r:.300} of {place(opened.id)}")
             return
         found = [UNREAD if call is None else ToolCall(*call) for call in json.loads(result.texts[0])]
         assert opened.turn is not None and isinstance(opened.turn.attempts, Unread)

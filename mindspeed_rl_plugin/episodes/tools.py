@@ -79,18 +79,9 @@ def load_environment(file: str, name: str) -> type:
     return made
 
 
-def load_parser(file: str, name: str) -> Callable[[str], Any]:
-    """A function that finds the calls in a turn: from its text, special tokens included, to an entry for each, a
-    dictionary with name and arguments, or None for a call that cannot be read. Raises ValueError for one that finds no
-    list in an empty turn."""
-    function = load_function(file, name)
-    read_calls(function(""))
-    return function
-
-
 def read_calls(found: Any) -> str:
-    """JSON of what a parser found: [name, arguments] of each call, null for one that cannot be read. Raises ValueError
-    for what is no list of calls."""
+    """JSON of what a user's parser found: [name, arguments] of each call, null for one that cannot be read. found: an
+    entry for each, a dictionary with name and arguments, or None. Raises ValueError for what is no list of calls."""
     if not isinstance(found, (list, tuple)):
         raise ValueError(f"it returned {found!r:.80} of type {type(found).__name__}, not a list")
     calls = []

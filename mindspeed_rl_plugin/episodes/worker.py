@@ -22,7 +22,6 @@ from mindspeed_rl_plugin.episodes.openenv import environment_at
 from mindspeed_rl_plugin.episodes.tools import (
     Returned,
     load_environment,
-    load_parser,
     load_tool,
     methods,
     offer_of,
@@ -32,7 +31,7 @@ from mindspeed_rl_plugin.episodes.tools import (
     reset_arguments,
     schema_of,
 )
-from mindspeed_rl_plugin.reward.calling import number
+from mindspeed_rl_plugin.reward.calling import load_function, number
 from mindspeed_rl_plugin.workers.child import Parent, describe, outcome, why_not_loaded
 from mindspeed_rl_plugin.workers.keeper import keep
 
@@ -202,7 +201,7 @@ async def _within(value: Awaitable[Any], seconds: float) -> Any:
 def _load(flag: str, source: Source) -> Any:
     if source.given.startswith(OPENENV):
         return environment_at(source.given)
-    load = {"--rl-tools": load_tool, "--rl-environment": load_environment, "--rl-tool-parser": load_parser}[flag]
+    load = {"--rl-tools": load_tool, "--rl-environment": load_environment, "--rl-tool-parser": load_function}[flag]
     return load(source.file, source.name)
 
 

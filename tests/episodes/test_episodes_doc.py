@@ -14,9 +14,10 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.parser import add_flags
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import Reply, ToolCall, Turn
-from mindspeed_rl_plugin.episodes.tools import load_parser, read_calls
+from mindspeed_rl_plugin.episodes.tools import read_calls
 from mindspeed_rl_plugin.launch.episode_checks import problems
 from mindspeed_rl_plugin.reward import GradeItem, RewardPool
+from mindspeed_rl_plugin.reward.calling import load_function
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.tools import tasks
 
@@ -101,7 +102,7 @@ def test_the_line_for_openenv() -> None:
 
 
 def test_the_parser(shown) -> None:
-    found = load_parser(f"{shown}/parser.py", "calls")("well, CALL multiply(6, 7)")
+    found = load_function(f"{shown}/parser.py", "calls")("well, CALL multiply(6, 7)")
     assert json.loads(read_calls(found)) == [["multiply", {"a": 6, "b": 7}]]
 
 

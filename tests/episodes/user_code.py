@@ -49,6 +49,11 @@ def parser_that_raises(text):
     return [][0]
 
 
+def parser_that_hangs(text):
+    while True:
+        pass
+
+
 def parser_that_goes_wrong(text):
     """Later."""
     return PARSED[text]() if text else []

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "runs" / "episodes"
-SEED, ITERATIONS = "4711", "24"  # beyond the warm-up; folders of its own under runs/, so that no run of the user is replaced
+SEED, ITERATIONS = "4711", "24"  # beyond the warm-up; folders of its own in runs/: no run of the user is replaced
 TURNS = {"calculator": 1.0, "control": None, "guess": 1.5}  # least of an episode
 
 

@@ -50,7 +50,7 @@ BAD = {
     "a parser that is none": (
         {"--rl-tools": [f"{FILE}:multiply"], "--rl-tool-parser": [f"{FILE}:multiply"]},
         TEMPLATE,
-        f"--rl-tool-parser {FILE}:multiply: it returned '' of type str, not a list",
+        f"--rl-tool-parser {FILE}:multiply returned '' of type str, not a list",
     ),
     "a template without room for tools": (
         {"--rl-tools": [f"{FILE}:multiply"]},
