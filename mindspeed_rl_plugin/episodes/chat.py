@@ -239,7 +239,7 @@ def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Seq
     mend = "give a tokenizer whose template fits"
     mend += ", or --rl-environment with `step` in place of tools" if tools else ", or --rl-observation raw"
     if not tokenizer.chat_template:
-        raise ValueError(f"{where} is absent; {mend}")
+        raise ValueError(f"{where} is absent; give a tokenizer that has one, or --rl-observation raw")
     try:
         return ChatFormat(tokenizer, tools)
     except TEMPLATE_ERRORS as error:

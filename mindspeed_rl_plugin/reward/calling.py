@@ -121,7 +121,11 @@ def load_function(file: str, function: str) -> Callable[..., Any]:
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
     member = getattr(module, function, None)
-    if not callable(member):
+    if member is not None and not callable(member):
+        raise ValueError(
+            f"{function!r} of {file} is {member!r:.40} of type {type(member).__name__}, no function or class"
+        )
+    if member is None:
         own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
         raise ValueError(f"{file} has no {function!r}; it has {', '.join(n for n in own if n[0] != '_') or 'nothing'}")
     return member

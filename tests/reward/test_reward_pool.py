@@ -354,7 +354,7 @@ BAD = [
     (["regex"], {"regex": "("}, r"--rl-reward-regex '\(' is no regular expression"),
     (["/nowhere/f.py:g"], {}, "there is no file '/nowhere/f.py'"),
     ([own("nope")], {}, r"loaded: /\S*py has no 'nope'; it has .*length"),
-    ([own("NOT_CALLABLE")], {}, "has no 'NOT_CALLABLE'"),
+    ([own("NOT_CALLABLE")], {}, "'NOT_CALLABLE' of /.* is .* of type .*, no function"),
     ([str(FILE)], {}, "reward '.*graders_for_tests.py' names no function: give .*py:NAME; it has .*length"),
     ([own("a b")], {}, "'a b' is no name of a function"),
     ([own("positional_only")], {}, "none may be positional-only"),
