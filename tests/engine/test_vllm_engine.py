@@ -79,7 +79,7 @@ def test_new_weights_in_flight_begin_a_segment(engine, fake_vllm, request_of) ->
 
 def test_no_prefix_serves_an_engine_that_goes_back_to_a_version(engine, fake_vllm, request_of) -> None:
     """What was in flight meanwhile has filled blocks by the weights between."""
-    fake_vllm.script = {"0-0-0": ([7] * 9, "length")}
+    fake_vllm.script = {f"0-{group}-0": ([7] * 9, "length") for group in range(3)}
     for group, version in enumerate((5, 6, 5)):
         if group:
             engine.update_weights(version, in_flight=True)

@@ -46,7 +46,7 @@ def test_a_schema_has_hints_docstring_and_the_name_of_the_flag() -> None:
         ("keywords", r"keywords takes \*\*a; "),
         ("positional", "positional takes a, /; "),
         ("Count", "Count is a class; give it to --rl-environment"),
-        ("not_callable", "has no 'not_callable'; it has .*multiply"),
+        ("not_callable", "'not_callable' of .* is 3 of type int, no function"),
     ],
 )
 def test_a_function_that_is_no_tool_is_refused(name: str, message: str) -> None:
