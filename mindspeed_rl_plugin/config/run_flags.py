@@ -222,8 +222,8 @@ class MonitorConfig:
     wait_timeout: float = flag(
         1800.0,
         "deadline of every wait for another rank, its stage included, and for the engine's next response; nine tenths "
-        "of it for all grading on one rank (streamed: of what it took at once), and for loading its graders. "
-        "Collectives inside Megatron's forward and backward have --distributed-timeout-minutes",
+        "of it for all grading on one rank (streamed: of what it took at once), and for loading its graders, tools and "
+        "environments. Collectives inside Megatron's forward and backward have --distributed-timeout-minutes",
         unit="seconds",
         above=0,
         pairs=True,

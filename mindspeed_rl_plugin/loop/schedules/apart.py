@@ -112,8 +112,7 @@ class AsyncSchedule(RolloutSchedule):
         self._saving = True
         if self.whole:
             self._finish_evaluation()
-        if self.whole and self._versions:
-            for epoch, groups in self.job.plan.queue:
+            for epoch, groups in self.job.plan.queue if self._versions else ():
                 self._wait.until_graded(self.job.plan.ids(of_epoch(epoch, groups)))
 
     def state(self) -> dict[str, Any]:
