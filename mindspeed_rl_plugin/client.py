@@ -196,7 +196,8 @@ class Client:
 
     def report(self, counts: Mapping[str, float]) -> None:
         """What this engine has counted since it joined, for the job's metrics: "seconds", of them "back-pressure" (it
-        had no prompts) and "version" (it waited for weights), "responses" and "tokens"."""
+        had no prompts) and "version" (it waited for weights), "responses" and "tokens". One that has reported seconds
+        and is silent for half of --rl-wait-timeout is taken to hang: its rows are given out again."""
         self._reported = True
         self.dock.exchange.report(counts)
 

@@ -29,6 +29,8 @@ SPANS = 20_000  # of processes outside of the job that are kept until they are t
 AFTER, MEMORY, NEWS, TOLD = "(records)", "(memory)", "(news)", "(told)"
 ANY = " (any rows)"  # behind a state: whatever is ready there
 Answer = tuple[m.Message, Sequence[Any]]  # and its bulk
+# Takes rows as JSON, waits for room so many seconds, unless the asker is gone; their numbers.
+Offers = Callable[[Sequence[str], float, Callable[[], bool] | None], list[int]]
 
 
 class Core:
@@ -51,7 +53,7 @@ class Core:
         self.spans: deque[tuple[str, str, float, float]] = deque(maxlen=SPANS)  # of these, until they are taken
         self.clock = time.monotonic
         self.versions: Versions | None = None
-        self.offers: Callable[[Sequence[str], float], list[int]] | None = None  # takes rows, or waits for room
+        self.offers: Offers | None = None
         self.served = {"messages": 0, "bytes": 0}
         self.refused = {"stranger": 0, "malformed": 0}
         self._lock = threading.RLock()
@@ -63,11 +65,11 @@ class Core:
         """The answer to a request and its bulk, once there is one. ended: whether the asker is gone; None: it is this
         process itself, to which a mistake in the code is no malformed message."""
         if isinstance(message, (m.Seek, m.Take, m.Which, m.Offer)):  # it waits by itself, and touches nothing of here
-            return self._serve(peer, message, bulk, 0.0, ended is None)
+            return self._serve(peer, message, bulk, 0.0, ended)
         begin, clock, waited = self.clock(), self.clock, 0.0  # 0 says that it is served for the first time
         with self._lock:
             while True:
-                answer = self._serve(peer, message, bulk, waited, ended is None)
+                answer = self._serve(peer, message, bulk, waited, ended)
                 if not isinstance(answer, str):
                     return answer
                 left = getattr(message, "deadline", 0.0) - waited
@@ -76,9 +78,12 @@ class Core:
                 if ended is not None and ended():
                     raise EOFError("the asker is gone")
 
-    def _serve(self, peer: str, message: m.Message, bulk: np.ndarray | None, waited: float, own: bool) -> Answer | str:
+    def _serve(
+        self, peer: str, message: m.Message, bulk: np.ndarray | None, waited: float, ended: Callable[[], bool] | None
+    ) -> Answer | str:
         """The answer, an error too; or what to wait for before it is served again, with the seconds that it has waited
         then: a state, `AFTER`, `MEMORY`, `NEWS` or `TOLD`."""
+        own = ended is None
         self.served["messages"] += not waited
         serve = getattr(self, f"_on_{type(message).__name__.lower()}", None)
         try:
@@ -88,7 +93,7 @@ class Core:
                 self.gate.check(message, bulk, self.warehouse)
             if isinstance(message, m.Query) and self._behind(message, waited):
                 return AFTER
-            answer = serve(peer, message, bulk, waited)
+            answer = serve(peer, message, bulk, waited, ended)
             return answer if isinstance(answer, (str, tuple)) else (answer, ())
         except (FrameError, *MALFORMED) as error:
             if own:
@@ -102,9 +107,8 @@ class Core:
         """A process outside of the job has ended: its leases are given out again."""
         with self._lock:
             self.reports.pop(peer, None)
-            for state, controller in self.controllers.items():
-                if controller.end(lambda held: held.holder == peer):
-                    self._wake(state)
+            for state in self.controllers:
+                self._reclaim(state, peer)
 
     def announce(self, version: int) -> None:
         """New weights, for processes outside of the job."""
@@ -126,7 +130,7 @@ class Core:
             self.records.append(line)
             self._wake(TOLD)
 
-    def _on_follow(self, peer: str, follow: m.Follow, bulk: object, waited: float) -> m.Message | str:
+    def _on_follow(self, peer: str, follow: m.Follow, bulk: object, waited: float, *_: object) -> m.Message | str:
         if self.told <= follow.after and waited < follow.deadline:
             return TOLD
         first = self.told - len(self.records)
@@ -138,17 +142,19 @@ class Core:
             self.spans.extend((peer, *span) for span in report.spans)
         return m.Ok()
 
-    def _on_offer(self, peer: str, offer: m.Offer, *_: object) -> m.Message:
+    def _on_offer(
+        self, peer: str, offer: m.Offer, bulk: object, waited: float, ended: Callable[[], bool] | None
+    ) -> m.Message:
         if self.offers is None:
             raise ValueError("offer: this job takes no prompts from processes outside of it")
-        return m.Offered(self.offers(offer.rows, offer.deadline))
+        return m.Offered(self.offers(offer.rows, offer.deadline, ended))
 
-    def _on_news(self, peer: str, news: m.News, bulk: object, waited: float) -> m.Message | str:
+    def _on_news(self, peer: str, news: m.News, bulk: object, waited: float, *_: object) -> m.Message | str:
         return NEWS if self.announced.number <= news.after and waited < news.deadline else self.announced
 
     # controllers
 
-    def _on_ask(self, peer: str, ask: m.Ask, bulk: object, waited: float) -> m.Message | str:
+    def _on_ask(self, peer: str, ask: m.Ask, bulk: object, waited: float, *_: object) -> m.Message | str:
         controller, now = self._current(ask.state), self.clock()
         expires = float("inf") if ask.seconds is None else now + ask.seconds
         grant = controller.take(ask, peer, expires)
@@ -174,13 +180,21 @@ class Core:
         self._wake(message.state)
         return m.Ok()
 
+    def _on_reclaim(self, peer: str, message: m.Reclaim, *_: object) -> m.Message:
+        self._reclaim(message.state, message.holder)
+        return m.Ok()
+
+    def _reclaim(self, state: str, holder: str) -> None:
+        if self.controllers[state].end(lambda held: held.holder == holder):
+            self._wake(state)
+
     def _on_remaining(self, peer: str, message: m.Remaining, *_: object) -> m.Message:
         return m.Left(self.controllers[message.state].undone(message.ids))
 
     def _on_finished(self, peer: str, message: m.Finished, *_: object) -> m.Message:
         return self.controllers[message.state].finished()
 
-    def _on_retire(self, peer: str, message: m.Retire, bulk: object, waited: float) -> m.Message | str:
+    def _on_retire(self, peer: str, message: m.Retire, bulk: object, waited: float, *_: object) -> m.Message | str:
         controller = self._current(message.state)
         holders = controller.retire(message.epoch, message.groups)
         if not holders:
@@ -225,7 +239,7 @@ class Core:
 
     # the warehouse
 
-    def _on_put(self, peer: str, put: m.Put, bulk: np.ndarray | None, waited: float) -> m.Message | str:
+    def _on_put(self, peer: str, put: m.Put, bulk: np.ndarray | None, waited: float, *_: object) -> m.Message | str:
         house, extent = self.warehouse, put.extent
         if put.producer and (put.reserve or bulk is not None):
             reason = house.admit(put)

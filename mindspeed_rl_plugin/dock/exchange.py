@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.calls import Calls
+from mindspeed_rl_plugin.dock.core import Offers
 from mindspeed_rl_plugin.dock.gate import Gate, Opening, called
 from mindspeed_rl_plugin.dock.places import ids_tuple
 from mindspeed_rl_plugin.dock.rpc import PATIENCE
@@ -51,15 +52,19 @@ class Exchange:
         if self._leader:
             self._calls.core.record(line)
 
-    def take_offers(self, add: Callable[[Sequence[str], float], list[int]]) -> None:
-        """From now on processes outside of the job may offer rows, on the leader. add: takes them as JSON, waits for
-        room so many seconds, and gives their numbers; called by other threads."""
+    def take_offers(self, add: Offers) -> None:
+        """From now on processes outside of the job may offer rows, on the leader. add: called by other threads."""
         if self._leader:
             self._calls.core.offers = add
 
     def reports(self) -> dict[str, dict[str, float]]:
         """On the leader: what processes outside of the job have counted since they joined, by their names."""
         return dict(self._calls.core.reports) if self._leader else {}
+
+    def reclaim(self, state: str, name: str) -> None:
+        """Give out again what a process outside of the job has leased of a state; what it still commits is harmless.
+        name: as in `reports`."""
+        self._calls.query(m.Reclaim, state, name)
 
     def take_spans(self) -> list[tuple[str, str, float, float]]:
         """On the leader: what processes outside of the job did since this was called last: name, what, and from when to

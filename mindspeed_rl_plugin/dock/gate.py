@@ -40,8 +40,8 @@ class Gate:
         """Raise ValueError for a request that only the job itself may make, and for rows that it cannot take. Such a
         request changes nothing."""
         kind = type(message).__name__.lower()
-        if isinstance(message, (m.Clear, m.Retire)) or (isinstance(message, m.Query) and message.epochs):
-            raise ValueError(f"{kind}: only the job itself opens and clears rows")
+        if isinstance(message, (m.Clear, m.Retire, m.Reclaim)) or (isinstance(message, m.Query) and message.epochs):
+            raise ValueError(f"{kind}: only the job itself opens, clears and takes back rows")
         if isinstance(message, (m.Ask, m.Release, m.Put)) and message.state not in self.open:
             raise ValueError(
                 f"{kind}: state {message.state!r} is not open to processes outside of the job, which lease and commit "

@@ -113,6 +113,12 @@ class Release(Query):
     token: int
 
 
+class Reclaim(Query):
+    """Rows that a process outside of the job has leased are given out again, though it is still there."""
+
+    holder: str
+
+
 class Retire(Query):
     """First half of clearing: give these groups out no more; answered when no live lease holds any."""
 

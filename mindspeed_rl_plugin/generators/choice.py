@@ -74,7 +74,7 @@ def choose(s: Situation) -> Choice:
 
 def _wanted(s: Situation) -> int:
     """The version to work with: what rows pin, else the newest."""
-    if any(bound.pinned for bound in s.running):
+    if any(bound.pinned for bound in set(s.running)):  # few differ
         return s.version
     if s.held and s.held[0].pinned:
         return s.held[0].newest

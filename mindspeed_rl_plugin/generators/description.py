@@ -40,7 +40,13 @@ class Description:
 
     def check_tokenizer(self, path: str | None) -> None:
         """Raise ValueError where a tokenizer that engines need is not the job's. path: its directory here."""
-        if self.vocabulary and (mine := vocabulary_digest(path or "")) != self.vocabulary:
+        if not self.vocabulary:
+            return
+        try:
+            mine = vocabulary_digest(path or "")
+        except ValueError as error:
+            raise ValueError(f"{error}; give --tokenizer a copy of the job's") from error
+        if mine != self.vocabulary:
             raise ValueError(
                 f"the tokenizer in {path} has other tokens (digest {mine}) than the job's (digest {self.vocabulary}), "
                 "with which --rl-stop ends responses and tools answer; give --tokenizer a copy of the job's"

@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.environment import launch_env, master_address, say
 from mindspeed_rl_plugin.invitation import parse_address, read_secret
 
 LEFT = "the engine has left the job"
-OF_OWN = ("kv_cache_gb", "device_memory_utilization", "tokenizer")  # options of an engine that is built here
+OF_OWN = ("kv_cache_gb", "device_memory_utilization")  # options of an engine that is built here
 _EPILOG = (
     "Model, tokenizer, sampling and seeds come from the job. SIGTERM: responses in the making go back to the job, then "
     "the engine leaves. An engine that dies costs the job nothing but their time."
@@ -66,7 +66,7 @@ def _generate(options: argparse.Namespace, leaving: threading.Event) -> None:
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
     init_group(store or dist.HashStore(), datetime.timedelta(seconds=options.timeout))
     if options.engine_url:
-        serve_at(options.engine_url, options.join, options.secret_file, leaving, options.max_running)
+        serve_at(options.engine_url, options.join, options.secret_file, leaving, options.max_running, options.tokenizer)
     else:
         serve(options.join, options.secret_file, leaving=leaving, **_changed(options))
 
@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-running", type=int, help="most sequences decoded at once (default: the job's)")
     parser.add_argument("--kv-cache-gb", type=float, help="KV cache of one rank on a host without accelerator")
     parser.add_argument("--device-memory-utilization", type=float, help="share of the device's memory for the engine")
-    parser.add_argument("--tokenizer", help="its directory here, where the job has --rl-stop and runs elsewhere")
+    of_job = "its directory here, where the job runs elsewhere and has --rl-stop, tools or environments"
+    parser.add_argument("--tokenizer", help=of_job)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that ranks of the engine wait")
     return parser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -70,7 +70,8 @@ class Lead:
         self.counts: dict[str, float] = {}
         self.spans = Spans()
         self._writing = Beside("write")
-        self._began = self._reported = self._pull_began = time.monotonic()
+        self._began = self._pull_began = time.monotonic()
+        self._reported = -REPORT_SECONDS  # at once: who hangs in its first step is known, too
 
     # a turn
 
@@ -98,9 +99,11 @@ class Lead:
             self._wait("version", LOOK_SECONDS)
             return Turn()
         rows = self.work.resumed(choice.resume)
-        if choice.take:
-            rows += self._taken(choice.take, idle=not self.work.running and not rows)
         self._deal(rows)
+        if choice.take:
+            new = self._taken(choice.take, idle=not self.work.running)
+            self._deal(new)
+            rows += new
         return Turn(tuple((row.replica, row.request) for row in rows))
 
     def done(self, completions: Iterable[Completion], digest: str | None) -> None:
@@ -136,9 +139,14 @@ class Lead:
         self.work.applied(version)
 
     def missed(self, version: int, error: Exception) -> None:
-        """Weights that were wanted are no longer to be had. Raises `error` where rows must be sampled by them."""
-        if any(row.bound.newest == version for row in (*self.work.running.values(), *self.work.held)):
+        """Weights that were wanted are no longer to be had. Raises `error` where rows must be sampled by them, unless
+        others have done that while this engine was silent."""
+        if any(row.bound.newest == version for row in self.work.running.values()):
             raise error
+        if ids := [row.request.id for row in self.work.held if row.bound.newest == version]:
+            if self.dock.remaining(SPEC.name, ids):
+                raise error
+            self.work.held = deque(row for row in self.work.held if row.request.id not in ids)
         self.work.pulled = -1
 
     # inside
@@ -189,13 +197,11 @@ class Lead:
             if time.monotonic() - began < EMPTY_SECONDS:  # all rows are done: the dock does not wait for more
                 self.news.wait(EMPTY_SECONDS)
             self.spend("back-pressure", began)
-        new = []
+        mine = {row.request.id: row for row in (*self.work.running.values(), *self.work.held)} if rows else {}
         for row in rows:
-            if (mine := self.work.running.get(row.request.id)) is not None:
-                mine.lease = row.lease  # the one before ran out
-            else:
-                new.append(row)
-        return self.work.fitting(new)
+            if row.request.id in mine:  # the lease before ran out, or was taken back
+                mine[row.request.id].lease = row.lease
+        return self.work.fitting([row for row in rows if row.request.id not in mine])
 
     def _leased(self, most: int, deadline: float, **of: object) -> list[_Row]:
         """Rows that are ready; none where there are none within the deadline."""

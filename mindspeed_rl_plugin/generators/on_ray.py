@@ -1,7 +1,7 @@
 """Engines that Ray places: `generate --join` as tasks of a cluster, watched and started again.
 
-    python -m mindspeed_rl_plugin.generators.on_ray --engines 2 --ranks 1 --device gpu --check
-    python -m mindspeed_rl_plugin.generators.on_ray --engines 2 --ranks 1 --device gpu --join HOST:PORT --secret-file F
+    python -m mindspeed_rl_plugin.generators.on_ray --engines 2 --ranks 1 --device cuda --check
+    python -m mindspeed_rl_plugin.generators.on_ray --engines 2 --ranks 1 --device cuda --join HOST:PORT --secret-file F
 
 A process of its own, started by the first trainer: Ray takes over signals and threads of the process that drives it.
 It ends with that one, its tasks end with it, and an engine with its task.

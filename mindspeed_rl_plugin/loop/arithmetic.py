@@ -214,3 +214,13 @@ def reads_old_logps(config: RLConfig, algorithm: Algorithm) -> bool:
     are those of the update's own pass. A correction for older weights reads these just as well."""
     dumped = config.monitor.dump_dir is not None
     return config.forward.old_logprobs != "auto" or algorithm.kl_reward_coef != 0 or dumped
+
+
+def ruled_out(config: RLConfig, algorithm: Algorithm) -> dict[str, str]:
+    """The schedules that other flags exclude, each with the flag."""
+    out = (
+        {"async": "--rl-reward-model-device accelerator"} if config.reward.reward_model_device == "accelerator" else {}
+    )
+    if algorithm.filters and algorithm.filtration_whole_batch:
+        out |= dict.fromkeys(("streamed", "async"), "--rl-filtration-whole-batch")
+    return out

@@ -37,6 +37,10 @@ class MegatronTrainer:
         """Copy this rank's shard into host memory."""
         return self._publisher.publish(self.model, version)
 
+    def refuse_broken(self) -> None:
+        """Raise BrokenWeights, on all ranks, where a weight is not finite."""
+        self._publisher.refuse_broken(self.model)
+
     def forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
         """Log-probs by a forward-only pass of Megatron's schedule."""
         return compute_logps(self.model, micro_batches, self.settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -13,6 +14,7 @@ from mindspeed_rl_plugin.rows import Prompt
 
 ROLLOUTS = 4  # of prompts that may wait
 LONGEST = 1 << 20  # characters of a row as JSON
+LOOK_SECONDS = 1.0  # that pass between two looks whether who waits for room is still there
 
 
 class Offers:
@@ -36,15 +38,18 @@ class Offers:
         self._taken, self._opened = 0, not resumes
         self._room = threading.Condition()
 
-    def add(self, rows: Sequence[str], seconds: float) -> list[int]:
-        """Rows as JSON, all of them or none; waits for room, `seconds` at most. Returns their numbers. Raises
-        ValueError for rows that the data may not have either, and for more than may ever wait; TimeoutError where
-        there is no room."""
-        prompts = self._prompts(rows)
-        fits = lambda: self._opened and len(self._waiting) + len(prompts) <= self._most  # noqa: E731
+    def add(self, rows: Sequence[str], seconds: float, ended: Callable[[], bool] | None = None) -> list[int]:
+        """Rows as JSON, all of them or none; waits for room, `seconds` at most. ended: whether who offers them is gone,
+        and does not learn of it. Returns their numbers. Raises ValueError for rows that the data may not have either,
+        and for more than may ever wait; TimeoutError where there is no room; EOFError where he is gone."""
+        prompts, end = self._prompts(rows), time.monotonic() + seconds
         with self._room:
-            if not self._room.wait_for(fits, seconds):
-                raise TimeoutError(f"offer: {self._why_not(len(prompts), seconds)}")
+            while not self._opened or len(self._waiting) + len(prompts) > self._most:
+                if (left := end - time.monotonic()) <= 0:
+                    raise TimeoutError(f"offer: {self._why_not(len(prompts), seconds)}")
+                self._room.wait(min(left, LOOK_SECONDS))
+                if ended is not None and ended():
+                    raise EOFError("who offered is gone")
             return self._append(rows, prompts)
 
     def take(self, most: int) -> list[Prompt]:

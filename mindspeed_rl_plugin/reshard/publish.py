@@ -76,14 +76,20 @@ class Publisher:
         begin = time.perf_counter()
         with gathered(model_chunks):
             source = stored_parameters(model_chunks)
-            self._check(source, version)
+            self._check(source, f"after {version} updates")
             memory = self._memory(version)
             self._copy(source, memory)
             get_device().synchronize_stream()
         self._store.commit(version, self._about(memory))
         return Published(version, time.perf_counter() - begin, self.share.nbytes)
 
-    def _check(self, source: dict[str, Tensor], version: int) -> None:
+    def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
+        """Raises as `publish` does. Collective, before a checkpoint: no version is published of what it holds, where it
+        is not the last of a rollout."""
+        with gathered(model_chunks):
+            self._check(stored_parameters(model_chunks), "before a checkpoint")
+
+    def _check(self, source: dict[str, Tensor], when: str) -> None:
         """All ranks come to the same end: one that stopped alone would leave the others waiting."""
         changed, broken, layouts = self._changed(source), 0, self.weights.layouts
         if not changed:
@@ -91,7 +97,7 @@ class Publisher:
         found = self._gather((changed, broken))
         if first := next((text for text, _ in found if text), ""):
             raise ValueError(first)
-        refuse_broken([broken for _, broken in found], layouts, f"after {version} updates")
+        refuse_broken([broken for _, broken in found], layouts, when)
 
     def _changed(self, source: dict[str, Tensor]) -> str:
         """How this rank's model differs from what was described."""

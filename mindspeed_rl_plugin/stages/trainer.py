@@ -29,6 +29,10 @@ class Trainer(Protocol):
         finite, or not those of the plan."""
         ...
 
+    def refuse_broken(self) -> None:
+        """Raise ValueError, on all ranks, for weights that are not finite: a checkpoint follows."""
+        ...
+
     def forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
         """Log-prob of each trained token of this data parallel rank's micro-batches (`tokens`, `loss_mask`), in nats at
         the sampling temperature: a ragged column `[L]` float32 each, 0.0 where the mask is 0; None on a rank that has

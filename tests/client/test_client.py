@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -418,7 +419,7 @@ def test_a_source_offers_rows_to_the_first_rank_and_hears_what_it_says(trainers,
         job.offer([{"prompt": "a"}])
     heard = []
 
-    def add(rows: list[str], seconds: float) -> list[int]:
+    def add(rows: list[str], seconds: float, ended: Callable[[], bool]) -> list[int]:
         if seconds:
             raise TimeoutError("no room")
         heard.extend(map(json.loads, rows))

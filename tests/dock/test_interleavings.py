@@ -189,6 +189,18 @@ class DockMachine(RuleBasedStateMachine):
         self.now += LEASE_SECONDS + 1
         for controller in self.member.core.controllers.values():
             controller.end(lambda held: held.expires <= self.now)
+        self.outsider_is_late()
+
+    @rule()
+    def leases_are_reclaimed(self) -> None:
+        """The process outside is there, and does not know."""
+        name = self.outside._calls.me.name
+        for state, controller in self.member.core.controllers.items():
+            self.dock.exchange.reclaim(state, name)
+            assert not controller.end(lambda held: held.holder == name), "nothing is left to be ended"
+        self.outsider_is_late()
+
+    def outsider_is_late(self) -> None:
         late = [lease for lease in self.model.leases if self.holder[lease.token] is not self.dock]
         self.slow += [(self.holder[lease.token], lease) for lease in late]
         self.model.leases = [lease for lease in self.model.leases if lease not in late]

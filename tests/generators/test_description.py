@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.generators import at_url
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.rows import Sampling
@@ -39,6 +41,19 @@ def test_a_tokenizer_with_other_tokens_is_refused(tmp_path):
     job.check_tokenizer(tokenizer(tmp_path / "copy", b=1, a=0))
     with pytest.raises(ValueError, match=r"theirs has other tokens .* give --tokenizer a copy of the job's"):
         job.check_tokenizer(theirs)
-    with pytest.raises(ValueError, match="'/nowhere': there is no such directory here"):
+    with pytest.raises(ValueError, match="'/nowhere': there is no such directory here; give --tokenizer a copy of"):
         job.check_tokenizer("/nowhere")
     JOB.check_tokenizer(None)
+
+
+def test_a_process_that_asks_a_server_needs_the_jobs_tokenizer_for_episodes_only(tmp_path):
+    mine, theirs = tokenizer(tmp_path / "mine", a=0, b=1), tokenizer(tmp_path / "theirs", a=1, b=0)
+    job = replace(JOB, vocabulary=vocabulary_digest(mine), episodes=SimpleNamespace(tokenizer="/of/the/job"))
+    assert at_url.tokenizer_here(job, "http://b:1", mine) == mine
+    with pytest.raises(ValueError, match="'/of/the/job': there is no such directory here; give --tokenizer"):
+        at_url.tokenizer_here(job, "http://b:1", None)
+    with pytest.raises(ValueError, match="theirs has other tokens"):
+        at_url.tokenizer_here(job, "http://b:1", theirs)
+    assert at_url.tokenizer_here(JOB, "http://b:1", None) is None
+    with pytest.raises(ValueError, match="--tokenizer mine: the server at http://b:1 has its own, .* leave it out"):
+        at_url.tokenizer_here(JOB, "http://b:1", "mine")

@@ -41,7 +41,7 @@ def test_what_is_wrong_is_said_with_its_mend(tmp_path, capsys, case: str) -> Non
     assert line.startswith("[rl] generate: ") and says.replace("FILE", str(file)) in line
 
 
-@pytest.mark.parametrize("flag", ["--kv-cache-gb", "--device-memory-utilization", "--tokenizer"])
+@pytest.mark.parametrize("flag", ["--kv-cache-gb", "--device-memory-utilization"])
 def test_what_a_server_takes_no_notice_of_is_refused_by_name(capsys, flag: str) -> None:
     arguments = ["--join", "machine:1", "--secret-file", "f", "--engine-url", "http://b:8000", "--max-running", "4"]
     with pytest.raises(SystemExit) as ended:

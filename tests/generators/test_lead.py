@@ -49,6 +49,9 @@ class Dock:
         self.committed += rows.ids
         self.leases += [lease.token] * len(rows)
 
+    def remaining(self, state: str, ids: list[SampleId]) -> int:
+        return len({*ids} - {*self.committed})
+
     def release(self, lease: Lease) -> None:
         self.released.append(lease.token)
 
@@ -133,6 +136,24 @@ def test_a_row_whose_lease_ran_out_goes_on_under_the_new_one(lead, dock) -> None
     assert second > first and dock.released == [second + 1]
 
 
+def test_held_rows_that_were_taken_back_and_come_again_begin_once(lead, dock) -> None:
+    """They begin in the turn in which they come again."""
+    dock.answers.release(9)
+    lead.done([response(row) for row in IDS[:2]], None)
+    lead.news.version = 5
+    assert pulling(lead) == 5
+    dock.left, dock.order = IDS[2:], [5, -1, 3, 1]
+    assert begun(lead) == [] and [row.request.id for row in lead.work.held] == IDS[2:]
+    former = lead.work.held[0].lease
+    lead.pull_ended(5)
+    assert lead.next().apply == 5
+    lead.applied(5)
+    dock.left = IDS[2:]
+    assert begun(lead) == IDS[2:] and [*lead.work.running] == IDS[2:]
+    assert lead.work.running[IDS[2]].lease.token > former.token
+    lead.done([response(IDS[2])], None)
+
+
 def test_a_pull_that_ended_wakes_an_engine_without_weights(dock) -> None:
     lead = engine(dock)
     version = pulling(lead)
@@ -165,6 +186,9 @@ def test_weights_that_rows_must_be_sampled_by_may_not_be_gone(dock) -> None:
     with pytest.raises(Gone, match="version 0 .* the newest is 5"):
         lead.missed(0, Gone(0, 5))
     lead.missed(4, Gone(4, 5))  # which none of them asks for
+    dock.committed = list(IDS)  # by others, to which they were given while this engine was silent
+    lead.missed(0, Gone(0, 5))
+    assert not lead.work.held
 
 
 def test_a_strict_share_is_taken_whole(dock) -> None:

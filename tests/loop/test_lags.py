@@ -43,7 +43,7 @@ def test_lags_count_publications_and_no_response_may_exceed_the_bound():
 
 def test_who_joins_and_who_leaves_is_said_once(capsys) -> None:
     here: dict[str, dict[str, float]] = {}
-    engines = Engines(lambda: here, 90.0)
+    engines = Engines(lambda: here, print, 90.0)
 
     def said() -> list[str]:
         engines.look()
@@ -83,7 +83,7 @@ def test_a_job_without_engines_says_how_long_it_waits_for_one(capsys, generators
 
 def test_their_number_is_there_in_each_rollout_and_shares_where_they_have_reported(capsys) -> None:
     here: dict[str, dict[str, float]] = {}
-    engines = Engines(lambda: here, 90.0)
+    engines = Engines(lambda: here, print, 90.0)
     assert engines.metrics() == {"engines": 0.0}
     here[ONE] = {"seconds": 4.0, "back-pressure": 1.0, "tokens": 40.0, "responses": 4.0}
     here[TWO] = {}
@@ -101,18 +101,36 @@ def test_their_number_is_there_in_each_rollout_and_shares_where_they_have_report
     assert engines.metrics() == {"engines": 1.0} and "engine left: joined engine, process 7" in capsys.readouterr().out
 
 
-def test_who_hangs_is_named_once_and_in_the_error(capsys) -> None:
-    here, now = {ONE: {"seconds": 1.0}, TWO: {"seconds": 1.0}}, [0.0]
-    engines = Engines(lambda: here, 90.0, lambda: now[0])
+def test_who_hangs_is_named_once_and_in_the_error_and_others_get_its_rows(capsys) -> None:
+    here, now, reclaimed = {ONE: {"seconds": 1.0}, TWO: {"seconds": 1.0}}, [0.0], []
+    engines = Engines(lambda: here, lambda name: reclaimed.append((name, now[0])), 200.0, lambda: now[0])
     engines.look()
     for second in range(200):
         now[0] = float(second)
         here[ONE] = {"seconds": float(second)}
         engines.look()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "no report" in line]
-    (line,) = lines
-    assert line.startswith("[rl] warning: no report for 60 s from joined engine, process 7 on b. If it hangs, end it")
+    named, given = [line for line in capsys.readouterr().out.splitlines() if "no report" in line]
+    assert named == "[rl] warning: no report for 60 s from joined engine, process 7 on b"
+    assert given.startswith("[rl] warning: no report for 100 s (half of --rl-wait-timeout) from joined engine, proc")
+    assert reclaimed == [(TWO, 101.0)]
     assert engines.text() == "engines at work: 2, of which silent: joined engine, process 7 on b"
     here[TWO] = {"seconds": 2.0}
     engines.look()
     assert engines.text() == "engines at work: 2"
+    now[0] = 400.0
+    here["outside client, process 9 on c 4d5e"] = {}
+    engines.look()
+    assert reclaimed[1:] == [(ONE, 400.0), (TWO, 400.0)], "it hangs again"
+    now[0] = 900.0
+    engines.look()
+    assert "client" not in engines.text(), "a program that never reports its seconds is not expected to"
+
+
+def test_rows_that_only_one_engine_may_sample_stay_with_it(capsys) -> None:
+    now = [0.0]
+    engines = Engines(lambda: {ONE: {"seconds": 1.0}}, None, 40.0, lambda: now[0])
+    engines.look()
+    now[0] = 21.0
+    engines.look()
+    assert "warning: no report for 20 s from generator rank 1" in capsys.readouterr().out.splitlines()[-1]
+    assert engines.text() == "engines at work: 1, of which silent: generator rank 1"

@@ -18,3 +18,10 @@ def test_longest_first_within_a_step_and_unknown_ones_as_the_mean():
     assert rows(2, 9, 4, 0, 1) == [4, 9, 0, 1], "the last step is a short one"
     order.finished({(2, 0): (3,), (7, 0): (99,)})  # (2, 0) is row 4 now; the other one is of a former start
     assert rows(3, 3, 4, 9) == [3, 9, 4]
+
+
+def test_where_a_step_trains_on_a_part_of_a_group_prompts_stay_in_their_order():
+    order = LongestFirst(step=0)
+    assert [p.row for p in order.order(0, prompts(0, 1))] == [0, 1]
+    order.finished({(0, 0): (4,), (0, 1): (9,)})
+    assert [p.row for p in order.order(1, prompts(0, 1))] == [0, 1]

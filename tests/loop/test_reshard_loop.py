@@ -41,6 +41,9 @@ GPTModel.forward, DistributedOptimizer.step_with_ready_grads = remember, breakin
 runpy.run_path({script!r}, run_name="__main__")
 """
 
+# Rollouts of two optimizer steps, of which the second is followed by a publication.
+APART = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate", "--rl-rollout-prompts", "8")
+
 
 @pytest.mark.parametrize("mode", ["allgather", pytest.param("stream", marks=pytest.mark.slow)])
 def test_modes_under_late_copies_and_poison(job, tmp_path, mode):
@@ -62,11 +65,16 @@ def test_modes_under_late_copies_and_poison(job, tmp_path, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saves", ["2", "3"], ids=["found by the reshard", "found by the checkpoint"])
-def test_a_weight_that_is_no_number_ends_the_run_before_the_engine_and_before_a_checkpoint(job, tmp_path, saves):
+@pytest.mark.parametrize(
+    ("saves", "flags"),
+    [("2", ()), ("3", ()), ("3", APART)],
+    ids=["found by the reshard", "found by the checkpoint", "found by a checkpoint between two publications"],
+)
+def test_a_weight_that_is_no_number_ends_the_run_before_the_engine_and_before_a_checkpoint(job, tmp_path, saves, flags):
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.format(script=str(PRETRAIN)))
-    broken = job("--train-iters", "6", "--save-interval", saves, "--tensor-model-parallel-size", "2", script=script)
+    common = ("--train-iters", "6", "--save-interval", saves, "--tensor-model-parallel-size", "2", *flags)
+    broken = job(*common, script=script, ranks=3 if flags else 2)
     broken.start()
     result = broken.wait(240)
     assert result.code != 0

@@ -13,7 +13,7 @@ MEMBERS = sorted(name for name in vars(Trainer) if not name.startswith("_"))
 
 
 def test_the_protocol_is_what_the_page_says() -> None:
-    assert MEMBERS == ["forward", "publish", "step", "weights"]
+    assert MEMBERS == ["forward", "publish", "refuse_broken", "step", "weights"]
 
 
 @pytest.mark.parametrize("name", MEMBERS)

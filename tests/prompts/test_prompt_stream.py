@@ -315,6 +315,15 @@ def test_offers_that_come_while_a_checkpoint_is_read_are_behind_its_own(stream) 
     assert numbers == [-5, -6] and [p.row for p in resumed.take(9)] == [-4, -5, -6]
 
 
+def test_what_a_program_offers_that_is_gone_is_not_taken(stream) -> None:
+    offers = Offers(stream({"a.jsonl": lines(*ROWS)}), checked, rollout=1)
+    offer(offers, *ROWS[:4])
+    threading.Timer(0.1, offers.take, (4,)).start()
+    with pytest.raises(EOFError):
+        offers.add([json.dumps(ROWS[4])], 20.0, lambda: True)
+    assert offers.take(9) == []
+
+
 def test_a_run_whose_checkpoint_holds_no_offers_takes_them_from_its_first_publication_on(stream) -> None:
     offers = Offers(stream({"a.jsonl": lines(*ROWS)}), checked, rollout=1, resumes=True)
     assert offers.take(1) == [] and offer(offers, ROWS[0]) == [-1]

@@ -183,6 +183,10 @@ def test_weights_that_are_no_numbers_are_not_published(value):
     with pytest.raises(BrokenWeights, match=r"layers.1.mlp.linear_fc1.weight of trainer rank 1 .* after 1 updates"):
         publisher.publish(chunks, 1)
     assert memory.held == [0, -1] and puller.pull(0).version == 0
+    with pytest.raises(BrokenWeights, match="holds NaN or infinity before a checkpoint"):
+        publisher.refuse_broken(chunks)
+    stored[1]["decoder.layers.1.mlp.linear_fc1.weight"][40, 3] = 0.0
+    publisher.refuse_broken(chunks)
 
 
 def test_what_does_not_fit_is_refused():

@@ -46,6 +46,8 @@ def test_a_script_is_read(tmp_path):
         script(tmp_path, "--rl-schedule async --rl-generators 4 --rl-max-staleness 0 --rl-async-order strict")
     )
     assert (apart.sizes.data_parallel, apart.sizes.engines, apart.world, apart.order) == (2, 2, 8, "strict")
+    more = "--rl-schedule async --rl-generators 4 --rl-correction mask --rl-engine-url http://a:1 http://b:2"
+    assert schedule.script_setup(script(tmp_path, more)).sizes.engines == 4, "two of ranks, two servers"
 
 
 def test_schedules_that_divide_are_tried(tmp_path):
@@ -60,6 +62,22 @@ def test_schedules_that_divide_are_tried(tmp_path):
     assert [(s.sizes.data_parallel, s.sizes.engines) for s in machines] == [(8, 8), (4, 12)]
     with pytest.raises(ValueError, match="6 ranks do not divide"):
         list(schedule.candidates(setup, 6, 8))
+
+
+@pytest.mark.parametrize(
+    ("more", "tried", "flag"),
+    [
+        ("--rl-reward-model-device accelerator", ["sync", "streamed"], "--rl-reward-model-device accelerator"),
+        ("--rl-filtration pow --rl-filtration-whole-batch", ["sync"], "--rl-filtration-whole-batch"),
+    ],
+)
+def test_what_flags_exclude_is_not_advised(tmp_path, capsys, more, tried, flag):
+    path = script(tmp_path, more)
+    setup = schedule.script_setup(path)
+    assert [one.schedule for one in schedule.candidates(setup, 8, 8)] == tried
+    assert plan.main(["--schedule", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert f"note    {flag} excludes --rl-schedule async\n" in said and "take --rl-schedule async" not in said
 
 
 def test_a_run_gives_the_costs_and_the_table_an_advice(tmp_path, capsys):

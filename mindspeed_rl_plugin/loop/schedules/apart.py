@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mindspeed_rl_plugin.environment import flush_output, last_words
@@ -25,6 +26,7 @@ from mindspeed_rl_plugin.monitor.run_files import PUBLISHED, WEIGHTS
 from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.ranks import on_rank_0
 from mindspeed_rl_plugin.rows import Group, Rows, SampleId
+from mindspeed_rl_plugin.stages import generate
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.grading import Grader
 from mindspeed_rl_plugin.stages.measure import Rollout
@@ -71,7 +73,9 @@ class AsyncSchedule(RolloutSchedule):
         self._evaluated = -1  # the last version of which one began
         self._saving = False  # whether a checkpoint is being written
         self._longest = LongestFirst(job.plan.sizes.global_batch // job.plan.sizes.members)
-        self._engines = Engines(job.dock.exchange.reports, job.ranks.deadline)
+        exchange = job.dock.exchange
+        reclaim = None if strict else partial(exchange.reclaim, generate.SPEC.name)
+        self._engines = Engines(exchange.reports, reclaim, job.ranks.deadline)
         self._wait = GradeWait(job.ranks, stages.reward, self.grader, self._look_at_engines, self._engines.text)
         self._collected = time.monotonic()  # when the last rollout was ready
         self._starved = 0.0  # seconds since then without rows to train on
@@ -105,11 +109,12 @@ class AsyncSchedule(RolloutSchedule):
             self._finish_evaluation()
 
     def settle(self) -> None:
-        """A checkpoint follows. An evaluation that is under way goes on, and begins anew after a resume. Where the
+        """A checkpoint follows. An evaluation that is under way goes on, and a resume begins another. Where the
         checkpoint is to be whole, that ends first, and all that is admitted is sampled and graded; under a strict order
         there would be no weights after a resume to sample the rest with. What a resume in the middle of a rollout finds
-        not sampled stays so until that is used up, when engines get weights."""
+        not sampled stays so until that is used up, when engines get weights. Raises BrokenWeights."""
         self._saving = True
+        self.trainer.refuse_broken()
         if self.whole:
             self._finish_evaluation()
             for epoch, groups in self.job.plan.queue if self._versions else ():
@@ -243,7 +248,10 @@ class AsyncSchedule(RolloutSchedule):
             self.evaluation.finish()
 
     def _finish_evaluation(self) -> None:
+        """Training stands still until its last response is graded."""
         if self._evaluating:
+            began = time.monotonic()
             with self.job.monitor.stage("evaluate"):
                 self._wait.until_graded(self.evaluation.ids)
                 self.evaluation.finish()
+            self._starved += time.monotonic() - began

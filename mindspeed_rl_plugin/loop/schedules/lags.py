@@ -18,19 +18,22 @@ SILENT_SECONDS = 60.0  # an engine reports twice a second, but not within a step
 
 class Engines:
     """Who generates apart, and what they have done since the last rollout. reports: by name of each that is at work,
-    what it has counted since it joined; deadline: seconds that the job waits for one; clock: seconds."""
+    what it has counted since it joined; reclaim: gives out again the rows of one, None where only it may sample them;
+    deadline: seconds that the job waits for one; clock: seconds."""
 
     def __init__(
         self,
         reports: Callable[[], Mapping[str, Mapping[str, float]]],
+        reclaim: Callable[[str], None] | None,
         deadline: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._reports, self._deadline, self._clock = reports, deadline, clock
+        self._reports, self._reclaim, self._deadline, self._clock = reports, reclaim, deadline, clock
         self._here: list[str] = []
         self._before: dict[str, Mapping[str, float]] = {}
         self._heard: dict[str, tuple[Mapping[str, float], float]] = {}  # the last report of each, and since when
         self._silent: list[str] = []
+        self._given_up: list[str] = []
 
     def text(self) -> str:
         """How many there are, for an error."""
@@ -51,19 +54,27 @@ class Engines:
             say(f"{gone}; unfinished rows are given out again; {self.text()}{waits}")
 
     def _listen(self) -> None:
-        """One that hangs holds its rows as long as its connection does: nobody but the user can tell that it will not
-        come back."""
-        now, reports = self._clock(), dict(self._reports())
+        """One that counts its seconds reports often. If it hangs, it keeps its rows as long as its connection lasts:
+        the others get them before all is over."""
+        now, reports = self._clock(), {name: counts for name, counts in self._reports().items() if "seconds" in counts}
         for name, counts in reports.items():
             if name not in self._heard or self._heard[name][0] != counts:
                 self._heard[name] = counts, now
-        self._heard = {name: heard for name, heard in self._heard.items() if name in reports}
-        before, self._silent = self._silent, [n for n, (_, at) in self._heard.items() if now - at > SILENT_SECONDS]
+        self._heard = {name: self._heard[name] for name in reports}
+        half = self._deadline / 2
+        before, self._silent = self._silent, self._quiet(now, min(SILENT_SECONDS, half))
         if new := [name for name in self._silent if name not in before]:
+            say(f"warning: no report for {min(SILENT_SECONDS, half):g} s from {listed(map(called, new))}")
+        before, self._given_up = self._given_up, self._quiet(now, half) if self._reclaim else []
+        for name in (name for name in self._given_up if name not in before):
+            self._reclaim(name)
             say(
-                f"warning: no report for {SILENT_SECONDS:g} s from {listed(map(called, new))}. If it hangs, end it: "
-                "its rows are given out again then"
+                f"warning: no report for {half:g} s (half of --rl-wait-timeout) from {called(name)}: its unfinished "
+                "rows are given out again. If it hangs, end it"
             )
+
+    def _quiet(self, now: float, seconds: float) -> list[str]:
+        return [name for name, (_, heard) in self._heard.items() if now - heard > seconds]
 
     def metrics(self) -> dict[str, float]:
         """How many they are, and means over those that have reported since the last rollout, named as in

@@ -11,11 +11,11 @@ class LongestFirst:
     """Orders the prompts of an epoch by the mean length of earlier responses to them, longest first. One that is new
     counts as the mean of all. Pure numbers, the same on every rank.
 
-    step: groups of an optimizer step, within which prompts change places: each step trains on the same ones.
+    step: whole groups of an optimizer step, within which prompts change places: each step trains on the same ones.
     """
 
     def __init__(self, step: int) -> None:
-        self.step = step
+        self.step = max(step, 1)  # a group may be more than one step trains on
         self._rows: dict[Group, tuple[int, int]] = {}  # of those that are not finished: row of the data, prompt tokens
         self._lengths: dict[int, float] = {}  # row of the data -> tokens of a response
 

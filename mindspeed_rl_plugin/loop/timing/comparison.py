@@ -9,7 +9,9 @@ from mindspeed_rl_plugin.loop.timing.calibrate import Observed, fit, grading_sec
 from mindspeed_rl_plugin.loop.timing.simulate import simulate
 
 CANNOT = "the model cannot say what this run should have taken"
-MOST = 2048  # responses of a rollout beyond which the model would take long at a run's end
+MOST = 16_384  # responses of a rollout, with which the model takes half a minute at a run's end
+IN_ALL = 24_576  # responses of the rollouts that it simulates, of which there are LEAST at least
+LEAST, USUAL = 3, 12
 # What of the model -> the same in metrics.jsonl, as shares of an iteration.
 IDLE = (
     ("back-pressure", "back-pressure", "idle/engines_back_pressure"),
@@ -19,18 +21,19 @@ IDLE = (
 
 def line(run_dir: str | os.PathLike[str]) -> str:
     """What the model, fitted to the stages of a run, says of its iteration and idle shares, beside the measured ones;
-    or why it cannot say that; "" where there are too few rollouts, or too many responses in one."""
+    or why it cannot say that; "" where there are too few rollouts."""
     try:
         run = observed(run_dir)
-        if run.setup.sizes.samples > MOST:
-            return ""
+        if (samples := run.setup.sizes.samples) > MOST:
+            return f"{CANNOT}: it takes too long for the {samples} responses of a rollout, more than {MOST}"
         low, high = run.engines
         if low != high:
             return f"{CANNOT}: it had {low} to {high} engines, and the model knows a fixed number only"
         grading, costs = grading_seconds(run), fit([run])
         if not costs.step + costs.sequence:
             return f"{CANNOT}: no decode step was measured; rollouts that take seconds show them"
-        outcome = simulate(run.setup, costs, replace(run.responses, grading=lambda rng: grading or 0.0))
+        rollouts = min(max(IN_ALL // samples, LEAST), USUAL)
+        outcome = simulate(run.setup, costs, replace(run.responses, grading=lambda rng: grading or 0.0), rollouts)
     except (ValueError, RuntimeError):
         return ""
     parts = [f"iteration {outcome.iteration:.2f} s (measured {run.iteration:.2f} s)"]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from statistics import NormalDist
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, reads_old_logps
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, reads_old_logps, ruled_out
 
 _NORMAL = NormalDist()
 
@@ -45,7 +45,7 @@ class Setup:
     sizes: with `data_parallel` trainers and `engines`; trainer_ranks, engine_ranks: of one of these; slots: sequences
     that an engine decodes at once; graders: grading calls at once, of all ranks; prompt_tokens: of a prompt; limit:
     most tokens of a response; rounds: of dynamic sampling, 0 without it; old_read: whether more than the loss reads old
-    log-probs.
+    log-probs; ruled_out: schedules that other flags exclude, each with the flag.
     """
 
     sizes: Arithmetic
@@ -61,13 +61,14 @@ class Setup:
     trainer_ranks: int = 1
     engine_ranks: int = 1
     old_read: bool = False
+    ruled_out: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: RLConfig, sizes: Arithmetic, ranks: int) -> Setup:
         """Of a job whose trainers have so many ranks."""
         schedule, tp, algorithm = config.schedule, config.rollout.generate_tp, resolve(config.algorithm)
         who = schedule.who_generates
-        engines = (who.engines + len(schedule.engine_url) if schedule.apart else 0) or sizes.engines
+        engines = sizes.engines + (who.engines + len(schedule.engine_url) if schedule.apart else 0)
         return cls(
             replace(sizes, engines=max(engines, 1)),
             schedule.schedule,
@@ -81,6 +82,7 @@ class Setup:
             trainer_ranks=ranks // sizes.data_parallel,
             engine_ranks=who.tp if schedule.apart and who.engines else tp,
             old_read=reads_old_logps(config, algorithm),
+            ruled_out=ruled_out(config, algorithm),
         )
 
     @property

@@ -81,6 +81,7 @@ def report(options: argparse.Namespace) -> list[str]:
         f"responses and {sizes.steps} optimizer steps; async with k = {setup.staleness}, {setup.order} order",
         f"lengths {lengths}",
         *notes,
+        *(f"note    {flag} excludes --rl-schedule {one}" for one, flag in setup.ruled_out.items()),
         *("", *aligned([HEAD, *rows], 1), ""),
         *with_care(advice(setups, outcomes), {**assumed, **assumed_too}),
         "This is a model: batches that do not fit a device's memory, slower links and noise are not in it.",
@@ -120,8 +121,8 @@ def script_setup(path: Path, timeout: float = 60.0) -> Setup:
 
 
 def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
-    """sync, streamed, and async with so many generators, on a world of ranks. Raises ValueError where sync does not
-    divide."""
+    """sync, streamed, and async with so many generators, on a world of ranks, unless flags exclude it. Raises
+    ValueError where sync does not divide."""
     sizes, graders = setup.sizes, setup.graders / max(setup.sizes.data_parallel * setup.trainer_ranks, 1)
 
     def on(trainers: int, generators: int) -> Setup | None:
@@ -142,7 +143,10 @@ def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
             "the number of trainers; give another --world"
         )
     yield replace(colocated, schedule="sync")
-    yield replace(colocated, schedule="streamed")
+    if "streamed" not in setup.ruled_out:
+        yield replace(colocated, schedule="streamed")
+    if "async" in setup.ruled_out:
+        return
     unit = node if world > node else 1
     apart = [one for n in range(unit, world, unit) if (one := on(world - n, n)) is not None]
     spread = len(apart) if len(apart) <= MOST else MOST
