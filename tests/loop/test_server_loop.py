@@ -107,6 +107,7 @@ def flags(server: Serving, staleness: int, iterations: int = 3) -> tuple[str, ..
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_server_generates_for_a_job_and_then_for_others(job, server, nothing_left) -> None:
     """Without lag each log-prob of the server is the trainer's; with lag, whatever new weights do to responses in the
     making, each row is trained once, and no token is older than the bound."""
