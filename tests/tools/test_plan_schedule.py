@@ -96,6 +96,22 @@ def test_a_run_gives_the_costs_and_the_table_an_advice(tmp_path, capsys):
     assert float(sync[1]) == pytest.approx(12.5, rel=0.03)
 
 
+def test_a_script_with_the_flags_of_the_run_has_its_table(tmp_path, capsys):
+    """How long prompts are, no flag says."""
+    folder = run_of(tmp_path / "rl")
+    flags = "--nproc_per_node 2 -m mindspeed_rl_plugin pretrain_gpt.py --global-batch-size 64 --micro-batch-size 1"
+    flags += " --rl-algorithm grpo --rl-prompt-data x --rl-reward math --rl-max-response-length 512"
+    flags += " --rl-rollout-prompts 8 --rl-samples-per-prompt 8 --rl-reward-workers 2"
+    (tmp_path / "same.sh").write_text(f"torchrun {flags}\n")
+
+    def table(*words):
+        assert plan.main(["--schedule", *map(str, words), "--from", str(folder)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if line.startswith(("sync", "streamed", "async"))]
+
+    assert table(tmp_path / "same.sh") == table() != []
+
+
 def test_what_is_assumed_is_said_at_the_advice_and_what_is_given_or_measured_is_not(tmp_path, capsys):
     def said(*words):
         assert plan.main(["--schedule", *map(str, words)]) == 0

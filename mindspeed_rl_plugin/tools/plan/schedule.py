@@ -68,6 +68,8 @@ def report(options: argparse.Namespace) -> list[str]:
     if not options.script and not runs:
         raise ValueError("give a launch script with RL flags, or a run of yours by --from RUN_DIR")
     setup = script_setup(options.script) if options.script else runs[0].setup
+    if options.script and runs:  # which a script does not say
+        setup = replace(setup, prompt_tokens=runs[0].setup.prompt_tokens)
     if options.staleness is not None:
         setup = replace(setup, staleness=options.staleness)
     costs, notes, assumed = _costs(options, runs)
