@@ -285,6 +285,9 @@ def test_a_job_whose_trainer_or_generator_dies_ends(job, joined, nothing_left, r
     guest = joined(running).join()
     while not list((running.save / "dump").glob("*.parquet")):
         time.sleep(0.05)
+    while "generator rank 1" not in running.log_file(0).read_text():  # killed while vLLM starts, it leaves a directory
+        assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
+        time.sleep(0.05)
     os.kill(running.rank_pid(rank), signal.SIGKILL)
     assert running.wait(60).code != 0
     assert guest.wait(60) == 1
