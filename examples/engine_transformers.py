@@ -111,6 +111,7 @@ def main() -> None:
             raise SystemExit(f"--rl-stop {job.sampling.stop}: this engine knows no stop strings; take vLLM's")
         engine, began = Engine(job, options.device), time.monotonic()
         engine.load()  # waits for the first version
+        print(f"the engine generates, by version {engine.version} at first", flush=True)
         while not job.ended:
             if job.newest() != engine.version:
                 engine.load()

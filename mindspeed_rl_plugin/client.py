@@ -261,7 +261,9 @@ class Client:
 
     def finished(self, stage: str = "reward") -> Tensor:
         """`[n, 3]` ids of the rows that a stage is done with and the job still holds: until their last optimizer step.
-        Rows of an evaluation have a rollout below 0."""
+        Rows of an evaluation have a rollout below 0. Raises ValueError for no stage of this job."""
+        if stage not in self.stages:
+            raise ValueError(f"finished: no stage {stage!r}; this job has {', '.join(sorted(self.stages))}")
         return torch.tensor(self.dock.exchange.finished(stage), dtype=torch.int64).reshape(-1, 3)
 
     def read(self, ids: Ids, columns: Iterable[str]) -> TensorDict:
@@ -298,7 +300,8 @@ class Client:
         needed = {"response", "logps", "segments" if "segments" in names else "version"}
         if not needed <= names <= {*GIVEN}:
             raise ValueError(
-                f"give: needs {', '.join(sorted(needed))}, may have {', '.join(GIVEN)}; got {sorted(names)}"
+                f"give: needs response, logps, and version or segments; may have {', '.join(GIVEN)}; got "
+                f"{sorted(names)}"
             )
         for name in sorted(names):
             _check_form(name, given[name])

@@ -145,7 +145,7 @@ class Dock:
     def peek(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
         """Those of the rows that have all these columns, while others may clear them: what is cleared before it is read
         is left out."""
-        refuse("peek: undeclared columns", columns, self.columns)
+        refuse("read: undeclared columns", columns, self.columns)
         calls, columns = self._calls, tuple(columns)
         wanted, there = ids_array(ids), None
         while there is None or not there.all():
@@ -158,7 +158,7 @@ class Dock:
                 got = None
             there = (cells.locate(calls, columns, wanted)[1][0] >= 0).all(0)  # a cell that is there has never moved
             if got is None and there.all():
-                raise ValueError(f"peek: columns {list(columns)} of {listed(ids_tuple(wanted))} cannot be read")
+                raise ValueError(f"read: columns {list(columns)} of {listed(ids_tuple(wanted))} cannot be read")
         return Rows(ids_tuple(wanted), got)
 
     # work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: b
     else:
         has_some = ranks or on_ray or schedule.engine_url
         what = "engines may join" if has_some else "this job has no engine yet, and waits for one to join"
-        say(f"{what}: python -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
+        say(f"{what}: {sys.executable} -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
         if not has_some:
             say(f"the job waits for an engine at most {job.ranks.deadline:g} s (--rl-wait-timeout)")
     if not job.topology.leader:

@@ -56,7 +56,7 @@ class Incoming:
             response > self.max_response,
             lambda i: (
                 f"a response of {response[i]} tokens is longer than --rl-max-response-length "
-                f"{self.max_response}; end it there, with finish {FINISH[1]!r}"
+                f"{self.max_response}; end it there, with finish 1 ({FINISH[1]!r})"
             ),
         )
         of, at = _places(total)

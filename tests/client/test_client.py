@@ -146,8 +146,10 @@ def test_rows_go_from_prompts_to_what_an_observer_reads(trainers, job) -> None:
     for dock in trainers.docks:
         dock.clear(0, [0])
     assert job.read(ids, ["tokens"])["ids"].tolist() == [[0, 1, 0], [0, 1, 1]], "what is cleared is left out"
-    with pytest.raises(ValueError, match=r"undeclared columns \['nothing'\]"):
+    with pytest.raises(ValueError, match=r"read: undeclared columns \['nothing'\]"):
         job.read(ids, ["nothing"])
+    with pytest.raises(ValueError, match="finished: no stage 'rewards'; this job has .*generate"):
+        job.finished("rewards")
 
 
 BAD = {
@@ -356,7 +358,7 @@ def test_rows_that_were_not_taken_and_strange_columns_are_refused(trainers, job)
     good = answers(prompts, 0)
     with pytest.raises(ValueError, match="1 rows are not taken"):
         job.give(good.clone().update({"ids": torch.tensor([[0, 1, 1]])}))
-    with pytest.raises(ValueError, match="give: needs logps, response, version"):
+    with pytest.raises(ValueError, match="give: needs response, logps, and version or segments"):
         job.give(good.exclude("logps"))
     with pytest.raises(ValueError, match="'response' has several entries a row"):
         job.give(answers(prompts, 0, response=torch.tensor([[7, END]])))

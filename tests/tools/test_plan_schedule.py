@@ -62,6 +62,11 @@ def test_schedules_that_divide_are_tried(tmp_path):
     assert [(s.sizes.data_parallel, s.sizes.engines) for s in machines] == [(8, 8), (4, 12)]
     with pytest.raises(ValueError, match="6 ranks do not divide"):
         list(schedule.candidates(setup, 6, 8))
+    joined = dataclasses.replace(setup, schedule="async", sizes=dataclasses.replace(setup.sizes, engines=1))
+    with pytest.raises(
+        ValueError, match=r"10 ranks \(8 that train, 2 of engines\) do not divide: .* --world, such as 8"
+    ):
+        list(schedule.candidates(joined, joined.world, 8))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,7 @@ def test_a_run_gives_the_costs_and_the_table_an_advice(tmp_path, capsys):
     table = [line.split() for line in lines if line.startswith(("sync", "streamed", "async"))]
     assert [row[0] for row in table] == ["sync", "streamed", "async", "async"]
     assert [row[1] for row in table[2:]] == ["2", "3"]
-    assert "measured in 1 run: " in "\n".join(lines)
+    assert "fitted to 1 run: " in "\n".join(lines)
     care = "ASSUMED, NOT MEASURED: --sequence-ms 0.2475, --publish-s 0.5, --pull-s 0.5, --apply-s 0.5"
     assert lines[lines.index(care) + 1].startswith("if your costs are these: take --rl-schedule ")
     # On the ranks of the run itself sync takes what it took.
@@ -120,12 +125,16 @@ def test_what_is_assumed_is_said_at_the_advice_and_what_is_given_or_measured_is_
     costs = "--step-ms 20, --sequence-ms 0.05, --train-tokens 8000, --reshard-s 5, --publish-s 1"
     costs += ", --pull-s 3, --apply-s 0.5"
     lines = said(script(tmp_path))
-    at = lines.index(f"ASSUMED, NOT MEASURED: {costs}, --grade-s 0, --response-tokens 409.6, --tail 0.8")
+    at = lines.index(
+        f"ASSUMED, NOT MEASURED: {costs}, --grade-s 0, --response-tokens 409.6, --tail 0.8, --prompt-tokens 0"
+    )
     assert lines[at + 1].startswith("if your costs are these: take ") and lines[at + 2].startswith(
         "To measure yours: run"
     )
     given = [word for pair in costs.split(", ") for word in pair.split()]
-    lines = said(script(tmp_path), *given, "--grade-s", 0, "--response-tokens", 400, "--tail", 0.8)
+    lines = said(
+        script(tmp_path), *given, "--grade-s", 0, "--response-tokens", 400, "--tail", 0.8, "--prompt-tokens", 90
+    )
     assert not any("ASSUMED" in line for line in lines) and any(line.startswith("take ") for line in lines)
     assert any("--publish-s 0.5" in line for line in said("--from", run_of(tmp_path / "rl"), "--pull-s", 1))
     by_hand = next(line for line in said("--from", tmp_path / "rl", "--response-tokens", 100) if "ASSUMED" in line)

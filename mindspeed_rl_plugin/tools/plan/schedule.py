@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--node", type=int, default=8, help="ranks of a machine (default: %(default)s)")
     add("--staleness", type=int, help="--rl-max-staleness (default: that of the script or run)")
     add("--response-tokens", type=float, help=f"mean length (default: the run's, or {FILL:g} of the limit)")
+    add("--prompt-tokens", type=int, help="mean length of a prompt (default: the run's, or 0)")
     add("--tail", type=float, help=f"sigma of lognormal lengths (default: the run's, or {TAIL:g})")
     add("--grade-s", type=float, help="mean seconds of a grading call (default: those of the run, or 0)")
     for name, (value, what) in ASSUMED.items():
@@ -70,10 +71,14 @@ def report(options: argparse.Namespace) -> list[str]:
     setup = script_setup(options.script) if options.script else runs[0].setup
     if options.script and runs:  # which a script does not say
         setup = replace(setup, prompt_tokens=runs[0].setup.prompt_tokens)
+    if options.prompt_tokens is not None:
+        setup = replace(setup, prompt_tokens=options.prompt_tokens)
     if options.staleness is not None:
         setup = replace(setup, staleness=options.staleness)
     costs, notes, assumed = _costs(options, runs)
     responses, lengths, assumed_too = _responses(options, setup, runs)
+    if not runs and options.prompt_tokens is None:
+        assumed_too["prompt_tokens"] = setup.prompt_tokens
     setups = list(candidates(setup, options.world or setup.world, options.node))
     outcomes = [simulate(one, costs, responses) for one in setups]
     rows = [_row(one, outcome, outcomes[0]) for one, outcome in zip(setups, outcomes, strict=True)]
@@ -139,10 +144,13 @@ def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
 
     colocated = on(world, world)
     if colocated is None:
+        trainers = sizes.data_parallel * setup.trainer_ranks
+        fits = next((f", such as {fewer}" for fewer in range(world - 1, 0, -1) if on(fewer, fewer)), "")
+        apart = f" ({trainers} that train, {world - trainers} of engines)" if world == setup.world > trainers else ""
         raise ValueError(
-            f"{world} ranks do not divide: a trainer has {setup.trainer_ranks}, an engine {setup.engine_ranks}, and "
-            f"--global-batch-size {sizes.global_batch} must be a multiple of --micro-batch-size {sizes.micro_batch} x "
-            "the number of trainers; give another --world"
+            f"{world} ranks{apart} do not divide: a trainer has {setup.trainer_ranks}, an engine {setup.engine_ranks}, "
+            f"and --global-batch-size {sizes.global_batch} must be a multiple of --micro-batch-size "
+            f"{sizes.micro_batch} x the number of trainers; give another --world{fits}"
         )
     yield replace(colocated, schedule="sync")
     if "streamed" not in setup.ruled_out:
@@ -186,7 +194,10 @@ def with_care(advised: str, assumed: Mapping[str, float]) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for least, names in ((1, ("world", "node", "response_tokens")), (0, ("tail", "grade_s", "staleness", *ASSUMED))):
+    for least, names in (
+        (1, ("world", "node", "response_tokens")),
+        (0, ("tail", "grade_s", "staleness", "prompt_tokens", *ASSUMED)),
+    ):
         for name in names:
             if (value := getattr(options, name)) is not None and value < least:
                 raise ValueError(f"{spelt(name)} must be at least {least}, got {value}")
@@ -202,7 +213,7 @@ def _costs(
     if runs:
         costs, taken = calibrate.fit(runs), given
         guessed = {name for name in ASSUMED if name.rpartition("_")[0] in calibrate.guessed(runs, costs)}
-        source = f"measured in {len(runs)} run{'s' * (len(runs) > 1)}"
+        source = f"fitted to {len(runs)} run{'s' * (len(runs) > 1)}"
     else:
         costs, taken = Costs(notice=calibrate.NOTICE), {name: value for name, (value, _) in ASSUMED.items()} | given
         guessed, source = set(ASSUMED), "by hand or assumed"
