@@ -137,9 +137,11 @@ class Client:
         "prompt": its tokens; "oldest", "newest" `[B]`: the versions of weights that may sample the row, newest -1 where
         every newer one may, too; "greedy" `[B]`: take the likeliest token each time (evaluations); "seed" `[B]`: of
         this very response, to be used or not.
-        Raises ValueError for a job with --rl-async-order strict, whose rows are dealt to engines of its own, and for
-        one with tools or environments, whose episodes its engines play.
+        Raises ValueError for a job with --rl-async-order strict, whose rows are dealt to engines of its own, for one
+        with tools or environments, whose episodes its engines play, and for fewer rows than one.
         """
+        if max_rows < 1:
+            raise ValueError(f"take: max_rows is {max_rows}; give at least 1")
         if self._job.strict:
             raise ValueError(
                 "--rl-async-order strict deals rollouts to the engines of the launcher: take no rows of it"

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.environment import launch_env, master_address, say
@@ -31,6 +32,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         parse_address(options.join)
         read_secret(options.secret_file)
+        if options.tokenizer is not None and not Path(options.tokenizer).is_dir():
+            raise ValueError(f"--tokenizer {options.tokenizer}: no such directory; give a copy of the job's")
         _generate(options, leaving)
     except (ValueError, ConnectionError, PermissionError, TimeoutError, FileNotFoundError) as error:
         print(f"[rl] generate: {error}", file=sys.stderr, flush=True)

@@ -356,6 +356,8 @@ def test_rows_that_were_not_taken_and_strange_columns_are_refused(trainers, job)
     trainers.admit(0, 0)
     prompts = job.take(1, deadline=20)
     good = answers(prompts, 0)
+    with pytest.raises(ValueError, match="take: max_rows is 0; give at least 1"):
+        job.take(0, deadline=0.0)
     with pytest.raises(ValueError, match="1 rows are not taken"):
         job.give(good.clone().update({"ids": torch.tensor([[0, 1, 1]])}))
     with pytest.raises(ValueError, match="give: needs response, logps, and version or segments"):

@@ -51,6 +51,12 @@ def test_what_a_server_takes_no_notice_of_is_refused_by_name(capsys, flag: str) 
     assert says in capsys.readouterr().err
 
 
+def test_a_tokenizer_that_is_not_there_is_said_before_the_engine_is_built(tmp_path, capsys) -> None:
+    secret = ["--secret-file", str(secret_file(tmp_path, SECRET, 0o600)), "--tokenizer", "/nowhere"]
+    assert join.main(["--join", "127.0.0.1:1", *secret]) == 1
+    assert "[rl] generate: --tokenizer /nowhere: no such directory; give a copy" in capsys.readouterr().err
+
+
 def test_a_job_that_is_killed_is_said_to_leave_its_secret(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="when engines may join, and removes it when it ends in order; give"):
         read_secret(tmp_path / "secret")
