@@ -114,10 +114,12 @@ def test_the_time_of_the_engine_is_not_the_environments(made):
 
 
 def test_no_rollout_answers_for_time_in_which_nobody_listened(made):
-    environments = made(timeout=1.5)
-    begin(environments, ONE=[{"sleep": 2.0, **ASKS}])
+    environments = made(timeout=3.0)
+    begin(environments, ONE=[ASKS, {"sleep": 3.5, **ASKS}])
+    assert replies(environments, 1)[ONE].failure is None, "its process has started"
+    environments.act(ONE, SPOKEN)
     assert environments.poll(0.3) == []
-    time.sleep(1.5)
+    time.sleep(3.0)
     assert replies(environments, 1)[ONE].failure is None
 
 
