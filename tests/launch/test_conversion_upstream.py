@@ -84,7 +84,7 @@ def test_weights_are_converted_at_a_start_and_for_a_resume_only_where_its_refere
         assert [e["event"] for e in resumed.events] == ["before_model", "reference", "state", "start", "step", "step"]
         assert resumed.of("reference") == whole.of("reference") and resumed.of("step") == whole.of("step")[2:]
     # 26.1.0 turns both conversions on by itself where --load holds safetensors; that folder may be read-only.
-    other, last = megatron.folder / "elsewhere", megatron.folder / "last"
+    other, last = (megatron.folder / f"{name}-{i}" for name in ("elsewhere", "last"))
     shutil.rmtree(cache)
     how = "--model-type-hf qwen3 --only-convert-last-checkpoint --mg-save-dir" if back else f"{HF2MG} --mg-cache-dir"
     itself = run(*f"{FLAGS} {how} {other} --save {last}".split())
