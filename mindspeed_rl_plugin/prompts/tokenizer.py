@@ -100,6 +100,11 @@ def vocabulary(path: str | Path) -> dict[str, int]:
     return known | {token["content"]: int(number) for number, token in added.items()}
 
 
+def vocabulary_size(folder: Path) -> int:
+    """Size of a tokenizer's vocabulary: its highest id and 1, tokens added to it included; 0 without files that say."""
+    return 1 + max(vocabulary(folder).values(), default=-1)
+
+
 def same_vocabulary(one: str, other: str) -> bool:
     """Whether two tokenizers map the same tokens to the same ids; True where one of them has no tokenizer.json."""
     comparable = all((_folder(path) / "tokenizer.json").is_file() for path in (one, other))

@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mindspeed_rl_plugin.prompts.ends import model_tokens
+from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_size
 from mindspeed_rl_plugin.tools.convert.cli import size
-from mindspeed_rl_plugin.tools.convert.files import model_tokens, vocabulary_size
 
 FIRST, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 

@@ -1,5 +1,4 @@
-"""A Hugging Face directory: canonical tensors in one or more safetensors files, read in slices, written in shards; and
-ids of special tokens, for what ends a response is no argument of Megatron's."""
+"""A Hugging Face directory: canonical tensors in one or more safetensors files, read in slices, written in shards."""
 
 from __future__ import annotations
 
@@ -14,10 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mindspeed_rl_plugin.prompts.tokenizer import read_if_there, read_json, vocabulary
+from mindspeed_rl_plugin.prompts.tokenizer import read_json
 
 INDEX = "model.safetensors.index.json"
-FIELDS, GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id"), "generation_config.json"
 # What a tokenizer may consist of.
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template*")
 
@@ -83,33 +81,3 @@ def tokenizer_files(source: Path) -> list[Path]:
     if not files:
         raise ValueError(f"--tokenizer {source}: no files of a tokenizer there")
     return files
-
-
-def model_tokens(folder: Path) -> dict[str, Any]:
-    """Ids that the files of a model or of a tokenizer name, those that say how to generate first.
-
-    A model may end a response with several tokens, which only generation_config.json and config.json can say.
-    """
-    out = _tokenizer_tokens(folder)
-    for name in ("config.json", GENERATION):
-        out |= config_tokens(folder / name)
-    return out
-
-
-def vocabulary_size(folder: Path) -> int:
-    """Size of a tokenizer's vocabulary: its highest id and 1, tokens added to it included; 0 without files that say."""
-    return 1 + max(vocabulary(folder).values(), default=-1)
-
-
-def config_tokens(path: Path) -> dict[str, Any]:
-    """Ids in a config.json, or that of a folder, or in a generation_config.json."""
-    named = read_if_there(path / "config.json" if path.is_dir() else path)
-    return {name: named[name] for name in FIELDS if named.get(name) is not None}
-
-
-def _tokenizer_tokens(folder: Path) -> dict[str, Any]:
-    named = read_if_there(folder / "special_tokens_map.json") | read_if_there(folder / "tokenizer_config.json")
-    words = {field: named.get(field.removesuffix("_id")) for field in FIELDS}
-    words = {field: word["content"] if isinstance(word, dict) else word for field, word in words.items() if word}
-    known = vocabulary(folder) if words else {}
-    return {field: known[word] for field, word in words.items() if word in known}

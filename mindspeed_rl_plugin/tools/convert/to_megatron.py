@@ -18,6 +18,7 @@ import torch
 
 from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
+from mindspeed_rl_plugin.prompts.ends import model_tokens
 from mindspeed_rl_plugin.reshard.cuts import Segment
 from mindspeed_rl_plugin.reshard.family_rows import HEAD
 from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
@@ -28,7 +29,7 @@ from mindspeed_rl_plugin.reshard.placement_flags import noop_layers
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.convert.checkpoint import FILE, rank_folders
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run
-from mindspeed_rl_plugin.tools.convert.files import model_tokens, open_tensors
+from mindspeed_rl_plugin.tools.convert.files import open_tensors
 from mindspeed_rl_plugin.tools.layout_args import TRAIN, check_train, parse_sizes, read_config, shape_of, train_layout
 
 # Beside the weights: layers that predict further tokens, numbered after the others; frequencies that old files keep.

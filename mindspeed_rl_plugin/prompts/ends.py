@@ -1,0 +1,36 @@
+"""What ends a response, which is no argument of Megatron's: the ids that the files of a model and of a tokenizer name.
+One list for training, every engine, import and export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.prompts.tokenizer import read_if_there, vocabulary
+
+FIELDS, GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id"), "generation_config.json"
+
+
+def model_tokens(folder: Path) -> dict[str, Any]:
+    """Ids that the files of a model or of a tokenizer name, those that say how to generate first.
+
+    A model may end a response with several tokens, which only generation_config.json and config.json can say.
+    """
+    out = _tokenizer_tokens(folder)
+    for name in ("config.json", GENERATION):
+        out |= config_tokens(folder / name)
+    return out
+
+
+def config_tokens(path: Path) -> dict[str, Any]:
+    """Ids in a config.json, or that of a folder, or in a generation_config.json."""
+    named = read_if_there(path / "config.json" if path.is_dir() else path)
+    return {name: named[name] for name in FIELDS if named.get(name) is not None}
+
+
+def _tokenizer_tokens(folder: Path) -> dict[str, Any]:
+    named = read_if_there(folder / "special_tokens_map.json") | read_if_there(folder / "tokenizer_config.json")
+    words = {field: named.get(field.removesuffix("_id")) for field in FIELDS}
+    words = {field: word["content"] if isinstance(word, dict) else word for field, word in words.items() if word}
+    known = vocabulary(folder) if words else {}
+    return {field: known[word] for field, word in words.items() if word in known}
