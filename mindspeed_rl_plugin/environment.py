@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 SPEAK_SECONDS = 20.0  # that other ranks of a machine leave to the first one's message and the launcher
 FLUSH_SECONDS = 1.0
@@ -49,6 +50,17 @@ def is_part() -> bool:
 def attempt() -> str:
     """Which start of the job by its launcher this is."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def launcher() -> int | None:
+    """The torchrun agent that started this process, maybe by a script between; None where another launcher did."""
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # of this rank alone
+        return None
+    process, given = os.getppid(), f"TORCHELASTIC_ERROR_FILE={path}".encode()
+    with contextlib.suppress(OSError):  # of another user
+        while given in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+            process = int(Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    return process
 
 
 def environment_apart() -> dict[str, str]:

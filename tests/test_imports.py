@@ -16,7 +16,7 @@ NAME = PACKAGE.name
 # A module may stand in a row of its own (`reshard.plan`), else its folder's row counts.
 UPPER = ("transfer", "allgather", "offload", "live", "resharder", "shares", "publish", "pull")
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("__init__", "rows", "config", "environment", "invitation", "device", "ranks"),
+    ("__init__", "rows", "config", "environment", "invitation", "device", "processes", "ranks"),
     ("workers", "episodes.rendering"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
     ("engine", "forward", *(f"reshard.{m}" for m in UPPER)),
@@ -32,7 +32,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 )
 # Folders beside the row: who may import them, and what they may import.
 HOST_USERS = {"host", "launch", "adaptor", "__main__", "engine", "loop", "tools"}
-HOST_MAY = {"rows", "config", "environment", "device"}
+HOST_MAY = {"rows", "config", "environment", "device", "processes"}
 
 # library -> folders that may import it (a module name narrows a folder).
 LIBRARIES: dict[str, set[str]] = {

@@ -16,6 +16,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.environment import launch_env, master_address, say
 from mindspeed_rl_plugin.invitation import parse_address, read_secret
+from mindspeed_rl_plugin.processes import attend
 
 LEFT = "the engine has left the job"
 OF_OWN = ("kv_cache_gb", "device_memory_utilization")  # options of an engine that is built here
@@ -56,6 +57,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _generate(options: argparse.Namespace, leaving: threading.Event) -> None:
+    attend()
     # Only now: they take seconds.
     import torch.distributed as dist
 

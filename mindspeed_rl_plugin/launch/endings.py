@@ -6,12 +6,7 @@ torchrun's own summary, the last lines of a job.
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -20,9 +15,9 @@ from typing import Any
 from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, record_failure
 from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.launch.disk import full_disk
+from mindspeed_rl_plugin.processes import attend
 
 LINES = 8  # of an error, beside its first
-INTERRUPT_SECONDS = 3.0  # that the main thread may take to hear of SIGINT; torchrun kills after 30
 
 
 class Refusal(ValueError):
@@ -51,10 +46,7 @@ def watch(args: Any) -> None:
     global _args
     _args = args
     sys.excepthook = _uncaught
-    heard, wakes = socket.socketpair()
-    wakes.setblocking(False)
-    signal.set_wakeup_fd(wakes.detach(), warn_on_full_buffer=False)
-    threading.Thread(target=_end_when_interrupted, args=(heard,), daemon=True).start()
+    attend(lambda: not _interrupted and _say_interrupted())
 
 
 @contextmanager
@@ -95,29 +87,19 @@ def interrupted(args: Any) -> str:
     return f"[rl] interrupted in iteration {at}; {then} (to save at a stop: --exit-signal-handler, and send SIGTERM)"
 
 
-def _end_when_interrupted(heard: socket.socket) -> None:
-    """A main thread that waits in a library, for a rank that has ended by the same signal, never comes to raise
-    KeyboardInterrupt: the line is said, and the process ended, from here, unless the user's code handles the signal.
-    heard: gives the numbers of signals."""
-    while heard.recv(1)[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        pass
-    time.sleep(INTERRUPT_SECONDS)
-    if not _interrupted:
-        _say_interrupted()
-        os._exit(128 + signal.SIGINT)
-
-
-def _say_interrupted() -> None:
+def _say_interrupted() -> bool:
     """On the first rank."""
     global _interrupted
     _interrupted = True
     if launch_env()["rank"] == 0:
         _say(f"\n{interrupted(_args)}")  # other libraries leave lines without an end
+    return True
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, KeyboardInterrupt):
-        return _say_interrupted()
+        _say_interrupted()
+        return
     if isinstance(error, Refusal):
         _say(f"[rl] {error}")
         record_failure(str(error))

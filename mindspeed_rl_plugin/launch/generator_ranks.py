@@ -15,6 +15,7 @@ from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.environment import is_part, last_words, launch_env, leave_to_first_rank
 from mindspeed_rl_plugin.generators.ranks import Split, has_ended, join_group, part, ranks_text, wait_for_address
 from mindspeed_rl_plugin.monitor.run_files import GENERATOR
+from mindspeed_rl_plugin.processes import attend
 
 
 def split_of(argv: Sequence[str]) -> Split | None:
@@ -53,6 +54,7 @@ def leave_if_generator() -> None:
 
 
 def _generate(split: Split, engine: int) -> None:
+    attend()
     from mindspeed_rl_plugin.generators.engine import serve
 
     first = split.trainers + engine * split.engine

@@ -16,6 +16,7 @@ from mindspeed_rl_plugin.launch import checkpoint_files, disk, endings
 
 PROCESS = """
 import hashlib, io, os, signal, sys, threading, types
+from mindspeed_rl_plugin import processes
 from mindspeed_rl_plugin.launch import endings
 
 class OfTheUser(Exception):
@@ -31,7 +32,7 @@ if kind == "refused":
 if kind == "interrupted":
     raise KeyboardInterrupt
 if kind == "stuck":  # in C, where no exception is raised
-    endings.INTERRUPT_SECONDS = 0.1
+    processes.INTERRUPT_SECONDS = 0.1
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 with endings.stopping():

@@ -1,0 +1,65 @@
+"""Processes of this machine: whether one still runs, and the end of this one where its main thread cannot bring it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from mindspeed_rl_plugin.environment import flush_output, last_words, launcher
+
+LOOK_SECONDS = 1.0  # between looks at the launcher
+INTERRUPT_SECONDS = 3.0  # that the main thread may take to hear of SIGINT; torchrun kills after 30
+
+
+def began(process: int) -> int | None:
+    """When it began, in the kernel's ticks: number and beginning name one process for good. None where it has ended."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+            state, *fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "XZ" else int(fields[18])
+
+
+_heard = False  # whether the main thread has heard of SIGINT
+
+
+def attend(interrupted: Callable[[], bool] = lambda: not _heard) -> None:
+    """From now on a thread ends this process soon after Ctrl-C, unless the user's code handles that signal, and after
+    its launcher: a main thread that waits in a library hears of neither. interrupted: called in the former case;
+    whether the process is to be ended, by default where the main thread has not heard."""
+    heard, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    heard.settimeout(LOOK_SECONDS)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _hear)
+    signal.set_wakeup_fd(wakes.detach(), warn_on_full_buffer=False)
+    threading.Thread(target=_attend, args=(heard, launcher(), interrupted), daemon=True).start()
+
+
+def _hear(number: int, frame: FrameType | None) -> None:
+    global _heard
+    _heard = True
+    signal.default_int_handler(number, frame)
+
+
+def _attend(heard: socket.socket, above: int | None, interrupted: Callable[[], bool]) -> None:
+    """heard: gives the numbers of signals; above: the launcher, None for one that does not end its processes."""
+    since, number = above and began(above), 0
+    while number != signal.SIGINT or signal.getsignal(signal.SIGINT) is not _hear:
+        if above and began(above) != since:
+            last_words(f"torchrun (process {above}) is gone: process {os.getpid()}, which it started, ends too")
+            flush_output()
+            os._exit(1)
+        try:
+            number = heard.recv(1)[0]
+        except TimeoutError:
+            number = 0
+    time.sleep(INTERRUPT_SECONDS)
+    if interrupted():
+        os._exit(128 + signal.SIGINT)
