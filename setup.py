@@ -8,6 +8,8 @@ setup(
     name="mindspeed-rl-plugin",
     version="0.1.0",
     description="Reinforcement learning for an existing Megatron-LM / MindSpeed pretraining script, by flags",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     packages=find_packages(include=["mindspeed_rl_plugin", "mindspeed_rl_plugin.*"]),
     package_data={
         "mindspeed_rl_plugin.tools.report": ["*.html", "*.js", "*.css", "*.in"],
