@@ -8,7 +8,10 @@ from __future__ import annotations
 import importlib
 import os
 import runpy
+import select
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # name -> (module of this package with main(argv) -> exit code, help). Imported only when asked for.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
@@ -45,7 +48,8 @@ def main(argv: list[str]) -> int:
         print(usage())
         return 0 if argv else 2
     if argv[0] in SUBCOMMANDS:
-        return importlib.import_module(f"mindspeed_rl_plugin.{SUBCOMMANDS[argv[0]][0]}").main(argv[1:]) or 0
+        with _quiet_on_a_closed_pipe():
+            return importlib.import_module(f"mindspeed_rl_plugin.{SUBCOMMANDS[argv[0]][0]}").main(argv[1:]) or 0
     script = argv[0]
     if not os.path.isfile(script):
         known = ", ".join(SUBCOMMANDS)
@@ -53,6 +57,24 @@ def main(argv: list[str]) -> int:
         return 2
     run_script(script, argv[1:])
     return 0
+
+
+@contextmanager
+def _quiet_on_a_closed_pipe() -> Iterator[None]:
+    """Ends the process without a traceback, with the status of SIGPIPE, where nobody reads its output any more, as
+    behind `| head`. Another pipe that breaks is an error."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # of --help too, which exits
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered goes there at the exit
+        sys.exit(141)
 
 
 def run_script(script: str, arguments: list[str]) -> None:

@@ -276,7 +276,12 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
 def _lengths(args: Any, config: RLConfig) -> Iterator[str]:
     prompt, response, limit = config.data.max_prompt_length, config.rollout.max_response_length, args.seq_length
     if limit is not None and prompt + response > limit:
-        yield (f"{_longest(config)} = {prompt + response} tokens, more than --seq-length {limit}; shorten one of them")
+        positions = args.max_position_embeddings
+        more = f" (and --max-position-embeddings {positions})" if positions and prompt + response > positions else ""
+        yield (
+            f"{_longest(config)} = {prompt + response} tokens, more than --seq-length {limit}; shorten one of them, or "
+            f"raise --seq-length{more}"
+        )
 
 
 def _longest(config: RLConfig) -> str:

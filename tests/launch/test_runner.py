@@ -6,6 +6,8 @@ import subprocess
 import sys
 import types
 
+import pytest
+
 from mindspeed_rl_plugin import __main__ as runner
 
 
@@ -41,6 +43,29 @@ def test_a_command_gets_its_arguments_and_gives_the_status(monkeypatch):
     monkeypatch.setitem(runner.SUBCOMMANDS, "fake", ("fake_command", ""))
     assert runner.main(["fake", "a", "--b"]) == 3
     assert seen == [["a", "--b"]]
+
+
+def test_a_command_whose_output_nobody_reads_ends_quietly():
+    """As behind `| head`; --help too, which is written only when the process ends, and text that is not buffered."""
+    for words, unbuffered in (("algorithms", "1"), ("flags --help", "")):
+        reader, writer = os.pipe()
+        os.close(reader)
+        command = [sys.executable, "-m", "mindspeed_rl_plugin", *words.split()]
+        environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, timeout=120)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch, capsys):
+    def broken(argv):
+        raise BrokenPipeError("a worker's")
+
+    module = types.SimpleNamespace(main=broken)
+    monkeypatch.setitem(sys.modules, "mindspeed_rl_plugin.fake_command", module)
+    monkeypatch.setitem(runner.SUBCOMMANDS, "fake", ("fake_command", ""))
+    with capsys.disabled(), pytest.raises(BrokenPipeError, match="a worker's"):
+        runner.main(["fake"])
 
 
 SCRIPT = """

@@ -52,6 +52,24 @@ def test_what_does_not_fit_is_marked_in_every_phase(capsys):
     assert "(does not fit)" not in printed(capsys, *SEVEN)
 
 
+@pytest.mark.parametrize(
+    "device, conclusion",
+    [
+        ("64", "fits 64 GB: yes, 60.2 GB left for the KV cache and the engine's working memory"),
+        ("22.9", "fits 22.9 GB: yes, 19.1 GB left for the KV cache and the engine's working memory"),
+        ("22.8", "fits 22.8 GB: no, the update needs 22.8 GB per device"),
+    ],
+)
+def test_a_plan_ends_with_a_conclusion(device, conclusion, capsys):
+    """By hand: 15.23 GB over tp4 are 3.81 a device; the update has 6 times as much, 22.85."""
+    assert printed(capsys, *SEVEN, "--device-gb", device).splitlines()[-1].startswith(conclusion)
+
+
+def test_a_plan_says_which_reshard_does_not_fit(capsys):
+    argv = [*SEVEN[:2], "--train", "tp4,dp2", "--generate", "tp2"]
+    assert "not with --rl-reshard allgather" in printed(capsys, *argv, "--device-gb", "24").splitlines()[-1]
+
+
 def test_columns_and_equation_3_are_explained(capsys):
     """Of 15.23 GB tp4 holds 3.81 a device; the engine the same, so that nothing is in flight."""
     out = printed(capsys, *SEVEN)

@@ -97,6 +97,7 @@ def report(options: argparse.Namespace) -> list[str]:
         *(f"note: {note}" for note in (*run.notes, *notes)),
         *("", *shown.memory(), shown.host(), "", *shown.traffic(), "", *shown.equation(engine)),
         *(f"a run refuses: {line}" for line in run.refused),
+        *("", shown.conclusion()),
     ]
 
 
@@ -214,6 +215,18 @@ class _Shown:
             if f.shared
             else "no device has both trainer and engine: nothing needs to be offloaded",
         ]
+
+    def conclusion(self) -> str:
+        """Whether it fits a device, by the mode of the reshard that is the default."""
+        f, most = self.plan, self.plan.run.device_bytes
+        needs = {"the update": f.update, "the reshard": f.peak("stream"), "generation": f.generate}
+        phase = max(needs, key=needs.__getitem__)
+        fits, size = f"fits {most / GB:g} GB", f"{needs[phase] / GB:.1f} GB"
+        if needs[phase] > most:
+            return f"{fits}: no, {phase} needs {size} per device: spread it over more ranks, or give --device-gb"
+        only = "" if f.peak("allgather") <= most else ", but not with --rl-reshard allgather"
+        left = f"{(most - f.generate) / GB:.1f} GB left for the KV cache and the engine's working memory"
+        return f"{fits}: yes, {left}{only}"
 
     def host(self) -> str:
         """Host memory of a machine that is full of the fullest ranks."""
