@@ -1,8 +1,10 @@
 """`flags`: all flags in groups, those with a word, and the page that is generated from them."""
 
+import re
 from pathlib import Path
 
 from mindspeed_rl_plugin.config import flag_names
+from mindspeed_rl_plugin.config.verdicts import verdict
 from mindspeed_rl_plugin.tools import flags
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
@@ -26,3 +28,14 @@ def test_a_word_narrows_the_list(capsys):
     shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
     assert "--rl-temperature" in shown and len(shown) == 3
     assert flags.main(["xyzzy"]) == 1
+
+
+def test_words_of_other_programs_say_what_to_use(capsys):
+    """Each names flags that exist, ours or of Megatron's, whose table of verdicts knows all of them."""
+    for word, text in (("wandb", "--wandb-project"), ("tensorboard_dir", "--tensorboard-dir"), ("LoRA", "not here")):
+        assert flags.main([word]) == 0
+        assert text in capsys.readouterr().out
+    named = {name for text in flags.ELSEWHERE.values() for name in re.findall(r"--[a-z][a-z0-9-]+", text)}
+    ours = {name for name in named if name.startswith("--rl-")}
+    torchrun = {"--nproc-per-node", "--nnodes"}
+    assert ours <= set(flag_names()) and all(verdict([name], "", None) for name in named - ours - torchrun)
