@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.memory import Segments
 from mindspeed_rl_plugin.dock.rpc import PATIENCE, Closed, Lost, Process, Stream, ask, connect
 
-KEPT = 256  # epochs that a process outside of the job remembers: what it leased before is long cleared
+KEPT = 256  # epochs that are remembered, by a process of the job when they are cleared: leases are of later ones
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
 
 
@@ -34,6 +34,7 @@ class Epochs:
 
     def __init__(self, owners: Owners | None) -> None:
         self.owners, self.known, self.first, self.last = owners, dict[int, Epoch](), 0, -1
+        self._cleared: dict[int, Epoch] = {}
 
     def add(self, number: int, shape: m.Shape) -> None:
         """It is open."""
@@ -59,7 +60,9 @@ class Epochs:
         alive = self.known[number].alive
         alive[groups] = False
         if not alive.any():
-            del self.known[number]
+            self._cleared[number] = self.known.pop(number)
+            for old in list(self._cleared)[:-KEPT]:
+                del self._cleared[old]
 
     def opened(self, call: str, number: int) -> Epoch | None:
         """An epoch, None where all of it is cleared. Raises ValueError for one that was never opened."""
@@ -67,12 +70,17 @@ class Epochs:
             raise ValueError(f"{call}: epoch {number} was not opened; open: {listed(sorted(self.known))}")
         return self.known.get(number)
 
-    def owned(self, call: str, ids: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
-        """(epoch, warehouse) -> which of `ids` lie there; those of cleared epochs are left out. Raises ValueError for
-        rows that this process, outside of the job, has not leased."""
+    def shape(self, number: int) -> m.Shape:
+        """Of an epoch that is open, or was so a moment ago: another thread may clear it."""
+        return (self.known.get(number) or self._cleared[number]).shape
+
+    def owned(self, call: str, ids: np.ndarray, leased: bool = False) -> dict[tuple[int, int], np.ndarray]:
+        """(epoch, warehouse) -> which of `ids` lie there; those of cleared epochs are left out, unless they are leased:
+        the leader, who clears for all, waits for what becomes of them. Raises ValueError for rows that this process,
+        outside of the job, has not leased."""
         out = {}
         for number, index in by_value(ids[:, 0]):
-            epoch = self.opened(call, number)
+            epoch = self.opened(call, number) or (self._cleared.get(number) if leased else None)
             for warehouse, part in by_value(epoch.owner[ids[index, 1]]) if epoch is not None else ():
                 if warehouse < 0:
                     raise ValueError(f"{call}: a process outside of the job knows only the rows of its leases")

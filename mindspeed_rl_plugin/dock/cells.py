@@ -44,9 +44,9 @@ class Writer:
         epochs.cleared(call, wanted)
         if rows is not None:
             self._declared.check_rows(call, rows)
-        of_rows, of_acks = epochs.owned(call, wanted), epochs.owned(call, done)  # a late repeat is harmless
+        of_rows, of_acks = (epochs.owned(call, x, leased=acked is not None) for x in (wanted, done))  # may be repeats
         for number, warehouse in sorted({*of_rows, *of_acks}):
-            shape, index = epochs.known[number].shape, of_rows.get((number, warehouse), NONE)
+            shape, index = epochs.shape(number), of_rows.get((number, warehouse), NONE)
             parts = [] if rows is None else list(self._parts(shape.members, rows, wanted, index))
             put = Put(number, shape, [part for part, _ in parts], state is None, self._deadline)
             if acked is not None:
@@ -191,7 +191,7 @@ def locate(calls: Calls, columns: tuple[str, ...], ids: np.ndarray) -> tuple[np.
     owner = np.empty(len(ids), np.int64)
     places = [np.full((len(columns), len(ids)), x, t) for x, t in ((-1, np.int32), (0, np.int64), (0, np.int32))]
     for (number, warehouse), at in calls.epochs.owned("read", ids).items():
-        owner[at], rows = warehouse, ids[at, 1] * calls.epochs.known[number].shape.members + ids[at, 2]
+        owner[at], rows = warehouse, ids[at, 1] * calls.epochs.shape(number).members + ids[at, 2]
         located = calls.ask_warehouse(warehouse, Locate(number, columns, rows))
         for table, values in zip(places, (located.segment, located.offset, located.length), strict=True):
             table[:, at] = values

@@ -6,11 +6,12 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
 import pytest
 import torch
-from dock_help import COLUMNS, STATES, ids, prompts, ragged, sid, threads, together, tokens
+from dock_help import COLUMNS, SMALL, STATES, ids, prompts, ragged, sid, threads, together, tokens
 
 from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, StateSpec, core, joining, machine
 from mindspeed_rl_plugin.dock.controller import Controller
@@ -316,6 +317,28 @@ def test_clearing_waits_for_leases_and_a_late_write_is_harmless(make) -> None:
     dock.clear(0)
     dock.put(prompts(2))
     assert dock.remaining("logp") == 0 and all(house.slabs.used == 0 and not house._epochs for house in make.houses)
+
+
+@pytest.mark.parametrize("nodes", [["a", "a"], ["a", "b"]], ids=["one machine", "two machines"])
+@pytest.mark.parametrize("part", [False, True], ids=["commit", "commit_part"])
+def test_what_another_rank_holds_when_it_has_cleared_all_of_an_epoch_is_acknowledged(members, nodes, part) -> None:
+    """A grader's thread holds rows of both epochs; its rank's main thread has gone on, the leader clears for all."""
+    leader, other = (m.dock(deadline=20.0) for m in members(COLUMNS, STATES, nodes, limits=SMALL))
+    for epoch in (0, 1):
+        leader.open(epoch, 2, 1), other.open(epoch, 2, 1)
+        leader.put(prompts(2, epoch=epoch))
+    grader = other.beside()
+    lease = grader.lease("generate", min_rows=4, deadline=5)
+    other.clear(0)
+    with ThreadPoolExecutor(1) as pool:
+        cleared = pool.submit(leader.clear, 0)
+        with pytest.raises(FutureTimeout):
+            cleared.result(0.3)
+        gone = [i for i in lease.rows.ids if i.epoch == 0] if part else lease.rows.ids
+        (grader.commit_part if part else grader.commit)(lease, tokens(gone))
+        cleared.result(5)
+    assert leader.remaining("generate") == (2 if part else 0)
+    assert len(leader.lease("logp", deadline=0.0, max_rows=4)) == (0 if part else 2)
 
 
 def test_clearing_waits_for_no_row_that_is_done_whatever_else_its_lease_holds(make) -> None:
