@@ -12,11 +12,9 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jinja2 import TemplateError
-
 from mindspeed_rl_plugin.episodes.protocol import Message
 from mindspeed_rl_plugin.episodes.rendering import MARK, ControlTokens, whole
-from mindspeed_rl_plugin.prompts.render import render_chat
+from mindspeed_rl_plugin.prompts.render import TEMPLATE_ERRORS, render_chat, text_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 CUT = "\n[cut]"  # stands behind what is left of an observation that was too long
 SPOKEN = "what-the-model-said"  # by it the model's turn is found in a rendered conversation
 QUESTION = {"role": "user", "content": "question"}
-TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError)  # what a chat template may raise
 
 
 class Format(Protocol):
@@ -76,7 +73,7 @@ class RawFormat:
         """See `Format`."""
         content = messages[-1]["content"]
         data = len(content) - said
-        return [*self._tokenizer.encode(content[:data]), *self._encode(self._marked(content[data:]))]
+        return [*text_tokens(self._tokenizer, content[:data]), *self._encode(self._marked(content[data:]))]
 
     def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
         """See `Format`."""
@@ -145,7 +142,7 @@ class ChatFormat(RawFormat):
     def prompt(self, messages: Sequence[Message], said: int = 0) -> list[int]:
         """See `Format`."""
         *before, last = messages
-        content = self._marked_end(last["content"], said) if said else last["content"]
+        content = self._marked(last["content"], len(last["content"]) - said) if said else last["content"]
         return self._encode(self._render([*before, {**last, "content": content}]))
 
     def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
@@ -162,13 +159,6 @@ class ChatFormat(RawFormat):
     def _observed(self, message: Message) -> Message:
         """All its text marked: the name of a tool may be the model's too."""
         return {k: self._marked(v) if k != "role" and isinstance(v, str) else v for k, v in message.items()}
-
-    def _marked_end(self, content: str | Sequence[Mapping[str, Any]], said: int) -> str | list[Mapping[str, Any]]:
-        """With its last `said` characters as an observation: of a text, or of the last of several parts."""
-        if isinstance(content, str):
-            return self._marked(content, len(content) - said)
-        *parts, last = content
-        return [*parts, {**last, "text": self._marked_end(last["text"], said)}]
 
     def _tail(self, messages: Iterable[Message], before: Sequence[Message] = (QUESTION,)) -> str:
         """What the template writes behind the model's turn, from the token that ends it on."""

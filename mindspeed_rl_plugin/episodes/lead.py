@@ -241,7 +241,7 @@ class Lead:
         said = "".join(message["content"] for message in messages)
         if said:
             *before, last = story.asked
-            content = story.conversation[-1]["content"] = _extended(last["content"], said)
+            content = story.conversation[-1]["content"] = last["content"] + said
             prompt = self._tokens(sample, self.format.prompt, [*before, {**last, "content": content}], len(said))
         if prompt is not None and len(prompt) > self.limits.prompt:
             self._fail(
@@ -301,16 +301,6 @@ class Lead:
             self._due.sort()
         plan.due = [sample for sample in self._due if sample not in self._paused]
         self._due = [sample for sample in self._due if sample in self._paused]
-
-
-def _extended(content: Any, text: str) -> Any:
-    """The content of a message, a text or a list of parts, with more text at its end."""
-    if not content or isinstance(content, str):
-        return f"{content or ''}{text}"
-    *parts, last = content
-    if isinstance(last.get("text"), str):
-        return [*parts, {**last, "text": last["text"] + text}]
-    return [*content, {"type": "text", "text": text}]
 
 
 def _no_extension(held: Sequence[int], prompt: Sequence[int]) -> str:

@@ -3,12 +3,29 @@ One list for training, every engine, import and export."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl_plugin.episodes.rendering import ControlTokens
+from mindspeed_rl_plugin.prompts.render import render_chat
 from mindspeed_rl_plugin.prompts.tokenizer import read_if_there, vocabulary
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 FIELDS, GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id"), "generation_config.json"
+SPOKEN = "what-the-model-said"  # by it the model's turn is found in a rendered conversation
+QUESTION = {"role": "user", "content": "question"}
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
+    """The token with which the chat template ends the model's turn; None where no control token (`rendering`) stands
+    behind it. tools: as of `render_chat`. Raises what a chat template may raise."""
+    rendered = render_chat(tokenizer, [QUESTION, {"role": "assistant", "content": SPOKEN}], tools, ask=False)
+    template = tokenizer.get_chat_template(tools=list(tools or ()) or None)
+    found = ControlTokens(tokenizer, template).pattern.match(rendered.partition(SPOKEN)[2].lstrip())
+    return found and found[0]
 
 
 def model_tokens(folder: Path) -> dict[str, Any]:

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl_plugin.prompts.ends import SPOKEN, end_of_turn
 from mindspeed_rl_plugin.prompts.prompt_stream import PromptStream
-from mindspeed_rl_plugin.prompts.render import Renderer, find, names
+from mindspeed_rl_plugin.prompts.render import Renderer, bare, find, names
 from mindspeed_rl_plugin.prompts.sources import Source
+from mindspeed_rl_plugin.rows import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,10 +27,15 @@ class Pair:
 
 
 class PairRenderer(Renderer):
-    """Turns rows into pairs. Raises ValueError, naming file and line, for a row that is none.
+    """Turns rows into pairs.
 
-    A response is a string, which is the whole answer and gets the end-of-text token; with `chat_template` it is an
-    assistant message (a string, or a list with one), rendered and ended by the template.
+    A prompt is one as `Renderer` says. A response is a string, which is the whole answer and gets the end-of-text
+    token; with `chat_template` it is an assistant message (a string, or a list with one), rendered and ended by the
+    template. Prompt and response are tokenized as one text: `Pair.prompt` is the tokens that both texts have in common
+    with the prompt alone, so a response begins, and its loss, at the first token that is not the prompt's own. An end
+    that the data writes itself stands there once. What a template drops of an answer is trained as the data has it.
+
+    Raises ValueError, naming file and line, for a row that is none.
     """
 
     def __init__(
@@ -36,53 +43,86 @@ class PairRenderer(Renderer):
     ) -> None:
         super().__init__(tokenizer, prompt_key, "", chat_template)
         self._keys = keys
-        if not chat_template and tokenizer.eos_token_id is None:
+        self._end = end_of_turn(tokenizer) if chat_template else tokenizer.eos_token
+        self._ends = tuple(filter(None, {self._end, tokenizer.eos_token}))
+        if not chat_template and self._end is None:
             raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no end-of-text token, which ends a response")
 
     def read(self, source: Source, index: int, row: int) -> Pair:
         """The pair of row `index` of `source`; `row` numbers it over all sources."""
         fields, where = source.row(index), source.where(index)
-        asked = find(fields, self._prompt_key)
-        if asked is None and all(find(fields, key) for key in self._keys.values()):
+        if find(fields, self._prompt_key) is None and all(find(fields, key) for key in self._keys.values()):
             raise ValueError(
                 f"{where} has both answers and no prompt in {self._prompt_key!r} (--rl-prompt-key): where they hold "
                 "the prompt themselves, as TRL's implicit prompts do, split it off into a field of its own"
             )
         prompt = super().read(source, index, row)
-        return Pair(prompt.tokens, *(self._answer(fields, asked, name, where) for name in ("chosen", "rejected")), row)
+        answers = [self._answer(source, fields, name, where) for name in ("chosen", "rejected")]
+        texts = [self._whole(prompt, answer, where) for answer in answers]
+        own = min(_common(prompt.tokens, tokens) for tokens in texts)
+        if not own or own == min(map(len, texts)):
+            empty = "prompt" if not own else "answer"
+            raise ValueError(f"{where}: the {empty} has no token of its own; lengthen it or remove the row")
+        if own < len(prompt.tokens):
+            shared = self._tokenizer.decode(prompt.tokens[own:])
+            self._note(f"tokens of prompt and answer merge: {shared!r} of the prompt is trained with the answer", where)
+        return Pair(prompt.tokens[:own], *(tuple(tokens[own:]) for tokens in texts), row)
 
-    def _answer(self, fields: Mapping[str, Any], prompt: Any, name: str, where: str) -> tuple[int, ...]:
+    def _answer(self, source: Source, fields: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+        """An answer as an assistant message, without the end that will stand behind it."""
         key = self._keys[name]
-        value = answer = find(fields, key)
+        value = find(fields, key)
         if value in (None, "", []):
             raise ValueError(
                 f"{where}: a pair has a {name} answer, and the field {key!r} is empty or not there; it has "
                 f"{names(fields)}; set --rl-{name}-key, or correct or remove the row"
             )
-        if isinstance(value, list) and [isinstance(m, dict) and m.get("role") for m in value] == ["assistant"]:
-            answer = value[0].get("content")
-        if not isinstance(answer, str):
+        listed = isinstance(value, list) and [isinstance(m, dict) and m.get("role") for m in value] == ["assistant"]
+        if not listed and not isinstance(value, str):
             raise ValueError(
                 f"{where}: field {key!r} is neither a string nor a list of one assistant message, but "
                 f"{str(value)[:80]!r}; keep the earlier messages in the prompt"
             )
-        if self._chat_template:
-            return self._templated(prompt, answer, where, key)
-        if isinstance(value, list):
+        if listed and not self._chat_template:
             raise ValueError(f"{where}: field {key!r} holds a chat message; add --rl-apply-chat-template")
-        return (*self._tokenizer.encode(answer, add_special_tokens=False), self._tokenizer.eos_token_id)
+        message = self._messages(value, key, source, where)[0] if listed else {"role": "assistant", "content": value}
+        text = message["content"] or ""
+        while end := next((end for end in self._ends if text.rstrip().endswith(end)), None):
+            text = text.rstrip().removesuffix(end)
+            self._note(f"an answer ends with {end!r} itself, which stands there once", where)
+        if end := next((end for end in self._ends if end in text), None):
+            raise ValueError(
+                f"{where}: field {key!r} holds {end!r}, which ends a response, before {text.partition(end)[2]!r:.60}; "
+                "cut the answer there or remove the row"
+            )
+        return {**message, "content": text}
 
-    def _templated(self, prompt: Any, answer: str, where: str, key: str) -> tuple[int, ...]:
-        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        render = self._tokenizer.apply_chat_template
-        before = render(messages, tokenize=False, add_generation_prompt=True)
-        whole = render([*messages, {"role": "assistant", "content": answer}], tokenize=False)
+    def _whole(self, prompt: Prompt, answer: Mapping[str, Any], where: str) -> list[int]:
+        """Tokens of prompt and answer."""
+        said = answer["content"]
+        if not self._chat_template:
+            return [*self._text_tokens(prompt.text + said, where), self._tokenizer.eos_token_id]
+        asked = prompt.messages or [{"role": "user", "content": prompt.text}]
+        before, whole = self._rendered(asked, where), self._rendered([*asked, answer], where, ask=False)
         if not whole.startswith(before):
             raise ValueError(
-                f"{where}: the chat template writes another prompt once field {key!r} follows it, so the response "
+                f"{where}: the chat template writes another prompt once {said!r:.60} follows it, so the response "
                 "cannot be cut off; use a template that appends, or give plain strings"
             )
-        return tuple(self._tokenizer.encode(whole[len(before) :], add_special_tokens=False))
+        if not self._end:
+            self._note("the chat template writes no special token behind an answer, so no end is trained", where)
+        if bare(said) not in bare(whole[len(before) :]):
+            marked = self._rendered([*asked, {**answer, "content": SPOKEN}], where, ask=False)
+            head, _, tail = marked.partition(SPOKEN)
+            whole = before + said + tail if head == before else whole
+            trained = "it is trained as the data has it" if head == before else "what it leaves is trained"
+            self._note(f"the chat template does not write all of an answer, {said!r:.60}; {trained}", where)
+        return self._tokenizer.encode(whole, add_special_tokens=False)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class PairStream(PromptStream):

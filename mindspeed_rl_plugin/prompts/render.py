@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.rendering import dated
 from mindspeed_rl_plugin.prompts.sources import Source
 from mindspeed_rl_plugin.rows import Prompt
@@ -16,14 +17,25 @@ from mindspeed_rl_plugin.rows import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError)  # what a chat template may raise
+
 
 class Renderer:
-    """Turns rows into prompts. Raises ValueError for a chat template that the tokenizer does not have.
+    """Turns rows into prompts: of training, evaluation, episodes, offers, and (`PairRenderer`) pairs.
 
-    Keys may name a field inside an object, `reward_model.ground_truth`, which stays in the record too. A prompt is a
-    string or a list of chat messages `{"role", "content", ...}`. With `chat_template` a string becomes
-    one user message; a list without it is an error, since any plain join would be a format no model was taught.
-    answer_key "" is data without ground truth; tools: of episodes, see `render_chat`.
+    prompt_key, answer_key: fields, or with dots those inside objects, `reward_model.ground_truth`, which stay in the
+    record too; answer_key "" is data without ground truth. tools: of episodes, see `render_chat`.
+
+    A prompt is a string, or chat messages `{"role", "content", ...}`. Without `chat_template` a string is encoded as
+    `text_tokens` says, and messages are refused: any plain join would be a format no model was taught. With it a
+    string is one user message, and tokens are what transformers makes of `apply_chat_template`: the template writes
+    all special tokens. Content is a string, or a list of parts of text, which are joined; it may be null in an
+    assistant's message that has more than it, such as `tool_calls`. Other fields that are null are absent, and in
+    Parquet and saved datasets, which fill what only some rows have, those inside them too. Any role may be last but
+    the assistant's.
+
+    What is repaired is said once for each kind, with its first row. Raises ValueError that names file, line, value and
+    what to do, for any other row, for half of a surrogate pair, and for a chat template that the tokenizer lacks.
     """
 
     def __init__(
@@ -41,6 +53,7 @@ class Renderer:
             )
         self._tokenizer, self._prompt_key, self._answer_key = tokenizer, prompt_key, answer_key
         self._chat_template, self._tools = chat_template, tools
+        self._said: set[str] = set()
 
     def read(self, source: Source, index: int, row: int) -> Prompt:
         """The prompt of row `index` of `source`; `row` numbers it over all sources."""
@@ -49,21 +62,24 @@ class Renderer:
         if absent := {key: flag for key, flag in flags.items() if key and find(fields, key, ...) is ...}:
             keys, set_them = " and no ".join(map(repr, absent)), " and ".join(absent.values())
             raise ValueError(f"{where} has no field {keys}; it has {names(fields)}; set {set_them}")
+        _check_text(fields, where)
         value = find(fields, self._prompt_key)
         answer = _answer(find(fields, self._answer_key)) if self._answer_key else ""
-        messages = None if isinstance(value, str) else _messages(value, self._prompt_key, where)
+        messages = None if isinstance(value, str) else self._messages(value, self._prompt_key, source, where)
+        if messages and messages[-1]["role"] == "assistant":
+            raise ValueError(
+                f"{where}: the last message of field {self._prompt_key!r} is the assistant's, "
+                f"{messages[-1]['content']!r:.60}, and a response would be one more turn; remove it where it is the "
+                "answer; where the response is to continue it, render the row beforehand (transformers' "
+                "continue_final_message) and give it as a string, without --rl-apply-chat-template"
+            )
         # What a grader sees: the string of the data, or one `role: content` paragraph a message.
-        text = "\n\n".join(f"{m['role']}: {m['content']}" for m in messages) if messages else value
+        text = "\n\n".join(f"{m['role']}: {m['content'] or ''}" for m in messages) if messages else value
         tokens = self._tokens(text, messages, where)
         if not tokens:
             raise ValueError(f"{where}: field {self._prompt_key!r} gives no tokens")
         record = _as_json({k: v for k, v in fields.items() if k not in (self._prompt_key, self._answer_key)})
-        messages = _as_json(messages)
-        try:
-            json.dumps([text, answer, record, messages], ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where} holds half of a surrogate pair, which is no text: {error}") from error
-        return Prompt(tuple(tokens), text, answer, row, record, messages)
+        return Prompt(tuple(tokens), text, answer, row, record, _as_json(messages))
 
     def _tokens(self, text: str, messages: list[dict[str, Any]] | None, where: str) -> Sequence[int]:
         if not self._chat_template:
@@ -71,21 +87,92 @@ class Renderer:
                 raise ValueError(
                     f"{where}: field {self._prompt_key!r} holds chat messages; add --rl-apply-chat-template"
                 )
-            return self._tokenizer.encode(text)
+            return self._text_tokens(text, where)
+        if not messages and (found := next((t for t in self._tokenizer.all_special_tokens if t in text), None)):
+            self._note(f"a prompt holds the special token {found!r}; is it rendered already?", where)
         messages = messages or [{"role": "user", "content": text}]
+        rendered = self._rendered(messages, where)
+        asked, written = (m for m in messages if m["role"] != "assistant"), bare(rendered)
+        if lost := next((m["content"] for m in asked if bare(m["content"]) not in written), None):
+            self._note(f"the chat template does not write all of a message, {lost!r:.60}", where)
+        return self._tokenizer.encode(rendered, add_special_tokens=False)
+
+    def _text_tokens(self, text: str, where: str) -> list[int]:
+        return text_tokens(self._tokenizer, text, lambda repair: self._note(repair, where))
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], where: str, ask: bool = True) -> str:
         try:
-            rendered = render_chat(self._tokenizer, messages, self._tools)
-        except TemplateError as error:
-            raise ValueError(f"{where}: the chat template refuses field {self._prompt_key!r}: {error}") from error
-        return self._tokenizer.encode(rendered, add_special_tokens=False)  # the template writes its own
+            return render_chat(self._tokenizer, messages, self._tools, ask)
+        except TEMPLATE_ERRORS as error:
+            roles = " ".join(message["role"] for message in messages)
+            raise ValueError(f"{where}: the chat template refuses messages of the roles {roles}: {error}") from error
+
+    def _messages(self, value: Any, key: str, source: Source, where: str) -> list[dict[str, Any]]:
+        """Chat messages in one form: contents are strings, or null, and what is null is absent."""
+        where = f"{where}: field {key!r}"
+        ok = (
+            isinstance(value, list)
+            and value
+            and all(isinstance(m, dict) and {"role", "content"} <= {*m} for m in value)
+        )
+        if not ok or not all(isinstance(m["role"], str) for m in value):
+            raise ValueError(
+                f"{where} is neither a string nor a list of messages with 'role' and 'content', but {str(value)[:80]!r}"
+            )
+        messages = []
+        for message in value:
+            content, fields = message["content"], {k: v for k, v in message.items() if v is not None}
+            if isinstance(content, list) and all(map(_is_text, content)):
+                self._note("the parts of a message's content are joined", where)
+                content = "".join(part["text"] for part in content)
+            elif not isinstance(content, str) and (
+                content is not None or message["role"] != "assistant" or fields.keys() <= {"role", "name"}
+            ):
+                raise ValueError(
+                    f"{where} has a message of role {message['role']!r} with the content {str(content)[:80]!r}; give a "
+                    "string, or parts {'type': 'text', 'text': ...}: nothing else is trained on"
+                )
+            messages.append({**(_filled(fields) if source.fills else fields), "content": content})
+        return messages
+
+    def _note(self, repair: str, where: str) -> None:
+        """Say what is done to a row, for the first of each kind."""
+        if (kind := repair.partition("'")[0]) not in self._said:
+            self._said.add(kind)
+            say(f"note: {repair} ({where}, and rows like it)")
+
+
+def text_tokens(
+    tokenizer: PreTrainedTokenizerBase, text: str, note: Callable[[str], None] = lambda repair: None
+) -> list[int]:
+    """Tokens of a text that a response goes on from: what the tokenizer puts before a text stands there once, also
+    where the text begins with it, and what it puts behind one is left out. note: hears of either."""
+    whole = tokenizer.encode(text)
+    if not whole or not tokenizer.num_special_tokens_to_add():
+        return whole
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    at = next((i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain), None)
+    if at is None:
+        return whole
+    head, tail = whole[:at], whole[at + len(plain) :]
+    if tail:
+        note(f"the tokenizer puts {tokenizer.decode(tail)!r} behind a text, which is left out of prompts")
+    if head and plain[:at] == head:
+        note(
+            f"a prompt begins with {tokenizer.decode(head)!r}, which the tokenizer would put there too: once is enough"
+        )
+        return plain
+    return head + plain
 
 
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    ask: bool = True,
 ) -> str:
-    """Text of a conversation by the tokenizer's chat template, up to where the model's turn begins.
+    """Text of a conversation by the tokenizer's chat template, up to where the model's turn begins; without `ask` up to
+    the end of the last message.
 
     tools: JSON schemas of the tools of episodes, () for episodes without any; None where responses are no episodes.
     In episodes the date that some templates write (Llama 3.2) is that of `DATE`: their prompts are the same every day.
@@ -94,7 +181,7 @@ def render_chat(
     if tools is not None:
         of_tools = list(tools) or None
         more = {"tools": of_tools, "chat_template": dated(tokenizer.get_chat_template(tools=of_tools))}
-    return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **more)
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask, **more)
 
 
 def find(fields: Mapping[str, Any], key: str, absent: Any = None) -> Any:
@@ -123,12 +210,28 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def _messages(value: Any, key: str, where: str) -> list[dict[str, Any]]:
-    ok = isinstance(value, list) and value and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
-    if not ok:
-        raise ValueError(
-            f"{where}: field {key!r} is neither a string nor a list of messages with 'role' and 'content', "
-            f"but {str(value)[:80]!r}"
-        )
-    # Parquet fills fields that only some messages have with None; templates take a present field for a meant one.
-    return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
+def _check_text(fields: Mapping[str, Any], where: str) -> None:
+    for key, value in fields.items():
+        try:
+            json.dumps({key: value}, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{where}: field {key!r} holds half of a surrogate pair, {error.object[error.start]!r}, which is no "
+                "text; correct or remove the row"
+            ) from error
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _filled(value: Any) -> Any:
+    """Without the fields that are null, at any depth."""
+    if isinstance(value, dict):
+        return {k: _filled(v) for k, v in value.items() if v is not None}
+    return [_filled(one) for one in value] if isinstance(value, list) else value
+
+
+def bare(text: str | None) -> str:
+    """Without white space, of which templates make more or less."""
+    return "".join((text or "").split())

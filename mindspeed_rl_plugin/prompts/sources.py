@@ -16,10 +16,13 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class Source:
-    """The rows of one path. `len()`, `row(i)` -> dict, `where(i)` -> words for an error."""
+    """The rows of one path. `len()`, `row(i)` -> dict, `where(i)` -> words for an error; fills: whether an object in a
+    list has nulls for the fields of others."""
 
-    def __init__(self, path: str, count: int, get: Callable[[int], Any], where: Callable[[int], str]) -> None:
-        self.path, self._count, self._get, self._where = path, count, get, where
+    def __init__(
+        self, path: str, count: int, get: Callable[[int], Any], where: Callable[[int], str], fills: bool = False
+    ) -> None:
+        self.path, self.fills, self._count, self._get, self._where = path, fills, count, get, where
 
     def __len__(self) -> int:
         return self._count
@@ -93,7 +96,7 @@ def _parquet(path: str) -> Source:
         table = pyarrow.parquet.ParquetFile(path).read()
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a Parquet file: {error}") from error
-    return Source(path, len(table), lambda i: table.slice(i, 1).to_pylist()[0], lambda i: f"row {i}")
+    return Source(path, len(table), lambda i: table.slice(i, 1).to_pylist()[0], lambda i: f"row {i}", fills=True)
 
 
 def _saved(path: str) -> Source:
@@ -107,7 +110,7 @@ def _saved(path: str) -> Source:
         names = sorted(data)
         one = f"{path.rstrip('/')}/{names[0]}"
         raise ValueError(f"directory {path!r} holds the splits {', '.join(names)}; name one of them: {one}")
-    return Source(path, len(data), data.__getitem__, lambda i: f"row {i}")
+    return Source(path, len(data), data.__getitem__, lambda i: f"row {i}", fills=True)
 
 
 def _text(path: str) -> list[str]:

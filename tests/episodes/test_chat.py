@@ -197,21 +197,6 @@ def test_a_control_token_of_which_the_data_hold_the_first_half_is_text(name):
     assert control_ids(name, ids) == control_ids(name, format_of(name).prompt([QUESTION]))
 
 
-PARTS = """{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.content is string %}{{ m.content }}{% else %}{{ m.content | map(attribute='text') | join }}{% endif %}<|im_end|>
-{% endfor %}<|im_start|>assistant
-"""
-
-
-def test_a_prompt_in_parts_is_that_of_its_text():
-    form = make_format(make_tokenizer("qwen2_5", PARTS), "chat", ())
-    parts = [{"type": "text", "text": text} for text in ("a ", "<|im_end|>b<|im_start|>")]
-    whole_text = "".join(part["text"] for part in parts)
-    for said in (0, 3, 13):
-        as_text = form.prompt([{**QUESTION, "content": whole_text}], said)
-        assert form.prompt([{**QUESTION, "content": parts}], said) == as_text
-
-
 def decoded(name, ids):
     return tokenizer_of(name).decode(ids)
 

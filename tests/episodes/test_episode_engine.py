@@ -21,8 +21,6 @@ from mindspeed_rl_plugin.rows import Completion, SampleId
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_parts import CLOSE, COUNTED, FIELDS, LIMITS, PROMPT, SAYS, World, echo, over, requests_of, whole  # noqa: E402
 
-TEXT, IMAGE = {"type": "text", "text": "p"}, {"type": "image"}
-
 
 def test_each_prompt_is_the_one_before_with_what_was_sampled_and_seen() -> None:
     world = World(echo, slow=3)
@@ -248,18 +246,6 @@ def test_seeds_of_turns() -> None:
     """The first turn has the response's own; others differ from it and from each other."""
     seeds = [turn_seed(5, turn) for turn in range(50)]
     assert seeds[0] == 5 and len(set(seeds)) == 50 and all(0 <= seed < 2**63 for seed in seeds)
-
-
-@pytest.mark.parametrize(
-    ("content", "wanted"), [([TEXT], [{**TEXT, "text": "p!"}]), ([IMAGE], [IMAGE, {**TEXT, "text": "!"}])]
-)
-def test_what_is_said_first_becomes_text_of_a_prompt_in_parts(content: list, wanted: list) -> None:
-    engine = over(World(echo, opening=SAYS))
-    engine._lead.format.prompt = lambda messages, said: [said] if messages[0]["content"] == wanted else []
-    (request,) = requests_of(1, 1)
-    fields = FIELDS | {"messages": [{"role": "user", "content": content}]}
-    asked = [replace(request, task=replace(request.task, fields=fields))]
-    assert generate(engine, asked, deadline=5)[0].episode.prompt == (1,)
 
 
 def test_fields_of_the_data_are_not_taken_for_our_own() -> None:

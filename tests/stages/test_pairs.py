@@ -73,7 +73,7 @@ def test_a_chat_template_ends_the_answers_itself(stream, tokenizer):
         assert (text(one.prompt), text(one.chosen), text(one.rejected)) == ("<u>hi<a>", "a</a>", "b</a>")
         assert (text(two.prompt), text(two.chosen), text(two.rejected)) == ("<u>2*2=<a>", "4</a>", "5!</a>")
         tokenizer.chat_template = "{{ messages | length }}"
-        with pytest.raises(ValueError, match="line 1: .* 'chosen'"):
+        with pytest.raises(ValueError, match="line 1: .* once '4' follows it"):
             stream(GOOD, chat_template=True)
     finally:
         tokenizer.chat_template = None

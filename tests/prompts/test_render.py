@@ -1,0 +1,202 @@
+"""A row as tokens: what transformers makes of it, and the rows that need a repair or are refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from jinja2 import TemplateError
+
+from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
+from mindspeed_rl_plugin.prompts.ends import end_of_turn
+from mindspeed_rl_plugin.prompts.sources import Source
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_tokenizers import ALPHABET, BOS, ENDS, EOS, GLM, KINDS, TEMPLATES, make  # noqa: E402
+
+FIXED = settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+TEXTS = st.text(st.sampled_from([*ALPHABET, "a", "b", "1", "=", " ", "\n"]), min_size=1, max_size=12)
+CONTENTS = TEXTS.filter(str.strip)
+ADDS = st.sampled_from(["", "b", "e", "be"])
+KEYS = {"chosen": "chosen", "rejected": "rejected"}
+
+
+@st.composite
+def conversations(draw):
+    """Chat messages that end with the user's."""
+    turns = draw(st.integers(0, 2))
+    roles = ["system"] * draw(st.integers(0, 1)) + ["user", "assistant"] * turns + ["user"]
+    return [{"role": role, "content": draw(CONTENTS)} for role in roles]
+
+
+def source(*rows: dict, fills: bool = False) -> Source:
+    return Source("x", len(rows), rows.__getitem__, lambda i: f"line {i + 1}", fills)
+
+
+def prompt_of(tokenizer, row: dict, chat: bool = True, fills: bool = False):
+    return Renderer(tokenizer, "prompt", "", chat).read(source(row, fills=fills), 0, 0)
+
+
+def pair_of(tokenizer, row: dict, chat: bool = True, fills: bool = False):
+    return PairRenderer(tokenizer, "prompt", KEYS, chat).read(source(row, fills=fills), 0, 0)
+
+
+def chat_of(tokenizer, messages, ask=False) -> list[int]:
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=ask, return_dict=False)
+
+
+@FIXED
+@given(st.sampled_from(KINDS), st.sampled_from([*TEMPLATES]), ADDS, conversations(), CONTENTS, CONTENTS)
+def test_what_is_rendered_is_what_transformers_renders(kind, name, adds, messages, chosen, rejected) -> None:
+    tokenizer = make(kind, name, adds)
+    row = {"prompt": messages, "chosen": chosen, "rejected": rejected}
+    try:
+        wanted = chat_of(tokenizer, messages, ask=True)
+    except TemplateError:
+        with pytest.raises(ValueError, match="line 1: the chat template refuses messages of the roles system user"):
+            prompt_of(tokenizer, row)
+        return
+    assert list(prompt_of(tokenizer, row).tokens) == wanted
+    assume(chosen != rejected)
+    pair = pair_of(tokenizer, row)
+    for answer, said in ((pair.chosen, chosen), (pair.rejected, rejected)):
+        conversation = [*messages, {"role": "assistant", "content": said}]
+        assert [*pair.prompt, *answer] == chat_of(tokenizer, conversation)
+        ends = [token for token in answer if token == tokenizer.convert_tokens_to_ids(ENDS[name])]
+        assert len(ends) == 1 and answer[-3:].count(ends[0]) == 1, "one end, and it is the answer's"
+        if not kind.startswith("metaspace"):  # whose decoder drops a space behind a special token
+            text = tokenizer.apply_chat_template(conversation, tokenize=False)
+            assert tokenizer.decode([*pair.prompt, *answer]) == text
+
+
+@FIXED
+@given(st.sampled_from(KINDS), ADDS, st.booleans(), TEXTS, CONTENTS, CONTENTS)
+def test_plain_texts_have_special_tokens_once_and_pairs_are_one_text(kind, adds, begun, text, chosen, rejected) -> None:
+    tokenizer = make(kind, None, adds)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+
+    def whole(said: str) -> tuple[int, ...]:
+        tokens = tokenizer.encode(BOS * begun + text + said, add_special_tokens=False)
+        return (*[bos] * ("b" in adds and not begun), *tokens)
+
+    row = {"prompt": BOS * begun + text, "chosen": chosen, "rejected": rejected}
+    assert prompt_of(tokenizer, row, chat=False).tokens == whole("")
+    if whole("")[0] not in whole(chosen)[:1] or whole("")[0] not in whole(rejected)[:1]:
+        with pytest.raises(ValueError, match="line 1: the prompt has no token of its own"):
+            pair_of(tokenizer, row, chat=False)
+        return
+    pair = pair_of(tokenizer, row, chat=False)
+    assert (pair.prompt + pair.chosen, pair.prompt + pair.rejected) == ((*whole(chosen), eos), (*whole(rejected), eos))
+    own = len(pair.prompt)
+    assert pair.prompt == whole("")[:own]
+    assert own == len(whole("")) or {pair.chosen[0], pair.rejected[0]} != {whole("")[own]}, "no token more"
+    if kind == "words":  # nothing merges
+        assert (pair.prompt, pair.chosen) == (whole(""), (*tokenizer.encode(chosen, add_special_tokens=False), eos))
+
+
+USER = {"role": "user", "content": "1+1="}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1=", "image": None}]}
+NULLS = {**USER, "name": None, "tool_calls": None}
+
+
+@pytest.mark.parametrize("message", [PARTS, NULLS])
+@pytest.mark.parametrize("template", ["chatml", "{% for m in messages %}{{ m }}{% endfor %}"])
+def test_contents_have_one_form(template, message, capsys) -> None:
+    tokenizer, answers = make("words", template), {"chosen": "2", "rejected": "3"}
+    listed = [{"role": "assistant", "content": [{"type": "text", "text": "2"}], "name": None}]
+    got, plain = (prompt_of(tokenizer, {"prompt": [m]}) for m in (message, USER))
+    assert got == plain and got.text == "user: 1+1="
+    assert ("parts of a message's content are joined (x line 1: field 'prompt'" in capsys.readouterr().out) == (
+        "name" not in message
+    )
+    row = {**answers, "prompt": [message], "chosen": listed}
+    assert pair_of(tokenizer, row) == pair_of(tokenizer, {**answers, "prompt": [USER]})
+
+
+def test_parquet_rows_are_as_those_of_jsonl(tmp_path: Path) -> None:
+    calls = ([{"function": {"name": "add", "arguments": {key: 1}}}] for key in "ab")
+    asked = [[{"role": "assistant", "content": None, "tool_calls": call}, USER] for call in calls]
+    answers = {key: [{"role": "assistant", "content": key}] for key in KEYS}
+    rows = [{"prompt": messages, **answers} for messages in (*asked, [{**USER, "name": "n"}])]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    uses = "{% for m in messages %}{{ m.content }}{% for k in m if k != 'content' %}{{ m[k] }}{% endfor %}{% endfor %}"
+    tokenizer, most = make("words", uses), {"max_length": 999, "seed": 0}
+    paths = [str(tmp_path / f"a.{form}") for form in ("jsonl", "parquet")]
+    renderer, pairs = Renderer(tokenizer, "prompt", "", True), PairRenderer(tokenizer, "prompt", KEYS, True)
+    one, two = (PairStream([path], pairs, max_response=99, **most).all() for path in paths)
+    assert len(one) == 3 and one == two
+    one, two = (
+        [(p.tokens, p.text, p.messages) for p in PromptStream([path], renderer, **most).all()] for path in paths
+    )
+    assert one == two and one[0][1] == "assistant: \n\nuser: 1+1="
+
+
+REFUSED = [
+    ([{**USER, "content": [{"type": "image"}]}], "message of role 'user' with the content .*'image'.* give a string"),
+    ([{**USER, "content": 7}], "message of role 'user' with the content '7'"),
+    ([{**USER, "content": None}], "message of role 'user' with the content 'None'"),
+    ([{"role": "assistant", "content": None, "name": "n"}, USER], "role 'assistant' with the content 'None'"),
+    ([{"role": None, "content": "x"}], "nor a list of messages with 'role' and 'content'"),
+    ([USER, {"role": "assistant", "content": "2"}], "'prompt' is the assistant's, '2', .* continue_final_message"),
+    ("1\ud800=", r"field 'prompt' holds half of a surrogate pair, '\\ud800', .* remove the row"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), REFUSED, ids=[m[-20:] for _, m in REFUSED])
+@pytest.mark.parametrize("of", [prompt_of, pair_of])
+def test_prompts_that_are_refused(of, prompt, message) -> None:
+    with pytest.raises(ValueError, match=f"x line 1.*{message}"):
+        of(make("words", "chatml"), {"prompt": prompt, "chosen": "2", "rejected": "3"})
+
+
+def test_answers_have_one_end(capsys) -> None:
+    for tokenizer, chat, ends in (
+        (make("words"), False, ["</s>", "</s></s>\n"]),
+        (make("bytes", "chatml"), True, ["<|im_end|>", "<|im_end|>\n", "</s>"]),
+    ):
+        row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+        for end in ends:
+            assert pair_of(tokenizer, {**row, "chosen": f"2{end}"}, chat) == pair_of(tokenizer, row, chat)
+            assert "note: an answer ends with '<" in capsys.readouterr().out
+            with pytest.raises(ValueError, match=r"line 1: field 'rejected' holds .* ends a response, before .* no 4'"):
+                pair_of(tokenizer, {**row, "rejected": f"3{end.strip()} no 4"}, chat)
+
+
+def test_what_a_template_drops_of_an_answer_is_trained_and_said(capsys) -> None:
+    tokenizer = make("bytes", "deepseek")
+    pair = pair_of(tokenizer, {"prompt": "1+1=", "chosen": "good</think>2", "rejected": "bad</think>3"})
+    said = [tokenizer.decode(tokens) for tokens in (pair.prompt, pair.chosen, pair.rejected)]
+    assert said == ["<s><｜User｜>1+1=<｜Assistant｜>", "good</think>2</s>", "bad</think>3</s>"]
+    assert "does not write all of an answer, 'good</think>2'; it is trained as the data" in capsys.readouterr().out
+    pair_of(make("words", GLM), {"prompt": "1", "chosen": "2", "rejected": "3"})
+    assert "writes no special token behind an answer, so no end is trained" in capsys.readouterr().out
+
+
+def test_a_template_that_drops_what_is_asked_is_said(capsys) -> None:
+    tokenizer = make("words", "{% for m in messages %}{{ m.content if m.content is not string }}{% endfor %}?")
+    prompt_of(tokenizer, {"prompt": "1+1="})
+    assert "note: the chat template does not write all of a message, '1+1=' (x line 1" in capsys.readouterr().out
+    prompt_of(make("words", "chatml"), {"prompt": "<|im_start|>user\n1+1="})
+    assert "a prompt holds the special token '<|im_start|>'; is it rendered already?" in capsys.readouterr().out
+
+
+def test_where_tokens_merge_the_loss_begins_with_the_merged_one(capsys) -> None:
+    """Of both answers, for the prompt is that of both."""
+    tokenizer = make("metaspace")
+    pair = pair_of(tokenizer, {"prompt": "b=", "chosen": "12", "rejected": "2"}, chat=False)
+    as_tokens = [tokenizer.convert_ids_to_tokens(tokens) for tokens in (pair.prompt, pair.chosen, pair.rejected)]
+    assert as_tokens == [["▁", "b"], ["=1", "2", EOS], ["=", "2", EOS]]
+    assert "tokens of prompt and answer merge: '=' of the prompt is trained with the answer" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="line 1: the prompt has no token of its own"):
+        pair_of(make("metaspace-bare"), {"prompt": "a", "chosen": "b", "rejected": "c"}, chat=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_end_of_a_turn_is_the_templates(kind) -> None:
+    assert {name: end_of_turn(make(kind, name)) for name in TEMPLATES} == ENDS
+    assert end_of_turn(make(kind, GLM)) is None
