@@ -16,12 +16,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 WARM = Path(__file__).with_name("warm")
 sys.path.append(str(WARM))
 from warm_start import started  # noqa: E402
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores it, with all it starts
+
+for _name, _same in (("ordinary", True), ("full", False)):  # same examples each time, or others; no limits of time
+    settings.register_profile(_name, derandomize=_same, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ordinary")  # tests/run.sh --full asks for the other
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,11 @@ if [ "$setup_only" = yes ]; then exit 0; fi
 unset PYTHONDONTWRITEBYTECODE  # else each process compiles all that it imports: half a minute of vLLM alone
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 marks="not slow and not gpu"
-if [ "$full" = yes ]; then marks="not gpu"; fi
+examples=ordinary  # of hypothesis: the same in each run; else (tests/conftest.py) others
+if [ "$full" = yes ]; then
+    marks="not gpu"
+    examples=full
+fi
 if [ -z "${MEGATRON_LM_PATH:-}" ] || [ "$upstream" = no ]; then marks="$marks and not upstream"; fi
 if ! has_browser; then
     marks="$marks and not browser"
@@ -70,7 +74,7 @@ say_left_out() {
 
 say_left_out
 status=0
-.venv/bin/python -m pytest -m "$marks" --durations=15 ${pass[@]+"${pass[@]}"} || status=$?
+.venv/bin/python -m pytest -m "$marks" "--hypothesis-profile=$examples" --durations=15 ${pass[@]+"${pass[@]}"} || status=$?
 say_left_out
 if [ "$status" = 0 ] && [ ${#left_out[@]} -gt 0 ]; then status=1; fi
 exit "$status"

@@ -5,19 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from dock_help import COLUMNS, ids, prompts, ragged, sid, tokens
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.dock import Limits, Rows
-from mindspeed_rl_plugin.dock.memory import LINE, Segments, Slabs
+from mindspeed_rl_plugin.dock.memory import LEAST, LINE, Segments, Slabs
 
 SEGMENT = 64 << 10
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3 * SEGMENT)), max_size=60)
 
 
 @given(STEPS, st.sampled_from([None, 4 * SEGMENT]))
+@example([(0, 151745), (1, 110337), (1, 151745), (0, 1), (0, 1), (1, 1)], 4 * SEGMENT)
+@example([(1, 3 * SEGMENT), (1, 1), (0, 0), (1, 1), (1, 3 * SEGMENT), (0, 2), (1, 1), (1, 3 * SEGMENT)], 4 * SEGMENT)
 @settings(max_examples=60, deadline=None)
 def test_extents_never_overlap_and_all_comes_back(steps: list[tuple[int, int]], limit: int | None) -> None:
+    """What is reserved has no bound of its own, as one small extent keeps its whole segment (the examples). Where a new
+    segment passes the limit, no free one is left, and it is no larger than it must be."""
     memory, held = Slabs(SEGMENT, limit), []
     readers = Segments(memory.place)
     for what, size in steps:
@@ -26,13 +30,16 @@ def test_extents_never_overlap_and_all_comes_back(steps: list[tuple[int, int]], 
             assert (readers.view(*extent) == value).all(), "nobody else wrote there"
             memory.free(*extent)
             continue
+        fresh = memory._next
         extent = memory.allocate(size)
         assert extent.nbytes >= size and extent.offset % LINE == extent.nbytes % LINE == 0
         value = len(held) % 251 + 1
         memory.view(*extent)[:] = value
         held.append((extent, value))
-        most = 2 * memory._most if limit is None else max(limit, memory.used)
-        assert memory.reserved <= most + 4 * SEGMENT
+        if extent.segment == fresh and memory.reserved > (2 * memory._most if limit is None else limit):
+            sizes = {segment: made for segment, (_, made) in memory._files.items()}
+            assert all(memory._free[segment] != [(0, made)] for segment, made in sizes.items()), "each holds something"
+            assert limit is None or sizes[fresh] == max(extent.nbytes, limit // LEAST)
     for extent, value in held:
         assert (readers.view(*extent) == value).all()
         memory.free(*extent)

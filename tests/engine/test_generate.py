@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mindspeed_rl_plugin.dock import Dock, make_docks
 from mindspeed_rl_plugin.engine.protocol import generate
+from mindspeed_rl_plugin.engine.running import Running
 from mindspeed_rl_plugin.engine.seeds import response_seed
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.rows import Completion, Ragged, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages import generate as stage
 from mindspeed_rl_plugin.stages import prompts as prompts_stage
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
@@ -139,6 +141,13 @@ def test_what_is_not_finished_in_time_goes_on_with_its_tokens_and_another_seed(f
     first, then = (response_seed(11, *ids[2], begun=begun) % 40 for begun in (0, 2))
     assert dock.read([ids[2]], ["tokens"])["tokens"].row(0).tolist() == [4, 3, first, first, then]
     assert not dock.remaining("generate")
+
+
+def test_a_response_in_the_making_has_all_that_was_sampled_of_it_before(request_of) -> None:
+    begun = Completion(SampleId(0, 0, 0), (5, 6), (-0.1, -0.2), "abort", ((0, 3),))
+    running = Running.of(replace(request_of(0, (1,)), begun=begun))
+    running.add(7, -0.3, 4)
+    assert (running.tokens, running.logps) == ([5, 6, 7], [-0.1, -0.2, -0.3]) and running.segments == [(0, 3), (2, 4)]
 
 
 def test_a_stream_lets_others_look_and_ends_with_what_they_raise(fake_engine, monkeypatch) -> None:

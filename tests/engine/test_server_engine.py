@@ -171,9 +171,9 @@ def test_abort_gives_back_what_is_begun_and_keeps_what_has_ended(fake):
     fake.held = set()
     fake.version = "6"
     engine.update_weights(6)
-    engine.submit([request((1,), begun=begun)])
+    engine.submit([request((1,), begun=replace(begun, logps=(-0.25,)))])
     (whole,) = polled(engine, 1)
-    assert whole.tokens == (7, 2, 8) and whole.segments == ((0, 4), (1, 6))
+    assert whole.tokens == (7, 2, 8) and whole.segments == ((0, 4), (1, 6)) and whole.logps == (-0.25, -0.5, -0.5)
     assert fake.asked[-1][1]["sampling_params"]["max_tokens"] == 7
 
 

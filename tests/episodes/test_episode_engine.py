@@ -206,6 +206,8 @@ def test_interrupted_episodes_go_on_where_they_were(cuts: list[int], slow: int, 
     for completion in done.values():
         before = held.get(completion.id, ())
         assert completion.episode.turns[-1][1] == len(completion.tokens) and completion.tokens[: len(before)] == before
+        sampled = {place for first, end in completion.episode.turns for place in range(first, end)}
+        assert completion.logps == tuple(-t / 100 if i in sampled else 0.0 for i, t in enumerate(completion.tokens))
         versions = [version for _, version in completion.segments]
         firsts = [first for first, _ in completion.segments]
         assert firsts[0] == 0 and firsts == sorted(set(firsts)) and versions == sorted(set(versions))

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.prompts.render import render_chat
 sys.path.insert(0, str(Path(__file__).parent))
 from families import make_tokenizer, template, tokenizer_of  # noqa: E402
 
-QUICK = settings(max_examples=40, deadline=None, derandomize=True)
+QUICK = settings(max_examples=40, deadline=None)
 WRITES = {"qwen2_5": "hermes", "qwen3": "hermes", "llama3_1": "llama3", "llama3_2": "llama3", "deepseekv3": "deepseek"}
 ONE, TWO = ToolCall("add", {"a": 1, "b": 2}), ToolCall("search", {"for": "x"})
 TAGS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch, plan_groups
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
+from mindspeed_rl_plugin.loop.schedules.apart import AsyncSchedule
 from mindspeed_rl_plugin.stages.select import GroupStats, Rounds
 
 
@@ -117,11 +119,13 @@ def test_lag_counts_publications(version: int, lag: int) -> None:
 def test_a_resume_goes_on_with_the_counts() -> None:
     admission = Admission(8, 1, rollouts=9)
     admission.publish(0, 0)
-    admission.admitted = 16
+    admission.admitted, admission.dropped = 16, 3
     admission.publish(2, 1)
     resumed = Admission(8, 1, rollouts=9)
-    resumed.load(admission.state())
-    assert resumed == admission
+    saved = {"admission": {**admission.state(), "overdue": True}}
+    schedule = SimpleNamespace(admission=resumed, _overdue=False)
+    AsyncSchedule.load(schedule, saved)
+    assert resumed == admission and resumed.allowed == 8 + 3 and schedule._overdue, "what was dropped is replaced"
     resumed.publish(3, 1)  # in the middle of a rollout of several steps
     assert resumed.lag(3) == 0 and resumed.lag(0) == 1
 

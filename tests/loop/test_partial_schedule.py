@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_rl_plugin.loop.schedules import partial
+from mindspeed_rl_plugin.loop.schedules.colocated import SyncSchedule
 from mindspeed_rl_plugin.loop.schedules.making import Making
 from mindspeed_rl_plugin.loop.schedules.partial import PartialSchedule
 from mindspeed_rl_plugin.rows import Completion, SampleId
@@ -73,3 +74,30 @@ def test_new_groups_stay_where_what_dynamic_sampling_deferred_is_enough(monkeypa
     making.end(first[PROMPTS : 2 * PROMPTS])
     making.begin(2)
     assert list(schedule._round(None)) == second, "now it is their turn"
+
+
+def test_what_is_dropped_is_counted_whether_it_was_finished_or_not(monkeypatch) -> None:
+    """Of five groups of two the first two are trained; one response of the third was finished, too."""
+    schedule = Dropping(monkeypatch)
+    monkeypatch.setattr(SyncSchedule, "_sample", lambda self: (self._round(None), {})[1])
+
+    def until(rows, steps, enough):
+        ended = [row for row in rows if row < SampleId(row.epoch, PROMPTS, 1)]
+        made = [Completion(row, (1,) * (2 + row.group), (0.0,) * (2 + row.group), "stop", ((0, 0),)) for row in ended]
+        assert not enough(made[:1]) and enough(made[1:])
+        return {row: 7 for row in rows if row not in ended}
+
+    schedule.generate.until, schedule.rounds = until, 0
+    for epoch in range(2):  # counts begin anew
+        groups = [(epoch, group) for group in range(MOST)]
+        schedule.making.begin(epoch)
+        schedule.making.start(groups, engines=1)
+        schedule.job.plan.groups = groups[:PROMPTS]
+        metrics = schedule._sample()
+        assert (metrics["dropped/responses"], metrics["dropped/length_mean"]) == (6.0, (4 + 5 * 7) / 6)
+        assert schedule.forgotten[-3:] == groups[PROMPTS:]
+
+
+def test_what_is_begun_comes_back_from_a_checkpoint_whole() -> None:
+    begun = Completion(SampleId(3, 1, 0), (5, 6, 7), (-0.1, -0.2, -0.3), "abort", ((0, 4), (2, 5)))
+    assert partial._unpacked(partial._packed(begun)) == begun

@@ -1,8 +1,10 @@
 """Trainers that publish into plain memory, and engines that pull from it: all ranks in one process."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from mindspeed_rl_plugin.dock.versions import view
 from mindspeed_rl_plugin.reshard.publish import Publisher
@@ -62,19 +64,27 @@ class Alone:
         pass
 
 
-def puller_of(weights, engine, live, sources, rank=0, deadline=60.0, sharing=Alone):
-    """Of one rank of an engine, all of whose ranks are on this machine."""
-    here = range(engine.ranks)
+def puller_of(weights, engine, live, sources, rank=0, deadline=60.0, sharing=Alone, machines=1):
+    """Of one rank of an engine, whose ranks are on so many machines, the same number on each."""
+    each = max(engine.ranks // machines, 1)
+    here = range(rank // each * each, (rank // each + 1) * each)
     return Puller(weights, engine, live, sources, rank=rank, ranks=here, deadline=deadline, sharing=sharing)
 
 
 def chunks_of(params, vpp=1):
-    """Something that looks like Megatron's chunks of one rank."""
+    """Something that looks like Megatron's chunks of one rank; a router's bias is a buffer, and not the only one."""
     each = [
         {n.removeprefix(f"chunk{c}."): t for n, t in params.items() if n.startswith(f"chunk{c}.")} for c in range(vpp)
     ]
-    each = each if vpp > 1 else [params]
-    return [SimpleNamespace(named_parameters=lambda own=own: list(own.items()), named_buffers=list) for own in each]
+    return [
+        SimpleNamespace(named_parameters=partial(_named, own, False), named_buffers=partial(_named, own, True))
+        for own in (each if vpp > 1 else [params])
+    ]
+
+
+def _named(own, buffers):
+    named = [(name, t) for name, t in own.items() if name.endswith("router.expert_bias") == buffers]
+    return named + ([("rotary_pos_emb.inv_freq", torch.ones(2))] if buffers else [])
 
 
 def trainer_of(shape, parallel, params, dtype, verify=False, versions=2):

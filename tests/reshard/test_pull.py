@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -15,12 +16,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import machine
 from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.sharing import Shared
+from mindspeed_rl_plugin.reshard import publish as publishing
 from mindspeed_rl_plugin.reshard import pull
+from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, canonical_tensors, engine_layout
 from mindspeed_rl_plugin.reshard.resharder import Resharder
 from mindspeed_rl_plugin.reshard.shares import TrainerWeights
@@ -45,10 +49,10 @@ def least(weights, layouts):
 
 
 @settings(max_examples=20, deadline=None)
-@given(cases(world_limit=8), st.booleans(), st.booleans(), st.sampled_from([512, pull.CHUNK]))
-def test_every_engine_gets_its_weights_for_the_least_bytes(case, narrow, verify, chunk):
+@given(cases(world_limit=8), st.booleans(), st.booleans(), st.sampled_from([512, pull.CHUNK]), st.sampled_from([1, 2]))
+def test_every_engine_gets_its_weights_for_the_least_bytes(case, narrow, verify, chunk, machines):
     """Each trainer layout to each engine layout; what is published is one model over the whole job. chunk: bytes of a
-    read."""
+    read; machines: over which the engine's ranks lie."""
     canonical, dtype = random_weights(case.shape), torch.bfloat16 if narrow else torch.float32
     tensors = canonical_tensors(case.shape)
     weights, ranks = trainer_of(case.shape, case.parallel, case.trainer(canonical), dtype, verify)
@@ -67,12 +71,14 @@ def test_every_engine_gets_its_weights_for_the_least_bytes(case, narrow, verify,
         for _, memory, _ in ranks:
             memory.reads = 0
         with patch.object(pull, "CHUNK", chunk):
-            puller = puller_of(weights, case.engine, live, [m for _, m, _ in ranks], rank=at)
+            puller = puller_of(weights, case.engine, live, [m for _, m, _ in ranks], rank=at, machines=machines)
             puller.pull(3)
         digests.add(puller.apply(live).digest)
         for name, tensor in expected.items():
             assert torch.equal(live[name], tensor), (at, name)
-        layouts = [engine_layout(case.shape, puller.engine, r, case.own_head) for r in range(case.engine.ranks)]
+        each = max(case.engine.ranks // machines, 1)
+        here = range(at // each * each, (at // each + 1) * each)
+        layouts = [engine_layout(case.shape, puller.engine, r, case.own_head) for r in here]
         if not verify:
             assert sum(m.reads for _, m, _ in ranks) <= 1.02 * least(weights, layouts)
     assert len(digests) == 1 and (digests == {None}) != verify
@@ -282,6 +288,48 @@ def test_staging_that_another_took_the_place_of_is_let_go():
     for _ in range(3):
         puller.pull(0)
     assert [there() is None for there in old] == [True, True, False]
+
+
+class Recorder(TorchDispatchMode):
+    """As a device and around copies: what happens, in order, each time it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+        self.synchronize = self.synchronize_stream = partial(self.note, "synchronize")
+
+    def note(self, what, *_):
+        self.log += [what] if self.log[-1:] != [what] else []
+
+    def page_lock(self, memory): ...
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and (*args, *(kwargs or {}).values())[-1] is True:
+            self.note("copy")
+        return func(*args, **(kwargs or {}))
+
+
+def test_copies_that_nobody_waits_for_have_ended_before_others_use_them(monkeypatch):
+    """Else engines would read torn weights of an accelerator; on CPU a copy ends at once."""
+    _, ranks, live, puller = two_ranks()
+    with Recorder() as device:
+        monkeypatch.setattr(publishing, "get_device", lambda: device)
+        for publisher, memory, chunks in ranks:
+            commit = memory.commit
+            memory.commit = lambda *given, commit=commit: device.note("commit") or commit(*given)
+            publisher.publish(chunks, 0)
+    assert device.log == ["copy", "synchronize", "commit"] * 2
+    with Recorder() as device:
+        monkeypatch.setattr(pull, "get_device", lambda: device)
+        puller.pull(0)
+        puller.apply(live)
+    assert device.log == ["copy", "synchronize"]
+    with Recorder() as device:
+        model = [torch.nn.Linear(3, 3, bias=False)]
+        host = SimpleNamespace(places=lambda *_: {"": [[torch.empty(36, dtype=torch.uint8)]]})
+        with HostWeights.capture(model, device, host).swapped_into(model):
+            device.note("forward")
+    assert device.log == ["copy", "synchronize", "copy", "synchronize", "forward", "copy", "synchronize"]
 
 
 @pytest.mark.gpu

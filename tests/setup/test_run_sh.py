@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDINARY = "not slow and not gpu and not upstream"
@@ -27,7 +28,7 @@ def run(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
-    script(".venv/bin/python", '[ "$1" != -m ] || { echo "marks: $4"; exit $TESTS; }')
+    script(".venv/bin/python", '[ "$1" != -m ] || { echo "marks: $4"; echo "$5" > examples; exit $TESTS; }')
     script(".venv/bin/ruff", "")
 
     def call(*words: str, have=(), tests: int = 0, browser: bool = True, user: int = 7) -> tuple[int, str]:
@@ -71,3 +72,12 @@ def test_full_without_a_checkout_says_so_last_and_fails(run, absent):
     assert run("--full", tests=2)[0] == 2
     assert run("--full", "--without-upstream") == (0, "marks: not gpu and not upstream\n")
     assert run("--full", "--without-upstream", have=CHECKOUTS) == (0, "marks: not gpu and not upstream\n")
+
+
+def test_only_full_draws_new_examples(run, tmp_path):
+    """Of property tests: the ordinary tier never fails by chance."""
+    for words, profile in ((), "ordinary"), (("--full",), "full"):
+        run(*words, have=CHECKOUTS)
+        assert (tmp_path / "examples").read_text() == f"--hypothesis-profile={profile}\n"
+    assert settings.get_profile("ordinary").derandomize and not settings.get_profile("full").derandomize
+    assert settings().derandomize or settings.get_current_profile_name() == "full"

@@ -176,6 +176,17 @@ def test_environments_that_fail_in_an_evaluation_are_counted():
     assert logged[0].pop("eval/environment_failed") == 3 and logged[0] == logged[1] and "eval/errors" not in logged[0]
 
 
+def test_an_evaluation_is_of_one_version():
+    """Engines apart may answer it by no other weights, neither older nor newer ones."""
+    asked, epochs = [], []
+    dock = SimpleNamespace(open=lambda *epoch: epochs.append(epoch), put=asked.append)
+    apart = evaluate.EvaluateApart(dock, None, [Prompt((1,), "p", "a", i) for i in range(3)], Ranks(), None, samples=2)
+    for version in (4, 6):
+        apart.begin(version)
+        assert asked[-1]["order"].tolist() == [[version, version, 3, 3]] * 3 and epochs[-1][1:] == (3, 3)
+    assert [epoch for epoch, *_ in epochs] == [-1, -2]
+
+
 def episode(i):
     return Episode((1,), ((0, 1),), (0.0,), ({"role": "assistant", "content": "x"},), failure="raised" if i else None)
 

@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
 from mindspeed_rl_plugin.loop.arithmetic import derive_pairs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream
 from mindspeed_rl_plugin.stages import references as reference
-from mindspeed_rl_plugin.stages.pairs import pair_rows, share_of_rank
+from mindspeed_rl_plugin.stages.pairs import Pairs, pair_rows, share_of_rank
 from mindspeed_rl_plugin.update.pair_step import TALLY, pair_objective
 
 CHARACTERS = [chr(c) for c in range(32, 127)]
@@ -149,6 +149,22 @@ def test_pairs_are_rows_beside_each_other_and_never_cut(stream):
                 assert float(batch["reference"][k]) == float(scores[sample.group, sample.member])
                 seen.append(sample)
     assert sorted(seen) == sorted(rows.ids)
+
+
+def test_log_probs_of_the_reference_are_those_of_the_pair_where_rows_before_it_were_left_out(stream):
+    """By the place among the pairs, held-out ones behind them, which is not the row of the data."""
+    same = {**GOOD, "rejected": "4"}
+    data, held_out = stream(same, *({**GOOD, "prompt": str(n)} for n in range(3)), same, GOOD), stream(same, GOOD)
+    where = {"dp_rank": 0, "dp_size": 1, "writer": True}
+    scorer = reference.PairScorer([], [data, held_out], ForwardSettings(2, 8, 10), None, None, **where)
+    scores = torch.arange(2.0 * len(scorer)).view(-1, 2)
+    rows = Pairs(None, data, scores, leader=True).compute(0, len(data))
+    answers = [tuple(row.tolist()) for row in rows["tokens"].rows()]
+    answers = dict(zip(answers, rows["reference"].tolist(), strict=True))
+    pairs = [scorer.pair(place) for place in range(len(scorer))]
+    assert [pair.row for pair in pairs] == [1, 2, 3, 5, 1]
+    for pair, (chosen, rejected) in zip(pairs[:-1], scores.tolist(), strict=False):
+        assert answers[pair.prompt + pair.chosen] == chosen and answers[pair.prompt + pair.rejected] == rejected
 
 
 @pytest.mark.parametrize("count", [1, 3, 16, 17])

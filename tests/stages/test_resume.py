@@ -250,7 +250,8 @@ def test_a_stage_that_deferred_groups_have_not_passed_is_refused_and_one_that_th
         resumed(added, state)
     resumed(both, state)
     passed = saved(added, deferred=(1,), more=(stored,))
-    resumed(added, passed)
+    at = resumed(added, passed).loop.job
+    assert at.dock.read(at.plan.ids(at.plan.deferred), [stored])[stored].all(), "with what the stage made of it"
     with pytest.raises(ValueError, match=f"1 groups .* {stored}: .* --rl-stage"):
         resumed(plain, passed)
 
