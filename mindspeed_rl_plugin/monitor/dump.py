@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_rl_plugin.monitor.run_files import atomic_write, dump_file, dump_files
 from mindspeed_rl_plugin.rows import FINISH, Column, Ragged, Rows, SampleId, unpack_json
 
 FIELDS = (
     *SampleId._fields, "iteration", "prompt", "response", "answer", "reward", "reward_parts", "advantage",
-    "response_length", "finish", "version", "prompt_tokens", "response_tokens",
+    "response_length", "finish", "version", "segments", "prompt_tokens", "response_tokens",
 )  # fmt: skip
 TOKEN_COLUMNS = ("loss_mask", "logp_rollout", "logp_old", "logp_ref", "advantages")
 
@@ -36,9 +37,10 @@ def dump_rollout(
 ) -> Path:
     """Write the rows of one rollout to `rollout-{epoch:06d}.parquet`, by their latest epoch, and return its path.
 
-    Columns used: prompt, meta, tokens, loss_mask, reward, reward_parts, finish, version, advantages, and the others of
-    `TOKEN_COLUMNS` where they are there. decode: token ids to text. iteration: the training iteration that the rollout
-    feeds first; graders: names of the columns of reward_parts `[B, n]`; own: further columns, of a user's stages.
+    Columns used: prompt, meta, tokens, loss_mask, reward, reward_parts, finish, version, segments, advantages, and the
+    others of `TOKEN_COLUMNS` where they are there. decode: token ids to text. iteration: the training iteration that
+    the rollout feeds first; graders: names of the columns of reward_parts `[B, n]`; own: further columns, of a user's
+    stages.
     """
     import pyarrow.parquet as pq
 
@@ -64,6 +66,9 @@ def read_rollout(path: str | os.PathLike[str]) -> Rows:
     for name in set(TOKEN_COLUMNS) & columns.keys():
         pairs = zip(prompt.lengths.tolist(), _ragged(columns[name]).rows(), strict=True)
         out[name] = Ragged.from_rows([torch.cat([row.new_zeros(length), row]) for length, row in pairs])
+    if "segments" in columns:  # not in dumps of before
+        held = map(torch.tensor, columns["segments"].to_pylist())
+        out["segments"] = Ragged.from_rows([torch.tensor(r) for r in _shifted(held, prompt.lengths, [1, 0])])
     out["reward_parts"] = torch.tensor(columns["reward_parts"].to_pylist(), dtype=torch.float32)
     out["finish"] = torch.tensor([FINISH.index(f) for f in columns["finish"].to_pylist()], dtype=torch.int8)
     return Rows(ids, out | {name: torch.tensor(columns[name].to_numpy()) for name in ("reward", "version")})
@@ -96,6 +101,7 @@ def _table(rows: Rows, decode: Callable[[Sequence[int]], str], iteration: int, g
         "response_length": pa.array(columns.get("response_length", response.lengths).numpy()),
         "finish": pa.array([FINISH[f] for f in rows["finish"].tolist()]),
         "version": pa.array(rows["version"].numpy()),
+        "segments": pa.array(_shifted(rows["segments"].rows(), -prompt.lengths, [1, 0])),
         "prompt_tokens": _list(prompt),
         "response_tokens": _list(response),
     }
@@ -117,10 +123,15 @@ def _of_episodes(rows: Rows, prompt: Ragged) -> dict[str, Any]:
     """turns: [first, end) of each in the response."""
     import pyarrow as pa
 
-    turns = [(row - before).tolist() for row, before in zip(rows["turns"].rows(), prompt.lengths.tolist(), strict=True)]
+    turns = _shifted(rows["turns"].rows(), -prompt.lengths, [1, 1])
     said = [_utf8(json.dumps(messages, ensure_ascii=False)) for messages in unpack_json(rows["conversation"])]
     rewards = _plain(rows["turn_reward"])
     return {"turns": pa.array(turns), "turn_reward": rewards, "conversation": pa.array(said)}
+
+
+def _shifted(rows: Iterable[Tensor], by: Tensor, which: Sequence[int]) -> list[list[list[int]]]:
+    """Places of tokens in each row, `[S, 2]`, moved. by: `[B]` tokens; which: of the two numbers is a place."""
+    return [(row + places).tolist() for row, places in zip(rows, torch.outer(by, torch.tensor(which)), strict=True)]
 
 
 def _behind(prompt: Ragged, column: Ragged) -> Ragged:

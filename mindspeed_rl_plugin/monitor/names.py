@@ -16,6 +16,7 @@ class Meaning(NamedTuple):
 
 
 PEAK = "most memory during the stage on any rank: in use on the device, without one of the whole process (run.json)"
+CAPPED = ", by k3, of which a token counts at most 10 nats"
 NAMES: dict[str, Meaning] = {
     "reward/mean": Meaning("", "mean reward of the rollout's samples, weighted sum of the graders"),
     "reward/std": Meaning("", "sample standard deviation of the rewards over the whole rollout"),
@@ -65,7 +66,7 @@ NAMES: dict[str, Meaning] = {
     "tools/arguments": Meaning("calls", "calls with wrong arguments"),
     "tools/raised": Meaning("calls", "calls that raised an error"),
     "kl/ref": Meaning("nats", "KL of the policy to the reference, per token"),
-    "kl/old": Meaning("nats", "KL of the policy to the one from which the update started, per token"),
+    "kl/old": Meaning("nats", "KL of the policy to the one from which the update started, per token" + CAPPED),
     "ratio/mean": Meaning("", "mean probability ratio of policy to old policy; exactly 1 in a rollout's first update"),
     "ratio/min": Meaning("", "smallest probability ratio of policy to old policy"),
     "ratio/max": Meaning("", "largest probability ratio of policy to old policy"),
@@ -75,7 +76,9 @@ NAMES: dict[str, Meaning] = {
         "nats", "mean |log-prob of the engine - of the trainer|, tokens of this rollout's weights"
     ),
     "logp_diff/max": Meaning("nats", "largest |log-prob of the engine - log-prob of the trainer| of these tokens"),
-    "rollout/kl": Meaning("nats", "KL of the policy that sampled the rollout to the one from which the update starts"),
+    "rollout/kl": Meaning(
+        "nats", "KL of the policy that sampled the rollout to the one from which the update starts" + CAPPED
+    ),
     "rollout/weight_mean": Meaning("", "mean importance weight of a token: the trainer's probability / the engine's"),
     "rollout/weight_max": Meaning("", "largest importance weight of a token"),
     "rollout/stale": Meaning("share", "trained tokens of responses that older weights began"),

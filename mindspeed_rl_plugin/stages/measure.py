@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 # One rank reads these of all rows: single numbers, so that it never becomes the place where all data goes.
 NUMBERS = ("length", "response_length", "finish", "version", "weights_digest", "reward", "reward_parts", "valid")
-DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old")
+DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old", "segments")
 
 
 # The same of episodes.

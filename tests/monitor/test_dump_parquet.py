@@ -42,6 +42,7 @@ def test_one_row_a_sample_in_words_and_numbers(rows_builder, tmp_path):
     assert (row["reward"], row["reward_parts"]) == (rows["reward"][5], rows["reward_parts"][5].tolist())
     assert row["advantage"] == pytest.approx(float(rows["advantages"].row(5)[-1]))
     assert row["finish"] == ("length" if rows["finish"][5] else "stop") and row["version"] == 0
+    assert row["segments"] == [[0, 0], [3, 1]], "first token of the response, and the version"
     names, graders = {*table.column_names} - {*TOKEN_COLUMNS}, table.schema.metadata[b"graders"]
     assert names == {*FIELDS} and json.loads(graders) == ["math", "format"]
 
