@@ -7,7 +7,6 @@ import hashlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 WARM = Path(__file__).with_name("warm")
 sys.path.append(str(WARM))
+from ports import free_port  # noqa: E402
 from warm_start import started  # noqa: E402
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores it, with all it starts
@@ -82,9 +82,7 @@ def torchrun(request: pytest.FixtureRequest) -> Callable[..., subprocess.Complet
 def ray_cluster() -> Iterator[str]:
     """Address of a Ray cluster: this machine, as one with two CPUs."""
     folder = tempfile.mkdtemp(prefix="ray")  # its sockets lie in it: a short name
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     where = ["--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", folder]
     size = ["--num-cpus", "2", "--object-store-memory", "100000000", "--include-dashboard=false"]
     env = os.environ | {"RAY_raylet_start_wait_time_s": "240", "RAY_USAGE_STATS_ENABLED": "0"}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "warm"))
+from ports import free_port  # noqa: E402
 
 SERVER = Path(__file__).with_name("openenv_server.py")
 START_SECONDS = 120
@@ -17,9 +20,7 @@ START_SECONDS = 120
 @contextmanager
 def serving(python: str, name: str, sessions: int = 2) -> Iterator[str]:
     """The URL of a server of one of its environments, while it runs. sessions: at a time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process, url = subprocess.Popen([python, SERVER, name, str(port), str(sessions)]), f"http://127.0.0.1:{port}"
     try:
         _wait_for(process, url)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +18,8 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "warm")]
+from ports import free_port  # noqa: E402
 from two_machines import Machine  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,15 +103,6 @@ class Result:
     def evaluations(self) -> list[dict]:
         lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         return [line for line in lines if line["kind"] == "eval"]
-
-
-def free_port() -> int:
-    """A port that nobody listens on, below those that the system gives to outgoing connections."""
-    while True:
-        port = 20000 + random.SystemRandom().randrange(12000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -53,11 +54,16 @@ def ip(*words: str) -> str:
     return done.stdout
 
 
+def space(end: str) -> str:
+    """A new name of a network namespace: one of a test that was killed may still be there."""
+    return f"rl-{secrets.token_hex(4)}-{end}"
+
+
 def why_not() -> str | None:
     """What keeps this machine from being two, None where nothing does."""
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return "needs ip (iproute2) and unshare (util-linux)"
-    probe = f"rl-{os.getpid()}-probe"
+    probe = space("probe")
     try:
         ip("netns", "add", probe)
     except RuntimeError as error:
@@ -70,8 +76,8 @@ def why_not() -> str | None:
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
     """Both, connected; at the end their processes are killed, and the namespaces and the cable are gone."""
     ends = (
-        Machine("machine-a", f"rl-{os.getpid()}-a", "10.77.0.1"),
-        Machine("machine-b", f"rl-{os.getpid()}-b", "10.77.0.2"),
+        Machine("machine-a", space("a"), "10.77.0.1"),
+        Machine("machine-b", space("b"), "10.77.0.2"),
     )
     with contextlib.ExitStack() as undo:
         for end in ends:

@@ -4,10 +4,13 @@ One launch has one engine and trains in several layouts, since starting costs mo
 """
 
 import json
+import secrets
 import sys
 from pathlib import Path
 
 import pytest
+
+from mindspeed_rl_plugin.host.vllm_live import PREFIX
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import FAMILIES  # noqa: E402
@@ -55,8 +58,10 @@ def test_megatron_stores_what_the_table_says(torchrun):
 def test_vllm_stores_what_the_table_says(torchrun, tmp_path):
     """All families with experts, cut and spread, fewer key heads than ranks; and Seed-OSS by the code of Llama."""
     worker = WORKER.with_name("live_engine_ranks.py")
-    # vLLM names its shared memory by what its own worker, which is not built here, would set.
-    assert torchrun(worker, tmp_path, VLLM_DIST_IDENT="live").stdout.count("tensors agree") == 2
+    # vLLM names its shared memory by what its own worker, which is not built here, would set: no other test's, and one
+    # of those that a later job removes where this one is killed.
+    own = f"{PREFIX}{secrets.token_hex(8)}"
+    assert torchrun(worker, tmp_path, VLLM_DIST_IDENT=own).stdout.count("tensors agree") == 2
 
 
 def test_megatron_computes_what_the_makers_of_a_family_publish(torchrun, tmp_path):
