@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import secrets
 import signal
 import threading
 import time
@@ -40,8 +41,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(request: pytest.FixtureRequest):
-    made = Machine(secret=request.node.name.encode())
+def machine():
+    made = Machine(secret=secrets.token_bytes(16))  # of which the names of its sockets are made
     yield made
     for shared in made.made:
         shared.close()

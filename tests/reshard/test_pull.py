@@ -1,6 +1,7 @@
 """Weights by publish and pull, without processes: every layout, the least bytes, versions that are gone."""
 
 import dataclasses
+import secrets
 import sys
 import time
 import weakref
@@ -24,14 +25,16 @@ from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.sharing import Shared
 from mindspeed_rl_plugin.reshard import publish as publishing
 from mindspeed_rl_plugin.reshard import pull
+from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, canonical_tensors, engine_layout
+from mindspeed_rl_plugin.reshard.live import stored_parameters
 from mindspeed_rl_plugin.reshard.resharder import Resharder
 from mindspeed_rl_plugin.reshard.shares import TrainerWeights
 from mindspeed_rl_plugin.reshard.verify import BrokenWeights, WeightMismatch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from plan_cases import cases, slices  # noqa: E402
+from plan_cases import LATENT, TINY, cases, slices  # noqa: E402
 from publish_help import Alone, Gone, chunks_of, puller_of, trainer_of  # noqa: E402
 from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
 
@@ -121,15 +124,40 @@ def test_replicas_share_the_memory_of_one_model_evenly():
     assert whole <= sum(sizes) <= 1.02 * whole and max(sizes) <= 1.25 * whole / 8, sizes
 
 
+def test_an_engine_over_two_machines_finds_its_part_where_each_of_them_staged_it():
+    """That of the second is not the whole, and begins with another slice."""
+    canonical = random_weights(SHAPE)
+    stored = {0: megatron_weights(SHAPE, Parallel(1), 0, canonical)}
+    weights, ranks = trainer_of(SHAPE, Parallel(1), stored, torch.float32)
+    publish(ranks, 0)
+    for at in range(2):
+        expected = engine_weights(SHAPE, 2, at, canonical)
+        live = {name: torch.zeros_like(t) for name, t in expected.items()}
+        puller = puller_of(weights, EngineParallel(2), live, [ranks[0][1]], rank=at, machines=2)
+        puller.pull(0)
+        puller.apply(live)
+        assert all(torch.equal(live[name], t) for name, t in expected.items())
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.router.bias])
+def test_a_routers_bias_is_published_though_it_is_no_parameter(family):
+    """And no other buffer."""
+    sizes = TINY | (LATENT if FAMILIES[family].mla else {}) | dict(shared_ffn=16 * FAMILIES[family].shared_experts)
+    shape = ModelShape(family, layers=2, vocab=9, padded_vocab=16, dense_layers=(0,), **sizes)
+    stored = megatron_weights(shape, Parallel(1), 0, random_weights(shape))
+    assert sum(name.endswith("router.expert_bias") for name in stored) == 1
+    assert stored_parameters(chunks_of(stored)).keys() == stored.keys()
+
+
 @pytest.mark.parametrize("once", [True, False])
-def test_engine_ranks_of_one_machine_pull_what_they_need_once(once, request):
+def test_engine_ranks_of_one_machine_pull_what_they_need_once(once):
     """Of experts spread over two ranks, each has its own, and both have all of the rest."""
     shape = ModelShape("qwen3_moe", 2, 32, 4, 2, 8, 48, 60, 64, experts=4, expert_ffn=16)
     canonical, sizes = random_weights(shape), EngineParallel(1, 2)
     stored = {r: megatron_weights(shape, Parallel(2, ep=2), r, canonical) for r in range(2)}
     weights, ranks = trainer_of(shape, Parallel(2, ep=2), stored, torch.float32)
     publish(ranks, 0)
-    me = Process("outside", -1, machine(), request.node.name.encode())
+    me = Process("outside", -1, machine(), secrets.token_bytes(16))
     more = dict(sharing=partial(Shared, me)) if once else {}
     expected = [engine_weights(shape, sizes, r, canonical) for r in range(2)]
     live = [{n: torch.zeros_like(t) for n, t in each.items()} for each in expected]
@@ -247,7 +275,7 @@ def test_a_rank_that_is_lost_ends_the_pull_while_another_is_slow(dead):
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_closing_ends_a_pull_that_waits(once, request):
+def test_closing_ends_a_pull_that_waits(once):
     """For a version that does not come: an engine that is to leave leaves."""
     _, ranks, live, puller = two_ranks()
     memories, asked = [memory for _, memory, _ in ranks], Event()
@@ -259,7 +287,7 @@ def test_closing_ends_a_pull_that_waits(once, request):
 
     for memory in memories:
         memory.seek = seek
-    me = Process("outside", -1, machine(), request.node.name.encode())
+    me = Process("outside", -1, machine(), secrets.token_bytes(16))
     more = dict(sharing=partial(Shared, me)) if once else {}
     puller = puller_of(puller.weights, EngineParallel(1), live, memories, **more)
     with patch.object(pull, "SEEK_SECONDS", 0.1), ThreadPoolExecutor(1) as pool:
