@@ -6,10 +6,15 @@ nothing changes. The last ranks of a job with `--rl-generators` work here until 
 or a patch from `patches/` has attached already.
 """
 
-from mindspeed_rl_plugin import host
-from mindspeed_rl_plugin.launch.attach import attach
-from mindspeed_rl_plugin.launch.generator_ranks import leave_if_generator
+from mindspeed_rl_plugin.launch import early
 
+early.check_flags()  # before torch is imported, which takes seconds
+
+from mindspeed_rl_plugin import host  # noqa: E402
+from mindspeed_rl_plugin.launch.attach import attach  # noqa: E402
+from mindspeed_rl_plugin.launch.generator_ranks import leave_if_generator  # noqa: E402
+
+early.check_rows()
 leave_if_generator()
 host.activate_if_needed()
 attach()

@@ -51,6 +51,7 @@ def build(arguments: dict[str, Any]) -> Any:
     know_config(json.loads((Path(arguments["model"]) / "config.json").read_text())["model_type"])
     known = {f.name for f in dataclasses.fields(EngineArgs)}
     given = EngineArgs(**usable(arguments, known, EngineCore))
+    gc.freeze()  # vLLM collects several times while it builds, each time over all that was imported
     shared = arguments.get("data_parallel_size", 1) > 1
     engine = _sharing_experts(LLMEngine, given) if shared else LLMEngine.from_engine_args(given)
     # From 0.2x on a collected engine destroys torch's default process group, which here is the trainer's.

@@ -10,8 +10,6 @@ import os
 import pickle
 from typing import Any
 
-import torch
-
 from mindspeed_rl_plugin.monitor.run_files import atomic_write
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -58,6 +56,8 @@ def has_state(directory: str, iteration: int | str) -> bool:
 
 def write_state(directory: str, iteration: int, state: dict[str, Any]) -> None:
     """Write the RL state of one checkpoint: all of it or nothing, on disk when this returns."""
+    import torch  # this file is read before torch is (early.py)
+
     folder = iteration_dir(directory, iteration)
     os.makedirs(folder, exist_ok=True)
     content = {"format": STATE_FORMAT, **state}
@@ -91,6 +91,8 @@ def read_state(directory: str, iteration: int | str) -> tuple[dict[str, Any], di
 
 
 def _load(path: str) -> dict[str, Any]:
+    import torch
+
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError, FileNotFoundError) as error:

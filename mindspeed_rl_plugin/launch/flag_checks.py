@@ -18,7 +18,7 @@ import torch
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs, unread
 from mindspeed_rl_plugin.config import RLConfig, limit_problems
-from mindspeed_rl_plugin.config.flag import spelt, valued
+from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
 from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
@@ -32,6 +32,7 @@ from mindspeed_rl_plugin.launch import (
     conversion,
     critic_files,
     disk,
+    early,
     episode_checks,
     schedule_checks,
     taken_over,
@@ -48,7 +49,7 @@ from mindspeed_rl_plugin.reshard.parallel import Parallel
 from mindspeed_rl_plugin.reshard.shape import ModelShape
 from mindspeed_rl_plugin.reshard.storages import unwrap
 from mindspeed_rl_plugin.reward.reward_model import same_tokenizer
-from mindspeed_rl_plugin.reward.specs import model_specs, parse_specs, time_limits
+from mindspeed_rl_plugin.reward.specs import model_specs
 
 Check = Callable[[Any, RLConfig], Iterator[str] | None]
 
@@ -227,15 +228,6 @@ def _batch_arithmetic(args: Any, config: RLConfig) -> None:
         arithmetic.arithmetic_of(args)
 
 
-def _prompt_data(args: Any, config: RLConfig) -> Iterator[str]:
-    if not config.data.prompt_data:
-        yield "--rl-prompt-data is missing: give JSONL, JSON or Parquet files or saved dataset directories"
-    for flag, paths in (("--rl-prompt-data", config.data.prompt_data), ("--rl-eval-data", config.monitor.eval_data)):
-        for path in paths:
-            if not os.path.exists(path):
-                yield f"{flag} {path}: no such file or directory"
-
-
 def _tokenizer(args: Any, config: RLConfig) -> Iterator[str]:
     chosen = chosen_tokenizer(args)
     if chosen is None:
@@ -245,15 +237,6 @@ def _tokenizer(args: Any, config: RLConfig) -> Iterator[str]:
     hf_model = config.rollout.hf_model
     if hf_model and not os.path.isfile(os.path.join(hf_model, "config.json")):
         yield f"--rl-hf-model {hf_model}: no config.json there"
-
-
-def _rewards(args: Any, config: RLConfig) -> Iterator[str]:
-    try:
-        graders = len(parse_specs(config.graders, config.reward.reward_regex))
-    except ValueError as error:
-        yield f"--rl-reward: {error}"
-    else:
-        time_limits(config.reward.reward_timeout, graders, config.monitor.wait_timeout)
 
 
 def _model(args: Any, config: RLConfig) -> Iterator[str]:
@@ -273,21 +256,6 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
         yield from routing_problems(args, shape)
 
 
-def _lengths(args: Any, config: RLConfig) -> Iterator[str]:
-    prompt, response, limit = config.data.max_prompt_length, config.rollout.max_response_length, args.seq_length
-    if limit is not None and prompt + response > limit:
-        positions = args.max_position_embeddings
-        more = f" (and --max-position-embeddings {positions})" if positions and prompt + response > positions else ""
-        yield (
-            f"{_longest(config)} = {prompt + response} tokens, more than --seq-length {limit}; shorten one of them, or "
-            f"raise --seq-length{more}"
-        )
-
-
-def _longest(config: RLConfig) -> str:
-    return f"{valued(config.data, 'max_prompt_length')} + {valued(config.rollout, 'max_response_length')}"
-
-
 def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
     budget, packed = config.forward.max_tokens_per_microbatch, config.forward.pack_sequences
     if packed and budget is None:
@@ -298,7 +266,7 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
     if budget is not None and budget < longest:
         padded = f", padded to {longest}" if longest > prompt + response else ""
         yield (
-            f"--rl-max-tokens-per-microbatch {budget} is less than the longest row, {_longest(config)} = "
+            f"--rl-max-tokens-per-microbatch {budget} is less than the longest row, {early.longest(config)} = "
             f"{prompt + response} tokens{padded}; raise it"
         )
     if packed and getattr(args, "position_embedding_type", "rope") not in ("rope", "none", "learned_absolute"):
@@ -320,9 +288,9 @@ CHECKS: tuple[Check, ...] = (
     _algorithm,
     _critic,
     _batch_arithmetic,
-    _prompt_data,
+    early.prompt_data,
     _tokenizer,
-    _lengths,
+    early.lengths,
     _token_budget,
     upstream_checks.context_parallel,
     upstream_checks.flash_attention,
@@ -336,7 +304,7 @@ CHECKS: tuple[Check, ...] = (
 GENERATION_CHECKS: tuple[Check, ...] = (
     schedule_checks.problems,
     episode_checks.problems,
-    _rewards,
+    early.rewards,
     _model,
     upstream_checks.swapped_memory,
     _dumps,

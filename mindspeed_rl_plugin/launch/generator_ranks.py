@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.environment import is_part, last_words, launch_env, leave_to_first_rank
 from mindspeed_rl_plugin.generators.ranks import Split, has_ended, join_group, part, ranks_text, wait_for_address
+from mindspeed_rl_plugin.launch import early
 from mindspeed_rl_plugin.monitor.run_files import GENERATOR
 from mindspeed_rl_plugin.processes import attend
 
@@ -64,6 +65,7 @@ def _generate(split: Split, engine: int) -> None:
         address, secret = wait_for_address(split.deadline)
         # The launcher passes it to all ranks; trainers may save a checkpoint first, for which rows are still sampled.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        early.ready()
         serve(address, secret, share=(engine, split.engines), who=f"{GENERATOR} {ranks_text(first, split.engine)}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

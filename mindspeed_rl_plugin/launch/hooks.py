@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import difflib
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig, add_flags, given_flags, rl_enabled
-from mindspeed_rl_plugin.environment import leave_to_first_rank, record_failure, say
+from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.launch import endings, taken_over
+from mindspeed_rl_plugin.launch.early import refuse_misspelt
 
 
 def add_megatron_arguments(original: Callable, parser: Any) -> Any:
     """Add the `--rl-*` flags to Megatron's parser."""
     _refuse_yaml(sys.argv[1:])
     taken_over.from_command_line()
-    return _refuse_misspelt(_repair_help(add_flags(original(parser))))
+    return refuse_misspelt(_repair_help(add_flags(original(parser))))
 
 
 def validate_args(original: Callable, args: Any, *rest: Any, **named: Any) -> Any:
@@ -89,35 +89,6 @@ def _repair_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 action.help = action.help.replace("%", "%%")
             except KeyError:
                 continue  # names that only argparse knows, such as %(prog)s
-    return parser
-
-
-def _refuse_misspelt(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """End with the nearest flag for a `--rl-*` that nobody knows; scripts that ignore unknown flags would lose it."""
-    parse, refuse = parser.parse_known_args, parser.error
-
-    def stop(problems: Iterable[str]) -> None:
-        leave_to_first_rank()
-        # Without the usage of some 800 lines that argparse prints first.
-        text = endings.Refusal.of_arguments(f"{p} `python -m mindspeed_rl_plugin flags` lists them" for p in problems)
-        record_failure(str(text))
-        parser.exit(2, f"[rl] {text}\n")
-
-    def error(message: str) -> None:
-        if "--rl-" not in message:
-            refuse(message)
-        stop([f"{message};"])
-
-    def parse_known_args(*positional: Any, **named: Any) -> Any:
-        parsed, rest = parse(*positional, **named)
-        unknown = [word.partition("=")[0] for word in rest if word.startswith("--rl-")]
-        if unknown:
-            known = [option for option in parser._option_string_actions if option.startswith("--rl-")]
-            near = {flag: difflib.get_close_matches(flag, known, n=1) for flag in unknown}
-            stop(f"{flag} is unknown;{f' did you mean {n[0]}?' if n else ''}" for flag, n in near.items())
-        return parsed, rest
-
-    parser.parse_known_args, parser.error = parse_known_args, error
     return parser
 
 

@@ -19,6 +19,7 @@ from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.launch import (
     build_critic,
     conversion,
+    early,
     flag_checks,
     lr_schedule,
     megatron_setup,
@@ -108,6 +109,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     if start.kind == "resume":
         loop.load_state_dict(state["loop"])
     loop.on_checkpoint_loaded(model, optimizer, start)
+    say(f"ready to train, {early.ready():.0f} s after the first line")
     return result
 
 

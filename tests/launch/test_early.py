@@ -1,0 +1,110 @@
+"""The first second of a rank: what is said and refused before torch, and what is left to Megatron's parser."""
+
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.launch import early
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
+
+
+@pytest.fixture(autouse=True)
+def first_time(monkeypatch, tmp_path):
+    """As in a rank that has checked nothing; files of prompts: a.jsonl, empty.jsonl, broken.json."""
+    monkeypatch.setattr(early, "_args", None)
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    Path("empty.jsonl").write_text("")
+    Path("broken.json").write_text("[{")
+    Path("own.py").write_text('parser.add_argument("--rl-rewards")\n')
+    usual = gc.get_threshold()
+    yield
+    gc.set_threshold(*usual)
+
+
+def checked(monkeypatch, words, script=str(SCRIPT)):
+    monkeypatch.setattr(sys, "argv", [script, *words.split()])
+    early.check_flags()
+    early.check_rows()
+
+
+GOOD = "--rl-algorithm grpo --rl-prompt-data a.jsonl --rl-reward exact --seq-length 4096"
+REFUSED = {
+    "--rl-rewrad exact": "--rl-rewrad is unknown; did you mean --rl-reward?",
+    "--rl-samples-per-prompt abc": "argument --rl-samples-per-prompt: invalid int value: 'abc'",
+    "--rl-temperature 0": "--rl-temperature is 0.0",
+    "--rl-prompt-data b.jsonl": "--rl-prompt-data b.jsonl: no such file or directory",
+    "--rl-eval-data b.jsonl": "--rl-eval-data b.jsonl: no such file or directory",
+    "--rl-prompt-data empty.jsonl": "prompt data 'empty.jsonl' is empty",
+    "--rl-eval-data broken.json": "broken.json is not JSON",
+    "--rl-reward guess": "reward 'guess' is unknown",
+    "--rl-reward own.py:score.x": "'score.x' is no name of a function",
+    "--rl-reward-timeout 5 5": "2 time limits (5 5) for 1 rewards",
+    "--seq-length 40": "more than --seq-length 40; shorten one of them, or raise --seq-length",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_needs_no_megatron_is_refused(words, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        checked(monkeypatch, f"{GOOD} {words}")
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out.startswith("[rl] starting: ")
+    assert said.err.startswith("[rl] RL cannot run with these arguments:\n  - ") and REFUSED[words] in said.err
+
+
+@pytest.mark.parametrize(
+    "words, script",
+    [
+        (GOOD, SCRIPT),
+        (f"{GOOD} --rl-use-sequence-packing", SCRIPT),  # Megatron's own: its parser comes
+        (f"{GOOD} --rl-something-else 3", SCRIPT),  # perhaps the script's: like none of ours
+        (f"{GOOD} --rl-rewards 3", "own.py"),
+        ("--rl-algorithm dpo --rl-prompt-data a.jsonl --lr 1e-5", SCRIPT),
+    ],
+)
+def test_what_may_be_right_passes(words, script, monkeypatch, capsys):
+    checked(monkeypatch, words, str(script))
+    assert capsys.readouterr().out.count("[rl] starting: ") == 1
+    checked(monkeypatch, words, str(script))
+    assert capsys.readouterr() == ("", ""), "once a process"
+
+
+@pytest.mark.parametrize("words", ["", "--lr 1 --save x", "--rl-reward-timeout 3"])
+def test_without_an_algorithm_nothing_is_said_or_changed(words, monkeypatch, capsys):
+    before = gc.get_threshold()
+    checked(monkeypatch, words)
+    assert capsys.readouterr() == ("", "") and gc.get_threshold() == before
+
+
+def test_a_misspelt_algorithm_is_not_pretraining(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        checked(monkeypatch, "--rl-algoritm grpo")
+    assert "did you mean --rl-algorithm?" in capsys.readouterr().err
+
+
+def test_the_collector_works_as_ever_once_training_begins(monkeypatch):
+    usual = gc.get_threshold()
+    checked(monkeypatch, GOOD)
+    assert gc.get_threshold() == early.THRESHOLDS != usual
+    frozen = gc.get_freeze_count()
+    assert early.ready() >= 0 and gc.get_threshold() == usual and gc.get_freeze_count() > frozen
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("runner", [["-m", "mindspeed_rl_plugin"], ["-c", "import mindspeed_rl_plugin.adaptor"]])
+def test_a_misspelt_flag_is_answered_before_torch_is_imported(runner):
+    words = [str(SCRIPT)] if "-m" in runner else []
+    command = [sys.executable, "-X", "importtime", *runner, *words, *GOOD.split(), "--rl-rewrad", "x"]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+    assert done.returncode == 2 and "did you mean --rl-reward?" in done.stderr
+    assert "mindspeed_rl_plugin.launch.early" in imported and not {"torch", "transformers", "megatron"} & imported
