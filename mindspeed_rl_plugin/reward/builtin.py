@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable
-from decimal import Decimal
+from typing import Any
+
+from mindspeed_rl_plugin.reward.answers import NOTHING, expression, graded_part
 
 
 def make_builtin(name: str, regex: str | None) -> Callable[..., float]:
@@ -48,7 +51,7 @@ def _make_regex(pattern: str) -> Callable[[str, str], float]:
 
 
 def _make_math() -> Callable[[str, str], float]:
-    """Mathematical equality by math-verify.
+    """Mathematical equality by math-verify, of what `answers` finds in response and ground truth.
 
     Its own time limits are off: they turn a timeout into a wrong answer; the worker's limit reports it. With
     `raise_on_error` a crash is reported likewise. A response that holds no mathematics is a legitimate 0.0; a
@@ -58,30 +61,28 @@ def _make_math() -> Callable[[str, str], float]:
     from math_verify import parse, verify
     from sympy import SympifyError
 
-    def grade(response: str, answer: str) -> float:
-        truth = parse(_boxed(answer), parsing_timeout=None, raise_on_error=True)
-        if all(isinstance(t, str) for t in truth):
+    @functools.lru_cache
+    def truth_of(answer: str) -> list[Any]:
+        last = answer.rpartition("####")[2]  # GSM8K: the solution, then #### and the result
+        read = parse(expression(last), parsing_timeout=None, raise_on_error=True)
+        if NOTHING.fullmatch(answer) or all(isinstance(t, str) for t in read):
             raise ValueError(
                 f"the answer {answer!r} cannot be parsed as mathematics; correct the data, or use the grader exact"
             )
+        return read
+
+    def grade(response: str, answer: str) -> float:
+        truth, part = truth_of(answer), graded_part(response)
+        if part is None:
+            return 0.0
         try:
-            parsed = parse(response, parsing_timeout=None, raise_on_error=True)
+            parsed = parse(part, parsing_timeout=None, raise_on_error=True)
         except SympifyError:  # what math-verify lets out for some unparsable text
             return 0.0
         return float(verify(truth, parsed, timeout_seconds=None, raise_on_error=True))
 
     grade("\\boxed{1}", "1")  # builds the parser's tables now, outside every time limit
     return grade
-
-
-def _boxed(answer: str) -> str:
-    """A bare expression is boxed, or math-verify would look for the first number inside it."""
-    if any(mark in answer for mark in ("\\boxed", "$", "\\(", "\\[")):
-        return answer
-    answer = answer.rpartition("####")[2].strip()  # GSM8K: the solution, then #### and the result
-    if re.fullmatch(r"[+-]?\d+(\.\d+)?[eE][+-]?\d+", answer):
-        answer = f"{Decimal(answer):f}"  # else the e of 1e5 is Euler's number
-    return f"\\boxed{{{answer}}}"
 
 
 def _truth(answer: str, grader: str) -> str:

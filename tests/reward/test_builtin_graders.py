@@ -1,8 +1,13 @@
 """The graders that come with the plugin, and what makes a response a solved one."""
 
+import re
+import time
+from pathlib import Path
+
 import pytest
 
 from mindspeed_rl_plugin.reward import solved
+from mindspeed_rl_plugin.reward.answers import graded_part
 from mindspeed_rl_plugin.reward.builtin import make_builtin
 
 MATH = [
@@ -29,7 +34,41 @@ def test_math(math, response: str, answer: str, want: float) -> None:
     assert math(response, answer) == want
 
 
-@pytest.mark.parametrize("answer", ["", "\\frac{1}{", "???"])
+PAGE = Path(__file__).parents[2].joinpath("docs/data-and-rewards.md").read_text()
+CODE = re.compile(r"(?<!`)(`+)(?!`) ?(.+?) ?(?<!`)\1(?!`)")  # as Markdown has it
+ROWS = [
+    [CODE.findall(cell) for cell in line.strip("| ").split(" | ")]
+    for line in PAGE.partition("### What the graders read")[2].splitlines()
+    if re.match(r"\| `(math|exact|regex)`", line)
+]
+EXAMPLES = [
+    (grader[0][1], grader[-1][1], response, answer[0][1], want)
+    for grader, answer, *grades in ROWS
+    for want, cell in zip((1.0, 0.0), grades, strict=True)
+    for _, response in cell
+]
+
+
+def test_the_page_has_examples() -> None:
+    assert len(ROWS) == 15 and len(EXAMPLES) > 75 and all(len(row) == 4 and all(row) for row in ROWS)
+
+
+@pytest.mark.parametrize(("grader", "pattern", "response", "answer", "want"), EXAMPLES)
+def test_an_example_of_the_page(math, grader: str, pattern: str, response: str, answer: str, want: float) -> None:
+    """`####` begins a line, which no cell of a table can show."""
+    response = response.replace(" ####", "\n####")
+    assert (math if grader == "math" else make_builtin(grader, pattern))(response, answer) == want
+
+
+@pytest.mark.parametrize("character", ["\n", "`", "*", "1 ", "[", "1 1/1 ", "'1", "#", "答案1", "\\boxed{"])
+def test_a_long_text_is_searched_in_a_moment(character: str) -> None:
+    """No pattern looks at one place again and again."""
+    began = time.process_time()
+    graded_part(character * 20_000)
+    assert time.process_time() - began < 1.0  # 0.02 s
+
+
+@pytest.mark.parametrize("answer", ["", "\\frac{1}{", "???", "NaN", "-nan ", "None", "N/A"])
 def test_math_without_a_ground_truth_is_an_error(math, answer: str) -> None:
     with pytest.raises(ValueError, match="cannot be parsed"):
         math("1", answer)

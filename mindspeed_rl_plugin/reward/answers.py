@@ -1,0 +1,87 @@
+"""Where the answer stands in a text, and its numbers as math-verify reads them: docs/data-and-rewards.md has examples,
+which tests/reward/test_builtin_graders.py grades. Imports the standard library only."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from decimal import Decimal
+
+NOTHING = re.compile(r"\s*(?:[-+]?nan|none|null|n/?a)\s*", re.IGNORECASE)  # what data say where they have no answer
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+WIDE = {wide: chr(wide - 0xFEE0) for wide in range(0xFF01, 0xFF5F)}
+WIDE |= {ord("。"): ". ", ord("、"): ", ", ord("，"): ", ", ord("："): ": ", ord("−"): "-"}
+CJK = "\u2e80-\u9fff\uac00-\ud7af→≈"
+NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?\\?%?"
+UNIT = r"(?:\s*(?:[ckm]m|[km]g|m[lL]|ft|lb|oz|mi|hr)|\s+(?!pi|sqrt|sin|cos|tan|log|exp|and|mod)[A-Za-z]{3,})(?:\^?\d)?"
+VALUE = re.compile(rf"[$€£¥₹]?\s*({NUMBER}|[-+]?\.\d+)(?:\s*(percent)|(?:{UNIT}(?:/[A-Za-z]+)?){{1,3}}|°)?\.?")
+WORDS = re.compile(r"(?!sqrt)[A-Za-z]{4,}(?: [A-Za-z]+)*\.?")
+SAID = re.compile(r"\b(?:is|are|equals)\b|[A-Za-z]{2,}\s*:")  # of a sentence
+LAST = re.compile(r"(?:^|\n)[ \t]*####[ \t]*((?![A-Za-z]{2})\S[^\n]*)\Z")  # a heading begins with a word
+BARE = [  # what to find, and what to put in its place, in this order
+    (BOX, r"\\boxed{"),
+    (re.compile("答案"), " answer "),  # the word at which math-verify looks first
+    (re.compile(r"""(?<!\w)[`"'“‘]{1,3}([-+$€£¥.]*\d[-+\d.,/^()\\% ]*[A-Za-z]{0,12})[`"'”’]{1,3}(?!\w)"""), r" \1 "),
+    (re.compile(rf"(?<![\w*\\\])}}^])[*_]{{1,3}}({NUMBER})[*_]{{1,3}}(?![\w*])"), r" \1 "),
+    (re.compile(r"(?<![\w*\\\])}^])\[([-+]?\d+(?:\.\d+)?(?:/\d+)?)\](?!\w)"), r" \1 "),
+    (re.compile(rf"(?<=[{CJK}#])(?=[-+]?[$€£¥]?\.?\d)|(?<=[\d%])(?=[{CJK}])|(?<=[A-Za-z]:)(?=[-+]?[$€£¥]?\d)"), " "),
+    (re.compile("[¼-¾⅐-⅞]"), lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/")),
+    (re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,2}(?!\w)"), lambda m: f"{Decimal(m[0]):f}"),
+    (
+        re.compile(r"(?<![\w.,/^])[1-9]\d{0,2}(?:(?:[ \u00a0\u2009\u202f~]|\\[ ,;:!]|\{,\})\d{3})+(?!\d)"),
+        lambda m: re.sub(r"\D", "", m[0]),
+    ),
+    (re.compile(r"(?<![\w.,/^})])(\d{1,9})(?:[ ~]|\\[ ,;])+(\d{1,9})/(\d{1,9})(?!\d|/|\.\d)"), lambda m: _mixed(m)),
+]
+
+
+def graded_part(response: str) -> str | None:
+    """What math-verify is to read of a response; None where it breaks off inside its last box or answer tag."""
+    text = response.rpartition("</think>")[2].strip() or response
+    before, tag, inside = text.rpartition("<answer>")
+    if "</answer>" in inside and (said := inside.partition("</answer>")[0].strip()):
+        return None if _cut(said) else expression(said)
+    if _cut(text) or (tag and "</answer>" in before):
+        return None
+    if not BOX.search(text) and (last := LAST.search(text.rstrip())):
+        return expression(last[1])
+    return _plain(text)
+
+
+def expression(answer: str) -> str:
+    """An answer by itself: in a box, or math-verify would look for the first number inside it."""
+    text = _plain(answer).strip()
+    marked = any(mark in text for mark in ("\\boxed", "$", "\\(", "\\["))
+    if VALUE.fullmatch(text) is None and (marked or SAID.search(text)):
+        return text
+    return f"\\boxed{{{_value(text)}}}"
+
+
+def _plain(text: str) -> str:
+    """Numbers without what surrounds or divides them."""
+    text = text.translate(WIDE)
+    for pattern, put in BARE:
+        text = pattern.sub(put, text)
+    return re.sub(r"\\boxed\{([^{}\\]+)\}", lambda m: f"\\boxed{{{_value(m[1].strip())}}}", text)
+
+
+def _value(text: str) -> str:
+    """A number without its unit; words as words, not as products of letters."""
+    if found := VALUE.fullmatch(text):
+        return found[1] + ("%" if found[2] else "")
+    return f"\\text{{{text}}}" if WORDS.fullmatch(text) else text
+
+
+def _mixed(number: re.Match[str]) -> str:
+    whole, over, under = map(int, number.groups())
+    return f"{whole * under + over}/{under}" if over < under else number[0]
+
+
+def _cut(text: str) -> bool:
+    """Whether the last box is not closed."""
+    boxes, depth = [*BOX.finditer(text)], 0
+    for brace in re.finditer(r"(?<!\\)[{}]", text[boxes[-1].start() :] if boxes else ""):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return False
+    return bool(boxes)
