@@ -21,7 +21,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mindspeed_rl_plugin.reward.calling import load_function, number
+from mindspeed_rl_plugin.reward.calling import number
+from mindspeed_rl_plugin.workers.user_files import load_function
 
 NOT_TOOLS = ("reset", "get_reward", "close")  # public methods that are something else
 RESET = ("seed", "prompt", "answer", "messages", "record")  # what `reset` may name beside fields of the record

@@ -31,9 +31,10 @@ from mindspeed_rl_plugin.episodes.tools import (
     reset_arguments,
     schema_of,
 )
-from mindspeed_rl_plugin.reward.calling import load_function, number
+from mindspeed_rl_plugin.reward.calling import number
 from mindspeed_rl_plugin.workers.child import Parent, describe, outcome, why_not_loaded
 from mindspeed_rl_plugin.workers.keeper import keep
+from mindspeed_rl_plugin.workers.user_files import load_function
 
 LONGEST = 1 << 18  # characters of a text that are given to the parent
 BRIEF = 200  # characters of an error that the model sees

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,6 +119,8 @@ def _graders(inputs: Inputs) -> RewardPool:
     inputs, prompts, episodes = dataclasses.replace(inputs, graders=graders), inputs.data, inputs.config.episodes.on
     for rows in filter(None, (prompts, inputs.held_out)):
         inputs.check_fields(rows.kinds_of_rows())
+        share = dict(itertools.islice(rows.answers().items(), rank_of_job(), None, len(gather_all(None))))
+        _agreed((_or_problem(functools.partial(graders.check_answers, share))[1], None))
     members = inputs.config.rollout.samples_per_prompt
     for failure in graders.try_once(prompts.at(0), prompts.where(0), members, episodes):
         say(f"warning: {failure}")

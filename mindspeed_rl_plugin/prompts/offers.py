@@ -18,10 +18,10 @@ LOOK_SECONDS = 1.0  # that pass between two looks whether who waits for room is 
 
 
 class Offers:
-    """On the leader, for several threads. data: the run's, whose rows offered ones are like; check_fields: raises
-    ValueError for fields (by place of the row) that graders cannot work with; rollout: prompts of one; resumes: whether
-    the run goes on from a checkpoint: programs wait then until `load` has put in what that holds, or, where it holds
-    nothing, until the first `take`.
+    """On the leader, for several threads. data: the run's, whose rows offered ones are like; check_fields,
+    check_answers: raise ValueError for fields and answers (by place of the row) that graders cannot work with; rollout:
+    prompts of one; resumes: whether the run goes on from a checkpoint: programs wait then until `load` has put in what
+    that holds, or, where it holds nothing, until the first `take`.
 
     Each prompt has a number below 0, its `Prompt.row`: -1, -2, ... in the order of the offers.
     """
@@ -32,8 +32,10 @@ class Offers:
         check_fields: Callable[[Mapping[str, Set[str]]], None],
         rollout: int,
         resumes: bool = False,
+        check_answers: Callable[[Mapping[str, str]], None] = lambda answers: None,
     ) -> None:
         self._data, self._check_fields, self._most = data, check_fields, ROLLOUTS * rollout
+        self._check_answers = check_answers
         self._waiting: list[tuple[str, Prompt]] = []  # with the row as it came
         self._taken, self._opened = 0, not resumes
         self._room = threading.Condition()
@@ -112,4 +114,5 @@ class Offers:
             )
         prompts = self._data.read_rows("offer:", [json.loads(row) for row in rows])
         self._check_fields({f"offer: row {i}": frozenset(p.record) for i, p in enumerate(prompts)})
+        self._check_answers({f"offer: row {i}": p.answer for i, p in enumerate(prompts)})
         return prompts

@@ -30,6 +30,7 @@ class PromptStream:
         self._sources = [open_source(path) for path in paths]
         self._starts = [0, *itertools.accumulate(len(s) for s in self._sources)]
         self._kinds: dict[frozenset[str], int] = {}  # fields of a record -> first kept row that has just these
+        self._answers: dict[str, int] = {}  # -> first kept row that has it
         self.rows, self.fingerprint = self._scan()
         self.dropped = self._starts[-1] - len(self.rows)
         if not self.rows:
@@ -79,6 +80,10 @@ class PromptStream:
     def kinds_of_rows(self) -> dict[str, frozenset[str]]:
         """Place of a kept row -> fields of its record, for the first row of each kind."""
         return {self._where(row): fields for fields, row in self._kinds.items()}
+
+    def answers(self) -> dict[str, str]:
+        """Place of a kept row -> its answer, for the first row of each answer."""
+        return {self._where(row): answer for answer, row in self._answers.items()}
 
     def state(self) -> dict[str, Any]:
         """The cursor, and what it is a cursor into; ints and strings."""
@@ -134,6 +139,7 @@ class PromptStream:
         if len(prompt.tokens) > self._max_length:
             return None
         self._kinds.setdefault(frozenset(prompt.record), prompt.row)
+        self._answers.setdefault(prompt.answer, prompt.row)
         return prompt.tokens, prompt.answer
 
     def _none_left(self, prompts: Sequence[Prompt]) -> str:

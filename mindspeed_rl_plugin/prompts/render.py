@@ -64,7 +64,7 @@ class Renderer:
             raise ValueError(f"{where} has no field {keys}; it has {names(fields)}; set {set_them}")
         _check_text(fields, where)
         value = find(fields, self._prompt_key)
-        answer = _answer(find(fields, self._answer_key)) if self._answer_key else ""
+        answer = _answer(find(fields, self._answer_key), where) if self._answer_key else ""
         messages = None if isinstance(value, str) else self._messages(value, self._prompt_key, source, where)
         if messages and messages[-1]["role"] == "assistant":
             raise ValueError(
@@ -198,11 +198,16 @@ def names(fields: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, itertools.chain.from_iterable(inside)))
 
 
-def _answer(value: Any) -> str:
-    """Ground truth as text: strings as they are, None as "", JSON values as JSON (42, true, [1, 2]), else `str`."""
+def _answer(value: Any, where: str) -> str:
+    """Ground truth as text: strings as they are, None as "", JSON values as JSON (42, true, [1, 2]), else `str`. Raises
+    ValueError for NaN and infinities."""
     if value is None:
         return ""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (bool, int, float, list, dict)) else str(value)
+    try:
+        json_value = isinstance(value, (bool, int, float, list, dict))
+        return json.dumps(value, ensure_ascii=False, allow_nan=False) if json_value else str(value)
+    except ValueError as error:
+        raise ValueError(f"{where}: the answer is {value!r:.80}, which nothing equals; correct the data") from error
 
 
 def _as_json(value: Any) -> Any:

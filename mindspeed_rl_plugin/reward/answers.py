@@ -48,6 +48,11 @@ def graded_part(response: str) -> str | None:
     return _plain(text)
 
 
+def is_number(answer: str) -> bool:
+    """Whether every grader can read an answer, without a look by math-verify."""
+    return len(answer) < 100 and VALUE.fullmatch(answer) is not None
+
+
 def expression(answer: str) -> str:
     """An answer by itself: in a box, or math-verify would look for the first number inside it."""
     text = _plain(answer).strip()

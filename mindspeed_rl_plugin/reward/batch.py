@@ -9,8 +9,8 @@ from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
 
 
 class Batch:
-    """Items, and the results so far. names: of the graders, as errors show them; weights: of the graders; failures:
-    where the first of each grader is noted; where: what errors say of an item's place, None for its sample.
+    """Items, and the results so far. names: of the graders, as errors show them; weights, on_error: of the graders;
+    failures: where the first of each grader is noted; where: what errors say of an item's place, None for its sample.
 
     texts: what workers get of each item; left: grades that are missing; end: until when all must be there, on the
     monotonic clock.
@@ -21,7 +21,7 @@ class Batch:
         items: Sequence[GradeItem],
         names: Sequence[str],
         weights: Sequence[float],
-        on_error: str,
+        on_error: Sequence[str],
         failures: dict[str, str],
         where: str | None = None,
     ) -> None:
@@ -30,6 +30,7 @@ class Batch:
         self.texts = [vars(item) | {"record": dict(item.record), "id": None} for item in items]
         self._parts = [[0.0] * len(names) for _ in items]
         self._errors: list[list[str]] = [[] for _ in items]
+        self._dropped = [False] * len(items)
 
     def record(self, index: int, grader: int, value: float | None, error: str | None) -> None:
         """One grade, or why there is none. Raises RewardError for an error that stops the run."""
@@ -38,9 +39,11 @@ class Batch:
             self._parts[index][grader] = value
             return
         text = f"reward {self._names[grader]!r} {error}\n  {self.place(index)}"
+        text += "\n  (the grade is 0, and reward/errors counts it)" * (self._on_error[grader] == "zero")
         self.failures.setdefault(self._names[grader], text)
         self._errors[index].append(text)
-        if self._on_error == "stop":
+        self._dropped[index] |= self._on_error[grader] == "drop"
+        if self._on_error[grader] == "stop":
             raise RewardError(f"{text}\n  (--rl-reward-on-error zero or drop: the run goes on and counts such samples)")
 
     def place(self, index: int) -> str:
@@ -55,8 +58,8 @@ class Batch:
         """The results in the order of the items, parts weighted into totals."""
         totals = [sum(w * p for w, p in zip(self._weights, parts, strict=True)) for parts in self._parts]
         return [
-            Grade(total, tuple(parts), "\n".join(errors) or None, self._on_error == "drop" and bool(errors))
-            for total, parts, errors in zip(totals, self._parts, self._errors, strict=True)
+            Grade(total, tuple(parts), "\n".join(errors) or None, dropped)
+            for total, parts, errors, dropped in zip(totals, self._parts, self._errors, self._dropped, strict=True)
         ]
 
 

@@ -67,7 +67,7 @@ def _make_math() -> Callable[[str, str], float]:
         read = parse(expression(last), parsing_timeout=None, raise_on_error=True)
         if NOTHING.fullmatch(answer) or all(isinstance(t, str) for t in read):
             raise ValueError(
-                f"the answer {answer!r} cannot be parsed as mathematics; correct the data, or use the grader exact"
+                f"the answer {answer!r:.80} cannot be parsed as mathematics; correct the data, or use the grader exact"
             )
         return read
 

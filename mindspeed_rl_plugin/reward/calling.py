@@ -12,13 +12,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 SINGLE = ("prompt", "response", "answer", "record")
@@ -106,31 +103,6 @@ def lacking(fields: Sequence[str], rows: Mapping[str, Set[str]], own: Sequence[s
     return None
 
 
-def load_function(file: str, function: str) -> Callable[..., Any]:
-    """A function or class of a user's file, executed as a module beside which its neighbours can be imported.
-
-    Raises ValueError when the file has no such name; what the file itself raises comes through.
-    """
-    module = sys.modules.get(_module_name(file))
-    if module is None:
-        if str(Path(file).parent) not in sys.path:
-            sys.path.insert(0, str(Path(file).parent))
-        spec = importlib.util.spec_from_file_location(_module_name(file), file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    member = getattr(module, function, None)
-    if member is not None and not callable(member):
-        raise ValueError(
-            f"{function!r} of {file} is {member!r:.40} of type {type(member).__name__}, no function or class"
-        )
-    if member is None:
-        own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
-        raise ValueError(f"{file} has no {function!r}; it has {', '.join(n for n in own if n[0] != '_') or 'nothing'}")
-    return member
-
-
 def number(value: Any) -> float:
     """A grader's result as a finite float. Raises ValueError for anything else, strings included."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
@@ -139,7 +111,3 @@ def number(value: Any) -> float:
     if not math.isfinite(result):
         raise ValueError(f"it returned {result}, not a finite number")
     return result
-
-
-def _module_name(file: str) -> str:
-    return "rl_reward_" + file.encode().hex()

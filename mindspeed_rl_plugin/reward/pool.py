@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from mindspeed_rl_plugin.reward.answers import is_number
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError, opening
@@ -51,7 +53,8 @@ class RewardPool:
     run. regex: pattern of the regex grader. timeout: seconds of one grading call, one for all graders or one for each.
     wait_timeout: seconds that other ranks wait for this one; one batch, and loading the graders, may take
     SHARE_OF_WAIT of it. on_error: "stop" raises RewardError; "zero" makes the failed part 0.0; "drop" also marks the
-    sample dropped. `names` and `weights`: of the graders, in order of `Grade.parts`.
+    sample dropped. A failure of a built-in grader is its response's, since ground truths were checked: always "zero".
+    `names` and `weights`: of the graders, in order of `Grade.parts`.
 
     Raises ValueError at construction for anything that cannot work, RewardError for graders that do not load.
     """
@@ -70,10 +73,13 @@ class RewardPool:
         self._specs = parse_specs(specs, regex)
         self._timeouts = time_limits(timeout, len(self._specs), wait_timeout)
         self._wait_timeout, self._limit, self._on_error = wait_timeout, SHARE_OF_WAIT * wait_timeout, on_error
+        self._on_errors = ["zero" if s.compares else on_error for s in self._specs]
         self.names = tuple(s.name for s in self._specs)
         self.weights = tuple(s.weight for s in self._specs)
-        self._device = device
+        self._device, self._regex = device, regex
+        self._beside: list[RewardPool] = []  # see `check_answers_beside`
         self._failures: dict[str, str] = {}
+        self._said: set[str] = set()  # built-in graders of which a failure was taken
         self._closed = False
         self._waiting: deque[Call] = deque()
         self._running: dict[Worker, tuple[Call, float]] = {}  # with when it began
@@ -112,7 +118,8 @@ class RewardPool:
             ]
             item = replace(item, conversation=said, environment=0.0)
         names = [f"{s.file}:{s.function}" if s.function else s.given for s in self._specs]
-        batch = Batch([item] * members, names, self.weights, self._on_error, {}, f"when it was tried on {where}")
+        on_error = [self._on_error] * len(names)
+        batch = Batch([item] * members, names, self.weights, on_error, {}, f"when it was tried on {where}")
         calls = [
             Call(grader, [(batch, i) for i in range(members if kind.batch else 1)])
             for grader, kind in enumerate(self._kinds)
@@ -121,19 +128,51 @@ class RewardPool:
         self._complete(batch, calls)
         return list(batch.failures.values())
 
+    def check_answers(self, answers: Mapping[str, str]) -> None:
+        """Raises RewardError where a built-in grader cannot read a ground truth; answers: place in the data -> it."""
+        from mindspeed_rl_plugin.rows import SampleId
+
+        rows = [(where, answer) for where, answer in answers.items() if not is_number(answer)]
+        graders = [grader for grader, spec in enumerate(self._specs) if spec.compares]
+        items = [GradeItem("", "", answer, {}, SampleId(0, 0, i)) for i, (_, answer) in enumerate(rows)]
+        batch = Batch(items, self.names, self.weights, self._on_errors, {}, "")
+        if items and graders:
+            self._complete(batch, [Call(grader, [(batch, i)]) for grader in graders for i in range(len(items))])
+        for (where, answer), grade in zip(rows, batch.grades(), strict=True):
+            if grade.error is not None:
+                raise RewardError(f"{where}, answer {answer!r:.80}: {grade.error.partition(chr(10))[0]}")
+
+    def check_answers_beside(self) -> Callable[[Mapping[str, str]], None]:
+        """The same for any thread, in a process of its own, which the first answer that is no number starts."""
+        given, lock = [spec.given for spec in self._specs if spec.compares], threading.Lock()
+
+        def check(answers: Mapping[str, str]) -> None:
+            with lock:
+                if given and not self._beside and not all(map(is_number, answers.values())):
+                    timeout = max(self._timeouts)
+                    self._beside.append(
+                        RewardPool(
+                            given, regex=self._regex, timeout=timeout, wait_timeout=self._wait_timeout, workers=1
+                        )
+                    )
+                for pool in self._beside:
+                    pool.check_answers(answers)
+
+        return check
+
     def grade(self, items: Sequence[GradeItem]) -> list[Grade]:
         """Grades in the order of `items`.
 
         Raises RewardError when a grader fails and `on_error` is "stop", and, whatever `on_error` says, when all of it
         takes longer than other ranks would wait.
         """
-        batch = Batch(items, self.names, self.weights, self._on_error, self._failures)
+        batch = Batch(items, self.names, self.weights, self._on_errors, self._failures)
         self._complete(batch, self._calls(batch))
         return batch.grades()
 
     def submit(self, items: Sequence[GradeItem]) -> Batch:
         """Take a batch, at least one item, for `poll` to work on."""
-        batch = Batch(items, self.names, self.weights, self._on_error, self._failures)
+        batch = Batch(items, self.names, self.weights, self._on_errors, self._failures)
         self._begin(batch, self._calls(batch))
         return batch
 
@@ -175,14 +214,18 @@ class RewardPool:
         return seconds / responses if responses else None
 
     def take_failures(self) -> dict[str, str]:
-        """Grader -> the first of its failures as a message, of those that failed since the last call."""
-        return {name: self._failures.pop(name) for name in list(self._failures)}
+        """Grader -> the first of its failures as a message, of those that failed since the last call; of a built-in
+        grader only the first of all, since these are responses of a model."""
+        taken = {name: self._failures.pop(name) for name in list(self._failures)}
+        new = {name: text for name, text in taken.items() if name not in self._said}
+        self._said |= {spec.name for spec in self._specs if spec.compares and spec.name in taken}
+        return new
 
     def close(self) -> None:
         """End the workers. Idempotent."""
         self._closed = True
-        for worker in self._workers:
-            worker.close()
+        for part in (*self._workers, *self._beside):
+            part.close()
 
     def __enter__(self) -> RewardPool:
         return self

@@ -32,6 +32,11 @@ class Spec:
         """Whether it is a reward model."""
         return self.given.startswith(PREFIX)
 
+    @property
+    def compares(self) -> bool:
+        """Whether it is one of ours that compare the response with the data's answer."""
+        return self.file is None and self.name != ENVIRONMENT
+
 
 def parse_specs(texts: Sequence[str], regex: str | None) -> list[Spec]:
     """Specs from their flags.

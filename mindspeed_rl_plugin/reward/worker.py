@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.reward.builtin import make_builtin
-from mindspeed_rl_plugin.reward.calling import Grader, load_function, number
+from mindspeed_rl_plugin.reward.calling import Grader, number
 from mindspeed_rl_plugin.reward.reward_model import RewardModel
 from mindspeed_rl_plugin.reward.specs import Spec
 from mindspeed_rl_plugin.workers.child import Outcome, Parent, describe, outcome, why_not_loaded
+from mindspeed_rl_plugin.workers.user_files import load_function
 
 Items = list[dict[str, Any]]
 
@@ -56,7 +58,13 @@ def grade(grader: Grader, items: Items, timeout: float) -> list[Outcome]:
 
 
 def _values(grader: Grader, items: Items, timeout: float) -> list[Any]:
-    values = list(_settled(grader.many(items), timeout))
+    values = _settled(grader.many(items), timeout)
+    if isinstance(values, (str, bytes)) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
+        raise ValueError(
+            f"it returned {values!r:.80} of type {type(values).__name__}; give a list, a tuple or a 1-d array: one "
+            "number for each response, in order"
+        )
+    values = list(values)
     if len(values) != len(items):
         raise ValueError(f"it returned {len(values)} values for {len(items)} samples")
     return values

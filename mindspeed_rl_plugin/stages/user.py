@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, from_tensordict, to_tensordict
-from mindspeed_rl_plugin.reward.calling import load_function
 from mindspeed_rl_plugin.reward.items import opening
 from mindspeed_rl_plugin.rows import (
     EPISODE_COUNTS,
@@ -30,6 +29,7 @@ from mindspeed_rl_plugin.rows import (
 from mindspeed_rl_plugin.stages import generate, prompts, reward, select
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 from mindspeed_rl_plugin.workers.child import describe
+from mindspeed_rl_plugin.workers.user_files import load_function
 
 WRITABLE = {column.name: column for column in (reward.REWARD, select.VALID)}
 # What a user's code may raise at the start.

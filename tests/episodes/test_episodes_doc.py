@@ -17,9 +17,9 @@ from mindspeed_rl_plugin.episodes.protocol import Reply, ToolCall, Turn
 from mindspeed_rl_plugin.episodes.tools import read_calls
 from mindspeed_rl_plugin.launch.episode_checks import problems
 from mindspeed_rl_plugin.reward import GradeItem, RewardPool
-from mindspeed_rl_plugin.reward.calling import load_function
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.tools import tasks
+from mindspeed_rl_plugin.workers.user_files import load_function
 
 PAGE = (Path(__file__).parents[2] / "docs" / "episodes.md").read_text()
 FILES = dict(re.findall(r"<!-- my/(\w+\.py) -->\n```python\n(.*?)```", PAGE, re.DOTALL))

@@ -180,6 +180,8 @@ BAD_DATA = [
     ({"a.jsonl": '{"prompt": null, "answer": "1"}'}, "neither a string nor a list"),
     ({"a.jsonl": '{"prompt": [{"role": "user", "content": "x"}], "answer": ""}'}, "add --rl-apply-chat-template"),
     ({"a.jsonl": '{"prompt": "a", "answer": "\\ud800"}'}, "half of a surrogate pair"),
+    ({"a.jsonl": GOOD + '{"prompt": "a", "answer": NaN}'}, "a.jsonl line 2: the answer is nan, which nothing equals"),
+    ({"a.jsonl": '{"prompt": "a", "answer": [1, -Infinity]}'}, r"the answer is \[1, -inf\], which"),
 ]
 
 
@@ -203,10 +205,11 @@ def test_names_with_dots_are_inside_objects(stream) -> None:
     """As verl's rows have it; a field whose name has the dot goes first."""
     inside = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": 7}, "x": 1}
     flat = {"prompt": "a", "reward_model.ground_truth": "8"}
-    prompts = stream({"a.jsonl": lines(inside, flat)}, answer_key="reward_model.ground_truth")
-    first, second = prompts.all()
+    prompts = stream({"a.jsonl": lines(inside, flat, inside)}, answer_key="reward_model.ground_truth")
+    first, second, _ = prompts.all()
     assert (first.answer, second.answer) == ("7", "8") and first.record["reward_model"]["ground_truth"] == 7
     kinds = {where.rpartition("/")[2]: fields for where, fields in prompts.kinds_of_rows().items()}
+    assert list(prompts.answers().values()) == ["7", "8"], "of each the first row"
     assert kinds == {"a.jsonl line 1": {"reward_model", "x"}, "a.jsonl line 2": frozenset()}
     for row in (inside, {"prompt": "a", "reward_model": "b"}):
         with pytest.raises(ValueError, match="'reward_model.truth'; .* 'prompt', 'reward_model"):
@@ -266,13 +269,18 @@ BAD_OFFERS = [
     ({"prompt": "a", "level": 1}, "offer: row 1 has no field 'answer'; it has 'prompt', 'level'"),
     ({"prompt": "a", "answer": ""}, "reward 'mine' has a parameter 'level', but offer: row 1 has no such field"),
     ("a", "offer: row 1 is 'a', not an object"),
+    ({"prompt": "a", "answer": "???", "level": 1}, "offer: row 1: no answer"),
     ({"prompt": "a", "answer": "x" * (1 << 20), "level": 1}, "row 1 has 1048617 characters as JSON, the limit is 1048"),
 ]
 
 
 @pytest.mark.parametrize(("row", "message"), BAD_OFFERS, ids=[message[-20:] for _, message in BAD_OFFERS])
 def test_of_an_offer_with_a_bad_row_nothing_is_taken(stream, row, message: str) -> None:
-    offers = Offers(stream({"a.jsonl": lines(*ROWS)}), checked, rollout=2)
+    def answered(answers) -> None:
+        if wrong := [where for where, answer in answers.items() if answer == "???"]:
+            raise ValueError(f"{wrong[0]}: no answer")
+
+    offers = Offers(stream({"a.jsonl": lines(*ROWS)}), checked, rollout=2, check_answers=answered)
     with pytest.raises(ValueError, match=message):
         offer(offers, ROWS[0], row)
     assert offers.take(9) == []

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,11 +39,64 @@ def grade(spec, batch: list[GradeItem], **options) -> list:
         return pool.grade(batch)
 
 
-def test_math_that_hangs_is_ended() -> None:
-    batch = items("\\boxed{9^{9^{9^{9}}}}", answer="\\frac{1}{7}") + items("1", answer="1")
-    hangs, fine = grade("math", batch, timeout=2, on_error="zero")
-    assert "reward 'math' ran longer than 2 s" in hangs.error
-    assert fine.total == 1.0 and fine.error is None
+@pytest.mark.parametrize("on_error", ["stop", "drop"])
+def test_what_a_built_in_grader_cannot_grade_in_time_is_wrong_and_said_once(on_error: str) -> None:
+    """Whatever is to happen where a user's grader fails, and whatever its worker dies of."""
+    hangs, once = items("\\boxed{9^{9^{9^{9}}}}", answer="\\frac{1}{7}"), items("1", answer="1")
+    with RewardPool(["math", own("length")], workers=1, timeout=2, on_error=on_error) as pool:
+        wrong, fine = pool.grade(hangs + once)
+        assert "reward 'math' ran longer than 2 s" in wrong.error and "reward/errors counts it" in wrong.error
+        assert (wrong.parts, wrong.dropped) == ((0.0, 21.0), False)
+        assert fine.parts == (1.0, 1.0) and fine.error is None
+        assert list(pool.take_failures()) == ["math"]
+        assert pool.grade(hangs)[0].error and not pool.take_failures()
+        with pytest.raises(RewardError) if on_error == "stop" else nullcontext():  # the trial is no model's response
+            assert pool.try_once(Prompt((1,), "p", "NaN", 0, {}, None), "a.jsonl line 1", 2)
+
+
+WRONG_ANSWERS = [
+    ("", "cannot be parsed as mathematics"),
+    ("NaN", "cannot be parsed as mathematics"),
+    ("9" * 5000, "cannot be parsed as mathematics"),
+]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_ground_truths_are_read_at_the_start(beside: bool) -> None:
+    """By the graders that compare with them; numbers cost nothing. beside: those of offered prompts."""
+    with RewardPool(["math", "exact", own("length")], workers=2) as pool:
+        check = pool.check_answers_beside() if beside else pool.check_answers
+        for answers in ({}, {"line 1": "12", "line 2": "10 dollars"}, {"line 1": "\\frac{1}{2}", "line 2": "east"}):
+            check(answers)
+        assert len(pool._beside) == beside
+        for answer, message in WRONG_ANSWERS:
+            with pytest.raises(RewardError, match=f"^line 3, answer .*: reward 'math' .*{message}"):
+                check({"line 1": "12", "line 2": "x+1", "line 3": answer})
+        assert not pool.take_failures() and pool.grade(items("a"))[0].parts == (0.0, 1.0, 1.0)
+    with RewardPool(["exact", own("length")], workers=1) as pool:
+        pool.check_answers({"line 1": "NaN"})
+        with pytest.raises(RewardError, match="line 2, .*exact: .*--rl-answer-key"):
+            pool.check_answers({"line 1": "NaN", "line 2": " "})
+    with RewardPool([own("length")], workers=1) as pool:
+        (pool.check_answers_beside() if beside else pool.check_answers)({"line 1": ""})
+        assert not pool._beside
+
+
+KINDS = {"dict": "{0: 1.0, 1: 1.0} of type dict", "set": "{0, 1} of type set", "text": "'11' of type str"}
+KINDS |= {"generator": "of type generator", "tuple": None, "array": None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_grader_returns_a_list(kind: str) -> None:
+    if KINDS[kind] is None:
+        assert grade(own(f"batch_{kind}"), items("a", "b"))[1].total == 1.0
+        return
+    with pytest.raises(RewardError, match=f"returned .*{KINDS[kind]}; give a list.* one number for each response"):
+        grade(own(f"batch_{kind}"), items("a", "b"))
+
+
+def test_a_grader_may_start_processes_that_import_its_file() -> None:
+    assert [g.total for g in grade(own("spawns"), items("a", "abc"), timeout=60)] == [1.0, 3.0]
 
 
 def test_weights_sum_and_parts_stay_raw() -> None:

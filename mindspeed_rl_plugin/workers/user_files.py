@@ -1,0 +1,52 @@
+"""A user's files as modules below this one: `NAME.f_HEX`, HEX the file's path.
+
+So what a user's code pickles by reference is found in every process that has this package: processes that it starts
+itself (`multiprocessing` with spawn) import this module for its name, and the file through `Finder`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+__path__: list[str] = []  # a package for the import system
+
+
+class Finder:
+    """Of `sys.meta_path`."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The file that the name stands for; None for other modules."""
+        package, _, file = name.rpartition(".f_")
+        if package != __name__:
+            return None
+        return importlib.util.spec_from_file_location(name, bytes.fromhex(file).decode())
+
+
+def load_function(file: str, function: str) -> Callable[..., Any]:
+    """A function or class of a user's file, executed as a module beside which its neighbours can be imported.
+
+    Raises ValueError when the file has no such name; what the file itself raises comes through.
+    """
+    if str(Path(file).parent) not in sys.path:
+        sys.path.insert(0, str(Path(file).parent))
+    name = f"{__name__}.f_{file.encode().hex()}"
+    __import__(name)  # `import_module` would be a frame of what the file raises
+    module = sys.modules[name]
+    member = getattr(module, function, None)
+    if member is not None and not callable(member):
+        raise ValueError(
+            f"{function!r} of {file} is {member!r:.40} of type {type(member).__name__}, no function or class"
+        )
+    if member is None:
+        own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
+        raise ValueError(f"{file} has no {function!r}; it has {', '.join(n for n in own if n[0] != '_') or 'nothing'}")
+    return member
+
+
+sys.meta_path.append(Finder)
