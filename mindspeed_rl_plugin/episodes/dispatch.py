@@ -1,8 +1,10 @@
-"""Calls of a user's code go to worker processes: one at a time in each, those of an environment to the one that has it.
+"""Calls of a user's code go to worker processes: in each one at a time, or coroutines beside each other; those of an
+environment to the one that has it.
 
-A call that runs too long, or ends its process, is lost. The environments of that process are made again in the process
-that takes their next call: by all calls that they have answered, whose answers must be the same. That of a lost call is
-then as it was before; a coroutine costs no process, since it can be cancelled, but it costs its environment likewise.
+A call that runs too long, or ends its process, is lost; coroutines beside it are made again, each alone. The
+environments of that process are made again in the process that takes their next call: by all calls that they have
+answered, whose answers must be the same. That of a lost call is then as it was before; a coroutine costs no process,
+since it can be cancelled, but it costs its environment likewise.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
 from mindspeed_rl_plugin.episodes.worker import Answer
-from mindspeed_rl_plugin.workers.process import Worker, wait_for
+from mindspeed_rl_plugin.workers.calls import CallWorker
+from mindspeed_rl_plugin.workers.process import wait_for
 
 GRACE = 0.5  # seconds beyond which an asynchronous call that should have been cancelled is stuck
-RESTARTS = 2  # of a worker that ends before it reads its call
+MOST = 256  # coroutines in the making in a process
 
 
 @dataclass(eq=False)
@@ -36,12 +39,14 @@ class Home:
 @dataclass(eq=False)
 class Call:
     """message: kind and arguments, as `worker.Desk` takes them; owner: who asks, None where nobody does; home: the
-    environment that is asked; number: in the order of calls."""
+    environment that is asked; number: in the order of calls; alone: no other is made beside it; began: when."""
 
     message: tuple
     owner: Any = None
     home: Home | None = None
     number: int = 0
+    alone: bool = False
+    began: float = 0.0
 
 
 class Lost(NamedTuple):
@@ -55,26 +60,33 @@ class Lost(NamedTuple):
 @dataclass(eq=False)
 class Slot:
     """A worker. pid: of its process; homes: the environments in it; waiting: calls of these; closing: keys of those
-    that are over; running: what it is busy with, since `began`, or loads since then."""
+    that are over; began: to load."""
 
-    worker: Worker
+    worker: CallWorker
     pid: int
     homes: set[Home] = field(default_factory=set)
     waiting: deque[Call] = field(default_factory=deque)
     closing: deque[int] = field(default_factory=deque)
-    running: Call | None = None
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """By which calls are spread: environments, and calls in the making."""
+        return len(self.homes), len(self.worker.calls)
 
 
 class Dispatcher:
     """workers: started already; timeout: seconds of one call; patience: seconds in which a worker that is started
-    again must have loaded its files. answered: calls that are over, one that was replayed each time."""
+    again must have loaded its files; concurrent: names of calls that are coroutines, as `Offer` has them. answered:
+    calls that are over, one that was replayed each time."""
 
     answered = 0
 
-    def __init__(self, workers: Sequence[Worker], timeout: float, patience: float) -> None:
+    def __init__(
+        self, workers: Sequence[CallWorker], timeout: float, patience: float, concurrent: Sequence[str] = ()
+    ) -> None:
         self._slots = [Slot(worker, worker.pid) for worker in workers]
-        self._timeout, self._patience = timeout, patience
+        self._timeout, self._patience, self._concurrent = timeout, patience, {*concurrent, "close"}
         self._waiting: deque[Call] = deque()  # for any worker
         self._numbers = itertools.count()
 
@@ -105,13 +117,8 @@ class Dispatcher:
     def give(self) -> None:
         """Calls to idle workers, new environments to those that have the fewest. Raises EpisodeError where a worker
         cannot be started again."""
-        for slot in sorted(self._slots, key=lambda slot: len(slot.homes)):
-            if slot.running is None and self._ready(slot):
-                if slot.closing:
-                    self._start(slot, Call(("close", [*slot.closing])), len(slot.closing))
-                    slot.closing.clear()
-                elif queues := [queue for queue in (slot.waiting, self._waiting) if queue]:
-                    self._start(slot, min(queues, key=lambda queue: queue[0].number).popleft())
+        while any([self._give_one(slot) for slot in sorted(self._slots, key=lambda slot: slot.load)]):
+            pass
 
     def wait(self, end: float) -> None:
         """Until something is answered, `end` at most, on the monotonic clock."""
@@ -120,11 +127,21 @@ class Dispatcher:
     def take(self) -> Iterator[tuple[Call, Answer | Lost]]:
         """Calls that are over. Raises EpisodeError where a worker goes on to end before it reads its call."""
         for slot in self._slots:
-            if slot.running is not None and (answer := slot.worker.answer()) is not None:
-                call, slot.running = slot.running, None
-                self.answered += not slot.worker.unread
-                if isinstance(answer, str):
-                    result = self._ended(slot, call, answer)
+            try:
+                over = slot.worker.answers()
+            except EpisodeError:
+                self._lose_homes(slot)
+                raise
+            for call, answer in over:
+                again = _replays(call)
+                if not isinstance(answer, Answer):
+                    self._lose_homes(slot)
+                self.answered += answer is not None
+                if answer is None:
+                    result, call.alone = None, True
+                    self._waiting.extendleft([call] if call.owner is not None else ())
+                elif isinstance(answer, str):
+                    result = _lost(answer, time.monotonic() - call.began, again)
                 elif answer.late:
                     result = self._cancelled(call, answer.seconds)
                 else:
@@ -161,17 +178,38 @@ class Dispatcher:
             )
         return ready
 
-    def _start(self, slot: Slot, call: Call, calls: int = 1) -> None:
-        """Make a call, or the next one by which its environment is made again. calls: of the user's code in it."""
-        message, home = call.message, call.home
-        if home is not None:
-            if home.slot is None:
-                home.slot, home.known = slot, 0
-                slot.homes.add(home)
-            if home.known < len(home.asked):
-                message, _ = home.asked[home.known]
-        slot.running, slot.began = call, time.monotonic()
-        slot.worker.call(message, calls * self._timeout, GRACE)
+    def _give_one(self, slot: Slot) -> bool:
+        """The next call for a worker; whether there was one that it can take."""
+        if not slot.worker.calls and not self._ready(slot):
+            return False
+        waiting = sorted([*slot.waiting, *self._waiting], key=lambda call: call.number)
+        waiting = [Call(("close", [*slot.closing]))] if slot.closing else waiting
+        call = slot.worker.next_of(waiting, self._shares, MOST)
+        if call is None:
+            return False
+        calls, message, home, shared = 1, self._message(call), call.home, self._shares(call)
+        if slot.closing:
+            calls = len(slot.closing)
+            slot.closing.clear()
+        else:
+            self._queue(call).remove(call)
+        if home is not None and home.slot is None:
+            home.slot, home.known = slot, 0
+            slot.homes.add(home)
+        call.began = time.monotonic()
+        slot.worker.make(call, message, calls * self._timeout, GRACE, shared)
+        return True
+
+    def _message(self, call: Call) -> tuple:
+        """The next one of a call: the first that its environment has answered, and not yet in its process."""
+        home = call.home
+        known = 0 if home is None or home.slot is None else home.known
+        return call.message if home is None or known == len(home.asked) else home.asked[known][0]
+
+    def _shares(self, call: Call) -> bool:
+        kind, *arguments = self._message(call)
+        name = f"{kind} {arguments[-2]}" if kind in ("tool", "method") else kind
+        return name in self._concurrent and not call.alone
 
     def _answered(self, call: Call, home: Home, answer: Answer) -> Answer | Lost | None:
         """What comes of a call that an environment answered; None where it was asked once more what it answered
@@ -200,21 +238,6 @@ class Dispatcher:
             self.close_home(call.home)
         return _lost(f"ran longer than {self._timeout:g} s and was cancelled", seconds, again)
 
-    def _ended(self, slot: Slot, call: Call, how: str) -> Lost | None:
-        """What comes of a call whose process ended; None where it had not read it: it is made again."""
-        again = _replays(call)
-        self._lose_homes(slot)
-        if not slot.worker.unread:
-            return _lost(how, time.monotonic() - slot.began, again)
-        if slot.worker.unread > RESTARTS:
-            raise EpisodeError(
-                f"an environment worker {how} before it read its call, {slot.worker.unread} times in a row; look at "
-                "what its files start when they are imported, and at the machine's free memory"
-            )
-        if call.owner is not None:
-            self._waiting.appendleft(call)
-        return None
-
     def _lose_homes(self, slot: Slot) -> None:
         """The process of a worker ended."""
         for home in slot.homes:
@@ -224,15 +247,14 @@ class Dispatcher:
             kept.clear()
 
     def _parts(self, slot: Slot, told: set[Slot], end: float) -> bool:
-        """Whether a worker still ends its call, or closes its environments."""
-        worker, busy = slot.worker, slot in told or slot.running is not None
-        if busy and (answer := worker.answer()) is None:
-            return True
-        if slot in told or (busy and isinstance(answer, str)):
+        """Whether a worker still ends its calls, or closes its environments."""
+        worker = slot.worker
+        if not all([isinstance(answer, Answer) for _, answer in worker.answers()]):
             return False
-        told.add(slot)
-        worker.call(("close",), max(end - time.monotonic(), 0.0))
-        return True
+        if not worker.calls and slot not in told:
+            told.add(slot)
+            worker.make(None, ("close",), max(end - time.monotonic(), 0.0), 0.0, False)
+        return bool(worker.calls)
 
 
 def _replays(call: Call) -> bool:

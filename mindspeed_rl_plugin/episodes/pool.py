@@ -33,14 +33,15 @@ from mindspeed_rl_plugin.episodes.worker import CLOSE_SECONDS, Answer, Source
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, locate
 from mindspeed_rl_plugin.rows import SampleId
-from mindspeed_rl_plugin.workers.process import Program, Worker, slow_to_load, wait_for
+from mindspeed_rl_plugin.workers.calls import CallWorker
+from mindspeed_rl_plugin.workers.process import Program, slow_to_load, wait_for
 
 KILL_SECONDS = 5.0  # in which the keeper of a worker kills all that a user's code has started
 WHO = "an environment worker"
 SERVES = Program(
     "mindspeed_rl_plugin.episodes.worker:main",
     Offer | None,
-    Answer,
+    tuple[int, Answer],
     WHO,
     EpisodeError,
     patience=KILL_SECONDS,
@@ -52,7 +53,7 @@ DESCRIBES = replace(
 
 
 class EnvironmentPool:
-    """`Environments` of a user's files, in `workers` processes, one call at a time in each. For one thread at a time.
+    """`Environments` of a user's files, in `workers` processes, see `dispatch`. For one thread at a time.
 
     tools, environment: as --rl-tools and --rl-environment have them; parser: as --rl-tool-parser has one of the user's;
     see `tools`. timeout: seconds of one call;
@@ -85,7 +86,7 @@ class EnvironmentPool:
         self._warned = self._closed = False
         offer, started = self._load(SERVES, workers)
         self._offer: Offer = offer
-        self._dispatcher = Dispatcher(started, timeout, SHARE_OF_WAIT * wait_timeout)
+        self._dispatcher = Dispatcher(started, timeout, SHARE_OF_WAIT * wait_timeout, offer.concurrent)
         self.begins = environment is not None
         self.check_fields = functools.partial(_check_fields, environment, offer.fields)
         try:
@@ -179,13 +180,13 @@ class EnvironmentPool:
 
     # inside
 
-    def _load(self, program: Program, count: int) -> tuple[Any, list[Worker]]:
+    def _load(self, program: Program, count: int) -> tuple[Any, list[CallWorker]]:
         """What the workers of a program answer first, and these. Raises EpisodeError where they cannot load."""
         setup = self._sources, self._environment, self._parser, self._timeout
         sources = (*self._sources, self._environment, self._parser)
         loads = ", ".join(source.given for source in sources if source is not None)
         limit = SHARE_OF_WAIT * self._wait_timeout
-        workers, end = [Worker(program, setup, loads) for _ in range(count)], time.monotonic() + limit
+        workers, end = [CallWorker(program, setup, loads) for _ in range(count)], time.monotonic() + limit
         try:
             while not all([worker.ready() for worker in workers]):
                 if not wait_for(workers, end):

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.reward.calling import number
+from mindspeed_rl_plugin.workers.calls import is_async
 from mindspeed_rl_plugin.workers.user_files import load_function
 
 NOT_TOOLS = ("reset", "get_reward", "close")  # public methods that are something else
@@ -36,13 +37,15 @@ DESCRIBE = (
 
 class Offer(NamedTuple):
     """What was loaded. tools: names of functions; methods: names of an environment's tools; steps: whether it has
-    `step`; rewards: whether it has `get_reward`; fields: of the record that its `reset` cannot do without."""
+    `step`; rewards: whether it has `get_reward`; fields: of the record that its `reset` cannot do without; concurrent:
+    calls that are coroutines: "tool NAME", "method NAME", "reset", "step", "get_reward"."""
 
     tools: tuple[str, ...]
     methods: tuple[str, ...] = ()
     steps: bool = False
     rewards: bool = False
     fields: tuple[str, ...] = ()
+    concurrent: tuple[str, ...] = ()
 
 
 class Returned(NamedTuple):
@@ -108,14 +111,20 @@ def methods(environment: type) -> tuple[str, ...]:
 
 def offer_of(tools: Mapping[str, Any], environment: type | None) -> Offer:
     """What was loaded, for the parent. Raises ValueError for two tools of one name."""
+    calls = {f"tool {name}": tool for name, tool in tools.items()}
+    if environment is not None:
+        own = methods(environment)
+        calls |= {f"method {name}": getattr(environment, name) for name in own}
+        calls |= {name: getattr(environment, name, None) for name in ("reset", "step", "get_reward")}
+    concurrent = tuple(name for name, function in calls.items() if is_async(function))
     if environment is None:
-        return Offer(tuple(tools))
+        return Offer(tuple(tools), concurrent=concurrent)
     steps = hasattr(environment, "step")
-    own = () if steps else methods(environment)
+    own = () if steps else own
     if twice := sorted({*tools} & {*own}):
         raise ValueError(f"{environment.__name__} and --rl-tools both have {', '.join(twice)}; rename one of each")
     needed = [p.name for p in _given_by_name(environment) if p.default is p.empty and p.name not in RESET]
-    return Offer(tuple(tools), own, steps, hasattr(environment, "get_reward"), tuple(needed))
+    return Offer(tuple(tools), own, steps, hasattr(environment, "get_reward"), tuple(needed), concurrent)
 
 
 def schema_of(flag: str, name: str, function: Callable[..., Any]) -> dict[str, Any]:

@@ -7,12 +7,10 @@ parent's: it kills this process, and all that it has started. Imports no torch, 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import inspect
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +30,7 @@ from mindspeed_rl_plugin.episodes.tools import (
     schema_of,
 )
 from mindspeed_rl_plugin.reward.calling import number
+from mindspeed_rl_plugin.workers.calls import Calls, TooLong, settled
 from mindspeed_rl_plugin.workers.child import Parent, describe, outcome, why_not_loaded
 from mindspeed_rl_plugin.workers.keeper import keep
 from mindspeed_rl_plugin.workers.user_files import load_function
@@ -62,38 +61,34 @@ class Answer(NamedTuple):
     late: bool = False
 
 
-class TooLong(Exception):
-    """A coroutine was cancelled at the limit."""
-
-
 def main(connection: int, lifeline: int) -> None:
     """Serve until the parent closes its end; then environments close themselves. Arguments: file descriptors."""
-    parent, desk = _loaded(connection, lifeline)
+    parent, desk, calls = _loaded(connection, lifeline)
     offer, error = outcome(offer_of, desk.tools, desk.environment)
     parent.send((offer, error and why_not_loaded(error)))
     with contextlib.suppress(OSError):  # a user's code that takes all memory is ended before the job is
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
-        while True:
-            parent.send(desk.answer(*parent.receive()))
+        calls.serve(desk.answer)
     except OSError:  # the parent ended during a call
         pass
     finally:
-        desk.answer("close")
+        calls.finish(desk.answer("close"))
 
 
 def describe_tools(connection: int, lifeline: int) -> None:
     """Answer the first message with the schemas of all tools. Arguments: file descriptors."""
-    parent, desk = _loaded(connection, lifeline)
+    parent, desk, _ = _loaded(connection, lifeline)
     schemas, error = outcome(desk.schemas)
     parent.send((schemas, error and why_not_loaded(error)))
 
 
-def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk]:
-    """The parent, and what it asks for; ends this process where that cannot be loaded."""
+def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk, Calls]:
+    """The parent, what it asks for, and who makes the calls; ends this process where that cannot be loaded."""
     keep(connection, lifeline, CLOSE_SECONDS)
     signal.signal(signal.SIGTERM, lambda *_: None)  # of the keeper: the call that is running comes to its end
     parent = Parent(connection, None)
+    calls = Calls(parent)
     tools, environment, parser, seconds = parent.receive()
     desk = Desk({}, None, seconds)
     others = (("--rl-environment", environment), ("--rl-tool-parser", parser))
@@ -110,7 +105,7 @@ def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk]:
             desk.environment = loaded
         else:
             desk.parser = loaded
-    return parent, desk
+    return parent, desk, calls
 
 
 class Desk:
@@ -120,13 +115,12 @@ class Desk:
         self.tools, self.environment, self._seconds = tools, environment, seconds
         self.parser: Callable[[str], Any] | None = None  # a user's
         self._made: dict[int, Any] = {}  # environments, by their keys
-        self._loop = asyncio.new_event_loop()  # of all calls: what an environment opened in one is of use in the next
 
-    def answer(self, kind: str, *arguments: Any) -> Answer:
+    async def answer(self, kind: str, *arguments: Any) -> Answer:
         """A call, and what came of it, whatever it raised."""
         began = time.perf_counter()
         try:
-            said = getattr(self, kind)(*arguments)
+            said = await getattr(self, kind)(*arguments)
             texts = tuple(map(_shortened, said.texts))
             return Answer(texts, said.reward, said.done, None, None, time.perf_counter() - began)
         except TooLong:
@@ -142,7 +136,7 @@ class Desk:
             functions += [(flag, name, getattr(self.environment, name)) for name in methods(self.environment)]
         return [schema_of(*function) for function in functions]
 
-    def parse(self, text: str) -> Returned:
+    async def parse(self, text: str) -> Returned:
         """The calls in a turn, as `read_calls` has them."""
         assert self.parser is not None
         calls = read_calls(self.parser(text))
@@ -150,53 +144,44 @@ class Desk:
             raise ValueError(f"it returned calls of {len(calls)} characters; at most {LONGEST} are read")
         return Returned((calls,))
 
-    def tool(self, name: str, arguments: Mapping[str, Any]) -> Returned:
+    async def tool(self, name: str, arguments: Mapping[str, Any]) -> Returned:
         """Call a function."""
-        return Returned((str(self._settled(self.tools[name](**arguments))),))
+        return Returned((str(await self._settled(self.tools[name](**arguments))),))
 
-    def method(self, key: int, name: str, arguments: Mapping[str, Any]) -> Returned:
+    async def method(self, key: int, name: str, arguments: Mapping[str, Any]) -> Returned:
         """Call a tool of an environment."""
-        return Returned((str(self._settled(getattr(self._made[key], name)(**arguments))),))
+        return Returned((str(await self._settled(getattr(self._made[key], name)(**arguments))),))
 
-    def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Returned:
+    async def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Returned:
         """A new environment begins. episode: its name, which a user's code may give to what it rents elsewhere."""
         assert self.environment is not None
         name_to_users("EPISODE", episode)
         environment = self._made[key] = self.environment()
-        return read_reset(self._settled(environment.reset(**reset_arguments(environment.reset, task, seed))))
+        value = environment.reset(**reset_arguments(environment.reset, task, seed))
+        return read_reset(await settled(value, self._seconds, lambda: name_to_users("EPISODE", episode)))
 
-    def step(self, key: int, text: str) -> Returned:
+    async def step(self, key: int, text: str) -> Returned:
         """An environment answers a turn."""
-        return read_step(self._settled(self._made[key].step(text)))
+        return read_step(await self._settled(self._made[key].step(text)))
 
-    def get_reward(self, key: int) -> Returned:
+    async def get_reward(self, key: int) -> Returned:
         """An environment's reward of all."""
-        return Returned(reward=number(self._settled(self._made[key].get_reward())), done=True)
+        return Returned(reward=number(await self._settled(self._made[key].get_reward())), done=True)
 
-    def close(self, keys: Sequence[int] | None = None) -> Returned:
+    async def close(self, keys: Sequence[int] | None = None) -> Returned:
         """These environments are over, or all of them. Raises what the last one raised that did so, behind them all."""
-        with contextlib.ExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
             for key in [*self._made] if keys is None else keys:
                 made = self._made.pop(key, None)
                 if hasattr(made, "close"):
-                    stack.callback(lambda close=made.close: self._settled(close()))
+                    stack.push_async_callback(self._close, made)
         return Returned()
 
-    def _settled(self, value: Any) -> Any:
-        if inspect.isawaitable(value):
-            return self._loop.run_until_complete(_within(value, self._seconds))
-        return value
+    async def _close(self, environment: Any) -> None:
+        await self._settled(environment.close())
 
-
-async def _within(value: Awaitable[Any], seconds: float) -> Any:
-    """Its result. Raises TooLong, which a time limit of the user's own does not."""
-    task = asyncio.ensure_future(value)
-    _, late = await asyncio.wait([task], timeout=seconds)
-    if late:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        raise TooLong
-    return task.result()
+    async def _settled(self, value: Any) -> Any:
+        return await settled(value, self._seconds)
 
 
 def _load(flag: str, source: Source) -> Any:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import Any
 
+from mindspeed_rl_plugin.workers.calls import is_async
+
 SINGLE = ("prompt", "response", "answer", "record")
 BATCH = ("prompts", "responses", "answers", "records")
 EPISODE = ("conversation", "environment")
@@ -47,8 +49,7 @@ class Grader:
         self.required = {p.name for p in by_name if p.default is p.empty}
         self.rest = any(p.kind == p.VAR_KEYWORD for p in parameters)
         self.batch = bool(self.names & set(BATCH))
-        call = getattr(function, "__call__", None)  # noqa: B004 - an object's async __call__ is what is looked for
-        self.asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+        self.asynchronous = is_async(function)
         known = BATCH if self.batch else (*SINGLE, *EPISODE)
         strange = self.required - {*BATCH, CHAT, CONVERSATIONS}
         if self.batch and strange:

@@ -16,19 +16,19 @@ from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError, opening
 from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, parse_specs, time_limits
 from mindspeed_rl_plugin.reward.worker import Kind
-from mindspeed_rl_plugin.workers.process import Program, Worker, slow_to_load, wait_for
+from mindspeed_rl_plugin.workers.calls import CallWorker
+from mindspeed_rl_plugin.workers.process import Program, slow_to_load, wait_for
 
 if TYPE_CHECKING:
     from mindspeed_rl_plugin.rows import Prompt
     from mindspeed_rl_plugin.workers.child import Outcome
 
 GRACE = 1.0  # seconds beyond which an asynchronous call that should have been cancelled is stuck
-RESTARTS = 2  # of a worker that ends before it reads its call
-TOGETHER = 64  # most samples of which an asynchronous grader is called at once
+TOGETHER = 64  # most calls of asynchronous graders that are in the making in a worker
 WORKER = Program(
     main="mindspeed_rl_plugin.reward.worker:main",
     first=tuple[Kind, ...],
-    then=list[tuple[float | None, str | None]],
+    then=tuple[int, list[tuple[float | None, str | None]]],
     who="a reward worker",
     raises=RewardError,
 )
@@ -36,7 +36,7 @@ WORKER = Program(
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a grader. items: (batch, number of the item in it); alone: not to be joined with other calls."""
+    """A call of a grader. items: (batch, number of the item in it); alone: no other may be in the making beside it."""
 
     grader: int
     items: Sequence[tuple[Batch, int]]
@@ -44,7 +44,8 @@ class Call:
 
 
 class RewardPool:
-    """Graders by spec, run by `workers` processes, one call at a time in each. For one thread at a time.
+    """Graders by spec, run by `workers` processes: in each one call at a time, or asynchronous ones beside each other.
+    For one thread at a time.
 
     `submit` takes a batch of responses and `poll` gives batches back as they are finished, so that many are graded at
     once and a slow one holds nobody up; `grade` waits for a single one.
@@ -82,12 +83,12 @@ class RewardPool:
         self._said: set[str] = set()  # built-in graders of which a failure was taken
         self._closed = False
         self._waiting: deque[Call] = deque()
-        self._running: dict[Worker, tuple[Call, float]] = {}  # with when it began
+        self._busy: dict[CallWorker, float] = {}  # that has calls in the making -> until when its time is in `_spent`
         self._spent = (0.0, 0)  # seconds of the workers, and responses that are graded, since `take_seconds`
         self._batches: dict[Batch, None] = {}  # those with grades that are missing, by their ends
         self._finished: list[Batch] = []
         setup = self._specs, self._timeouts, regex, device
-        self._workers = [Worker(WORKER, setup, ", ".join(self.names)) for _ in range(workers)]
+        self._workers = [CallWorker(WORKER, setup, ", ".join(self.names)) for _ in range(workers)]
         try:
             self._load()
         except BaseException:
@@ -191,9 +192,10 @@ class RewardPool:
 
     def give_up(self) -> None:
         """Drop all batches; no call of them is left in a worker."""
-        for worker in self._running:
+        for worker in self._busy:
             worker.close()
-        for kept in (self._running, self._waiting, self._batches, self._finished):
+            worker.calls.clear()
+        for kept in (self._busy, self._waiting, self._batches, self._finished):
             kept.clear()
 
     @property
@@ -205,7 +207,7 @@ class RewardPool:
     def wanted(self) -> int:
         """How many further responses keep the workers busy: who shares responses with other pools takes no more."""
         together = [TOGETHER if k.asynchronous and not k.batch else 1 for k in self._kinds]
-        waiting = sum(1 if together[c.grader] == 1 else len(c.items) / TOGETHER for c in self._waiting)
+        waiting = sum(1 / together[call.grader] for call in self._waiting)
         return max(0, math.ceil((len(self._workers) - waiting) * min(together)))
 
     def take_seconds(self) -> float | None:
@@ -242,15 +244,12 @@ class RewardPool:
                 )
 
     def _calls(self, batch: Batch) -> Iterator[Call]:
-        """A batch grader is called with whole groups, an asynchronous one with many items, others with one."""
-        every = range(len(batch.items))
+        """A batch grader is called with whole groups, others with one item."""
         groups: dict[tuple[int, int], list[int]] = {}
         for index, item in enumerate(batch.items):
             groups.setdefault((item.id.epoch, item.id.group), []).append(index)
-        together = min(TOGETHER, max(1, -(-len(every) // len(self._workers))))
         for grader, kind in enumerate(self._kinds):
-            size = together if kind.asynchronous else 1
-            cuts = groups.values() if kind.batch else (every[i : i + size] for i in every[::size])
+            cuts = groups.values() if kind.batch else ([i] for i in range(len(batch.items)))
             yield from (Call(grader, [(batch, i) for i in cut]) for cut in cuts)
 
     def _begin(self, batch: Batch, calls: Iterable[Call]) -> None:
@@ -281,56 +280,41 @@ class RewardPool:
             wait_for(self._workers, min(end, first.end))
             if time.monotonic() >= first.end:
                 raise RewardError(self._too_late(first))
-            for worker, (call, began) in [*self._running.items()]:
-                if (outcomes := worker.answer()) is not None:
-                    del self._running[worker]
-                    self._spent = self._spent[0] + time.monotonic() - began, self._spent[1]
-                    again = [call] if self._unread(worker, outcomes) else self._record(call, outcomes)
-                    self._waiting.extendleft(again)
+            for worker in [*self._busy]:
+                if over := worker.answers():
+                    now = time.monotonic()
+                    self._spent = self._spent[0] + now - self._busy.pop(worker), self._spent[1]
+                    self._busy |= {worker: now} if worker.calls else {}
+                    for call, outcomes in over:
+                        if outcomes is None:
+                            self._waiting.appendleft(replace(call, alone=True))
+                        else:
+                            self._record(call, outcomes)
         except BaseException:
             self.give_up()
             raise
 
     def _give(self) -> None:
-        for worker in self._workers:
-            if worker.ready() and self._waiting:
-                call = self._next()
-                self._running[worker] = call, time.monotonic()
-                grace = GRACE if self._kinds[call.grader].asynchronous else 0.0
-                texts = [batch.texts[i] for batch, i in call.items]
-                worker.call((call.grader, texts), self._timeouts[call.grader], grace)
+        """Calls to workers that can take some, one after the other, so that they have equally many."""
+        while any([self._give_one(worker) for worker in self._workers]):
+            pass
 
-    def _next(self) -> Call:
-        """The next call; that of an asynchronous grader with its share of the items that wait for the same one."""
-        call = self._waiting.popleft()
-        kind = self._kinds[call.grader]
-        if call.alone or kind.batch or not kind.asynchronous:
-            return call
-        same = [other for other in self._waiting if other.grader == call.grader and not other.alone]
-        items = list(call.items)
-        for other in same[: len(same) // len(self._workers)]:
-            if len(items) + len(other.items) > TOGETHER:
-                break
-            items += other.items
-            self._waiting.remove(other)
-        return Call(call.grader, items)
+    def _give_one(self, worker: CallWorker) -> bool:
+        call = worker.next_of(self._waiting, self._shares, TOGETHER)
+        if call is not None:
+            self._waiting.remove(call)
+            self._busy.setdefault(worker, time.monotonic())
+            grace = GRACE if self._kinds[call.grader].asynchronous else 0.0
+            texts = [batch.texts[i] for batch, i in call.items]
+            worker.make(call, (call.grader, texts), self._timeouts[call.grader], grace, self._shares(call))
+        return call is not None
 
-    def _unread(self, worker: Worker, outcomes: Sequence[Outcome] | str) -> bool:
-        """Whether the worker ended before it read its call, which is no sample's fault. Raises RewardError where it
-        goes on doing so."""
-        if worker.unread > RESTARTS:
-            raise RewardError(
-                f"a reward worker {outcomes} before it read its call, {worker.unread} times in a row; look at what the "
-                f"files of {', '.join(self.names)} start when they are imported, and at the machine's free memory"
-            )
-        return worker.unread > 0
+    def _shares(self, call: Call) -> bool:
+        return self._kinds[call.grader].asynchronous and not call.alone
 
-    def _record(self, call: Call, outcomes: Sequence[Outcome] | str) -> Iterable[Call]:
-        """Note what came of a call. Returns those to make in its place, where one of its items blocked the others."""
+    def _record(self, call: Call, outcomes: Sequence[Outcome] | str) -> None:
+        """Note what came of a call."""
         if isinstance(outcomes, str):
-            kind = self._kinds[call.grader]
-            if kind.asynchronous and not kind.batch and len(call.items) > 1:
-                return [Call(call.grader, [item], alone=True) for item in call.items]
             outcomes = [(None, outcomes)] * len(call.items)
         for (batch, index), outcome in zip(call.items, outcomes, strict=True):
             batch.record(index, call.grader, *outcome)
@@ -339,10 +323,9 @@ class RewardPool:
                 self._spent = self._spent[0], self._spent[1] + len(batch.items)
                 del self._batches[batch]
                 self._finished.append(batch)
-        return ()
 
     def _too_late(self, batch: Batch) -> str:
-        calls = (*(call for call, _ in self._running.values()), *self._waiting)
+        calls = (*(call for worker in self._busy for call, _, _ in worker.calls.values()), *self._waiting)
         left = [(call.grader, index) for call in calls for whose, index in call.items if whose is batch]
         grader, index = left[0]
         return (

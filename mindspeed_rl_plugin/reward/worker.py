@@ -7,8 +7,6 @@ this process group. Imports no torch, so that it starts in a moment.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +14,7 @@ from mindspeed_rl_plugin.reward.builtin import make_builtin
 from mindspeed_rl_plugin.reward.calling import Grader, number
 from mindspeed_rl_plugin.reward.reward_model import RewardModel
 from mindspeed_rl_plugin.reward.specs import Spec
+from mindspeed_rl_plugin.workers.calls import Calls, TooLong, settled
 from mindspeed_rl_plugin.workers.child import Outcome, Parent, describe, outcome, why_not_loaded
 from mindspeed_rl_plugin.workers.user_files import load_function
 
@@ -33,6 +32,7 @@ class Kind(NamedTuple):
 def main(connection: int, lifeline: int) -> None:
     """Serve until the parent closes its end. Arguments: file descriptors."""
     parent = Parent(connection, lifeline)
+    calls = Calls(parent)
     specs, timeouts, regex, device = parent.receive()
     graders = []
     for spec in specs:
@@ -42,46 +42,30 @@ def main(connection: int, lifeline: int) -> None:
             return
         graders.append(loaded)
     parent.send(([Kind(g.batch, g.asynchronous, g.fields) for g in graders], None))
-    while True:
-        grader, items = parent.receive()
-        parent.send(grade(graders[grader], items, timeouts[grader]))
+    calls.serve(lambda grader, items: grade(graders[grader], items, timeouts[grader]))
 
 
-def grade(grader: Grader, items: Items, timeout: float) -> list[Outcome]:
-    """The outcome of each item; those of an asynchronous grader are awaited together."""
-    if grader.batch:
-        values, error = outcome(_values, grader, items, timeout)
-        return [(None, error)] * len(items) if error else [outcome(number, value) for value in values]
-    if grader.asynchronous:
-        return asyncio.run(_together(grader, items, timeout))
-    return [outcome(lambda item=item: number(_settled(grader.single(item), timeout))) for item in items]
+async def grade(grader: Grader, items: Items, timeout: float) -> list[Outcome]:
+    """The outcome of each item: of the one of a call, or of a group."""
+    try:
+        value = await settled(grader.many(items) if grader.batch else grader.single(*items), timeout)
+        values = _values(value, len(items)) if grader.batch else [value]
+    except TooLong as error:
+        return [(None, str(error))] * len(items)
+    except BaseException as error:  # noqa: BLE001 - whatever user code raises is reported to the parent
+        return [(None, describe(error))] * len(items)
+    return [outcome(number, value) for value in values]
 
 
-def _values(grader: Grader, items: Items, timeout: float) -> list[Any]:
-    values = _settled(grader.many(items), timeout)
+def _values(values: Any, wanted: int) -> list[Any]:
     if isinstance(values, (str, bytes)) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
         raise ValueError(
             f"it returned {values!r:.80} of type {type(values).__name__}; give a list, a tuple or a 1-d array: one "
             "number for each response, in order"
         )
-    values = list(values)
-    if len(values) != len(items):
-        raise ValueError(f"it returned {len(values)} values for {len(items)} samples")
-    return values
-
-
-async def _together(grader: Grader, items: Items, timeout: float) -> list[Outcome]:
-    async def one(item: dict[str, Any]) -> Outcome:
-        try:
-            return number(await asyncio.wait_for(grader.single(item), timeout)), None
-        except BaseException as error:  # noqa: BLE001 - whatever user code raises is reported to the parent
-            return None, describe(error)
-
-    return await asyncio.gather(*map(one, items))
-
-
-def _settled(value: Any, timeout: float) -> Any:
-    return asyncio.run(asyncio.wait_for(value, timeout)) if inspect.isawaitable(value) else value
+    if len(values) != wanted:
+        raise ValueError(f"it returned {len(values)} values for {wanted} samples")
+    return list(values)
 
 
 def _load(spec: Spec, regex: str | None, device: str) -> Grader:

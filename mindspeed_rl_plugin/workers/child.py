@@ -39,6 +39,10 @@ class Parent:
         except (EOFError, ConnectionResetError):  # the latter where it left answers unread
             sys.exit()
 
+    def fileno(self) -> int:
+        """Readable when a message is there, or the parent has closed its end."""
+        return self._connection.fileno()
+
     def send(self, answer: Any) -> None:
         """As JSON, which the parent reads without running anything; half a surrogate pair becomes "?". A process that
         a user's code forked, and let go on, ends here."""

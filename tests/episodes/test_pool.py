@@ -125,6 +125,32 @@ def test_episodes_overlap_and_waiting_takes_no_time_of_the_processor(started) ->
     assert time.process_time() - worked < 0.2
 
 
+def test_coroutines_of_a_process_are_awaited_together(started) -> None:
+    """In one event loop, which a semaphore of the file is bound to; a call that has a loop of its own is made alone."""
+    pool = started(None, ["wait", "limited", "runs"], timeout=20.0)
+    for number in range(300):
+        pool.begin(sample(number), task(), 7)
+    began = time.monotonic()
+    for number in range(256):
+        pool.act(sample(number), turn("", call("wait", seconds=1.0)))
+    assert {*replies(pool)} == {*range(256)}
+    assert time.monotonic() - began < 20, "one after the other: 256 s"
+    for number in range(6):
+        attempts = [call("limited", seconds=0.2), call("runs" if number % 2 else "wait", seconds=0.1)]
+        pool.act(sample(number), turn("", *attempts))
+    assert [contents(reply) for reply in replies(pool).values()] == [["at most 2", "waited 0.1"]] * 6
+
+
+def test_environments_that_are_coroutines_begin_and_go_on_beside_each_other(started) -> None:
+    pool = started("Named", timeout=20.0)
+    began = time.monotonic()
+    begin(pool, range(20))
+    for number in range(20):
+        pool.act(sample(number), turn("x"))
+    assert [contents(reply) for _, reply in sorted(replies(pool).items())] == [[f"0/0/{n}"] for n in range(20)]
+    assert time.monotonic() - began < 6, "one after the other: 12 s"
+
+
 def test_a_new_episode_waits_for_busy_workers(started) -> None:
     pool = started(timeout=5.0)
     begin(pool, [0])
@@ -146,7 +172,8 @@ def test_every_environment_is_closed(started, tmp_path: Path, capsys) -> None:
     pool.act(sample(3), turn("nap 0.3"))
     pool.begin(sample(6), task(log=str(logs[6])), 7)
     pool.act(sample(4), turn("two"))
-    while pool._dispatcher._slots[0].running is not pool._opened[sample(3)].call:
+    asked = pool._opened[sample(3)].call
+    while asked not in [whose for whose, _, _ in pool._dispatcher._slots[0].worker.calls.values()]:
         assert pool.poll(0.01) == []
     for number in (3, 6, 4):  # at work, not begun, and waiting for its turn
         pool.end(sample(number))
@@ -180,7 +207,7 @@ def test_one_that_does_not_close_is_told_once_and_one_that_hangs_is_killed(start
     for number in (0, 1):
         pool.finish(sample(number))
     assert len(replies(pool)) == 2
-    while pool._dispatcher._slots[0].running or pool._dispatcher._slots[0].closing:
+    while pool._dispatcher._slots[0].worker.calls or pool._dispatcher._slots[0].closing:
         pool.poll(0.1)
     assert capsys.readouterr().out.count("warning: BadClose.close raised OSError: no such sandbox") == 1
     pool, logs = started("SlowClose"), [tmp_path / str(number) for number in range(2)]

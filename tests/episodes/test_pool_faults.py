@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.episodes.dispatch import RESTARTS
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, begin_once
+from mindspeed_rl_plugin.workers.calls import RESTARTS
 from mindspeed_rl_plugin.workers.process import Worker
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -99,7 +99,7 @@ def test_where_the_engines_process_ends_environments_close_themselves(started, t
     worker = pool._dispatcher._slots[0].worker
     assert contents(act(pool, 0, "", call("fault", kind="leaves a session"))) == ["left"]
     pool.act(sample(1), turn("nap 0.3"))
-    while pool._dispatcher._slots[0].running is None:
+    while pool._dispatcher._slots[0].worker.calls == {}:
         pool.poll(0.0)
     time.sleep(0.1)
     with socket.socket(fileno=os.dup(worker._connection.fileno())) as ours:  # as the kernel does it
@@ -117,6 +117,27 @@ def test_an_asynchronous_call_that_is_too_slow_costs_no_process(started) -> None
         "error: the tool ran longer than 0.5 s and was cancelled"
     ]
     assert pids == [slot.worker.pid for slot in pool._dispatcher._slots]
+
+
+def test_of_coroutines_beside_each_other_each_has_its_own_limit_and_fault(started) -> None:
+    """Who is cancelled, who holds the loop up, and whose process ends: the others are as if nothing had happened."""
+    seen = {
+        "loops": "error: the tool ran longer than 1 s and was killed",
+        "ends": "error: the tool ended its process, which exited with code 7",
+        "raises": "error: ValueError: two lines",
+        "exits": "error: SystemExit: 3",
+    }
+    pool = started(None, ["wait", "block"], timeout=1.0)
+    for number in range(9):
+        pool.begin(sample(number), task(), 7)
+        seconds = 100.0 if number == 4 else 0.3
+        kinds = dict(zip((1, 3, 5, 7), seen, strict=True))
+        made = call("block", kind=kinds[number]) if number in kinds else call("wait", seconds=seconds)
+        pool.act(sample(number), turn("", made))
+    given = {number: contents(reply)[0] for number, reply in replies(pool).items()}
+    assert given[4] == "error: the tool ran longer than 1 s and was cancelled"
+    assert all(given[number].startswith(seen[kind]) for number, kind in kinds.items())
+    assert {given[number] for number in (0, 2, 6, 8)} == {"waited 0.3"}
 
 
 # What is said of a method that is lost, and how often its environment was closed by then.

@@ -73,7 +73,9 @@ def test_a_class_that_is_no_environment_is_refused(name: str, message: str) -> N
 
 def test_what_a_class_offers() -> None:
     assert offer_of({"f": None}, load_environment(FILE, "Count")) == Offer(("f",), (), True, True, ())
-    assert offer_of({}, load_environment(FILE, "Shop")) == Offer((), ("buy", "fail"), False, True, ())
+    concurrent = ("method buy", "reset")
+    assert offer_of({}, load_environment(FILE, "Shop")) == Offer((), ("buy", "fail"), False, True, (), concurrent)
+    assert offer_of({"w": load_tool(FILE, "wait")}, load_environment(FILE, "Slow")).concurrent == ("tool w", "reset")
     assert offer_of({}, load_environment(FILE, "Asks")).fields == ("level",)
 
 

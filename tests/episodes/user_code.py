@@ -80,6 +80,43 @@ async def wait(seconds: float) -> str:
     return f"waited {seconds}"
 
 
+LIMITED = asyncio.Semaphore(2)
+TIMES = {"now": 0, "most": 0}
+
+
+async def limited(seconds: float) -> str:
+    """Wait, at most two at a time.
+
+    Args:
+        seconds: How long.
+    """
+    async with LIMITED:
+        TIMES["now"] += 1
+        TIMES["most"] = max(TIMES.values())
+        await asyncio.sleep(seconds)
+        TIMES["now"] -= 1
+    return f"at most {TIMES['most']}"
+
+
+async def block(kind: str) -> str:
+    """Hold the event loop up, in which others are.
+
+    Args:
+        kind: In which way.
+    """
+    await asyncio.sleep(0.1)
+    return FAULTS[kind]()
+
+
+def runs(seconds: float) -> str:
+    """Have an event loop of its own.
+
+    Args:
+        seconds: How long.
+    """
+    return asyncio.run(wait(seconds))
+
+
 def nap(seconds: float) -> str:
     """Sleep.
 
@@ -242,6 +279,18 @@ class Slow:
         await asyncio.wait_for(asyncio.sleep(1000), own)
 
     def step(self, text): ...
+
+
+class Named:
+    """Begins beside others."""
+
+    async def reset(self):
+        self.episode = os.environ["MINDSPEED_RL_EPISODE"]
+        await asyncio.sleep(0.3)
+
+    async def step(self, text):
+        await asyncio.sleep(0.3)
+        return self.episode, 0.0, False
 
 
 class Judge:

@@ -79,6 +79,22 @@ async def async_sleep(response: str) -> float:
     return float(len(response))
 
 
+LIMITED = asyncio.Semaphore(2)
+
+
+async def async_limited(response: str) -> float:
+    """At most two at a time, of all calls of a process."""
+    async with LIMITED:
+        await asyncio.sleep(0.05)
+    return 1.0
+
+
+async def async_groups(responses):
+    async with LIMITED:
+        await asyncio.sleep(0.05)
+    return [1.0] * len(responses)
+
+
 async def async_wait(response: str) -> float:
     if response == "bad":
         await asyncio.sleep(100)
