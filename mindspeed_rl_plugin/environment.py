@@ -14,6 +14,8 @@ from pathlib import Path
 SPEAK_SECONDS = 20.0  # that other ranks of a machine leave to the first one's message and the launcher
 FLUSH_SECONDS = 1.0
 _PART = "MINDSPEED_RL_PART"
+_before_log: list[str] = []
+_log: list[str | os.PathLike[str]] = []
 
 
 def launch_env() -> dict[str, int]:
@@ -74,6 +76,23 @@ def say(line: str) -> None:
     """Print a line on the job's first rank."""
     if launch_env()["rank"] == 0:
         print(f"[rl] {line}", flush=True)
+        keep(f"[rl] {line}")
+
+
+def keep(line: str) -> None:
+    """A line that was printed, for the file of the run's own lines, which are few among Megatron's."""
+    if not _log:
+        return _before_log.append(line)
+    with open(_log[0], "a", encoding="utf-8", errors="replace") as file:
+        file.write(f"{line}\n")
+
+
+def keep_in(path: str | os.PathLike[str]) -> None:
+    """That file: this process appends to it what was kept, and what will be."""
+    _log[:] = [path]
+    if _before_log:
+        keep("\n".join(_before_log))
+    _before_log.clear()
 
 
 def master_address() -> tuple[str, int]:

@@ -11,10 +11,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
+from mindspeed_rl_plugin.environment import keep, keep_in
 from mindspeed_rl_plugin.monitor.console import LEGEND, ProgressBar, eval_line, iteration_line, write_line
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.monitor.run_files import (
     APART_FILE,
+    LOG_FILE,
     METRICS_FILE,
     RUN_FILE,
     JsonLines,
@@ -131,6 +133,8 @@ class Monitor:
         self._metrics = JsonLines(self.run_dir / METRICS_FILE, resume_iteration)
         if not resume_iteration:
             set_aside(self.run_dir / APART_FILE)
+            set_aside(self.run_dir / LOG_FILE)
+        keep_in(self.run_dir / LOG_FILE)
         self._written = {(r["kind"], r["iteration"]) for r in self._metrics.lines_kept}
         facts = {
             "id": resume_iteration and run_id(self.run_dir) or secrets.token_hex(8),
@@ -145,6 +149,7 @@ class Monitor:
         if self._metrics is not None:
             for text in (line,) if self._legend_shown else (LEGEND, line):
                 write_line(text, self._stream or sys.stdout)
+                keep(text)
             self._legend_shown = True
             record = {"kind": kind, "iteration": iteration, "time": time.time(), **metrics}
             # An evaluation at the resumed iteration comes twice: before the kill and after it.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_rl_plugin import environment
 from mindspeed_rl_plugin.monitor.console import LEGEND, ProgressBar, eval_line, iteration_line, short_float, write_line
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.run_files import JsonLines, read_jsonl, read_metrics, read_run
@@ -244,3 +245,19 @@ def test_summary_says_none_for_what_was_never_measured(tmp_path):
         "accuracy_before": 0.5, "accuracy_after": None, "reward_before": 0.25, "reward_after": None, "iterations": 0,
         "tokens_per_second": None, "logprob_diff_max": None, "seconds": None,
     }  # fmt: skip
+
+
+def test_the_runs_own_lines_are_in_a_file_from_the_first_one_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(environment, "_log", [])
+    monkeypatch.setattr(environment, "_before_log", [])
+    environment.say("starting")
+    for resumed, iteration in ((0, 1), (1, 2)):
+        monitor = Monitor(tmp_path, 0, 1, total_iterations=2, resume_iteration=resumed)
+        monitor.log(iteration, FULL)
+        environment.say(f"saved {iteration}")
+        monitor.close()
+    printed = capsys.readouterr().out
+    assert (tmp_path / "log.txt").read_text() == printed and printed.startswith("[rl] starting\n")
+    assert printed.count("rl 1/2 |") == printed.count("rl 2/2 |") == 1
+    Monitor(tmp_path, 0, 1).close()
+    assert not (tmp_path / "log.txt").exists() and (tmp_path / "log.txt.old").read_text() == printed
