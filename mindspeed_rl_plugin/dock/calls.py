@@ -55,14 +55,15 @@ class Epochs:
         for number in [number for number in list(self.known)[:-KEPT] if number not in new]:
             self.known.pop(number, None)
 
-    def forget(self, number: int, groups: np.ndarray) -> None:
-        """Groups of an open epoch are cleared."""
+    def forget(self, number: int, groups: np.ndarray) -> bool:
+        """Groups of an open epoch are cleared. Whether these were the last."""
         alive = self.known[number].alive
         alive[groups] = False
         if not alive.any():
             self._cleared[number] = self.known.pop(number)
             for old in list(self._cleared)[:-KEPT]:
                 del self._cleared[old]
+        return number not in self.known
 
     def opened(self, call: str, number: int) -> Epoch | None:
         """An epoch, None where all of it is cleared. Raises ValueError for one that was never opened."""

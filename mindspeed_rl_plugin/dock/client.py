@@ -91,14 +91,14 @@ class Dock:
         epochs.add(epoch, shape)
         return True
 
-    def clear(self, epoch: int, groups: Iterable[int] | None = None) -> None:
-        """Forget groups of an epoch, or all of it, and free their memory. Idempotent.
+    def clear(self, epoch: int, groups: Iterable[int] | None = None) -> bool:
+        """Forget groups of an epoch, or all of it, and free their memory. Idempotent. Whether nothing of it is left.
 
         First no state gives the groups out any more, and live leases of them end (waits for that); then the cells go.
         """
         calls = self._calls
         if (known := calls.epochs.opened("clear", epoch)) is None:
-            return
+            return True
         shape = known.shape
         chosen = np.arange(shape.groups) if groups is None else np.array(list(groups), np.int64)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= shape.groups):
@@ -109,7 +109,7 @@ class Dock:
             for warehouse in range(len(calls.directory.warehouses)):
                 # All of them, whosever groups they are: each must know when an epoch is over.
                 calls.ask_warehouse(warehouse, m.Clear(epoch, shape, chosen))
-        calls.epochs.forget(epoch, chosen)
+        return calls.epochs.forget(epoch, chosen)
 
     # cells
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from mindspeed_rl_plugin.dock.api import SHOWN, ColumnSpec, StateSpec, listed
 from mindspeed_rl_plugin.dock.messages import Ask, Grant, Record, Shape
-from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, ids_tuple, row_ids, rows_of_groups
+from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, Numbers, ids_tuple, row_ids, rows_of_groups
 
 EMPTY = np.empty(0, np.int32)
 Picked = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
@@ -40,7 +40,7 @@ class Controller:
         self.spec, self.columns, self.states = spec, columns, states
         self.applied: dict[int, int] = {}  # warehouse -> number of its newest record here
         self._epochs: dict[int, EpochView] = {}
-        self._gone: set[int] = set()
+        self._gone = Numbers()
         self._leases: dict[int, Held] = {}
         self._next = 1 + (secrets.randbits(30) << 20)  # of its own: a lease of another dock is not one of these
 
@@ -83,8 +83,8 @@ class Controller:
         of the job an empty dock is, too. Raises ValueError for ids that cannot be had."""
         if ask.ids is not None:
             numbers = set(ask.ids[:, 0].tolist())
-            if gone := numbers & self._gone:
-                raise ValueError(f"state {self.spec.name!r}: epoch {min(gone)} is cleared, its cells are gone")
+            if gone := [number for number in sorted(numbers) if number in self._gone]:
+                raise ValueError(f"state {self.spec.name!r}: epoch {gone[0]} is cleared, its cells are gone")
             if not numbers <= self._epochs.keys():
                 return None  # its first record is on the way
         rows = pick(self._epochs, ask)

@@ -76,6 +76,7 @@ class Core:
                 self._changed[answer].wait(min(LOOK_SECONDS, left) if left > 0 else LOOK_SECONDS)
                 waited = clock() - begin
                 if ended is not None and ended():
+                    self._changed[answer].notify()  # what woke it may be meant for another
                     raise EOFError("the asker is gone")
 
     def _serve(

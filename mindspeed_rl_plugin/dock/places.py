@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.memory import Range, insert
 from mindspeed_rl_plugin.dock.messages import Cells, Part, Record, Shape
 from mindspeed_rl_plugin.rows import SampleId
 
@@ -63,6 +66,22 @@ class Places:
         """Segment, offset and length `[C, n]` of cells."""
         where = np.ix_([self.row[name] for name in names], rows)
         return [table[where] for table in (self.segment, self.offset, self.length)]
+
+
+class Numbers:
+    """A set of epochs that grows for as long as a job runs: their numbers follow each other, so runs of them are
+    kept."""
+
+    def __init__(self) -> None:
+        self._runs: list[Range] = []
+
+    def add(self, number: int) -> None:
+        """One more, which is not in it."""
+        insert(self._runs, number, number + 1)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect.bisect(self._runs, (number, math.inf)) - 1
+        return at >= 0 and number < sum(self._runs[at])
 
 
 class EpochView(Places):

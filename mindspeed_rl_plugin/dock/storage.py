@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.dock.memory import (
     row_reserve,
 )
 from mindspeed_rl_plugin.dock.messages import Cells, Extent, Part, Put, Record, Shape
-from mindspeed_rl_plugin.dock.places import Places, ids_tuple, row_ids, rows_of_groups, runs
+from mindspeed_rl_plugin.dock.places import Numbers, Places, ids_tuple, row_ids, rows_of_groups, runs
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 
 
@@ -75,7 +75,7 @@ class Warehouse:
         self.slabs = Slabs(limits.segment_bytes, limits.capacity)
         self.write_backs = limits.write_backs(list(self.columns.values()), list(self.states.values()))
         self.seq = 0
-        self._gone: set[int] = set()
+        self._gone = Numbers()
         self._epochs: dict[int, EpochTables] = {}
         self._reserve = row_reserve(self.write_backs)
 

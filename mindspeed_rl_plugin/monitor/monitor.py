@@ -157,7 +157,6 @@ class Monitor:
                 self._metrics.replace(record, lambda r: (r["kind"], r["iteration"]) == (kind, iteration))
             else:
                 self._metrics.append(record)
-                self._written.add((kind, iteration))
             self.on_record(to_json(record))
         numbers = {TAG + k: v for k, v in metrics.items() if not isinstance(v, str)}
         if self._tensorboard is not None:

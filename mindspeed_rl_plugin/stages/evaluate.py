@@ -140,7 +140,7 @@ class EvaluateApart:
         ]
         ends = [FINISH[i] for i in rows["finish"].tolist()]
         firsts = range(0, len(scores), self.samples + 1)
-        of_prompts = [_of_prompt(lengths[i], ends[i], scores[i:], self.samples) for i in firsts]
+        of_prompts = [_of_prompt(lengths[i], ends[i], scores[i : i + self.samples + 1]) for i in firsts]
         sums = [sum(column) for column in zip(*of_prompts, strict=True)]
         failed = rows[FAILED].sum() if of_episodes else 0
         return sums, (float(rows["grader_error"].sum()), float(failed))
@@ -206,15 +206,17 @@ def evaluate(
         return torch.zeros(len(SUMS), dtype=torch.float64)
     scores = score([(prompts[c.id.group], c) for c in completions])
     firsts = range(0, len(scores), samples + 1)
-    of_prompts = [_of_prompt(completions[i].sampled, completions[i].finish, scores[i:], samples) for i in firsts]
+    of_prompts = [
+        _of_prompt(completions[i].sampled, completions[i].finish, scores[i : i + samples + 1]) for i in firsts
+    ]
     return torch.tensor([sum(column) for column in zip(*of_prompts, strict=True)], dtype=torch.float64)
 
 
-def _of_prompt(tokens: int, finish: str, scores: Sequence[tuple[bool, float]], samples: int) -> list[float]:
+def _of_prompt(tokens: int, finish: str, scores: Sequence[tuple[bool, float]]) -> list[float]:
     """`SUMS` of one prompt. tokens, finish: of the greedy response; scores: its own first, then those of the sampled
     ones."""
-    right, reward = scores[0]
-    correct = sum(bool(ok) for ok, _ in scores[1 : samples + 1])
+    (right, reward), *sampled = scores
+    samples, correct = len(sampled), sum(bool(ok) for ok, _ in sampled)
     passes = [pass_at_k(samples, correct, 1), pass_at_k(samples, correct, samples)] if samples else [0.0, 0.0]
     return [1.0, float(right), reward, float(tokens), float(finish == "length"), *passes]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from dock_help import COLUMNS, SMALL, STATES, ids, prompts, ragged, sid, threads, together, tokens
 
-from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, StateSpec, core, joining, machine
+from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, StateSpec, core, joining, machine, messages
 from mindspeed_rl_plugin.dock.controller import Controller
 
 
@@ -208,6 +208,20 @@ def test_of_many_who_wait_for_any_rows_one_is_woken_for_each(make_one, monkeypat
             time.sleep(0.1)
         assert sum(consumer.result(5) for consumer in consumers) == 8
     assert len(looks) <= 4 * 2 * 4 + 12, "of each row who gets it, whom it wakes, and who is woken by its commit"
+
+
+def test_who_is_gone_when_it_is_woken_wakes_the_next(make_one, monkeypatch) -> None:
+    dock = make_one()
+    monkeypatch.setattr(core, "LOOK_SECONDS", 20.0)
+    dock.open(0, 1, 1)
+    ask = messages.Ask("generate", [(0, 1, 1)], {}, None, 20.0, None, 1, 1, None, None, None, None)
+    with ThreadPoolExecutor(2) as pool:
+        gone = pool.submit(dock._calls.core.call, "gone", ask, None, lambda: True)
+        time.sleep(0.1)
+        waiting = pool.submit(dock.beside().lease, "generate", max_rows=1, deadline=20)
+        time.sleep(0.1)
+        dock.put(prompts(1))
+        assert len(waiting.result(5)) == 1 and isinstance(gone.exception(5), EOFError)
 
 
 def test_min_rows_is_not_waited_for_where_no_more_are_left(make_one) -> None:

@@ -68,10 +68,11 @@ class AsyncSchedule(RolloutSchedule):
         self.guests, self.published, self.offers = guests, published, offers
         self._closing = threading.Event()
         self._published: dict[str, float] = {}
-        self._versions: list[int] = []  # that this process has published
+        self._versions: list[int] = []  # that this process has published, and the trainer keeps
+        self._numbers: dict[int, int] = {}  # version -> publication, of rows that are still to come
         self._overdue = False  # an evaluation
         self._evaluated = -1  # the last version of which one began
-        self._saving = False  # whether a checkpoint is being written
+        self._settled = -1  # the last iteration behind which a checkpoint was written
         self._longest = LongestFirst(job.plan.sizes.global_batch // job.plan.sizes.members)
         exchange = job.dock.exchange
         reclaim = None if strict else partial(exchange.reclaim, generate.SPEC.name)
@@ -82,7 +83,6 @@ class AsyncSchedule(RolloutSchedule):
 
     def collect(self, done: int) -> Rollout:
         """A rollout that is ready to train on. Publishes, admits and begins an evaluation where these are due."""
-        self._saving = False
         if not self._versions:
             self._publish(done, self.admission.next_number(done))
         self._look_at_evaluation()
@@ -94,7 +94,6 @@ class AsyncSchedule(RolloutSchedule):
 
     def used_up(self, done: int, last: bool) -> None:
         """After the last step of a rollout: the weights go out, unless nobody will need them."""
-        self._saving = False
         if not last or self.job.due(done):
             self._publish(done, self.admission.published + 1)
         if last and self.evaluation is not None:
@@ -113,7 +112,7 @@ class AsyncSchedule(RolloutSchedule):
         checkpoint is to be whole, that ends first, and all that is admitted is sampled and graded; under a strict order
         there would be no weights after a resume to sample the rest with. What a resume in the middle of a rollout finds
         not sampled stays so until that is used up, when engines get weights. Raises BrokenWeights."""
-        self._saving = True
+        self._settled = self.job.monitor.clock.iteration
         self.trainer.refuse_broken()
         if self.whole:
             self._finish_evaluation()
@@ -122,7 +121,7 @@ class AsyncSchedule(RolloutSchedule):
 
     def state(self) -> dict[str, Any]:
         """The counts of admission, and prompts that were offered and not admitted."""
-        overdue = self._overdue or self._evaluating
+        overdue = self._overdue or bool(self._evaluating)
         admission = {**self.admission.state(), "strict": self.strict, "overdue": overdue}
         return {"admission": admission, "offers": self.offers.state()}
 
@@ -151,9 +150,10 @@ class AsyncSchedule(RolloutSchedule):
 
     def _end(self, error: BaseException) -> None:
         """In the grader's thread: the main one may wait for other ranks, which wait for these grades."""
-        end = time.monotonic() + self.job.ranks.deadline
-        while not (closing := self._closing.wait(RAISE_SECONDS)) and self._saving and time.monotonic() < end:
-            pass  # a checkpoint that is being written comes to its end
+        end, clock = time.monotonic() + self.job.ranks.deadline, self.job.monitor.clock
+        while not (closing := self._closing.wait(RAISE_SECONDS)) and self._settled == clock.iteration:
+            if time.monotonic() > end:
+                break  # else a checkpoint that is being written comes to its end
         if not closing:
             last_words(f"rank {self.job.topology.rank} stops: {type(error).__name__}: {error}")
             flush_output()
@@ -174,6 +174,9 @@ class AsyncSchedule(RolloutSchedule):
         self.admission.publish(done, number)
         self.admission.rollouts = number + -(-(job.plan.sizes.train_iters - done) // job.plan.sizes.steps)
         self._versions = [*self._versions[1 - self.kept :], done]
+        of_rows = {**self._numbers, done: number}.items()
+        self._numbers = {v: n for v, n in of_rows if n >= number - self.admission.staleness or v in self._versions}
+        self.published.intersection_update([*self._numbers, *self._evaluating])
         job.monitor.log_apart(WEIGHTS, f"{PUBLISHED}{done}", (now := time.time()), now)
         self._published = {"weights/bytes_published": published.nbytes}
         if self.evaluation is not None and (job.due(done) or self._overdue):
@@ -236,9 +239,9 @@ class AsyncSchedule(RolloutSchedule):
         self._engines.look()
 
     @property
-    def _evaluating(self) -> bool:
-        """Whether an evaluation is under way."""
-        return self.evaluation is not None and self.evaluation.version >= 0
+    def _evaluating(self) -> list[int]:
+        """The version under evaluation, if there is one."""
+        return [self.evaluation.version] if self.evaluation is not None and self.evaluation.version >= 0 else []
 
     def _look_at_evaluation(self) -> None:
         """Log an evaluation whose responses are all graded by now."""

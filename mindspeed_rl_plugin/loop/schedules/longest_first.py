@@ -9,7 +9,8 @@ from mindspeed_rl_plugin.rows import Group, Prompt
 
 class LongestFirst:
     """Orders the prompts of an epoch by the mean length of earlier responses to them, longest first. One that is new
-    counts as the mean of all. Pure numbers, the same on every rank.
+    counts as the mean of all, and one that was offered always: it does not come again. Pure numbers, the same on every
+    rank.
 
     step: whole groups of an optimizer step, within which prompts change places: each step trains on the same ones.
     """
@@ -32,6 +33,6 @@ class LongestFirst:
     def finished(self, lengths: Mapping[Group, Sequence[int]]) -> None:
         """Groups that are sampled; lengths: of their rows, prompts included."""
         for group, of_rows in lengths.items():
-            if group in self._rows and of_rows:
-                row, prompt = self._rows.pop(group)
+            row, prompt = self._rows.pop(group, (-1, 0))  # below 0: of a former start, or offered
+            if row >= 0 and of_rows:
                 self._lengths[row] = sum(of_rows) / len(of_rows) - prompt

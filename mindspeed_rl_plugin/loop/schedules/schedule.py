@@ -47,7 +47,8 @@ class Job:
     def forget(self, groups: Sequence[Group]) -> None:
         """Clear groups from the dock."""
         for epoch, part in by_epoch(groups).items():
-            self.dock.clear(epoch, part)
+            if self.dock.clear(epoch, part):
+                self.plan.rounds.pop(epoch, None)
 
 
 class Schedule:
