@@ -1,6 +1,7 @@
 """Weights by publish and pull, without processes: every layout, the least bytes, versions that are gone."""
 
 import dataclasses
+import itertools
 import secrets
 import sys
 import time
@@ -17,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import machine
@@ -25,16 +25,14 @@ from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.sharing import Shared
 from mindspeed_rl_plugin.reshard import publish as publishing
 from mindspeed_rl_plugin.reshard import pull
-from mindspeed_rl_plugin.reshard.families import FAMILIES
 from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, canonical_tensors, engine_layout
-from mindspeed_rl_plugin.reshard.live import stored_parameters
 from mindspeed_rl_plugin.reshard.resharder import Resharder
 from mindspeed_rl_plugin.reshard.shares import TrainerWeights
 from mindspeed_rl_plugin.reshard.verify import BrokenWeights, WeightMismatch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from plan_cases import LATENT, TINY, cases, slices  # noqa: E402
+from plan_cases import cases, slices  # noqa: E402
 from publish_help import Alone, Gone, chunks_of, puller_of, trainer_of  # noqa: E402
 from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
 
@@ -124,35 +122,10 @@ def test_replicas_share_the_memory_of_one_model_evenly():
     assert whole <= sum(sizes) <= 1.02 * whole and max(sizes) <= 1.25 * whole / 8, sizes
 
 
-def test_an_engine_over_two_machines_finds_its_part_where_each_of_them_staged_it():
-    """That of the second is not the whole, and begins with another slice."""
-    canonical = random_weights(SHAPE)
-    stored = {0: megatron_weights(SHAPE, Parallel(1), 0, canonical)}
-    weights, ranks = trainer_of(SHAPE, Parallel(1), stored, torch.float32)
-    publish(ranks, 0)
-    for at in range(2):
-        expected = engine_weights(SHAPE, 2, at, canonical)
-        live = {name: torch.zeros_like(t) for name, t in expected.items()}
-        puller = puller_of(weights, EngineParallel(2), live, [ranks[0][1]], rank=at, machines=2)
-        puller.pull(0)
-        puller.apply(live)
-        assert all(torch.equal(live[name], t) for name, t in expected.items())
-
-
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.router.bias])
-def test_a_routers_bias_is_published_though_it_is_no_parameter(family):
-    """And no other buffer."""
-    sizes = TINY | (LATENT if FAMILIES[family].mla else {}) | dict(shared_ffn=16 * FAMILIES[family].shared_experts)
-    shape = ModelShape(family, layers=2, vocab=9, padded_vocab=16, dense_layers=(0,), **sizes)
-    stored = megatron_weights(shape, Parallel(1), 0, random_weights(shape))
-    assert sum(name.endswith("router.expert_bias") for name in stored) == 1
-    assert stored_parameters(chunks_of(stored)).keys() == stored.keys()
-
-
 @pytest.mark.parametrize("once", [True, False])
 def test_engine_ranks_of_one_machine_pull_what_they_need_once(once):
-    """Of experts spread over two ranks, each has its own, and both have all of the rest."""
-    shape = ModelShape("qwen3_moe", 2, 32, 4, 2, 8, 48, 60, 64, experts=4, expert_ffn=16)
+    """Of experts spread over two ranks, each has its own, and both have all of the rest, a router's bias too."""
+    shape = ModelShape("glm4_moe", 2, 32, 4, 2, 8, 48, 60, 64, experts=4, expert_ffn=16, shared_ffn=16)
     canonical, sizes = random_weights(shape), EngineParallel(1, 2)
     stored = {r: megatron_weights(shape, Parallel(2, ep=2), r, canonical) for r in range(2)}
     weights, ranks = trainer_of(shape, Parallel(2, ep=2), stored, torch.float32)
@@ -318,46 +291,32 @@ def test_staging_that_another_took_the_place_of_is_let_go():
     assert [there() is None for there in old] == [True, True, False]
 
 
-class Recorder(TorchDispatchMode):
-    """As a device and around copies: what happens, in order, each time it changes."""
-
-    def __init__(self):
-        super().__init__()
-        self.log = []
-        self.synchronize = self.synchronize_stream = partial(self.note, "synchronize")
-
-    def note(self, what, *_):
-        self.log += [what] if self.log[-1:] != [what] else []
-
-    def page_lock(self, memory): ...
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default and (*args, *(kwargs or {}).values())[-1] is True:
-            self.note("copy")
-        return func(*args, **(kwargs or {}))
-
-
 def test_copies_that_nobody_waits_for_have_ended_before_others_use_them(monkeypatch):
     """Else engines would read torn weights of an accelerator; on CPU a copy ends at once."""
     _, ranks, live, puller = two_ranks()
-    with Recorder() as device:
-        monkeypatch.setattr(publishing, "get_device", lambda: device)
-        for publisher, memory, chunks in ranks:
-            commit = memory.commit
-            memory.commit = lambda *given, commit=commit: device.note("commit") or commit(*given)
-            publisher.publish(chunks, 0)
-    assert device.log == ["copy", "synchronize", "commit"] * 2
-    with Recorder() as device:
-        monkeypatch.setattr(pull, "get_device", lambda: device)
-        puller.pull(0)
-        puller.apply(live)
-    assert device.log == ["copy", "synchronize"]
-    with Recorder() as device:
-        model = [torch.nn.Linear(3, 3, bias=False)]
-        host = SimpleNamespace(places=lambda *_: {"": [[torch.empty(36, dtype=torch.uint8)]]})
-        with HostWeights.capture(model, device, host).swapped_into(model):
-            device.note("forward")
-    assert device.log == ["copy", "synchronize", "copy", "synchronize", "forward", "copy", "synchronize"]
+    log, copy = [], torch.Tensor.copy_
+
+    def copy_(self, source, non_blocking=False):
+        log.append("copy" if non_blocking else "")
+        return copy(self, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    wait = partial(log.append, "synchronize")
+    device = SimpleNamespace(page_lock=id, synchronize=wait, synchronize_stream=wait)
+    for module in (publishing, pull):
+        monkeypatch.setattr(module, "get_device", lambda: device)
+    for publisher, memory, chunks in ranks:
+        monkeypatch.setattr(memory, "commit", lambda *given, end=memory.commit: log.append("commit") or end(*given))
+        publisher.publish(chunks, 0)
+    puller.pull(0)
+    puller.apply(live)
+    model = [torch.nn.Linear(3, 3, bias=False)]
+    host = SimpleNamespace(places=lambda *_: {"": [[torch.empty(36, dtype=torch.uint8)]]})
+    with HostWeights.capture(model, device, host).swapped_into(model):
+        log.append("forward")
+    once = [what for what, _ in itertools.groupby(filter(None, log))]
+    copied = ["copy", "synchronize"]
+    assert once == [*copied, "commit"] * 2 + copied + copied + [*copied, "forward", *copied]
 
 
 @pytest.mark.gpu
