@@ -24,7 +24,7 @@ class Machine:
 
     def __init__(self, secret: bytes = b"of this job", slow: float = 0.0) -> None:
         self.me = Process("outside", -1, joining.machine(), secret)
-        self.made, self.read, self.slow = [], [], slow
+        self.made, self.read, self.slow, self.begun = [], [], slow, threading.Event()
         self.error: Exception | None = None
 
     def process(self, key: str = "key") -> Shared:
@@ -34,6 +34,7 @@ class Machine:
     def fill(self, version, seconds, memory) -> bytes:
         if self.error is not None:
             raise self.error
+        self.begun.set()
         time.sleep(self.slow)
         memory[:] = version
         self.read.append(version)
@@ -98,7 +99,7 @@ def test_the_reader_leaves_while_it_reads_for_another(machine) -> None:
     first, second = machine.process(), machine.process()
     with ThreadPoolExecutor(2) as pool:
         pool.submit(first.get, 0, 20)
-        time.sleep(0.1)
+        assert machine.begun.wait(20)
         waits = pool.submit(second.get, 0, 20)
         time.sleep(0.1)
         first.close()

@@ -12,11 +12,17 @@ import pytest
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pool_parts import FILE, LIMIT, schemas  # noqa: E402
+from pool_parts import FILE, schemas  # noqa: E402
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EnvironmentPool]]:
+def limit() -> float:
+    """Seconds of a call, in which whatever ends by itself has ended."""
+    return 20.0
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, limit: float) -> Iterator[Callable[..., EnvironmentPool]]:
     """Starts pools, and closes them; then nothing is left of what they started, in whatever session."""
     monkeypatch.setattr(EnvironmentPool, "_describe", schemas)
     mark, pools = uuid.uuid4().hex, []
@@ -24,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Environme
 
     def begin(environment: str | None = "Count", functions=(), **options) -> EnvironmentPool:
         paths = [f"{FILE}:{name}" for name in functions]
-        given = {"workers": 1, "timeout": LIMIT, "wait_timeout": 60.0} | options
+        given = {"workers": 1, "timeout": limit, "wait_timeout": 60.0} | options
         pools.append(EnvironmentPool(paths, environment and f"{FILE}:{environment}", **given))
         return pools[-1]
 

@@ -11,7 +11,6 @@ from mindspeed_rl_plugin.workers.process import Worker
 
 FILE = str(Path(__file__).with_name("user_code.py"))
 FUNCTIONS = ("multiply", "nap", "wait", "fault")
-LIMIT = 0.5  # seconds of a call
 
 
 def schemas(pool: EnvironmentPool) -> list:

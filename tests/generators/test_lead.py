@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.dock import Gone, Lease, Ragged, Rows, SampleId
-from mindspeed_rl_plugin.generators.lead import LOOK_SECONDS, Lead, Turn
+from mindspeed_rl_plugin.generators import lead as lead_module
+from mindspeed_rl_plugin.generators.lead import Lead, Turn
 from mindspeed_rl_plugin.rows import Completion, Sampling
 
 IDS = [SampleId(0, group, 0) for group in range(3)]
@@ -154,13 +155,14 @@ def test_held_rows_that_were_taken_back_and_come_again_begin_once(lead, dock) ->
     lead.done([response(IDS[2])], None)
 
 
-def test_a_pull_that_ended_wakes_an_engine_without_weights(dock) -> None:
+def test_a_pull_that_ended_wakes_an_engine_without_weights(dock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lead_module, "LOOK_SECONDS", 30.0)
     lead = engine(dock)
     version = pulling(lead)
     threading.Timer(0.2, lead.pull_ended, (version,)).start()
     began = time.monotonic()
     while (turn := lead.next()).apply < 0:
-        assert turn == Turn() and time.monotonic() - began < LOOK_SECONDS
+        assert turn == Turn() and time.monotonic() - began < 30
     assert turn.apply == version and lead.counts["version"] > 0.1, "it waited for it"
     assert ("pull", True) in [(what, end > begin) for what, begin, end in lead.spans.take(time.monotonic() + 1)]
 

@@ -240,11 +240,9 @@ def test_a_rank_that_is_lost_ends_the_pull_while_another_is_slow(dead):
 
     memories[dead].meanwhile = lost
     memories[1 - dead].meanwhile = lambda: (entered.set(), time.sleep(0.05))
-    begin = time.monotonic()
     with patch.object(pull, "CHUNK", 64), pytest.raises(ConnectionError, match=f"rank {dead} is gone"):
         puller.pull(0)
-    assert time.monotonic() - begin < 2, "the other has some hundred reads to go"
-    assert memories[1 - dead].reads < puller.staging.nbytes / 4
+    assert memories[1 - dead].reads < puller.staging.nbytes / 4, "the other has some hundred reads to go"
 
 
 @pytest.mark.parametrize("once", [True, False])

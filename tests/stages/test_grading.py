@@ -51,7 +51,7 @@ def answer(dock: Dock, group: int, *tokens: int, epoch: int = 0) -> None:
 def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Reward]:
     """Of three groups whose responses are not there yet."""
     (tmp_path / "grader.py").write_text(GRADER)
-    options = {"workers": 2, "timeout": 1, **getattr(request, "param", {})}
+    options = {"workers": 2, "timeout": 30, **getattr(request, "param", {})}
     with RewardPool([f"{tmp_path}/grader.py:grade"], **options) as pool:
         yield Reward(TABLE[2], filled(3), 5.0, pool, lambda tokens: str(*tokens))
     assert not [t for t in threading.enumerate() if t.name == "grader"], "nothing stays behind"
@@ -85,9 +85,7 @@ def test_groups_are_graded_as_they_are_finished_and_a_slow_one_holds_nobody_up(s
         until(lambda: rewards(stage) == {2: [1.0, 2.0]})
         answer(stage.dock, 0, 3, 4)
         grader.check()
-        begin = time.monotonic()
         grader.finish()
-        assert time.monotonic() - begin < 2
         assert rewards(stage) == {0: [3.0, 4.0], 1: [8.0, 0.0], 2: [1.0, 2.0]}
     ids = [SampleId(0, g, m) for g in range(3) for m in range(MEMBERS)]
     stats = group_stats(stage.graded(ids))
@@ -111,7 +109,7 @@ def test_single_responses_are_graded_where_no_grader_wants_groups(stage: Reward)
         assert by_row.graded([r.id for r in requests[::2]])["reward"].tolist() == [1.0] * 3
 
 
-def test_quick_graders_wait_for_nothing(stage: Reward) -> None:
+def test_quick_graders_wait_for_nothing(stage: Reward, monkeypatch) -> None:
     """One worker, and a hundred responses that are ready: in a few leases, without a pause between them."""
     (dock,) = make_docks(columns_of(ROWS), states_of(ROWS), [(0, 1)])
     dock.open(0, 50, MEMBERS)
@@ -120,11 +118,13 @@ def test_quick_graders_wait_for_nothing(stage: Reward) -> None:
     requests = [GenerateRequest(i, (5,), Sampling(1), 0) for i in lease.rows.ids]
     answers = [Completion(r.id, (0,), (-1.0,), "stop", ((0, 0),)) for r in requests]
     dock.commit(lease, generate.completion_rows(requests, answers))
+    monkeypatch.setattr(grading, "PACE_SECONDS", 20.0)  # of a pause, in which nothing is graded
+    leases, take = [], Reward.lease
+    monkeypatch.setattr(Reward, "lease", lambda *given, **more: leases.append(1) or take(*given, **more))
     with Grader(Reward(ROWS[2], dock, 5.0, stage.graders, stage.decode), MEMBERS) as grader:
-        until(lambda: not dock.remaining("reward"), 1.5)  # alone on the machine 0.3 s
-        begin = time.monotonic()
+        until(lambda: not dock.remaining("reward"), 15)
         grader.finish()
-        assert time.monotonic() - begin < 1
+    assert 1 < len(leases) < 10
 
 
 def test_it_goes_on_with_the_next_round(stage: Reward, monkeypatch) -> None:
@@ -165,19 +165,17 @@ def test_a_failure_reaches_the_main_thread(stage: Reward) -> None:
         with pytest.raises(RewardError, match="(?s)AssertionError: the response.*rollout 0, prompt 0, response 1"):
             while time.monotonic() - begin < 5:
                 grader.check()
-        assert time.monotonic() - begin < 1
         with pytest.raises(RewardError):
             grader.finish()
 
 
+@pytest.mark.parametrize("stage", [{"timeout": 1}], indirect=True)
 def test_a_grader_that_hangs_ends_by_its_limit(stage: Reward) -> None:
     pids = {worker.pid for worker in stage.graders._workers}
     with Grader(stage, MEMBERS) as grader:
         answer(stage.dock, 0, 98, 0)
-        begin = time.monotonic()
         with pytest.raises(RewardError, match="ran longer than 1 s"):
             grader.finish()
-        assert time.monotonic() - begin < 3
     assert not pids <= {worker.pid for worker in stage.graders._workers if worker._process.poll() is None}
 
 
@@ -203,7 +201,7 @@ def test_responses_that_never_come_are_waited_for_as_long_as_the_deadline(stage:
             TimeoutError, match=r"no response was graded for 0.8 s .*'tokens' \(written by state 'generate'"
         ):
             grader.finish()
-        assert 0.8 <= time.monotonic() - begin < 3 and rewards(stage) == {0: [0.0, 0.0]}
+        assert time.monotonic() - begin >= 0.8 and rewards(stage) == {0: [0.0, 0.0]}
 
 
 def test_a_stop_hands_back_what_is_in_grading(stage: Reward) -> None:
