@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,9 +36,13 @@ def download(package: str, version: str) -> Path:
         return wheel
     CACHE.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--python-version", PYTHON, "--dest", str(CACHE)]
+    command += ["--only-binary=:all:", "--python-version", PYTHON]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    done = subprocess.run([*command, f"{package}=={version}"], capture_output=True, text=True, timeout=TIMEOUT)
+    with tempfile.TemporaryDirectory(dir=CACHE) as part:  # a wheel is there whole, or not at all
+        command += ["--dest", part, f"{package}=={version}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        for whole in Path(part).glob("*.whl"):
+            whole.replace(CACHE / whole.name)
     wheel = cached(package, version)
     if done.returncode or wheel is None:
         sys.exit(
