@@ -18,10 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +28,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).with_name("warm")))
+from ports import free_port  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMER = "bca148e"
@@ -155,15 +156,6 @@ def without_setup(tree: Path) -> Path:
     (tree / "setup.sh").write_text("exit 0\n")
     (tree / ".venv").symlink_to(sys.prefix)
     return tree
-
-
-def free_port() -> int:
-    """A port below those that the system gives to outgoing connections."""
-    while True:
-        port = 20000 + random.SystemRandom().randrange(12000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
 
 
 def execute(tree: Path, command: Sequence[str], log: Path) -> None:

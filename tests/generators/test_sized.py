@@ -28,39 +28,35 @@ def test_engines_that_share_experts_are_as_many_as_the_job_says():
         sized(replace(OPTIONS, tensor_parallel=1, expert_parallel=4), 2)
 
 
-def fakes(module, monkeypatch, job) -> list:
-    """Puts fakes in the place of what `module` joins a job with; the arguments of its pullers."""
-    made, end = [], {"close": int}
-    dock = SimpleNamespace(exchange=SimpleNamespace(sources=list, once_a_machine=None), **end)
-    monkeypatch.setattr(module, "Dock", SimpleNamespace(join=lambda *_, **__: dock))
-    monkeypatch.setattr(module, "Puller", lambda *given, **more: made.append((*given, more)) or SimpleNamespace(**end))
-    monkeypatch.setattr(module, "job_of", lambda *_, **__: job)
-    monkeypatch.setattr(module, "weights_of", lambda dock: "weights")
+@pytest.fixture
+def pullers(monkeypatch):
+    """What the pullers are given of an engine that joins a job, or of a server, of whose sizes the job says others."""
+    made, gone = [], SimpleNamespace(close=int, run=int, parameters=dict, shutdown=int)
+    gone.exchange = SimpleNamespace(sources=list, once_a_machine=None)
+    job = SimpleNamespace(engine=replace(OPTIONS, tensor_parallel=2, expert_parallel=4), episodes=None, deadline=9.0)
+    job.check_tokenizer = lambda path: None
+    for module in (joined, server_worker):
+        monkeypatch.setattr(module, "Dock", SimpleNamespace(join=lambda *_, **__: gone))
+        monkeypatch.setattr(module, "Puller", lambda *given, **more: made.append((given[1], more["rank"])) or gone)
+        monkeypatch.setattr(module, "job_of", lambda *_, **__: job)
+        monkeypatch.setattr(module, "weights_of", lambda dock: None)
+    monkeypatch.setattr(joined, "VllmEngine", lambda options: gone)
+    monkeypatch.setattr(joined, "Service", lambda *_: gone)
+    monkeypatch.setattr(joined, "Team", lambda: SimpleNamespace(size=4, rank=3, here=[2, 3], leads=False))
     return made
 
 
-def test_an_engine_pulls_for_its_own_sizes(monkeypatch):
-    job = SimpleNamespace(engine=replace(OPTIONS, tensor_parallel=2, expert_parallel=4), episodes=None, deadline=9.0)
-    job.check_tokenizer = lambda path: None
-    made = fakes(joined, monkeypatch, job)
-    live = SimpleNamespace(parameters=dict, shutdown=int)
-    for name, fake in (("VllmEngine", live), ("Service", SimpleNamespace(run=int))):
-        monkeypatch.setattr(joined, name, lambda *_, fake=fake: fake)
-    monkeypatch.setattr(joined, "Team", lambda: SimpleNamespace(size=4, rank=3, here=[2, 3], leads=False))
+def test_an_engine_pulls_for_its_own_sizes(pullers):
     joined.serve("a:1", b"", share=(0, 1))
-    ((*given, more),) = made
-    assert given == ["weights", EngineParallel(tp=2, ep=4), {}, []]
-    assert (more["rank"], more["ranks"], more["deadline"]) == (3, [2, 3], 9.0)
+    assert pullers == [(EngineParallel(tp=2, ep=4), 3)]
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_a_server_pulls_for_its_own_sizes(monkeypatch, spread):
-    made = fakes(server_worker, monkeypatch, SimpleNamespace(deadline=9.0, check_tokenizer=lambda path: None))
+@pytest.mark.parametrize(("spread", "ep"), [(False, 1), (True, 2)])
+def test_a_server_pulls_for_its_own_sizes(pullers, monkeypatch, spread, ep):
     group = SimpleNamespace(rank_in_group=1)
-    api = SimpleNamespace(OfWorker=lambda worker: None, parameters=lambda view: {}, tp_group=lambda: group)
+    api = SimpleNamespace(OfWorker=id, parameters=lambda view: {}, tp_group=lambda: group)
     monkeypatch.setattr(server_worker, "vllm_api", api)
-    sizes = SimpleNamespace(tensor_parallel_size=2, enable_expert_parallel=spread)
-    configs = {"model_config": SimpleNamespace(tokenizer=""), "vllm_config": SimpleNamespace(parallel_config=sizes)}
-    server_worker._Guest(SimpleNamespace(**configs), "", "a:1", b"", [0, 1])
-    ((*given, more),) = made
-    assert given == ["weights", EngineParallel(tp=2, ep=2 if spread else 1), {}, []] and more["rank"] == 1
+    sizes = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2, enable_expert_parallel=spread))
+    worker = SimpleNamespace(model_config=SimpleNamespace(tokenizer=""), vllm_config=sizes)
+    server_worker._Guest(worker, "", "a:1", b"", [0, 1])
+    assert pullers == [(EngineParallel(tp=2, ep=ep), 1)]

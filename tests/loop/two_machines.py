@@ -54,16 +54,11 @@ def ip(*words: str) -> str:
     return done.stdout
 
 
-def space(end: str) -> str:
-    """A new name of a network namespace: one of a test that was killed may still be there."""
-    return f"rl-{secrets.token_hex(4)}-{end}"
-
-
 def why_not() -> str | None:
     """What keeps this machine from being two, None where nothing does."""
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return "needs ip (iproute2) and unshare (util-linux)"
-    probe = space("probe")
+    probe = f"rl-{secrets.token_hex(4)}-probe"
     try:
         ip("netns", "add", probe)
     except RuntimeError as error:
@@ -75,9 +70,10 @@ def why_not() -> str | None:
 @contextlib.contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
     """Both, connected; at the end their processes are killed, and the namespaces and the cable are gone."""
+    own = f"rl-{secrets.token_hex(4)}"  # namespaces of a test that was killed may still be there
     ends = (
-        Machine("machine-a", space("a"), "10.77.0.1"),
-        Machine("machine-b", space("b"), "10.77.0.2"),
+        Machine("machine-a", f"{own}-a", "10.77.0.1"),
+        Machine("machine-b", f"{own}-b", "10.77.0.2"),
     )
     with contextlib.ExitStack() as undo:
         for end in ends:
