@@ -164,7 +164,7 @@ def test_what_a_rollout_says_while_the_model_speaks_is_told_when_the_turn_comes(
     time.sleep(0.3)
     assert environments.poll(0.0) == [] and not environments.pending
     environments.act(ONE, SPOKEN)
-    assert environments.poll(0.0) == [Reply(ONE, [], None, 0.5, done=True, seconds=0.25)]
+    assert environments.poll(20.0) == [Reply(ONE, [], None, 0.5, done=True, seconds=0.25)]
 
 
 def test_of_an_episode_that_is_given_up_nothing_more_is_heard(made):
