@@ -33,6 +33,9 @@ class DataConfig:
     tokenizer: str | None = flag(
         None, "Hugging Face tokenizer directory (default: --rl-hf-model, then --tokenizer-model)", pairs=True
     )
+    smaller_tokenizer: bool = flag(
+        False, "take a tokenizer that leaves more than a tenth of the model's vocabulary without a token", pairs=True
+    )
     data_seed: int | None = flag(None, "seed of the prompts' order (default: --seed)", pairs=True)
 
 
@@ -54,7 +57,9 @@ class RolloutConfig:
     top_p: float = flag(1.0, "nucleus sampling bound; below 1 the ratio of the update is biased", above=0, most=1)
     top_k: int = flag(0, "sample among the k likeliest tokens; 0 means all", least=0)
     stop: tuple[str, ...] = flag((), "strings that end a response")
-    stop_token_ids: tuple[int, ...] = flag((), "token ids that end a response, besides the tokenizer's eos")
+    stop_token_ids: tuple[int, ...] = flag(
+        (), "token ids that end a response, besides those of tokenizer, template and --rl-hf-model"
+    )
     ignore_eos: bool = flag(False, "always sample --rl-max-response-length tokens (for benchmarks)")
     rollout_seed: int | None = flag(None, "seed of the responses (default: --seed)")
     generate_tp: int = flag(1, "tensor parallel size of the rollout engine", unit="ranks", least=1)

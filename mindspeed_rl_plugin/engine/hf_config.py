@@ -50,7 +50,7 @@ COMPARED = (
 def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
     """config.json of the model that Megatron's parsed and validated `args` describe.
 
-    vocab_size: the true one, without Megatron's padding (see `model_vocab_size`): the engine then never samples a
+    vocab_size: the true one, without Megatron's padding (see `model_vocabulary`): the engine then never samples a
     padded id. Raises ValueError naming the flag for a model that is not one of the families.
     """
     shape = ModelShape.from_megatron_args(args, vocab_size)
@@ -87,17 +87,6 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
     hf = shape.table.hf
     config |= {"partial_rotary_factor": rotated_share(args)} if hf.partial else {}
     return config | (expert_config(args, shape) if shape.table.experts else {}) | hf.fixed | hf.code | hf.written
-
-
-def model_vocab_size(tokenizer_size: int, reference: Mapping[str, Any] | None = None) -> int:
-    """Rows of the embedding that are really tokens: the given Hugging Face config's, else the tokenizer's.
-
-    Raises ValueError where that config has fewer than the tokenizer.
-    """
-    size = tokenizer_size if reference is None else reference["vocab_size"]
-    if size < tokenizer_size:
-        raise ValueError(f"--rl-hf-model has vocab_size {size}, but the tokenizer has {tokenizer_size} entries")
-    return size
 
 
 def load_reference(directory: str) -> dict[str, Any]:

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mindspeed_rl_plugin.episodes.protocol import Message
 from mindspeed_rl_plugin.episodes.rendering import MARK, ControlTokens, whole
+from mindspeed_rl_plugin.prompts.ends import QUESTION, SPOKEN, end_of_turn
 from mindspeed_rl_plugin.prompts.render import TEMPLATE_ERRORS, render_chat, text_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CUT = "\n[cut]"  # stands behind what is left of an observation that was too long
-SPOKEN = "what-the-model-said"  # by it the model's turn is found in a rendered conversation
-QUESTION = {"role": "user", "content": "question"}
 
 
 class Format(Protocol):
@@ -66,7 +65,8 @@ class RawFormat:
         self._tokenizer = tokenizer
         self._control = ControlTokens(tokenizer, template)
         self._marked, self._encode = self._control.marked, self._control.encode
-        self._ends = {tokenizer.eos_token_id}
+        special = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._ends = {tokenizer.eos_token_id, *special}
         self._longest = max(map(len, tokenizer.get_vocab()))  # token [characters]
 
     def prompt(self, messages: Sequence[Message], said: int = 0) -> list[int]:
@@ -81,12 +81,11 @@ class RawFormat:
 
     def text(self, tokens: Sequence[int]) -> str:
         """See `Format`."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._tokenizer.decode(self._unended(tokens), skip_special_tokens=True)
 
     def raw_text(self, tokens: Sequence[int]) -> str:
         """See `Format`."""
-        ended = bool(tokens) and tokens[-1] in self._ends
-        return self._tokenizer.decode(tokens[:-1] if ended else tokens, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(self._unended(tokens), clean_up_tokenization_spaces=False)
 
     def shortened(self, text: str, limit: int) -> tuple[str, bool]:
         """See `Format`."""
@@ -109,6 +108,9 @@ class RawFormat:
 
     # inside
 
+    def _unended(self, tokens: Sequence[int]) -> Sequence[int]:
+        return tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
+
     def _length(self, text: str) -> int:
         return len(self._encode(self._marked(text)))
 
@@ -124,14 +126,13 @@ class ChatFormat(RawFormat):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(tokenizer, tokenizer.get_chat_template(tools=list(tools) or None))
         self._tools = tuple(tools)
-        tail = self._tail([])
-        close = self._control.pattern.match(tail)
+        close = end_of_turn(tokenizer, self._tools)
         if close is None:
             raise ValueError(
-                f"writes {tail[:40]!r} behind the model's turn, which does not begin with one special token, so "
+                f"writes {self._tail([])[:40]!r} behind the model's turn, which does not begin with one special token: "
                 "nothing says where a turn ends"
             )
-        self._close = close[0]
+        self._close = close
         self.close = tokenizer.convert_tokens_to_ids(self._close)
         self._ends.add(self.close)
         self._check_tools()

@@ -89,11 +89,6 @@ class EpisodeSetup:
         """How messages become tokens. Raises ValueError for a tokenizer or a template that does not fit."""
         return make_format(tokenizer, self.observation, environments.tools)
 
-    def ends(self, tokenizer: PreTrainedTokenizerBase, environments: Environments) -> tuple[int, ...]:
-        """Tokens that end a turn beside the tokenizer's own: that of the chat template, where it is another one."""
-        close = self.format(tokenizer, environments).close
-        return () if close in (None, tokenizer.eos_token_id) else (close,)
-
     def over(
         self, engine: Engine, tokenizer: PreTrainedTokenizerBase, environments: Environments | None, peers: Peers
     ) -> EpisodeEngine:

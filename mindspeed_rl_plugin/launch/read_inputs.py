@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,9 @@ from mindspeed_rl_plugin.loop.build import dock_size, table_of
 from mindspeed_rl_plugin.loop.engine_options import dtype_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
-from mindspeed_rl_plugin.prompts.tokenizer import check_vocabulary, load_tokenizer, tokenizer_path
+from mindspeed_rl_plugin.prompts.ends import response_ends
+from mindspeed_rl_plugin.prompts.render import is_rendered
+from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, model_vocabulary, tokenizer_path
 from mindspeed_rl_plugin.ranks import gather_all, rank_of_job
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import SampleId
@@ -44,9 +47,9 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         prepare_engine_env(get_device().kind, sleep_mode=True)
     path = tokenizer_path(args)
     tokenizer = load_tokenizer(path)
-    check_vocabulary(args, len(tokenizer))
     reference = hf_config.load_reference(hf_model) if hf_model else None
-    vocab = hf_config.model_vocab_size(len(tokenizer), reference)
+    ids = 1 + max(tokenizer.get_vocab().values())
+    vocab = model_vocabulary(args, ids, reference, config.data.smaller_tokenizer)
     forward = ForwardSettings.from_args(
         args,
         vocab_size=vocab,
@@ -78,8 +81,12 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
 def _to_sample(inputs: Inputs) -> Inputs:
     """The inputs with what an algorithm needs to sample and grade responses."""
     config, held_out = inputs.config, inputs.held_out
-    eos = inputs.tokenizer.eos_token_id
-    end_tokens = () if eos is None else (eos,)
+    tools = inputs.environments.tools if inputs.environments else None
+    chat = config.data.apply_chat_template or is_rendered(inputs.tokenizer, inputs.data.at(0).text)
+    ends = response_ends(inputs.tokenizer, chat, config.rollout.hf_model, inputs.vocab, tools)
+    end_tokens = tuple(ends)
+    named = (f"{inputs.tokenizer.decode([end])!r} ({end}, {source})" for end, source in ends.items())
+    say(f"a response ends at {', '.join(named) or 'the limit of its length alone: nothing names a token that ends it'}")
     engine_config = hf_config.derive_config(inputs.args, vocab_size=inputs.vocab, eos_token_ids=end_tokens)
     if config.rollout.hf_model:
         hf_config.check_against(engine_config, config.rollout.hf_model)
@@ -87,8 +94,6 @@ def _to_sample(inputs: Inputs) -> Inputs:
         dtype = str(dtype_of(inputs.args, config.rollout.engine_dtype)).removeprefix("torch.")
         for problem in check_servers(config, engine_config, dtype):
             raise ValueError(problem)
-    if inputs.environments is not None:
-        end_tokens += EpisodeSetup.of(config, inputs.tokenizer_path).ends(inputs.tokenizer, inputs.environments)
     graders = _graders(inputs)
     if inputs.environments is not None:
         _try_environments(inputs)
@@ -215,7 +220,7 @@ def _agreed(said: tuple[str | None, Any]) -> Any:
 def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tuple[tuple[StageSpec, Any], ...]:
     """A user's stages; instances of their own were tried on the first row, its answer as every response."""
     rollout, words, row = inputs.config.rollout, inputs.config.reward.stage, inputs.data.at(0)
-    response = [*inputs.tokenizer.encode(row.answer, add_special_tokens=False), *end_tokens] or [0]
+    response = [*inputs.tokenizer.encode(row.answer, add_special_tokens=False), *end_tokens[:1]] or [0]
     response, where = response[: rollout.max_response_length], inputs.data.where(0)
     members, episodes = rollout.samples_per_prompt, inputs.episodes
     try_once(load_stages(words, graders, episodes), row, response, members, graders, where, episodes)
@@ -225,7 +230,7 @@ def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tupl
 def _stream(
     tokenizer: Any, config: RLConfig, pairs: bool, tools: Sequence[Any] | None, paths: Sequence[str], seed: int
 ) -> PromptStream | PairStream:
-    """The prompts, or pairs, of some files, and a line on what was left out."""
+    """The prompts, or pairs, of some files, and lines on what was left out and on the first row."""
     data, limit, response = config.data, config.data.max_prompt_length, config.rollout.max_response_length
     if pairs:
         keys = {"chosen": data.chosen_key, "rejected": data.rejected_key}
@@ -237,4 +242,10 @@ def _stream(
         stream = PromptStream(paths, renderer, max_length=limit, seed=seed)
         what, why = "prompts", f"longer than {limit} tokens (--rl-max-prompt-length)"
     say(f"{len(stream)} {what} from {' '.join(paths)}; dropped {stream.dropped} {why}")
+    row, line = stream.at(0), reprlib.Repr()
+    line.maxstring = 400  # characters, the middle of more is left out
+    parts = [row.prompt, row.chosen, row.rejected] if pairs else [row.tokens]
+    decoded = map(line.repr, map(tokenizer.decode, parts))
+    named = (f"{name} {text}" for name, text in zip(("prompt", "chosen", "rejected"), decoded, strict=False))
+    say(f"the first, {stream.where(0)}: {', '.join(named)}")
     return stream

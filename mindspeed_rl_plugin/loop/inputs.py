@@ -53,7 +53,8 @@ class Inputs:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Response tokens as graders and readers see them."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        ended = len(tokens) > 0 and tokens[-1] in self.end_tokens  # not each of them is marked special
+        return self.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
         """Raise ValueError where graders or environments cannot do with the fields of some row. rows: place in the data

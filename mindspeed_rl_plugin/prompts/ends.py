@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.episodes.rendering import ControlTokens
-from mindspeed_rl_plugin.prompts.render import render_chat
+from mindspeed_rl_plugin.prompts.render import TEMPLATE_ERRORS, render_chat
 from mindspeed_rl_plugin.prompts.tokenizer import read_if_there, vocabulary
 
 if TYPE_CHECKING:
@@ -21,11 +21,37 @@ QUESTION = {"role": "user", "content": "question"}
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
     """The token with which the chat template ends the model's turn; None where no control token (`rendering`) stands
-    behind it. tools: as of `render_chat`. Raises what a chat template may raise."""
-    rendered = render_chat(tokenizer, [QUESTION, {"role": "assistant", "content": SPOKEN}], tools, ask=False)
+    behind it, and where it writes no such turn. tools: as of `render_chat`."""
+    try:
+        rendered = render_chat(tokenizer, [QUESTION, {"role": "assistant", "content": SPOKEN}], tools, ask=False)
+    except TEMPLATE_ERRORS:
+        return None
     template = tokenizer.get_chat_template(tools=list(tools or ()) or None)
     found = ControlTokens(tokenizer, template).pattern.match(rendered.partition(SPOKEN)[2].lstrip())
     return found and found[0]
+
+
+def response_ends(
+    tokenizer: PreTrainedTokenizerBase,
+    chat: bool,
+    hf_model: str | None,
+    vocab: int,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[int, str]:
+    """Ids that end a response, the tokenizer's own first -> what names them. chat: whether prompts are in the form of
+    the chat template; hf_model: the folder whose generation_config.json lists more. Raises ValueError for an id that is
+    none of `vocab`."""
+    close = end_of_turn(tokenizer, tools) if chat and tokenizer.chat_template else None
+    listed = config_tokens(Path(hf_model) / GENERATION).get("eos_token_id") if hf_model else None
+    named = [(tokenizer.eos_token_id, "tokenizer"), (close and tokenizer.convert_tokens_to_ids(close), "chat template")]
+    named += [(one, GENERATION) for one in (listed if isinstance(listed, list) else [listed])]
+    ends: dict[int, str] = {}
+    for token, source in named:
+        if token is not None:
+            if not (isinstance(token, int) and 0 <= token < vocab):
+                raise ValueError(f"eos_token_id {token!r} of {hf_model}/{source} is no id below {vocab}; correct it")
+            ends[token] = f"{ends[token]}, {source}" if token in ends else source
+    return ends
 
 
 def model_tokens(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,16 +58,16 @@ class PairRenderer(Renderer):
                 "the prompt themselves, as TRL's implicit prompts do, split it off into a field of its own"
             )
         prompt = super().read(source, index, row)
-        answers = [self._answer(source, fields, name, where) for name in ("chosen", "rejected")]
+        answers = (self._answer(source, fields, name, where) for name in ("chosen", "rejected"))
         texts = [self._whole(prompt, answer, where) for answer in answers]
-        own = min(_common(prompt.tokens, tokens) for tokens in texts)
-        if not own or own == min(map(len, texts)):
-            empty = "prompt" if not own else "answer"
-            raise ValueError(f"{where}: the {empty} has no token of its own; lengthen it or remove the row")
+        own = len(os.path.commonprefix([prompt.tokens, *texts]))
+        if not 0 < own < min(map(len, texts)):
+            empty = "an answer" if own else "the prompt"
+            raise ValueError(f"{where}: {empty} has no token of its own; lengthen it or remove the row")
         if own < len(prompt.tokens):
-            shared = self._tokenizer.decode(prompt.tokens[own:])
-            self._note(f"tokens of prompt and answer merge: {shared!r} of the prompt is trained with the answer", where)
-        return Pair(prompt.tokens[:own], *(tuple(tokens[own:]) for tokens in texts), row)
+            merged = self._tokenizer.decode(prompt.tokens[own:])
+            self._note(f"tokens of prompt and answer merge: {merged!r} of the prompt is trained with the answer", where)
+        return Pair(prompt.tokens[:own], *(tokens[own:] for tokens in texts), row)
 
     def _answer(self, source: Source, fields: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
         """An answer as an assistant message, without the end that will stand behind it."""
@@ -97,11 +98,11 @@ class PairRenderer(Renderer):
             )
         return {**message, "content": text}
 
-    def _whole(self, prompt: Prompt, answer: Mapping[str, Any], where: str) -> list[int]:
+    def _whole(self, prompt: Prompt, answer: Mapping[str, Any], where: str) -> tuple[int, ...]:
         """Tokens of prompt and answer."""
         said = answer["content"]
         if not self._chat_template:
-            return [*self._text_tokens(prompt.text + said, where), self._tokenizer.eos_token_id]
+            return (*self._text_tokens(prompt.text + said, where), self._tokenizer.eos_token_id)
         asked = prompt.messages or [{"role": "user", "content": prompt.text}]
         before, whole = self._rendered(asked, where), self._rendered([*asked, answer], where, ask=False)
         if not whole.startswith(before):
@@ -113,16 +114,11 @@ class PairRenderer(Renderer):
             self._note("the chat template writes no special token behind an answer, so no end is trained", where)
         if bare(said) not in bare(whole[len(before) :]):
             marked = self._rendered([*asked, {**answer, "content": SPOKEN}], where, ask=False)
-            head, _, tail = marked.partition(SPOKEN)
-            whole = before + said + tail if head == before else whole
-            trained = "it is trained as the data has it" if head == before else "what it leaves is trained"
+            appends = marked.startswith(before + SPOKEN)
+            whole = marked.replace(SPOKEN, said) if appends else whole
+            trained = "it is trained as the data has it" if appends else "what it leaves is trained"
             self._note(f"the chat template does not write all of an answer, {said!r:.60}; {trained}", where)
-        return self._tokenizer.encode(whole, add_special_tokens=False)
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
 
 class PairStream(PromptStream):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError)  # what a chat template may raise
+
+HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 
 
 class Renderer:
@@ -62,21 +65,23 @@ class Renderer:
         if absent := {key: flag for key, flag in flags.items() if key and find(fields, key, ...) is ...}:
             keys, set_them = " and no ".join(map(repr, absent)), " and ".join(absent.values())
             raise ValueError(f"{where} has no field {keys}; it has {names(fields)}; set {set_them}")
-        _check_text(fields, where)
+        if half := HALF.search(json.dumps(fields, ensure_ascii=False, default=str)):
+            raise ValueError(
+                f"{where} holds half of a surrogate pair, {half[0]!r}, behind {half.string[: half.start()][-40:]!r}; "
+                "it is no text: correct or remove the row"
+            )
         value = find(fields, self._prompt_key)
         answer = _answer(find(fields, self._answer_key), where) if self._answer_key else ""
         messages = None if isinstance(value, str) else self._messages(value, self._prompt_key, source, where)
         if messages and messages[-1]["role"] == "assistant":
             raise ValueError(
                 f"{where}: the last message of field {self._prompt_key!r} is the assistant's, "
-                f"{messages[-1]['content']!r:.60}, and a response would be one more turn; remove it where it is the "
-                "answer; where the response is to continue it, render the row beforehand (transformers' "
-                "continue_final_message) and give it as a string, without --rl-apply-chat-template"
+                f"{messages[-1]['content']!r:.60}, so a response would be one more turn; remove it, or to have it "
+                "continued give a string that transformers' continue_final_message rendered"
             )
         # What a grader sees: the string of the data, or one `role: content` paragraph a message.
         text = "\n\n".join(f"{m['role']}: {m['content'] or ''}" for m in messages) if messages else value
-        tokens = self._tokens(text, messages, where)
-        if not tokens:
+        if not (tokens := self._tokens(text, messages, where)):
             raise ValueError(f"{where}: field {self._prompt_key!r} gives no tokens")
         record = _as_json({k: v for k, v in fields.items() if k not in (self._prompt_key, self._answer_key)})
         return Prompt(tuple(tokens), text, answer, row, record, _as_json(messages))
@@ -87,13 +92,15 @@ class Renderer:
                 raise ValueError(
                     f"{where}: field {self._prompt_key!r} holds chat messages; add --rl-apply-chat-template"
                 )
+            if self._tokenizer.chat_template and not is_rendered(self._tokenizer, text):
+                self._note("prompts are given without the tokenizer's chat template (--rl-apply-chat-template)", where)
             return self._text_tokens(text, where)
-        if not messages and (found := next((t for t in self._tokenizer.all_special_tokens if t in text), None)):
-            self._note(f"a prompt holds the special token {found!r}; is it rendered already?", where)
+        if not messages and is_rendered(self._tokenizer, text):
+            self._note("a prompt that the chat template renders holds special tokens; is it rendered already?", where)
         messages = messages or [{"role": "user", "content": text}]
         rendered = self._rendered(messages, where)
-        asked, written = (m for m in messages if m["role"] != "assistant"), bare(rendered)
-        if lost := next((m["content"] for m in asked if bare(m["content"]) not in written), None):
+        written, asked = bare(rendered), [m["content"] for m in messages if m["role"] != "assistant"]
+        if lost := next((content for content in asked if bare(content) not in written), None):
             self._note(f"the chat template does not write all of a message, {lost!r:.60}", where)
         return self._tokenizer.encode(rendered, add_special_tokens=False)
 
@@ -104,18 +111,12 @@ class Renderer:
         try:
             return render_chat(self._tokenizer, messages, self._tools, ask)
         except TEMPLATE_ERRORS as error:
-            roles = " ".join(message["role"] for message in messages)
-            raise ValueError(f"{where}: the chat template refuses messages of the roles {roles}: {error}") from error
+            raise ValueError(f"{where}: the chat template refuses these messages: {error}") from error
 
     def _messages(self, value: Any, key: str, source: Source, where: str) -> list[dict[str, Any]]:
-        """Chat messages in one form: contents are strings, or null, and what is null is absent."""
+        """Chat messages in one form, see `Renderer`."""
         where = f"{where}: field {key!r}"
-        ok = (
-            isinstance(value, list)
-            and value
-            and all(isinstance(m, dict) and {"role", "content"} <= {*m} for m in value)
-        )
-        if not ok or not all(isinstance(m["role"], str) for m in value):
+        if not value or not isinstance(value, list) or not all(map(_is_message, value)):
             raise ValueError(
                 f"{where} is neither a string nor a list of messages with 'role' and 'content', but {str(value)[:80]!r}"
             )
@@ -125,9 +126,8 @@ class Renderer:
             if isinstance(content, list) and all(map(_is_text, content)):
                 self._note("the parts of a message's content are joined", where)
                 content = "".join(part["text"] for part in content)
-            elif not isinstance(content, str) and (
-                content is not None or message["role"] != "assistant" or fields.keys() <= {"role", "name"}
-            ):
+            silent = message["role"] == "assistant" and not fields.keys() <= {"role", "name"}
+            if not isinstance(content, str) and (content is not None or not silent):
                 raise ValueError(
                     f"{where} has a message of role {message['role']!r} with the content {str(content)[:80]!r}; give a "
                     "string, or parts {'type': 'text', 'text': ...}: nothing else is trained on"
@@ -154,15 +154,12 @@ def text_tokens(
     at = next((i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain), None)
     if at is None:
         return whole
-    head, tail = whole[:at], whole[at + len(plain) :]
-    if tail:
+    if tail := whole[at + len(plain) :]:
         note(f"the tokenizer puts {tokenizer.decode(tail)!r} behind a text, which is left out of prompts")
-    if head and plain[:at] == head:
-        note(
-            f"a prompt begins with {tokenizer.decode(head)!r}, which the tokenizer would put there too: once is enough"
-        )
+    if at and plain[:at] == whole[:at]:
+        note(f"a prompt begins with {tokenizer.decode(plain[:at])!r} itself; the tokenizer does not put it there again")
         return plain
-    return head + plain
+    return whole[: at + len(plain)]
 
 
 def render_chat(
@@ -215,15 +212,8 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def _check_text(fields: Mapping[str, Any], where: str) -> None:
-    for key, value in fields.items():
-        try:
-            json.dumps({key: value}, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{where}: field {key!r} holds half of a surrogate pair, {error.object[error.start]!r}, which is no "
-                "text; correct or remove the row"
-            ) from error
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def _is_text(part: Any) -> bool:
@@ -237,6 +227,11 @@ def _filled(value: Any) -> Any:
     return [_filled(one) for one in value] if isinstance(value, list) else value
 
 
+def is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Whether the text itself holds special tokens, other than that of a text's beginning."""
+    return any(token in text for token in tokenizer.all_special_tokens if token != tokenizer.bos_token)
+
+
 def bare(text: str | None) -> str:
-    """Without white space, of which templates make more or less."""
+    """Without white space, which templates change."""
     return "".join((text or "").split())

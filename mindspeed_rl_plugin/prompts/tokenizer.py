@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+UNUSED = 128  # ids that are no token, as many as a model may have in any case: the usual padding
 TOKENIZER_FLAGS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")
 
 
@@ -66,23 +68,25 @@ def tokenizer_path(args: Any) -> str | None:
     return chosen and chosen[1]
 
 
-def check_vocabulary(args: Any, tokenizer_size: int) -> None:
-    """Check the model's vocabulary against the number of tokens of the prompts' tokenizer.
+def model_vocabulary(args: Any, ids: int, reference: Mapping[str, Any] | None = None, smaller: bool = False) -> int:
+    """Rows of the embedding that are tokens: those of --rl-hf-model (`reference`, its config.json), else as many as the
+    prompts' tokenizer has `ids`.
 
-    Called once both are known: Megatron sets `padded_vocab_size` when it is initialised. Raises ValueError.
+    Raises ValueError where the tokenizer has more ids than the model, or, unless that is meant (`smaller`), far fewer.
+    Called once all are known: Megatron sets `padded_vocab_size` when it is initialised.
     """
-    padded = getattr(args, "padded_vocab_size", None)
-    if padded is not None and tokenizer_size > padded:
+    padded, hf_size = getattr(args, "padded_vocab_size", None), reference and reference["vocab_size"]
+    named = {"--rl-hf-model": hf_size, "--vocab-size": getattr(args, "vocab_size", None), "the padded model": padded}
+    sizes = {name: size for name, size in named.items() if size is not None} or {"": ids}
+    name, size = next(((n, size) for n, size in sizes.items() if size < ids), next(iter(sizes.items())))
+    padding = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size if size == padded else UNUSED
+    if ids > size or (size - ids > max(padding, size // 10) and not smaller):
+        meant = ", or give --rl-smaller-tokenizer where this is meant" if ids < size else ""
         raise ValueError(
-            f"the tokenizer has {tokenizer_size} tokens, the model's padded vocabulary only {padded}: it is not the "
-            "tokenizer that this model was trained with; fix --rl-tokenizer"
+            f"the tokenizer has {ids} ids, {name} {size}: it is not the tokenizer that this model was trained with; "
+            f"correct --rl-tokenizer{meant}"
         )
-    given = getattr(args, "vocab_size", None)
-    if given is not None and tokenizer_size > given:
-        raise ValueError(
-            f"the tokenizer has {tokenizer_size} tokens, --vocab-size says {given}: ids above it would be generated "
-            "but are padding to the model; fix --rl-tokenizer or --vocab-size"
-        )
+    return hf_size or ids
 
 
 def vocabulary(path: str | Path) -> dict[str, int]:

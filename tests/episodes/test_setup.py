@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
@@ -21,11 +19,6 @@ from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.generators import engine as generators
 from mindspeed_rl_plugin.launch import read_inputs
 from mindspeed_rl_plugin.loop.run import Run
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|> {% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
-)
 
 
 def setup_of(chat: bool = True, **flags) -> EpisodeSetup:
@@ -61,19 +54,6 @@ def test_a_file_without_a_name_in_it_is_refused_as_it_was_given() -> None:
     setup = setup_of(tools=("my/a.py",))
     with pytest.raises(EpisodeError, match=r"--rl-tools 'my/a.py'"):
         EnvironmentPool(setup.flags.tools, None, workers=1, timeout=1, wait_timeout=9)
-
-
-@pytest.mark.parametrize(
-    ("eos", "chat", "more"), [("<eos>", True, (3,)), ("<|im_end|>", True, ()), ("<eos>", False, ())]
-)
-def test_a_turn_also_ends_where_the_chat_template_ends_it(eos: str, chat: bool, more: tuple[int, ...]) -> None:
-    """A base model's tokenizer has another end than its template."""
-    words = {word: i for i, word in enumerate(["?", "<eos>", "<|im_start|>", "<|im_end|>"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens([*words][1:])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, chat_template=CHATML)
-    assert setup_of(chat, environment="a.py:A").ends(fast, SimpleNamespace(tools=())) == more
 
 
 class Some:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
-from mindspeed_rl_plugin.prompts.ends import end_of_turn
+from mindspeed_rl_plugin.prompts.ends import end_of_turn, response_ends
 from mindspeed_rl_plugin.prompts.sources import Source
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -57,7 +57,7 @@ def test_what_is_rendered_is_what_transformers_renders(kind, name, adds, message
     try:
         wanted = chat_of(tokenizer, messages, ask=True)
     except TemplateError:
-        with pytest.raises(ValueError, match="line 1: the chat template refuses messages of the roles system user"):
+        with pytest.raises(ValueError, match="line 1: the chat template refuses these messages: no system role"):
             prompt_of(tokenizer, row)
         return
     assert list(prompt_of(tokenizer, row).tokens) == wanted
@@ -142,8 +142,11 @@ REFUSED = [
     ([{**USER, "content": None}], "message of role 'user' with the content 'None'"),
     ([{"role": "assistant", "content": None, "name": "n"}, USER], "role 'assistant' with the content 'None'"),
     ([{"role": None, "content": "x"}], "nor a list of messages with 'role' and 'content'"),
-    ([USER, {"role": "assistant", "content": "2"}], "'prompt' is the assistant's, '2', .* continue_final_message"),
-    ("1\ud800=", r"field 'prompt' holds half of a surrogate pair, '\\ud800', .* remove the row"),
+    (
+        [USER, {"role": "assistant", "content": "2"}],
+        "'prompt' is the assistant's, '2', .* continue_final",
+    ),
+    ("1\ud800=", r"holds half of a surrogate pair, '\\ud800', behind .*prompt.* remove the row"),
 ]
 
 
@@ -182,7 +185,10 @@ def test_a_template_that_drops_what_is_asked_is_said(capsys) -> None:
     prompt_of(tokenizer, {"prompt": "1+1="})
     assert "note: the chat template does not write all of a message, '1+1=' (x line 1" in capsys.readouterr().out
     prompt_of(make("words", "chatml"), {"prompt": "<|im_start|>user\n1+1="})
-    assert "a prompt holds the special token '<|im_start|>'; is it rendered already?" in capsys.readouterr().out
+    assert (
+        "a prompt that the chat template renders holds special tokens; is it rendered already?"
+        in capsys.readouterr().out
+    )
 
 
 def test_where_tokens_merge_the_loss_begins_with_the_merged_one(capsys) -> None:
@@ -199,4 +205,28 @@ def test_where_tokens_merge_the_loss_begins_with_the_merged_one(capsys) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_end_of_a_turn_is_the_templates(kind) -> None:
     assert {name: end_of_turn(make(kind, name)) for name in TEMPLATES} == ENDS
-    assert end_of_turn(make(kind, GLM)) is None
+    assert end_of_turn(make(kind, GLM)) is None and end_of_turn(make(kind, "{{ messages[1].x.y }}")) is None
+
+
+@pytest.mark.parametrize(
+    ("listed", "chat", "ends"),
+    [
+        (None, False, {EOS: "tokenizer"}),
+        (None, True, {EOS: "tokenizer", "<|im_end|>": "chat template"}),
+        (EOS, False, {EOS: "tokenizer, generation_config.json"}),
+        (["<|eot_id|>", "<|im_end|>"], True, {EOS: "tokenizer", "<|im_end|>": "chat template, generation_config.json"}),
+    ],
+)
+def test_whatever_ends_a_turn_ends_a_response(tmp_path: Path, listed, chat, ends) -> None:
+    tokenizer = make("words", "chatml")
+    id_of, vocab = tokenizer.convert_tokens_to_ids, len(tokenizer)
+    if listed:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": id_of(listed)}))
+        ends = ends | ({"<|eot_id|>": "generation_config.json"} if "<|eot_id|>" in listed else {})
+    found = response_ends(tokenizer, chat, str(tmp_path), vocab)
+    assert found == {id_of(token): source for token, source in ends.items()} and [*found][0] == id_of(EOS)
+    assert found.keys() <= response_ends(tokenizer, chat, None, vocab).keys() or listed
+    for wrong in (vocab, -1, "1"):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, wrong]}))
+        with pytest.raises(ValueError, match=f"eos_token_id {wrong!r} of .*/generation_config.json is no id below"):
+            response_ends(tokenizer, chat, str(tmp_path), vocab)

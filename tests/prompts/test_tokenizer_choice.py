@@ -6,32 +6,45 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_rl_plugin.prompts.tokenizer import (
-    check_vocabulary,
     chosen_tokenizer,
+    model_vocabulary,
     same_vocabulary,
     tokenizer_path,
     vocabulary,
 )
 
+HF = {"vocab_size": 478}
+
 
 @pytest.mark.parametrize(
-    ("attributes", "size", "named"),
+    ("sizes", "reference", "ids", "named"),
     [
-        ({"padded_vocab_size": 128}, 129, ("129 tokens", "128", "--rl-tokenizer")),
-        ({"padded_vocab_size": 256, "vocab_size": 200}, 201, ("201 tokens", "--vocab-size says 200")),
-        ({"padded_vocab_size": 128}, 128, None),
-        ({"padded_vocab_size": 128, "vocab_size": None}, 100, None),
-        ({}, 10**6, None),
+        ({"padded_vocab_size": 128}, None, 129, "129 ids, the padded model 128: .* correct --rl-tokenizer$"),
+        ({"padded_vocab_size": 256, "vocab_size": 200}, None, 201, "201 ids, --vocab-size 200: "),
+        ({"padded_vocab_size": 512}, HF, 479, "479 ids, --rl-hf-model 478: "),
+        (
+            {"padded_vocab_size": 512, "vocab_size": 478},
+            None,
+            97,
+            "97 ids, --vocab-size 478: .* --rl-smaller",
+        ),
+        ({"padded_vocab_size": 512}, HF, 97, "97 ids, --rl-hf-model 478: .*, or give --rl-smaller-tokenizer"),
+        ({"padded_vocab_size": 512}, None, 97, "97 ids, the padded model 512: .*, or give --rl-smaller-tokenizer"),
+        ({"padded_vocab_size": 128, "vocab_size": None}, None, 128, None),
+        ({"padded_vocab_size": 256}, None, 97, None),  # --make-vocab-size-divisible-by 128 under TP 2
+        ({"padded_vocab_size": 102400}, {"vocab_size": 102400}, 100015, None),  # DeepSeek's
+        ({}, None, 10**6, None),
     ],
 )
-def test_vocabulary(attributes, size, named):
-    args = SimpleNamespace(**attributes)
+def test_vocabulary(sizes, reference, ids, named):
+    args = SimpleNamespace(make_vocab_size_divisible_by=128, tensor_model_parallel_size=2, **sizes)
     if named is None:
-        check_vocabulary(args, size)
+        assert model_vocabulary(args, ids, reference) == (reference or {"vocab_size": ids})["vocab_size"]
         return
-    with pytest.raises(ValueError) as error:
-        check_vocabulary(args, size)
-    assert all(text in str(error.value) for text in named)
+    with pytest.raises(ValueError, match=named):
+        model_vocabulary(args, ids, reference)
+    if "smaller" in named:
+        assert model_vocabulary(args, ids, reference, smaller=True) == (478 if reference else 97)
 
 
 def test_flags_in_their_order():
