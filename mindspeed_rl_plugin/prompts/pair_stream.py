@@ -114,10 +114,9 @@ class PairRenderer(Renderer):
             self._note("the chat template writes no special token behind an answer, so no end is trained", where)
         if bare(said) not in bare(whole[len(before) :]):
             marked = self._rendered([*asked, {**answer, "content": SPOKEN}], where, ask=False)
-            appends = marked.startswith(before + SPOKEN)
-            whole = marked.replace(SPOKEN, said) if appends else whole
-            trained = "it is trained as the data has it" if appends else "what it leaves is trained"
-            self._note(f"the chat template does not write all of an answer, {said!r:.60}; {trained}", where)
+            whole = marked.replace(SPOKEN, said) if marked.startswith(before + SPOKEN) else whole
+            trained = whole[len(before) :]
+            self._note(f"the chat template drops some of an answer, {said!r:.60}; trained is {trained!r:.60}", where)
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError)  # what a chat template may raise
-
 HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 
 
@@ -116,14 +115,14 @@ class Renderer:
     def _messages(self, value: Any, key: str, source: Source, where: str) -> list[dict[str, Any]]:
         """Chat messages in one form, see `Renderer`."""
         where = f"{where}: field {key!r}"
-        if not value or not isinstance(value, list) or not all(map(_is_message, value)):
+        if not value or not isinstance(value, list) or not all(_has(m, "role") and "content" in m for m in value):
             raise ValueError(
                 f"{where} is neither a string nor a list of messages with 'role' and 'content', but {str(value)[:80]!r}"
             )
         messages = []
         for message in value:
             content, fields = message["content"], {k: v for k, v in message.items() if v is not None}
-            if isinstance(content, list) and all(map(_is_text, content)):
+            if isinstance(content, list) and all(_has(part, "text") and part.get("type") == "text" for part in content):
                 self._note("the parts of a message's content are joined", where)
                 content = "".join(part["text"] for part in content)
             silent = message["role"] == "assistant" and not fields.keys() <= {"role", "name"}
@@ -212,12 +211,9 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+def _has(value: Any, key: str) -> bool:
+    """Whether it is an object with a string in that field."""
+    return isinstance(value, dict) and isinstance(value.get(key), str)
 
 
 def _filled(value: Any) -> Any:

@@ -36,6 +36,8 @@ def test_from_its_files_through_rl_to_its_files(job, arithmetic, tmp_path, capsy
     torch.manual_seed(0)
     vocab = 1 + max(vocabulary(arithmetic / "tokenizer").values())
     logps = random_model(family, hf, vocab)
+    ends = {*range(0, vocab, 9)}
+    (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": [*ends]}))
     spread = any("experts" in field for field in FAMILIES[family])
     train = "tp1,ep2" if spread else "tp2"
     assert to_megatron.main(["--load", str(hf), "--out", str(ckpt), "--train", train]) == 0, capsys.readouterr()
@@ -48,6 +50,9 @@ def test_from_its_files_through_rl_to_its_files(job, arithmetic, tmp_path, capsy
     done = job(*options, *sequence, model=model).dumping().run(900)
     done.check_agreement(2, MOVED)
     rows = read_rollout(sorted((done.run_dir.parent / "dump").glob("*.parquet"))[0])
+    masks = (mask.bool() for mask in rows["loss_mask"].rows())
+    said = [tokens[mask].tolist() for tokens, mask in zip(rows["tokens"].rows(), masks, strict=True)]
+    assert not any(ends & {*tokens[:-1]} for tokens in said) and any(tokens[-1] in ends for tokens in said)
     worst = {name: 0.0 for name in ("logp_rollout", "logp_old")}
     for i, tokens in enumerate(rows["tokens"].rows()):
         mask = rows["loss_mask"].rows()[i].bool()

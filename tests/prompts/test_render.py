@@ -175,7 +175,7 @@ def test_what_a_template_drops_of_an_answer_is_trained_and_said(capsys) -> None:
     pair = pair_of(tokenizer, {"prompt": "1+1=", "chosen": "good</think>2", "rejected": "bad</think>3"})
     said = [tokenizer.decode(tokens) for tokens in (pair.prompt, pair.chosen, pair.rejected)]
     assert said == ["<s><｜User｜>1+1=<｜Assistant｜>", "good</think>2</s>", "bad</think>3</s>"]
-    assert "does not write all of an answer, 'good</think>2'; it is trained as the data" in capsys.readouterr().out
+    assert "drops some of an answer, 'good</think>2'; trained is 'good</think>2</s>' (x" in capsys.readouterr().out
     pair_of(make("words", GLM), {"prompt": "1", "chosen": "2", "rejected": "3"})
     assert "writes no special token behind an answer, so no end is trained" in capsys.readouterr().out
 
