@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -36,6 +37,7 @@ REFUSED = bytes(NONCE)  # in the place of a server's proof: the client has not s
 CONNECT_SECONDS = 20.0
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, and how many without answer
 PATIENCE = 120.0  # seconds for an answer beside the request's own deadline, on the busiest machine
+ALIVE_SECONDS = 10.0  # without an answer, until it is asked whether the other side lives at all
 
 
 class Process(NamedTuple):
@@ -45,6 +47,10 @@ class Process(NamedTuple):
     rank: int
     node: str
     secret: bytes
+
+
+class Silent(ConnectionError):
+    """Something takes a connection, and does not answer."""
 
 
 class Oversized(ValueError):
@@ -88,6 +94,12 @@ class Stream:
         data = bytearray(nbytes)
         self._fill(memoryview(data))
         return data
+
+    def ready(self, seconds: float) -> bool:
+        """Whether something comes within so many seconds, the end too."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(1000 * max(seconds, 0.0)))
 
     def ended(self) -> bool:
         """Whether the other side has closed it, as far as that can be seen before what it sent is read."""
@@ -166,14 +178,15 @@ def connect(address: Address, me: Process, *, watch: bool = False, patience: flo
         if not hmac.compare_digest(shown, proof(secret, b"server", mine + theirs)):
             what = "refuses this process: it has another secret" if shown == REFUSED else "does not know this secret"
             raise PermissionError(f"the job at {address} {what}")
-        stream.send(Hello(me.name, me.rank, watch))
+        stream.send(Hello(me.name, me.rank, watch, me.node))
         stream.socket.settimeout(None)
         return stream
     except (EOFError, OSError) as error:
         stream.close()
         if isinstance(error, PermissionError):
             raise
-        raise ConnectionError(f"no job answers at {address}: {error}") from error
+        kind = Silent if isinstance(error, TimeoutError) else ConnectionError
+        raise kind(f"no job answers at {address}: {error}") from error
 
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[Stream, Hello]:
@@ -209,23 +222,34 @@ class Closed(ConnectionError):
 
 
 def ask(
-    stream: Stream, address: Address, message: Message, bulk: np.ndarray | None = None, patience: float = PATIENCE
+    stream: Stream,
+    address: Address,
+    message: Message,
+    bulk: np.ndarray | None = None,
+    patience: float = PATIENCE,
+    alive: Callable[[], object] | None = None,
 ) -> tuple[Message, np.ndarray | None]:
     """Send a request and wait for its answer and the bulk of it. patience: seconds beside the request's own deadline
-    in which nothing may come.
+    in which nothing may come; alive: called each ALIVE_SECONDS without an answer, raises where there will be none.
 
     Raises TimeoutError when no answer comes, `Closed` when the other side has left, `Lost` when it is gone, and
     ConnectionError when it stops; a late answer would be taken for that of the next request then.
     """
     kind, begin = type(message).__name__, time.monotonic()
-    stream.socket.settimeout(getattr(message, "deadline", 0.0) + patience)
+    end = begin + getattr(message, "deadline", 0.0) + patience
+    stream.socket.settimeout(end - begin)
     try:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # what it said before shows now
             stream.send(message, () if bulk is None else (bulk,))
+        while alive and (left := end - time.monotonic()) > 0 and not stream.ready(min(left, ALIVE_SECONDS)):
+            alive()
+            stream.socket.settimeout(max(end - time.monotonic(), 0.001))
         answer, got = stream.receive()
     except TimeoutError as error:
         spent = time.monotonic() - begin
         raise TimeoutError(f"{address} gave no answer to {kind} for {spent:.0f} s") from error
+    except Silent:
+        raise
     except (EOFError, OSError) as error:
         raise Lost(f"lost the dock at {address} during {kind}: {error}") from error
     if isinstance(answer, Bye):

@@ -1,8 +1,9 @@
 """Once a machine: of the processes there that want the same bytes under a version, one reads them, and all map them.
 
 The one is whoever first binds the abstract Unix socket that stands for the key; the others ask it. The name goes with
-its process, whatever ends that, and the next one that asks takes its place. A buffer is not written while a process
-uses it: each uses what it asked for last, until it asks for another version or ends.
+its process, whatever ends that, and the next one that asks takes its place. One that lives and gives no sign of it is
+passed over: who notices that goes on under the next name, with buffers of its own. A buffer is not written while a
+process uses it: each uses what it asked for last, until it asks for another version or ends.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import numpy as np
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.core import Answer
 from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
-from mindspeed_rl_plugin.dock.rpc import Process, Stream, ask, connect
+from mindspeed_rl_plugin.dock.rpc import ALIVE_SECONDS, Process, Silent, Stream, ask, connect
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.sources import LEAST_SECONDS, Maps
 from mindspeed_rl_plugin.dock.versions import Gone, check_memory
+from mindspeed_rl_plugin.environment import say
 
 RETRY_SECONDS = 0.05  # until it is tried again to take the place of a process that has just ended
 
@@ -110,8 +112,8 @@ class Shared:
 
     def __init__(self, me: Process, key: str, nbytes: int, fill: Fill) -> None:
         self._me = me._replace(name=f"{me.name} {secrets.token_hex(4)}", rank=-1)
-        name = hmac.new(me.secret, f"{me.node} {key}".encode(), "blake2b").hexdigest()[:32]
-        self._address = m.Address(me.node, f"rl-staging-{name}", rank=-1)
+        self._key, self._passed = key, -1  # processes that hang, which were passed over
+        self._next_name()
         self._nbytes, self._fill = nbytes, fill
         self._reader: _Reader | None = None
         self._server: Server | None = None
@@ -124,14 +126,20 @@ class Shared:
         until = time.monotonic() + seconds
         while True:
             left = until - time.monotonic()
-            if self._reader is None and self._stream is None:
-                self._find(left)
+            try:
+                if self._reader is None and self._stream is None:
+                    self._find(left)
+                if self._reader is None and (got := self._asked(version, left)) is not None:
+                    return got
+            except Silent:
+                self._next_name()
+                say(
+                    "warning: the process that reads weights for this machine gives no sign of life for "
+                    f"{ALIVE_SECONDS:g} s: another one reads them now, in memory of its own. If it hangs, end it"
+                )
             if self._reader is not None:
-                buffer, read = self._reader.give(self._me.name, version, left)
+                buffer, read = self._reader.give(self._me.name, version, until - time.monotonic())
                 return buffer.memory, buffer.about, read
-            got = self._asked(version, left)
-            if got is not None:
-                return got
 
     def close(self) -> None:
         """Hand it back. Where this process was the one that reads, another takes its place. Idempotent."""
@@ -143,6 +151,20 @@ class Shared:
         self._stream = self._server = self._reader = None
         self._maps = Maps()
 
+    def _next_name(self) -> None:
+        self._passed += 1
+        text = f"{self._me.node} {self._key} {self._passed}".encode()
+        name = hmac.new(self._me.secret, text, "blake2b").hexdigest()[:32]
+        self._address = m.Address(self._me.node, f"rl-staging-{name}", rank=-1)
+
+    def _alive(self) -> None:
+        """Raises `Silent`. An end shows in the connection that there is."""
+        try:
+            connect(self._address, self._me, patience=ALIVE_SECONDS).close()
+        except ConnectionError as error:
+            if isinstance(error, Silent):
+                raise
+
     def _find(self, seconds: float) -> None:
         """Become the one that reads, or connect to it."""
         reader = _Reader(self._nbytes, self._fill)
@@ -152,9 +174,10 @@ class Shared:
             self._reader, self._server = reader, server
             return
         try:
-            self._stream = connect(self._address, self._me, patience=max(seconds, LEAST_SECONDS))
-        except ConnectionError:  # it has ended since
-            if seconds <= 0:
+            patience = max(min(seconds, ALIVE_SECONDS), LEAST_SECONDS)
+            self._stream = connect(self._address, self._me, patience=patience)
+        except ConnectionError as error:  # it has ended since
+            if isinstance(error, Silent) or seconds <= 0:
                 raise
             time.sleep(RETRY_SECONDS)
 
@@ -164,11 +187,12 @@ class Shared:
             return None
         try:
             message = m.Seek(version, max(seconds - LEAST_SECONDS, 0.0))
-            answer, _ = ask(self._stream, self._address, message, patience=max(seconds, LEAST_SECONDS))
+            patience = max(seconds, LEAST_SECONDS)
+            answer, _ = ask(self._stream, self._address, message, patience=patience, alive=self._alive)
         except (TimeoutError, ConnectionError) as error:
             self._stream.close()
             self._stream, self._maps = None, Maps()  # the memory of one that is gone goes with the last who maps it
-            if isinstance(error, TimeoutError) or seconds <= 0:
+            if isinstance(error, (TimeoutError, Silent)) or seconds <= 0:
                 raise
             return None
         if isinstance(answer, m.Missed):

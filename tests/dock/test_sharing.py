@@ -131,10 +131,33 @@ def test_a_reader_that_is_killed_holds_nobody_up(machine, hanging) -> None:
     assert (memory == 1).all() and read == NBYTES
 
 
-def test_a_reader_that_hangs_ends_the_wait_at_the_deadline(machine, hanging) -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_a_reader_that_is_stopped_is_passed_over(machine, hanging, monkeypatch, capfd, before: bool) -> None:
+    """The whole process, and not its main thread: one that asks it already, and one that comes later. One of the
+    others reads for all of them; what the first one does when it wakes changes nothing of theirs."""
+    for module in ("rpc", "sharing"):
+        monkeypatch.setattr(f"mindspeed_rl_plugin.dock.{module}.ALIVE_SECONDS", 0.5)
+    others, begin = [machine.process() for _ in range(3)], time.monotonic()
+    if before:
+        os.kill(hanging.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(3) as pool:
+        waits = [pool.submit(other.get, 1, 30) for other in others]
+        threading.Event().wait(1.2)
+        assert before or not any(wait.done() for wait in waits), "one that reads for long is not passed over"
+        os.kill(hanging.pid, signal.SIGSTOP)
+        got = [wait.result(timeout=15) for wait in waits]
+    assert time.monotonic() - begin < 10
+    assert sorted(read for *_, read in got) == [0, 0, NBYTES] and machine.read == [1]
+    assert capfd.readouterr().out.count("gives no sign of life for 0.5 s: another one reads them now") == 3
+    os.kill(hanging.pid, signal.SIGCONT)
+    assert all((memory == 1).all() for memory, *_ in got)
+    assert all((other.get(2, 20)[0] == 2).all() for other in others) and machine.read == [1, 2]
+
+
+def test_a_stopped_reader_does_not_outlast_the_deadline(machine, hanging) -> None:
     os.kill(hanging.pid, signal.SIGSTOP)
-    begin = time.monotonic()
-    with pytest.raises((TimeoutError, ConnectionError)):
+    machine.error, begin = TimeoutError("late"), time.monotonic()
+    with pytest.raises(TimeoutError):
         machine.process().get(1, 1.0)
     assert time.monotonic() - begin < 3
 

@@ -19,14 +19,7 @@ def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang():
-    """Until there is the file that is named."""
-    print("the engine hangs", flush=True)
-    while not os.path.exists(os.environ["WAKE"]):
-        time.sleep(0.1)
-
-
-def dying(owner, name, number, before=True, only=lambda *args: True, die=die):
+def dying(owner, name, number, before=True, only=lambda *args: True):
     """The number-th call of a method is the end, before or after it is made."""
     original, calls = getattr(owner, name), []
 
@@ -74,7 +67,6 @@ MOMENTS = {
     "between lease and submit": leased,
     "between put and commit": lambda: dying(Calls, "ask_warehouse", 2, only=lambda index, m, *_: isinstance(m, Put)),
     "with new weights half written": lambda: dying(Puller, "apply", 2),
-    "hangs in mid-decode": lambda: dying(VllmEngine, "_step", 4, before=False, die=hang),
     "never": lambda: None,
     "never, but slow": slow,
 }

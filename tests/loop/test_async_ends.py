@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -68,26 +70,30 @@ def test_a_job_goes_on_with_graders_that_are_killed_and_hang(job, nothing_left, 
 
 
 @pytest.mark.slow
-def test_the_rows_of_an_engine_that_hangs_go_to_another(job, joined, nothing_left, monkeypatch, tmp_path) -> None:
-    """Its connections stay. When it wakes up, what it still does harms nobody."""
-    monkeypatch.setenv("WAKE", str(tmp_path / "wake"))
-    flags = ("--train-iters", "6", *ASYNC, "--rl-generators", "0", "--rl-wait-timeout", "40")
-    running = job(*flags, ranks=1).dumping()
+def test_the_rows_of_an_engine_that_hangs_go_to_another(job, joined, nothing_left) -> None:
+    """The whole process, and the first of its machine, which reads weights for the other; its connections stay. When it
+    wakes up, what it still does harms nobody."""
+    running = job("--train-iters", "150", *ASYNC, "--rl-generators", "0", "--rl-wait-timeout", "40", ranks=1).dumping()
     running.start()
     engines = joined(running)
-    hanging = engines.join("hangs in mid-decode")
-    while "the engine hangs" not in engines.said():
-        assert hanging.poll() is None, engines.said()[-3000:]
-        time.sleep(0.05)
+
+    def until(what) -> None:
+        while not what():
+            assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:] + engines.said()[-3000:]
+            time.sleep(0.05)
+
+    first = engines.join()
+    until(lambda: list((running.save / "dump").glob("*.parquet")))
     engines.join()
+    until(lambda: "engines at work: 2" in running.log_file(0).read_text())
+    os.kill(first.pid, signal.SIGSTOP)
     given = "no report for 20 s (half of --rl-wait-timeout) from joined engine, process "
-    while given not in running.log_file(0).read_text():
-        assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
-        time.sleep(0.05)
-    (tmp_path / "wake").touch()
-    result = running.wait(120)
+    until(lambda: given in running.log_file(0).read_text())
+    until(lambda: "another one reads them now" in engines.said())
+    os.kill(first.pid, signal.SIGCONT)
+    result = running.wait(200)
     assert result.code == 0, result.log[-4000:] + engines.said()[-3000:]
-    assert running.trained() == [(e, g, m) for e in range(6) for g in range(4) for m in range(4)]
+    assert running.trained() == [(e, g, m) for e in range(150) for g in range(4) for m in range(4)]
     assert all(engine.wait(60) == 0 for engine in engines.engines), engines.said()[-3000:]
     nothing_left()
 
