@@ -1,11 +1,14 @@
 """What the first trainer keeps for engines that are no ranks of it: a file with the secret, and processes that bring
-those to work which Ray runs, and servers of the user's."""
+those to work which Ray runs, and servers of the user's. A server that fails costs the time of its rows, as an engine
+does that joined: it is tried again until nobody has generated for --rl-wait-timeout."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,10 @@ from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.server_api import Server, problems
-from mindspeed_rl_plugin.environment import environment_apart, launch_env
+from mindspeed_rl_plugin.environment import environment_apart, launch_env, say
 
 END_SECONDS = 30.0  # for Ray to end its tasks, and for servers to be left
+AGAIN_SECONDS = 5.0  # until a server that failed is tried again
 AT_URL = (sys.executable, "-m", "mindspeed_rl_plugin", "generate", "--engine-url")
 ON_RAY = (sys.executable, "-m", "mindspeed_rl_plugin.generators.on_ray")
 
@@ -61,6 +65,39 @@ def check_servers(config: RLConfig, model: Mapping[str, Any], dtype: str) -> Ite
             yield from (f"--rl-engine-url {url}: {why}" for why in problems(served, job, bool(config.rollout.stop)))
 
 
+@dataclass
+class _Kept:
+    """A process that brings engines to work. without: said where it has failed; again: whether it is started again
+    then; due: when, 0 while it runs; said: of its last end."""
+
+    without: str
+    log: Path
+    command: Sequence[str]
+    again: bool
+    due: float = 0.0
+    said: str = ""
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            how = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment_apart(), "start_new_session": True}
+            self.process, self.due = subprocess.Popen(self.command, **how), 0.0
+
+    def look(self) -> None:
+        """Start it again where it has ended. Raises RuntimeError where that is not to be."""
+        if self.process.poll() is None or time.monotonic() < self.due:
+            return
+        if self.due:
+            self.start()
+            return
+        lines = self.log.read_text(errors="replace").strip().splitlines()[-1 if self.again else -3 :]
+        before, self.said = self.said, f"{self.without} ({self.log}): {' | '.join(lines)}"
+        if not self.again:
+            raise RuntimeError(self.said)
+        if self.said != before:
+            say(f"warning: {self.said}; its rows are given out again, and it is tried again until it answers")
+        self.due = time.monotonic() + AGAIN_SECONDS
+
+
 class Guests:
     """On the leader. secret_file: with which engines join until `close`; ended: called when the job has ended well;
     ray: engines that Ray is to run; urls: of servers that generate; folder: of the run."""
@@ -76,23 +113,25 @@ class Guests:
     ) -> None:
         self.secret_file, self.ended, self._folder = secret_file, ended, folder
         self._join = ["--join", address, "--secret-file", str(secret_file)]
-        self._watched: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
+        self._kept: list[_Kept] = []
         if ray is not None:
-            self._start("Ray runs no engines any more", "engines-on-ray", _ray(ray))
+            self._start("Ray runs no engines any more", "engines-on-ray", _ray(ray), again=False)
         for number, url in enumerate(urls):
-            self._start(f"the server at {url} generates no more", f"engine-at-url-{number}", [*AT_URL, url])
+            self._start(f"the server at {url} generates no more", f"engine-at-url-{number}", [*AT_URL, url], again=True)
 
     def check(self) -> None:
-        """Raise RuntimeError where engines are gone that are this job's own."""
-        for without, log, process in self._watched:
-            if process.poll() is not None:
-                said = log.read_text(errors="replace").strip().splitlines()[-3:]
-                raise RuntimeError(f"{without} ({log}): {' | '.join(said)}")
+        """To be called now and then. Raise RuntimeError where Ray runs no engines any more."""
+        for one in self._kept:
+            one.look()
+
+    def text(self) -> str:
+        """Which servers have failed, for an error."""
+        return "".join(f"; {one.said}" for one in self._kept if one.said)
 
     def close(self) -> None:
         """Nobody can join any more. Idempotent."""
         self.secret_file.unlink(missing_ok=True)
-        running = [process for _, _, process in self._watched if process.poll() is None]
+        running = [one.process for one in self._kept if one.process.poll() is None]
         for process in running:
             process.terminate()
         for process in running:
@@ -101,15 +140,6 @@ class Guests:
             except subprocess.TimeoutExpired:
                 process.kill()
 
-    def _start(self, without: str, name: str, command: Sequence[str]) -> None:
-        """without: said where the process fails."""
-        path = self._folder / f"{name}.log"
-        with path.open("ab") as log:
-            process = subprocess.Popen(
-                [*command, *self._join],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment_apart(),
-                start_new_session=True,
-            )
-        self._watched.append((without, path, process))
+    def _start(self, without: str, name: str, command: Sequence[str], again: bool) -> None:
+        self._kept.append(_Kept(without, self._folder / f"{name}.log", [*command, *self._join], again))
+        self._kept[-1].start()

@@ -99,12 +99,45 @@ def test_the_server_hears_of_its_client_until_it_has_another_one(weights):
         weights.pull(4)
 
 
-def test_a_job_hears_why_its_server_is_gone(tmp_path, monkeypatch):
-    words = "import sys; print('[rl] generate: no server answers'); sys.exit(1)"
-    monkeypatch.setattr(guests, "AT_URL", (sys.executable, "-c", words))
+# A process that brings a server to work, and fails the first times it is started.
+FAILS = """
+import sys, time
+with open({mark!r}, "a+") as file:
+    file.write("x")
+    file.seek(0)
+    tries = len(file.read())
+if tries <= 3:
+    print("[rl] generate: " + ("no server answers" if tries < 3 else "it serves another model"))
+    sys.exit(1)
+time.sleep(100)
+"""
+
+
+def test_a_server_that_fails_is_tried_again(tmp_path, monkeypatch, capsys):
+    """Each new reason is said once; the error of a job that nobody generates for has the last one."""
+    monkeypatch.setattr(guests, "AT_URL", (sys.executable, "-c", FAILS.format(mark=str(tmp_path / "tries"))))
+    monkeypatch.setattr(guests, "AGAIN_SECONDS", 0.01)
     kept = Guests("h:1", tmp_path / "secret", lambda: None, None, ["http://a:1"], tmp_path)
     end = time.monotonic() + 30
-    with pytest.raises(RuntimeError, match=r"the server at http://a:1 generates no more .*no server answers"):
+    while not (tries := tmp_path / "tries").exists() or len(tries.read_text()) < 4:
+        assert time.monotonic() < end
+        kept.check()
+        time.sleep(0.02)
+    kept.check()
+    assert kept._kept[0].process.poll() is None
+    assert kept.text().startswith("; the server at http://a:1 generates no more (")
+    assert kept.text().endswith("engine-at-url-0.log): [rl] generate: it serves another model")
+    said = capsys.readouterr().out
+    assert said.count("its rows are given out again, and it is tried again until it answers") == 2, said
+    kept.close()
+
+
+def test_a_job_ends_where_ray_runs_no_engines_any_more(tmp_path, monkeypatch):
+    words = "import sys; print('[rl] engine 0 given up'); sys.exit(1)"
+    monkeypatch.setattr(guests, "_ray", lambda wanted: [sys.executable, "-c", words])
+    kept = Guests("h:1", tmp_path / "secret", lambda: None, object(), [], tmp_path)
+    end = time.monotonic() + 30
+    with pytest.raises(RuntimeError, match=r"Ray runs no engines any more .*engine 0 given up"):
         while time.monotonic() < end:
             kept.check()
             time.sleep(0.02)

@@ -43,9 +43,18 @@ CONFIG = {
 
 @dataclass
 class Serving:
-    process: subprocess.Popen
+    command: list[str]
     url: str
     log: Path
+
+    def start(self) -> None:
+        """And wait until it answers."""
+        more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+        more |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        with self.log.open("a") as file:
+            how = {"stdout": file, "stderr": subprocess.STDOUT, "env": os.environ | more, "start_new_session": True}
+            self.process = subprocess.Popen(self.command, **how)
+        wait_for(self)
 
     def stop(self) -> None:
         for how in (signal.SIGTERM, signal.SIGKILL):
@@ -69,16 +78,9 @@ def server(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory, free_port
     command += ["--max-model-len", "24", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
     command += ["--worker-extension-cls", EXTENSION, "--host", "127.0.0.1", "--port", port]
     command += ["--kv-cache-memory-bytes", str(50 << 20), "--enforce-eager"]
-    more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    more |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    log = folder / "server.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | more, start_new_session=True
-        )
-    serving = Serving(process, f"http://127.0.0.1:{port}", log)
+    serving = Serving(command, f"http://127.0.0.1:{port}", folder / "server.log")
     try:
-        wait_for(serving)
+        serving.start()
         yield serving
     finally:
         serving.stop()
@@ -149,10 +151,11 @@ def test_a_server_samples_the_turns_of_episodes(job, server, nothing_left) -> No
 
 
 @pytest.mark.slow
-def test_a_job_holds_its_server_and_says_so_when_it_dies(job, server, nothing_left) -> None:
-    """A second job, and a second engine of the same one, are refused; the first goes on. The last test of the
-    server."""
-    running = job(*flags(server, 1, 1000), ranks=1).dumping()
+@pytest.mark.timeout(600)
+def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server, nothing_left) -> None:
+    """A second job, and a second engine of the same one, are refused; the first goes on. It does when the server is
+    there again, too, and ends where it stays away. The last test of the server."""
+    running = job(*flags(server, 1, 1000), "--rl-wait-timeout", "60", ranks=1).dumping()
     running.start()
 
     def rollouts(wanted: int) -> None:
@@ -172,10 +175,17 @@ def test_a_job_holds_its_server_and_says_so_when_it_dies(job, server, nothing_le
     same = subprocess.run([*engine, "--engine-url", server.url], env=env, capture_output=True, text=True, timeout=120)
     assert same.returncode == 1 and held in same.stderr, same.stderr
     rollouts(len(list((running.save / "dump").glob("*.parquet"))) + 2)
+    gone = f"the server at {server.url} generates no more"
     os.killpg(server.process.pid, signal.SIGKILL)
-    result = running.wait(60)
+    while f"[rl] warning: {gone}" not in running.log_file(0).read_text():
+        assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
+        time.sleep(0.05)
+    server.start()
+    rollouts(len(list((running.save / "dump").glob("*.parquet"))) + 2)
+    os.killpg(server.process.pid, signal.SIGKILL)
+    result = running.wait(120)
     assert result.code != 0
-    assert f"the server at {server.url} generates no more" in result.log and "no server answers" in result.log
+    assert re.search(f"none was for 60 s .*; engines at work: 0; {gone} .*no server answers", result.log)
     nothing_left()
 
 

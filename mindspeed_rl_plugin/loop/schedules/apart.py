@@ -77,7 +77,7 @@ class AsyncSchedule(RolloutSchedule):
         exchange = job.dock.exchange
         reclaim = None if strict else partial(exchange.reclaim, generate.SPEC.name)
         self._engines = Engines(exchange.reports, reclaim, job.ranks.deadline)
-        self._wait = GradeWait(job.ranks, stages.reward, self.grader, self._look_at_engines, self._engines.text)
+        self._wait = GradeWait(job.ranks, stages.reward, self.grader, self._look_at_engines, self._who_generates)
         self._collected = time.monotonic()  # when the last rollout was ready
         self._starved = 0.0  # seconds since then without rows to train on
 
@@ -233,10 +233,14 @@ class AsyncSchedule(RolloutSchedule):
             self.job.monitor.log_apart(name, what, start, end)
 
     def _look_at_engines(self) -> None:
-        """Who generates; raises where engines are gone that are this job's own."""
+        """Who generates; raises where there will be no engines any more."""
         if self.guests is not None:
             self.guests.check()
         self._engines.look()
+
+    def _who_generates(self) -> str:
+        """For an error."""
+        return self._engines.text() + (self.guests.text() if self.guests is not None else "")
 
     @property
     def _evaluating(self) -> list[int]:
