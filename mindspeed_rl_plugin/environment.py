@@ -13,7 +13,7 @@ from pathlib import Path
 
 SPEAK_SECONDS = 20.0  # that other ranks of a machine leave to the first one's message and the launcher
 FLUSH_SECONDS = 1.0
-_PART = "MINDSPEED_RL_PART"
+_PART, _START = "MINDSPEED_RL_PART", "MINDSPEED_RL_START"
 _before_log: list[str] = []
 _log: list[str | os.PathLike[str]] = []
 
@@ -49,9 +49,23 @@ def is_part() -> bool:
     return _PART in os.environ
 
 
-def attempt() -> str:
-    """Which start of the job by its launcher this is."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+def may_restart() -> bool:
+    """Whether the launcher may start its ranks again, which find its store as the last ones left it."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+
+
+def launcher_store() -> tuple[str, int, str]:
+    """Host and port of the launcher's store, and the name of this start of the job in it: "" before `begin_start`."""
+    name, _, port = os.environ.get(_START, "").partition(" ")
+    host, current = master_address()
+    return host, int(port or current), name
+
+
+def begin_start(name: str, port: int) -> None:
+    """From now on MASTER_PORT is that of a store of this start alone, on the same host."""
+    os.environ[_START] = f"{name} {launcher_store()[1]}"
+    os.environ["MASTER_PORT"] = str(port)
 
 
 def launcher() -> int | None:
@@ -67,7 +81,7 @@ def launcher() -> int | None:
 
 def environment_apart() -> dict[str, str]:
     """For a process that is no rank of this job's launcher."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", _PART)
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", _PART, _START)
     ours = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
     return {k: v for k, v in os.environ.items() if k not in ranks and not k.startswith(ours)}
 

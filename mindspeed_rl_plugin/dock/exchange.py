@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.dock import messages as m
@@ -36,6 +36,10 @@ class Exchange:
         """Memory of this rank for so many versions of so many bytes, which others read. In the place of what it offered
         before."""
         return self._of_job("offer versions of its weights").offer(nbytes, versions)
+
+    def expect(self, ranks: Iterable[int]) -> None:
+        """Other ranks of the launcher, which are to be `joining.linked` within a heartbeat; on the leader."""
+        self._of_job("expect other ranks").watch.expect(ranks)
 
     def announce(self, version: int) -> None:
         """Say, on the leader, that weights of `version` can be had."""

@@ -26,11 +26,8 @@ from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.storage import Warehouse
 from mindspeed_rl_plugin.dock.versions import Versions
-from mindspeed_rl_plugin.dock.watch import Watch
+from mindspeed_rl_plugin.dock.watch import HEARTBEAT, Watch, heartbeat_of
 from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
-
-HEARTBEATS = 10  # of which ranks wait for each other
-HEARTBEAT = 30.0  # seconds, at least: one that is only busy is not given up
 
 
 def make_docks(
@@ -54,8 +51,8 @@ def make_docks(
     """
     job, host = Peers() if group is None else GroupPeers(group), own_address()
     check_addresses(job.gather((machine(), host)))
-    heartbeat = max(HEARTBEAT, deadline / HEARTBEATS)
-    member = Member(columns, states, job, host=host, limits=limits, owners=owners, heartbeat=heartbeat)
+    more = {"limits": limits, "owners": owners, "heartbeat": heartbeat_of(deadline)}
+    member = Member(columns, states, job, host=host, **more)
     every = [make_peers(job, division, group, deadline) for division in divisions]
     return [member.dock(peers=peers, deadline=deadline) for peers in every]
 
@@ -89,9 +86,9 @@ class Member:
         self.me = Process(f"rank {rank}", rank, nodes[rank], secret)
         self._leads = [nodes.index(name) for name in machines]
         self._held_by = {s.name: controller_rank(i, len(states), len(nodes)) for i, s in enumerate(states)}
-        self._watch = Watch(rank, nodes, heartbeat, end) if many else None
+        self.watch = Watch(rank, heartbeat, end)
         self.core = self._core(limits or Limits())
-        self.server = Server(self.core, self.me, self._watch)
+        self.server = Server(self.core, self.me, self.watch)
         self.directory = self.core.directory = Directory(list(columns), list(states), [], {}, [])
         here = self.server.start(host if len(machines) > 1 else "") if many else Address(nodes[rank], "", rank=rank)
         self._publish(here)
@@ -138,7 +135,7 @@ class Member:
         """The interpreter ends: in order, or the others would stop for this rank, unless it is by an error. Who is
         interrupted leaves in order too: each rank has a signal of its own, and a line to say."""
         failed = isinstance(getattr(sys, "last_value", None), Exception)
-        self._close(Stopped(self.me.rank, "ended by an error") if failed else Bye())
+        self._close(Stopped(self.me.rank, "ended by an error", self.me.node) if failed else Bye())
 
     def _close(self, last: Message) -> None:
         if self._closed:
@@ -185,8 +182,8 @@ class Member:
         self.core.tell = tell
 
     def _lost(self, address: Address, why: str) -> None:
-        if self._watch is not None and not self._closed:
-            self._watch.stop(address.rank, why)
+        if not self._closed:
+            self.watch.stop(address.rank, why, address.node)
 
 
 def contiguous(machines: int, epoch: int, groups: int) -> np.ndarray:

@@ -6,13 +6,16 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.gate import OUTSIDE
-from mindspeed_rl_plugin.dock.messages import Address, Failed, Join
-from mindspeed_rl_plugin.dock.rpc import Process, ask, connect
+from mindspeed_rl_plugin.dock.messages import Address, Bye, Failed, Join, Message, Stopped
+from mindspeed_rl_plugin.dock.rpc import Process, ask, connect, thread
+from mindspeed_rl_plugin.dock.server import Server
+from mindspeed_rl_plugin.dock.watch import Watch
 from mindspeed_rl_plugin.environment import master_address
 from mindspeed_rl_plugin.invitation import PRINTED, parse_address, read_secret
 
@@ -81,6 +84,26 @@ def join(
     here = [i for i, place in enumerate(directory.warehouses) if place.node == me.node]
     calls = Calls(directory, me, warehouse=here[0] if here else None, lease_seconds=lease_seconds)
     return Declared(directory.columns, directory.states), calls
+
+
+@contextmanager
+def linked(
+    address: str, secret: bytes, rank: int, heartbeat: float, end: Callable[[int], object] = os._exit
+) -> Iterator[None]:
+    """Meanwhile this process, which is outside of the dock and a rank of the job's launcher, ends when another rank is
+    gone, and the others when this one is. rank: behind those of the dock; heartbeat, end: as of `Watch`."""
+    _, calls = join(address, secret, lease_seconds=heartbeat)
+    server = Server(None, calls.me._replace(name=f"rank {rank}", rank=rank), Watch(rank, heartbeat, end))
+    server.link(calls.directory.ranks[0])
+    thread(server.tick)
+    last: Message = Bye()
+    try:
+        yield
+    except Exception:
+        last = Stopped(rank, "ended by an error", server.me.node)
+        raise
+    finally:
+        server.close(last)
 
 
 def _address(address: str, node: str) -> Address:

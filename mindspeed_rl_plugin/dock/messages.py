@@ -258,11 +258,13 @@ class Take(Message):
 
 
 class Hello(Message):
-    """First message of a connection. rank: of the job, -1 outside of it; watch: each side stops when the other ends."""
+    """First message of a connection. rank: of the job, -1 outside of it; watch: each side stops when the other ends;
+    node: the sender's machine."""
 
     name: str
     rank: int
     watch: bool = False
+    node: str = ""
 
 
 class Record(Message):
@@ -288,10 +290,11 @@ class Bye(Message):
 
 
 class Stopped(Message):
-    """The sender stops because of a rank."""
+    """The sender stops because of a rank. node: that one's machine."""
 
     rank: int
     why: str
+    node: str = ""
 
 
 class Join(Message):

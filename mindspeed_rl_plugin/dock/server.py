@@ -41,7 +41,7 @@ class Server:
             self._listen(socket.AF_UNIX, "\0" + address.unix)
             self.address = address
             if self.watch is not None:
-                thread(self._tick)
+                thread(self.tick)
         if host and not self.address.port:
             listener = self._listen(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
             self.address = self.address._replace(host=host, port=listener.getsockname()[1])
@@ -49,7 +49,7 @@ class Server:
 
     def link(self, address: m.Address) -> Link:
         """A connection to another rank's server that stands as long as both."""
-        link = Link(connect(address, self.me, watch=True).socket, address.rank)
+        link = Link(connect(address, self.me, watch=True).socket, address.rank, address.node)
         self._streams[link] = f"rank {address.rank}"
         self.watch.add(link)
         thread(self._converse, link, f"rank {address.rank}")
@@ -92,7 +92,7 @@ class Server:
         try:
             stream, hello = admit(connection, self.me.secret)
             if hello.watch and hello.rank >= 0 and self.watch is not None:
-                stream = Link(connection, hello.rank)
+                stream = Link(connection, hello.rank, hello.node)
                 self.watch.add(stream)
         except (OSError, EOFError, FrameError) as error:
             refused = "malformed" if isinstance(error, FrameError) else "stranger"
@@ -155,8 +155,9 @@ class Server:
         elif isinstance(message, m.Bye):
             self.watch.remove(link)
         elif isinstance(message, m.Stopped):
-            self.watch.stop(message.rank, message.why)
+            self.watch.stop(message.rank, message.why, message.node)
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """Give signs of life, and look for those of others, until it is closed."""
         while not self._closed.wait(self.watch.pause()):
             self.watch.tick()

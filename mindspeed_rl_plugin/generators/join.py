@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl_plugin.environment import launch_env, master_address, say
+from mindspeed_rl_plugin.environment import launch_env, say
 from mindspeed_rl_plugin.invitation import parse_address, read_secret
 from mindspeed_rl_plugin.processes import attend
 
@@ -63,13 +63,12 @@ def _generate(options: argparse.Namespace, leaving: threading.Event) -> None:
 
     from mindspeed_rl_plugin.generators.at_url import serve_at
     from mindspeed_rl_plugin.generators.engine import serve
-    from mindspeed_rl_plugin.generators.ranks import init_group
+    from mindspeed_rl_plugin.generators.ranks import begin, init_group, store
 
-    store = None
-    if launch_env()["world_size"] > 1:
-        store = dist.TCPStore(*master_address(), is_master=False, wait_for_workers=False)
+    begin()
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
-    init_group(store or dist.HashStore(), datetime.timedelta(seconds=options.timeout))
+    keys = store() if launch_env()["world_size"] > 1 else dist.HashStore()
+    init_group(keys, datetime.timedelta(seconds=options.timeout))
     if options.engine_url:
         serve_at(options.engine_url, options.join, options.secret_file, leaving, options.max_running, options.tokenizer)
     else:

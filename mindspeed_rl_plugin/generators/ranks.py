@@ -5,17 +5,24 @@ Trainers and generators are ranks of one launcher, and share its store; for Mega
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
+import secrets
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.environment import attempt, become_part, launch_env, master_address, say
+from mindspeed_rl_plugin.environment import become_part, begin_start, launch_env, launcher_store, may_restart, say
 
 KEY, ENDED = "dock", "ended"  # in the launcher's store
+LOOK_SECONDS = 0.1  # between two looks for a key
+BEGIN_SECONDS = 600.0  # from the first rank that starts to the last
+_own_store: dist.Store | None = None  # of this start, while its first rank lives
 
 
 @dataclass(frozen=True)
@@ -93,9 +100,53 @@ def part(split: Split) -> int | None:
 
 
 def store() -> dist.Store:
-    """The launcher's, which trainers and generators share; of this start of the job, for it may outlive one."""
-    host, port = master_address()
-    return dist.PrefixStore(f"mindspeed_rl/{attempt()}", dist.TCPStore(host, port, None, False, wait_for_workers=False))
+    """The launcher's, which trainers and generators share; what is of this start of the job."""
+    host, port, start = launcher_store()
+    return dist.PrefixStore(f"mindspeed_rl/{start}", dist.TCPStore(host, port, None, False, wait_for_workers=False))
+
+
+def begin() -> None:
+    """Where the launcher may start its ranks again: they connect by a store that the first of them opens, for in the
+    launcher's torch finds where ranks were that are dead. Raises TimeoutError."""
+    global _own_store
+    if not may_restart() or launcher_store()[2]:
+        return
+    env = launch_env()
+    if env["rank"] == 0:
+        _own_store = dist.TCPStore(launcher_store()[0], 0, None, True, wait_for_workers=False)
+    port = _own_store.port if _own_store is not None else 0
+    begin_start(*agree(store(), env["rank"], env["world_size"], port))
+
+
+def agree(keys: dist.Store, rank: int, world: int, port: int) -> tuple[str, int]:
+    """A name of this start, and the port that its rank 0 gives, on all ranks, whatever the dead ones of earlier starts
+    have written. (TORCHELASTIC_RESTART_COUNT is no name: each agent counts its own.)"""
+    if rank == 0:
+        name = secrets.token_hex(8)
+        threading.Thread(target=_answer, args=(keys, name, port, world), daemon=True, name="start").start()
+        return name, port
+    question, end = secrets.token_hex(8), time.monotonic() + BEGIN_SECONDS
+    keys.set(f"asks {rank}", question)
+    while not keys.check([question]):
+        if time.monotonic() > end:
+            raise TimeoutError(f"rank 0 did not start within {BEGIN_SECONDS:g} s; look at what it says")
+        time.sleep(LOOK_SECONDS)
+    name, port = keys.get(question).decode().split()
+    keys.set(f"{name} {rank}", "heard")
+    return name, int(port)
+
+
+def _answer(keys: dist.Store, name: str, port: int, world: int) -> None:
+    """Until all have heard it."""
+    left, told, end = set(range(1, world)), dict[int, bytes](), time.monotonic() + BEGIN_SECONDS
+    with contextlib.suppress(dist.DistError):  # the launcher is gone
+        while left and time.monotonic() < end:
+            left = {rank for rank in left if not keys.check([f"{name} {rank}"])}
+            for rank in left:
+                if keys.check([key := f"asks {rank}"]) and (asked := keys.get(key)) != told.get(rank):
+                    keys.set(asked.decode(), f"{name} {port}")
+                    told[rank] = asked
+            time.sleep(LOOK_SECONDS)
 
 
 def publish_address(address: str, secret_file: str) -> None:

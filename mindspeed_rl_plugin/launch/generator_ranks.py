@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.environment import is_part, last_words, launch_env, leave_to_first_rank
-from mindspeed_rl_plugin.generators.ranks import Split, has_ended, join_group, part, ranks_text, wait_for_address
+from mindspeed_rl_plugin.generators.ranks import Split, begin, has_ended, join_group, part, ranks_text, wait_for_address
 from mindspeed_rl_plugin.launch import early
 from mindspeed_rl_plugin.monitor.run_files import GENERATOR
 from mindspeed_rl_plugin.processes import attend
@@ -41,7 +41,11 @@ def split_of(argv: Sequence[str]) -> Split | None:
 
 def leave_if_generator() -> None:
     """A generator works here until the job ends, and then ends its process; a trainer goes on, in a job of trainers."""
-    split = None if is_part() else split_of(sys.argv[1:])
+    if is_part():
+        return
+    if any(word.partition("=")[0] == "--rl-algorithm" for word in sys.argv):
+        begin()
+    split = split_of(sys.argv[1:])
     if split is None:
         return
     try:
@@ -56,17 +60,21 @@ def leave_if_generator() -> None:
 
 def _generate(split: Split, engine: int) -> None:
     attend()
+    from mindspeed_rl_plugin.dock.joining import linked
+    from mindspeed_rl_plugin.dock.watch import heartbeat_of
     from mindspeed_rl_plugin.generators.engine import serve
 
     first = split.trainers + engine * split.engine
-    who = f"{GENERATOR} rank {first + launch_env()['rank']}"
+    rank = first + launch_env()["rank"]
+    who = f"{GENERATOR} rank {rank}"
     try:
-        join_group(engine, split.deadline)
         address, secret = wait_for_address(split.deadline)
         # The launcher passes it to all ranks; trainers may save a checkpoint first, for which rows are still sampled.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         early.ready()
-        serve(address, secret, share=(engine, split.engines), who=f"{GENERATOR} {ranks_text(first, split.engine)}")
+        with linked(address, secret, rank, heartbeat_of(split.deadline)):
+            join_group(engine, split.deadline)
+            serve(address, secret, share=(engine, split.engines), who=f"{GENERATOR} {ranks_text(first, split.engine)}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, RuntimeError, AssertionError) as error:

@@ -121,6 +121,7 @@ def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: b
     if not job.topology.leader:
         return None
     if ranks:
+        job.dock.exchange.expect(range(job.ranks.world, job.ranks.world + ranks))
         publish_address(address, str(secret_file))
     ended = publish_end if ranks else lambda: None
     return Guests(address, secret_file, ended, on_ray, schedule.engine_url, folder)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,12 +13,14 @@ import pytest
 from mindspeed_rl_plugin.dock import factory, joining, make_docks, watch
 from mindspeed_rl_plugin.dock.messages import Bye, Ping, Stopped
 from mindspeed_rl_plugin.dock.rpc import Stream, thread
+from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.watch import Watch
 
 
 @dataclass(eq=False)
 class Link:
     rank: int
+    node: str
     heard: float = 0.0
     sent: list = field(default_factory=list)
 
@@ -29,8 +33,8 @@ class Case:
 
     def __init__(self) -> None:
         self.now, self.ended = 0.0, []
-        self.watch = Watch(1, ["a 1", "a 1", "b 2"], 8.0, self.ended.append, lambda: self.now)
-        self.links = [Link(0), Link(2)]
+        self.watch = Watch(1, 8.0, self.ended.append, lambda: self.now)
+        self.links = [Link(0, "a 1"), Link(2, "b 2")]
         for link in self.links:
             self.watch.add(link)
 
@@ -57,7 +61,8 @@ def test_a_link_that_breaks_ends_the_rank_once_and_the_others_learn_why(case, ca
     assert capfd.readouterr().err == "\n[rl] rank 1 stops: rank 2 on b is gone (connection broke)\n"
     reason = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert reason == "rank 1 stops: rank 2 on b is gone (connection broke)", "torchrun's summary says it"
-    assert [(x.rank, x.why) for x in case.links[0].sent if isinstance(x, Stopped)] == [(2, "connection broke")]
+    stopped = [x for x in case.links[0].sent if isinstance(x, Stopped)]
+    assert [(x.rank, x.why, x.node) for x in stopped] == [(2, "connection broke", "b 2")]
 
 
 def test_silence_ends_the_rank_and_signs_of_life_do_not(case, capfd) -> None:
@@ -79,6 +84,52 @@ def test_who_left_is_not_missed_and_a_rank_that_stood_still_blames_nobody(case) 
     assert case.ended == []
     case.pass_time(9)
     assert case.ended == [1]
+
+
+def test_a_rank_that_is_expected_and_does_not_come_ends_the_others(case, capfd) -> None:
+    case.watch.expect([5, 6])
+    case.watch.add(Link(5, "c 3"))
+    case.now += 100  # this process was stopped
+    case.watch.tick()
+    case.pass_time(7, *case.links)
+    assert case.ended == []
+    case.watch.remove(next(link for link in case.watch._links if link.rank == 5))
+    case.pass_time(2, *case.links)
+    assert case.ended == [1]
+    assert "rank 1 stops: rank 6 is gone (it should generate, and has not come for 8 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "how", ["is killed", "ends by an error", "is interrupted", "ends", "the job ends", "the job stops"]
+)
+def test_a_generator_of_the_launcher_and_the_job_end_together(members, monkeypatch, tmp_path, capfd, how: str) -> None:
+    """Though it is outside of the dock, and the job is one rank."""
+    of_job, of_generator, servers = [], [], []
+    monkeypatch.setattr(joining, "Server", lambda *given: servers.append(Server(*given)) or servers[-1])
+    (member,) = members([], [], [joining.machine()], heartbeat=5.0, end=of_job.append)
+    member.watch.expect([1])
+    address = member.invite(tmp_path / "secret")
+    raised = {"ends by an error": ValueError, "is interrupted": KeyboardInterrupt}.get(how)
+    with contextlib.suppress(ValueError, KeyboardInterrupt):
+        with joining.linked(address, member.me.secret, 1, 5.0, of_generator.append):
+            if how == "is killed":
+                next(iter(servers[0]._streams)).socket.shutdown(socket.SHUT_RDWR)
+            elif how.startswith("the job"):
+                member._close(Bye() if how == "the job ends" else Stopped(0, "ended by an error", joining.machine()))
+            time.sleep(0.3)
+            if raised:
+                raise raised
+    end = time.monotonic() + (5 if how in ("is killed", "ends by an error", "the job stops") else 0.5)
+    while not (of_job or of_generator) and time.monotonic() < end:
+        time.sleep(0.01)
+    said, host = capfd.readouterr().err, socket.gethostname()
+    if how in ("is killed", "ends by an error"):
+        why = "connection broke" if how == "is killed" else how.replace("ends", "ended")
+        assert of_job == [1] and f"[rl] rank 0 stops: rank 1 on {host} is gone ({why})\n" in said
+    elif how == "the job stops":
+        assert of_generator == [1] and f"[rl] rank 1 stops: rank 0 on {host} is gone (ended by an error)\n" in said
+    else:
+        assert (of_job, of_generator, said) == ([], [], "")
 
 
 @pytest.mark.parametrize(("deadline", "beat"), [(1800.0, 180.0), (60.0, 30.0)])
@@ -108,7 +159,7 @@ def test_machines_that_cannot_reach_each_other_are_refused(places, named: str | 
 
 def test_who_leaves_sends_its_notes_first_and_then_says_so() -> None:
     mine, theirs = socket.socketpair()
-    link, reader, got = watch.Link(mine, 1), Stream(theirs), []
+    link, reader, got = watch.Link(mine, 1, "b 2"), Stream(theirs), []
     for rank in range(3):
         link.note(Stopped(rank, "x" * (1 << 20)))  # more than the socket takes at once
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from mindspeed_rl_plugin.environment import is_part, launch_env
-from mindspeed_rl_plugin.generators.ranks import Split, part
+from mindspeed_rl_plugin.environment import begin_start, environment_apart, is_part, launch_env, launcher_store
+from mindspeed_rl_plugin.generators import ranks
+from mindspeed_rl_plugin.generators.ranks import Split, agree, begin, part
 from mindspeed_rl_plugin.launch.generator_ranks import split_of
 
 FLAGS = "--rl-algorithm grpo --rl-schedule async --rl-generators"
@@ -102,3 +105,48 @@ def test_ranks_that_do_not_divide(rank, split: Split, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         part(split)
     assert not is_part()
+
+
+def test_the_ranks_of_each_start_agree_whatever_the_last_ones_left(monkeypatch) -> None:
+    """One store for three starts. The ranks of the second end while rank 0 has answered nobody: their questions, and
+    the answers to those of the first, are still there."""
+    monkeypatch.setattr(ranks, "LOOK_SECONDS", 0.01)
+    keys = dist.HashStore()
+
+    def start(world: int, port: int) -> set[tuple[str, int]]:
+        with ThreadPoolExecutor(world) as pool:
+            work = [pool.submit(agree, keys, rank, world, port if rank == 0 else 0) for rank in range(world)]
+            return {one.result(timeout=10) for one in work}
+
+    ((first, port),) = start(3, 1001)
+    assert port == 1001
+    with monkeypatch.context() as short, pytest.raises(TimeoutError, match="rank 0 did not start within 0.1 s"):
+        short.setattr(ranks, "BEGIN_SECONDS", 0.1)
+        agree(keys, 2, 3, 0)
+    ((last, port),) = start(4, 1003)
+    assert port == 1003 and last != first
+
+
+@pytest.mark.parametrize(("restarts", "shared", "changes"), [("0", "True", 0), ("2", "False", 0), ("2", "True", 1)])
+def test_where_ranks_may_start_again_they_have_a_store_of_each_start(
+    rank, monkeypatch, restarts: str, shared: str, changes: int
+) -> None:
+    """What the launcher's store holds stays out of it; generators go on to use that, under the name of the start."""
+    rank(0, 1)
+    launcher = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    launcher.set("mindspeed_rl//dock", "of the last start")
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.port), "MINDSPEED_RL_START": ""}
+    given |= {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    begin()
+    before = launcher_store()
+    begin()  # of the import line, behind the runner's
+    assert launcher_store() == before
+    assert (os.environ["MASTER_PORT"] != str(launcher.port)) == changes
+    host, port, name = launcher_store()
+    assert (host, port, bool(name)) == ("127.0.0.1", launcher.port, changes)
+    assert ranks.store().check(["dock"]) == (not changes)
+    assert "MINDSPEED_RL_START" not in environment_apart()
+    begin_start("next", 5)
+    assert launcher_store() == ("127.0.0.1", launcher.port, "next")

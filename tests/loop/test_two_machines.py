@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no second machin
 
 # A pipeline stage on each: rows of the one are trained on the other, and each engine lacks the other's layers.
 LAYOUT = ("--pipeline-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-verify-weights")
+# The one trains, the other generates.
+APART = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
 ITERATIONS = 2
 HEARTBEAT = 30  # seconds, the shortest, with the jobs' --rl-wait-timeout 120
 ENDING = 30  # seconds that ranks and agents take to end after that, on a busy machine
@@ -35,14 +38,16 @@ def numbers(job) -> dict:
     return {k: v for k, v in golden.read(job.run_dir / "metrics.jsonl").items() if k[1] <= ITERATIONS}
 
 
-def running(job, machines, tmp_path, *more: str):
-    """A job on both machines that has trained the first iterations and goes on."""
-    both = job("--train-iters", "1000", *LAYOUT, *more, ranks=1, agents=2, name="both", cold=True)
-    start(both, machines, tmp_path / "t")
+def running(job, machines, tmp_path, *flags: str, again: str = "", iterations: int = 1000):
+    """A job of two ranks on these machines that has trained the first iterations and goes on."""
+    agents = len(machines)
+    flags = ("--train-iters", str(iterations), *flags)
+    both = job(*flags, ranks=2 // agents, agents=agents, name="both", cold=True).dumping()
+    start(both, machines, tmp_path / "t", again)
     metrics, deadline = both.run_dir / "metrics.jsonl", time.monotonic() + 200
     while not (metrics.exists() and metrics.read_text().count("\n") >= ITERATIONS):
         alive = all(p.poll() is None for p in both.processes)
-        assert alive and time.monotonic() < deadline, [both.log_file(i).read_text()[-3000:] for i in range(2)]
+        assert alive and time.monotonic() < deadline, [both.log_file(i).read_text()[-3000:] for i in range(agents)]
         time.sleep(0.1)
     return both
 
@@ -60,7 +65,7 @@ def test_it_trains_as_on_one_machine_until_the_cable_is_cut(job, machines, tmp_p
     """Nothing tells the ends that the cable is cut: no connection breaks, the other is silent."""
     one = job("--train-iters", str(ITERATIONS), *LAYOUT, name="one")
     one.run()
-    both = running(job, machines, tmp_path)
+    both = running(job, machines, tmp_path, *LAYOUT)
     machines[1].cut()
     begin = time.monotonic()
     assert numbers(both) == numbers(one) and len(numbers(one)) > 50
@@ -73,8 +78,55 @@ def test_it_trains_as_on_one_machine_until_the_cable_is_cut(job, machines, tmp_p
 
 @pytest.mark.slow
 def test_a_machine_that_is_killed_is_named_by_the_other(job, machines, tmp_path):
-    both = running(job, machines, tmp_path)
+    both = running(job, machines, tmp_path, *LAYOUT)
     machines[1].kill()
     check_stops(both, 0, "connection broke", ENDING)
     assert both.processes[1].wait(ENDING) == -signal.SIGKILL
     assert "stops:" not in both.log_file(1).read_text(), "it had no time to say anything"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("killed", "how"), [(1, "SIGKILL"), (0, "SIGKILL"), (1, "SIGSTOP")])
+def test_a_generator_and_a_trainer_on_a_machine_each_end_together(job, machines, tmp_path, killed, how):
+    """Whole processes; the agents live, and see nothing of it. One that is stopped is silent."""
+    both = running(job, machines, tmp_path, *APART)
+    os.kill(both.rank_pid(killed), getattr(signal, how))
+    if how == "SIGKILL":
+        check_stops(both, 1 - killed, "connection broke", ENDING)
+    else:
+        check_stops(both, 1 - killed, f"silent for {HEARTBEAT} s", HEARTBEAT + ENDING)
+
+
+@pytest.mark.slow
+def test_a_generator_that_dies_before_it_has_come_is_named(job, machines, tmp_path):
+    """While the trainer builds its model, so before there is a connection that breaks."""
+    both = job("--train-iters", "4", *APART, ranks=1, agents=2, cold=True)
+    start(both, machines, tmp_path / "t")
+    end = time.monotonic() + 100
+    while "[rl] trainers: rank 0" not in both.log_file(0).read_text():
+        assert time.monotonic() < end, both.log_file(0).read_text()
+        time.sleep(0.05)
+    os.kill(both.rank_pid(1), signal.SIGKILL)
+    assert both.processes[0].wait(100 + HEARTBEAT + ENDING) > 0
+    said = f"[rl] rank 0 stops: rank 1 is gone (it should generate, and has not come for {HEARTBEAT} s"
+    assert said in both.log_file(0).read_text(), both.log_file(0).read_text()[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("again", ["static", "c10d"])
+@pytest.mark.parametrize(
+    ("agents", "layout", "killed"),
+    [(2, LAYOUT, 1), (2, LAYOUT, 0), (2, APART, 1), (2, APART, 0), (1, LAYOUT, 1), (1, APART, 1)],
+)
+def test_a_job_whose_ranks_the_launcher_starts_again_resumes_by_itself(
+    job, machines, tmp_path, agents, again, layout, killed
+):
+    flags = (*layout, "--save-interval", "1")
+    both = running(job, machines[:agents], tmp_path, *flags, again=again, iterations=8)
+    os.kill(both.rank_pid(killed), signal.SIGKILL)
+    result = both.wait(240)
+    assert result.code == 0, result.log[-6000:]
+    assert both.trained() == [(e, g, m) for e in range(8) for g in range(4) for m in range(4)]
+    assert result.log.count("successfully saved checkpoint from iteration       8") >= 1
+    assert "resum" in result.log, "from its checkpoint, and not from the start"

@@ -89,12 +89,26 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
         yield ends
 
 
-def start(job, machines: tuple[Machine, Machine], temporary: Path) -> None:
-    """Start a `Job` with two agents, one on each machine."""
+def launched(words: list[str], machine: Machine, first: Machine, again: str) -> list[str]:
+    """The command of an agent there. again: "" where its ranks are not started again, else by which rendezvous they
+    are."""
+    words = list(words)
+    at = words.index("--node-rank")
+    if again == "c10d":
+        rendezvous = ["--rdzv-backend", again, "--rdzv-endpoint", f"{first.address}:{PORT}", "--rdzv-id", "job"]
+        # By name it would not find out that it is the host: there is nobody to ask.
+        host = ["--rdzv-conf", f"is_host={int(machine is first)}", "--local-addr", machine.address]
+        words[at : at + 6] = [*rendezvous, *host]
+    else:
+        words[words.index("--master-addr") + 1] = first.address
+    return [*words[:at], *(("--max-restarts", "2") if again else ()), *words[at:]]
+
+
+def start(job, machines: tuple[Machine, Machine], temporary: Path, again: str = "") -> None:
+    """Start a `Job` with two agents, one on each machine. again: as of `launched`."""
     job.processes.clear()
     for agent, machine in enumerate(machines):
-        words = job.command(agent, PORT)
-        words[words.index("--master-addr") + 1] = machines[0].address
+        words = launched(job.command(agent, PORT), machine, machines[0], again)
         own = temporary / machine.name
         own.mkdir(parents=True, exist_ok=True)
         more = {"TMPDIR": str(own), "GLOO_SOCKET_IFNAME": CABLE, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
