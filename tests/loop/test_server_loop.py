@@ -151,11 +151,11 @@ def test_a_server_samples_the_turns_of_episodes(job, server, nothing_left) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server, nothing_left) -> None:
     """A second job, and a second engine of the same one, are refused; the first goes on. It does when the server is
     there again, too, and ends where it stays away. The last test of the server."""
-    running = job(*flags(server, 1, 1000), "--rl-wait-timeout", "60", ranks=1).dumping()
+    running = job(*flags(server, 1, 1000), ranks=1).dumping()
     running.start()
 
     def rollouts(wanted: int) -> None:
@@ -183,9 +183,9 @@ def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server, nothi
     server.start()
     rollouts(len(list((running.save / "dump").glob("*.parquet"))) + 2)
     os.killpg(server.process.pid, signal.SIGKILL)
-    result = running.wait(120)
+    result = running.wait(200)
     assert result.code != 0
-    assert re.search(f"none was for 60 s .*; engines at work: 0; {gone} .*no server answers", result.log)
+    assert re.search(f"none was for 120 s .*; engines at work: 0; {gone} .*no server answers", result.log)
     nothing_left()
 
 
