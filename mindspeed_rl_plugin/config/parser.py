@@ -22,8 +22,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return parser
     for group_name, group in group_types().items():
         section = parser.add_argument_group(f"reinforcement learning: {group_name}", (group.__doc__ or "").strip())
+        hints = typing.get_type_hints(group)  # once: it evaluates those of all fields
         for f in dataclasses.fields(group):
-            section.add_argument(flag_name(f.name), **_argparse_kwargs(group, f)).mindspeed_rl = True
+            section.add_argument(flag_name(f.name), **_argparse_kwargs(f, hints[f.name])).mindspeed_rl = True
     return parser
 
 
@@ -44,8 +45,8 @@ def help_text(f: dataclasses.Field) -> str:
     return text
 
 
-def _argparse_kwargs(group: type, f: dataclasses.Field) -> dict[str, Any]:
-    several, hint = isinstance(f.default, tuple), typing.get_type_hints(group)[f.name]
+def _argparse_kwargs(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
+    several = isinstance(f.default, tuple)
     default = list(f.default) if several else f.default
     kwargs: dict[str, Any] = {"help": help_text(f).replace("%", "%%"), "default": default}
     if hint in (bool, bool | None):

@@ -108,6 +108,7 @@ VALIDATED = dict(
     **dict(untie_embeddings_and_output_weights=True, attention_dropout=0.0, tokenizer_model=None),
 )
 
+PARSER = add_flags(argparse.ArgumentParser(allow_abbrev=False))
 FLAGS = {
     "--rl-algorithm": ["grpo"],
     "--rl-reward": ["math"],
@@ -134,7 +135,6 @@ def build(tmp_path):
             else:
                 attributes[name] = value
         words = [word for flag, values in flags.items() if values is not None for word in (flag, *values)]
-        args = add_flags(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
-        return argparse.Namespace(**attributes, **vars(args))
+        return argparse.Namespace(**attributes, **vars(PARSER.parse_args(words)))
 
     return make
