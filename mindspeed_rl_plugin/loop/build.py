@@ -156,6 +156,7 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
         total_iterations=inputs.args.train_iters,
         resume_iteration=start.iteration,
         meter=device.memory,
+        compares=inputs.algorithm.members > 1,
         synchronize=device.synchronize_stream,  # copies of the offload go on beside stages
         info={
             "algorithm": inputs.config.algorithm.algorithm,

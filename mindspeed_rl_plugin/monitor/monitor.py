@@ -11,8 +11,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
-from mindspeed_rl_plugin.environment import keep, keep_in
+from mindspeed_rl_plugin.environment import keep, keep_in, say
 from mindspeed_rl_plugin.monitor.console import LEGEND, ProgressBar, eval_line, iteration_line, write_line
+from mindspeed_rl_plugin.monitor.learning import LearningWatch
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.monitor.run_files import (
     APART_FILE,
@@ -42,7 +43,8 @@ class Monitor:
     resume_iteration: the iteration that the checkpoint holds; later lines of an earlier attempt are
     dropped. At 0 the files of an earlier run are set aside as `.old`. total_iterations: planned
     iterations. info: what the report shows about the run (JSON values; `dump_dir`: where the dumps
-    are). is_terminal: None asks the error stream, which has the bar.
+    are). compares: whether the algorithm compares the responses of a prompt. is_terminal: None asks
+    the error stream, which has the bar.
 
     on_record: called on rank 0 with each line of metrics.jsonl.
     """
@@ -62,6 +64,7 @@ class Monitor:
         synchronize: Callable[[], None] | None = None,
         info: Mapping[str, Any] | None = None,
         stream: TextIO | None = None,
+        compares: bool = False,
     ) -> None:
         self.run_dir = Path(run_dir)
         self.rank = rank
@@ -74,6 +77,7 @@ class Monitor:
         self._apart: JsonLines | None = None  # made when there is something for it
         self._resumed = resume_iteration
         self._legend_shown = False
+        self._watch = LearningWatch(compares)
         self.on_record: Callable[[str], None] = lambda line: None
         if rank == 0:
             measured = {"memory": meter.measures} if meter else {}
@@ -102,6 +106,8 @@ class Monitor:
         """
         metrics = {k: _value(v) for k, v in metrics.items()}
         self._emit("train", iteration, metrics, iteration_line(iteration, metrics, self.total_iterations))
+        for remark in self._watch.remarks(metrics):
+            say(f"warning: {remark}")
 
     def log_eval(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Show and write an evaluation made after `iteration` updates; every name is put under `eval/`."""

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -261,3 +262,38 @@ def test_the_runs_own_lines_are_in_a_file_from_the_first_one_on(tmp_path, monkey
     assert printed.count("rl 1/2 |") == printed.count("rl 2/2 |") == 1
     Monitor(tmp_path, 0, 1).close()
     assert not (tmp_path / "log.txt").exists() and (tmp_path / "log.txt.old").read_text() == printed
+
+
+def warned(capsys, path, metrics, compares=True):
+    """After which iterations a warning came, and all of them."""
+    monitor, said = monitor_in(path, compares=compares), {}
+    for number, more in enumerate(metrics, 1):
+        monitor.log(number, FULL | more)
+        said |= {number: text} if (text := capsys.readouterr().out) else {}
+    return list(said), "".join(said.values())
+
+
+QUICKSTART = (0.0, 0.0016, 0.0089, 0.0545, 0.0075, 0.0805, 0.1047, math.nan, 0.0643)
+IDLE, FINE = {"groups/informative": 0.0}, {"groups/informative": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said", "text"),
+    [
+        ([FINE] * 5 + [IDLE] * 7 + [FINE] + [IDLE] * 20, [14], "in 8 of the last 10 rollouts .* nothing is learned"),
+        ([IDLE, IDLE, FINE] * 10, [], ""),
+        ([{"kl/ref": kl} for kl in (0.0, 1.7, 1.8, 9.0)], [2], r"moved by 1.7 nats .* \(more than 0.5\); lower --lr"),
+        ([{"kl/ref": kl} for kl in (3.0, 3.4, 3.8)], [], ""),  # resumed: what it was before is not known
+        ([{"kl/old": kl} for kl in (0.1, 0.9)], [2], "moved by 0.9 nats"),
+        ([{"kl/ref": kl} for kl in QUICKSTART], [], ""),
+    ],
+)
+def test_a_run_that_learns_nothing_or_too_fast_is_warned_once(tmp_path, capsys, metrics, said, text):
+    heard, lines = warned(capsys, tmp_path, metrics)
+    assert heard == said and (not said or re.search(text + ".*#it-runs-but-does-not-learn", lines))
+    page = Path(__file__).parents[2] / "docs" / "when-something-goes-wrong.md"
+    assert "\n## It runs, but does not learn\n" in page.read_text()
+
+
+def test_groups_of_equal_rewards_teach_what_does_not_compare_them(tmp_path, capsys):
+    assert warned(capsys, tmp_path, [IDLE] * 20, compares=False)[0] == []
