@@ -131,6 +131,15 @@ def host_available(root: Path = Path("/")) -> int:
     return max(free, 0)
 
 
+def host_total(root: Path = Path("/")) -> int:
+    """Bytes of host memory with swap: all that the machine has, or less where a control group allows less."""
+    limits = [_number(root / "proc/meminfo", "MemTotal:") * 1024 or sys.maxsize]
+    for group, limit, *_ in _control_groups(root):
+        with contextlib.suppress(OSError, ValueError):  # no such control group, or one without a limit ("max")
+            limits.append(int((group / limit).read_text()))
+    return min(limits) + _number(root / "proc/meminfo", "SwapTotal:") * 1024
+
+
 def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
     """This process's control groups and those around them: folder, and the names of limit, use and file pages in it.
 

@@ -9,6 +9,8 @@ import importlib.metadata
 from collections.abc import Iterator
 
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.device.meters import host_total
 from mindspeed_rl_plugin.host.engine_env import engines_share_experts
 from mindspeed_rl_plugin.reshard.families import GROUP_LIMITED
 from mindspeed_rl_plugin.reshard.shape import ModelShape
@@ -52,6 +54,16 @@ def engine_problems(
                 f"one response of {tokens} tokens with its prompt needs {least / 2**30:.3g} GiB of KV cache, more "
                 f"than --rl-kv-cache-gb {config.rollout.kv_cache_gb:.3g}; raise it or shorten the responses"
             )
+
+
+def kv_cache_problems(gb: float, ranks: int) -> Iterator[str]:
+    """KV caches of `gb` GiB of engine ranks of this machine, that are larger than a host without accelerator."""
+    total = host_total() / 2**30
+    if get_device().is_cpu and gb * ranks > total:
+        yield (
+            f"--rl-kv-cache-gb {gb:g} x {ranks} ranks on this machine = {gb * ranks:g} GiB, more than its {total:.0f} "
+            "GiB of memory; lower it (for an engine that joins: --kv-cache-gb)"
+        )
 
 
 def _ranked_by_sums() -> bool:
@@ -99,11 +111,8 @@ def _cpu_problems(shape: ModelShape) -> Iterator[str]:
         )
     if not latent and shape.head_dim < CPU_LOWEST_HEAD_DIM:
         more = (
-            f" or --kv-channels {CPU_LOWEST_HEAD_DIM}"
+            f"give --kv-channels {CPU_LOWEST_HEAD_DIM}, or fewer heads and no --kv-channels"
             if shape.table.hf.own_head_dim
-            else " and no --kv-channels: this family's head size is --hidden-size / --num-attention-heads"
+            else "give fewer heads and no --kv-channels: this family's head size is --hidden-size / heads"
         )
-        yield (
-            f"attention head size {shape.head_dim}: vLLM on CPU needs at least {CPU_LOWEST_HEAD_DIM}; use fewer "
-            f"heads{more}"
-        )
+        yield (f"attention head size {shape.head_dim}: vLLM on CPU needs at least {CPU_LOWEST_HEAD_DIM}; {more}")

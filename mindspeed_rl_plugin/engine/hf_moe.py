@@ -65,7 +65,10 @@ def _balancing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
             known = ", ".join(_BALANCING)
             yield f"--moe-router-load-balancing-type {kind}: the engine takes the top k; give {known}"
         elif kind in _SOFTMAX_ONLY and score != "softmax":
-            yield f"--moe-router-load-balancing-type {kind}: ignores --moe-router-score-function {score}; give softmax"
+            yield (
+                f"--moe-router-load-balancing-type {kind}: ignores --moe-router-score-function {score}; give "
+                "--moe-router-score-function softmax"
+            )
 
 
 def _group_limited_problems(args: Namespace) -> Iterator[str]:
@@ -123,7 +126,8 @@ def _weight_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
         if routing.get(name, value) != value:
             yield (
                 f"the weights of a token's experts would {'' if routing[name] else 'not '}add up to 1, those of family "
-                f"{family} do {'' if value else 'not'}: change --moe-router-pre-softmax or --norm-topk-prob"
+                f"{family} do {'' if value else 'not'}: change --moe-router-pre-softmax, of MindSpeed-LLM "
+                "--norm-topk-prob"
             )
     rope, scale = getattr(args, "rope_type", None), getattr(args, "rotary_scaling_factor", 1.0)
     if shape.table.mla and rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
@@ -158,7 +162,7 @@ def _layer_problems(shape: ModelShape) -> Iterator[str]:
     if not table.shared_experts and shape.shared_ffn:
         yield (
             f"--moe-shared-expert-intermediate-size {shape.shared_ffn}: family {shape.family} has no shared experts;"
-            " leave it out"
+            " leave out that flag and --n-shared-experts"
         )
 
 

@@ -152,8 +152,8 @@ def takes_boundaries(args: argparse.Namespace) -> bool:
         return True
     if implementation != "local" and not mindspeed:
         raise ValueError(
-            f"--rl-pack-sequences was not tried with --transformer-impl {implementation}; give local or "
-            "transformer_engine, or remove it"
+            f"--rl-pack-sequences was not tried with --transformer-impl {implementation}; give "
+            "--transformer-impl local, --transformer-impl transformer_engine, or remove it"
         )
     for name, off in (
         ("use_flash_attn", "no --use-flash-attn"),

@@ -10,10 +10,11 @@ from typing import Any
 
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.dock.joining import here
+from mindspeed_rl_plugin.engine.engine_sizes import kv_cache_problems
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
-from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.environment import launch_env, say
 from mindspeed_rl_plugin.generators.description import Description, job_of, weights_of, welcome
 from mindspeed_rl_plugin.generators.lead import LEASE_SECONDS, Lead
 from mindspeed_rl_plugin.generators.service import Service
@@ -82,7 +83,9 @@ def with_episodes(engine: Engine, job: Description, tokenizer: str | None, team:
 
 def sized(options: VllmOptions, ranks: int) -> VllmOptions:
     """Options of an engine on so many ranks: those of engines that share experts must be as many as the job says, else
-    tensor parallelism is over all of them. Raises ValueError."""
+    tensor parallelism is over all of them. Raises ValueError, for a KV cache larger than this host too."""
+    for problem in kv_cache_problems(options.kv_cache_bytes / 2**30, launch_env()["local_world_size"]):
+        raise ValueError(problem)
     if options.sharing == 1:
         return replace(options, tensor_parallel=ranks, expert_parallel=ranks if options.expert_parallel > 1 else 1)
     if ranks != options.expert_parallel:

@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
 from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.engine.engine_sizes import engine_problems
+from mindspeed_rl_plugin.engine.engine_sizes import engine_problems, kv_cache_problems
 from mindspeed_rl_plugin.engine.hf_moe import routing_problems
 from mindspeed_rl_plugin.engine.hf_rope import rope_scaling
 from mindspeed_rl_plugin.environment import launch_env
@@ -251,6 +251,8 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
     ranks = max(config.rollout.generate_tp, config.rollout.generate_ep)
     world = (config.schedule.generator_ranks or ranks) if config.schedule.apart else args.world_size
     sizes = dict(world=world, max_positions=args.max_position_embeddings, itemsize=itemsize)
+    if not config.schedule.apart:
+        yield from kv_cache_problems(config.rollout.kv_cache_gb, launch_env()["local_world_size"])
     yield from engine_problems(shape, config, kind=get_device().kind, **sizes)
     if shape.table.experts:
         yield from routing_problems(args, shape)
@@ -259,7 +261,7 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
 def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
     budget, packed = config.forward.max_tokens_per_microbatch, config.forward.pack_sequences
     if packed and budget is None:
-        yield "--rl-pack-sequences packs up to a number of tokens; give it with --rl-max-tokens-per-microbatch"
+        yield "--rl-pack-sequences packs up to a number of tokens; give --rl-max-tokens-per-microbatch too"
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     multiple = length_multiple(args)
     longest = -(-(prompt + response) // multiple) * multiple

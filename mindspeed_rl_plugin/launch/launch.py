@@ -23,6 +23,7 @@ from mindspeed_rl_plugin.launch import (
     flag_checks,
     lr_schedule,
     megatron_setup,
+    memory_fit,
     patching,
     taken_over,
 )
@@ -58,6 +59,7 @@ class _Launch:
     digest: CheckpointDigest | None = None
     loading: bool = True
     critic: Any = None
+    schedule: Mapping[str, Any] | None = None  # of the checkpoint that it resumes from
 
 
 _launch: _Launch | None = None
@@ -75,6 +77,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     _announce(args, algorithm)
     with refusing():
         inputs = read_inputs(args)
+        memory_fit.check(args, inputs.vocab)
         loop.before_model(inputs)
     if getattr(args, "mtp_num_layers", None):
         call = megatron_setup.on_each_chunk(original, positional, named, freeze_mtp)
@@ -82,11 +85,10 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     with refusing():
         start, state = _decide(args, loop, inputs.vocab)
     digest = CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
-    _launch = _Launch(start, loop, args, algorithm, digest)
-    settled = lr_schedule.settled(state.get("schedule"), args) if state else {}
-    absent = not_saved(state)
-    # A policy whose optimizer never stepped, for the critic warmed up alone, was saved without one.
-    untrained = {"no_load_optim": True} if state is not None and not state["loop"].get(TRAINED, True) else {}
+    recorded = state.get("schedule") if state else None
+    absent, untrained = not_saved(state), _untrained(state)
+    _launch = _Launch(start, loop, args, algorithm, digest, schedule=None if absent or untrained else recorded)
+    settled = lr_schedule.settled(recorded, args)
     values = load_arguments(start, args) | settled | absent | untrained
     with overridden(args, values), megatron_setup.recording(args):
         result = original(*positional, **named)
@@ -155,14 +157,16 @@ def load_checkpoint(args: Any, original: Callable, positional: tuple, named: Map
     at = _launch
     if at is None:  # somebody loads before training is set up
         return original(*positional, **named)
-    model = positional[0] if positional else named["ddp_model"]
+    names = ("ddp_model", "optimizer", "opt_param_scheduler")
+    model, optimizer, scheduler = (*positional, *(named[name] for name in names[len(positional) :]))[:3]
     if at.loading and at.start.kind == "resume" and at.algorithm.needs_reference:
         with refusing(), must_fit(model, str(at.start.reference_path)):
             _load_reference(original, model, at)
         at.loop.on_reference_loaded(model)
     # What loads after the policy is the critic, and a language model's file has no value head.
     free = {} if at.loading else {"free": f"{value_head.NAME}.weight"}
-    with refusing(), must_fit(model, f"the checkpoint of {args.load}", **free):
+    rates = lr_schedule.loading(optimizer, scheduler)
+    with refusing(), must_fit(model, f"the checkpoint of {args.load}", **free), rates:
         return original(*positional, **named)
 
 
@@ -200,7 +204,7 @@ def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
         _launch.digest = None
     state = {
         "reference": {"path": _launch.start.reference_path, "digest": _launch.start.reference_digest},
-        "schedule": lr_schedule.record(args),
+        "schedule": lr_schedule.record(args, _launch.schedule),
         "not_saved": [name for name in NOT_SAVED if getattr(args, name, None)],
         "loop": _launch.loop.state_dict(),
     }
@@ -237,13 +241,18 @@ def _decide(args: Any, loop: Any, vocab: int) -> tuple[Start, dict[str, Any] | N
     state = ranks.on_rank_0(read)
     say(describe(start, args, not_saved(state)))
     loop.check_state(state["loop"], start.iteration)
-    lr_schedule.check(state.get("schedule"), args, folder)
+    lr_schedule.check(state.get("schedule"), args, folder, not_saved(state) | _untrained(state))
     if note := lr_schedule.remark(state.get("schedule"), args, start.iteration):
         say(note)
     if rows and rows[0] is not None:  # on rank 0, which puts them back into the dock for all
         state["loop"]["rows"] = rows[0]
     reference = state["reference"]
     return dataclasses.replace(start, reference_path=reference["path"], reference_digest=reference["digest"]), state
+
+
+def _untrained(state: Mapping[str, Any] | None) -> dict[str, bool]:
+    """As `not_saved`: a policy whose optimizer never stepped, for the critic warmed up alone, was saved without one."""
+    return {"no_load_optim": True} if state is not None and not state["loop"].get(TRAINED, True) else {}
 
 
 def _load_reference(original: Callable, model: Any, at: _Launch) -> None:

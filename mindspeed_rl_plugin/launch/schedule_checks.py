@@ -30,7 +30,7 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
     if config.rollout.stop and going_on:
         yield (
             f"--rl-stop with {going_on}: a text that begins before new weights and ends after them would not be seen; "
-            "give token ids (--rl-stop-token-ids), or remove one of the two"
+            "give --rl-stop-token-ids in place of the first, or remove one of the two"
         )
     if flags.apart:
         yield from _apart(config)
@@ -119,4 +119,4 @@ def _apart(config: RLConfig) -> Iterator[str]:
         )
     joining = schedule.engine_url or (schedule.generators and not schedule.generator_ranks)
     if schedule.async_order == "strict" and joining:
-        yield "--rl-async-order strict needs engines whose number is fixed; give --rl-generators N alone, or order free"
+        yield "--rl-async-order strict needs a fixed number of engines; give --rl-generators N alone, or remove it"

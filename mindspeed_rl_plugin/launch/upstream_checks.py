@@ -51,13 +51,20 @@ _MULTIPLES = {
 
 
 def multiples(args: Any) -> Iterator[str]:
-    """Heads and experts that do not divide among ranks or groups."""
+    """Heads, their groups and experts that do not divide among ranks or groups."""
     for name, divisors in _MULTIPLES.items():
         total = getattr(args, name, None)
         for divisor in divisors if total else ():
             if total % (size := getattr(args, divisor, None) or 1):
                 flag, by = (spelt(each) for each in (name, divisor))
                 yield f"{flag} {total} is not a multiple of {by} {size}; change one of them"
+    tp, groups = (getattr(args, name, None) or 1 for name in ("tensor_model_parallel_size", "num_query_groups"))
+    whole = getattr(sys.modules.get("megatron.core.package_info"), "MINOR", 99) < 13  # later ones repeat a group
+    if getattr(args, "group_query_attention", False) and groups % tp and (whole or tp % groups):
+        yield (
+            f"--num-query-groups {groups} is not a multiple {'' if whole else 'or a divisor '}of "
+            f"--tensor-model-parallel-size {tp}; change one of them"
+        )
 
 
 def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:

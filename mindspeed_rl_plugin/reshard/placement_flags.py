@@ -72,7 +72,7 @@ def spread_experts(args: argparse.Namespace) -> int:
     if dispatcher != "alltoall_seq":
         raise ValueError(
             f"--moe-tp-extend-ep with --moe-token-dispatcher-type {dispatcher}: MindSpeed spreads experts over tensor "
-            "parallel ranks with alltoall_seq only; give that one, or remove --moe-tp-extend-ep"
+            "parallel ranks with one only; give --moe-token-dispatcher-type alltoall_seq, or remove --moe-tp-extend-ep"
         )
     return tp
 

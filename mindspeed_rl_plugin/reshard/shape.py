@@ -178,7 +178,8 @@ class ModelShape:
             by_best=GROUP_LIMITED in (getattr(args, "moe_router_load_balancing_type", None) or ()),
         )
         if share != 1.0 and not FAMILIES[family].hf.partial:
-            raise ValueError(f"--rotary-percent {share}: family {family} rotates the whole head; leave it out")
+            flag = "--partial-rotary-factor" if getattr(args, "partial_rotary_factor", None) else "--rotary-percent"
+            raise ValueError(f"{flag} {share}: family {family} rotates the whole head; leave it out")
         return cls(
             family=family,
             layers=args.num_layers - len(noop_layers(args)),

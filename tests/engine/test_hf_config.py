@@ -346,7 +346,7 @@ def test_weights_of_experts_add_up_as_in_the_trainer(changes, expected) -> None:
         ({"rotary_percent": 0.5}, "--rotary-percent 0.5: family llama rotates the whole head"),
         (
             {"partial_rotary_factor": 0.25, "qk_layernorm": True},
-            "--rotary-percent 0.25: family qwen3 rotates the whole",
+            "--partial-rotary-factor 0.25: family qwen3 rotates the whole",
         ),
         ({"rotary_interleaved": True}, "--rotary-interleaved"),
         ({"window_size": (128, 0)}, "--window-size"),

@@ -60,3 +60,8 @@ def test_a_server_pulls_for_its_own_sizes(pullers, monkeypatch, spread, ep):
     worker = SimpleNamespace(model_config=SimpleNamespace(tokenizer=""), vllm_config=sizes)
     server_worker._Guest(worker, "", "a:1", b"", [0, 1])
     assert pullers == [(EngineParallel(tp=2, ep=ep), 1)]
+
+
+def test_a_kv_cache_larger_than_the_host_is_refused():
+    with pytest.raises(ValueError, match=r"--rl-kv-cache-gb 1e\+06 x 1 ranks .* lower it .*--kv-cache-gb"):
+        sized(replace(OPTIONS, kv_cache_bytes=10**6 << 30), 1)

@@ -42,6 +42,13 @@ class Loop:
         return {"cursor": 17, "rows": torch.arange(3)}
 
 
+class Optimizer(str):
+    load_state_dict = None
+
+
+OPTIMIZER = Optimizer("optimizer")
+
+
 class Megatron:
     """Builds one linear layer and loads a number into it, like `setup_model_and_optimizer` and `load_checkpoint`."""
 
@@ -57,9 +64,9 @@ class Megatron:
         self.args.iteration = 0
         if self.args.load is not None:
             self.args.iteration, _ = launch.load_checkpoint(
-                self.args, self.load_checkpoint, (model, "optimizer", "scheduler"), {}
+                self.args, self.load_checkpoint, (model, OPTIMIZER, "scheduler"), {}
             )
-        return model, "optimizer", types.SimpleNamespace(step=lambda increment: self.events.append(("step", increment)))
+        return model, OPTIMIZER, types.SimpleNamespace(step=lambda increment: self.events.append(("step", increment)))
 
     def load_checkpoint(self, model, optimizer, scheduler):
         a = self.args
@@ -98,6 +105,7 @@ def job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(flag_checks, "check_model", lambda model: None)
     monkeypatch.setattr(launch, "read_inputs", lambda args: types.SimpleNamespace(vocab=1))
+    monkeypatch.setattr(launch.memory_fit, "check", lambda args, vocab: None)
     monkeypatch.setattr(launch.patching, "assert_in_force", lambda: None)
 
     def run(*, load=None, kl=0.001, initial=0.5, more=(), **values):

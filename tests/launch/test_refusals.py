@@ -156,6 +156,10 @@ BAD = [
     (RANKS8 | dict(context_parallel_size=8), f"{PP4} x --context-parallel-size 8 = 32 ... a multiple of 32"),
     (MOE | RANKS8 | dict(expert_tensor_parallel_size=4), f"{PP4} x --expert-tensor-parallel-size 4 = 16 ... 8 ranks"),
     ({"num_attention_heads": 6}, "--num-attention-heads 6 is not a multiple of --num-query-groups 4"),
+    (
+        {"num_attention_heads": 12, "num_query_groups": 6, "tensor_model_parallel_size": 4},
+        "--num-query-groups 6 ... multiple or a divisor of --tensor-model-parallel-size 4; change",
+    ),
     ({"num_attention_heads": 5, "num_query_groups": 5}, "--num-attention-heads 5 ... --tensor-model-parallel-size 2"),
     (MOE | {"num_experts": 9, "expert_model_parallel_size": 2}, "--num-experts 9 ... --expert-model-parallel-size 2"),
     (DEEPSEEK | {"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "--num-experts 8 ... -router-num-groups 3"),
@@ -169,7 +173,7 @@ BAD = [
     (DEEPSEEK | {"moe_layer_freq": [1, 0]}, "--moe-layer-freq with dense layers [1]: family deepseek_v3"),
     (MOE | {"n_shared_experts": 1}, "--moe-shared-expert-intermediate-size 126: family qwen3_moe has no shared"),
     (DEEPSEEK | {"moe_router_enable_expert_bias": False}, "deepseek_v3 needs --moe-router-enable-expert-bias"),
-    (DEEPSEEK | {"partial_rotary_factor": 0.25}, "--rotary-percent 0.25: family deepseek_v3"),
+    (DEEPSEEK | {"partial_rotary_factor": 0.25}, "--partial-rotary-factor 0.25: family deepseek_v3"),
     (DEEPSEEK | {"enable_mla_scale_q_lora": True}, "--enable-mla-scale-q-lora"),
     (DEEPSEEK | {"num_zero_experts": 256}, "--num-zero-experts 256"),
     (DEEPSEEK | {"n_hash_layers": 3}, "--n-hash-layers 3"),
@@ -235,7 +239,7 @@ BAD = [
     (ASYNC | {"--rl-async-order": "strict"}, "--rl-async-order strict ... --rl-generators N"),
     (ASYNC | {"--rl-reward-model-device": "accelerator"}, "--rl-reward-model-device accelerator ... host"),
     (ASYNC | {"--rl-filtration": "pow", "--rl-filtration-whole-batch": ""}, "async ... --rl-filtration-whole-batch"),
-    (ASYNC | {"--rl-stop": "x", "--rl-inflight": "recompute"}, "--rl-stop with --rl-inflight recompute ... token ids"),
+    (ASYNC | {"--rl-stop": "x", "--rl-inflight": "recompute"}, "--rl-stop with --rl-inflight ... --rl-stop-token-ids"),
     (CARRY | {"--rl-stop": "x"}, "--rl-stop with --rl-carry-unfinished ... --rl-stop-token-ids"),
     ({"--rl-max-staleness": "2"}, "--rl-max-staleness ... --rl-schedule async"),
     ({"--rl-schedule": "streamed", "--rl-inflight": "drain"}, "--rl-inflight ... --rl-schedule async"),
@@ -294,9 +298,10 @@ BAD = [
     (MOE | TP4, "--rl-generate-tp 4 does not divide --moe-ffn-hidden-size 126"),
     # Qwen2, whose engine takes no head size, and Llama, whose engine takes one.
     ({"kv_channels": 16, "hidden_size": 128}, "attention head size 16 ... no --kv-channels"),
-    ({"kv_channels": 16, "add_qkv_bias": False}, "attention head size 16 ... or --kv-channels 32"),
+    ({"kv_channels": 16, "add_qkv_bias": False}, "attention head size 16 ... --kv-channels 32"),
     # 2 layers x keys and values x 4 groups x 32 x 4 bytes = 2 KiB a token: 64 tokens need 128 KiB.
     ({"--rl-kv-cache-gb": "0.0001"}, "64 tokens ... 0.000122 GiB ... --rl-kv-cache-gb 0.0001"),
+    ({"--rl-kv-cache-gb": "1e6"}, "--rl-kv-cache-gb 1e+06 x 1 ranks ... GiB of memory; lower it"),
     ({"--rl-samples-per-prompt": "3"}, "--global-batch-size 16 ... --rl-samples-per-prompt 3"),
     ({"--rl-rollout-prompts": "6"}, "24 samples (--rl-rollout-prompts 6 x --rl-samples-per-prompt 4)"),
     ({"micro_batch_size": 3}, "--global-batch-size 16 ... --micro-batch-size 3 x 2"),
@@ -502,6 +507,15 @@ def test_local_attention_knows_context_parallelism_where_it_is_mindspeeds(build,
         monkeypatch.setitem(sys.modules, name, module)
         lines = problems_of(build, CP2 | {"transformer_impl": "local"})
         assert [names(line, "--transformer-impl transformer_engine") for line in lines] == [True] * refused
+
+
+def test_fewer_groups_than_tensor_parallel_ranks_need_a_megatron_that_repeats_them(build, monkeypatch):
+    fewer = {"num_query_groups": 2, "tensor_model_parallel_size": 4, "data_parallel_size": 1}
+    for minor, refused in ((12, True), (16, False)):
+        monkeypatch.setitem(sys.modules, "megatron.core.package_info", types.SimpleNamespace(MINOR=minor))
+        assert [names(line, "--num-query-groups 2 is not a multiple of") for line in problems_of(build, fewer)] == (
+            [True] * refused
+        )
 
 
 def test_dumps_of_another_run_are_refused_before_anything_is_built(build, tmp_path):

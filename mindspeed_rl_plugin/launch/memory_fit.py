@@ -1,0 +1,49 @@
+"""A model that is larger than all memory of its device, or of a host without one, is refused before it is built."""
+
+from __future__ import annotations
+
+import contextlib
+from math import prod
+from typing import Any
+
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.device.meters import host_total
+from mindspeed_rl_plugin.environment import launch_env
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, megatron_shapes
+
+# By the bytes of a weight: float32 moments of Adam, and a main parameter where the weight is none. Under these flags
+# they are elsewhere, smaller or fewer, and not counted.
+_ADAM_BYTES = {2: 12, 4: 8}
+_SMALLER = "optimizer_cpu_offload use_precision_aware_optimizer swap_optimizer virtual_optimizer reuse_fp32_param"
+_SMALLER += " quant_states compress_optimizer"
+
+
+def check(args: Any, vocab: int) -> None:
+    """Raises ValueError where weights, gradients and Adam's state, which are all that is counted, exceed the memory.
+
+    vocab: tokens of the tokenizer. What no model family describes, as DPO may train, is not estimated.
+    """
+    device, env, needed = get_device(), launch_env(), 0.0
+    ranks = env["local_world_size"] if device.is_cpu else 1
+    with contextlib.suppress(ValueError):
+        shape, train = ModelShape.from_megatron_args(args, vocab), Parallel.from_megatron_args(args)
+        first = env["rank"] - env["local_rank"] * (ranks > 1)
+        shapes = (megatron_shapes(shape, train, rank) for rank in range(first, min(first + ranks, train.world)))
+        needed = _least(args, train) * sum(prod(size) for each in shapes for size in each.values())
+    total = host_total() if device.is_cpu else device.memory_info()[1]
+    if needed > total:
+        raise ValueError(
+            f"the model is too large: weights, gradients and optimizer of {ranks} ranks need {needed / 2**30:.3g} GiB "
+            f"or more, and the {'machine' if device.is_cpu else 'device'} has {total / 2**30:.3g} GiB; give more "
+            "ranks, with --use-distributed-optimizer, a larger --tensor-model-parallel-size or a larger "
+            "--pipeline-model-parallel-size"
+        )
+
+
+def _least(args: Any, train: Parallel) -> float:
+    """Bytes of one parameter in training, at least."""
+    weight = args.params_dtype.itemsize
+    gradient = 4 if getattr(args, "accumulate_allreduce_grads_in_fp32", False) else weight
+    spread = train.dp * train.cp if getattr(args, "use_distributed_optimizer", False) else 1
+    adam = getattr(args, "optimizer", "adam") == "adam" and not any(getattr(args, n, None) for n in _SMALLER.split())
+    return weight + gradient + adam * _ADAM_BYTES[weight] / spread
