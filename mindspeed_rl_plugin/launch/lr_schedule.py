@@ -1,4 +1,4 @@
-"""The learning-rate and weight-decay schedule of a run, compared on a resume as Megatron's scheduler does. Pure.
+"""The learning-rate and weight-decay schedule of a run, compared on a resume as Megatron's scheduler does.
 
 Megatron compares it while it loads the optimizer, long after the model was built, and its assertion names no
 flag. Source: OptimizerParamScheduler.load_state_dict of megatron/core/optimizer_param_scheduler.py and
@@ -7,9 +7,13 @@ get_optimizer_param_scheduler of megatron/training/training.py, alike in core 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import RLConfig, rl_enabled
 from mindspeed_rl_plugin.config.flag import spelt
 
 # Arguments that the schedule is made of, and how a user gives them.
@@ -19,13 +23,23 @@ FLAGS = {name: spelt(name) for name in _ALIKE} | {
     "start_weight_decay": "--weight-decay or --start-weight-decay",
     "end_weight_decay": "--weight-decay or --end-weight-decay",
 }
+# What stands in the optimizer's groups of parameters alone, and by which fields Megatron tells groups apart.
+_OF_GROUPS = {"decoupled_lr", "decoupled_min_lr", "rl_critic_lr", "adam_beta1", "adam_beta2", "adam_eps"}
+FLAGS |= {name: spelt(name) for name in sorted(_OF_GROUPS)}
+_RATES = ("max_lr", "min_lr", "betas", "eps")
+_KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
-def record(args: Any) -> dict[str, Any]:
-    """The schedule of validated arguments as plain values, for the RL state. --lr-decay-iters: by default all."""
+def record(args: Any, recorded: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The schedule of validated arguments as plain values, for the RL state. --lr-decay-iters: by default all.
+
+    recorded: of the checkpoint that a run resumed from, whose schedule goes on where it is kept.
+    """
     values = {name: getattr(args, name, None) for name in FLAGS}
     values["lr_decay_iters"] = values["lr_decay_iters"] or values["train_iters"]
-    return values
+    if not (rl_enabled(args) and resolve(RLConfig.from_args(args).algorithm).needs_critic):
+        del values["rl_critic_lr"]
+    return values | (recorded or {}) if getattr(args, "use_checkpoint_opt_param_scheduler", False) else values
 
 
 def compared(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,20 +88,65 @@ def remark(recorded: Mapping[str, Any] | None, args: Any, done: int) -> str | No
     )
 
 
-def check(recorded: Mapping[str, Any] | None, args: Any, where: str) -> None:
-    """Refuse a resume from `where` that Megatron would refuse later. `recorded`: None where nothing was.
+def check(recorded: Mapping[str, Any] | None, args: Any, where: str, absent: Collection[str] = ()) -> None:
+    """Refuse a resume from `where` that Megatron would refuse later, or in which it would take other rates than asked.
 
-    Raises ValueError naming each value then and now, and the two flags that settle it.
+    recorded: None where nothing was; absent: "no_load_optim" where the schedule was not saved. Raises ValueError naming
+    each value then and now, and the flags that settle it.
     """
-    flags = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+    flags = ["override_opt_param_scheduler"]
+    flags += ["use_checkpoint_opt_param_scheduler"] if "no_load_optim" not in absent else []
     if recorded is None or any(getattr(args, name, False) for name in flags) or settled(recorded, args):
         return
     now = record(args)
-    if compared(now) == compared(recorded):
+    changed = {name: flag for name, flag in FLAGS.items() if name in recorded and recorded[name] != now.get(name)}
+    if compared(now) == compared(recorded) and not changed.keys() & now.keys() & _OF_GROUPS:
         return
-    changed = [f"{flag} was {recorded[n]}, now {now[n]}" for n, flag in FLAGS.items() if recorded[n] != now[n]]
+    kept = ", or --use-checkpoint-opt_param-scheduler to keep the checkpoint's schedule"
+    alone = "; there is no schedule in it that --use-checkpoint-opt_param-scheduler could keep"
     raise ValueError(
         f"the checkpoint {where} was trained with another learning-rate or weight-decay schedule: "
-        f"{'; '.join(changed)}. Give --override-opt_param-scheduler to go on with the new values, or "
-        "--use-checkpoint-opt_param-scheduler to keep the checkpoint's schedule"
+        f"{'; '.join(f'{flag} was {recorded[n]}, now {now.get(n)}' for n, flag in changed.items())}. Give "
+        f"--override-opt_param-scheduler to go on with the new values{kept if len(flags) > 1 else alone}"
     )
+
+
+@contextmanager
+def loading(optimizer: Any, scheduler: Any) -> Iterator[None]:
+    """Inside, this optimizer and the checkpoint that it loads have the same rates: of the flags, or the checkpoint's.
+
+    Megatron's optimizer takes the rates of a group of parameters from the checkpoint, and its scheduler goes by them:
+    --override-opt_param-scheduler changed nothing in core 0.12 to 0.18. Core 0.19 finds a group by its rates, and with
+    either flag there is none (KeyError). Remove when DistributedOptimizer.load_state_dict finds groups without them,
+    and OptimizerParamScheduler.load_state_dict sets them.
+    """
+    override = getattr(scheduler, "override_opt_param_scheduler", False)
+    parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
+
+    def load(part: Any, original: Any, state: Mapping[str, Any]) -> None:
+        share_rates(state.get("optimizer", state).get("param_groups", ()), part.param_groups, override)
+        original(state)
+
+    for part in parts:
+        part.load_state_dict = functools.partial(load, part, part.load_state_dict)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.load_state_dict
+    if override or getattr(scheduler, "use_checkpoint_opt_param_scheduler", False):
+        scheduler.step(0)  # Megatron has set the first step's weight decay before it had that of the checkpoint
+
+
+def share_rates(saved: Sequence[dict], groups: Sequence[dict], override: bool) -> None:
+    """Give groups of parameters of a checkpoint the rates of the optimizer's, or (no override) the other way round.
+
+    Groups of one kind, as of --decoupled-lr from core 0.16 on, stand in the same order on both sides.
+    """
+    ours = list(groups)
+    for theirs in saved:
+        kind = [theirs.get(name) for name in _KIND]
+        at = next((n for n, group in enumerate(ours) if [group.get(name) for name in _KIND] == kind), None)
+        if at is not None:
+            source, target = (ours.pop(at), theirs) if override else (theirs, ours.pop(at))
+            target.update({name: source[name] for name in _RATES if name in source})

@@ -95,8 +95,64 @@ def test_a_changed_batch_is_said_where_the_schedule_counts_by_it():
     assert schedule.remark(recorded, flat, 6) is None and schedule.remark(None, flat, 6) is None
 
 
-def problem(recorded, args):
+class Optimizer:
+    """Loads as core 0.19 does: it finds a saved group by its rates, and takes all of it but the parameters."""
+
+    def __init__(self, lr, betas):
+        kinds = [(0.0, lr), (1.0, lr), (1.0, 10 * lr)]  # the last is of --decoupled-lr, from core 0.16 on
+        self.param_groups = [
+            {"wd_mult": wd, "max_lr": peak, "min_lr": 0.0, "betas": betas, "step": int(lr), "params": n}
+            for n, (wd, peak) in enumerate(kinds)
+        ]
+
+    def load_state_dict(self, state):
+        saved = {(g["wd_mult"], g["max_lr"]): g for g in state.get("optimizer", state)["param_groups"]}
+        groups = self.param_groups
+        self.param_groups = [{**saved[g["wd_mult"], g["max_lr"]], "params": g["params"]} for g in groups]
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["mixed precision", "fp32"])
+@pytest.mark.parametrize(("flag", "lr"), [("override", 2.0), ("use_checkpoint", 1.0)])
+def test_a_checkpoint_of_other_rates_is_loaded_with_the_flags_or_with_its_own(flag, lr, nested):
+    first, second = Optimizer(2.0, (0.9, 0.5)), Optimizer(2.0, (0.9, 0.5))
+    saved = {"param_groups": Optimizer(1.0, (0.8, 0.8)).param_groups}
+    saved["param_groups"].insert(0, saved["param_groups"].pop(1))
+    scheduler = types.SimpleNamespace(steps=[], **{f"{flag}_opt_param_scheduler": True})
+    scheduler.step = scheduler.steps.append
+    with schedule.loading(types.SimpleNamespace(chained_optimizers=[first, second]), scheduler):
+        first.load_state_dict({"optimizer": saved} if nested else saved)
+    assert [g["max_lr"] for g in first.param_groups] == [lr, lr, 10 * lr]
+    assert {g["betas"] for g in first.param_groups} == {(0.9, 0.5) if lr == 2 else (0.8, 0.8)}
+    assert [g["params"] for g in first.param_groups] == [0, 1, 2] and {g["step"] for g in first.param_groups} == {1}
+    assert scheduler.steps == [0] and [g["max_lr"] for g in second.param_groups] == [2.0, 2.0, 20.0]
+    assert "load_state_dict" not in vars(first) | vars(second), "as it was"
+    with pytest.raises(AssertionError), schedule.loading(None, None):  # of weights alone
+        raise AssertionError
+
+
+def test_what_stands_in_the_optimizer_alone_is_compared_too():
+    given = dict(adam_beta2=0.95, decoupled_lr=None, **BASE)
+    recorded = schedule.record(types.SimpleNamespace(**given))
+    assert "--adam-beta2 was 0.95, now 0.99." in problem(
+        recorded, types.SimpleNamespace(**given | {"adam_beta2": 0.99})
+    )
+    assert "--decoupled-lr was None" in problem(recorded, types.SimpleNamespace(**given | {"decoupled_lr": 1e-4}))
+    older = {name: value for name, value in recorded.items() if name in BASE}
+    assert problem(older, types.SimpleNamespace(**given)) is None, "a checkpoint of a former version"
+
+
+def test_a_schedule_that_is_kept_is_recorded_and_one_that_was_not_saved_is_not_kept():
+    recorded = schedule.record(types.SimpleNamespace(**BASE))
+    kept = types.SimpleNamespace(**BASE | {"lr": 2e-3, "use_checkpoint_opt_param_scheduler": True})
+    assert schedule.record(kept, recorded) == recorded != schedule.record(kept)
+    message = problem(recorded, kept, {"no_load_optim": True})
+    assert "--lr was 0.001, now 0.002. Give --override-opt_param-scheduler" in message and "could keep" in message
+    other = types.SimpleNamespace(**BASE | {"lr": 2e-3, "override_opt_param_scheduler": True})
+    assert problem(recorded, other, {"no_load_optim": True}) is None
+
+
+def problem(recorded, args, absent=()):
     try:
-        schedule.check(recorded, args, "out/iter_0000004")
+        schedule.check(recorded, args, "out/iter_0000004", absent)
     except ValueError as error:
         return str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -67,6 +68,30 @@ def check_resumes(job, *split: str, at: tuple[int, ...], more: tuple[str, ...] =
 )
 def test_a_resume_is_the_uninterrupted_run(job, request, split, model, change):
     check_resumes(job, *split, at=(3,), model=request.getfixturevalue(model).replace(*change))
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+def test_a_resume_takes_other_rates_or_keeps_its_own(job, training_flags, ckpt_format):
+    """As its refusal says, for policy and critic; with torch also where no distributed optimizer is."""
+    train = training_flags if ckpt_format == "torch_dist" else training_flags.replace("--use-distributed-optimizer", "")
+    more = ("--ckpt-format", ckpt_format, "--train-iters", "3", "--save-interval", "2", "--rl-rollout-prompts", "4")
+    made = job(*more, *PPO[:4], "--weight-decay", "0.1", train=train)
+    whole = made.run(600)
+    (made.save / TRACKER).write_text("2")
+    made.extra += ("--lr", "5e-4", "--min-lr", "1e-4", "--weight-decay", "0.2", "--adam-beta2", "0.5")
+    made.extra += ("--rl-critic-lr", "1e-3")
+    made.start()
+    refused = made.wait(600)
+    advised = re.search(r"Give (--\S+) to go on with the new values, or (--\S+) to keep", refused.log)
+    assert refused.code and advised
+    flags = made.extra
+    for flag, rates in zip(advised.groups(), [(5e-4, 1e-3), (1e-3, 3e-3)], strict=True):
+        (made.save / TRACKER).write_text("2")
+        made.extra = (*flags, flag)
+        resumed = made.run(600)
+        last = resumed.metrics[-1]
+        assert (last["lr"], last["critic/lr"]) == rates
+    assert differing(resumed, numbers(whole)) == []
 
 
 def test_a_run_starts_from_what_import_wrote(job, arithmetic, tmp_path, capsys):
