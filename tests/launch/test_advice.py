@@ -1,0 +1,193 @@
+"""Every advice of a refusal is tried: with what its message says to give, remove or change, the start is not refused.
+
+Advice is read from the message, by the forms in which ours is written; `BY_HAND` has the others. It may lead to the
+next question (`--rl-schedule async`: which ranks generate?), whose advice is then taken. A resume's: tests/loop.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl_plugin.config import flag_names
+from mindspeed_rl_plugin.config.verdicts import verdict
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_refusals import ASYNC, BAD, DEEPSEEK, DPO, MOE, problems_of  # noqa: E402
+
+PACKAGE = Path(__file__).parents[2] / "mindspeed_rl_plugin"
+FLAG = r"--[a-z][a-z0-9-]*[a-z0-9+]"
+VERBS = "give|remove|drop|leave|change|raise|lower|shorten|sample|set|make|start"
+# Advice, from its beginning -> changes, where words stand for values.
+BY_HAND = {
+    "leave them out": {"--rope-scaling-mscale": 1.0},
+    "give one$": {"--rl-tools": "a.py:f", "--rl-tool-parser": "hermes"},
+    "give --rl-environment,": {"--rl-environment": "a.py:A"},
+    "give bounds with": {"--rl-correction-low": 0.5},
+    "lower it .for an engine that joins": {"--rl-kv-cache-gb": 1},
+    "start a multiple of": {"--world-size": 32, "--num-layers": 4},
+    "make it a multiple": {"--global-batch-size": 48},
+    "give numbers from 0": {"--noop-layers": "1"},
+    "give the number of optimizer steps": {"--train-iters": 10},
+    "give --global-batch-size instead": {"--step-batch-size-schedule": None},
+    "leave out that flag and": {"--n-shared-experts": None},
+    "give jsonl": {"--rl-prompt-data": __file__},
+    "give a hugging face tokenizer": {"--rl-tokenizer": str(Path(__file__).parent)},
+    "give --rl-generators N alone": {"--rl-async-order": None},
+    "give --rl-generators N": {"--rl-generators": 0},
+    "give --rl-schedule async": {"--rl-schedule": "async", "--rl-generators": 0, "--rl-correction": "truncate"},
+    "give --rl-stop-token-ids": {"--rl-stop-token-ids": 5, "--rl-stop": None},
+    "give --rl-max-tokens-per-microbatch too": {"--rl-max-tokens-per-microbatch": 64},
+    "give (numbers above 0|one for all)": {"--rl-reward-timeout": 5},
+    "give fewer heads and no|give --kv-channels 32, or fewer": {
+        "--num-attention-heads": 4,
+        "--num-query-groups": 4,
+        "--kv-channels": 32,
+    },
+}
+# What one process cannot try: other files, other programs.
+ELSEWHERE = "give the directory of a Megatron checkpoint|give --rl-engine-url|start with -m|make mindspeed_rl_plugin"
+NAMES = set(flag_names())
+
+# What else the checks refuse.
+TOOLS = {"--rl-tools": "a.py:f", "--rl-tool-parser": "hermes"}
+FOREIGN = {"--rl-environment": "verifiers:x", "--rl-apply-chat-template": ""}
+GATED = MOE | dict(add_qkv_bias=True, qk_layernorm=False, moe_shared_expert_intermediate_size=126)
+YARN = dict(rope_scaling_type="yarn", rope_scaling_original_max_position_embeddings=32, rope_scaling_mscale=0.7)
+ROWS = [changes for changes, _ in BAD] + [
+    {"--rl-max-turns": "3"},
+    {"--rl-reward": "environment"},
+    TOOLS | {"--rl-max-turns": "1"},
+    TOOLS | {"--rl-environment-python": "python3"},
+    TOOLS | {"--rl-ignore-eos": ""},
+    TOOLS | {"--rl-environment-timeout": "1e6"},
+    TOOLS | {"--rl-max-turn-length": "99"},
+    TOOLS | {"--rl-max-observation-length": "40"},
+    TOOLS | {"--rl-observation": "chat"},
+    TOOLS | {"--rl-observation": "raw", "--rl-apply-chat-template": ""},
+    TOOLS | {"--rl-tool-parser": None},
+    FOREIGN | {"--rl-tools": "a.py:f"},
+    FOREIGN | {"--rl-tool-parser": "hermes"},
+    FOREIGN | {"--rl-max-observation-length": "9"},
+    FOREIGN | {"--rl-apply-chat-template": None},
+    {"--rl-reward-timeout": "1e6"},
+    ASYNC | {"--rl-correction-low": "2"},
+    DPO | {"--rl-dpo-loss": "ipo", "--rl-dpo-label-smoothing": "0.1"},
+    DEEPSEEK | {"moe_router_topk": 1},
+    DEEPSEEK | {"rotary_scaling_factor": 2.0, "mscale_all_dim": 1.0},
+    DEEPSEEK | {"moe_shared_expert_intermediate_size": 200},
+    GATED | {"moe_shared_expert_gate": True, "shared_expert_gate_output_dimension": 2},
+    YARN | {"rope_scaling_mscale_all_dim": 0.0},
+    {"schedules_method": "other"},
+]
+
+
+def alternatives(line):
+    """What a message says before its advice, and the alternatives of this, as text that begins with a verb."""
+    found = re.search(rf"(?:[;:?] |, or )(?:{VERBS}) .*$", line, flags=re.I)
+    text = re.sub("^[;:?] ", "", found[0]) if found else ""
+    parts = [p.strip(" ,") for p in re.split(rf",? or (?=(?:{VERBS}|-)\b|--)", text) if p]
+    return line[: -len(text)], [p if p[0] != "-" else f"{parts[0].split()[0]} {p}" for p in parts]
+
+
+def tries(part, head):
+    """Changes of arguments that an alternative may stand for; one of them must help."""
+    named, before = re.findall(FLAG, part), re.findall(FLAG, head)
+    for pattern, change in BY_HAND.items():
+        if re.match(pattern, part, flags=re.I):
+            return [change]
+    if re.match("remove one", part):
+        return [{flag: None} for flag in before]
+    if re.match("remove|drop|leave|give no ", part):
+        return [dict.fromkeys(named or before[:1])]
+    if re.match("change|raise|lower|shorten|sample|set|give (fewer|more|at |an |a multiple|half|[0-9])", part):
+        numbers = {int(n) for n in re.findall(r"\d+", f"{head} {part} 1 2 4")}
+        numbers |= {n * 2 for n in numbers} | {n // 2 for n in numbers}
+        return [{flag: number} for flag in (named or before) for number in sorted(numbers - {0})]
+    pairs = re.findall(rf"({FLAG})((?: (?!and\b|instead|alone|too\b|to\b|of\b|with|in\b|N\b)[\w.:]+)*)", part)
+    if pairs:
+        return [{flag: value.strip() for flag, value in pairs}]
+    return [{before[0]: value} for value in re.split(", | or ", re.sub("^give (one of )?", "", part))]
+
+
+def applied(changes, change):
+    """The changes with these besides. Upstream's flags must be known to a parser of theirs, ours to ours."""
+    out = dict(changes)
+    for flag, value in change.items():
+        name = flag[2:].replace("-", "_")
+        if flag in NAMES:
+            out[flag] = None if value is None else str(value)
+            continue
+        assert verdict([flag], name, None) or name == "world_size", f"no parser knows {flag}"
+        if name.startswith("no_"):
+            name, value = name[3:], value is None
+        out.pop(name, None)
+        if value is not None:
+            out[name] = int(value) if str(value).isdigit() else True if value == "" else value
+    return out
+
+
+def helps(build, changes, change, line, depth=2):
+    """Whether a refusal is gone with these changes, and what is refused instead goes with its own advice."""
+    then = applied(changes, change)
+    try:
+        before, after = problems_of(build, changes), problems_of(build, then)
+    except SystemExit:  # of the parser
+        return False
+    new = [other for other in after if other not in before]
+    return line not in after and (not new or depth > 0 and all(tried(build, then, other, depth - 1) for other in new))
+
+
+def tried(build, changes, line, depth):
+    head, parts = alternatives(line)
+    return any(helps(build, changes, change, line, depth) for part in parts for change in tries(part, head))
+
+
+@pytest.mark.parametrize("changes", ROWS, ids=lambda value: str(value)[:60])
+def test_what_a_refusal_advises_is_accepted(build, changes):
+    for line in problems_of(build, changes):
+        head, parts = alternatives(line)
+        for part in parts:
+            if not re.match(ELSEWHERE, part, flags=re.I):
+                assert any(helps(build, changes, change, line) for change in tries(part, head)), (line, part)
+
+
+# Modules of checks, and what of their messages no row brings: the beginning of the advice or message -> why.
+CHECKS = """
+    launch/flag_checks.py launch/upstream_checks.py launch/schedule_checks.py launch/episode_checks.py
+    engine/engine_sizes.py engine/hf_moe.py engine/hf_rope.py reshard/placement_flags.py reshard/shape.py
+    forward/settings.py loop/arithmetic.py reward/specs.py algorithms/presets.py
+"""
+UNTRIED = {
+    "have different vocabularies": "a note; tests/launch/test_refusals.py has the two tokenizers",
+    "vocabulary's size is unknown": "of `plan`, which has no tokenizer",
+    "sequence length ": "of a run whose arguments were never checked",
+    "a row of ": "the same",
+    "give it": "the family is found by the score",
+    "in this vLLM engines cannot": "of a vLLM that is not here",
+}
+
+
+def messages(module):
+    """Every text of a module that names a flag and ends with advice, as a pattern."""
+    tree = ast.parse((PACKAGE / module).read_text())
+    inner = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
+    for node in ast.walk(tree):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        if id(node) not in inner and all(isinstance(p, ast.FormattedValue | ast.Constant) for p in parts):
+            text = "".join(p.value if isinstance(p, ast.Constant) and isinstance(p.value, str) else "\0" for p in parts)
+            if "--" in text and alternatives(text)[1]:
+                yield text
+
+
+def test_every_message_of_the_checks_is_tried(build):
+    lines = "\n".join(line for changes in ROWS for line in problems_of(build, changes))
+    lacking = [
+        m
+        for module in CHECKS.split()
+        for m in messages(module)
+        if not re.search(".*".join(map(re.escape, m.split("\0"))), lines)
+    ]
+    assert [m for m in lacking if not any(known in m for known in UNTRIED)] == []
