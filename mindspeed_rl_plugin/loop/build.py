@@ -36,6 +36,7 @@ from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.timing.calibrate import SETUP
 from mindspeed_rl_plugin.loop.timing.inputs import Setup
 from mindspeed_rl_plugin.loop.topology import Topology
+from mindspeed_rl_plugin.monitor import settings
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget
@@ -162,6 +163,10 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
             "algorithm": inputs.config.algorithm.algorithm,
             "parts": describe(inputs.algorithm),
             "flags": inputs.flags,
+            "arguments": settings.arguments(inputs.args),
+            "versions": settings.versions(),
+            "device": device.kind,
+            "held_out": len(inputs.held_out or ()),
             "start": start.kind,
             "reference": start.reference_path,
             "graders": list(inputs.config.graders),

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,10 +17,12 @@ from mindspeed_rl_plugin.monitor.learning import LearningWatch
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.monitor.run_files import (
     APART_FILE,
+    HELD_OUT_FILE,
     LOG_FILE,
     METRICS_FILE,
     RUN_FILE,
     JsonLines,
+    read_run,
     run_id,
     set_aside,
     to_json,
@@ -29,6 +31,7 @@ from mindspeed_rl_plugin.monitor.run_files import (
 from mindspeed_rl_plugin.monitor.stage_clock import MemoryMeter, StageClock, drop_foreign_events
 
 TAG = "rl/"
+TEXT = 4000  # characters that are kept of a prompt or response of an evaluation
 DOCK_FILE = "dock-rank{rank}.jsonl"
 
 
@@ -75,6 +78,7 @@ class Monitor:
         self._dock = JsonLines(self.run_dir / DOCK_FILE.format(rank=rank), resume_iteration)
         self._metrics: JsonLines | None = None
         self._apart: JsonLines | None = None  # made when there is something for it
+        self._held_out: JsonLines | None = None  # likewise
         self._resumed = resume_iteration
         self._legend_shown = False
         self._watch = LearningWatch(compares)
@@ -114,6 +118,14 @@ class Monitor:
         metrics = {f"eval/{k.removeprefix('eval/')}": _value(v) for k, v in metrics.items()}
         self._emit("eval", iteration, metrics, eval_line(iteration, metrics, self.total_iterations))
 
+    def log_held_out(self, iteration: int, rows: Sequence[Sequence[Any]]) -> None:
+        """Write, on rank 0, some responses to held-out prompts: number, prompt, response, answer, reward."""
+        if self.rank == 0:
+            if self._held_out is None:
+                self._held_out = JsonLines(self.run_dir / HELD_OUT_FILE, self._resumed)
+            cut = [[v[:TEXT] if isinstance(v, str) else v for v in row] for row in rows]
+            self._held_out.append({"iteration": iteration, "rows": cut})
+
     def log_dock(self, iteration: int, record: Mapping[str, Any]) -> None:
         """Write what this rank had to do with the dock for the rollout that ended with an iteration."""
         self._dock.append({"iteration": iteration, **record})
@@ -130,7 +142,7 @@ class Monitor:
         """Close this rank's files. The writers are Megatron's to close."""
         self.clock.close()
         self._dock.close()
-        for file in (self._metrics, self._apart):
+        for file in (self._metrics, self._apart, self._held_out):
             if file is not None:
                 file.close()
 
@@ -142,7 +154,10 @@ class Monitor:
             set_aside(self.run_dir / LOG_FILE)
         keep_in(self.run_dir / LOG_FILE)
         self._written = {(r["kind"], r["iteration"]) for r in self._metrics.lines_kept}
+        before = read_run(self.run_dir).get("starts", []) if resume_iteration else []
+        starts = [start for start in before if start["iteration"] < resume_iteration]
         facts = {
+            "starts": [*starts, {"iteration": resume_iteration, "time": time.time()}],
             "id": resume_iteration and run_id(self.run_dir) or secrets.token_hex(8),
             "world_size": world_size,
             "total_iterations": self.total_iterations,

@@ -7,6 +7,8 @@ A run directory holds
     metrics.jsonl          one object per line: {"kind": "train" | "eval", "iteration": k, "time": ..., metric: value}
                            (names.py says which; a number, null where it was not finite, or a text)
     log.txt                the run's own lines, as they were printed among Megatron's
+    heldout.jsonl          one object per evaluation: {"iteration", "rows": [[number of the prompt, prompt, greedy
+                           response, answer, reward], ...]}, of the first prompts
     events-rank{r}.jsonl   one object per line: {"iteration", "stage", "rank", "start", "end", "peak_bytes"}, and
                            "failed": the error's name where the stage raised
     events-apart.jsonl     one object per line: {"iteration", "process", "stage", "start", "end"}, of engines that are
@@ -30,6 +32,7 @@ import msgspec
 
 METRICS_FILE = "metrics.jsonl"
 APART_FILE = "events-apart.jsonl"
+HELD_OUT_FILE = "heldout.jsonl"
 LOG_FILE = "log.txt"
 WEIGHTS, PUBLISHED = "weights", "version "
 GENERATOR = "generator"  # so begins the name of an engine on ranks of the job's launcher

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,10 +62,11 @@ class Evaluate:
         self.episodes = episodes
         self.sampling, self.ranks, self.monitor, self.samples, self.seed = sampling, ranks, monitor, samples, seed
         self._failed = [0, 0]  # graders, environments
+        self._shown: list[list[Any]] = []  # of `HeldOut`
 
     def run(self, done: int) -> None:
         """Evaluate the engine's weights after `done` iterations, and log it. Collective."""
-        self._failed = [0, 0]
+        self._failed, self._shown = [0, 0], []
         sums = evaluate(
             self.engine,
             self.prompts,
@@ -79,10 +82,12 @@ class Evaluate:
         failures = self.ranks.gather(self.graders.take_failures())
         FailureLog("the evaluation").add(failures, show=self.ranks.rank == 0)
         self.monitor.log_eval(done, eval_metrics(total[:-2], self.samples) | _failures(*total[-2:].tolist()))
+        self.monitor.log_held_out(done, sorted(itertools.chain(*self.ranks.gather(self._shown))))
 
     def _score(self, answers: Sequence[tuple[Prompt, Completion]]) -> list[tuple[bool, float]]:
         items = [self._item(prompt, answer) for prompt, answer in answers]
         grades: list[Grade] = self.graders.grade(items)
+        self._shown += _shown(items, [g.total for g in grades])
         self._failed[0] += sum(g.error is not None for g in grades)
         self._failed[1] += sum(c.episode is not None and c.episode.failure is not None for _, c in answers)
         return [(solved(g.parts, self.graders.weights), g.total) for g in grades]
@@ -127,8 +132,15 @@ class EvaluateApart:
         sums, failed = self.ranks.broadcast(self._sums() if self.ranks.rank == 0 else None)
         result = eval_metrics(torch.tensor(sums, dtype=torch.float64), self.samples)
         self.monitor.log_eval(self.version, result | _failures(*failed))
+        if self.ranks.rank == 0:
+            self.monitor.log_held_out(self.version, self._read_shown())
         self.dock.clear(self.epoch)
         self.version = -1
+
+    def _read_shown(self) -> list[list[Any]]:
+        first = [SampleId(self.epoch, group, 0) for group in range(min(SHOWN, len(self.prompts)))]
+        rows = self.reward.graded(first, self.reward.spec.reads)
+        return _shown(self.reward.items(rows), rows["reward"].tolist())
 
     def _sums(self) -> tuple[list[float], tuple[float, float]]:
         of_episodes = [name for name in self.reward.spec.reads if name == FAILED]
@@ -165,6 +177,18 @@ class EvaluatePairs:
         margin = self.algorithm.dpo_beta * (gain[:, 0] - gain[:, 1])
         accuracy = float((margin > 0).double().mean())
         self.monitor.log_eval(done, {"dpo_margin": float(margin.mean()), "dpo_accuracy": accuracy})
+
+
+SHOWN = 20  # held-out prompts whose greedy responses are kept, for the report
+
+
+def _shown(items: Sequence[GradeItem], rewards: Sequence[float]) -> list[list[Any]]:
+    """Rows of `Monitor.log_held_out`: of the greedy responses to the first prompts."""
+    return [
+        [item.id.group, item.prompt, item.response, item.answer, reward]
+        for item, reward in zip(items, rewards, strict=True)
+        if item.id.member == 0 and item.id.group < SHOWN
+    ]
 
 
 FAILED = "environment_failed"  # a column of episodes

@@ -134,6 +134,7 @@ class Builder:
     def __init__(self, run_dir: Path, iterations: int, ranks: int, dumps: bool) -> None:
         self.wall, self.rng = Clock(1.7e9), random.Random(7)
         info = {"algorithm": "grpo", "model": "qwen2 2 layers", "dump_dir": str(run_dir / "dump") if dumps else None}
+        info |= {"flags": {"--rl-reward": ["math", "exact"]}, "arguments": {"lr": 1e-4}, "versions": {"torch": "2.x"}}
         more = dict(is_terminal=False, total_iterations=iterations, info=info, stream=io.StringIO())
         self.meters = [Meter() for _ in range(ranks)]
         self.monitors = [Monitor(run_dir, rank, ranks, meter=m, **more) for rank, m in enumerate(self.meters)]
@@ -172,6 +173,8 @@ class Builder:
                 self.wall.at += 0.8
         result = {"accuracy": accuracy, "reward_mean": accuracy - 0.1, "pass@8": min(1, accuracy + 0.2)}
         self.monitors[0].log_eval(iteration, result)
+        rows = [[0, "1+1=", HOSTILE, "2", 0.0], [1, "2+2=", f"4 ({iteration})", "4", 1.0]]
+        self.monitors[0].log_held_out(iteration, rows)
 
     def update(self, progress: float) -> dict[str, float]:
         """What an update measures after this share of the run."""

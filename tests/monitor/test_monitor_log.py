@@ -297,3 +297,13 @@ def test_a_run_that_learns_nothing_or_too_fast_is_warned_once(tmp_path, capsys, 
 
 def test_groups_of_equal_rewards_teach_what_does_not_compare_them(tmp_path, capsys):
     assert warned(capsys, tmp_path, [IDLE] * 20, compares=False)[0] == []
+
+
+def test_a_run_knows_where_it_was_resumed_and_trims_what_came_after(tmp_path):
+    for resumed, evaluated in ((0, 4), (2, 2), (6, 8), (4, 4)):
+        monitor = Monitor(tmp_path, 0, 1, resume_iteration=resumed)
+        monitor.log_held_out(evaluated, [[0, "p" * 9000, "r", "a", 1.0]])
+        monitor.close()
+    assert [start["iteration"] for start in read_run(tmp_path)["starts"]] == [0, 2, 4]
+    kept = read_jsonl(tmp_path / "heldout.jsonl")
+    assert [line["iteration"] for line in kept] == [2, 4] and len(kept[0]["rows"][0][1]) == 4000

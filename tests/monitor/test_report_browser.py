@@ -164,6 +164,24 @@ def test_samples_are_drawn_as_text_hostile_ones_too(full_run, full_page):
 
 
 @pytest.mark.browser
+def test_settings_verdict_resumes_and_held_out_responses_are_shown(run_builder, tmp_path):
+    run = run_builder(tmp_path / "run", iterations=12)
+    about = json.loads((run / "run.json").read_text())
+    about |= {"held_out": 400, "starts": [{"iteration": i, "time": 0.0} for i in (0, 5)]}
+    (run / "run.json").write_text(json.dumps(about))
+    main([str(run)])
+    page = open_in_browser(run / "report.html", tmp_path)
+    (_, said), (_, below) = *page.all("p", id="verdict"), *page.all("p", id="subtitle")
+    assert said.startswith("Learned: accuracy on 400 held-out prompts rose by ")
+    assert "resumed at iteration 5 " in below and "memory" not in below
+    charts = [a for a, _ in page.all("path", class_="line")]
+    assert page.all("line", class_="resumed") and len(page.all("line", class_="resumed")) <= len(charts)
+    settings = "".join(text for _, text in page.all("table", class_="settings"))
+    assert "--rl-rewardmath exact" in settings and "torch2.x" in settings
+    rows = [text for _, text in page.all("tr") if text.startswith("2+2=")]
+    assert rows == ["2+2=44 (0)14 (10)1"] and "</script><script>" in page.all("table", id="held-out-rows")[0][1]
+
+
 def test_an_episode_is_drawn_turn_by_turn_as_text(episode_dump, run_builder, tmp_path):
     run = run_builder(tmp_path / "run", iterations=1, ranks=1, evaluate=False, dumps=False)
     assert main([str(run), "--dump-dir", str(episode_dump)]) == 0
@@ -202,7 +220,7 @@ def test_the_timeline_and_stage_times_are_drawn(full_run, full_page):
     assert len(full_page.all("rect", class_="part", data_stage="generate")) == 30
     assert len(vertices(full_page.all("path", data_series="peak/update")[0][0]["d"])) == 30
     memory = full_page.all("div", data_chart="Memory of each stage")[0][1]
-    assert "Most memory of the builder during the stage" in memory, "the page says what the run's meter measured"
+    assert "on the rank that used most: memory of the builder." in memory, "the page says what the run's meter measured"
     assert "generate" in full_page.all("table", id="stage-table")[0][1]
 
 

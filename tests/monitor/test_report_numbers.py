@@ -8,7 +8,7 @@ import pytest
 from mindspeed_rl_plugin.monitor.dump import dump_rollout
 from mindspeed_rl_plugin.monitor.run_files import dump_files, read_metrics
 from mindspeed_rl_plugin.tools.report.report import embed, main
-from mindspeed_rl_plugin.tools.report.report_data import collect, duration, headline, remarks
+from mindspeed_rl_plugin.tools.report.report_data import collect, duration, headline, held_out, remarks, verdict
 from mindspeed_rl_plugin.tools.report.report_samples import sample_data
 from mindspeed_rl_plugin.tools.report.report_stages import BETWEEN, apart_data, own_seconds, stage_data, timeline_data
 
@@ -170,6 +170,35 @@ def test_headline_of_a_run(run_builder, tmp_path):
     }
     one |= {"tokens_per_second": None, "logprob_diff_max": None}
     assert headline([{"iteration": 0}], {}, one)[0]["value"] == "50.0%"
+
+
+def rewards(*values):
+    return [{"iteration": k, "reward/mean": v} for k, v in enumerate(values, 1)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "held_out", "before", "after", "says"),
+    [
+        # 2 x sqrt(0.25/400 + 0.24/400) = 0.070
+        ([], 400, 0.5, 0.6, "Learned: accuracy on 400 held-out prompts rose by 0.1, two standard errors are 0.07."),
+        ([], 400, 0.6, 0.5, "Became worse: accuracy on 400 held-out prompts fell by 0.1"),
+        ([], 100, 0.5, 0.6, "No change is shown: accuracy on 100 held-out prompts moved by 0.1, two standard errors"),
+        (rewards(0, 0.1, 0, 0.1, 0.9, 1, 0.9, 1), None, None, None, "Learned: mean reward of 2 rollouts rose by 0.9,"),
+        (rewards(*[0, 1] * 8), None, None, None, "No change is shown: mean reward of 4 rollouts moved by 0, "),
+        (rewards(0, 1, 0, 1, 0, 1, 0), None, 0.5, None, "Too short to judge"),
+    ],
+)
+def test_a_run_is_judged_by_two_standard_errors(rows, held_out, before, after, says):
+    assert verdict(rows, {"held_out": held_out}, {"accuracy_before": before, "accuracy_after": after}).startswith(says)
+
+
+def test_settings_and_responses_to_held_out_prompts(run_builder, tmp_path):
+    data = collect(run_builder(tmp_path / "rl", iterations=20, dumps=False))
+    assert dict(data["settings"])["RL flags"] == {"--rl-reward": "math exact"}
+    assert dict(data["settings"])["Versions"] == {"torch": "2.x"} and "algorithm" in dict(data["settings"])["Run"]
+    assert data["held_out"]["iterations"] == [0, 20]
+    assert data["held_out"]["rows"][1] == ["2+2=", "4", [["4 (0)", 1.0], ["4 (20)", 1.0]]]
+    assert held_out(tmp_path / "none") == {"iterations": [], "rows": []}
 
 
 @pytest.mark.parametrize(

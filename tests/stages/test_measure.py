@@ -14,9 +14,9 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import Lease, Traffic
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import meaning
-from mindspeed_rl_plugin.monitor.run_files import check_dumps, dump_file, dump_files, read_metrics
+from mindspeed_rl_plugin.monitor.run_files import check_dumps, dump_file, dump_files, read_jsonl, read_metrics
 from mindspeed_rl_plugin.reshard.resharder import Transfer
-from mindspeed_rl_plugin.reward import Grade
+from mindspeed_rl_plugin.reward import Grade, GradeItem
 from mindspeed_rl_plugin.rows import Completion, Episode, Prompt, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages import evaluate, measure, update
 from mindspeed_rl_plugin.stages.generate import digest_number
@@ -147,7 +147,7 @@ def test_an_evaluation_asks_for_solved_and_tells_the_mean_reward(tmp_path, monke
         graders,
         str,
         Sampling(max_tokens=4),
-        Ranks([others]),
+        Ranks([others, [], [[[9, "x"]]]]),
         monitor(tmp_path),
         samples=0,
         seed=0,
@@ -156,6 +156,9 @@ def test_an_evaluation_asks_for_solved_and_tells_the_mean_reward(tmp_path, monke
     (line,) = read_metrics(tmp_path)
     assert line["eval/accuracy"] == 3 / 8 and line["eval/reward_mean"] == -1.0 and line["eval/errors"] == 1
     assert line["eval/environment_failed"] == 2
+    (shown,) = read_jsonl(tmp_path / "heldout.jsonl")
+    rewards = (-1.0, -1.0, -1.0, 2.0)
+    assert shown == {"iteration": 3, "rows": [[i, f"p{i}", "(3,)", "a", r] for i, r in enumerate(rewards)] + [[9, "x"]]}
 
 
 def test_environments_that_fail_in_an_evaluation_are_counted():
@@ -166,13 +169,18 @@ def test_environments_that_fail_in_an_evaluation_are_counted():
     inside._score([(Prompt((1,), "p", "a", 0), completion) for completion in told])
     assert inside._failed == [3, 2]
     logged, columns = [], {"reward_parts": torch.zeros(3, 1), "reward": torch.zeros(3), "finish": torch.zeros(3).int()}
+    columns["meta"] = torch.zeros(3)
     columns |= {"response_length": torch.ones(3), "grader_error": torch.zeros(3), "environment_failed": torch.ones(3)}
     dock = SimpleNamespace(clear=lambda epoch: None)
+    shown = []
     log = SimpleNamespace(log_eval=lambda version, result: logged.append(result))
+    log.log_held_out = lambda version, rows: shown.append(rows)
+    items = lambda rows: [GradeItem("p", "r", "a", {}, i) for i in rows.ids]  # noqa: E731
     for reads in (("meta", "environment_failed"), ("meta",)):
         read = lambda ids, more: Rows(ids, {n: columns[n] for n in (*more, "reward", "grader_error")})  # noqa: E731
-        stage = SimpleNamespace(graded=read, graders=graders, spec=SimpleNamespace(reads=reads))
+        stage = SimpleNamespace(graded=read, graders=graders, spec=SimpleNamespace(reads=reads), items=items)
         evaluate.EvaluateApart(dock, stage, [None] * 3, Ranks(), log, 0).finish()
+    assert shown == [[[i, "p", "r", "a", 0.0] for i in range(3)]] * 2
     assert logged[0].pop("eval/environment_failed") == 3 and logged[0] == logged[1] and "eval/errors" not in logged[0]
 
 

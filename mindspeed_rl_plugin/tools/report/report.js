@@ -2,6 +2,7 @@
 // Helpers, the head of the page, and the curves. Loaded first.
 
 const data = JSON.parse(document.getElementById("data").textContent);
+const resumes = (data.run.starts || []).map((s) => s.iteration).filter((i) => i > 0);
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
 
@@ -151,6 +152,10 @@ class LineChart {
     this.py = (v) => frame.top + down * (1 - position(v));
     const root = shape("svg", { viewBox: `0 0 ${width} ${this.height}`, height: this.height, role: "img", "aria-label": spec.title });
     this.drawAxes(root, frame, low, high, first, last, width);
+    for (const at of resumes.filter((i) => i >= first && i < last)) {
+      const x = this.px(at + 0.5);
+      root.append(shape("line", { class: "resumed", x1: x, x2: x, y1: frame.top, y2: this.height - frame.bottom }, shape("title", {}, `resumed at iteration ${at}`)));
+    }
     if (spec.band && !smoothing.on) this.drawBand(root);
     spec.lines.forEach((line) => this.drawLine(root, line));
     this.cross = shape("line", { class: "cross", y1: frame.top, y2: this.height - frame.bottom, visibility: "hidden" });
@@ -356,12 +361,11 @@ function wireSmoothing() {
 
 function drawHead() {
   const { run } = data;
-  const hidden = new Set(["world_size", "total_iterations", "resume_iteration", "started", "dump_dir", "name"]);
-  const facts = Object.entries(run).filter(([k, v]) => !hidden.has(k) && ["string", "number", "boolean"].includes(typeof v));
-  const parts = [data.place];
+  const parts = [data.place, run.algorithm].filter(Boolean);
   if (run.world_size) parts.push(`${run.world_size} rank${run.world_size > 1 ? "s" : ""}`);
-  if (run.resume_iteration) parts.push(`last resumed at iteration ${run.resume_iteration}`);
-  byId("subtitle").textContent = [...parts, ...facts.map(([k, v]) => `${k.replaceAll("_", " ")} ${v}`)].join(" · ");
+  if (resumes.length) parts.push(`resumed at iteration ${resumes.join(", ")} (dashed lines in the charts)`);
+  byId("subtitle").textContent = parts.join(" · ");
+  byId("verdict").textContent = data.verdict;
   byId("tiles").append(...data.tiles.map((t) => element("div", { class: "tile" },
     element("span", {}, t.label), element("b", {}, t.value), element("span", {}, t.note))));
   byId("remarks").append(...data.remarks.map((r) => element("li", {}, r)));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -9,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.monitor.names import meaning
-from mindspeed_rl_plugin.monitor.run_files import event_files, read_apart, read_events, read_metrics, read_run
+from mindspeed_rl_plugin.monitor.run_files import (
+    HELD_OUT_FILE,
+    event_files,
+    read_apart,
+    read_events,
+    read_jsonl,
+    read_metrics,
+    read_run,
+)
 from mindspeed_rl_plugin.monitor.run_summary import column, is_training, summarize
 from mindspeed_rl_plugin.tools.report.report_samples import find_dumps, sample_data
 from mindspeed_rl_plugin.tools.report.report_stages import apart_data, stage_data, timeline_data
@@ -24,7 +33,7 @@ def collect(
     rows = read_metrics(run_dir)
     if not rows:
         raise ValueError(f"metrics.jsonl in {run_dir} is empty: the run has not finished an iteration yet")
-    run = read_run(run_dir)
+    run, summary = read_run(run_dir), summarize(run_dir)
     events = read_events(run_dir)
     stages = stage_data(events)
     dumps, places = find_dumps(run_dir, run, dump_dir)
@@ -33,7 +42,10 @@ def collect(
         "place": os.fspath(run_dir),
         "run": run,
         "made": time.time(),
-        "tiles": headline(rows, run, summarize(run_dir)),
+        "tiles": headline(rows, run, summary),
+        "verdict": verdict(rows, run, summary),
+        "settings": settings(run),
+        "held_out": held_out(Path(run_dir) / HELD_OUT_FILE),
         "remarks": remarks(rows, run, sorted(event_files(run_dir))),
         "metrics": metric_series(rows),
         "stages": stages,
@@ -143,6 +155,56 @@ def remarks(rows: list[Row], run: Row, ranks: list[int]) -> list[str]:
     if not any(is_training(k) for r in rows for k in r):
         out.append("No training iteration has finished yet.")
     return out
+
+
+def verdict(rows: list[Row], run: Row, summary: Row) -> str:
+    """One sentence: whether the run shows that it learned. A difference counts from two standard errors on: of two
+    shares of the held-out prompts, else of the mean rewards of the first and the last quarter of the rollouts."""
+    before, after, count = summary["accuracy_before"], summary["accuracy_after"], run.get("held_out")
+    if after is not None and count:
+        change, what = after - before, f"accuracy on {count} held-out prompts"
+        error = math.sqrt((before * (1 - before) + after * (1 - after)) / count)
+        more = "more held-out prompts or iterations would show more"
+    else:
+        rewards = column(rows, "reward/mean")
+        quarter = len(rewards) // 4
+        if quarter < 2:
+            return "Too short to judge: no two evaluations, and fewer than 8 rollouts."
+        first, last = rewards[:quarter], rewards[-quarter:]
+        change, what = statistics.fmean(last) - statistics.fmean(first), f"mean reward of {quarter} rollouts"
+        error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / quarter)
+        more = "--rl-eval-data would judge on held-out prompts"
+    size = f"by {abs(change):.3g}, two standard errors are {2 * error:.2g}"
+    if abs(change) <= 2 * error:
+        return f"No change is shown: {what} moved {size}; {more}."
+    return f"{'Learned' if change > 0 else 'Became worse'}: {what} {'rose' if change > 0 else 'fell'} {size}."
+
+
+def settings(run: Row) -> list[tuple[str, dict[str, str]]]:
+    """Heading, and name -> value, of what the run was made with."""
+    groups = {"RL flags": "flags", "Megatron's arguments": "arguments", "Versions": "versions"}
+    shown = {heading: run.get(key) or {} for heading, key in groups.items()}
+    facts = {k: v for k in ("algorithm", "parts", "start", "reference", "device", "memory") if (v := run.get(k))}
+    return [
+        (heading, {name: " ".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in group.items()})
+        for heading, group in {"Run": facts, **shown}.items()
+        if group
+    ]
+
+
+def held_out(path: Path) -> Row:
+    """The first and the last evaluation: iterations, and [prompt, answer, [[response, reward] of each]] of the
+    prompts that both have."""
+    lines = read_jsonl(path) if path.is_file() else []
+    evaluations = {e["iteration"]: {row[0]: row[1:] for row in e["rows"]} for e in lines}
+    ends = list(dict.fromkeys((min(evaluations), max(evaluations)))) if evaluations else []
+    both = [n for n in (evaluations[ends[0]] if ends else ()) if n in evaluations[ends[-1]]]
+
+    def row(n: int) -> list[Any]:
+        of = [evaluations[i][n] for i in ends]
+        return [of[0][0], of[0][2], [[response, reward] for _, response, _, reward in of]]
+
+    return {"iterations": ends, "rows": [row(n) for n in both]}
 
 
 def duration(seconds: float) -> str:

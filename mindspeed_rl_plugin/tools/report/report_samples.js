@@ -153,4 +153,29 @@ function drawSamples() {
   new Samples(byId("samples-body"));
 }
 
+// Greedy responses to the same held-out prompts, at the first and the last evaluation.
+function drawHeldOut() {
+  const { iterations, rows } = data.held_out;
+  if (!rows.length) {
+    byId("held-out-body").append(element("p", { class: "muted" }, "No responses to held-out prompts are here: --rl-eval-data makes a run write some."));
+    return;
+  }
+  const cell = (text) => element("td", { class: "text" }, element("div", { class: "clip" }, text || "(empty)"));
+  const heads = iterations.flatMap((i) => [`after ${i} iterations`, "reward"]);
+  const body = rows.map(([prompt, answer, responses]) => element("tr", { onclick: (event) => event.currentTarget.classList.toggle("open") },
+    cell(prompt), cell(answer), responses.flatMap(([text, reward]) => [cell(text), element("td", { class: "num" }, number(reward))])));
+  byId("held-out-body").append(element("p", { class: "muted small" }, "Greedy responses to the first held-out prompts."),
+    element("div", { class: "card wide scroll" }, element("table", { id: "held-out-rows", class: "texts" },
+      element("thead", {}, element("tr", {}, ["prompt", "answer", ...heads].map((h) => element("th", {}, h)))), element("tbody", {}, body))));
+}
+
+function drawSettings() {
+  for (const [heading, values] of data.settings) {
+    byId("settings-body").append(element("div", { class: "card" }, element("h3", {}, heading), element("div", { class: "scroll" },
+      element("table", { class: "settings" }, Object.entries(values).map(([k, v]) => element("tr", {}, element("td", {}, k), element("td", {}, v)))))));
+  }
+}
+
+drawHeldOut();
 drawSamples();
+drawSettings();

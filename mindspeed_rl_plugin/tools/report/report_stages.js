@@ -208,7 +208,7 @@ class StageBars {
     } }, "as share");
     parent.append(element("div", { class: "card" }, element("div", { class: "head" }, element("h3", {}, "Time of each stage"),
       element("div", { class: "controls" }, toggle)),
-    element("p", { class: "about" }, "Seconds per iteration, mean over ranks; where stages overlap, the one that started last counts."),
+    element("p", { class: "about" }, "Seconds per iteration, mean over ranks; where stages overlap, the one that started last counts. Between stages: a rank waits for others, or Megatron logs, saves or evaluates."),
     this.legend, this.holder));
     this.readout(null);
     redrawOnResize(this.holder, (width) => this.draw((this.width = width)));
@@ -287,7 +287,7 @@ function drawMemory(parent) {
     return { name: `peak/${n}`, label: n, x: iterations.filter(has), values: peak[n].filter(has), color: stageColor(k) };
   });
   new LineChart({
-    title: "Memory of each stage", about: `Most ${data.run.memory || "memory"} during the stage, on the rank that used most.`,
+    title: "Memory of each stage", about: `The most that was in use during the stage, on the rank that used most: ${data.run.memory || "memory"}.`,
     x: iterations, lines, format: bytes, unit: byteUnit(Math.max(...lines.flatMap((l) => minmax(l.values)))), rough: true,
   }).mount(parent);
 }
