@@ -19,14 +19,12 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl_plugin.critic.critic import Critic
-from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.loop import resume
 from mindspeed_rl_plugin.loop.build import build_loop, dock_size, host_memory_budget, table_of
 from mindspeed_rl_plugin.loop.build_pairs import Reference, build_pair_loop
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
-from mindspeed_rl_plugin.loop.timing import comparison
 from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.rows import Group
 from mindspeed_rl_plugin.stages import update
@@ -144,8 +142,6 @@ class Run:
             if not hasattr(sys, "last_value"):  # of an exception that nobody caught
                 self.loop.schedule.close()
                 self.loop.job.dock.close()
-                if self.loop.job.topology.leader and (text := comparison.line(self.loop.job.monitor.run_dir)):
-                    say(text)
 
     def _cut(self) -> dict[str, Any]:
         return resume.cut(self.inputs.sizes, self.inputs.algorithm, self.inputs.forward.max_tokens)

@@ -154,6 +154,7 @@ def test_a_run_that_tells_nothing_of_decode_steps_and_one_whose_engines_change(t
     (folder / "metrics.jsonl").write_text("".join(lines))
     assert plan.main(["--schedule", "--from", str(folder), "--step-ms", "30"]) == 0
     assert f"note    {folder} had 2 to 3 engines at work; taken: 2" in (said := capsys.readouterr().out)
+    assert f"note    {folder} measured " in said and " s an iteration, async\n" in said
     assert "--reshard-s 0, " in said and "--step-ms" not in said
 
 

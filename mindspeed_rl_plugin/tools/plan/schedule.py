@@ -250,8 +250,9 @@ def _lines(costs: Costs, source: str) -> list[str]:
 
 
 def _changes(options: argparse.Namespace, runs: Sequence[calibrate.Observed]) -> Iterator[str]:
-    """Runs that are not as the model takes them."""
+    """What runs measured, and those that are not as the model takes them."""
     for folder, run in zip(options.runs, runs, strict=True):
+        yield f"note    {folder} measured {run.iteration:.2f} s an iteration, {run.setup.schedule}"
         low, high = run.engines
         if low < high:
             yield f"note    {folder} had {low} to {high} engines at work; taken: {run.setup.sizes.engines}"
