@@ -45,7 +45,7 @@ def serve_at(
         machines = [worker.machine for worker in workers]
         with closing(ServerWeights(server, address, read_secret(secret_file), machines, engine.lose)) as weights:
             say(f"the {who} generates, up to {slots} responses at once")
-            team = Team()
+            team = Team(job.deadline)
             over = with_episodes(engine, job, tokenizer, team)
             Service(over, weights, job, team, Lead(dock, job, slots, 1, None, leaving)).run()
             over.shutdown()

@@ -38,9 +38,9 @@ def serve(
     leaving: set where the engine is to leave; who: the engine, in what the job logs, by default one that joined;
     changed: options of the engine that are not the job's.
     """
-    team = Team()
     with closing(Dock.join(address, secret, lease_seconds=LEASE_SECONDS, who=who or here("joined engine"))) as dock:
         job = job_of(dock, strict=share is not None)
+        team = Team(job.deadline)
         if share is None:
             say(welcome(dock, job, address))
         options = replace(job.engine, sleep_mode=False, **changed)

@@ -68,7 +68,8 @@ def _generate(options: argparse.Namespace, leaving: threading.Event) -> None:
     begin()
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
     keys = store() if launch_env()["world_size"] > 1 else dist.HashStore()
-    init_group(keys, datetime.timedelta(seconds=options.timeout))
+    kind = "cpu" if options.engine_url else None  # the server has devices, the bridge to it needs none
+    init_group(keys, datetime.timedelta(seconds=options.timeout), kind)
     if options.engine_url:
         serve_at(options.engine_url, options.join, options.secret_file, leaving, options.max_running, options.tokenizer)
     else:
@@ -100,5 +101,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device-memory-utilization", type=float, help="share of the device's memory for the engine")
     of_job = "its directory here, where the job runs elsewhere and has --rl-stop, tools or environments"
     parser.add_argument("--tokenizer", help=of_job)
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that ranks of the engine wait")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that its ranks wait to meet")
     return parser

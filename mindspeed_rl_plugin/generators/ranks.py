@@ -186,9 +186,10 @@ def join_group(engine: int, deadline: float) -> None:
     init_group(dist.PrefixStore(f"engine{engine}", store()), datetime.timedelta(seconds=deadline))
 
 
-def init_group(keys: dist.Store, limit: datetime.timedelta) -> None:
-    """The default process group of all ranks that the environment names."""
-    env, kind = launch_env(), get_device().kind
+def init_group(keys: dist.Store, limit: datetime.timedelta, kind: str | None = None) -> None:
+    """The default process group of all ranks that the environment names. kind: of the device that they work on, None
+    for this process's; "cpu": none is touched."""
+    env, kind = launch_env(), kind or get_device().kind
     if kind != "cpu":
         get_device().api.set_device(env["local_rank"])
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[kind]

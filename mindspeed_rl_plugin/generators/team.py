@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import cached_property
 
 import torch.distributed as dist
@@ -14,11 +15,11 @@ from mindspeed_rl_plugin.engine.protocol import Engine
 class Team(GroupPeers):
     """The ranks of the default group, which are those of one engine, or of engines that share experts.
 
-    Its collectives run over gloo and end by the group's timeout.
+    Its collectives run over gloo. Making it is one. deadline: seconds of any wait, the job's.
     """
 
-    def __init__(self) -> None:
-        super().__init__(dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo"))
+    def __init__(self, deadline: float) -> None:
+        super().__init__(dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline)))
 
     @cached_property
     def here(self) -> list[int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.generators import join
+from mindspeed_rl_plugin.generators import at_url, join, ranks, team
 from mindspeed_rl_plugin.invitation import SECRET_BYTES, read_secret, write_secret
 
 SECRET = "ab" * SECRET_BYTES
@@ -70,6 +73,27 @@ def test_it_is_said_before_torch_is_imported(tmp_path) -> None:
     program += "print(sorted({'torch', 'numpy', 'vllm'} & {*sys.modules}))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout == "[]\n" and "holds no secret" in ended.stderr
+
+
+def test_a_bridge_to_a_server_touches_no_device(monkeypatch) -> None:
+    taken, made = [], []
+    device = SimpleNamespace(kind="cuda", api=SimpleNamespace(set_device=taken.append))
+    monkeypatch.setattr(ranks, "get_device", lambda: device)
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda backend, **named: made.append(backend))
+    monkeypatch.setattr(at_url, "serve_at", lambda *given: None)
+    monkeypatch.setattr(join.signal, "signal", lambda *given: None)
+    argv = ["--join", "machine:1", "--secret-file", "f"]
+    join._generate(join._options([*argv, "--engine-url", "http://b:1"]), threading.Event())
+    assert (taken, made) == ([], ["gloo"])
+
+
+def test_ranks_of_an_engine_wait_as_long_as_the_job(monkeypatch) -> None:
+    groups = []
+    monkeypatch.setattr(team.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(team.dist, "new_group", lambda **given: groups.append(given))
+    monkeypatch.setattr(team.GroupPeers, "__init__", lambda self, group: None)
+    team.Team(7200.0)
+    assert groups == [{"backend": "gloo", "timeout": timedelta(hours=2)}]
 
 
 def test_a_secret_comes_back_and_an_address_where_nobody_listens_is_named(tmp_path) -> None:
