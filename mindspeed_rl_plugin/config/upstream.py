@@ -75,11 +75,11 @@ def _rows(about: str, *groups: tuple) -> list[UpstreamFlag]:
 def _own(default: Any, names: str, ours: str = "") -> list[UpstreamFlag]:
     """Flags of Megatron's own RL (group `rl` of its parser), which would have no effect beside ours.
 
-    Source: _add_rl_args of megatron/training/arguments.py in core 0.16.1 and 0.19.
+    Source: _add_rl_args of megatron/training/arguments.py in core 0.16.1, 0.18 and 0.19; None: not given.
     """
     fix = f"give {ours} instead" if ours else "remove it"
     why = f"an argument of Megatron's own RL, which --rl-algorithm replaces, so it would have no effect; {fix}"
-    return _rows(RUN, (why, names, (default,)))
+    return _rows(RUN, (why, names, (default, None)))
 
 
 _DROPOUT = "dropout makes old and new log-probs differ before any update, so the ratio is not 1; give 0"
@@ -95,6 +95,7 @@ _BATCH = "each optimizer step has as many sequences as the others; give --global
 _DOCUMENT = "one RL sequence is one document, there is nothing to reset at an end-of-document token; remove it"
 _BUFFERS = "weights move to the engine through Megatron's DDP buffers; use --use-distributed-optimizer instead"
 _GRAPH = "a captured graph keeps addresses that the swap to host memory frees; remove it"
+_PERSISTENT = "RL state is kept in persistent checkpoints only, and another would be loaded in their place; remove it"
 _MOVING = ("enable_expert_placement balanced_moe_experts",)
 _STAGE = ("stage", (None, "sft"))
 _UNPACKED = ("SBH", "BSH", "BSND", "BNSD", None)
@@ -118,7 +119,7 @@ OWN_RL = (
     *_own(False, "rl_inference_logprobs_is_correction", "--rl-correction"),
     *_own(None, "rl_inference_tensor_model_parallel_size", "--rl-generate-tp"),
     *_own(False, "rl_offload_optimizer_during_inference", "--rl-swap optimizer"),
-    *_own(512, "rl_parallel_generation_tasks", "--rl-max-running"),
+    *_own(512, "rl_parallel_generation_tasks rl_num_parallel_generations", "--rl-max-running"),
     *_own(None, "rl_profile_dir", "--rl-run-dir"),
     *_own(32, "rl_prompts_per_eval", "--rl-eval-prompts"),
     *_own(False, "rl_verify_model_weights_swap", "--rl-verify-weights"),
@@ -134,6 +135,7 @@ OWN_RL = (
     *_own(0, "rl_generation_lag rl_inference_model_unified_memory_level"),
     *_own(
         None,
+        "rl_generation_batch_size rl_num_parallel_generation_batches "
         "rl_inference_expert_model_parallel_size rl_inference_expert_tensor_model_parallel_size "
         "rl_inference_pipeline_model_parallel_size",
     ),
@@ -169,7 +171,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("its kernel wants the ends of packed rows, which RL does not give; give SBH", "shape_order", _UNPACKED),
         # Parallelism and precision.
         (_BUFFERS, "use_custom_fsdp layerzero"),
-        (_GRAPH, "enable_cuda_graph external_cuda_graph cuda_graph_impl", (*OFF, "none")),
+        (_GRAPH, "enable_cuda_graph external_cuda_graph cuda_graph_impl optimizer_cuda_graph", (*OFF, "none")),
         ("too coarse for a ratio near 1, and loss scaling skips steps; use --bf16", "fp16"),
         (_COARSE, "fp8 fp4"),
         ("the engine would not round weights as training does; leave it out", "qat_scheme", (None,)),
@@ -179,7 +181,8 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("LoRA is not supported yet; train the whole model", "lora_target_modules"),
         ("LoRA is not supported yet; train the whole model", "lu_lora_final_layer_index", (None,)),
         # Checkpoints.
-        ("RL state is kept in persistent checkpoints only; remove it", "non_persistent_save_interval"),
+        (_PERSISTENT, "non_persistent_save_interval non_persistent_ckpt_type"),
+        ("what no checkpoint holds would be left as the memory was; remove it", "init_model_with_meta_device"),
         ("convert checkpoints before RL, in a run without --rl-algorithm", "ckpt_convert_format"),
         ("upcycle before RL, in a run without --rl-algorithm", "moe_use_upcycling"),
     ),

@@ -37,6 +37,9 @@ TAKEN_OVER = {
     "off: the engine and RL's own messages need groups over the CPU; checkpoints stay the same": """
         --disable-gloo-group --hccl-slice-size
     """,
+    "off: its buffers are as long as --seq-length, and a micro-batch of RL is as long as its longest row": """
+        --tp-comm-overlap
+    """,
     "off: its schedule takes the loss out of the model's own layers; without it the update is slower": """
         --moe-fb-overlap --moe-unperm2-mem-optim-swap --overlap-moe-expert-parallel-comm --delay-wgrad-compute
         --ep-overlap-early-attn-memory-release --mla-swap-core-attn-out
@@ -134,7 +137,7 @@ NEUTRAL = {
         --nccl-communicator-config-path --hccl-* --distributed-backend --distributed-timeout-* --ddp-num-buckets
         --ddp-bucket-size --ddp-pad-buckets-for-high-nccl-busbw --suggested-communication-unit-size --no-align-*-*
         --disable-align-grad-reduce --high-priority-stream-groups --create-all-gather-group --use-sharp
-        --sharp-enabled-group --wgrad-deferral-limit
+        --sharp-enabled-group --wgrad-deferral-limit --symmetric-ar-type
         --use-cpu-initialization --npu-deterministic --deterministic-mode
     """,
     "part of how gradients are reduced and rounded, in Megatron's own step": """
@@ -196,10 +199,10 @@ NEUTRAL = {
         --print-expert-load --ttp-* --layerzero-config --fp8-* --fp4-* --no-fp8-wgrad --disable-fp8-wgrad
         --first-last-layers-bf16 --num-layers-at-*-in-bf16 --keep-fp8-* --fsdp* --megatron-fsdp-* --torch-fsdp2-*
         --data-parallel-sharding-strategy --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
-        --init-model-with-meta-device --cuda-graph-* --moe-upcycling-granularity --moe-token-drop-policy
-        --moe-pad-expert-input-to-capacity --ckpt-convert-* --non-persistent-* --symmetric-ar-type
+        --cuda-graph-* --moe-upcycling-granularity --moe-token-drop-policy
+        --moe-pad-expert-input-to-capacity --ckpt-convert-* --non-persistent-*
         --disable-symmetric-registration --tensor-parallel-num-weight-shards
-        --expert-tensor-parallel-num-weight-shards --optimizer-cuda-graph --disable-strict-fsdp-* --moe-paged-stash*
+        --expert-tensor-parallel-num-weight-shards --disable-strict-fsdp-* --moe-paged-stash*
         --reuse-grad-buf-for-mxfp8-param-ag --logits-*
     """,
 }

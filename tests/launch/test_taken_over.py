@@ -29,6 +29,7 @@ SAMPLES = "--train-samples 1000 --lr-decay-samples 900 --lr-warmup-samples 39"
         ("--data-path a b c --split 1,0,0 --lr=-1", "--lr=-1", "--data-path --split: no pretraining"),
         ("--prompt-type qwen3 --enable-thinking true", "", "--prompt-type --enable-thinking: prompts are rendered"),
         ("--disable-gloo-group", "", "--disable-gloo-group: off"),
+        ("--tp-comm-overlap --sequence-parallel", "--sequence-parallel", "--tp-comm-overlap: off: its buffers"),
         ("--moe-fb-overlap --moe-grouped-gemm", "--moe-grouped-gemm", "--moe-fb-overlap: off"),
         ("--moe-fb-overlap --moe-zero-memory level1", "", "--moe-fb-overlap --moe-zero-memory: off"),
         (
