@@ -85,7 +85,9 @@ def build_loop(
     colocation = None if apart else _colocation(inputs, model, optimizer, critic, topology, docks, monitor)
     engine = None if colocation is None else colocation.engine
     policy = PolicyStep(algorithm, inputs.forward, model, norm_length=config.rollout.max_response_length)
-    publisher = make_publisher(inputs, topology.rank, ranks, docks.trainers, model) if apart else None
+    publisher = None
+    if apart:
+        publisher = make_publisher(inputs, topology.rank, ranks, docks.trainers, model, host_memory_budget(inputs))
     trainer: Trainer = MegatronTrainer(model, inputs.forward, policy, publisher)
     stages = _stages(inputs, trainer, model, reference, critic, topology, ranks, docks, table, engine, monitor)
     due = Due(bool(inputs.held_out), config.monitor.eval_every, args.train_iters)

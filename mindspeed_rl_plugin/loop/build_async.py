@@ -25,12 +25,15 @@ from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
 from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.ranks import Collectives
+from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.incoming import READS, STATE, Incoming
 from mindspeed_rl_plugin.stages.trainer import Trainer
+
+FEWER = "keep fewer versions (--rl-max-staleness with --rl-async-order strict), or spread trainers over more machines"
 
 
 def build_schedule(
@@ -88,8 +91,11 @@ def kept_versions(schedule: ScheduleConfig) -> int:
     return max(2, schedule.max_staleness + 1) if schedule.async_order == "strict" else 2
 
 
-def make_publisher(inputs: Inputs, rank: int, ranks: Collectives, dock: Dock, model: Sequence[Any]) -> Publisher:
-    """Of this rank's weights. Collective."""
+def make_publisher(
+    inputs: Inputs, rank: int, ranks: Collectives, dock: Dock, model: Sequence[Any], budget: HostMemoryBudget
+) -> Publisher:
+    """Of this rank's weights. Collective. budget: of the machine. Raises MemoryError where its ranks' versions do not
+    fit into it together."""
     args, config, versions = inputs.args, inputs.config, kept_versions(inputs.config.schedule)
     weights = TrainerWeights.of(
         ModelShape.from_megatron_args(args, inputs.vocab),
@@ -100,6 +106,7 @@ def make_publisher(inputs: Inputs, rank: int, ranks: Collectives, dock: Dock, mo
         ranks.gather,
         verify=config.reshard.verify_weights,
     )
+    budget.reserve(weights.shares[rank].nbytes * versions, f"keeping {versions} versions of the weights", FEWER)
     return Publisher(weights, rank, dock.exchange.offer, versions=versions, gather=ranks.gather)
 
 

@@ -14,6 +14,7 @@ from mindspeed_rl_plugin.reshard.p2p import P2PChannel
 from mindspeed_rl_plugin.reshard.storages import bytes_of
 
 GRANULE = 1 << 20  # bytes; a request is rounded up to it, and what is smaller to a power of two
+LESS = "offload less (for example --rl-swap grads,optimizer), or run fewer ranks per machine"
 _ALIGNMENT = 512  # bytes, of a copy on the host
 
 Place = list[Tensor]  # of a storage on the host: its bytes, on one piece of memory or several
@@ -40,7 +41,7 @@ class HostMemoryBudget:
         group, _ = dist.new_subgroups(ranks, backend="gloo")
         return cls(device, P2PChannel(dist.get_rank(), group=group, deadline=deadline), ranks)
 
-    def reserve(self, nbytes: int, what: str) -> None:
+    def reserve(self, nbytes: int, what: str, mend: str = LESS) -> None:
         """Ask for bytes on this rank. Collective over the machine's ranks, so that all look at what is free before one
         of them takes any.
 
@@ -53,8 +54,7 @@ class HostMemoryBudget:
         if total > free:
             raise MemoryError(
                 f"{what} needs {nbytes} more bytes of host memory on this rank, {total} on the {self.ranks} ranks of "
-                f"this machine together, and {free} are free; offload less (for example --rl-swap grads,optimizer), or "
-                "run fewer ranks per machine"
+                f"this machine together, and {free} are free; {mend}"
             )
 
     def places(

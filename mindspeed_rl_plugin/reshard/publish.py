@@ -122,7 +122,9 @@ class Publisher:
             values, axis = block.values(memory), block.segment.axis
             for (param, segment), start, stop in parts:
                 live, at = segment.view(source[param], start, stop - start), start - block.segment.start
-                values.narrow(axis, at, stop - start).copy_(live, non_blocking=True)
+                place = values.narrow(axis, at, stop - start)
+                # torch_npu 2.7.1 copies through host memory where it converts or leaves gaps, and does not wait for it.
+                place.copy_(live, non_blocking=place.is_contiguous() and place.dtype == live.dtype)
                 if self.weights.verify:
                     kinds = (torch.float32, self.weights.engine_dtype)[-block.tables :]
                     here = segment._replace(start=start, size=stop - start)

@@ -8,6 +8,7 @@ tables, never the plan: a mistake of the plan shows.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -170,13 +171,27 @@ def _range(low: int, high: int, tensor: Canonical) -> str:
 def first_broken(tensors: Iterable[Tensor]) -> int:
     """Place of the first tensor that holds NaN or infinity, counted from 1; 0 without.
 
-    Reads everything once and takes no memory beside (minimum and maximum carry NaN); one wait for the device.
+    Reads everything once and takes no memory beside where minimum and maximum carry NaN; one wait for the device.
     """
-    ends = [torch.stack(torch.aminmax(t)).float() if t.numel() else torch.zeros(2, device=t.device) for t in tensors]
+    ends = [_ends(t) if t.numel() else torch.zeros(2, device=t.device) for t in tensors]
     if not ends:
         return 0
     bad = ~torch.stack(ends).isfinite().all(1)
     return int(bad.nonzero()[0]) + 1 if bad.any() else 0
+
+
+def _ends(t: Tensor) -> Tensor:
+    """`[2]` fp32, finite where all of t is."""
+    if _carries_nan(t.device, t.dtype):
+        return torch.stack(torch.aminmax(t)).float()
+    return torch.where(t.isfinite().all(), 0.0, torch.inf).expand(2)
+
+
+@functools.cache
+def _carries_nan(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether minimum and maximum of numbers among which is NaN are NaN on a device."""
+    odd = torch.tensor([1.0, torch.nan, -1.0], device=device, dtype=dtype)
+    return bool(torch.stack(torch.aminmax(odd)).isnan().all())
 
 
 def refuse_broken(firsts: Sequence[int], layouts: Mapping[int, Layout], when: str) -> None:

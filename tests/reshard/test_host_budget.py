@@ -1,13 +1,16 @@
 """Host memory of a machine: asked for by its ranks together, taken in sizes that nothing rounds up, used whole."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.device import Device
+from mindspeed_rl_plugin.loop import build_async
 from mindspeed_rl_plugin.reshard import host_memory
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget, HostPieces
 from mindspeed_rl_plugin.reshard.host_weights import HostWeights
@@ -94,6 +97,17 @@ def test_what_is_asked_for_is_what_a_rounding_allocator_takes():
     machine = Machine(70 * MB)  # a buffer of 67 MB would take 128
     assert together(machine, [67 * MB]) == [None]
     assert machine.used == 67 * MB
+
+
+def test_versions_of_the_weights_are_asked_for_together(monkeypatch):
+    weights, machine = SimpleNamespace(shares=[SimpleNamespace(nbytes=10 * MB)]), Machine(20 * MB - 1)
+    monkeypatch.setattr(build_async.TrainerWeights, "of", lambda *given, **named: weights)
+    for part in (build_async.ModelShape, build_async.Parallel):
+        monkeypatch.setattr(part, "from_megatron_args", lambda *given: None)
+    monkeypatch.setattr(build_async.engine_options, "dtype_of", lambda *given: torch.float32)
+    inputs, ranks = SimpleNamespace(config=RLConfig(), args=None, vocab=8), SimpleNamespace(gather=None)
+    with pytest.raises(MemoryError, match=f"2 versions of the weights needs {20 * MB} more .*--rl-max-staleness"):
+        build_async.make_publisher(inputs, 0, ranks, None, (), HostMemoryBudget(Rank(machine)))
 
 
 def test_the_reference_is_asked_for_too():

@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.dock import machine
 from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.sharing import Shared
 from mindspeed_rl_plugin.reshard import publish as publishing
-from mindspeed_rl_plugin.reshard import pull
+from mindspeed_rl_plugin.reshard import pull, verify
 from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, canonical_tensors, engine_layout
 from mindspeed_rl_plugin.reshard.resharder import Resharder
@@ -194,6 +194,28 @@ def test_weights_that_are_no_numbers_are_not_published(value):
         publisher.refuse_broken(chunks)
     stored[1]["decoder.layers.1.mlp.linear_fc1.weight"][40, 3] = 0.0
     publisher.refuse_broken(chunks)
+
+
+def test_broken_weights_are_found_where_minimum_and_maximum_pass_over_nan(monkeypatch):
+    monkeypatch.setattr(verify, "_carries_nan", verify._carries_nan.__wrapped__)
+    monkeypatch.setattr(torch, "aminmax", lambda t, whole=torch.aminmax: whole(t.nan_to_num(0.0)))
+    good, broken = torch.ones(3), torch.tensor([1.0, torch.nan])
+    assert [verify.first_broken([good, t]) for t in (good, broken, -broken.nan_to_num(torch.inf))] == [0, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_that_goes_through_other_memory_is_waited_for(monkeypatch, dtype):
+    """torch_npu 2.7.1 reads that memory before it is filled: where it converts, and where the place has gaps."""
+    seen, copy = [], torch.Tensor.copy_
+
+    def watched(place, live, non_blocking=False):
+        seen.append(non_blocking)
+        return copy(place, live, non_blocking)
+
+    _, ranks, *_ = two_ranks(dtype)
+    monkeypatch.setattr(torch.Tensor, "copy_", watched)
+    publish(ranks, 0)
+    assert {*seen} == {dtype == torch.float32}
 
 
 def test_what_does_not_fit_is_refused():
