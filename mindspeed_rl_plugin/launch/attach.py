@@ -12,13 +12,13 @@ from types import ModuleType
 
 from mindspeed_rl_plugin.host.on_import import after_import, before_import
 from mindspeed_rl_plugin.launch.patches import OF_MINDSPEED_LLM, PATCHES
-from mindspeed_rl_plugin.launch.patching import MINDSPEED_ADAPTORS, apply, revert
+from mindspeed_rl_plugin.launch.patching import BASE_ADAPTOR, MINDSPEED_ADAPTORS, apply, revert
 from mindspeed_rl_plugin.launch.taken_over import from_command_line
 
 MEGATRON = "megatron.training"
 
 _attached = False
-_finished: set[str] = set()  # MindSpeed adaptors whose import has ended
+_finished: set[str] = set()  # adaptors whose import has ended
 
 
 def attach() -> None:
@@ -27,11 +27,11 @@ def attach() -> None:
     if _attached:
         return
     _attached = True
-    for name in MINDSPEED_ADAPTORS:
+    for name in (BASE_ADAPTOR, *MINDSPEED_ADAPTORS):
         if name not in sys.modules:
             before_import(name, revert)
             before_import(name, from_command_line)
-        after_import(name, _mindspeed_imported)
+        after_import(name, _base_imported if name == BASE_ADAPTOR else _mindspeed_imported)
     after_import(MEGATRON, _megatron_imported)
 
 
@@ -41,7 +41,14 @@ def _mindspeed_imported(module: ModuleType) -> None:
     apply((*PATCHES, *(patch for patch in OF_MINDSPEED_LLM if patch.module in sys.modules)))
 
 
+def _base_imported(module: ModuleType) -> None:
+    _finished.add(module.__name__)
+    from_command_line(read_by=module.__name__)
+    if MEGATRON in sys.modules:  # else MindSpeed's own, which may follow, would come after it
+        _megatron_imported(module)
+
+
 def _megatron_imported(module: ModuleType) -> None:
-    # Inside MindSpeed's adaptor Megatron is only half patched: its own end is the moment.
-    if not any(name in sys.modules and name not in _finished for name in MINDSPEED_ADAPTORS):
+    # Inside an adaptor Megatron is only half patched: its own end is the moment.
+    if not any(name in sys.modules and name not in _finished for name in (BASE_ADAPTOR, *MINDSPEED_ADAPTORS)):
         apply(PATCHES)

@@ -28,6 +28,8 @@ MINDSPEED_ADAPTORS = (
     "mindspeed_llm.tasks.megatron_adaptor",
     "mindspeed_llm.tasks.megatron_adaptor_v2",
 )
+# Which MindSpeed's core_r0.17.0 and later ones import first: it reads the command line and patches Megatron too.
+BASE_ADAPTOR = "megatron_adaptor"
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from mindspeed_rl_plugin.host.torch_originals import RESTORED
-
-pytestmark = pytest.mark.upstream
+from mindspeed_rl_plugin.host.torch_originals import RESTORED, demand_compile, torch_originals
 
 _COLLECTIVES = "wraps torch's own, for --enable-high-availability and for disaggregated training"
 # Names that stay as MindSpeed has them while the engine works, and why.
@@ -38,6 +39,25 @@ STAY = {
 }
 
 
+def test_what_megatron_adaptor_replaced_is_taken_back_too(monkeypatch) -> None:
+    """It keeps a record of its own, below MindSpeed's, which came upon its replacement."""
+    own = torch.compile
+    base, upper = lambda function: function, lambda function: function  # noqa: E731
+    layers = {
+        "megatron_adaptor.patches.patch_manager": ("PatchesManager", own),
+        "mindspeed.patch_utils": ("MindSpeedPatchesManager", base),
+    }
+    for module, (manager, original) in layers.items():
+        patch = SimpleNamespace(orig_module=torch, orig_func_name="compile", orig_func=original)
+        record = SimpleNamespace(patches_info={"torch.compile": patch})
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{manager: record}))
+    monkeypatch.setattr(torch, "compile", upper)
+    with torch_originals():
+        assert torch.compile is own
+        demand_compile()
+    assert torch.compile is upper
+
+
 def replaced(checkout: Path) -> set[str]:
     """Names in torch that a checkout registers patches of; of a name that is put together, its beginning."""
     names = set()
@@ -55,6 +75,7 @@ def replaced(checkout: Path) -> set[str]:
     return names
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize(
     "variable, package", [("MINDSPEED_PATH", "mindspeed"), ("MINDSPEED_LLM_PATH", "mindspeed_llm")]
 )
@@ -67,6 +88,7 @@ def test_every_name_has_a_verdict(variable, package) -> None:
         assert set(RESTORED) <= names  # else the row can go
 
 
+@pytest.mark.upstream
 def test_the_engine_finds_torchs_own_under_mindspeed(snippet) -> None:
     paths = [p for p in os.environ.get("MEGATRON_LM_PATH", "").split(":") if "0.12" in p]
     if not paths or "MINDSPEED_PATH" not in os.environ:

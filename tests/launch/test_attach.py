@@ -15,8 +15,12 @@ FILES = {
     "mindspeed/__init__.py": "",
     "mindspeed/megatron_adaptor.py": "import attach_log\nattach_log.lines.append('mindspeed begins')\n"
     "import megatron.training\nattach_log.lines.append('mindspeed ends')\n",
+    "megatron_adaptor.py": "import attach_log\nattach_log.lines.append('base begins')\n"
+    "import megatron.training\nattach_log.lines.append('base ends')\n",
     "attach_log.py": "lines = []\n",
 }
+
+OF_FILES = ("megatron", "mindspeed", "mindspeed_llm", "megatron_adaptor", "attach_log")
 
 
 @pytest.fixture
@@ -25,7 +29,7 @@ def log(tmp_path, monkeypatch):
     for path, text in FILES.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    for name in [n for n in sys.modules if n.split(".")[0] in ("megatron", "mindspeed", "mindspeed_llm", "attach_log")]:
+    for name in [n for n in sys.modules if n.split(".")[0] in OF_FILES]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -38,7 +42,7 @@ def log(tmp_path, monkeypatch):
     monkeypatch.setattr(attaching, "apply", lambda patches: lines.append("apply"))
     monkeypatch.setattr(attaching, "revert", lambda: lines.append("revert"))
     yield lines
-    for name in [n for n in sys.modules if n.split(".")[0] in ("megatron", "mindspeed", "attach_log")]:
+    for name in [n for n in sys.modules if n.split(".")[0] in OF_FILES]:
         del sys.modules[name]
 
 
@@ -62,3 +66,14 @@ def test_in_every_order(log, steps, expected):
     for step in steps:
         attaching.attach() if step == "attach" else importlib.import_module(step)
     assert log == expected
+
+
+def test_below_mindspeed_another_adaptor_comes_first(log, tmp_path, monkeypatch):
+    """As in MindSpeed's core_r0.18.0: it reads the command line, so what RL takes over is gone by then."""
+    (tmp_path / "mindspeed" / "__init__.py").write_text("import megatron_adaptor\n")
+    monkeypatch.setattr(attaching, "from_command_line", lambda read_by="": log.append(f"take over {read_by}".rstrip()))
+    attaching.attach()
+    importlib.import_module(MINDSPEED)
+    base = ["revert", "take over", "base begins", "megatron", "base ends", "take over megatron_adaptor", "apply"]
+    above = ["revert", "take over", "mindspeed begins", "mindspeed ends", f"take over {MINDSPEED}", "apply"]
+    assert log == base + above
