@@ -1,10 +1,12 @@
-"""What the engine has to itself while it works: random generators, the current stream, functions of torch."""
+"""What the engine has to itself while it works: random generators, the current stream, names of torch."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,9 @@ class ProcessState:
     """Lends the process to the engine, and gives the trainer back what it had.
 
     vLLM seeds all generators when it is built, and samples from torch's. On CUDA it makes a stream of its own the
-    current one, for good (0.18 to 0.32: `current_stream` of its torch_utils), on which the trainer would then run.
+    current one, for good (0.18 to 0.32: `current_stream` of its torch_utils), on which the trainer would then run. And
+    it replaces public names of torch, for good too: vllm-ascend 0.18 to 0.23 leaves a torch.cuda.Event that does
+    nothing (model_runner_v1.py, `_torch_cuda_wrapper`), by which a trainer would order nothing.
     """
 
     def __init__(self, device: Device) -> None:
@@ -27,6 +31,7 @@ class ProcessState:
         self._seed: int | None = None
         self._generator: Tensor | None = None  # state of the device's generator in the engine's last turn
         self._own_numbers = False
+        self._names: dict[tuple[ModuleType, str], Any] = {}  # of torch, as the engine left them
 
     def reseed(self, seed: int) -> None:
         """From the next turn on the engine has its own random numbers on the device: the same ones on each rank that
@@ -36,8 +41,24 @@ class ProcessState:
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
         """The engine works within this context."""
-        with torch_originals(), _host_generators_kept(), self._on_device():
+        with torch_originals(), self._own_names(), _host_generators_kept(), self._on_device():
             yield
+
+    @contextlib.contextmanager
+    def _own_names(self) -> Iterator[None]:
+        places = torch, torch.cuda, getattr(torch, "accelerator", torch)
+        trainers = [(module, dict(vars(module))) for module in places]
+        for (module, name), value in self._names.items():
+            setattr(module, name, value)
+        try:
+            yield
+        finally:
+            self._names = {}
+            for module, before in trainers:
+                for name, value in vars(module).copy().items():
+                    if before.get(name, value) is not value and callable(value) and not name.startswith("_"):
+                        self._names[module, name] = value
+                        setattr(module, name, before[name])
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:

@@ -40,12 +40,15 @@ from mindspeed_rl_plugin.engine.running import Running
 from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, free_share
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.host import engine_env, vllm_live
+from mindspeed_rl_plugin.host.torch_originals import demand_compile
 from mindspeed_rl_plugin.ranks import HardDeadline
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
 # vllm-ascend would bind all threads of the trainer to a few cores, and may stop the machine's irqbalance. The others
 # say from 0.23 on what the variables of `engine_env.REQUIRED_NPU` say: weights stay in the format of the checkpoint.
 ASCEND_CONFIG = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0, "enable_mlapo": False}
+# Of one step of an accelerator, which takes longer prompts in parts: vLLM keeps memory for the activations of so many.
+STEP_TOKENS = 8192
 CPU_BLOCK = 32  # tokens; vLLM's kernels for CPUs want a multiple of it, but for latent attention, which has its own
 
 
@@ -77,7 +80,12 @@ class VllmEngine:
         # vLLM reads the directory only here: with it gone at once, no end of the process can leave it behind.
         with tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-") as directory, self._process.lent():
             write_config(for_engine(options.config), directory)
-            self._engine = vllm_api.build(_arguments(options, self._device.kind, directory))
+            if not self._device.is_cpu:
+                demand_compile()
+            arguments = _arguments(options, self._device.kind, directory)
+            if "disable_custom_all_reduce" in arguments:
+                say("expandable_segments:True: the engine's ranks add up by NCCL, not by vLLM's own all-reduce")
+            self._engine = vllm_api.build(arguments)
         vllm_api.demand_plain_experts(self._engine)
         vllm_api.demand_base_format(self._engine, self._device)
         if not self._device.is_cpu:
@@ -176,13 +184,15 @@ class VllmEngine:
         self._forget_prefixes()
         self._awake.clear()
         if self._memory is not None:
-            self._memory.sleep()
+            with self._process.lent():
+                self._memory.sleep()
 
     def wake(self, parts: Sequence[str] = PARTS) -> None:
         """Take memory again; see `Engine`. Parts that are awake are passed over."""
         asleep = [part for part in PARTS if part in parts and part not in self._awake]
         if asleep and self._memory is not None:
-            self._memory.wake_up(asleep)
+            with self._process.lent():
+                self._memory.wake_up(asleep)
         self._awake.update(asleep)
 
     def shutdown(self) -> None:
@@ -290,6 +300,8 @@ def _memory(engine: Any, kind: str) -> HostMemory | PoolMemory:
 
 def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any]:
     on_cpu = kind == "cpu"
+    step = max(2048, options.max_model_len) if on_cpu else STEP_TOKENS
+    segments = engine_env.expandable_segments(kind)
     return {
         "model": directory,
         "tokenizer": options.tokenizer,
@@ -305,7 +317,7 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         "enforce_eager": on_cpu,
         "enable_prefix_caching": True,
         "max_num_seqs": options.max_running,
-        "max_num_batched_tokens": max(2048 if on_cpu else 8192, options.max_running, options.max_model_len),
+        "max_num_batched_tokens": max(step, options.max_running),
         "disable_log_stats": True,
         "generation_config": "vllm",
         "enable_sleep_mode": options.sleep_mode and not on_cpu,
@@ -319,6 +331,8 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         **({} if on_cpu else {"async_scheduling": options.sharing == 1}),
         **({} if on_cpu or not options.graph_sizes else {"compilation_config": _graphs(options.graph_sizes)}),
         **({"additional_config": dict(ASCEND_CONFIG)} if kind == "npu" else {}),
+        # vLLM's own maps the graphs' memory of other ranks, which then ends the process without a word (0.18 to 0.32).
+        **({"disable_custom_all_reduce": True} if kind == "cuda" and options.tensor_parallel > 1 and segments else {}),
         # What vLLM takes by itself on sm100 permutes the weights of experts in place.
         **({"moe_backend": "triton"} if kind == "cuda" and family_table(options.config).experts else {}),
         # Where the CPU has AMX vLLM would repack the weight of latent attention, and drop it.

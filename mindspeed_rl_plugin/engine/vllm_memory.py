@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api
+from mindspeed_rl_plugin.host import engine_env
 from mindspeed_rl_plugin.reshard.p2p import P2PChannel
 from mindspeed_rl_plugin.reshard.storages import bytes_of, distinct
 
@@ -34,15 +35,15 @@ def free_share(device: Device, deadline: float) -> float:
     Collective over the world, for a device whose trainer is offloaded; deadline: seconds that ranks wait for each
     other. vLLM asks its device for no more than this share of the total, and gives its KV cache what its weights and
     its largest step leave of it (0.32: v1/worker/utils.py, `request_memory`, and v1/worker/gpu_worker.py,
-    `determine_available_memory`; vllm-ascend: worker/worker.py, alike). Raises ValueError on every rank where nothing
-    is left, and what `Batch.wait` does.
+    `determine_available_memory`; vllm-ascend from 0.15 on: worker/worker.py, alike). Raises ValueError on every rank
+    where nothing is left, and what `Batch.wait` does.
     """
     gc.collect()
     device.synchronize()
     device.empty_cache()
     free, total = device.memory_info()
-    thousandths = math.floor((free - max(RESERVE * total, LEAST_RESERVE)) / total * 1000)
-    least = thousandths
+    reserve = max(RESERVE * total, LEAST_RESERVE)
+    least = thousandths = math.floor((free - reserve) / total * 1000)
     if dist.get_world_size() > 1:
         channel = P2PChannel(dist.get_rank(), deadline=deadline)
         each = channel.share("the engine's share of the device", [thousandths], 1, device.current())
@@ -53,6 +54,8 @@ def free_share(device: Device, deadline: float) -> float:
             f"while the trainer is offloaded, {RESERVE:.0%} (at least {LEAST_RESERVE / 2**30:g} GiB) are reserved; "
             "offload more (--rl-swap params,grads,optimizer), or give --rl-device-memory-utilization"
         )
+    if device.kind == "npu" and engine_env.vllm_version() < engine_env.ASCEND_SHARE_FREE:
+        least = math.floor((total - reserve) / total * 1000)  # what is not free, it takes off by itself
     return least / 1000
 
 

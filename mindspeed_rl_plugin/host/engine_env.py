@@ -24,10 +24,14 @@ REQUIRED_NPU = {
 # name -> value; the user's own value wins. On CPU vLLM warns some twenty times per rank of what nobody can change.
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 DEFAULTS_CPU = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# On from 0.11, it finds no peers where a process sees a part of the machine's GPUs, as Ray's do (vllm issue 38550).
+DEFAULTS_CUDA = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 # The sleep mode's memory pools and expandable segments exclude each other: vllm-ascend asserts that they are
 # off, vLLM on CUDA too until 0.23, which turns them off around its pools.
 ALLOCATOR_SETTINGS = {"npu": ("PYTORCH_NPU_ALLOC_CONF",), "cuda": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
 CUDA_POOLS_FIXED = (0, 23)
+# Until then vllm-ascend takes what others hold of the device off the engine's share of it.
+ASCEND_SHARE_FREE = (0, 15)
 # From 0.11 on the V1 engine is the only one, and the switch is gone.
 V1_SWITCH_GONE = (0, 11)
 
@@ -43,21 +47,26 @@ def prepare_engine_env(kind: str, *, sleep_mode: bool) -> None:
         given = os.environ.setdefault(name, value)
         if given != value:
             raise ValueError(f"{name}={given} cannot be used for rollouts: {why}; set it to {value} or unset it")
-    for name, value in {**DEFAULTS, **(DEFAULTS_CPU if kind == "cpu" else {})}.items():
+    for name, value in {**DEFAULTS, **{"cpu": DEFAULTS_CPU, "cuda": DEFAULTS_CUDA}.get(kind, {})}.items():
         os.environ.setdefault(name, value)
-    if sleep_mode and not (kind == "cuda" and vllm_version() >= CUDA_POOLS_FIXED):
-        for name in ALLOCATOR_SETTINGS.get(kind, ()):
-            if "expandable_segments:True" in os.environ.get(name, "").replace(" ", ""):
-                raise ValueError(
-                    f"{name}={os.environ[name]}: expandable segments cannot be used with the engine's sleep mode;"
-                    " take expandable_segments:True out of the launch script"
-                )
+    given = expandable_segments(kind) if sleep_mode else ""
+    if given and not (kind == "cuda" and vllm_version() >= CUDA_POOLS_FIXED):
+        raise ValueError(
+            f"{given}: expandable segments cannot be used with the engine's sleep mode; take expandable_segments:True "
+            "out of the launch script"
+        )
     if vllm_version() < V1_SWITCH_GONE:
         os.environ.setdefault("VLLM_USE_V1", "1")
     if dist.is_initialized():  # vLLM's external launcher reads torchrun's variables, which are there without it too
         os.environ.setdefault("RANK", str(dist.get_rank()))
         os.environ.setdefault("WORLD_SIZE", str(dist.get_world_size()))
         os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+
+
+def expandable_segments(kind: str) -> str:
+    """The variable that turns expandable segments on, with its value; empty without."""
+    given = (f"{name}={os.environ.get(name, '')}" for name in ALLOCATOR_SETTINGS.get(kind, ()))
+    return next((text for text in given if "expandable_segments:True" in text.replace(" ", "")), "")
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ NAMES = [
     *engine_env.REQUIRED,
     *engine_env.REQUIRED_NPU,
     *engine_env.DEFAULTS_CPU,
+    *engine_env.DEFAULTS_CUDA,
     *engine_env.DEFAULTS,
     "VLLM_USE_V1",
     "PYTORCH_NPU_ALLOC_CONF",
@@ -41,6 +42,14 @@ def test_npu() -> None:
     prepare_engine_env("npu", sleep_mode=True)
     assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"
     assert os.environ["VLLM_LOGGING_LEVEL"] == "WARNING"
+
+
+@pytest.mark.parametrize("own", ["1", None])
+def test_symmetric_memory_of_all_reduce_is_off_unless_asked_for(monkeypatch, own) -> None:
+    if own:
+        monkeypatch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", own)
+    prepare_engine_env("cuda", sleep_mode=True)
+    assert os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] == (own or "0")
 
 
 def test_the_users_defaults_win(monkeypatch) -> None:

@@ -168,3 +168,47 @@ def test_sizes_of_graphs_are_the_users(kind, given) -> None:
     options = VllmOptions({}, 32, memory_utilization=0.5, graph_sizes=(8, 1, 8))
     assert vllm_engine._arguments(options, kind, "there").get("compilation_config") == given
     assert "compilation_config" not in vllm_engine._arguments(VllmOptions({}, 32), "npu", "there")
+
+
+def test_names_of_torch_are_the_trainers_again(make_engine, fake_vllm, monkeypatch) -> None:
+    """As vllm-ascend 0.18 replaces them when it is built, and here too when it wakes; then it finds its own again."""
+    names, seen, engine = [(torch, "Event"), (torch.cuda, "Event"), (torch, "sum")], [], make_engine()
+    now = lambda: [getattr(module, name) for module, name in names]  # noqa: E731
+    trainers, build = now(), vllm_api.build
+
+    def replace(value):
+        seen.append(now())
+        for module, name in names:
+            monkeypatch.setattr(module, name, value)
+
+    monkeypatch.setattr(vllm_api, "build", lambda given: (replace(max), build(given))[1])
+    monkeypatch.setattr(fake_vllm, "wake_up", lambda tags: replace(len))
+    engine = type(engine)(engine.options, engine._device)
+    assert now() == trainers
+    engine.sleep()
+    engine.wake()
+    assert now() == trainers and seen == [trainers, [max] * 3]
+
+
+def test_an_engine_is_not_built_under_a_torch_compile_of_unknown_origin(make_engine, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function=None, **_: function)
+    with pytest.raises(ValueError, match=r"torch\.compile is .*test_process_state\..* decode without graphs; take a M"):
+        make_engine()
+
+
+@pytest.mark.parametrize(
+    "kind, conf, ranks, own",
+    [
+        ("cuda", "max_split_size_mb:8,expandable_segments: True", 2, False),
+        ("cuda", "expandable_segments:False", 2, True),
+        ("cuda", "expandable_segments:True", 1, True),
+        ("npu", "expandable_segments:True", 2, True),
+    ],
+)
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_vllms_own_all_reduce_is_off_where_it_cannot_map_memory(monkeypatch, kind, conf, ranks, own, sleeps) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
+    options = VllmOptions({}, 32768, tensor_parallel=ranks, memory_utilization=0.5, sleep_mode=sleeps)
+    given = vllm_engine._arguments(options, kind, "there")
+    assert given.get("disable_custom_all_reduce", False) != own
+    assert given["max_num_batched_tokens"] == 8192, "the activations of a longer step leave less for the KV cache"

@@ -245,3 +245,20 @@ def test_no_memory_for_an_engine_is_refused_on_every_rank(monkeypatch, free, oth
     ranks(monkeypatch, *others)
     with pytest.raises(ValueError, match=f"{free} of 64 GiB .*--rl-device-memory-utilization"):
         free_share(Accelerator(free * GIB, 64 * GIB), 9.0)
+
+
+@pytest.mark.parametrize("version", [(0, 9), (0, 11), (0, 14), (0, 15), (0, 23)])
+def test_the_kv_cache_gets_what_is_free_less_reserve_weights_and_activations(monkeypatch, version):
+    """vllm-ascend's formulas, of whose bodies tests/ascend has rows, on a device of which the trainer holds a part."""
+    ranks(monkeypatch)
+    total, others, weights, activations = 64, 7, 20, 3
+    device = Accelerator((total - others) * GIB, total * GIB)
+    device.kind = "npu"
+    monkeypatch.setattr(vllm_memory.engine_env, "vllm_version", lambda: version)
+    requested = free_share(device, 9.0) * total
+    cache = requested - weights - activations
+    if version < (0, 15):
+        cache -= others  # `non_torch_allocations`, and what torch has of the trainer
+    else:
+        assert requested <= total - others, "vLLM refuses to ask for more than is free"
+    assert cache == pytest.approx(total - others - 0.1 * total - weights - activations, abs=total / 1000)
