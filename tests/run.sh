@@ -62,7 +62,7 @@ left_out=()
 if [ "$full" = yes ] && [ "$upstream" = yes ]; then
     [ -n "${MEGATRON_LM_PATH:-}" ] || left_out+=("MEGATRON_LM_PATH is not set: every test on a checkout of Megatron-LM, and all below")
     [ -n "${MINDSPEED_PATH:-}" ] || left_out+=("MINDSPEED_PATH is not set: the tests under MindSpeed")
-    [ -n "${MINDSPEED_NEXT_PATH:-}" ] || left_out+=("MINDSPEED_NEXT_PATH is not set: what is read of MindSpeed's core_r0.18.0")
+    [ -n "${MINDSPEED_NEXT_PATH:-}" ] || left_out+=("MINDSPEED_NEXT_PATH is not set: what is read of MindSpeed's core_r0.16.0 and core_r0.18.0")
     [ -n "${MINDSPEED_LLM_PATH:-}" ] || left_out+=("MINDSPEED_LLM_PATH is not set: the rehearsals on MindSpeed-LLM")
 fi
 say_left_out() {

@@ -2,7 +2,7 @@
 
     SAVE/iter_0000500/critic/iter_0000500/...     Megatron's own files of the critic, and its tracker file above
 
-The policy's provider (core 0.12 to 0.16) or model config (0.19) gives the backbone; before Megatron wraps it, its
+The policy's provider (core 0.12 to 0.18) or model config (0.19) gives the backbone; before Megatron wraps it, its
 output layer becomes a value head. So formats, layouts, precision and optimizer are those of the launch script.
 """
 

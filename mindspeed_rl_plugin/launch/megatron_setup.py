@@ -39,7 +39,7 @@ def on_each_chunk(
 ) -> inspect.BoundArguments:
     """A call of Megatron's `setup_model_and_optimizer` in which `change` gets every chunk before it is wrapped.
 
-    Core 0.12 to 0.16 pass a provider function; core 0.19 a container, whose model config has hooks for this.
+    Core 0.12 to 0.18 pass a provider function; core 0.19 a container, whose model config has hooks for this.
     """
     call = inspect.signature(setup).bind(*positional, **named)
     container = call.arguments.get("cfg_container")

@@ -36,7 +36,7 @@ _TORCH = "import torch"  # before MindSpeed's adaptor, which reads the command l
 TREES: tuple[Tree, ...] = (
     Tree("Megatron-LM", "core_v0.12.1", _TORCH, 4, "megatron-lm-core_v0.12.1.patch"),
     Tree("Megatron-LM", "core_v0.16.1", _TORCH, 22, "megatron-lm-core_v0.16.1.patch"),
-    Tree("Megatron-LM", "core_v0.19.0", _TORCH, 24, "megatron-lm-core_v0.19.0.patch"),
+    Tree("Megatron-LM", "core_v0.18.0, core_v0.19.0", _TORCH, 24, "megatron-lm-core_v0.19.0.patch"),
     Tree("MindSpeed-LLM", "2.2.0, 2.3.0, 26.0.0, 26.1.0, master", _TORCH, 9, "mindspeed-llm-master.patch"),
     Tree("MindSpeed-LLM", "2.1.0", _TORCH, 8, "mindspeed-llm-2.1.0.patch"),
 )

@@ -23,7 +23,7 @@ def checkouts() -> dict[str, Path]:
     return paths
 
 
-@pytest.mark.parametrize("version", ["0.12", "0.16", "0.19"])
+@pytest.mark.parametrize("version", ["0.12", "0.16", "0.18", "0.19"])
 def test_megatron(resumed, version, split):
     if version not in checkouts():
         pytest.skip(f"no checkout of core {version} in MEGATRON_LM_PATH")

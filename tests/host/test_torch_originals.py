@@ -24,6 +24,8 @@ STAY = {
     "torch._C._jit_set_nvfuser_enabled": "turns off a fuser that torch no longer has",
     "torch.cuda.get_device_capability": "a constant for grouped matmuls; vLLM asks its platform",
     "torch.distributed.new_group": "with --disable-gloo-group, which is taken over before it acts",
+    "torch.cuda.nvtx.range_push": "marks of a profiler, core_r0.16.0's",
+    "torch.cuda.nvtx.range_pop": "the same",
     "torch.utils.data._utils.collate.default_collate": "pretraining data",
     "torch.nn.Module._load_from_state_dict": "loading of checkpoints",
     "torch.distributed.checkpoint.default_planner._validate_global_plan": "writing of checkpoints",

@@ -213,5 +213,5 @@ def test_the_table_reads_as_data():
         assert patch.wrapper.__name__ == "wrapper", "MindSpeed takes only such names for decorators"
         assert patch.hook.__name__ == patch.name
         assert all((patch.why, patch.versions, patch.remove_when)), patch.target
-        for release in ("0.12.1", "0.16.1", "0.19.0"):
+        for release in ("0.12.1", "0.16.1", "0.18.0", "0.19.0"):
             assert release in patch.versions, patch.target

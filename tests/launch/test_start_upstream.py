@@ -46,7 +46,7 @@ def start_and_resume(megatron, name, script, env, mode="", stored="torch"):
 
 
 @pytest.mark.upstream
-@pytest.mark.parametrize("version", ["0.12", "0.16", "0.19"])
+@pytest.mark.parametrize("version", ["0.12", "0.16", "0.18", "0.19"])
 @pytest.mark.parametrize("stored", ["torch", "torch_dist"])
 def test_unmodified_script(megatron, version, stored):
     checkout = checkouts()[version]

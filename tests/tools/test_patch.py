@@ -27,7 +27,7 @@ def make(tmp_path):
         core = root / ("megatron/core" if tree.kind == "Megatron-LM" else "mindspeed_llm")
         core.mkdir(parents=True)
         if tree.kind == "Megatron-LM":
-            numbers = zip(("MAJOR", "MINOR", "PATCH"), tree.release.removeprefix("core_v").split("."), strict=True)
+            numbers = zip(("MAJOR", "MINOR", "PATCH"), tree.release.rpartition("core_v")[2].split("."), strict=True)
             (core / "package_info.py").write_text("".join(f"{name} = {number}\n" for name, number in numbers))
         (root / SCRIPT).write_text(script(tree) if text is None else text)
         return root
