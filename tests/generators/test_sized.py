@@ -42,7 +42,7 @@ def pullers(monkeypatch):
         monkeypatch.setattr(module, "weights_of", lambda dock: None)
     monkeypatch.setattr(joined, "VllmEngine", lambda options: gone)
     monkeypatch.setattr(joined, "Service", lambda *_: gone)
-    monkeypatch.setattr(joined, "Team", lambda: SimpleNamespace(size=4, rank=3, here=[2, 3], leads=False))
+    monkeypatch.setattr(joined, "Team", lambda deadline: SimpleNamespace(size=4, rank=3, here=[2, 3], leads=False))
     return made
 
 
