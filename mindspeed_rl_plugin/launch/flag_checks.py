@@ -97,12 +97,13 @@ def warnings(args: Any) -> list[str]:
     config = RLConfig.from_args(args)
     rollout, policy = config.rollout, tokenizer_path(args)
     lines = list(conversion.notes(args))
-    megatrons = getattr(args, "tokenizer_model", None)
-    if config.data.tokenizer and megatrons and not same_vocabulary(config.data.tokenizer, megatrons):
-        lines.append(
-            f"--rl-tokenizer {config.data.tokenizer} and --tokenizer-model {megatrons} have different vocabularies; "
-            "prompts are tokenized with the first: give the tokenizer with which the model was trained"
-        )
+    own, others = config.data.tokenizer, {"--rl-hf-model": rollout.hf_model}
+    for flag, other in (others | {"--tokenizer-model": getattr(args, "tokenizer_model", None)}).items():
+        if own and other and not same_vocabulary(own, other):
+            lines.append(
+                f"--rl-tokenizer {own} and {flag} {other} have different vocabularies; prompts are tokenized with the "
+                "first: give the tokenizer with which the model was trained"
+            )
     for spec in model_specs(config.graders):
         if not same_tokenizer(spec.file, policy):
             lines.append(

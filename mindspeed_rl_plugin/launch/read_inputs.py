@@ -48,8 +48,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
     path = tokenizer_path(args)
     tokenizer = load_tokenizer(path)
     reference = hf_config.load_reference(hf_model) if hf_model else None
-    ids = 1 + max(tokenizer.get_vocab().values())
-    vocab = model_vocabulary(args, ids, reference, config.data.smaller_tokenizer)
+    vocab = model_vocabulary(args, tokenizer, reference, config.data.smaller_tokenizer)
     forward = ForwardSettings.from_args(
         args,
         vocab_size=vocab,

@@ -68,13 +68,16 @@ def tokenizer_path(args: Any) -> str | None:
     return chosen and chosen[1]
 
 
-def model_vocabulary(args: Any, ids: int, reference: Mapping[str, Any] | None = None, smaller: bool = False) -> int:
+def model_vocabulary(
+    args: Any, tokenizer: PreTrainedTokenizerBase, reference: Mapping[str, Any] | None = None, smaller: bool = False
+) -> int:
     """Rows of the embedding that are tokens: those of --rl-hf-model (`reference`, its config.json), else as many as the
-    prompts' tokenizer has `ids`.
+    prompts' tokenizer has ids: its highest and 1, for not each of them need have a token.
 
     Raises ValueError where the tokenizer has more ids than the model, or, unless that is meant (`smaller`), far fewer.
     Called once all are known: Megatron sets `padded_vocab_size` when it is initialised.
     """
+    ids = 1 + max(tokenizer.get_vocab().values())
     padded, hf_size = getattr(args, "padded_vocab_size", None), reference and reference["vocab_size"]
     named = {"--rl-hf-model": hf_size, "--vocab-size": getattr(args, "vocab_size", None), "the padded model": padded}
     sizes = {name: size for name, size in named.items() if size is not None} or {"": ids}

@@ -566,8 +566,10 @@ def test_warnings(build, tmp_path):
         (tmp_path / name / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocab}}}}}')
     assert flag_checks.warnings(build({"tokenizer_model": str(tmp_path / "same")})) == []
     assert flag_checks.warnings(build({"tokenizer_model": "a sentencepiece file"})) == []
-    (line,) = flag_checks.warnings(build({"tokenizer_model": str(tmp_path / "other")}))
-    assert names(line, f"--rl-tokenizer {tmp_path / 'tokenizer'} ... --tokenizer-model {tmp_path / 'other'}")
+    for flag, given in (("--tokenizer-model", "tokenizer_model"), ("--rl-hf-model", "--rl-hf-model")):
+        other = str(tmp_path / "other")
+        (line,) = flag_checks.warnings(build({given: [other] if given.startswith("-") else other}))
+        assert names(line, f"--rl-tokenizer {tmp_path / 'tokenizer'} ... {flag} {other}")
 
 
 def test_an_environment_that_vllm_cannot_use_is_refused_before_anything_is_read(build, monkeypatch):

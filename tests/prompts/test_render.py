@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.run_flags import DataConfig
+from mindspeed_rl_plugin.launch.read_inputs import _stream
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
 from mindspeed_rl_plugin.prompts.ends import end_of_turn, response_ends
 from mindspeed_rl_plugin.prompts.sources import Source
@@ -137,7 +140,10 @@ def test_parquet_rows_are_as_those_of_jsonl(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ([{**USER, "content": [{"type": "image"}]}], "message of role 'user' with the content .*'image'.* give a string"),
+    (
+        [{**USER, "content": [{"type": "image", "text": "x"}]}],
+        "message of role 'user' with the content .*'image'.* give a string",
+    ),
     ([{**USER, "content": 7}], "message of role 'user' with the content '7'"),
     ([{**USER, "content": None}], "message of role 'user' with the content 'None'"),
     ([{"role": "assistant", "content": None, "name": "n"}, USER], "role 'assistant' with the content 'None'"),
@@ -184,6 +190,10 @@ def test_a_template_that_drops_what_is_asked_is_said(capsys) -> None:
     tokenizer = make("words", "{% for m in messages %}{{ m.content if m.content is not string }}{% endfor %}?")
     prompt_of(tokenizer, {"prompt": "1+1="})
     assert "note: the chat template does not write all of a message, '1+1=' (x line 1" in capsys.readouterr().out
+    prompt_of(make("words", "chatml"), {"prompt": "1"}, chat=False)
+    assert "prompts are given without the tokenizer's chat template (--rl-apply" in capsys.readouterr().out
+    prompt_of(make("words", "chatml"), {"prompt": "<|im_start|>user\n1"}, chat=False)
+    assert capsys.readouterr().out == ""
     prompt_of(make("words", "chatml"), {"prompt": "<|im_start|>user\n1+1="})
     assert (
         "a prompt that the chat template renders holds special tokens; is it rendered already?"
@@ -230,3 +240,19 @@ def test_whatever_ends_a_turn_ends_a_response(tmp_path: Path, listed, chat, ends
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, wrong]}))
         with pytest.raises(ValueError, match=f"eos_token_id {wrong!r} of .*/generation_config.json is no id below"):
             response_ends(tokenizer, chat, str(tmp_path), vocab)
+
+
+def test_the_first_row_is_shown_as_its_tokens_decode(tmp_path: Path, capsys) -> None:
+    rows = [
+        {"prompt": "1" * 999, "chosen": "2", "rejected": "3"},
+        {"prompt": "1\n", "chosen": "2" * 500, "rejected": "3"},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(apply_chat_template=True, answer_key="", max_prompt_length=99)
+    for pairs in (False, True):
+        _stream(make("words", "llama2"), RLConfig(data=data), pairs, None, [str(tmp_path / "a.jsonl")], 0)
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("[rl] the first, "))
+    assert first == f"[rl] the first, {tmp_path}/a.jsonl line 2: prompt '<s>[INST] 1 [/INST]'"
+    assert (
+        second.startswith(f"{first}, chosen ' 222") and "222...222" in second and second.endswith("rejected ' 3</s>'")
+    )

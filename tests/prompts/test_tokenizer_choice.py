@@ -38,13 +38,14 @@ HF = {"vocab_size": 478}
 )
 def test_vocabulary(sizes, reference, ids, named):
     args = SimpleNamespace(make_vocab_size_divisible_by=128, tensor_model_parallel_size=2, **sizes)
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"<eos>": ids - 1, "a": 0})  # with holes
     if named is None:
-        assert model_vocabulary(args, ids, reference) == (reference or {"vocab_size": ids})["vocab_size"]
+        assert model_vocabulary(args, tokenizer, reference) == (reference or {"vocab_size": ids})["vocab_size"]
         return
     with pytest.raises(ValueError, match=named):
-        model_vocabulary(args, ids, reference)
+        model_vocabulary(args, tokenizer, reference)
     if "smaller" in named:
-        assert model_vocabulary(args, ids, reference, smaller=True) == (478 if reference else 97)
+        assert model_vocabulary(args, tokenizer, reference, smaller=True) == (478 if reference else 97)
 
 
 def test_flags_in_their_order():
