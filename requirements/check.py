@@ -8,7 +8,8 @@ from types import ModuleType
 # What the package and its tests import. Not mindspeed, torch_npu, vllm_ascend: they come with an Ascend machine.
 MODULES = (
     "torch", "numpy", "transformers", "tokenizers", "datasets", "math_verify", "sympy", "pyarrow", "tensordict", "ray",
-    "vllm", "safetensors", "tensorboard", "tqdm", "triton", "einops", "packaging", "pybind11", "typing_extensions",
+    "vllm", "safetensors", "tensorboard", "wandb", "tqdm", "triton", "einops", "packaging", "pybind11",
+    "typing_extensions",
     "mindspeed_rl_plugin", "megatron.core", "megatron.training", "pytest", "pytest_timeout", "hypothesis", "psutil",
     "ruff", "huggingface_hub", "msgspec", "jinja2", "websockets",
 )  # fmt: skip

@@ -32,6 +32,7 @@ from mindspeed_rl_plugin.monitor.stage_clock import MemoryMeter, StageClock, dro
 
 TAG = "rl/"
 TEXT = 4000  # characters that are kept of a prompt or response of an evaluation
+EVALUATED = TAG + "eval/iteration"  # the axis of evaluations in W&B, whose own steps only grow
 DOCK_FILE = "dock-rank{rank}.jsonl"
 
 
@@ -73,6 +74,9 @@ class Monitor:
         self.rank = rank
         self.total_iterations = total_iterations
         self._tensorboard, self._wandb, self._stream = tensorboard_writer, wandb, stream
+        self._step, self._evaluated = resume_iteration, -1  # W&B's newest, and the newest that has an evaluation
+        if wandb is not None:
+            wandb.define_metric(TAG + "eval/*", step_metric=EVALUATED)
         self._bar_shown = rank == 0 and (sys.stderr.isatty() if is_terminal is None else is_terminal)
         self.clock = StageClock(run_dir, rank, meter=meter, synchronize=synchronize, resume_iteration=resume_iteration)
         self._dock = JsonLines(self.run_dir / DOCK_FILE.format(rank=rank), resume_iteration)
@@ -183,8 +187,18 @@ class Monitor:
         if self._tensorboard is not None:
             for name, value in numbers.items():
                 self._tensorboard.add_scalar(name, value, iteration)
-        if self._wandb is not None:
+        if self._wandb is not None and kind == "train":
+            self._step = iteration
             self._wandb.log(numbers, iteration)
+        elif self._wandb is not None:
+            # W&B drops what comes under an older step, and of two evaluations under one step it keeps the second: a
+            # late one takes the newest step, or that of the iteration which goes on.
+            step = max(self._step, self._evaluated)
+            step = max(step, self.clock.iteration) if step == self._evaluated else step
+            if step == self._evaluated:  # a run that ends in the middle of a rollout, while one is under way
+                write_line(f"[rl] W&B has no evaluation before that of {iteration}; {METRICS_FILE} has", sys.stdout)
+            self._evaluated = step
+            self._wandb.log(numbers | {EVALUATED: iteration}, step)
 
 
 def _value(value: Any) -> Metric:

@@ -7,24 +7,86 @@ import struct
 from pathlib import Path
 
 import pytest
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from mindspeed_rl_plugin.monitor.monitor import Monitor
 
 BLOCK = 32 << 10
 
 
+SLOW_TO_GRADE = """
+import time
+
+def grade(response, answer):
+    if answer == "late":
+        time.sleep(5)
+    return len(response) % 3
+"""
+ASYNC = "--rl-schedule async --rl-generators 1 --rl-correction truncate --rl-reward-workers 6 --rl-reward-timeout 60"
+
+
 @pytest.mark.slow
-def test_weights_and_biases_gets_every_number(job, tmp_path, monkeypatch):
-    """Megatron's own --wandb-project, offline: no account is needed. wandb is not in the lock file."""
-    pytest.importorskip("wandb", reason="pip install wandb to run it")
+@pytest.mark.parametrize("schedule", ["", ASYNC])
+def test_trackers_get_every_number(schedule, job, tmp_path, monkeypatch):
+    """Megatron's own flags; W&B offline, for which no account is needed. Under async the first evaluation is late."""
     monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "slow.py").write_text(SLOW_TO_GRADE)
+    (tmp_path / "late.jsonl").write_text('{"prompt": "1+1=", "answer": "late"}\n' * 2)
     where = ("--wandb-project", "rl", "--wandb-exp-name", "grpo", "--wandb-save-dir", str(tmp_path))
-    result = job("--train-iters", "2", *where).run()
-    seen = {}
-    for row in history(next(tmp_path.rglob("*.wandb"))):
+    board = ("--tensorboard-dir", str(tmp_path / "board"))
+    data = ("--rl-eval-data", f"{tmp_path}/late.jsonl", "--rl-reward", f"{tmp_path}/slow.py:grade")
+    result = job("--train-iters", "4", "--rl-eval-every", "2", *where, *board, *data, *schedule.split()).run()
+    check_wandb(tmp_path, result.metrics, result.evaluations)
+    check_board(tmp_path / "board", result.metrics, result.evaluations)
+    assert [e["iteration"] for e in result.evaluations] == [0, 2, 4]
+    assert (result.evaluations[0]["time"] > result.metrics[0]["time"]) == bool(schedule)
+
+
+def test_an_evaluation_that_is_late_is_logged_too(tmp_path, capsys):
+    """In the order of an asynchronous run: Megatron logs behind the plugin, under the same step. Of those that end
+    behind the plugin's last line W&B has the newest, and that is said."""
+    run = wandb.init(project="rl", dir=tmp_path, mode="offline", settings=wandb.Settings(silent=True))
+    board, late = SummaryWriter(tmp_path / "board"), {1: [0], 4: [2], 5: [3, 4]}
+    monitor = Monitor(tmp_path / "rl", 0, 1, wandb=wandb, tensorboard_writer=board, is_terminal=False)
+    for iteration in range(1, 6):
+        monitor.begin(iteration)
+        for version in late.get(iteration, ()):
+            monitor.log_eval(version, {"accuracy": version / 8})
+        monitor.log(iteration, {"loss": iteration / 4})
+        wandb.log({"learning-rate": 0.5}, iteration)
+    monitor.log_eval(5, {"accuracy": 0.75})
+    for writer in (monitor, board):
+        writer.close()
+    run.finish()
+    wandb.teardown()  # what holds the file ends
+    lines = [json.loads(line) for line in (tmp_path / "rl" / "metrics.jsonl").read_text().splitlines()]
+    metrics, evaluations = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval"))
+    check_board(tmp_path / "board", metrics, evaluations)
+    rows = check_wandb(tmp_path, metrics, [e for e in evaluations if e["iteration"] != 4])
+    assert [rows[step]["learning-rate"] for step in range(1, 6)] == [0.5] * 5
+    assert "[rl] W&B has no evaluation before that of 5; metrics.jsonl has" in capsys.readouterr().out
+
+
+def check_wandb(folder: Path, metrics: list[dict], evaluations: list[dict]) -> dict[int, dict]:
+    """Every line is there, those of evaluations by the iteration of their own. Returns what was logged by step."""
+    seen, evaluated = {}, {}
+    for row in history(next(folder.rglob("*.wandb"))):
         seen.setdefault(row["_step"], {}).update(row)
-    for line in result.metrics:
+        evaluated.setdefault(row.get("rl/eval/iteration"), {}).update(row)
+    for line, rows in [*((line, seen) for line in metrics), *((line, evaluated) for line in evaluations)]:
         numbers = {f"rl/{k}": v for k, v in line.items() if isinstance(v, float) and k != "time"}
-        assert len(numbers) > 20
-        assert {k: seen[line["iteration"]].get(k) for k in numbers} == pytest.approx(numbers)
+        assert numbers and {k: rows[line["iteration"]].get(k) for k in numbers} == pytest.approx(numbers)
+    return seen
+
+
+def check_board(folder: Path, metrics: list[dict], evaluations: list[dict]) -> None:
+    board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    board.Reload()
+    for name, lines in (("loss", metrics), *((n, evaluations) for n in evaluations[0] if n.startswith("eval/"))):
+        points = {event.step: event.value for event in board.Scalars(f"rl/{name}")}
+        assert points == pytest.approx({line["iteration"]: line[name] for line in lines})
 
 
 def history(file: Path) -> list[dict]:

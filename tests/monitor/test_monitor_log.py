@@ -39,6 +39,9 @@ class Writer:
     def log(self, values, step):
         self.seen.append((values, step))
 
+    def define_metric(self, name, step_metric):
+        assert (name, step_metric) == ("rl/eval/*", "rl/eval/iteration")
+
 
 def monitor_in(path, **kwargs):
     kwargs.setdefault("stream", io.StringIO())
@@ -145,7 +148,8 @@ def test_log_writes_a_line_of_json_and_both_writers(tmp_path):
     ]
     seen = [(t.removeprefix("rl/"), v) for t, v, _ in board.seen if t != "rl/kl/ref"]
     assert seen == [*numbers.items(), ("eval/accuracy", 0.5)]
-    assert wandb.seen[1] == ({"rl/eval/accuracy": 0.5}, 1) and "rl/weights/digest" not in wandb.seen[0][0]
+    assert wandb.seen[1] == ({"rl/eval/accuracy": 0.5, "rl/eval/iteration": 1}, 1)
+    assert "rl/weights/digest" not in wandb.seen[0][0]
     assert out.getvalue().splitlines() == [LEGEND, "rl 1/9 | kl     nan", "rl 1/9 eval | accuracy 0.5"]
     assert metric_series(read_metrics(tmp_path))["series"].keys() == {*numbers, "kl/ref", "eval/accuracy"}
 
