@@ -61,8 +61,8 @@ def main(argv: list[str]) -> int:
 
 @contextmanager
 def _quiet_on_a_closed_pipe() -> Iterator[None]:
-    """Ends the process without a traceback, with the status of SIGPIPE, where nobody reads its output any more, as
-    behind `| head`. Another pipe that breaks is an error."""
+    """Ends the process, with SIGPIPE's status, where nobody reads its output, as behind `| head`; another pipe that
+    breaks is an error."""
     try:
         try:
             yield

@@ -16,22 +16,20 @@ from mindspeed_rl_plugin.config.rl_config import group_types
 
 WIDTH = 100
 _ESCAPED = str.maketrans({sign: f"\\{sign}" for sign in "[|"})  # in Markdown
-# Words of what has no flag of ours, or a flag of another name -> what to use.
-_TRAINER = "the launch script's own, which Megatron reads: "
+# Words that have no flag of ours, or one of another name -> what to use.
+_SCRIPTS = "the launch script's own, which Megatron reads: "
 ELSEWHERE = {
     "wandb": "Megatron's --wandb-project NAME --wandb-exp-name NAME: what RL measures goes there too, under rl/",
     "tensorboard": "Megatron's --tensorboard-dir DIR: what RL measures goes there too, under rl/",
-    "mlflow swanlab logging": "SAVE/rl/metrics.jsonl has every number; --wandb-project, --tensorboard-dir show them",
     "lora qlora peft adapter": "not here: all weights are trained",
-    "deepspeed zero fsdp accelerate": _TRAINER + "--tensor-model-parallel-size and others, --use-distributed-optimizer",
-    "lr learning-rate scheduler adam weight-decay": _TRAINER + "--lr, --lr-decay-style and others",
-    "bf16 fp16 fp8 precision quantization": _TRAINER + "--bf16 (fp16 and fp8 are refused); engines: --rl-engine-dtype",
-    "steps max-steps": _TRAINER + "--train-iters, where an iteration is one optimizer step; see --rl-rollout-prompts",
+    "deepspeed zero fsdp accelerate": _SCRIPTS + "--tensor-model-parallel-size and others, --use-distributed-optimizer",
+    "lr learning-rate adam weight-decay": _SCRIPTS + "--lr, --lr-decay-style and others",
+    "bf16 fp16 fp8 precision": _SCRIPTS + "--bf16 (fp16 and fp8 are refused); for engines --rl-engine-dtype",
+    "steps max-steps": _SCRIPTS + "--train-iters; an iteration is one optimizer step",
     "gpu gpus nodes": "torchrun's --nproc-per-node and --nnodes",
     "max-tokens max-new-tokens max-completion-length": "--rl-max-response-length",
     "num-generations rollout.n n": "--rl-samples-per-prompt",
     "packing": "--rl-pack-sequences with --rl-max-tokens-per-microbatch",
-    "judge verifier": "--rl-reward path/to/file.py:function: docs/data-and-rewards.md",
     "sglang": "not here: engines are vLLM's",
 }
 _HEAD = """# Flags\n
@@ -57,9 +55,8 @@ def main(argv: list[str]) -> int:
 def elsewhere(word: str) -> str:
     """What to use for a word that other programs have flags of; empty where nothing needs to be said."""
     word = word.lower().replace("_", "-")
-    asked = {word, word.partition("-")[0]}
-    said = [text for words, text in ELSEWHERE.items() if asked & set(words.split())]
-    return f"{word}: {said[0]}" if said else ""
+    said = (text for words, text in ELSEWHERE.items() if {word, word.partition("-")[0]} & {*words.split()})
+    return f"{word}: {text}" if (text := next(said, "")) else ""
 
 
 def plain(word: str = "") -> str:
