@@ -36,6 +36,9 @@ class DataConfig:
     smaller_tokenizer: bool = flag(
         False, "take a tokenizer that leaves more than a tenth of the model's vocabulary without a token", pairs=True
     )
+    trust_remote_code: bool = flag(
+        False, "run the code that a tokenizer, or a reward model, has in its directory: read it before", pairs=True
+    )
     data_seed: int | None = flag(None, "seed of the prompts' order (default: --seed)", pairs=True)
 
 

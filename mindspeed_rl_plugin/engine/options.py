@@ -22,6 +22,7 @@ class VllmOptions:
     together; max_running: most sequences decoded at once; kv_cache_bytes: KV cache of a rank on CPU;
     memory_utilization: share of the device's memory elsewhere (None: `free_share` when the engine is built);
     eos_token_ids: end every response that does not ignore them; tokenizer: directory, see `needs_tokenizer`;
+    trust_remote_code: whether code of the tokenizer's own may run, in all that load it for this engine;
     sleep_mode: whether `sleep` gives memory back on an accelerator; graph_sizes: batch sizes of the graphs on an
     accelerator, vLLM's own where empty; request_seeds: whether each request has a generator of its own also where that
     costs kernels for each request and step (on a CPU, and where vLLM draws for all of them in one kernel, each has);
@@ -39,6 +40,7 @@ class VllmOptions:
     memory_utilization: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: str | None = None
+    trust_remote_code: bool = False
     sleep_mode: bool = True
     graph_sizes: tuple[int, ...] = ()
     request_seeds: bool = False

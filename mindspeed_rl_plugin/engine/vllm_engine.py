@@ -306,6 +306,7 @@ def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any
         "model": directory,
         "tokenizer": options.tokenizer,
         "skip_tokenizer_init": options.tokenizer is None,
+        "trust_remote_code": options.trust_remote_code,
         "load_format": "dummy",
         "dtype": options.dtype,
         "seed": 0,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class EpisodeSetup:
     """flags: of episodes, files of the user's by their absolute paths; observation: "chat" or "raw"; tokenizer: its
     directory; prompt, response: longest [tokens]; wait: seconds that other ranks wait for this one; run: names the run
-    to a user's code, its directory."""
+    to a user's code, its directory; trust_remote_code: whether the tokenizer's own may run."""
 
     flags: EpisodeConfig
     observation: str
@@ -39,6 +39,7 @@ class EpisodeSetup:
     response: int
     wait: float
     run: str = ""
+    trust_remote_code: bool = False
 
     @classmethod
     def of(cls, config: RLConfig, tokenizer: str) -> EpisodeSetup | None:
@@ -54,7 +55,8 @@ class EpisodeSetup:
         )
         observation = flags.observation or ("chat" if config.data.apply_chat_template else "raw")
         lengths = config.data.max_prompt_length, config.rollout.max_response_length
-        return cls(flags, observation, str(Path(tokenizer).resolve()), *lengths, config.monitor.wait_timeout)
+        trust = {"trust_remote_code": config.data.trust_remote_code}
+        return cls(flags, observation, str(Path(tokenizer).resolve()), *lengths, config.monitor.wait_timeout, **trust)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> EpisodeSetup:
@@ -74,6 +76,7 @@ class EpisodeSetup:
                 flags.environment_workers,
                 flags.environment_timeout,
                 self.wait,
+                trust_remote_code=self.trust_remote_code,
                 **({"together": None} if flags.environment_lockstep else {}),
             )
         return EnvironmentPool(

@@ -100,10 +100,11 @@ class VerifiersEnvironments:
         timeout: float,
         wait: float,
         together: int | None = TOGETHER,
+        trust_remote_code: bool = False,
     ) -> None:
         self._timeout, self._wait, self._together = timeout, wait, math.inf if together is None else together
         program = rollouts_program(interpreter(python))
-        setup = (environment, tokenizer)
+        setup = (environment, tokenizer, trust_remote_code)
         now = time.monotonic()
         self._loads = VERIFIERS + environment
         self._processes = [VerifiersProcess(Worker(program, setup, self._loads), now) for _ in range(workers)]

@@ -2,7 +2,8 @@
 
 verifiers drives: its environment runs a rollout, and asks the model for a turn at the token-level endpoint that its
 training client speaks (`POST /inference/v1/generate` with token ids), which is served here on loopback. A request waits
-until the engine's turn comes through the pipe. First message in: (environment, tokenizer), out: versions. Then messages
+until the engine's turn comes through the pipe. First message in: (environment, tokenizer, whether to run
+its code), out: versions. Then messages
 in are calls of `Rollouts`, and out `verifiers_bridge.RolloutReport`, both at any time.
 """
 
@@ -30,11 +31,15 @@ def main(connection: int, lifeline: int) -> None:
     """Serve until the parent closes its end. Arguments: file descriptors."""
     keep(connection, lifeline, CLEAN_UP_SECONDS)
     parent = Parent(connection, None)
-    environment, tokenizer = parent.receive()
+    environment, tokenizer, trusted = parent.receive()
     loaded, error = outcome(load, environment)
     if error:
         parent.send((None, why_not_loaded(error)))
         return
+    if trusted:
+        import renderers.base
+
+        renderers.base.TRUSTED_REVISIONS[tokenizer] = "main"  # whose code it runs; a directory has no revisions
     asyncio.run(_serve(parent, loaded, tokenizer))
 
 

@@ -43,7 +43,7 @@ class Description:
         if not self.vocabulary:
             return
         try:
-            mine = vocabulary_digest(path or "")
+            mine = vocabulary_digest(path or "", self.engine.trust_remote_code)
         except ValueError as error:
             raise ValueError(f"{error}; give --tokenizer a copy of the job's") from error
         if mine != self.vocabulary:

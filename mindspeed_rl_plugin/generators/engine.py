@@ -78,7 +78,7 @@ def with_episodes(engine: Engine, job: Description, tokenizer: str | None, team:
     environments = setup.environments() if engine.leader else None
     if environments is not None:
         atexit.register(environments.close)
-    return setup.over(engine, load_tokenizer(tokenizer), environments, peers)
+    return setup.over(engine, load_tokenizer(tokenizer, setup.trust_remote_code), environments, peers)
 
 
 def sized(options: VllmOptions, ranks: int) -> VllmOptions:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,11 @@ from mindspeed_rl_plugin.launch.saved_args import other_layout, other_order, oth
 from mindspeed_rl_plugin.launch.start_decision import NOT_SAVED, decide
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.run_files import check_dumps
-from mindspeed_rl_plugin.prompts.tokenizer import chosen_tokenizer, same_vocabulary, tokenizer_path
+from mindspeed_rl_plugin.prompts.tokenizer import chosen_tokenizer, own_code, same_vocabulary, tokenizer_path
 from mindspeed_rl_plugin.reshard.parallel import Parallel
 from mindspeed_rl_plugin.reshard.shape import ModelShape
 from mindspeed_rl_plugin.reshard.storages import unwrap
-from mindspeed_rl_plugin.reward.reward_model import same_tokenizer
+from mindspeed_rl_plugin.reward.reward_model import KIND, same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs
 
 Check = Callable[[Any, RLConfig], Iterator[str] | None]
@@ -240,6 +241,13 @@ def _tokenizer(args: Any, config: RLConfig) -> Iterator[str]:
         yield f"--rl-hf-model {hf_model}: no config.json there"
 
 
+def _code_of_rewards(args: Any, config: RLConfig) -> Iterator[str]:
+    with suppress(ValueError):  # said by `early.rewards`
+        for spec in () if config.data.trust_remote_code else model_specs(config.graders):
+            for code in filter(None, (own_code(spec.file, kind) for kind in ("AutoTokenizer", f"AutoModel{KIND}"))):
+                yield f"reward {spec.given}: {code}"
+
+
 def _model(args: Any, config: RLConfig) -> Iterator[str]:
     """The model in the trainer's layout and in the engine, both of which are built much later."""
     if min(config.rollout.generate_tp, config.rollout.generate_ep) < 1:
@@ -308,6 +316,7 @@ GENERATION_CHECKS: tuple[Check, ...] = (
     schedule_checks.problems,
     episode_checks.problems,
     early.rewards,
+    _code_of_rewards,
     _model,
     upstream_checks.swapped_memory,
     _dumps,

@@ -46,7 +46,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
     if not algorithm.from_pairs:
         prepare_engine_env(get_device().kind, sleep_mode=True)
     path = tokenizer_path(args)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, config.data.trust_remote_code)
     reference = hf_config.load_reference(hf_model) if hf_model else None
     vocab = model_vocabulary(args, tokenizer, reference, config.data.smaller_tokenizer)
     forward = ForwardSettings.from_args(
@@ -119,6 +119,7 @@ def _graders(inputs: Inputs) -> RewardPool:
         workers=reward.reward_workers,
         on_error=reward.reward_on_error,
         device="cpu" if reward.reward_model_device == "host" else str(get_device().current()),
+        trust_remote_code=inputs.config.data.trust_remote_code,
     )
     inputs, prompts, episodes = dataclasses.replace(inputs, graders=graders), inputs.data, inputs.config.episodes.on
     for rows in filter(None, (prompts, inputs.held_out)):

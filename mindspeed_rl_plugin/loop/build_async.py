@@ -48,7 +48,9 @@ def build_schedule(
     engine = engine_options.options(inputs, dtype)
     description = Description(
         engine=engine,
-        vocabulary=vocabulary_digest(inputs.tokenizer_path) if engine.tokenizer or config.episodes.on else "",
+        vocabulary=vocabulary_digest(inputs.tokenizer_path, engine.trust_remote_code)
+        if engine.tokenizer or config.episodes.on
+        else "",
         sampling=sampling,
         seed=inputs.response_seed,
         inflight=schedule.inflight,

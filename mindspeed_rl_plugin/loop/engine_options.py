@@ -30,6 +30,7 @@ def options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
         graph_sizes=rollout.graph_sizes,
         request_seeds=rollout.request_seeds,
         deadline=inputs.config.monitor.wait_timeout,
+        trust_remote_code=data.trust_remote_code,
         tokenizer=inputs.tokenizer_path if needs_tokenizer(rollout.stop) else None,
     )
 

@@ -15,27 +15,40 @@ UNUSED = 128  # ids that are no token, as many as a model may have in any case: 
 TOKENIZER_FLAGS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face directory. Never asks the network. Raises ValueError when it holds none."""
+def own_code(folder: str | Path, kind: str = "AutoTokenizer") -> str:
+    """What is to be said where a directory has code of its own for one of transformers' Auto classes; else empty."""
+    for name in ("tokenizer_config.json", "config.json"):
+        named = read_if_there(Path(folder) / name).get("auto_map") or {}
+        named = named.get(kind) if isinstance(named, dict) else named  # a list, of old, is a tokenizer's
+        if found := [word for word in ([named] if isinstance(named, str) else named or ()) if word]:
+            return f"it has code of its own ({found[-1]}), which is not run: read it, then give --rl-trust-remote-code"
+    return ""
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face directory. Never asks the network. Raises ValueError when it holds none, and
+    where it has code of its own that is not to be run."""
     from transformers import AutoTokenizer
 
     place = Path(path)
     file = place / "tokenizer.json"
     if file.exists() and "model" not in read_json(file):
         raise ValueError(f"{str(file)!r} is no tokenizer.json: it has no field 'model'")
+    if (code := own_code(place)) and not trust_remote_code:
+        raise ValueError(f"the tokenizer in {path!r}: {code}")
     try:
-        return AutoTokenizer.from_pretrained(str(place), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        return AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # noqa: BLE001 - code of its own, and checks of config.json, may raise anything
         holds = ", ".join(sorted(p.name for p in place.iterdir())[:8]) or "nothing"
         raise ValueError(f"no tokenizer can be loaded from {path!r}, which holds {holds}: {error}") from error
 
 
-def vocabulary_digest(path: str) -> str:
+def vocabulary_digest(path: str, trust_remote_code: bool = False) -> str:
     """What two tokenizers that give the same tokens have alike: a digest of all tokens with their ids. Raises
     ValueError as `load_tokenizer` does, and where `path` is no directory."""
     if not Path(path).is_dir():
         raise ValueError(f"no tokenizer can be loaded from {path!r}: there is no such directory here")
-    vocabulary = json.dumps(sorted(load_tokenizer(path).get_vocab().items()))
+    vocabulary = json.dumps(sorted(load_tokenizer(path, trust_remote_code).get_vocab().items()))
     return hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest()
 
 

@@ -51,11 +51,11 @@ class RewardPool:
     once and a slow one holds nobody up; `grade` waits for a single one.
 
     specs: as `specs.parse_specs` takes them; how a function is called says `calling.py`. device: where reward models
-    run. regex: pattern of the regex grader. timeout: seconds of one grading call, one for all graders or one for each.
-    wait_timeout: seconds that other ranks wait for this one; one batch, and loading the graders, may take
-    SHARE_OF_WAIT of it. on_error: "stop" raises RewardError; "zero" makes the failed part 0.0; "drop" also marks the
-    sample dropped. A failure of a built-in grader is its response's, since ground truths were checked: always "zero".
-    `names` and `weights`: of the graders, in order of `Grade.parts`.
+    run; trust_remote_code: whether their own code may. regex: pattern of the regex grader. timeout: seconds of one
+    grading call, one for all graders or one for each. wait_timeout: seconds that other ranks wait for this one; one
+    batch, and loading the graders, may take SHARE_OF_WAIT of it. on_error: "stop" raises RewardError; "zero" makes the
+    failed part 0.0; "drop" also marks the sample dropped. A failure of a built-in grader is its response's, since
+    ground truths were checked: always "zero". `names` and `weights`: of the graders, in order of `Grade.parts`.
 
     Raises ValueError at construction for anything that cannot work, RewardError for graders that do not load.
     """
@@ -70,6 +70,7 @@ class RewardPool:
         workers: int = 2,
         on_error: str = "stop",
         device: str = "cpu",
+        trust_remote_code: bool = False,
     ) -> None:
         self._specs = parse_specs(specs, regex)
         self._timeouts = time_limits(timeout, len(self._specs), wait_timeout)
@@ -87,7 +88,7 @@ class RewardPool:
         self._spent = (0.0, 0)  # seconds of the workers, and responses that are graded, since `take_seconds`
         self._batches: dict[Batch, None] = {}  # those with grades that are missing, by their ends
         self._finished: list[Batch] = []
-        setup = self._specs, self._timeouts, regex, device
+        setup = self._specs, self._timeouts, regex, device, trust_remote_code
         self._workers = [CallWorker(WORKER, setup, ", ".join(self.names)) for _ in range(workers)]
         try:
             self._load()

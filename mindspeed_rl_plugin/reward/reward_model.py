@@ -73,7 +73,7 @@ class RewardModel:
     the model's positions is a ValueError, never cut.
     """
 
-    def __init__(self, path: str, device: str) -> None:
+    def __init__(self, path: str, device: str, trust_remote_code: bool = False) -> None:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -81,10 +81,11 @@ class RewardModel:
             from mindspeed_rl_plugin.device import Device
 
             Device(device.partition(":")[0]).api.set_device(device)  # on NPU this is also what makes torch know it
-        self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+        self._tokenizer = AutoTokenizer.from_pretrained(path, **local)
         dtype = torch.float32 if device == "cpu" else "auto"
         model, loaded = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
+            path, dtype=dtype, output_loading_info=True, **local
         )
         if loaded["missing_keys"]:
             raise ValueError(f"{path} has no weights for {', '.join(sorted(loaded['missing_keys'])[:5])}")

@@ -1,8 +1,8 @@
 """The process in which graders run: it takes calls from a connection, and answers each with the outcome of every item.
 
-First message in: (specs, seconds of one call of each, regex of the regex grader, device of reward models); first out:
-(what its graders are, None) or ((), error). Then calls `(grader, items)`. The time limit is the parent's: it kills
-this process group. Imports no torch, so that it starts in a moment.
+First message in: (specs, seconds of one call of each, regex of the regex grader, device of reward models, whether to
+run their code); first out: (what its graders are, None) or ((), error). Then calls `(grader, items)`. The time limit
+is the parent's: it kills this process group. Imports no torch, so that it starts in a moment.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def main(connection: int, lifeline: int) -> None:
     """Serve until the parent closes its end. Arguments: file descriptors."""
     parent = Parent(connection, lifeline)
     calls = Calls(parent)
-    specs, timeouts, regex, device = parent.receive()
+    specs, timeouts, regex, *of_models = parent.receive()
     graders = []
     for spec in specs:
-        loaded, error = outcome(_load, spec, regex, device)
+        loaded, error = outcome(_load, spec, regex, *of_models)
         if error:
             parent.send(((), f"reward {spec.given!r} cannot be loaded: {why_not_loaded(error)}"))
             return
@@ -68,9 +68,9 @@ def _values(values: Any, wanted: int) -> list[Any]:
     return list(values)
 
 
-def _load(spec: Spec, regex: str | None, device: str) -> Grader:
+def _load(spec: Spec, regex: str | None, device: str, trust_remote_code: bool) -> Grader:
     if spec.is_model:
-        return Grader(spec.name, RewardModel(spec.file, device))
+        return Grader(spec.name, RewardModel(spec.file, device, trust_remote_code))
     if spec.file is None:
         return Grader(spec.name, make_builtin(spec.name, regex))
     return Grader(spec.name, load_function(spec.file, spec.function))

@@ -152,7 +152,7 @@ def test_an_engine_apart_closes_its_environments_when_its_process_ends(monkeypat
     monkeypatch.setattr(generators.atexit, "register", at_exit.append)
     Ranks(monkeypatch, 0, {})
     monkeypatch.setattr(EpisodeSetup, "over", lambda self, *_: self)
-    monkeypatch.setattr(generators, "load_tokenizer", lambda path: None)
+    monkeypatch.setattr(generators, "load_tokenizer", lambda *_: None)
     job = SimpleNamespace(episodes=setup_of(environment="a.py:A"), run="/runs/a", deadline=9.0)
     team = SimpleNamespace(of_replica=lambda *_: None)
     made = generators.with_episodes(SimpleNamespace(leader=True), job, "t", team)

@@ -111,6 +111,26 @@ def test_many_rollouts_at_once_with_the_tokens_exactly_as_they_were_sampled(gues
     assert not guess.pending
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_tokenizer_with_code_of_its_own_runs_where_it_is_trusted(trusted, python, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("from transformers import PreTrainedTokenizerFast as Own\n")
+    trust = {"trust_remote_code": trusted}
+    environments = VerifiersEnvironments("guess_number", python, str(tmp_path), 1, 60.0, 600.0, **trust)
+    try:
+        environments.begin(ONE, task(prompt="Guess", answer=9), 0)
+        if trusted:
+            assert play(environments, {ONE: [spoken(tokenizer, "9")]})[1][ONE].done
+        else:
+            with pytest.raises(EpisodeError, match="trust_remote_code"):
+                play(environments, {ONE: []})
+    finally:
+        environments.close()
+
+
 def test_messages_are_told_for_people_to_read(guess, tokenizer):
     guess.begin(ONE, task(prompt="Guess", answer=3, system_prompt="Be quick."), 0)
     prompts, last = play(guess, {ONE: [spoken(tokenizer, "9")]})

@@ -62,10 +62,13 @@ def test_special_tokens_of_the_imported_model_are_kept(convert):
 def tokenizer(tmp_path):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    added = [{"id": 3, "content": "<end>"}, {"id": 4, "content": "<pad>"}]
-    whole = {"model": {"vocab": {"a": 0, "<begin>": 1}}, "added_tokens": added}
+    kind = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    added = [{"id": 3, "content": "<end>"} | kind, {"id": 4, "content": "<pad>"} | kind]
+    model = {"type": "WordLevel", "vocab": {"a": 0, "<begin>": 1, "b": 2}, "unk_token": "a"}
+    whole = {"version": "1.0", "model": model, "added_tokens": added}
     (folder / "tokenizer.json").write_text(json.dumps(whole))
-    named = {"eos_token": {"content": "<end>"}, "bos_token": "<begin>", "pad_token": "<pad>", "unk_token": None}
+    end = {"__type": "AddedToken", "content": "<end>"}
+    named = {"eos_token": end, "bos_token": "<begin>", "pad_token": "<pad>", "unk_token": None}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     return folder
 

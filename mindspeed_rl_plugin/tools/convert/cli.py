@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+UNFINISHED = ".unfinished"  # in --out: what is not whole, or was not loaded yet
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -40,6 +42,7 @@ def run(parser: argparse.ArgumentParser, argv: list[str], work: Callable[[argpar
         out.mkdir(parents=True, exist_ok=True)
         print(work(options))
     except (ValueError, OSError) as error:
+        shutil.rmtree(out / UNFINISHED, ignore_errors=True)
         if made and out.is_dir() and not any(out.iterdir()):
             out.rmdir()
         print(f"{parser.prog.split()[-1]}: {error}", file=sys.stderr)

@@ -13,11 +13,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mindspeed_rl_plugin.prompts.tokenizer import read_json
+from mindspeed_rl_plugin.prompts.ends import GENERATION
+from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, own_code, read_json
 
-INDEX = "model.safetensors.index.json"
-# What a tokenizer may consist of.
+INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+# Of a tokenizer there is at least one of these; it may need any file beside them that is not one of the others.
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template*")
+_OF_MODEL = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"),
+    *("*.index.json", CONFIG, GENERATION, "*.md", ".*"),
+)
+TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer's
 
 
 def open_tensors(directory: Path) -> dict[str, Any]:
@@ -76,8 +82,29 @@ def _usual_mode() -> int:
 
 
 def tokenizer_files(source: Path) -> list[Path]:
-    """The files of a tokenizer in a directory. Raises ValueError when there is none."""
-    files = sorted({file for pattern in _TOKENIZER for file in source.glob(pattern) if file.is_file()})
-    if not files:
+    """What a tokenizer may need of its directory. Raises ValueError when there is none."""
+    if not any(file.is_file() for pattern in _TOKENIZER for file in source.glob(pattern)):
         raise ValueError(f"--tokenizer {source}: no files of a tokenizer there")
-    return files
+    kept = (file for file in source.iterdir() if not any(map(file.match, _OF_MODEL)))
+    return sorted(file for file in kept if file.is_file() or file.name == TEMPLATES)
+
+
+def check_loads(folder: Path, tokenizer: bool, trust_remote_code: bool) -> list[str]:
+    """Load what was written beside the weights. Returns a line on each part that was not loaded. Raises ValueError
+    for what cannot be, with the reason."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    notes, kind = [], read_json(folder / CONFIG)["model_type"]
+    if kind in CONFIG_MAPPING or (trust_remote_code and own_code(folder, "AutoConfig")):
+        try:
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        except Exception as error:  # noqa: BLE001 - as `load_tokenizer`
+            raise ValueError(f"{folder / CONFIG} cannot be loaded: {error}") from error
+    else:
+        notes.append(f"note: {CONFIG} was not loaded, so not checked: transformers has no model_type {kind!r}")
+    if tokenizer and (code := own_code(folder)) and not trust_remote_code:
+        notes.append(f"note: the tokenizer was copied, not loaded, so not checked: {code}")
+    elif tokenizer:
+        load_tokenizer(str(folder), trust_remote_code)
+    return notes

@@ -20,10 +20,10 @@ from mindspeed_rl_plugin.engine.hf_config import derive_config, write_config
 from mindspeed_rl_plugin.prompts.ends import GENERATION, config_tokens, model_tokens
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_size
 from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
-from mindspeed_rl_plugin.reshard.live import raise_if
+from mindspeed_rl_plugin.reshard.live import differences, raise_if
 from mindspeed_rl_plugin.tools.convert.checkpoint import Assembled, Checkpoint
-from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run, size
-from mindspeed_rl_plugin.tools.convert.files import tokenizer_files, write_shards
+from mindspeed_rl_plugin.tools.convert.cli import DTYPES, UNFINISHED, make_parser, run, size
+from mindspeed_rl_plugin.tools.convert.files import CONFIG, check_loads, open_tensors, tokenizer_files, write_shards
 from mindspeed_rl_plugin.tools.layout_args import read_config, shape_of
 
 
@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--config", type=Path, help="config.json to take, instead of one derived from the arguments")
     parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer is copied")
+    parser.add_argument("--rl-trust-remote-code", action="store_true", help="run its own code, to load and check it")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest file (default: 5)")
     return run(parser, argv, export)
 
@@ -54,21 +55,29 @@ def export(options: argparse.Namespace) -> str:
     # What can be refused comes before what takes long.
     folders = [folder for folder in (options.config, options.tokenizer) if folder and folder.is_dir()]
     ids, note = _tokens(checkpoint.args, options.config, folders, shape.vocab)
-    tokenizer = tokenizer_files(options.tokenizer) if options.tokenizer else []
-    sizes = {name: math.prod(t.shape) * dtype(name).itemsize for name, t in tensors.items()}
-    files, total = write_shards(
-        options.out, sizes, lambda name: whole.make(name, dtype(name)), int(options.shard_gb * 1e9)
-    )
+    copied = tokenizer_files(options.tokenizer) if options.tokenizer else []
+    if options.config and "auto_map" in config:
+        copied += (options.config if options.config.is_dir() else options.config.parent).glob("*.py")
+    out = options.out / UNFINISHED
+    out.mkdir()
     written = {"torch_dtype": str(dtype(next(iter(tensors)))).removeprefix("torch.")}
-    write_config(config | ids | written, options.out)
-    for file in tokenizer:
-        shutil.copyfile(file, options.out / file.name)
-    if given := [file for folder in folders if (file := folder / GENERATION).is_file()]:
-        shutil.copyfile(given[0], options.out / GENERATION)
+    write_config(config | ids | written, out)
+    for file in copied:
+        (shutil.copytree if file.is_dir() else shutil.copyfile)(file, out / file.name)
+    if given_ids := [file for folder in folders if (file := folder / GENERATION).is_file()]:
+        shutil.copyfile(given_ids[0], out / GENERATION)
     elif ids:
-        (options.out / GENERATION).write_text(json.dumps(ids, indent=1))
+        (out / GENERATION).write_text(json.dumps(ids, indent=1))
+    notes = check_loads(out, bool(options.tokenizer), options.rl_trust_remote_code)
+    sizes = {name: math.prod(t.shape) * dtype(name).itemsize for name, t in tensors.items()}
+    files, total = write_shards(out, sizes, lambda name: whole.make(name, dtype(name)), int(options.shard_gb * 1e9))
+    read = {name: tuple(t.get_shape()) for name, t in open_tensors(out).items()}
+    raise_if(differences({name: t.shape for name, t in tensors.items()}, read), f"{out} has not what was written")
+    for file in sorted(out.iterdir(), key=lambda file: file.name == CONFIG):
+        file.rename(options.out / file.name)
+    out.rmdir()
     done = f"{len(tensors)} tensors, {size(total)}, files: {files}"
-    return f"exported {checkpoint.folder} to {options.out}: {done}\n{padding}{note}"
+    return f"exported {checkpoint.folder} to {options.out}: {done}\n{padding}" + "\n".join([*notes, note])
 
 
 def _tokens(

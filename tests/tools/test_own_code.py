@@ -1,0 +1,83 @@
+"""Export writes a tokenizer whole and loads it; code of its own runs with --rl-trust-remote-code alone."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, vocabulary_digest
+
+sys.path.append(str(Path(__file__).parent))
+from own_tokenizer import write  # noqa: E402
+
+TRUST = "--rl-trust-remote-code"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def copies(tmp_path_factory):
+    """Where transformers copies code before it runs it: not in the user's home."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
+@pytest.fixture
+def own(tmp_path):
+    """The directory of a tokenizer with code of its own, and with what else may lie there."""
+    folder = write(tmp_path / "own")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    for name in ("model.safetensors", "pytorch_model.bin", "README.md", ".gitattributes"):
+        (folder / name).write_text("of the model")
+    return folder
+
+
+def test_code_of_a_tokenizers_own_runs_where_it_is_trusted(own):
+    with pytest.raises(ValueError, match=rf"code of its own \(own_tokens.OwnTokenizer\), which is not run.*{TRUST}"):
+        load_tokenizer(str(own))
+    tokenizer = load_tokenizer(str(own), trust_remote_code=True)
+    assert tokenizer.encode("1+1=") == [17, 11, 17, 29] and tokenizer.eos_token_id == 96
+    assert len(vocabulary_digest(str(own), True)) == 16
+    (own / "own_ids.py").write_text("import no_such_package")
+    with pytest.raises(ValueError, match="no tokenizer can be loaded from .* No module named 'no_such_package'"):
+        load_tokenizer(str(own), trust_remote_code=True)
+
+
+def test_a_tokenizer_is_exported_whole(convert, own):
+    convert.make("qwen2", eos_token_id=96)
+    convert.imported("tp2")
+    convert.exported("--tokenizer", own)
+    assert "tokenizer was copied, not loaded, so not checked: it has code of its own" in convert.said
+    ours = {f"model{end}" for end in (".safetensors",)} | {"config.json", "generation_config.json"}
+    theirs = {"tokenizer_config.json", "own.model", "own_tokens.py", "own_ids.py", "chat_template.jinja"}
+    assert {file.name for file in convert.back.iterdir()} == ours | theirs | {"additional_chat_templates"}
+    loaded = AutoTokenizer.from_pretrained(convert.back, trust_remote_code=True)
+    assert loaded.encode("1+1=") == [17, 11, 17, 29] and loaded.chat_template["tools"] == "{{ tools }}"
+    convert.back = convert.back.with_name("checked")
+    convert.exported("--tokenizer", own, TRUST)
+    assert "not loaded" not in convert.said
+
+
+@pytest.mark.parametrize(
+    "flag, refused", [("--tokenizer", "no tokenizer can be loaded"), ("--config", "config.json cannot be loaded")]
+)
+def test_what_cannot_be_loaded_is_no_export(flag, refused, convert, own, monkeypatch):
+    """Known before the weights are written, and nothing is left."""
+    convert.make("qwen2")
+    convert.imported("tp2")
+    (own / "own.model").unlink()
+    config = json.loads((convert.hf / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"layer_types": 5}))
+    monkeypatch.setattr("mindspeed_rl_plugin.tools.convert.to_hf.write_shards", None)
+    convert.exported(flag, own, TRUST, refused=refused)
+    assert not convert.back.exists()
+
+
+def test_a_model_type_that_transformers_has_not_is_said(convert):
+    convert.make("bailing_moe")
+    convert.imported("tp1")
+    convert.exported()
+    assert "config.json was not loaded, so not checked: transformers has no model_type 'bailing_moe'" in convert.said
