@@ -157,6 +157,7 @@ def test_held_rows_that_were_taken_back_and_come_again_begin_once(lead, dock) ->
 
 def test_a_pull_that_ended_wakes_an_engine_without_weights(dock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lead_module, "LOOK_SECONDS", 30.0)
+    monkeypatch.setattr(lead_module, "REPORT_SECONDS", 60.0)  # a report takes spans away
     lead = engine(dock)
     version = pulling(lead)
     threading.Timer(0.2, lead.pull_ended, (version,)).start()
