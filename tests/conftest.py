@@ -84,6 +84,8 @@ def ray_cluster() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="ray")  # its sockets lie in it: a short name
     port = free_port()
     where = ["--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", folder]
+    fixed = ("--ray-client-server-port", "--dashboard-agent-listen-port")  # the same in every cluster otherwise
+    where += [word for name in fixed for word in (name, str(free_port()))]
     size = ["--num-cpus", "2", "--object-store-memory", "100000000", "--include-dashboard=false"]
     env = os.environ | {"RAY_raylet_start_wait_time_s": "240", "RAY_USAGE_STATS_ENABLED": "0"}
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *where, *size]
@@ -93,7 +95,7 @@ def ray_cluster() -> Iterator[str]:
     own = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if folder in " ".join(process.cmdline()):
+            if folder in " ".join((process.cwd(), *process.cmdline())):  # some have no arguments that say so
                 own.append(process)
     for process in own:
         with contextlib.suppress(psutil.Error):
