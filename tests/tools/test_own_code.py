@@ -1,13 +1,20 @@
 """Export writes a tokenizer whole and loads it; code of its own runs with --rl-trust-remote-code alone."""
 
+import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.run_flags import DataConfig, RewardConfig
+from mindspeed_rl_plugin.launch.flag_checks import _code_of_rewards
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, vocabulary_digest
+from mindspeed_rl_plugin.reward.specs import Spec
+from mindspeed_rl_plugin.reward.worker import _load
 
 sys.path.append(str(Path(__file__).parent))
 from own_tokenizer import write  # noqa: E402
@@ -44,6 +51,26 @@ def test_code_of_a_tokenizers_own_runs_where_it_is_trusted(own):
     (own / "own_ids.py").write_text("import no_such_package")
     with pytest.raises(ValueError, match="no tokenizer can be loaded from .* No module named 'no_such_package'"):
         load_tokenizer(str(own), trust_remote_code=True)
+
+
+def test_a_reward_model_with_code_of_its_own_runs_where_it_is_trusted(own):
+    (own / "model.safetensors").unlink()
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
+    LlamaForSequenceClassification(LlamaConfig(vocab_size=97, **sizes)).save_pretrained(own)
+    (own / "own.py").write_text(
+        "from transformers import LlamaForSequenceClassification as OwnForSequenceClassification"
+    )
+    config = json.loads((own / "config.json").read_text())
+    named = {"auto_map": {"AutoModelForSequenceClassification": "own.OwnForSequenceClassification"}}
+    (own / "config.json").write_text(json.dumps(config | named))
+    given = dataclasses.replace(RLConfig(), reward=RewardConfig(reward=(f"model:{own}",)))
+    tokenizer, model = _code_of_rewards(None, given)
+    assert "own_tokens" in tokenizer and "own.Own" in model and TRUST in model
+    trusting = dataclasses.replace(given, data=DataConfig(trust_remote_code=True))
+    assert not [*_code_of_rewards(None, trusting)]
+    spec = Spec("own", f"model:{own}", file=str(own))
+    (score,) = _load(spec, None, "cpu", True).function(["1+1="], ["2"], [None])
+    assert math.isfinite(score)
 
 
 def test_a_tokenizer_is_exported_whole(convert, own):
