@@ -8,6 +8,8 @@ from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
 from mindspeed_rl_plugin.rows import EPISODE_COUNTS, FINISH, Rows
 
+FAILING = 16  # episodes in which every call of a tool raised, so that it is the tool that does not work
+
 
 def episode_metrics(rows: Rows) -> dict[str, float]:
     """Metrics of B episodes, named as in `names.py`."""
@@ -36,14 +38,18 @@ def check_environments(rows: Rows) -> None:
         )
 
 
-def check_tools(rows: Rows, names: Sequence[str], warn: bool = True) -> bool:
-    """Whether a call was found; where none was, a warning. names: of the tools. Raises EpisodeError where every call of
-    one raised."""
-    for name, (made, raised) in zip(names, rows["tool_calls"].sum(0).tolist(), strict=True):
-        if made and made == raised:
+def check_tools(rows: Rows, names: Sequence[str], failing: dict[str, int], warn: bool = True) -> bool:
+    """Whether a call was found; where none was, a warning. names: of the tools; failing: tool -> episodes that called
+    it since one of its calls was answered, kept from rollout to rollout. Raises EpisodeError where these are FAILING: a
+    single one may be the model's doing."""
+    for name, calls in zip(names, rows["tool_calls"].unbind(1), strict=True):
+        made, raised = calls.unbind(1)
+        works = bool((raised < made).any())
+        failing[name] = 0 if works else failing.get(name, 0) + int((made > 0).sum())
+        if failing[name] >= FAILING:
             raise EpisodeError(
-                f"the tool {name!r} raised in each of its {made} calls in this rollout; its first error is printed "
-                "above, where it came: mend the tool"
+                f"the tool {name!r} raised in every call of the last {failing[name]} episodes that called it; its "
+                "first error is printed above, where it came: mend the tool"
             )
     kinds = [EPISODE_COUNTS.index(name) for name in ("calls", "malformed", "unknown", "arguments")]
     found = bool(rows["episode_counts"][:, kinds].any())

@@ -211,6 +211,14 @@ class RewardPool:
         waiting = sum(1 / together[call.grader] for call in self._waiting)
         return max(0, math.ceil((len(self._workers) - waiting) * min(together)))
 
+    def most(self, members: int) -> int:
+        """How many further responses, in groups of `members`, are graded in time, though each call takes all of its
+        time, and costs its process."""
+        costs = [timeout + self._loading for timeout in self._timeouts]
+        shares = [members if k.batch else TOGETHER if k.asynchronous else 1 for k in self._kinds]
+        left = self._limit - sum(costs) * (3 if self._batches else 1)  # others are before them, and may wait once
+        return max(0, int(len(self._workers) * left / sum(c / share for c, share in zip(costs, shares, strict=True))))
+
     def take_seconds(self) -> float | None:
         """Seconds that a response took a worker, mean of those graded since the last call; None where none was."""
         (seconds, responses), self._spent = self._spent, (0.0, 0)
@@ -237,12 +245,13 @@ class RewardPool:
         self.close()
 
     def _load(self) -> None:
-        end = time.monotonic() + self._limit
+        began, end = time.monotonic(), time.monotonic() + self._limit
         while not all([worker.ready() for worker in self._workers]):
             if not wait_for(self._workers, end):
                 raise RewardError(
                     slow_to_load("a reward worker", ", ".join(self.names), self._limit, self._wait_timeout)
                 )
+        self._loading = time.monotonic() - began
 
     def _calls(self, batch: Batch) -> Iterator[Call]:
         """A batch grader is called with whole groups, others with one item."""

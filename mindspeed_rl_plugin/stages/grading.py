@@ -117,14 +117,18 @@ class Grader:
         that all are graded."""
         # More at once, where graders were done before the look.
         self._times = min(4 * self._times, MOST_TIMES) if self._more and not self._leases else 1
-        rows = self._times * (self.members if self.stage.spec.unit == "group" else self.stage.graders.wanted)
+        pool, unit = self.stage.graders, self.members if self.stage.spec.unit == "group" else 1
+        most = pool.most(self.members) // unit * unit  # however quick the graders were, all may run into their limits
+        if self._leases and not most:
+            return True
+        rows = max(unit, min(self._times * (unit if unit > 1 else pool.wanted), most))
         try:
             lease = self.stage.lease(None, max_rows=rows, deadline=0.0 if self._leases else IDLE_SECONDS)
         except TimeoutError as error:
             self._check_progress(str(error))
             return True
         if len(lease):
-            self._leases[self.stage.graders.submit(self.stage.items(lease.rows))] = lease
+            self._leases[pool.submit(self.stage.items(lease.rows))] = lease
         self._more = len(lease) == rows
         if not self._more:
             self._pause = PACE_SECONDS if len(lease) else min(2 * self._pause, IDLE_SECONDS)

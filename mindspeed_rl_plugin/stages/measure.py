@@ -89,6 +89,7 @@ class Measure(Stage):
         super().__init__(spec, dock, deadline)
         self.ranks, self.algorithm, self.limit, self.graders, self.dump = ranks, algorithm, limit, graders, dump
         self.tools, self.calls_found = tools, True
+        self.failing: dict[str, int] = {}  # see `check_tools`
 
     def run(
         self,
@@ -129,7 +130,8 @@ class Measure(Stage):
             result |= episode_metrics(rows)
             check_environments(rows)
             if self.tools:
-                self.calls_found = check_tools(rows, self.tools, warn=self.calls_found)  # the first of several
+                found = check_tools(rows, self.tools, self.failing, warn=self.calls_found)
+                self.calls_found = found  # the first of several
         return result | {"groups/dropped": 1.0 - len(valid) / len(rows)}
 
     def _overlong(self, rows: Rows) -> dict[str, Metric]:

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.algorithms import RewardBatch, resolve
 from mindspeed_rl_plugin.algorithms.estimators import gae, reinforce_plus_plus
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
-from mindspeed_rl_plugin.episodes.measured import check_environments, check_tools, episode_metrics
+from mindspeed_rl_plugin.episodes.measured import FAILING, check_environments, check_tools, episode_metrics
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
 from mindspeed_rl_plugin.launch.episode_checks import notes, problems
 from mindspeed_rl_plugin.reward import RewardPool
@@ -243,12 +243,18 @@ def test_metrics_and_tools_that_never_work(capsys) -> None:
     check_environments(failed.with_columns(environment_failed=torch.tensor([1, 0], dtype=torch.int8)))
     with pytest.raises(EpisodeError, match="failed in all 2 episodes of this rollout"):
         check_environments(failed.with_columns(environment_failed=torch.ones(2, dtype=torch.int8)))
-    with pytest.raises(EpisodeError, match="the tool 'b' raised in each of its 4 calls"):
-        check_tools(rows, ["a", "b"])
-    assert check_tools(episode_rows(TWO, tools=((3, 1), (0, 0)), calls=3), ["a", "b"])
+    failing: dict[str, int] = {}
+    for _ in range(FAILING // 2 - 1):  # each of the two episodes calls it twice
+        assert check_tools(rows, ["a", "b"], failing)
+    assert failing == {"a": 0, "b": FAILING - 2}
+    assert check_tools(episode_rows(TWO, tools=((3, 1), (0, 0)), calls=3), ["a", "b"], failing), "not called"
+    worked = dict(failing)
+    assert check_tools(episode_rows(TWO, tools=((0, 0), (2, 1)), calls=2), ["a", "b"], worked) and not worked["b"]
+    with pytest.raises(EpisodeError, match="the tool 'b' raised in every call of the last 16 episodes"):
+        check_tools(rows, ["a", "b"], failing)
     silent = episode_rows(TWO, tools=((0, 0), (0, 0)))
-    assert not check_tools(silent, ["a", "b"], warn=False) and "called no tool" not in capsys.readouterr().out
-    assert not check_tools(silent, ["a", "b"])
+    assert not check_tools(silent, ["a", "b"], {}, warn=False) and "called no tool" not in capsys.readouterr().out
+    assert not check_tools(silent, ["a", "b"], {})
     assert "the model called no tool in any of the 1 episodes" in capsys.readouterr().out
 
 

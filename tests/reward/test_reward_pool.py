@@ -1,6 +1,8 @@
 """RewardPool: calling conventions, time limits, failures that are never silent, workers that never stay."""
 
+import heapq
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -10,12 +12,15 @@ import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
 from mindspeed_rl_plugin.reward.calling import lacking
+from mindspeed_rl_plugin.reward.pool import TOGETHER
 from mindspeed_rl_plugin.reward.specs import parse_specs
+from mindspeed_rl_plugin.reward.worker import Kind
 from mindspeed_rl_plugin.rows import Prompt, SampleId
 from mindspeed_rl_plugin.workers.calls import RESTARTS
 from mindspeed_rl_plugin.workers.process import Worker
@@ -234,6 +239,29 @@ def test_who_shares_work_takes_no_more_than_keeps_workers_busy() -> None:
         for group in range(8):
             assert pool.wanted == 64 - 4 * group and not pool.by_group, "one call takes many items"
             pool.submit(naps(*[0.0] * 4, group=group))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_most_responses_are_graded_in_time_though_every_call_runs_into_its_limit(seed: int) -> None:
+    """Against workers that take one call after the other, each at its limit and with a new process behind it."""
+    rng = random.Random(seed)
+    count, members, load = rng.randint(1, 4), rng.randint(1, 8), rng.choice([0.0, 1.0])
+    kinds = [Kind(rng.random() < 0.3, rng.random() < 0.3, ()) for _ in range(rng.randint(1, 3))]
+    times, limit = [float(rng.randint(1, 20)) for _ in kinds], 400.0
+    pool = SimpleNamespace(
+        _timeouts=times, _kinds=kinds, _loading=load, _limit=limit, _workers=[0] * count, _batches={}
+    )
+    most = RewardPool.most(pool, members)
+    groups = most // members
+    assert groups
+    ends = [0.0] * count
+    for kind, seconds in zip(kinds, times, strict=True):
+        together = members if kind.batch else TOGETHER if kind.asynchronous else 1
+        for _ in range(-(-groups * members // together)):
+            heapq.heapreplace(ends, ends[0] + seconds + load)
+    assert max(ends) <= limit
+    pool = SimpleNamespace(_timeouts=[10.0], _kinds=[Kind(False, False, ())], _loading=1.0, _limit=100.0, _workers="ab")
+    assert [RewardPool.most(SimpleNamespace(_batches=b, **vars(pool)), 4) for b in ({}, {1: 1})] == [16, 12]
 
 
 def test_a_killed_worker_costs_its_call_and_no_batch_behind_it() -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,6 +126,36 @@ def test_quick_graders_wait_for_nothing(stage: Reward, monkeypatch) -> None:
         until(lambda: not dock.remaining("reward"), 15)
         grader.finish()
     assert 1 < len(leases) < 10
+
+
+@pytest.mark.parametrize(
+    ("most", "unit", "asked"),
+    [(1000, "row", [2, 8, 32, 128, 128]), (21, "row", [2, 8, 21, 21, 21]), (0, "row", [1] * 5), (21, "group", [8, 16])],
+)
+def test_no_more_is_taken_at_once_than_is_graded_in_time(most: int, unit: str, asked: list[int]) -> None:
+    """However quick graders were before, all may run into their limits; while some are in grading, maybe none."""
+    took: list[int] = []
+
+    class Lease:
+        rows = ()
+
+        def __init__(self, ids, max_rows, deadline) -> None:
+            took.append(max_rows)
+
+        def __len__(self) -> int:
+            return took[-1]
+
+    pool = SimpleNamespace(wanted=2, most=lambda members: most, submit=lambda items: object())
+    stage = SimpleNamespace(graders=pool, spec=SimpleNamespace(unit=unit), deadline=5.0, lease=Lease, items=list)
+    stage.beside = lambda: stage
+    grader = Grader(stage, 8)
+    for _ in asked:
+        assert grader._take()
+        grader._leases.clear()
+    assert took == asked
+    grader._leases[object()] = object()
+    pool.most = lambda members: 7 if unit == "group" else 0
+    assert grader._take() and took == asked, "not now"
 
 
 def test_it_goes_on_with_the_next_round(stage: Reward, monkeypatch) -> None:
