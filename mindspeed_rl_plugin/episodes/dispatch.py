@@ -1,7 +1,7 @@
 """Calls of a user's code go to worker processes: in each one at a time, or coroutines beside each other; those of an
 environment to the one that has it.
 
-A call that runs too long, or ends its process, is lost; coroutines beside it are made again, each alone. The
+A call that runs too long, or ends its process, is lost; coroutines beside it are made again, fewer at a time. The
 environments of that process are made again in the process that takes their next call: by all calls that they have
 answered, whose answers must be the same. That of a lost call is then as it was before; a coroutine costs no process,
 since it can be cancelled, but it costs its environment likewise.
@@ -39,13 +39,14 @@ class Home:
 @dataclass(eq=False)
 class Call:
     """message: kind and arguments, as `worker.Desk` takes them; owner: who asks, None where nobody does; home: the
-    environment that is asked; number: in the order of calls; alone: no other is made beside it; began: when."""
+    environment that is asked; number: in the order of calls; most: of a coroutine: see `CallWorker.next_of`;
+    began: when."""
 
     message: tuple
     owner: Any = None
     home: Home | None = None
     number: int = 0
-    alone: bool = False
+    most: int = MOST
     began: float = 0.0
 
 
@@ -136,9 +137,9 @@ class Dispatcher:
                 again = _replays(call)
                 if not isinstance(answer, Answer):
                     self._lose_homes(slot)
-                self.answered += answer is not None
-                if answer is None:
-                    result, call.alone = None, True
+                self.answered += not isinstance(answer, int)
+                if isinstance(answer, int):
+                    result, call.most = None, answer
                     self._waiting.extendleft([call] if call.owner is not None else ())
                 elif isinstance(answer, str):
                     result = _lost(answer, time.monotonic() - call.began, again)
@@ -184,10 +185,10 @@ class Dispatcher:
             return False
         waiting = sorted([*slot.waiting, *self._waiting], key=lambda call: call.number)
         waiting = [Call(("close", [*slot.closing]))] if slot.closing else waiting
-        call = slot.worker.next_of(waiting, self._shares, MOST)
+        call = slot.worker.next_of(waiting, self._most)
         if call is None:
             return False
-        calls, message, home, shared = 1, self._message(call), call.home, self._shares(call)
+        calls, message, home, most = 1, self._message(call), call.home, self._most(call)
         if slot.closing:
             calls = len(slot.closing)
             slot.closing.clear()
@@ -197,7 +198,7 @@ class Dispatcher:
             home.slot, home.known = slot, 0
             slot.homes.add(home)
         call.began = time.monotonic()
-        slot.worker.make(call, message, calls * self._timeout, GRACE, shared)
+        slot.worker.make(call, message, calls * self._timeout, GRACE, most)
         return True
 
     def _message(self, call: Call) -> tuple:
@@ -206,10 +207,10 @@ class Dispatcher:
         known = 0 if home is None or home.slot is None else home.known
         return call.message if home is None or known == len(home.asked) else home.asked[known][0]
 
-    def _shares(self, call: Call) -> bool:
+    def _most(self, call: Call) -> int:
         kind, *arguments = self._message(call)
         name = f"{kind} {arguments[-2]}" if kind in ("tool", "method") else kind
-        return name in self._concurrent and not call.alone
+        return call.most if name in self._concurrent else 1
 
     def _answered(self, call: Call, home: Home, answer: Answer) -> Answer | Lost | None:
         """What comes of a call that an environment answered; None where it was asked once more what it answered
@@ -253,7 +254,7 @@ class Dispatcher:
             return False
         if not worker.calls and slot not in told:
             told.add(slot)
-            worker.make(None, ("close",), max(end - time.monotonic(), 0.0), 0.0, False)
+            worker.make(None, ("close",), max(end - time.monotonic(), 0.0), 0.0, 1)
         return bool(worker.calls)
 
 

@@ -36,11 +36,11 @@ WORKER = Program(
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a grader. items: (batch, number of the item in it); alone: no other may be in the making beside it."""
+    """A call of a grader. items: (batch, number of the item in it); most: of a coroutine: see `CallWorker.next_of`."""
 
     grader: int
     items: Sequence[tuple[Batch, int]]
-    alone: bool = False
+    most: int = TOGETHER
 
 
 class RewardPool:
@@ -296,8 +296,8 @@ class RewardPool:
                     self._spent = self._spent[0] + now - self._busy.pop(worker), self._spent[1]
                     self._busy |= {worker: now} if worker.calls else {}
                     for call, outcomes in over:
-                        if outcomes is None:
-                            self._waiting.appendleft(replace(call, alone=True))
+                        if isinstance(outcomes, int):
+                            self._waiting.appendleft(replace(call, most=outcomes))
                         else:
                             self._record(call, outcomes)
         except BaseException:
@@ -310,17 +310,17 @@ class RewardPool:
             pass
 
     def _give_one(self, worker: CallWorker) -> bool:
-        call = worker.next_of(self._waiting, self._shares, TOGETHER)
+        call = worker.next_of(self._waiting, self._most)
         if call is not None:
             self._waiting.remove(call)
             self._busy.setdefault(worker, time.monotonic())
             grace = GRACE if self._kinds[call.grader].asynchronous else 0.0
             texts = [batch.texts[i] for batch, i in call.items]
-            worker.make(call, (call.grader, texts), self._timeouts[call.grader], grace, self._shares(call))
+            worker.make(call, (call.grader, texts), self._timeouts[call.grader], grace, self._most(call))
         return call is not None
 
-    def _shares(self, call: Call) -> bool:
-        return self._kinds[call.grader].asynchronous and not call.alone
+    def _most(self, call: Call) -> int:
+        return call.most if self._kinds[call.grader].asynchronous else 1
 
     def _record(self, call: Call, outcomes: Sequence[Outcome] | str) -> None:
         """Note what came of a call."""

@@ -16,6 +16,7 @@ from mindspeed_rl_plugin.workers.child import Parent
 from mindspeed_rl_plugin.workers.process import WROTE, Worker
 
 RESTARTS = 2  # of a worker that ends before it reads its call
+FEWER = 16  # by which the number of calls beside each other is divided where their process ended
 
 
 class TooLong(Exception):
@@ -98,33 +99,34 @@ class CallWorker(Worker):
 
     def __init__(self, *given: Any) -> None:
         self.calls: dict[int, tuple[Any, float, float]] = {}
-        self._numbers, self._begun, self._shared = itertools.count(), 0, False
+        self._numbers, self._begun, self._most = itertools.count(), 0, 1
         super().__init__(*given)
 
-    def next_of(self, waiting: Sequence[Any], shares: Callable[[Any], bool], most: int) -> Any:
-        """Which of the calls that wait is next, None for none: the first, if no call is in the making; beside
-        coroutines, of which there may be `most`, the next coroutine. Of those no more than `most` begin before
-        another call that waits. shares: whether a call is a coroutine."""
+    def next_of(self, waiting: Sequence[Any], most: Callable[[Any], int]) -> Any:
+        """Which of the calls that wait is next, None for none: the first, if no call is in the making; else one that
+        may be made beside those. most: how many may be in the making with it: 1 of what is no coroutine, before which
+        no more than so many of those behind it begin."""
         if not waiting:
             return None
         if not self.calls:
             self._begun = 0
             return waiting[0] if self.ready() else None
-        if not self._shared or len(self.calls) >= most or (self._begun >= most and not all(map(shares, waiting))):
+        if len(self.calls) >= self._most or (self._begun >= self._most and any(most(call) == 1 for call in waiting)):
             return None
-        return next(filter(shares, waiting), None)
+        return next((call for call in waiting if most(call) > len(self.calls)), None)
 
-    def make(self, whose: Any, message: Any, seconds: float, grace: float, shared: bool) -> None:
-        """Begin a call. shared: others may be in the making beside it."""
-        number, self._shared, self._begun = next(self._numbers), shared, self._begun + 1
+    def make(self, whose: Any, message: Any, seconds: float, grace: float, most: int) -> None:
+        """Begin a call. most: see `next_of`."""
+        number, self._begun = next(self._numbers), self._begun + 1
+        self._most = min(most, self._most) if self.calls else most
         self.calls[number] = whose, seconds, time.monotonic() + seconds + grace
         self.call((number, message), seconds, grace)
         self._look()
 
     def answers(self) -> list[tuple[Any, Any]]:
-        """(whose, answer) of the calls that are over: a text where one is lost; None where it is to be made again,
-        alone, for the process ended before it read it, or while others were in the making. Raises the program's error
-        where the former happens again and again."""
+        """(whose, answer) of the calls that are over: a text where one is lost; a number where it is to be made again,
+        with at most so many in the making, for the process ended before it read it, or while others were in the making.
+        Raises the program's error where the former happens again and again."""
         over: list[tuple[Any, Any]] = []
         while self.calls and (answer := self.answer()) is not None:
             if not isinstance(answer, str) and answer[0] in self.calls:
@@ -141,7 +143,8 @@ class CallWorker(Worker):
                     f"{self._program.who} {answer} before it read its call, {self.unread} times in a row; look at what "
                     f"the files of {self._loads} start when they are imported, and at the machine's free memory"
                 )
-            over += [(whose, answer if lost == [whose] and not self.unread else None) for whose in lost]
+            again = len(lost) > 1 or self.unread
+            over += [(whose, max(1, len(lost) // FEWER) if again else answer) for whose in lost]
         return over
 
     def _look(self) -> None:
