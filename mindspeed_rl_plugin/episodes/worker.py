@@ -157,8 +157,7 @@ class Desk:
         assert self.environment is not None
         name_to_users("EPISODE", episode)
         environment = self._made[key] = self.environment()
-        value = environment.reset(**reset_arguments(environment.reset, task, seed))
-        return read_reset(await settled(value, self._seconds, lambda: name_to_users("EPISODE", episode)))
+        return read_reset(await self._settled(environment.reset(**reset_arguments(environment.reset, task, seed))))
 
     async def step(self, key: int, text: str) -> Returned:
         """An environment answers a turn."""

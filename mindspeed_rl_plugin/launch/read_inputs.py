@@ -125,7 +125,7 @@ def _graders(inputs: Inputs) -> RewardPool:
     for rows in filter(None, (prompts, inputs.held_out)):
         inputs.check_fields(rows.kinds_of_rows())
         share = dict(itertools.islice(rows.answers().items(), rank_of_job(), None, len(gather_all(None))))
-        _agreed((_or_problem(functools.partial(graders.check_answers, share))[1], None))
+        _agreed((_or_problem(functools.partial(inputs.check_answers, share))[1], None))
     members = inputs.config.rollout.samples_per_prompt
     for failure in graders.try_once(prompts.at(0), prompts.where(0), members, episodes):
         say(f"warning: {failure}")

@@ -63,8 +63,7 @@ def build_schedule(
     incoming = Incoming(inputs.vocab, config.rollout.max_response_length, config.episodes.on)
     job.dock.exchange.guard({STATE: Opening(incoming.check, READS)})
     job.monitor.on_record = job.dock.exchange.record
-    answers = inputs.graders.check_answers_beside()
-    offers = Offers(inputs.data, inputs.check_fields, sizes.prompts, resumes, answers)
+    offers = Offers(inputs.data, inputs.check_fields, sizes.prompts, resumes, inputs.check_answers)
     if not strict:
         job.dock.exchange.take_offers(offers.add)
     guests = _invite(job, about, schedule, strict)

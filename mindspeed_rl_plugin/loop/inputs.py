@@ -14,7 +14,9 @@ from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream
 from mindspeed_rl_plugin.reward import RewardPool
+from mindspeed_rl_plugin.reward.builtin import check_answers
 from mindspeed_rl_plugin.reward.calling import EPISODE
+from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rows import Prompt
 from mindspeed_rl_plugin.stages.generate import Episodes
 from mindspeed_rl_plugin.stages.stage import StageSpec
@@ -63,6 +65,11 @@ class Inputs:
         self.graders.check_fields({where: {*fields, *episodes} for where, fields in rows.items()})
         if self.environments is not None:
             self.environments.check_fields(rows)
+
+    def check_answers(self, answers: Mapping[str, str]) -> None:
+        """Raises ValueError where a built-in grader cannot read a ground truth. answers: place in the data -> it."""
+        regex = self.config.reward.reward_regex
+        check_answers(parse_specs(self.config.graders, regex), regex, answers)
 
     @property
     def response_seed(self) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.reward.answers import NOTHING, expression, graded_part
+from mindspeed_rl_plugin.reward.answers import NOTHING, expression, graded_part, is_number
+from mindspeed_rl_plugin.reward.specs import Spec
 
 
 def make_builtin(name: str, regex: str | None) -> Callable[..., float]:
@@ -23,6 +24,17 @@ def make_builtin(name: str, regex: str | None) -> Callable[..., float]:
         return _make_regex(regex)
     assert name == "math", name
     return _make_math()
+
+
+def check_answers(specs: Sequence[Spec], regex: str | None, answers: Mapping[str, str]) -> None:
+    """Raises ValueError where one of ours cannot read a ground truth. answers: place in the data -> it."""
+    asked = {where: answer for where, answer in answers.items() if not is_number(answer)}
+    for grade in [make_builtin(spec.name, regex) for spec in specs if asked and spec.compares]:
+        for where, answer in asked.items():
+            try:
+                grade("", answer)
+            except (ValueError, ArithmeticError, RecursionError) as error:
+                raise ValueError(f"{where}: {error}") from error
 
 
 def exact(response: str, answer: str) -> float:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mindspeed_rl_plugin.reward.answers import is_number
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError, opening
@@ -78,8 +76,7 @@ class RewardPool:
         self._on_errors = ["zero" if s.compares else on_error for s in self._specs]
         self.names = tuple(s.name for s in self._specs)
         self.weights = tuple(s.weight for s in self._specs)
-        self._device, self._regex = device, regex
-        self._beside: list[RewardPool] = []  # see `check_answers_beside`
+        self._device = device
         self._failures: dict[str, str] = {}
         self._said: set[str] = set()  # built-in graders of which a failure was taken
         self._closed = False
@@ -129,38 +126,6 @@ class RewardPool:
         ]
         self._complete(batch, calls)
         return list(batch.failures.values())
-
-    def check_answers(self, answers: Mapping[str, str]) -> None:
-        """Raises RewardError where a built-in grader cannot read a ground truth; answers: place in the data -> it."""
-        from mindspeed_rl_plugin.rows import SampleId
-
-        rows = [(where, answer) for where, answer in answers.items() if not is_number(answer)]
-        graders = [grader for grader, spec in enumerate(self._specs) if spec.compares]
-        items = [GradeItem("", "", answer, {}, SampleId(0, 0, i)) for i, (_, answer) in enumerate(rows)]
-        batch = Batch(items, self.names, self.weights, self._on_errors, {}, "")
-        if items and graders:
-            self._complete(batch, [Call(grader, [(batch, i)]) for grader in graders for i in range(len(items))])
-        for (where, answer), grade in zip(rows, batch.grades(), strict=True):
-            if grade.error is not None:
-                raise RewardError(f"{where}, answer {answer!r:.80}: {grade.error.partition(chr(10))[0]}")
-
-    def check_answers_beside(self) -> Callable[[Mapping[str, str]], None]:
-        """The same for any thread, in a process of its own, which the first answer that is no number starts."""
-        given, lock = [spec.given for spec in self._specs if spec.compares], threading.Lock()
-
-        def check(answers: Mapping[str, str]) -> None:
-            with lock:
-                if given and not self._beside and not all(map(is_number, answers.values())):
-                    timeout = max(self._timeouts)
-                    self._beside.append(
-                        RewardPool(
-                            given, regex=self._regex, timeout=timeout, wait_timeout=self._wait_timeout, workers=1
-                        )
-                    )
-                for pool in self._beside:
-                    pool.check_answers(answers)
-
-        return check
 
     def grade(self, items: Sequence[GradeItem]) -> list[Grade]:
         """Grades in the order of `items`.
@@ -235,8 +200,8 @@ class RewardPool:
     def close(self) -> None:
         """End the workers. Idempotent."""
         self._closed = True
-        for part in (*self._workers, *self._beside):
-            part.close()
+        for worker in self._workers:
+            worker.close()
 
     def __enter__(self) -> RewardPool:
         return self
@@ -286,7 +251,8 @@ class RewardPool:
             raise RewardError("the reward pool is closed")
         first = next(iter(self._batches))  # all have the same time
         try:
-            self._give()
+            while any([self._give(worker) for worker in self._workers]):  # in turns, so that they have equally many
+                pass
             wait_for(self._workers, min(end, first.end))
             if time.monotonic() >= first.end:
                 raise RewardError(self._too_late(first))
@@ -304,12 +270,8 @@ class RewardPool:
             self.give_up()
             raise
 
-    def _give(self) -> None:
-        """Calls to workers that can take some, one after the other, so that they have equally many."""
-        while any([self._give_one(worker) for worker in self._workers]):
-            pass
-
-    def _give_one(self, worker: CallWorker) -> bool:
+    def _give(self, worker: CallWorker) -> bool:
+        """Let a worker begin a call; whether there was one that it can take."""
         call = worker.next_of(self._waiting, self._most)
         if call is not None:
             self._waiting.remove(call)

@@ -28,8 +28,8 @@ def is_async(function: Callable[..., Any]) -> bool:
     return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
 
 
-async def settled(value: Any, seconds: float, before: Callable[[], object] = lambda: None) -> Any:
-    """What a user's code returned, awaited in the loop where it can be. before: called just before it begins there.
+async def settled(value: Any, seconds: float) -> Any:
+    """What a user's code returned, awaited in the loop where it can be, in which it begins before any other call does.
     Raises TooLong after `seconds`, which a time limit of the user's own does not."""
     if not inspect.isawaitable(value):
         return value
@@ -37,7 +37,6 @@ async def settled(value: Any, seconds: float, before: Callable[[], object] = lam
     task, late = asyncio.current_task(), []
     timer = asyncio.get_running_loop().call_later(seconds, lambda: (late.append(True), task.cancel()))
     try:
-        before()
         return await value
     except asyncio.CancelledError:
         if late:

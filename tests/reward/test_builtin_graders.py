@@ -8,7 +8,8 @@ import pytest
 
 from mindspeed_rl_plugin.reward import solved
 from mindspeed_rl_plugin.reward.answers import graded_part
-from mindspeed_rl_plugin.reward.builtin import make_builtin
+from mindspeed_rl_plugin.reward.builtin import check_answers, make_builtin
+from mindspeed_rl_plugin.reward.specs import parse_specs
 
 MATH = [
     ("so it is \\boxed{\\frac{2}{4}}", "0.5", 1.0),
@@ -72,6 +73,18 @@ def test_a_long_text_is_searched_in_a_moment(character: str) -> None:
 def test_math_without_a_ground_truth_is_an_error(math, answer: str) -> None:
     with pytest.raises(ValueError, match="cannot be parsed"):
         math("1", answer)
+
+
+def test_ground_truths_are_read_at_the_start() -> None:
+    """By the graders that compare with them; numbers cost nothing."""
+    specs = parse_specs(["math=0.5", "environment"], None)
+    check_answers(specs, None, {"line 1": "12", "line 2": "\\frac{1}{2}", "line 3": "east"})
+    for answer in ("", "NaN", "9" * 5000):
+        with pytest.raises(ValueError, match="^line 3: the answer '.{0,80} cannot be parsed as mathematics"):
+            check_answers(specs, None, {"line 1": "12", "line 2": "x+1", "line 3": answer})
+    with pytest.raises(ValueError, match="line 2: exact: .*--rl-answer-key"):
+        check_answers(parse_specs(["exact"], None), None, {"line 1": "NaN", "line 2": " "})
+    check_answers(parse_specs(["environment"], None), None, {"line 1": ""})
 
 
 RULES = [

@@ -59,34 +59,6 @@ def test_what_a_built_in_grader_cannot_grade_in_time_is_wrong_and_said_once(on_e
             assert pool.try_once(Prompt((1,), "p", "NaN", 0, {}, None), "a.jsonl line 1", 2)
 
 
-WRONG_ANSWERS = [
-    ("", "cannot be parsed as mathematics"),
-    ("NaN", "cannot be parsed as mathematics"),
-    ("9" * 5000, "cannot be parsed as mathematics"),
-]
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_ground_truths_are_read_at_the_start(beside: bool) -> None:
-    """By the graders that compare with them; numbers cost nothing. beside: those of offered prompts."""
-    with RewardPool(["math", "exact", own("length")], workers=2) as pool:
-        check = pool.check_answers_beside() if beside else pool.check_answers
-        for answers in ({}, {"line 1": "12", "line 2": "10 dollars"}, {"line 1": "\\frac{1}{2}", "line 2": "east"}):
-            check(answers)
-        assert len(pool._beside) == beside
-        for answer, message in WRONG_ANSWERS:
-            with pytest.raises(RewardError, match=f"^line 3, answer .*: reward 'math' .*{message}"):
-                check({"line 1": "12", "line 2": "x+1", "line 3": answer})
-        assert not pool.take_failures() and pool.grade(items("a"))[0].parts == (0.0, 1.0, 1.0)
-    with RewardPool(["exact", own("length")], workers=1) as pool:
-        pool.check_answers({"line 1": "NaN"})
-        with pytest.raises(RewardError, match="line 2, .*exact: .*--rl-answer-key"):
-            pool.check_answers({"line 1": "NaN", "line 2": " "})
-    with RewardPool([own("length")], workers=1) as pool:
-        (pool.check_answers_beside() if beside else pool.check_answers)({"line 1": ""})
-        assert not pool._beside
-
-
 KINDS = {"dict": "{0: 1.0, 1: 1.0} of type dict", "set": "{0, 1} of type set", "text": "'11' of type str"}
 KINDS |= {"generator": "of type generator", "tuple": None, "array": None}
 
