@@ -38,6 +38,7 @@ from mindspeed_rl_plugin.loop.timing.inputs import Setup
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor import settings
 from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.prompts import Pair
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget
 from mindspeed_rl_plugin.reshard.host_weights import HostWeights
@@ -148,7 +149,7 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
     """The monitor of a run."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-    config, device = inputs.config.monitor, get_device()
+    config, device, first = inputs.config.monitor, get_device(), inputs.data.at(0)
     return Monitor(
         config.run_dir or str(Path(inputs.args.save) / "rl"),
         topology.rank,
@@ -169,6 +170,7 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
             "versions": settings.versions(),
             "device": device.kind,
             "held_out": len(inputs.held_out or ()),
+            "first_prompt": inputs.tokenizer.decode(list(first.prompt if isinstance(first, Pair) else first.tokens)),
             "start": start.kind,
             "reference": start.reference_path,
             "graders": list(inputs.config.graders),

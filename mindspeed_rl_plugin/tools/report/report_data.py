@@ -184,7 +184,8 @@ def settings(run: Row) -> list[tuple[str, dict[str, str]]]:
     """Heading, and name -> value, of what the run was made with."""
     groups = {"RL flags": "flags", "Megatron's arguments": "arguments", "Versions": "versions"}
     shown = {heading: run.get(key) or {} for heading, key in groups.items()}
-    facts = {k: v for k in ("algorithm", "parts", "start", "reference", "device", "memory") if (v := run.get(k))}
+    named = ("algorithm", "parts", "start", "reference", "device", "memory", "first_prompt")
+    facts = {name: run[name] for name in named if run.get(name)}
     return [
         (heading, {name: " ".join(map(str, v)) if isinstance(v, list) else str(v) for name, v in group.items()})
         for heading, group in {"Run": facts, **shown}.items()
