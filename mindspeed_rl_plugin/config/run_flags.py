@@ -75,7 +75,8 @@ class RolloutConfig:
     )
     hf_model: str | None = flag(
         None,
-        "Hugging Face directory whose config is checked against Megatron's arguments; weights are not read",
+        "Hugging Face directory whose config is checked against Megatron's arguments, and whose generation_config.json "
+        "may name more ends of a response; weights are not read",
         pairs=True,
     )
     engine_dtype: str = flag(

@@ -244,8 +244,7 @@ def _stream(
     say(f"{len(stream)} {what} from {' '.join(paths)}; dropped {stream.dropped} {why}")
     row, line = stream.at(0), reprlib.Repr()
     line.maxstring = 400  # characters, the middle of more is left out
-    parts = [row.prompt, row.chosen, row.rejected] if pairs else [row.tokens]
-    decoded = map(line.repr, map(tokenizer.decode, parts))
-    named = (f"{name} {text}" for name, text in zip(("prompt", "chosen", "rejected"), decoded, strict=False))
-    say(f"the first, {stream.where(0)}: {', '.join(named)}")
+    parts = {n: getattr(row, n) for n in ("prompt", "chosen", "rejected")} if pairs else {"prompt": row.tokens}
+    decoded = (f"{name} {line.repr(tokenizer.decode(tokens))}" for name, tokens in parts.items())
+    say(f"the first, {stream.where(0)}: {', '.join(decoded)}")
     return stream

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.prompts.ends import SPOKEN, end_of_turn
 from mindspeed_rl_plugin.prompts.prompt_stream import PromptStream
-from mindspeed_rl_plugin.prompts.render import Renderer, bare, find, names
+from mindspeed_rl_plugin.prompts.render import Renderer, bare, find, names, text_tokens
 from mindspeed_rl_plugin.prompts.sources import Source
 from mindspeed_rl_plugin.rows import Prompt
 
@@ -102,7 +102,7 @@ class PairRenderer(Renderer):
         """Tokens of prompt and answer."""
         said = answer["content"]
         if not self._chat_template:
-            return (*self._text_tokens(prompt.text + said, where), self._tokenizer.eos_token_id)
+            return (*text_tokens(self._tokenizer, prompt.text + said), self._tokenizer.eos_token_id)
         asked = prompt.messages or [{"role": "user", "content": prompt.text}]
         before, whole = self._rendered(asked, where), self._rendered([*asked, answer], where, ask=False)
         if not whole.startswith(before):

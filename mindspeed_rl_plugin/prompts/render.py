@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -93,7 +94,7 @@ class Renderer:
                 )
             if self._tokenizer.chat_template and not is_rendered(self._tokenizer, text):
                 self._note("prompts are given without the tokenizer's chat template (--rl-apply-chat-template)", where)
-            return self._text_tokens(text, where)
+            return text_tokens(self._tokenizer, text, partial(self._note, where=where))
         if not messages and is_rendered(self._tokenizer, text):
             self._note("a prompt that the chat template renders holds special tokens; is it rendered already?", where)
         messages = messages or [{"role": "user", "content": text}]
@@ -102,9 +103,6 @@ class Renderer:
         if lost := next((content for content in asked if bare(content) not in written), None):
             self._note(f"the chat template does not write all of a message, {lost!r:.60}", where)
         return self._tokenizer.encode(rendered, add_special_tokens=False)
-
-    def _text_tokens(self, text: str, where: str) -> list[int]:
-        return text_tokens(self._tokenizer, text, lambda repair: self._note(repair, where))
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], where: str, ask: bool = True) -> str:
         try:

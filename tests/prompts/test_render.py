@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -14,6 +15,7 @@ from jinja2 import TemplateError
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.run_flags import DataConfig
 from mindspeed_rl_plugin.launch.read_inputs import _stream
+from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
 from mindspeed_rl_plugin.prompts.ends import end_of_turn, response_ends
 from mindspeed_rl_plugin.prompts.sources import Source
@@ -235,7 +237,6 @@ def test_whatever_ends_a_turn_ends_a_response(tmp_path: Path, listed, chat, ends
         ends = ends | ({"<|eot_id|>": "generation_config.json"} if "<|eot_id|>" in listed else {})
     found = response_ends(tokenizer, chat, str(tmp_path), vocab)
     assert found == {id_of(token): source for token, source in ends.items()} and [*found][0] == id_of(EOS)
-    assert found.keys() <= response_ends(tokenizer, chat, None, vocab).keys() or listed
     for wrong in (vocab, -1, "1"):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, wrong]}))
         with pytest.raises(ValueError, match=f"eos_token_id {wrong!r} of .*/generation_config.json is no id below"):
@@ -256,3 +257,10 @@ def test_the_first_row_is_shown_as_its_tokens_decode(tmp_path: Path, capsys) -> 
     assert (
         second.startswith(f"{first}, chosen ' 222") and "222...222" in second and second.endswith("rejected ' 3</s>'")
     )
+
+
+def test_graders_do_not_see_what_ended_a_response() -> None:
+    """Not each end is marked special."""
+    tokenizer = make("words")
+    job = SimpleNamespace(tokenizer=tokenizer, end_tokens=tuple(tokenizer.encode(".")))
+    assert [Inputs.decode(job, tokenizer.encode(said)) for said in ("1.2.", "1.2", "")] == ["1.2", "1.2", ""]
