@@ -87,9 +87,10 @@ def environment_apart() -> dict[str, str]:
 
 
 def say(line: str) -> None:
-    """Print a line on the job's first rank."""
+    """Print a line on the job's first rank, as far as stdout can."""
     if launch_env()["rank"] == 0:
-        print(f"[rl] {line}", flush=True)
+        encoding = sys.stdout.encoding or "utf-8"
+        print(f"[rl] {line}".encode(encoding, "backslashreplace").decode(encoding), flush=True)
         keep(f"[rl] {line}")
 
 

@@ -1,5 +1,6 @@
 """A row as tokens: what transformers makes of it, and the rows that need a repair or are refused."""
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from jinja2 import TemplateError
 
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.run_flags import DataConfig
+from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.launch.read_inputs import _stream
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
@@ -264,3 +266,10 @@ def test_graders_do_not_see_what_ended_a_response() -> None:
     tokenizer = make("words")
     job = SimpleNamespace(tokenizer=tokenizer, end_tokens=tuple(tokenizer.encode(".")))
     assert [Inputs.decode(job, tokenizer.encode(said)) for said in ("1.2.", "1.2", "")] == ["1.2", "1.2", ""]
+
+
+def test_a_row_is_shown_on_any_terminal(monkeypatch) -> None:
+    terminal = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(terminal, encoding="ascii"))
+    say("prompt '中'")
+    assert terminal.getvalue() == b"[rl] prompt '\\u4e2d'\n"
