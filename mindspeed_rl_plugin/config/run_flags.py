@@ -132,7 +132,8 @@ class RewardConfig:
     reward_workers: int = flag(2, "grader processes on each rank that grades", unit="processes", least=1)
     reward_on_error: str = flag(
         "stop",
-        "if a grader fails: stop the run, count the grade as zero, or drop the group",
+        "if a grader fails: stop the run, count the grade as zero, or drop the group; of math, exact and regex always "
+        "zero",
         choices=("stop", "zero", "drop"),
     )
     stage: tuple[str, ...] = flag(
