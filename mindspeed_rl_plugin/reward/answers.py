@@ -13,7 +13,8 @@ WIDE = {wide: chr(wide - 0xFEE0) for wide in range(0xFF01, 0xFF5F)}
 WIDE |= {ord("。"): ". ", ord("、"): ", ", ord("，"): ", ", ord("："): ": ", ord("−"): "-"}
 CJK = "\u2e80-\u9fff\uac00-\ud7af→≈"
 NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?\\?%?"
-UNIT = r"(?:\s*(?:[ckm]m|[km]g|m[lL]|ft|lb|oz|mi|hr)|\s+(?!pi|sqrt|sin|cos|tan|log|exp|and|mod)[A-Za-z]{3,})(?:\^?\d)?"
+NO_UNIT = r"(?:sqrt|sin|cos|tan|log|exp|and|mod|squared|cubed|factorial|hundred|thousand|\w+illion|halves|thirds)\b"
+UNIT = rf"(?:\s*(?:[ckm]m|[km]g|m[lL]|ft|lb|oz|mi|hr)|\s+(?!{NO_UNIT})[A-Za-z]{{3,}})(?:\^?\d)?"
 VALUE = re.compile(rf"[$€£¥₹]?\s*({NUMBER}|[-+]?\.\d+)(?:\s*(percent)|(?:{UNIT}(?:/[A-Za-z]+)?){{1,3}}|°)?\.?")
 WORDS = re.compile(r"(?!sqrt)[A-Za-z]{4,}(?: [A-Za-z]+)*\.?")
 SAID = re.compile(r"\b(?:is|are|equals)\b|[A-Za-z]{2,}\s*:")  # of a sentence
@@ -57,7 +58,8 @@ def expression(answer: str) -> str:
     """An answer by itself: in a box, or math-verify would look for the first number inside it."""
     text = _plain(answer).strip()
     marked = any(mark in text for mark in ("\\boxed", "$", "\\(", "\\["))
-    if VALUE.fullmatch(text) is None and (marked or SAID.search(text)):
+    said = SAID.search(text) and re.search(r"\d", text) and "\\text" not in text
+    if VALUE.fullmatch(text) is None and (marked or said):
         return text
     return f"\\boxed{{{_value(text)}}}"
 

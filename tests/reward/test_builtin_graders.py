@@ -51,7 +51,7 @@ EXAMPLES = [
 
 
 def test_the_page_has_examples() -> None:
-    assert len(ROWS) == 15 and len(EXAMPLES) > 75 and all(len(row) == 4 and all(row) for row in ROWS)
+    assert len(ROWS) == 16 and len(EXAMPLES) > 75 and all(len(row) == 4 and all(row) for row in ROWS)
 
 
 @pytest.mark.parametrize(("grader", "pattern", "response", "answer", "want"), EXAMPLES)
