@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, megatron_sh
 
 # By the bytes of a weight: float32 moments of Adam, and a main parameter where the weight is none. Under these flags
 # they are elsewhere, smaller or fewer, and not counted.
-_ADAM_BYTES = {2: 12, 4: 8}
+ADAM_BYTES = {2: 12, 4: 8}
 _SMALLER = "optimizer_cpu_offload use_precision_aware_optimizer swap_optimizer virtual_optimizer reuse_fp32_param"
 _SMALLER += " quant_states compress_optimizer"
 
@@ -46,4 +46,4 @@ def _least(args: Any, train: Parallel) -> float:
     gradient = 4 if getattr(args, "accumulate_allreduce_grads_in_fp32", False) else weight
     spread = train.dp * train.cp if getattr(args, "use_distributed_optimizer", False) else 1
     adam = getattr(args, "optimizer", "adam") == "adam" and not any(getattr(args, n, None) for n in _SMALLER.split())
-    return weight + gradient + adam * _ADAM_BYTES[weight] / spread
+    return weight + gradient + adam * ADAM_BYTES[weight] / spread

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mindspeed_rl_plugin.launch.memory_fit import ADAM_BYTES
 from mindspeed_rl_plugin.reshard.family_table import LayerType, Split
 from mindspeed_rl_plugin.reshard.layout import (
     EngineParallel,
@@ -25,9 +26,6 @@ from mindspeed_rl_plugin.reshard.layout import (
 from mindspeed_rl_plugin.tools.plan.flow import Cells, Flow
 
 MODES = ("allgather", "stream")
-# Of each parameter, by the bytes of a weight: two float32 moments of Adam, and a float32 main parameter where the
-# weight itself is none.
-STATE_BYTES = {2: 12, 4: 8}
 TENSOR, EXPERT, COMMON = range(3)  # kinds of weights: TW, EW and CW of the paper's Eq. 3
 
 
@@ -196,7 +194,7 @@ def _fullest(run: Run) -> tuple[Held, Held]:
     embedding, a critic has one row of it, whole on every rank."""
     train = run.train
     spread, expert_spread = (train.dp * train.cp, train.edp) if run.distributed else (1, 1)
-    state_bytes = STATE_BYTES[run.itemsize] - (run.reused if run.itemsize == 2 else 0)
+    state_bytes = ADAM_BYTES[run.itemsize] - (run.reused if run.itemsize == 2 else 0)
 
     def held(numel: int, experts: int) -> Held:
         state = state_bytes * (-(-(numel - experts) // spread) + -(-experts // expert_spread))
