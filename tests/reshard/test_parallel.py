@@ -137,7 +137,7 @@ def test_experts_that_mindspeed_cannot_spread():
     message = "--expert-tensor-parallel-size 1: .* all 2 .*-tensor-parallel-size 1 .*-model-parallel-size 4 without"
     with pytest.raises(ValueError, match=message):
         Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=1))
-    with pytest.raises(ValueError, match="--moe-token-dispatcher-type alltoall: .* dispatcher-type alltoall_seq"):
+    with pytest.raises(ValueError, match="--moe-token-dispatcher-type alltoall: .*-dispatcher-type alltoall_seq"):
         Parallel.from_megatron_args(spread_args(moe_token_dispatcher_type="alltoall"))
     same = Parallel.from_megatron_args(
         spread_args(expert_tensor_parallel_size=1, expert_model_parallel_size=4, moe_tp_extend_ep=False)
