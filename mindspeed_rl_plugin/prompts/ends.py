@@ -32,11 +32,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str,
 
 
 def response_ends(
-    tokenizer: PreTrainedTokenizerBase,
-    chat: bool,
-    hf_model: str | None,
-    vocab: int,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tokenizer: PreTrainedTokenizerBase, chat: bool, hf_model: str | None, vocab: int, tools: Sequence[Any] | None = None
 ) -> dict[int, str]:
     """Ids that end a response, the tokenizer's own first -> what names them. chat: whether prompts are in the form of
     the chat template; hf_model: the folder whose generation_config.json lists more. Raises ValueError for an id that is

@@ -66,10 +66,8 @@ class Renderer:
             keys, set_them = " and no ".join(map(repr, absent)), " and ".join(absent.values())
             raise ValueError(f"{where} has no field {keys}; it has {names(fields)}; set {set_them}")
         if half := HALF.search(json.dumps(fields, ensure_ascii=False, default=str)):
-            raise ValueError(
-                f"{where} holds half of a surrogate pair, {half[0]!r}, behind {half.string[: half.start()][-40:]!r}; "
-                "it is no text: correct or remove the row"
-            )
+            found = half.string[: half.end()][-40:]
+            raise ValueError(f"{where} holds half of a surrogate pair, the end of {found!r}; correct or remove the row")
         value = find(fields, self._prompt_key)
         answer = _answer(find(fields, self._answer_key), where) if self._answer_key else ""
         messages = None if isinstance(value, str) else self._messages(value, self._prompt_key, source, where)
@@ -139,9 +137,7 @@ class Renderer:
             say(f"note: {repair} ({where}, and rows like it)")
 
 
-def text_tokens(
-    tokenizer: PreTrainedTokenizerBase, text: str, note: Callable[[str], None] = lambda repair: None
-) -> list[int]:
+def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, note: Callable[[str], object] = str) -> list[int]:
     """Tokens of a text that a response goes on from: what the tokenizer puts before a text stands there once, also
     where the text begins with it, and what it puts behind one is left out. note: hears of either."""
     whole = tokenizer.encode(text)

@@ -98,10 +98,8 @@ def model_vocabulary(
     padding = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size if size == padded else UNUSED
     if ids > size or (size - ids > max(padding, size // 10) and not smaller):
         meant = ", or give --rl-smaller-tokenizer where this is meant" if ids < size else ""
-        raise ValueError(
-            f"the tokenizer has {ids} ids, {name} {size}: it is not the tokenizer that this model was trained with; "
-            f"correct --rl-tokenizer{meant}"
-        )
+        why = f"the tokenizer has {ids} ids, {name} {size}: it is not the tokenizer with which this model was trained"
+        raise ValueError(f"{why}; correct --rl-tokenizer{meant}")
     return hf_size or ids
 
 

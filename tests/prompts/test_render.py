@@ -156,7 +156,7 @@ REFUSED = [
         [USER, {"role": "assistant", "content": "2"}],
         "'prompt' is the assistant's, '2', .* continue_final",
     ),
-    ("1\ud800=", r"holds half of a surrogate pair, '\\ud800', behind .*prompt.* remove the row"),
+    ("1\ud800=", r"holds half of a surrogate pair, the end of .*prompt.*\\ud800'; correct or remove"),
 ]
 
 
