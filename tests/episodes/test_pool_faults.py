@@ -21,13 +21,6 @@ from mindspeed_rl_plugin.workers.process import Worker
 sys.path.insert(0, str(Path(__file__).parent))
 from pool_parts import FILE, FUNCTIONS, act, begin, below, call, contents, replies, sample, task, turn, unread  # noqa: E402
 
-
-@pytest.fixture
-def limit() -> float:
-    """Many of these calls do not end by themselves."""
-    return 0.5
-
-
 # What the model sees of a fault of a tool.
 SEEN = {
     "raises": "error: ValueError: two lines!!!",

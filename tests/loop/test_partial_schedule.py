@@ -82,10 +82,9 @@ def test_what_is_dropped_is_counted_whether_it_was_finished_or_not(monkeypatch) 
     monkeypatch.setattr(SyncSchedule, "_sample", lambda self: (self._round(None), {})[1])
 
     def until(rows, steps, enough):
-        ended = [row for row in rows if row < SampleId(row.epoch, PROMPTS, 1)]
-        made = [Completion(row, (1,) * (2 + row.group), (0.0,) * (2 + row.group), "stop", ((0, 0),)) for row in ended]
-        assert not enough(made[:1]) and enough(made[1:])
-        return {row: 7 for row in rows if row not in ended}
+        ended = rows[: PROMPTS * MEMBERS + 1]
+        assert enough([Completion(row, (1,) * (2 + row.group), (), "stop", ((0, 0),)) for row in ended])
+        return dict.fromkeys(rows[len(ended) :], 7)
 
     schedule.generate.until, schedule.rounds = until, 0
     for epoch in range(2):  # counts begin anew

@@ -58,10 +58,9 @@ def test_megatron_stores_what_the_table_says(torchrun):
 def test_vllm_stores_what_the_table_says(torchrun, tmp_path):
     """All families with experts, cut and spread, fewer key heads than ranks; and Seed-OSS by the code of Llama."""
     worker = WORKER.with_name("live_engine_ranks.py")
-    # vLLM names its shared memory by what its own worker, which is not built here, would set: no other test's, and one
-    # of those that a later job removes where this one is killed.
-    own = f"{PREFIX}{secrets.token_hex(8)}"
-    assert torchrun(worker, tmp_path, VLLM_DIST_IDENT=own).stdout.count("tensors agree") == 2
+    # vLLM names its shared memory by what its own worker, which is not built here, would set. Later jobs remove this.
+    own = {"VLLM_DIST_IDENT": f"{PREFIX}{secrets.token_hex(8)}"}
+    assert torchrun(worker, tmp_path, **own).stdout.count("tensors agree") == 2
 
 
 def test_megatron_computes_what_the_makers_of_a_family_publish(torchrun, tmp_path):

@@ -159,8 +159,8 @@ def test_log_probs_of_the_reference_are_those_of_the_pair_where_rows_before_it_w
     scorer = reference.PairScorer([], [data, held_out], ForwardSettings(2, 8, 10), None, None, **where)
     scores = torch.arange(2.0 * len(scorer)).view(-1, 2)
     rows = Pairs(None, data, scores, leader=True).compute(0, len(data))
-    answers = [tuple(row.tolist()) for row in rows["tokens"].rows()]
-    answers = dict(zip(answers, rows["reference"].tolist(), strict=True))
+    texts = (tuple(row.tolist()) for row in rows["tokens"].rows())
+    answers = dict(zip(texts, rows["reference"].tolist(), strict=True))
     pairs = [scorer.pair(place) for place in range(len(scorer))]
     assert [pair.row for pair in pairs] == [1, 2, 3, 5, 1]
     for pair, (chosen, rejected) in zip(pairs[:-1], scores.tolist(), strict=False):
