@@ -131,9 +131,9 @@ def test_coroutines_of_a_process_are_awaited_together(started) -> None:
         pool.begin(sample(number), task(), 7)
     began = time.monotonic()
     for number in range(256):
-        pool.act(sample(number), turn("", call("wait", seconds=1.0)))
+        pool.act(sample(number), turn("", call("wait", seconds=0.5)))
     assert {*replies(pool)} == {*range(256)}
-    assert time.monotonic() - began < 20, "one after the other: 256 s"
+    assert time.monotonic() - began < 20, "one after the other: 128 s"
     for number in range(6):
         attempts = [call("limited", seconds=0.2), call("runs" if number % 2 else "wait", seconds=0.1)]
         pool.act(sample(number), turn("", *attempts))
