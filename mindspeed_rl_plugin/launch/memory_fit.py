@@ -32,11 +32,11 @@ def check(args: Any, vocab: int) -> None:
         needed = _least(args, train) * sum(prod(size) for each in shapes for size in each.values())
     total = host_total() if device.is_cpu else device.memory_info()[1]
     if needed > total:
+        one = "machine" if device.is_cpu else "device"
         raise ValueError(
-            f"the model is too large: weights, gradients and optimizer of {ranks} ranks need {needed / 2**30:.3g} GiB "
-            f"or more, and the {'machine' if device.is_cpu else 'device'} has {total / 2**30:.3g} GiB; give more "
-            "ranks, with --use-distributed-optimizer, a larger --tensor-model-parallel-size or a larger "
-            "--pipeline-model-parallel-size"
+            f"the model is too large: weights, gradients and optimizer of {ranks} ranks need {needed / 2**30:,.1f} GiB "
+            f"or more, and the {one} has {total / 2**30:,.1f} GiB; spread it over more {one}s (a larger "
+            "--tensor-model-parallel-size or --pipeline-model-parallel-size, --use-distributed-optimizer)"
         )
 
 
