@@ -24,6 +24,7 @@ from mindspeed_rl_plugin.launch import (
     lr_schedule,
     megatron_setup,
     memory_fit,
+    one_job,
     patching,
     taken_over,
 )
@@ -76,6 +77,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     algorithm = resolve(RLConfig.from_args(args).algorithm)
     _announce(args, algorithm)
     with refusing():
+        ranks.on_rank_0(lambda: one_job.own(args.save))
         inputs = read_inputs(args)
         memory_fit.check(args, inputs.vocab)
         loop.before_model(inputs)
@@ -139,6 +141,7 @@ def _check_loaded(model: Any, start: Start, args: Any) -> None:
 def convert_weights(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
     """MindSpeed-LLM's conversion of --load, where this start needs it. Collective over all ranks."""
     with refusing():
+        ranks.on_rank_0(lambda: one_job.own(args.save))
         if reason := ranks.on_rank_0(lambda: conversion.needless(args)):
             say(reason)
             return None

@@ -1,0 +1,100 @@
+"""One job a `--save`: the first rank of a job owns it, as a file there says, whose time of change is its heartbeat."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.dock.joining import here, machine
+from mindspeed_rl_plugin.environment import last_words, say
+from mindspeed_rl_plugin.monitor.run_files import write_json
+from mindspeed_rl_plugin.processes import began
+
+FILE = "owner.json"  # in SAVE/rl
+BEAT_SECONDS = 5.0
+DEAD_SECONDS = 60.0  # without a heartbeat the owner on another machine counts as dead
+
+_over = threading.Event()
+
+
+def own(save: str) -> None:
+    """Make this process the owner until it ends; called by the first rank before anything is built. Idempotent. Raises
+    ValueError where the owner is alive. Whether one of another machine is shows in DEAD_SECONDS at most."""
+    path = Path(save, "rl", FILE).absolute()  # a user's code may change the directory
+    me = {"machine": machine(), "process": os.getpid(), "began": began(os.getpid()), "name": here("a job"),
+          "since": time.strftime("%Y-%m-%d %H:%M:%S %Z")}  # fmt: skip
+    if (owner := _read(path)) and _same(owner, me):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if owner:
+        _wait_for_its_end(path, owner, me)
+        say(f"--save {save}: its owner, {_text(owner)}, is gone; this job takes it over")
+    write_json(path, me)
+    if not _same(owner := _read(path) or me, me):
+        raise ValueError(_refusal(save, owner))  # both came at once, the later one has it
+    threading.Thread(target=_beat, args=(path, me, _over), daemon=True).start()
+    atexit.register(_leave, path, me)
+
+
+def _wait_for_its_end(path: Path, owner: dict[str, Any], me: dict[str, Any]) -> None:
+    save, first = path.parent.parent, path.stat().st_mtime
+    if owner["machine"] == me["machine"]:
+        if began(owner["process"]) == owner["began"]:
+            raise ValueError(_refusal(save, owner))
+        return
+    (probe := path.with_name(f".{FILE}.{me['process']}")).touch()  # clocks of machines may differ
+    age = max(probe.stat().st_mtime - first, 0.0)
+    probe.unlink()
+    sign = f"last sign of life {age:.0f} s ago"
+    if (left := DEAD_SECONDS - age) > 0:
+        say(f"--save {save} is owned by {_text(owner)}, {sign}; if there is none for {left:.0f} s more, it is gone")
+    end = time.monotonic() + left
+    while time.monotonic() < end:
+        time.sleep(min(1.0, left))
+        if not path.exists():  # it ended well
+            return
+        if path.stat().st_mtime != first:
+            raise ValueError(_refusal(save, owner))
+    owner["name"] += f" ({sign})"
+
+
+def _beat(path: Path, me: dict[str, Any], over: threading.Event) -> None:
+    while not over.wait(BEAT_SECONDS):
+        with contextlib.suppress(OSError):  # of a file system that is away for a while
+            if (owner := _read(path)) is None:
+                write_json(path, me)
+            elif not _same(owner, me):
+                last_words(f"--save {path.parent.parent} was taken over by {_text(owner)}, so this job ends")
+                os._exit(1)
+            os.utime(path)
+
+
+def _leave(path: Path, me: dict[str, Any]) -> None:
+    _over.set()
+    if (owner := _read(path)) and _same(owner, me):
+        path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[name] == other[name] for name in ("machine", "process", "began"))
+
+
+def _text(owner: dict[str, Any]) -> str:
+    return f"{owner['name']} since {owner['since']}"
+
+
+def _refusal(save: object, owner: dict[str, Any]) -> str:
+    return (
+        f"--save {save} belongs to {_text(owner)}, which runs: two jobs would write over each other's checkpoints; "
+        "wait for its end, end it, or give this job a --save of its own"
+    )
