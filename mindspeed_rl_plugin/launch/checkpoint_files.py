@@ -6,11 +6,16 @@ DIR/iter_0000500/...                      Megatron's own files, and ours: rl_sta
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
+import zipfile
+from pathlib import Path
 from typing import Any
 
-from mindspeed_rl_plugin.monitor.run_files import atomic_write
+from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.launch.dist_files import DistFiles
+from mindspeed_rl_plugin.monitor.run_files import atomic_write, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "rl_state.pt"
@@ -21,7 +26,8 @@ CRITIC = "critic"  # folder of PPO's critic inside an iteration folder
 def read_tracker(directory: str | None) -> int | str | None:
     """Iteration that the tracker file points to, "release", or None when there is no checkpoint.
 
-    Raises ValueError for a tracker file that holds anything else.
+    Where a kill while Megatron wrote it left it empty, that is the newest checkpoint that is whole, and a line says so.
+    Raises ValueError where there is none, and for a tracker file that holds anything else.
     """
     if directory is None:
         return None
@@ -32,9 +38,47 @@ def read_tracker(directory: str | None) -> int | str | None:
         text = file.read().strip()
     if text == "release":
         return text
+    if not text:
+        return _newest_whole(directory)
     if not text.isdigit():
         raise ValueError(f"{path} holds {text!r}; expected an iteration number or 'release'")
     return int(text)
+
+
+def mend_tracker(directory: str) -> None:
+    """Write what `read_tracker` finds into a tracker file that is empty, for Megatron reads it too. For the job that
+    owns the directory."""
+    if is_empty(directory):
+        write_text(os.path.join(directory, TRACKER), str(read_tracker(directory)))
+
+
+def is_empty(directory: str) -> bool:
+    """Whether there is a tracker file with nothing in it."""
+    path = os.path.join(directory, TRACKER)
+    return os.path.isfile(path) and not os.path.getsize(path)
+
+
+@functools.cache
+def _newest_whole(directory: str) -> int:
+    """Megatron opens the tracker file when every rank has written its part: a file that is cut short was lost with the
+    machine."""
+    folders = sorted(path for path in Path(directory).glob("iter_*") if path.name.removeprefix("iter_").isdigit())
+    whole = next((path for path in reversed(folders) if _is_whole(path)), None)
+    if whole is None:
+        raise ValueError(
+            f"{directory}/{TRACKER} is empty, and no checkpoint beside it is whole; remove it to start without one"
+        )
+    iteration = split_iteration_dir(str(whole))[1]
+    say(f"{directory}/{TRACKER} is empty, as a kill at the end of a save leaves it: {iteration}, the newest checkpoint "
+        "that is whole, is taken")  # fmt: skip
+    return iteration
+
+
+def _is_whole(folder: Path) -> bool:
+    if DistFiles.are_in(folder):
+        return DistFiles(folder).are_whole()
+    files = [*folder.glob("mp_rank_*/*.pt")]
+    return bool(files) and all(map(zipfile.is_zipfile, files))  # the index of such a file is its end
 
 
 def iteration_dir(directory: str, iteration: int | str) -> str:

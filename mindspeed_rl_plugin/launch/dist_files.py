@@ -65,6 +65,13 @@ class DistFiles:
         """Whether an iteration folder is of this format."""
         return (folder / INDEX).is_file()
 
+    def are_whole(self) -> bool:
+        """Whether the files are as long as the index says."""
+        ends: dict[str, int] = {}
+        for where in self._index.storage_data.values():
+            ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
+        return all((path := self.folder / name).is_file() and path.stat().st_size >= end for name, end in ends.items())
+
     @cached_property
     def _index(self) -> Any:
         return pickles.load_index(self.folder / INDEX)

@@ -87,9 +87,10 @@ def weights_arguments(path: str) -> dict[str, Any]:
     """
     directory, iteration = files.split_iteration_dir(path)
     tracked = files.read_tracker(directory)
-    if (iteration == "release") != (tracked == "release"):
+    if (iteration == "release") != (tracked == "release") or files.is_empty(directory):
+        holds = "is empty" if files.is_empty(directory) else f"holds {tracked!r}"
         raise ValueError(
-            f"{os.path.join(directory, files.TRACKER)} holds {tracked!r}, so Megatron cannot load {path}; "
+            f"{os.path.join(directory, files.TRACKER)} {holds}, so Megatron cannot load {path}; "
             f"put {iteration!r} back into it while this run needs its weights"
         )
     step = None if iteration == "release" else iteration

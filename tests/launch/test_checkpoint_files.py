@@ -1,11 +1,15 @@
 """Checkpoints as files: tracker, and RL state written whole or not at all."""
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import checkpoint
 
 from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.launch import start_decision
 
 
 def test_tracker(tmp_path):
@@ -17,6 +21,41 @@ def test_tracker(tmp_path):
     (tmp_path / files.TRACKER).write_text("5o0")
     with pytest.raises(ValueError, match="'5o0'; .* 'release'"):
         files.read_tracker(str(tmp_path))
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_the_newest_checkpoint_that_is_whole_is_taken_where_a_kill_left_the_tracker_empty(tmp_path, capsys, form):
+    """Cut short: with the machine, for Megatron opens the tracker when all ranks have written."""
+    for iteration in (9, 10, 11):
+        folder = Path(files.iteration_dir(str(tmp_path), iteration))
+        if form == "torch_dist":
+            checkpoint.save({"w": torch.zeros(100)}, checkpoint_id=folder, no_dist=True)
+            last = folder / "__0_0.distcp"
+        else:
+            for rank in ("mp_rank_00", last := "mp_rank_01"):
+                (folder / rank).mkdir(parents=True)
+                torch.save({"w": torch.zeros(100)}, folder / rank / "model_optim_rng.pt")
+            last = folder / last / "model_optim_rng.pt"
+        if iteration == 11:
+            last.write_bytes(last.read_bytes()[:-40])
+    (tmp_path / files.TRACKER).touch()
+    assert files.read_tracker(str(tmp_path)) == files.read_tracker(str(tmp_path)) == 10
+    assert capsys.readouterr().out.count("is empty, as a kill at the end of a save leaves it: 10, the newest") == 1
+    args = SimpleNamespace(load=str(tmp_path), save=str(tmp_path / "new"), pretrained_checkpoint=None, ckpt_step=None)
+    path = start_decision.decide(args).reference_path
+    with pytest.raises(ValueError, match=f"{files.TRACKER} is empty, so Megatron cannot load .*; put 10 back into it"):
+        start_decision.weights_arguments(path)
+    files.mend_tracker(str(tmp_path))
+    assert (tmp_path / files.TRACKER).read_text() == "10"
+    assert start_decision.weights_arguments(path)["ckpt_step"] == 10
+
+
+def test_an_empty_tracker_without_a_whole_checkpoint_is_refused(tmp_path):
+    (tmp_path / files.TRACKER).touch()
+    (tmp_path / "iter_0000003").mkdir()
+    with pytest.raises(ValueError, match="is empty, and no checkpoint beside it is whole; remove it"):
+        files.read_tracker(str(tmp_path))
+    files.mend_tracker(str(tmp_path / "nothing"))
 
 
 @pytest.mark.parametrize("iteration", [7, 1234567, 12345678, "release"])

@@ -65,6 +65,14 @@ def wait_for_the_end(job, mark: Path):
     return result
 
 
+def until(job, line: str) -> None:
+    """Wait until a job has said a line."""
+    end = time.monotonic() + 240
+    while line not in (log := job.log_file(0).read_text()):
+        assert job.processes[0].poll() is None and time.monotonic() < end, f"{line}: {log[-3000:]}"
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize("schedule", ["sync", pytest.param("streamed", marks=pytest.mark.slow)])
 def test_a_failing_grader_ends_the_job_with_its_prompt(job, nothing_left, arithmetic, tmp_path, schedule):
     """It fails on one rank: the other, which waits for it, is ended by torchrun."""
@@ -93,6 +101,37 @@ def test_an_error_on_one_rank_ends_the_job_with_its_message(job, nothing_left, t
     log = wait_for_the_end(failing, mark).log
     assert "RuntimeError: disk of rank 1 is full" in log and "[rank1]" in log
     nothing_left()
+
+
+@pytest.mark.slow
+def test_one_save_has_one_job_and_torchrun_takes_its_ranks_along(job, nothing_left):
+    """A second job is refused; killed, the first leaves a save that the same command takes over at once."""
+    first, second = (job("--train-iters", "1000", "--save-interval", "1", cold=True) for _ in range(2))
+    first.start()
+    until(first, "successfully saved checkpoint")
+    second.start()
+    refused = second.wait(240)
+    assert refused.code == 1 and "belongs to a job, process" in refused.log, refused.log[-3000:]
+    first.processes[0].kill()
+    first.processes[0].wait()
+    first.start()
+    until(first, "is gone; this job takes it over")
+    until(first, "training resumes from")
+    first.processes[0].terminate()
+    assert first.wait(60).code != 0
+    nothing_left()
+
+
+@pytest.mark.slow
+def test_an_empty_tracker_is_written_anew_and_the_job_goes_on(job):
+    run = job("--train-iters", "2")
+    run.run()
+    tracker = run.save / "latest_checkpointed_iteration.txt"
+    tracker.write_text("")
+    run.extra = ("--train-iters", "3")
+    log = run.run().log
+    assert "is empty, as a kill at the end of a save leaves it: 2, the newest" in log and "at iteration 2, opt" in log
+    assert tracker.read_text() == "3"
 
 
 @pytest.mark.slow
