@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 from mindspeed_rl_plugin.environment import flush_output, last_words, launcher
@@ -24,6 +28,20 @@ def began(process: int) -> int | None:
     except OSError:
         return None
     return None if state in "XZ" else int(fields[18])
+
+
+@contextlib.contextmanager
+def scratch(what: str) -> Iterator[str]:
+    """A temporary folder, whose name begins with `what`. Those that killed processes of this machine left are removed,
+    for it is of those that share its process numbers, by which one names its owner."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    ours = f"{what}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}-"
+    for folder in Path(tempfile.gettempdir()).glob(f"{ours}*"):
+        process, since, _ = folder.name.removeprefix(ours).split("-", 2)
+        if str(began(int(process))) != since:
+            shutil.rmtree(folder, ignore_errors=True)  # it may be another user's
+    with tempfile.TemporaryDirectory(prefix=f"{ours}{os.getpid()}-{began(os.getpid())}-") as folder:
+        yield folder
 
 
 _heard = False  # whether the main thread has heard of SIGINT

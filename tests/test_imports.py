@@ -32,7 +32,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 )
 # Folders beside the row: who may import them, and what they may import.
 HOST_USERS = {"host", "launch", "adaptor", "__main__", "engine", "loop", "tools"}
-HOST_MAY = {"rows", "config", "environment", "device", "processes"}
+HOST_MAY = {"rows", "config", "environment", "device"}
 
 # library -> folders that may import it (a module name narrows a folder).
 LIBRARIES: dict[str, set[str]] = {

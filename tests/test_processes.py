@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from mindspeed_rl_plugin.processes import began
+from mindspeed_rl_plugin.processes import began, scratch
 
 STUCK = """
 import hashlib
@@ -37,6 +39,22 @@ def test_a_number_and_its_beginning_name_one_process() -> None:
         time.sleep(0.01)
     child.wait()
     assert began(child.pid) is None
+
+
+def test_folders_of_processes_that_were_killed_are_removed_and_those_of_others_stay(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch("engine") as mine:
+        ours, _, rest = Path(mine).name.partition(f"-{os.getpid()}-")
+        since, _, _ = rest.partition("-")
+        dead = subprocess.Popen(["true"])
+        dead.wait()
+        for left in (f"{ours}-{dead.pid}-77-x_y", f"{ours}-{os.getpid()}-{int(since) + 1}-x-y"):
+            (tmp_path / left / "more").mkdir(parents=True)
+        (tmp_path / f"another-{dead.pid}-77-x").mkdir()
+        with scratch("engine") as second:
+            there = {mine, second, str(tmp_path / f"another-{dead.pid}-77-x")}
+            assert set(map(str, tmp_path.iterdir())) == there
+    assert [path.name for path in tmp_path.iterdir()] == [f"another-{dead.pid}-77-x"]
 
 
 @pytest.mark.parametrize(

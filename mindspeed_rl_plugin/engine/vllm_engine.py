@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -41,6 +40,7 @@ from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, free_
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.host import engine_env, vllm_live
 from mindspeed_rl_plugin.host.torch_originals import demand_compile
+from mindspeed_rl_plugin.processes import scratch
 from mindspeed_rl_plugin.ranks import HardDeadline
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
@@ -77,8 +77,8 @@ class VllmEngine:
         self._process = ProcessState(self._device)
         self._sharers = ExpertGroup(options.expert_parallel, options.deadline) if options.sharing > 1 else None
         self._limit, self._step_of = HardDeadline(options.deadline), _step_of(options)
-        # vLLM reads the directory only here: with it gone at once, no end of the process can leave it behind.
-        with tempfile.TemporaryDirectory(prefix="mindspeed-rl-engine-") as directory, self._process.lent():
+        # vLLM reads the directory only here.
+        with scratch("mindspeed-rl-engine") as directory, self._process.lent():
             write_config(for_engine(options.config), directory)
             if not self._device.is_cpu:
                 demand_compile()

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from typing import Any
 from mindspeed_rl_plugin.environment import environment_apart
 from mindspeed_rl_plugin.generators.join import LEFT
 from mindspeed_rl_plugin.invitation import read_secret
+from mindspeed_rl_plugin.processes import scratch
 
 RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}  # kind of device -> what Ray calls it
 PAUSE = 1.0  # seconds before an engine is started again, at first; twice as many each time
@@ -133,7 +133,7 @@ def end_with_parent() -> None:
 
 def work(ranks: int, join: str, secret: bytes, environment: Mapping[str, str]) -> tuple[int, str]:
     """Run one engine on this machine to its end. Its exit status and last line. Runs in a worker of Ray."""
-    with tempfile.TemporaryDirectory(prefix="rl-engine-") as folder:
+    with scratch("rl-engine") as folder:
         secret_file = Path(folder) / "secret"  # the folder is this user's alone, and the file must be
         with os.fdopen(os.open(secret_file, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
             file.write(secret.hex())
