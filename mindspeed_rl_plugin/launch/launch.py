@@ -77,7 +77,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     algorithm = resolve(RLConfig.from_args(args).algorithm)
     _announce(args, algorithm)
     with refusing():
-        _own_save(args)
+        ranks.on_rank_0(lambda: one_job.own(args.save))
         inputs = read_inputs(args)
         memory_fit.check(args, inputs.vocab)
         loop.before_model(inputs)
@@ -117,16 +117,6 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     return result
 
 
-def _own_save(args: Any) -> None:
-    """`--save` is this job's, and its tracker file is one that Megatron can read."""
-
-    def own() -> None:
-        one_job.own(args.save)
-        files.mend_tracker(args.save)
-
-    ranks.on_rank_0(own)
-
-
 def _announce(args: Any, algorithm: Algorithm) -> None:
     say(describe_algorithm(algorithm))
     if ranks.is_rank_0():
@@ -151,7 +141,7 @@ def _check_loaded(model: Any, start: Start, args: Any) -> None:
 def convert_weights(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
     """MindSpeed-LLM's conversion of --load, where this start needs it. Collective over all ranks."""
     with refusing():
-        _own_save(args)
+        ranks.on_rank_0(lambda: one_job.own(args.save))
         if reason := ranks.on_rank_0(lambda: conversion.needless(args)):
             say(reason)
             return None

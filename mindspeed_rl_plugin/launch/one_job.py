@@ -13,6 +13,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.dock.joining import here, machine
 from mindspeed_rl_plugin.environment import last_words, say
+from mindspeed_rl_plugin.launch.checkpoint_files import mend_tracker
 from mindspeed_rl_plugin.monitor.run_files import write_json
 from mindspeed_rl_plugin.processes import began
 
@@ -24,8 +25,9 @@ _over = threading.Event()
 
 
 def own(save: str) -> None:
-    """Make this process the owner until it ends; called by the first rank before anything is built. Idempotent. Raises
-    ValueError where the owner is alive. Whether one of another machine is shows in DEAD_SECONDS at most."""
+    """Make this process the owner until it ends, with a tracker file that Megatron can read; called by the first rank
+    before anything is built. Idempotent. Raises ValueError where the owner is alive. Whether one of another machine is
+    shows in DEAD_SECONDS at most."""
     path = Path(save, "rl", FILE).absolute()  # a user's code may change the directory
     me = {"machine": machine(), "process": os.getpid(), "began": began(os.getpid()), "name": here("a job"),
           "since": time.strftime("%Y-%m-%d %H:%M:%S %Z")}  # fmt: skip
@@ -40,6 +42,7 @@ def own(save: str) -> None:
         raise ValueError(_refusal(save, owner))  # both came at once, the later one has it
     threading.Thread(target=_beat, args=(path, me, _over), daemon=True).start()
     atexit.register(_leave, path, me)
+    mend_tracker(save)
 
 
 def _wait_for_its_end(path: Path, owner: dict[str, Any], me: dict[str, Any]) -> None:
