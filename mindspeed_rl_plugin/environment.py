@@ -62,6 +62,11 @@ def launcher_store() -> tuple[str, int, str]:
     return host, int(port or current), name
 
 
+def launch_name() -> str:
+    """What the starts of a job by one launcher have in common; "" where it starts its ranks once."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {launcher_store()[:2]}" if may_restart() else ""
+
+
 def begin_start(name: str, port: int) -> None:
     """From now on MASTER_PORT is that of a store of this start alone, on the same host."""
     os.environ[_START] = f"{name} {launcher_store()[1]}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.dock.joining import here, machine
-from mindspeed_rl_plugin.environment import last_words, say
+from mindspeed_rl_plugin.environment import last_words, launch_name, say
 from mindspeed_rl_plugin.launch.checkpoint_files import mend_tracker
 from mindspeed_rl_plugin.monitor.run_files import write_json
 from mindspeed_rl_plugin.processes import began
@@ -30,7 +30,7 @@ def own(save: str) -> None:
     shows in DEAD_SECONDS at most."""
     path = Path(save, "rl", FILE).absolute()  # a user's code may change the directory
     me = {"machine": machine(), "process": os.getpid(), "began": began(os.getpid()), "name": here("a job"),
-          "since": time.strftime("%Y-%m-%d %H:%M:%S %Z")}  # fmt: skip
+          "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "launch": launch_name()}  # fmt: skip
     if (owner := _read(path)) and _same(owner, me):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,6 +51,8 @@ def _wait_for_its_end(path: Path, owner: dict[str, Any], me: dict[str, Any]) -> 
         if began(owner["process"]) == owner["began"]:
             raise ValueError(_refusal(save, owner))
         return
+    if me["launch"] and owner["launch"] == me["launch"]:
+        return  # a former start of this job, whose rank 0 was on that machine: what is left of it ends by itself
     (probe := path.with_name(f".{FILE}.{me['process']}")).touch()  # clocks of machines may differ
     age = max(probe.stat().st_mtime - first, 0.0)
     probe.unlink()

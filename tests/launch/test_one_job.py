@@ -31,7 +31,7 @@ def save(tmp_path, monkeypatch):
 
 def owned(save, process: int, machine: str = "") -> None:
     owner = {"machine": machine or one_job.machine(), "process": process, "began": began(process)}
-    owner |= {"name": f"a job, process {process} on node7", "since": "yesterday"}
+    owner |= {"name": f"a job, process {process} on node7", "since": "yesterday", "launch": "a"}
     (save / "rl" / one_job.FILE).write_text(json.dumps(owner))
 
 
@@ -73,6 +73,11 @@ def test_of_another_machine_the_heartbeat_tells(save, monkeypatch, capsys) -> No
     assert "last sign of life 0 s ago; if there is none for 2 s more, it is gone" in capsys.readouterr().out
     one_job.own(str(save))
     assert owner(save) == os.getpid(), "it was silent"
+    owned(save, 1, "another")
+    monkeypatch.setattr(one_job, "launch_name", lambda: "a")
+    began_at = time.monotonic()
+    one_job.own(str(save))
+    assert owner(save) == os.getpid() and time.monotonic() - began_at < 1.5, "torchrun has started the job again"
 
 
 def test_the_owner_beats_until_it_ends_and_ends_where_another_has_taken_over(save, monkeypatch, capfd) -> None:
