@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.workers.keeper import keep
 def main(connection, lifeline):
     keep(connection, lifeline, 1.0)
     parent = Parent(connection, None)
-    environment, _ = parent.receive()
+    environment, _, _ = parent.receive()
     if environment == "slow":
         time.sleep(60)
     parent.send((None, "there is no such environment") if environment == "unknown" else ("0.4.0", None))
