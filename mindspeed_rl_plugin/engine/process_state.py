@@ -46,8 +46,7 @@ class ProcessState:
 
     @contextlib.contextmanager
     def _own_names(self) -> Iterator[None]:
-        places = torch, torch.cuda, getattr(torch, "accelerator", torch)
-        trainers = [(module, dict(vars(module))) for module in places]
+        trainers = [(module, dict(vars(module))) for module in (torch, torch.cuda)]
         for (module, name), value in self._names.items():
             setattr(module, name, value)
         try:

@@ -199,9 +199,10 @@ class VllmEngine:
         """Free the engine; see `Engine`. Calling it twice changes nothing."""
         if self._engine is None:
             return
-        if self._memory is not None:
-            self._memory.wake_up([part for part in PARTS if part not in self._awake])
-        vllm_api.teardown(self._engine)
+        with self._process.lent():
+            if self._memory is not None:
+                self._memory.wake_up([part for part in PARTS if part not in self._awake])
+            vllm_api.teardown(self._engine)
         self._limit.close()
         self._engine = self._memory = None
         self._running.clear()
