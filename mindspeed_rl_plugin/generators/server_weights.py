@@ -22,7 +22,8 @@ FAILURES = (ConnectionError, RuntimeError, TimeoutError, ValueError)  # of a ser
 
 class ServerWeights:
     """What a `Service` needs of a `Puller`. address, secret: of the job's dock, which each worker joins; machines: of
-    the workers, in their order; lost: called, in a thread, where the server has another client. Raises ValueError where
+    the workers, in their order; lost: called, in a thread, where the server has another client, or is silent
+    for half of its deadline. Raises ValueError where
     it has one already, or a worker cannot have the job's weights."""
 
     def __init__(
@@ -71,15 +72,17 @@ class ServerWeights:
             self.server.ask("/resume", seconds=ASK_SECONDS)
 
     def _stay(self) -> None:
-        """Let the server know that its client is there. One that does not answer is noticed elsewhere."""
+        """Let the server know that its client is there. One that does not answer is lost before the job has waited for
+        its responses in vain."""
+        heard = time.monotonic()
         while not self._closing.wait(STAY_SECONDS):
             try:
                 self._workers("stay", ASK_SECONDS)
-            except ValueError as error:
-                self._lost(error)
-                return
-            except (ConnectionError, RuntimeError, TimeoutError):
-                continue
+                heard = time.monotonic()
+            except FAILURES as error:
+                if isinstance(error, ValueError) or time.monotonic() - heard > self.server.deadline / 2:
+                    self._lost(error)
+                    return
 
     def _workers(self, name: str, seconds: float | None = None, **arguments: Any) -> list[Any]:
         return self.server.workers(name, seconds, client=self._client, **arguments)

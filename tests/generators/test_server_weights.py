@@ -18,12 +18,12 @@ class Fake:
     """A server of two workers, whose pulls take three looks. newest: of what took a version's place; unfit: whether the
     second worker cannot join."""
 
-    url = "http://a:1"
+    url, deadline = "http://a:1", 0.4
 
     def __init__(self, lost: queue.SimpleQueue[Exception]) -> None:
         self.lost, self.holder, self.stays = lost, "", 0
         self.asked: list[object] = []
-        self.left, self.newest, self.unfit = 0, -1, False
+        self.left, self.newest, self.unfit, self.silent = 0, -1, False, False
 
     def ask(self, path, body=None, seconds=None):
         self.asked.append((path, body) if body else path)
@@ -33,6 +33,8 @@ class Fake:
         if client != self.holder:
             raise ValueError("it serves another client")
         if name == "stay":
+            if self.silent:
+                raise TimeoutError("it did not answer")
             self.stays += 1
             return []
         self.asked.append((name, arguments))
@@ -97,6 +99,14 @@ def test_the_server_hears_of_its_client_until_it_has_another_one(weights):
     assert "serves another client" in str(weights.server.lost.get(timeout=10))
     with pytest.raises(ValueError, match="serves another client"):
         weights.pull(4)
+
+
+def test_a_server_that_hangs_is_lost_in_half_of_the_deadline(weights):
+    """It may have responses in the making, whose rows nobody would get before all is over."""
+    weights.server.silent, begin = True, time.monotonic()
+    assert "it did not answer" in str(weights.server.lost.get(timeout=10))
+    assert time.monotonic() - begin > 0.15
+    assert weights.server.lost.empty()
 
 
 # A process that brings a server to work, and fails the first times it is started.

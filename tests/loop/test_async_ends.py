@@ -86,15 +86,16 @@ def test_the_rows_of_an_engine_that_hangs_go_to_another(job, joined, nothing_lef
     def rollouts() -> int:
         return len(list((running.save / "dump").glob("*.parquet")))
 
-    first = engines.join()
+    engines.join()
     until(rollouts)
+    first = int(re.search(r"engine joined: joined engine, process (\d+)", running.log_file(0).read_text())[1])
     engines.join()
     until(lambda: "engines at work: 2" in running.log_file(0).read_text())
-    os.kill(first.pid, signal.SIGSTOP)
+    os.kill(first, signal.SIGSTOP)
     given = "no report for 20 s (half of --rl-wait-timeout) from joined engine, process "
     until(lambda: given in running.log_file(0).read_text())
     until(lambda: "another one reads them now" in engines.said())
-    os.kill(first.pid, signal.SIGCONT)
+    os.kill(first, signal.SIGCONT)
     enough = rollouts() + 20
     until(lambda: rollouts() > enough)
     assert all(engine.poll() is None for engine in engines.engines), engines.said()[-3000:]

@@ -104,10 +104,10 @@ def launched(words: list[str], machine: Machine, first: Machine, again: str) -> 
     return [*words[:at], *(("--max-restarts", "2") if again else ()), *words[at:]]
 
 
-def start(job, machines: tuple[Machine, Machine], temporary: Path, again: str = "") -> None:
-    """Start a `Job` with two agents, one on each machine. again: as of `launched`."""
-    job.processes.clear()
-    for agent, machine in enumerate(machines):
+def start(job, machines: tuple[Machine, Machine], temporary: Path, again: str = "", first: int = 0) -> None:
+    """Start a `Job` with two agents, one on each machine. again: as of `launched`; first: agents from this one on."""
+    del job.processes[first:]
+    for agent, machine in list(enumerate(machines))[first:]:
         words = launched(job.command(agent, PORT), machine, machines[0], again)
         own = temporary / machine.name
         own.mkdir(parents=True, exist_ok=True)
