@@ -51,6 +51,7 @@ class Serving:
         """And wait until it answers."""
         more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
         more |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        more |= {"TMPDIR": str(self.log.parent)}  # it is killed, and no job's: what it leaves is none of theirs
         with self.log.open("a") as file:
             how = {"stdout": file, "stderr": subprocess.STDOUT, "env": os.environ | more, "start_new_session": True}
             self.process = subprocess.Popen(self.command, **how)
