@@ -73,23 +73,17 @@ class Dock:
 
     # ids
 
-    def open(self, epoch: int, groups: int, members: int, *, most: int | None = None) -> bool:
+    def open(self, epoch: int, groups: int, members: int) -> None:
         """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout, on every rank. Epochs rise, or fall below
-        0, and are never reused; others hear of them with their first rows.
-
-        most: False, and nothing is opened, where more than so many groups would be open (opened, not cleared) then.
-        """
+        0, and are never reused; others hear of them with their first rows. A repeat opens nothing."""
         if groups < 1 or members < 1:
             raise ValueError(f"open({epoch=}, {groups=}, {members=}): the sizes must be at least 1")
         epochs, shape = self._calls.epochs, m.Shape(groups, members)
         if epoch in epochs.known and epochs.known[epoch].shape == shape:
-            return True
+            return
         if epochs.first <= epoch <= epochs.last:
             raise ValueError(f"epoch {epoch} cannot be opened after epoch {epochs.last}: ids are never reused")
-        if most is not None and sum(int(e.alive.sum()) for e in list(epochs.known.values())) + groups > most:
-            return False
         epochs.add(epoch, shape)
-        return True
 
     def clear(self, epoch: int, groups: Iterable[int] | None = None) -> bool:
         """Forget groups of an epoch, or all of it, and free their memory. Idempotent. Whether nothing of it is left.
@@ -169,7 +163,6 @@ class Dock:
         *,
         ids: Sequence[SampleId] | None = None,
         max_rows: int | None = None,
-        min_rows: int = 1,
         max_tokens: int | None = None,
         deadline: float,
         columns: Sequence[str] | None = None,
@@ -181,24 +174,22 @@ class Dock:
         are asked for.
 
         ids: exactly these, in this order, once all are ready (plain triples or a `[B, 3]` tensor will do): the design's
-        `order=id`. None, its `order=ready`: whatever is ready, in the order of ids, rows of this machine first; at
-        least `min_rows` (fewer where no more are left), at most `max_rows` and `max_tokens`, but one row (or whole
-        group) at least. The empty lease says that every row is acknowledged, to a process outside of the job that the
-        job has left (`ended`); with deadline 0, which only tries, also that there is nothing to be had now.
+        `order=id`. None, its `order=ready`: whatever is ready, in the order of ids, rows of this machine first, at
+        most `max_rows` and `max_tokens`, but one row (or whole group) at least. The empty lease says that every row is
+        acknowledged, to a process outside of the job that the job has left (`ended`); with deadline 0, which only
+        tries, also that there is nothing to be had now.
 
         into: memory to read into; what is read stays valid until the next lease into it. epoch: of what is ready only
         rows of this one; share: (i, n), only the i-th of n equal parts of each epoch's rows.
         """
         names, calls = self._declared.reads(state, columns), self._calls
-        if min_rows < 1 or (max_rows is not None and max_rows < min_rows):
-            raise ValueError(f"lease of state {state!r}: need 1 <= min_rows <= max_rows, got {min_rows} and {max_rows}")
         wanted = None
         if ids is not None:
             wanted = ids_array(ids)
             calls.epochs.cleared(f"lease of state {state!r}", wanted)
             if len(set(ids_tuple(wanted))) != len(wanted):
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids_tuple(wanted))}")
-        bounds = (max_rows, min_rows, max_tokens, calls.warehouse, epoch, share)
+        bounds = (max_rows, max_tokens, calls.warehouse, epoch, share)
         ask = partial(calls.query, m.Ask, state, wanted, deadline, calls.lease_seconds, *bounds)
         try:
             grant = self._granted(ask, state, wanted)

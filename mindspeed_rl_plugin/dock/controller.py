@@ -166,7 +166,7 @@ class Controller:
             if len(ids := self._ids([(n, rows[asked[n][rows]]) for n, rows in held.rows if n in asked]))
         )
         reasons += itertools.islice(holding, SHOWN)
-        rows = f"at least {ask.min_rows} rows" if ask.ids is None else f"{len(ask.ids)} rows asked by id"
+        rows = "rows" if ask.ids is None else f"{len(ask.ids)} rows asked by id"
         whole = " (whole groups)" if self.spec.whole_groups else ""
         ready = sum(int(view.available().sum()) for view in self._epochs.values())
         why = "; ".join(reasons) or "no more rows are open"
@@ -216,17 +216,10 @@ def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | None:
         raise ValueError(f"lease of state {name!r}: max_rows {ask.max_rows} is less than one group of {unit}")
     if ask.epoch is not None:
         epochs = {ask.epoch: epochs[ask.epoch]} if ask.epoch in epochs else {}
-    ready = _ready(epochs, ask)
-    batch = _bounded(epochs, ready, ask)
-    total, most = (sum(len(rows) for _, rows in part) for part in (batch, ready))
-    if not total:  # wait while others hold rows that may come back
-        return None if any(epoch.undone().any() for epoch in epochs.values()) else batch
-    if total < most or (ask.max_rows is not None and total + unit > ask.max_rows):
-        return batch
-    if total >= ask.min_rows:
-        return batch
-    more = any((e.undone() & (e.status == FREE) & ~e.available()).any() for e in epochs.values())
-    return None if more else batch
+    batch = _bounded(epochs, _ready(epochs, ask), ask)
+    if not batch and any(epoch.undone().any() for epoch in epochs.values()):
+        return None  # others hold rows that may come back
+    return batch
 
 
 def rows_of(epochs: Mapping[int, EpochView], ids: np.ndarray) -> Picked:

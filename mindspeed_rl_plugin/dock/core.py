@@ -159,7 +159,7 @@ class Core:
         controller, now = self._current(ask.state), self.clock()
         expires = float("inf") if ask.seconds is None else now + ask.seconds
         grant = controller.take(ask, peer, expires)
-        any_rows = ask.ids is None and ask.min_rows == 1 and ask.epoch is None and ask.share is None
+        any_rows = ask.ids is None and ask.epoch is None and ask.share is None
         if grant is not None:
             if any_rows:
                 self._wake_one(ask.state)  # there may be more

@@ -81,7 +81,6 @@ class Ask(Query):
     deadline: float
     seconds: float | None = None
     max_rows: int | None = None
-    min_rows: int = 1
     max_tokens: int | None = None
     near: int | None = None
     epoch: int | None = None

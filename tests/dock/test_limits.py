@@ -71,7 +71,7 @@ def test_the_longest_rollout_fits_at_exactly_the_capacity_that_passes(
     assert house.taken()["bytes"] <= need
     assert at_once or extra == "sample put" or house.taken()["bytes"] == need  # else cells of a put share lines
     for state in states:
-        lease = dock.lease(state.name, min_rows=len(rows), deadline=5)
+        lease = dock.lease(state.name, ids=rows, deadline=5)
         dock.commit(lease, longest(lease.rows.ids, state.writes))
         assert house.slabs.used <= house.taken()["bytes"] <= need
 

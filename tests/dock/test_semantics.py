@@ -22,7 +22,7 @@ def test_a_rollout_is_delivered_once_as_it_was_written(make) -> None:
     dock = make()
     dock.open(0, 2, 2)
     dock.put(prompts(2))
-    first = dock.lease("generate", max_rows=3, min_rows=3, deadline=5)
+    first = dock.lease("generate", max_rows=3, deadline=5)
     assert len(first) == 3 and dock.remaining("generate") == 4
     written = tokens(first.rows.ids, 2, 3, 4)
     dock.commit(first, written)
@@ -105,7 +105,7 @@ def test_rows_of_a_lease_are_committed_as_they_are_finished(make) -> None:
     dock.commit_part(lease, tokens([one], 4))
     dock.commit_part(lease, tokens([one], 9, start=9))  # a repeat
     dock.release(lease)
-    again = dock.lease("generate", min_rows=2, deadline=5)
+    again = dock.lease("generate", deadline=5)
     assert list(again.rows.ids) == others, "what is acknowledged is not given out again"
     with pytest.raises(ValueError, match="void"):
         dock.commit_part(lease, tokens(others, 1, 1))
@@ -162,7 +162,7 @@ def test_a_waiting_lease_wakes(make) -> None:
     dock.open(0, 2, 2)
     timer = threading.Timer(0.1, lambda: dock.put(prompts(2)))
     timer.start()
-    assert len(dock.lease("generate", min_rows=4, deadline=20)) == 4
+    assert len(dock.lease("generate", ids=ids(2, 2), deadline=20)) == 4
     timer.join()
 
 
@@ -214,7 +214,7 @@ def test_who_is_gone_when_it_is_woken_wakes_the_next(make_one, monkeypatch) -> N
     dock = make_one()
     monkeypatch.setattr(core, "LOOK_SECONDS", 20.0)
     dock.open(0, 1, 1)
-    ask = messages.Ask("generate", [(0, 1, 1)], {}, None, 20.0, None, 1, 1, None, None, None, None)
+    ask = messages.Ask("generate", [(0, 1, 1)], {}, None, 20.0, None, 1, None, None, None, None)
     with ThreadPoolExecutor(2) as pool:
         gone = pool.submit(dock._calls.core.call, "gone", ask, None, lambda: True)
         time.sleep(0.1)
@@ -224,24 +224,13 @@ def test_who_is_gone_when_it_is_woken_wakes_the_next(make_one, monkeypatch) -> N
         assert len(waiting.result(5)) == 1 and isinstance(gone.exception(5), EOFError)
 
 
-def test_min_rows_is_not_waited_for_where_no_more_are_left(make_one) -> None:
-    dock = make_one()
-    dock.open(0, 2, 2)
-    dock.put(Rows((sid(0, 0),), {"prompt": ragged(1)}))
-    with pytest.raises(TimeoutError, match="at least 3 rows"):
-        dock.lease("generate", min_rows=3, deadline=0.05)
-    dock.put(Rows((sid(1, 1),), {"prompt": ragged(1)}))
-    assert len(dock.lease("generate", min_rows=3, max_rows=3, deadline=0)) == 3
-    assert len(dock.lease("generate", min_rows=3, deadline=0)) == 1
-
-
 def test_rows_of_this_machine_come_first(members) -> None:
     made = members(COLUMNS, STATES, ["left", "right"])
     docks = [member.dock(deadline=5) for member in made]
     for dock in docks:
         dock.open(0, 4, 1)
     docks[0].put(prompts(4))
-    assert docks[1].lease("generate", min_rows=2, max_rows=2, deadline=5).rows.ids == ids(4, 1)[2:]
+    assert docks[1].lease("generate", max_rows=2, deadline=5).rows.ids == ids(4, 1)[2:]
     moved = {(m.where, m.nbytes) for m in docks[1].traffic.take() if m.way == "read"}
     assert moved == {("local", 7 * 4)}
     assert docks[1].lease("generate", deadline=5).rows.ids == ids(4, 1)[:2]
@@ -301,22 +290,11 @@ def test_an_empty_dock_is_no_end_to_a_consumer_outside_but_the_jobs_leaving_is(
         Dock.join(address, secret)
 
 
-def test_admission_counts_open_groups(make) -> None:
-    dock = make()
-    assert dock.open(0, 4, 1, most=6) and dock.open(0, 4, 1, most=0), "a repeat opens nothing"
-    assert not dock.open(1, 3, 1, most=6)
-    dock.clear(0, [1])
-    assert dock.open(1, 3, 1, most=6)
-    assert not dock.open(2, 1, 1, most=6)
-    dock.clear(0)
-    assert dock.open(2, 3, 1, most=6)
-
-
 def test_clearing_waits_for_leases_and_a_late_write_is_harmless(make) -> None:
     dock = make()
     dock.open(0, 2, 2)
     dock.put(prompts(2))
-    lease = dock.lease("generate", min_rows=4, deadline=5)
+    lease = dock.lease("generate", ids=ids(2, 2), deadline=5)
     with pytest.raises(TimeoutError, match="'generate' still holds rows of epoch 0"):
         dock.clear(0, [0])
     dock.release(lease)
@@ -342,7 +320,7 @@ def test_what_another_rank_holds_when_it_has_cleared_all_of_an_epoch_is_acknowle
         leader.open(epoch, 2, 1), other.open(epoch, 2, 1)
         leader.put(prompts(2, epoch=epoch))
     grader = other.beside()
-    lease = grader.lease("generate", min_rows=4, deadline=5)
+    lease = grader.lease("generate", ids=[*ids(2, 1), *ids(2, 1, 1)], deadline=5)
     other.clear(0)
     with ThreadPoolExecutor(1) as pool:
         cleared = pool.submit(leader.clear, 0)
@@ -361,7 +339,7 @@ def test_clearing_waits_for_no_row_that_is_done_whatever_else_its_lease_holds(ma
     for epoch in (0, 1):
         dock.open(epoch, 1, 2)
         dock.put(prompts(1, epoch=epoch))
-    lease = dock.lease("generate", min_rows=4, deadline=5)
+    lease = dock.lease("generate", ids=[*ids(1, 2), *ids(1, 2, 1)], deadline=5)
     first, second = (tuple(i for i in lease.rows.ids if i.epoch == epoch) for epoch in (0, 1))
     dock.commit_part(lease, tokens(first, 1, 1))
     dock.clear(0)
@@ -409,7 +387,6 @@ def test_bad_calls_are_refused(make) -> None:
         (lambda: dock.open(1, 0, 2), "groups=0"),
         (lambda: dock.clear(0, [3]), r"\[3\]"),
         (lambda: dock.lease("nope", deadline=0), "declared: generate"),
-        (lambda: dock.lease("generate", min_rows=3, max_rows=2, deadline=0), "got 3 and 2"),
         (lambda: dock.lease("generate", ids=[sid(0, 0)] * 2, deadline=0), "twice"),
         (lambda: dock.lease("logp", columns=["prompt"], deadline=0), r"\['prompt'\]"),
         (lambda: dock.read([sid(0, 0)], ["prompt"]), r"'prompt' of \(0, 0, 0\)"),
@@ -434,7 +411,7 @@ def test_a_commit_writes_what_its_state_writes_or_nothing(make) -> None:
     dock = make()
     dock.open(0, 1, 2)
     dock.put(prompts(1))
-    lease = dock.lease("generate", min_rows=2, deadline=5)
+    lease = dock.lease("generate", ids=ids(1, 2), deadline=5)
     for rows, message in [
         (None, "must write column 'tokens'"),
         (tokens([sid(0, 0)]), r"missing for \(0, 0, 1\)"),
@@ -459,7 +436,7 @@ def test_peers_share_one_lease_and_its_end(members, nodes: list[str]) -> None:
     for dock in docks:
         dock.open(0, 2, 2)
     docks[1].put(prompts(2))
-    (first, *others) = together(3, lambda r: docks[r].lease("generate", min_rows=4, deadline=5))
+    (first, *others) = together(3, lambda r: docks[r].lease("generate", ids=ids(2, 2), deadline=5))
     assert all(o.token == first.token and o.rows.ids == first.rows.ids for o in others)
     assert all(o.rows["prompt"].values.equal(first.rows["prompt"].values) for o in others)
     together(3, lambda r: docks[r].release(first))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from dock_help import COLUMNS, STATES, ids, prompts, tokens
 
-from mindspeed_rl_plugin.dock import Dock, joining, rpc
+from mindspeed_rl_plugin.dock import Dock, SampleId, joining, rpc
 from mindspeed_rl_plugin.dock import messages as m
 
 
@@ -27,6 +27,14 @@ def job(members, tmp_path):
     other.close()
 
 
+def taken_by(dock: Dock) -> set[SampleId]:
+    """All four rows, once they can be had."""
+    taken = set()
+    while len(taken) < 4:
+        taken |= {*dock.lease("generate", deadline=5).rows.ids}
+    return taken
+
+
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_lease_that_its_asker_no_longer_waited_for_comes_again(job, answered: bool) -> None:
     """The asker goes on, over other connections. answered: whether the answer had come when it gave up."""
@@ -36,7 +44,7 @@ def test_a_lease_that_its_asker_no_longer_waited_for_comes_again(job, answered: 
     if answered:
         assert stream.socket.recv(1, socket.MSG_PEEK)
     stream.close()
-    assert {*job.other.lease("generate", min_rows=4, deadline=5).rows.ids} == {*ids(2, 2)}
+    assert taken_by(job.other) == {*ids(2, 2)}
     assert job.asker._calls.me.name in job.member.server._streams.values(), "else all that it has would come again"
 
 
@@ -58,4 +66,4 @@ def test_an_error_while_rows_are_taken_in_ends_the_leases_of_their_sender(job, m
     monkeypatch.setattr(job.member.core, "_on_put", lambda *_: 1 // 0)
     with pytest.raises(ConnectionError):
         job.asker.commit(lease, tokens(lease.rows.ids))
-    assert len(job.other.lease("generate", min_rows=4, deadline=5)) == 4 and raised == [ZeroDivisionError]
+    assert len(taken_by(job.other)) == 4 and raised == [ZeroDivisionError]
