@@ -43,13 +43,6 @@ def test_a_meter_of_a_device_says_what_it_measures():
     assert "device memory" in Device("cuda").memory.measures and "device memory" in Device("npu").memory.measures
 
 
-def test_cpu_needs_no_wait():
-    device = Device("cpu")
-    device.synchronize()
-    device.synchronize_stream()
-    assert device.current() == torch.device("cpu")
-
-
 def test_process_meter_sees_a_tensor_and_forgets_the_peak():
     meter = ProcessMeter()
     meter.reset_peak()

@@ -371,22 +371,15 @@ def test_all_problems_come_at_once() -> None:
 
 # The published config.json of Qwen2.5-7B, as far as it names the model.
 QWEN25_7B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
     "hidden_act": "silu",
     "hidden_size": 3584,
     "intermediate_size": 18944,
-    "max_position_embeddings": 131072,
-    "max_window_layers": 28,
     "model_type": "qwen2",
     "num_attention_heads": 28,
     "num_hidden_layers": 28,
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-06,
     "rope_theta": 1000000.0,
-    "sliding_window": 131072,
     "tie_word_embeddings": False,
     "use_sliding_window": False,
     "vocab_size": 152064,

@@ -99,16 +99,6 @@ def test_gradcheck(head):
     assert torch.autograd.gradcheck(both, (hidden, weight))
 
 
-def test_gradcheck_with_a_weight_tied_to_the_embedding():
-    _, weight, labels = random_case(torch.float64, vocab=71, padded=80, tokens=4)
-
-    def both(w):
-        settings = {"vocab_size": 71, "chunk_tokens": 2, "temperature": 0.7, "entropy_grad": True}
-        return chunked_token_logps(torch.tanh(w[labels.flip(0)]), w, labels, **settings)
-
-    assert torch.autograd.gradcheck(both, (weight,))
-
-
 @both_ways
 def test_padded_rows_have_no_probability_and_no_gradient(head):
     hidden, weight, labels = random_case()

@@ -17,17 +17,10 @@ from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
 from mindspeed_rl_plugin.reshard import families, family_rows
 from mindspeed_rl_plugin.reshard.family_table import Family, HfConfig, Router
 from mindspeed_rl_plugin.reshard.layout import (
-    EngineParallel,
     ModelShape,
     Parallel,
     canonical_tensors,
-    engine_layout,
-    engine_shapes,
-    megatron_layout,
-    megatron_shapes,
 )
-from mindspeed_rl_plugin.reshard.plan import make_plan
-from mindspeed_rl_plugin.reshard.transfer import stream
 from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.plan import plan
@@ -35,7 +28,6 @@ from mindspeed_rl_plugin.tools.plan.script_args import read_arguments
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_transfer import together  # noqa: E402
 
 ROWS = family_rows.PLAIN + family_rows.QK_NORM + family_rows.DENSE_MLP
 ROWS += family_rows.ROUTED + family_rows.ROUTER_BIAS + family_rows.SHARED_EXPERTS
@@ -130,38 +122,6 @@ def test_arguments_and_config_say_the_same(files):
     ):
         with pytest.raises(ValueError, match=message):
             derive_config(argparse.Namespace(**vars(args) | {name: value}), vocab_size=250)
-
-
-def test_its_weights_reach_the_engine(files):
-    """Two ranks per stage to two engines with spread experts: every element of every parameter, by the plan."""
-    directory, tensors = files
-    shape = ModelShape.from_hf_config(config_of(directory), 256)
-    parallel, engine = Parallel(8, tp=2, pp=2, ep=2, etp=1, first_layers=2), EngineParallel(2, 4)
-    sources = {r: megatron_layout(shape, parallel, r, "te", "te_grouped") for r in range(8)}
-    shapes = {r: megatron_shapes(shape, parallel, r, "te", "te_grouped") for r in range(8)}
-    wanted = {r: engine_layout(shape, engine, r % 4) for r in range(8)}
-    source = {r: place(sources[r], shapes[r], tensors) for r in sources}
-    live = {r: {n: torch.zeros(s) for n, s in engine_shapes(shape, engine, r % 4).items()} for r in wanted}
-
-    def run(rank, channel):
-        plan = make_plan(sources, wanted, canonical_tensors(shape), itemsize=4, bucket_bytes=4096, rank=rank)
-        stream(plan, source[rank], live[rank], channel=channel, dtype=torch.float32, device=torch.device("cpu"))
-
-    together(run, range(8))
-    for rank, layout in wanted.items():
-        expected = place(layout, engine_shapes(shape, engine, rank % 4), tensors)
-        assert all(torch.equal(live[rank][name], tensor) for name, tensor in expected.items())
-    assert "model.layers.2.mlp.gate.e_score_correction_bias" in live[0]
-
-
-def place(layout, shapes, tensors):
-    """What a rank stores: the canonical slices of every segment, zeros in the padding."""
-    out = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    for name, segments in layout.items():
-        for s in segments:
-            slices = tensors[s.name].narrow(s.axis, s.start, s.size)
-            s.view(out[name], s.start, s.size).copy_(slices)
-    return out
 
 
 def test_import_export_and_plan(files, tmp_path, capsys):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
-from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, train_layout
 from mindspeed_rl_plugin.tools.plan.estimate import weights_by_layer
 
 DENSE = ModelShape("qwen2", 4, 8, 4, 4, 2, 16, 32, 32)
@@ -71,37 +70,3 @@ def played(shape, train, engine):
 def test_bytes_of_its_collectives(shape, train, engine):
     nbytes = received(shape, train, engine, range(train.world))
     np.testing.assert_array_equal(nbytes, 2 * np.array(played(shape, train, engine)))
-
-
-@pytest.mark.parametrize(
-    "model, train, generate, mean",
-    [  # GB per rank
-        ("qwen2.5-32b", "tp8,dp2", "tp4,dp4", 65.53 * 7 / 8),
-        ("qwen3-30b-a3b", "tp4,ep8,etp1,dp2", "tp1,ep8", 3.06 * 3 / 4),
-    ],
-)
-def test_published_models(model, train, generate, mean):
-    parallel = train_layout(train, None)
-    engine, _ = engine_layout_of(generate, parallel.world)
-    nbytes = received(model_shape(model, 1), parallel, engine, range(parallel.world))
-    assert nbytes.mean() / 1e9 == pytest.approx(mean, rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    "shape, train, engine, ranks, message",
-    [
-        (DENSE, Parallel(4, tp=2), EngineParallel(2), range(4, 8), "live on all ranks of the trainer"),
-        (DENSE, Parallel(8, tp=4), EngineParallel(8), range(8), None),
-        (DENSE, Parallel(6, tp=3), EngineParallel(2), range(6), "size 2 does not divide the trainer's 3"),
-        (DENSE, Parallel(4, tp=2, pp=2), EngineParallel(4), range(4), "do not divide a stage of 2"),
-        (ROUTED, Parallel(8, tp=2, ep=8, etp=1), EngineParallel(2, 4), range(8), "8 ranks of experts do not divide"),
-        (ROUTED, Parallel(4, tp=2), EngineParallel(2, 4), range(4), "whole experts only"),
-        (ROUTED, Parallel(4, tp=2, ep=2, etp=1), EngineParallel(2), range(4), "no engines that cut every expert"),
-    ],
-)
-def test_pairs_that_it_refuses(shape, train, engine, ranks, message):
-    if message is None:
-        assert received(shape, train, engine, ranks).min() > 0
-    else:
-        with pytest.raises(ValueError, match=message):
-            received(shape, train, engine, ranks)

@@ -203,6 +203,16 @@ def test_broken_weights_are_found_where_minimum_and_maximum_pass_over_nan(monkey
     assert [verify.first_broken([good, t]) for t in (good, broken, -broken.nan_to_num(torch.inf))] == [0, 2, 2]
 
 
+def test_weights_that_are_spread_over_ranks_are_gathered_before_they_are_copied(monkeypatch):
+    _, ranks, *_ = two_ranks()
+    publisher, memory, chunks = ranks[0]
+    chunks[0].start_param_sync = lambda force_sync: events.append("gather")
+    chunks[0].use_forward_hook, chunks[0].remove_forward_pre_hook_handles, events = True, {}, []
+    monkeypatch.setattr(publisher, "_copy", lambda *given, copy=publisher._copy: events.append("copy") or copy(*given))
+    publisher.publish(chunks, 0)
+    assert events == ["gather", "copy"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_copy_that_goes_through_other_memory_is_waited_for(monkeypatch, dtype):
     """torch_npu 2.7.1 reads that memory before it is filled: where it converts, and where the place has gaps."""

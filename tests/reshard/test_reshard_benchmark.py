@@ -40,15 +40,6 @@ def test_targets_are_judged_by_the_rows(benchmark, rows, reached):
     assert [row["value"] for row in benchmark.targets(rows) if row["metric"].endswith("reached")] == reached
 
 
-def test_targets_of_the_plan_compare_allgather_with_stream(benchmark):
-    case = "qwen3-30b-a3b tp4,ep8 -> tp1,ep8"
-    key = "received_bytes_all_ranks"
-    values = {"allgather": 399, "stream": 20}
-    rows = [{"arm": f"plan {mode}", "case": case, "metric": key, "value": v} for mode, v in values.items()]
-    ratio, reached = benchmark.targets(rows)
-    assert (ratio["value"], reached["value"]) == (399 / 20, "no")
-
-
 @pytest.mark.parametrize("family", ["dense", "moe"])
 def test_models_are_as_large_as_asked_for(benchmark, family):
 

@@ -70,44 +70,6 @@ def test_rows_go_into_the_table_and_bad_ends_take_theirs_away(tmp_path):
         scripts.record(TRAINED, tmp_path / "plain.md")
 
 
-def test_finished_scripts_are_not_rehearsed_again(tmp_path, monkeypatch):
-    table, ran = tmp_path / "scripts.md", []
-    table.write_text(f"{scripts.BEGIN}\n{scripts.END}\n")
-    for path in (
-        "llm/examples/mcore/a/pretrain_a.sh",
-        "llm/examples/mcore/a/tune_a_full_b.sh",
-        "llm/examples/other.sh",
-    ):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).touch()
-    for name, folders in zip(scripts.CHECKOUTS, (("core", "core_v0.19.0"), ("mind",), ("llm",)), strict=True):
-        monkeypatch.setenv(name, os.pathsep.join(str(tmp_path / folder) for folder in folders))
-    (tmp_path / "core_v0.19.0" / "examples" / "gpt3").mkdir(parents=True)
-    (tmp_path / "core_v0.19.0" / "examples" / "gpt3" / "train.sh").touch()
-
-    def rehearsed(script, together, home, out):
-        ran.append((script.name, *(folder.name for folder in together.values())))
-        platform = ", ".join(folder.name for folder in reversed(together.values()))
-        good = "tune" not in script.name
-        return replace(
-            TRAINED, script=str(script.relative_to(home)), platform=platform, shown=scripts.ALL if good else []
-        )
-
-    monkeypatch.setattr(scripts, "rehearse", rehearsed)
-    monkeypatch.setattr(sys, "argv", ["launch_scripts.py", "--table", str(table)])
-    assert scripts.main() == 1
-    llm = ("core", "mind", "llm")
-    tune = ("tune_a_full_b.sh", *llm)
-    assert ran == [("pretrain_a.sh", *llm), tune, ("train.sh", "core_v0.19.0")]
-    assert scripts.main() == 1 and ran[3:] == [tune], "only what did not end well"
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--only", "pretrain_*", "--again"])
-    assert scripts.main() == 0 and ran[4:] == ran[:1]
-    for name in scripts.CHECKOUTS:
-        monkeypatch.delenv(name)
-    with pytest.raises(SystemExit):
-        scripts.main()
-
-
 def test_what_ran_is_known_by_lines_and_files(tmp_path):
     flags = Flags.parse(["--rl-dump-dir", str(tmp_path / "dump"), "--save", str(tmp_path)])
     rounds, held_out = "rl 1/2 | reward", "rl 0/2 eval | accuracy 0"

@@ -212,14 +212,6 @@ def test_stages_of_different_sizes_stay_different(ranks, kept):
     assert flags.get("--num-layer-list") == kept and flags.number("--num-layers", 0) == (3 if kept else 2)
 
 
-def test_memory_of_the_optimizer_is_rehearsed_as_written():
-    words = "--reuse-fp32-param --swap-optimizer --swap-optimizer-times 4"
-    flags = Flags.parse(f"{words} --swap-attention --swap-modules mlp".split())
-    remove_unavailable(flags, mindspeed=True)
-    shrink(flags, 2)
-    assert " ".join(flags.argv()).startswith(words) and "--swap-attention" not in flags
-
-
 @pytest.mark.parametrize("ranks, kept", [(1, False), (2, True)])
 def test_experts_are_rehearsed_as_written(ranks, kept):
     """Overlapped communication needs some."""

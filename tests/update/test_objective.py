@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.algorithms import Totals, resolve
-from mindspeed_rl_plugin.algorithms.corrections import LEVELS, importance_weights
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.update import tallies
@@ -148,16 +147,6 @@ def test_where_all_is_outside_only_the_kl_is_trained(level):
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     metrics = to_metrics(tally, Totals(sum(COUNTS), 3))
     assert metrics["loss/policy"] == 0.0 and metrics[f"rollout/{level}_weight_outside".replace("token_", "")] == 1.0
-
-
-def test_a_response_of_one_token_has_the_same_weight_at_every_level():
-    old, rollout = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.5], dtype=torch.float64)
-    for level in LEVELS:
-        got = importance_weights(old, rollout, torch.tensor([1]), 3, level)
-        assert got.item() == pytest.approx(math.exp(0.5), rel=1e-15)
-    none = torch.zeros(0, dtype=torch.float64)
-    for level in LEVELS:
-        assert importance_weights(none, none, torch.zeros(0, dtype=torch.int64), 2, level).shape == (0,)
 
 
 @pytest.mark.parametrize("stale", [(), (2,), (0, 3), (0, 2, 3)])
