@@ -70,25 +70,20 @@ class RawFormat:
         self._longest = max(map(len, tokenizer.get_vocab()))  # token [characters]
 
     def prompt(self, messages: Sequence[Message], said: int = 0) -> list[int]:
-        """See `Format`."""
         content = messages[-1]["content"]
         data = len(content) - said
         return [*text_tokens(self._tokenizer, content[:data]), *self._encode(self._marked(content[data:]))]
 
     def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
-        """See `Format`."""
         return self._encode(self._marked("".join(message["content"] for message in messages)))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """See `Format`."""
         return self._tokenizer.decode(self._unended(tokens), skip_special_tokens=True)
 
     def raw_text(self, tokens: Sequence[int]) -> str:
-        """See `Format`."""
         return self._tokenizer.decode(self._unended(tokens), clean_up_tokenization_spaces=False)
 
     def shortened(self, text: str, limit: int) -> tuple[str, bool]:
-        """See `Format`."""
         text = whole(text)
         start = text[: limit * self._longest + 1]  # so many characters are more than `limit` tokens
         tokens = self._encode(self._marked(start))
@@ -103,7 +98,6 @@ class RawFormat:
         return start[:size] + mark, True
 
     def holds_special(self, text: str) -> bool:
-        """See `Format`."""
         return self._control.pattern.search(text) is not None
 
     # inside
@@ -141,13 +135,11 @@ class ChatFormat(RawFormat):
             self._check_together(role)
 
     def prompt(self, messages: Sequence[Message], said: int = 0) -> list[int]:
-        """See `Format`."""
         *before, last = messages
         content = self._marked(last["content"], len(last["content"]) - said) if said else last["content"]
         return self._encode(self._render([*before, {**last, "content": content}]))
 
     def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
-        """See `Format`."""
         tokens = self._encode(self._tail(messages))
         assert tokens[0] == self.close, (tokens[0], self.close)
         return tokens[1:] if last == self.close else tokens

@@ -61,14 +61,13 @@ class Lost(NamedTuple):
 @dataclass(eq=False)
 class Slot:
     """A worker. pid: of its process; homes: the environments in it; waiting: calls of these; closing: keys of those
-    that are over; began: to load."""
+    that are over."""
 
     worker: CallWorker
     pid: int
     homes: set[Home] = field(default_factory=set)
     waiting: deque[Call] = field(default_factory=deque)
     closing: deque[int] = field(default_factory=deque)
-    began: float = field(default_factory=time.monotonic)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -77,17 +76,14 @@ class Slot:
 
 
 class Dispatcher:
-    """workers: started already; timeout: seconds of one call; patience: seconds in which a worker that is started
-    again must have loaded its files; concurrent: names of calls that are coroutines, as `Offer` has them. answered:
-    calls that are over, one that was replayed each time."""
+    """workers: started already; timeout: seconds of one call; concurrent: names of calls that are coroutines, as
+    `Offer` has them. answered: calls that are over, one that was replayed each time."""
 
     answered = 0
 
-    def __init__(
-        self, workers: Sequence[CallWorker], timeout: float, patience: float, concurrent: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, workers: Sequence[CallWorker], timeout: float, concurrent: Sequence[str] = ()) -> None:
         self._slots = [Slot(worker, worker.pid) for worker in workers]
-        self._timeout, self._patience, self._concurrent = timeout, patience, {*concurrent, "close"}
+        self._timeout, self._concurrent = timeout, {*concurrent, "close"}
         self._waiting: deque[Call] = deque()  # for any worker
         self._numbers = itertools.count()
 
@@ -171,12 +167,7 @@ class Dispatcher:
         ready = slot.worker.ready()
         if slot.worker.pid != slot.pid:
             self._lose_homes(slot)
-            slot.pid, slot.began = slot.worker.pid, time.monotonic()
-        if not ready and time.monotonic() > slot.began + self._patience:
-            raise EpisodeError(
-                f"an environment worker was started again, and needs more than {self._patience:g} s to load its files; "
-                "let them do less when they are imported, or raise --rl-wait-timeout"
-            )
+            slot.pid = slot.worker.pid
         return ready
 
     def _give_one(self, slot: Slot) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence, Set
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -38,35 +39,12 @@ class EpisodeEngine:
         self._paused: dict[SampleId, Unfinished] = {}
         self._progress, self._answered = time.monotonic(), 0
 
-    @property
-    def replica(self) -> int:
-        """See `Engine`."""
-        return self._engine.replica
-
-    @property
-    def replicas(self) -> int:
-        """See `Engine`."""
-        return self._engine.replicas
-
-    @property
-    def leader(self) -> bool:
-        """See `Engine`."""
-        return self._engine.leader
-
-    @property
-    def version(self) -> int:
-        """See `Engine`."""
-        return self._engine.version
-
-    @property
-    def digest(self) -> str | None:
-        """See `Engine`."""
-        return self._engine.digest
-
-    @property
-    def shares_experts(self) -> bool:
-        """See `Engine`."""
-        return self._engine.shares_experts
+    replica = property(attrgetter("_engine.replica"))
+    replicas = property(attrgetter("_engine.replicas"))
+    leader = property(attrgetter("_engine.leader"))
+    version = property(attrgetter("_engine.version"))
+    digest = property(attrgetter("_engine.digest"))
+    shares_experts = property(attrgetter("_engine.shares_experts"))
 
     @property
     def progress(self) -> float:
@@ -114,7 +92,6 @@ class EpisodeEngine:
         return done
 
     def keep_step(self) -> None:
-        """See `Engine`."""
         self._engine.keep_step()
 
     def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
@@ -128,7 +105,6 @@ class EpisodeEngine:
         return [self._pause(sample) for sample in chosen if sample not in self._sampling]
 
     def parameters(self) -> dict[str, Tensor]:
-        """See `Engine`."""
         return self._engine.parameters()
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
@@ -136,11 +112,9 @@ class EpisodeEngine:
         self._engine.update_weights(version, digest, in_flight=in_flight and bool(self._sampling))
 
     def sleep(self) -> None:
-        """See `Engine`."""
         self._engine.sleep()
 
     def wake(self, parts: Sequence[str] = PARTS) -> None:
-        """See `Engine`."""
         self._engine.wake(parts)
 
     def shutdown(self) -> None:

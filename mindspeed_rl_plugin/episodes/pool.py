@@ -31,18 +31,17 @@ from mindspeed_rl_plugin.episodes.protocol import (
 from mindspeed_rl_plugin.episodes.tools import RESET, Offer
 from mindspeed_rl_plugin.episodes.worker import CLOSE_SECONDS, Answer, Source
 from mindspeed_rl_plugin.reward.calling import lacking
-from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, locate
+from mindspeed_rl_plugin.reward.specs import locate
 from mindspeed_rl_plugin.rows import SampleId
-from mindspeed_rl_plugin.workers.calls import CallWorker
-from mindspeed_rl_plugin.workers.process import Program, slow_to_load, wait_for
+from mindspeed_rl_plugin.workers.calls import CallWorker, load_all
+from mindspeed_rl_plugin.workers.process import Program
 
 KILL_SECONDS = 5.0  # in which the keeper of a worker kills all that a user's code has started
-WHO = "an environment worker"
 SERVES = Program(
     "mindspeed_rl_plugin.episodes.worker:main",
     Offer | None,
     tuple[int, Answer],
-    WHO,
+    "an environment worker",
     EpisodeError,
     patience=KILL_SECONDS,
     kept=True,
@@ -56,8 +55,7 @@ class EnvironmentPool:
     """`Environments` of a user's files, in `workers` processes, see `dispatch`. For one thread at a time.
 
     tools, environment: as --rl-tools and --rl-environment have them; parser: as --rl-tool-parser has one of the user's;
-    see `tools`. timeout: seconds of one call;
-    wait_timeout: seconds that other ranks wait for this one, of which loading the files may take SHARE_OF_WAIT.
+    see `tools`. timeout: seconds of one call; wait_timeout: seconds that other ranks wait for this one.
 
     Raises EpisodeError for what cannot be loaded.
     """
@@ -86,7 +84,7 @@ class EnvironmentPool:
         self._warned = self._closed = False
         offer, started = self._load(SERVES, workers)
         self._offer: Offer = offer
-        self._dispatcher = Dispatcher(started, timeout, SHARE_OF_WAIT * wait_timeout, offer.concurrent)
+        self._dispatcher = Dispatcher(started, timeout, offer.concurrent)
         self.begins = environment is not None
         self.check_fields = functools.partial(_check_fields, environment, offer.fields)
         try:
@@ -101,16 +99,13 @@ class EnvironmentPool:
 
     @property
     def pending(self) -> bool:
-        """See `Environments`."""
         return bool(self._asked or self._replies)
 
     @property
     def answered(self) -> int:
-        """See `Environments`."""
         return self._dispatcher.answered
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
-        """See `Environments`."""
         home = self._dispatcher.home() if self.begins else None
         opened = self._opened[episode] = OpenEpisode(episode, home)
         if home is not None:
@@ -131,14 +126,12 @@ class EnvironmentPool:
         self._give()
 
     def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
-        """See `Environments`."""
         opened = self._opened[episode]
         self._conclude(opened)
         self._go_on(opened)
         self._give()
 
     def end(self, episode: SampleId) -> None:
-        """See `Environments`."""
         self._replies = [reply for reply in self._replies if reply.id != episode]
         opened = self._opened.pop(episode, None)
         if opened is None:
@@ -149,7 +142,6 @@ class EnvironmentPool:
         self._give()
 
     def poll(self, seconds: float) -> list[Reply]:
-        """See `Environments`."""
         end = time.monotonic() + seconds
         while True:
             if self._closed:
@@ -185,16 +177,8 @@ class EnvironmentPool:
         setup = self._sources, self._environment, self._parser, self._timeout
         sources = (*self._sources, self._environment, self._parser)
         loads = ", ".join(source.given for source in sources if source is not None)
-        limit = SHARE_OF_WAIT * self._wait_timeout
-        workers, end = [CallWorker(program, setup, loads) for _ in range(count)], time.monotonic() + limit
-        try:
-            while not all([worker.ready() for worker in workers]):
-                if not wait_for(workers, end):
-                    raise EpisodeError(slow_to_load(WHO, loads, limit, self._wait_timeout))
-        except BaseException:
-            for worker in workers:
-                worker.close()
-            raise
+        workers = [CallWorker(program, setup, loads, self._wait_timeout) for _ in range(count)]
+        load_all(workers)
         return workers[0].loaded, workers
 
     def _try_parser(self) -> None:
@@ -270,19 +254,8 @@ class EnvironmentPool:
     def _reply(self, opened: OpenEpisode, failure: str | None = None) -> None:
         made, opened.draft = opened.draft, Draft()
         self._asked.discard(opened.id)
-        self._replies.append(
-            Reply(
-                opened.id,
-                tuple(made.messages),
-                reward=made.reward,
-                done=made.done,
-                failure=failure,
-                calls=made.calls,
-                raised=made.raised,
-                counts=made.counts,
-                seconds=made.seconds,
-            )
-        )
+        told = {name: getattr(made, name) for name in ("reward", "done", "calls", "raised", "counts", "seconds")}
+        self._replies.append(Reply(opened.id, tuple(made.messages), failure=failure, **told))
         if failure is not None or made.done:
             del self._opened[opened.id]
             self._leave(opened)

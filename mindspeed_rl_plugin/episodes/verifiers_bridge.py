@@ -24,9 +24,8 @@ import msgspec
 from mindspeed_rl_plugin.config.episode_flags import VERIFIERS
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Reply, Turn
 from mindspeed_rl_plugin.episodes.verifiers_load import ROW
-from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT
 from mindspeed_rl_plugin.rows import SampleId
-from mindspeed_rl_plugin.workers.process import Program, Worker, slow_to_load, wait_for
+from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
 TOGETHER = 64  # most rollouts of one process at a time; of an evaluation, which may come between two parts, as many
 AWAY_SECONDS = 1.0  # nobody listened so long: what was said meanwhile may not have fitted into the pipe
@@ -50,11 +49,9 @@ class RolloutReport(msgspec.Struct):
 
 @dataclass
 class VerifiersProcess:
-    """A worker. since: when it was started, on the monotonic clock; loaded: whether rollouts can begin in it; killed:
-    why it was."""
+    """A worker. loaded: whether rollouts can begin in it; killed: why it was."""
 
     worker: Worker
-    since: float
     loaded: bool = False
     killed: str | None = None
 
@@ -81,8 +78,8 @@ class RolloutRecord:
 class VerifiersEnvironments:
     """environment: what stands behind `verifiers:`; python: interpreter that has verifiers, None for this one;
     tokenizer: of the prompts, a path; workers: processes; timeout: of the environment's part of a turn [seconds];
-    wait: seconds that other ranks wait for this one, of which loading may take SHARE_OF_WAIT; together: most rollouts
-    of a process at a time, None without a limit, as a lockstep needs it.
+    wait: seconds that other ranks wait for this one; together: most rollouts of a process at a time, None without a
+    limit, as a lockstep needs it.
 
     Rows have the field `verifiers`, as `python -m mindspeed_rl_plugin tasks` writes them. Raises ValueError for an
     interpreter that is none. The processes load beside what follows; that they cannot is said by `poll`.
@@ -102,22 +99,20 @@ class VerifiersEnvironments:
         together: int | None = TOGETHER,
         trust_remote_code: bool = False,
     ) -> None:
-        self._timeout, self._wait, self._together = timeout, wait, math.inf if together is None else together
+        self._timeout, self._together = timeout, math.inf if together is None else together
         program = rollouts_program(interpreter(python))
         setup = (environment, tokenizer, trust_remote_code)
-        now = time.monotonic()
-        self._loads = VERIFIERS + environment
-        self._processes = [VerifiersProcess(Worker(program, setup, self._loads), now) for _ in range(workers)]
+        loads = VERIFIERS + environment
+        self._processes = [VerifiersProcess(Worker(program, setup, loads, wait)) for _ in range(workers)]
         self._numbers = itertools.count()
         self._rollouts: dict[int, RolloutRecord] = {}  # all that hold something, those that are given up too
         self._known: dict[SampleId, RolloutRecord] = {}  # those that are not given up
         self._queue: deque[RolloutRecord] = deque()  # those that have not begun
         self._replies: list[Reply] = []
-        self._heard = now  # when somebody last listened
+        self._heard = time.monotonic()  # when somebody last listened
 
     @property
     def pending(self) -> bool:
-        """See `Environments`."""
         return bool(self._queue or self._replies or any(r.due is not None for r in self._known.values()))
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
@@ -127,7 +122,6 @@ class VerifiersEnvironments:
         self._queue.append(rollout)
 
     def act(self, episode: SampleId, turn: Turn) -> None:
-        """See `Environments`."""
         self._answer(episode, "act", turn.tokens, turn.logps)
 
     def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
@@ -135,14 +129,12 @@ class VerifiersEnvironments:
         self._answer(episode, "finish", cut and (cut.tokens, cut.logps))
 
     def end(self, episode: SampleId) -> None:
-        """See `Environments`."""
         rollout = self._known.get(episode)
         self._replies = [reply for reply in self._replies if reply.id != episode]
         if rollout is not None:
             self._give_up(rollout)
 
     def poll(self, seconds: float) -> list[Reply]:
-        """See `Environments`."""
         now = time.monotonic()
         self._excuse(now - self._heard)
         end = now + seconds
@@ -159,7 +151,6 @@ class VerifiersEnvironments:
 
     @staticmethod
     def check_fields(rows: Mapping[str, Set[str]]) -> None:
-        """See `Environments`."""
         for where, fields in rows.items():
             if ROW not in fields:
                 raise ValueError(
@@ -168,7 +159,6 @@ class VerifiersEnvironments:
                 )
 
     def close(self) -> None:
-        """See `Environments`."""
         for process in self._processes:
             process.worker.cut()
         for process in self._processes:
@@ -219,12 +209,9 @@ class VerifiersEnvironments:
     def _hear(self, process: VerifiersProcess) -> None:
         """What a process has said; starts one that has died again. Raises EpisodeError where it cannot load."""
         worker = process.worker
-        if not process.loaded:
-            if worker.ready():
-                process.loaded, worker.until = True, math.inf
-                self.answered += 1
-            elif time.monotonic() > process.since + (limit := SHARE_OF_WAIT * self._wait):
-                raise EpisodeError(slow_to_load("a verifiers process", self._loads, limit, self._wait))
+        if not process.loaded and worker.ready():
+            process.loaded, worker.until = True, math.inf
+            self.answered += 1
         while process.loaded and (answer := worker.answer()) is not None:
             if isinstance(answer, str):
                 self._died(process, answer)
@@ -258,7 +245,7 @@ class VerifiersEnvironments:
 
     def _died(self, process: VerifiersProcess, how: str) -> None:
         why = process.killed or f"was in a verifiers process that {how}"
-        process.loaded, process.killed, process.since = False, None, time.monotonic()
+        process.loaded, process.killed = False, None
         for rollout in [rollout for rollout in self._rollouts.values() if rollout.process is process]:
             self._take(RolloutReport(rollout.number, 0.0, failure=why))
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError, opening
-from mindspeed_rl_plugin.reward.specs import SHARE_OF_WAIT, parse_specs, time_limits
+from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 from mindspeed_rl_plugin.reward.worker import Kind
-from mindspeed_rl_plugin.workers.calls import CallWorker
-from mindspeed_rl_plugin.workers.process import Program, slow_to_load, wait_for
+from mindspeed_rl_plugin.workers.calls import CallWorker, load_all
+from mindspeed_rl_plugin.workers.process import SHARE_OF_WAIT, Program, wait_for
 
 if TYPE_CHECKING:
     from mindspeed_rl_plugin.rows import Prompt
@@ -86,12 +86,10 @@ class RewardPool:
         self._batches: dict[Batch, None] = {}  # those with grades that are missing, by their ends
         self._finished: list[Batch] = []
         setup = self._specs, self._timeouts, regex, device, trust_remote_code
-        self._workers = [CallWorker(WORKER, setup, ", ".join(self.names)) for _ in range(workers)]
-        try:
-            self._load()
-        except BaseException:
-            self.close()
-            raise
+        began, loads = time.monotonic(), ", ".join(self.names)
+        self._workers = [CallWorker(WORKER, setup, loads, wait_timeout) for _ in range(workers)]
+        load_all(self._workers)
+        self._loading = time.monotonic() - began
         self._kinds: Sequence[Kind] = self._workers[0].loaded
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
@@ -208,15 +206,6 @@ class RewardPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _load(self) -> None:
-        began, end = time.monotonic(), time.monotonic() + self._limit
-        while not all([worker.ready() for worker in self._workers]):
-            if not wait_for(self._workers, end):
-                raise RewardError(
-                    slow_to_load("a reward worker", ", ".join(self.names), self._limit, self._wait_timeout)
-                )
-        self._loading = time.monotonic() - began
 
     def _calls(self, batch: Batch) -> Iterator[Call]:
         """A batch grader is called with whole groups, others with one item."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl_plugin.reward.reward_model import PREFIX, check_files
+from mindspeed_rl_plugin.workers.process import SHARE_OF_WAIT
 
 ENVIRONMENT = "environment"  # the reward that an episode's environment gave
 BUILTIN = ("math", "exact", "regex", ENVIRONMENT)
 KINDS = {"function": r"^(?:async )?def ([a-zA-Z]\w*)", "class": r"^class ([a-zA-Z]\w*)"}  # as a file defines them
-SHARE_OF_WAIT = 0.9  # of the ranks' patience with each other that grading may take, so that its own error comes first
 
 
 @dataclass(frozen=True)

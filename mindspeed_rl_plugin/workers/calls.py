@@ -8,12 +8,13 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.workers.child import Parent
-from mindspeed_rl_plugin.workers.process import WROTE, Worker
+from mindspeed_rl_plugin.workers.process import LATE, WROTE, Worker, wait_for
 
 RESTARTS = 2  # of a worker that ends before it reads its call
 FEWER = 16  # by which the number of calls beside each other is divided where their process ended
@@ -40,7 +41,7 @@ async def settled(value: Any, seconds: float) -> Any:
         return await value
     except asyncio.CancelledError:
         if late:
-            raise TooLong(f"ran longer than {seconds:g} s and was cancelled") from None
+            raise TooLong(f"{LATE} {seconds:g} s and was cancelled") from None
         raise
     finally:
         timer.cancel()
@@ -149,3 +150,14 @@ class CallWorker(Worker):
     def _look(self) -> None:
         """What the worker waits for next."""
         self.until, self._limit = min(((end, seconds) for _, seconds, end in self.calls.values()), default=(None, 0.0))
+
+
+def load_all(workers: Sequence[CallWorker]) -> None:
+    """Wait until each of them can take a call. Closes them and raises the program's error where one cannot load."""
+    try:
+        while not all([worker.ready() for worker in workers]):
+            wait_for(workers, math.inf)
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise

@@ -35,6 +35,8 @@ else:
 module, _, function = main.partition(":")
 getattr(importlib.import_module(module), function)(*descriptors)
 """
+SHARE_OF_WAIT = 0.9  # of the ranks' patience with each other that one may take, so that its own error comes first
+LATE = "ran longer than"
 LARGEST = 1 << 26  # bytes of an answer
 STALLED = 60  # seconds without a byte within a message
 WROTE = "wrote into the pipe of its worker, which was killed"
@@ -64,7 +66,7 @@ class Program:
 
 class Worker:
     """A fresh interpreter running a program, and another one after its end. setup: its first message; loads: what it
-    loads then, for messages.
+    loads then, for messages; wait: seconds of --rl-wait-timeout, of which loading may take SHARE_OF_WAIT.
 
     Not `multiprocessing.Process`, nor a library on top of it: its spawn imports the parent's main module again, which
     under torchrun is the training script. The process leads a group of its own, so that a kill reaches what a user's
@@ -74,8 +76,8 @@ class Worker:
     loaded: Any = None  # its first answer, once it is ready
     unread = 0  # calls in a row before whose reading the process ended
 
-    def __init__(self, program: Program, setup: Any, loads: str) -> None:
-        self._program, self._setup, self._loads = program, setup, loads
+    def __init__(self, program: Program, setup: Any, loads: str, wait: float = math.inf) -> None:
+        self._program, self._setup, self._loads, self._wait = program, setup, loads, wait
         self._start()
 
     def ready(self) -> bool:
@@ -87,6 +89,11 @@ class Worker:
         if self._loading and (answer := self.answer()):
             self._loading = False
             error = f"{self._program.who} {answer} while it loaded {self._loads}"
+            if isinstance(answer, str) and answer.startswith(LATE):
+                error += (
+                    "; let that do less while it is loaded (a file: while it is imported), or raise --rl-wait-timeout "
+                    f"{self._wait:g}, of which the limit is {SHARE_OF_WAIT}"
+                )
             self.loaded, error = (None, error) if isinstance(answer, str) else answer
             if error:
                 self.close()
@@ -119,7 +126,7 @@ class Worker:
         elif answer is None and ended:
             answer = self._end()
         elif answer is None and time.monotonic() >= self.until:
-            answer = f"ran longer than {self._limit:g} s and was killed"
+            answer = f"{LATE} {self._limit:g} s and was killed"
             self.close()
         if answer is not None:
             self.until = None
@@ -157,7 +164,8 @@ class Worker:
         self._process = subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL, start_new_session=True)
         self.pid = self._process.pid
         self._loading = self._taken = True
-        self.until = math.inf  # on the monotonic clock, of what it is busy with; None: idle
+        self._limit = SHARE_OF_WAIT * self._wait
+        self.until = time.monotonic() + self._limit  # of what it is busy with; None: idle
         theirs.close()
         os.close(lifeline)
         with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
@@ -181,15 +189,6 @@ class Worker:
             return "ended its process, which was killed"
         how = f"died of signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
         return f"ended its process, which {how}"
-
-
-def slow_to_load(who: str, loads: str, limit: float, wait: float) -> str:
-    """The message of workers that were not ready after `limit` seconds. loads: what they load; wait: the seconds of
-    --rl-wait-timeout, of which the limit is a share."""
-    return (
-        f"{who} needs more than {limit:g} s to load {loads}; let that do less while it is loaded (a file: while it is "
-        f"imported), or raise --rl-wait-timeout {wait:g}, of which the limit is {limit / wait:g}"
-    )
 
 
 def wait_for(workers: Iterable[Worker], end: float) -> bool:

@@ -216,7 +216,7 @@ def test_an_environment_that_cannot_be_loaded_stops_the_run(made):
 def test_one_that_loads_too_slowly_is_told_by_the_ranks_patience_and_the_mend(made):
     environments = made("slow", wait=0.5)
     begin(environments, ONE=[ASKS])
-    fix = "more than 0.45 s to load verifiers:slow; .* raise --rl-wait-timeout 0.5, of which .* 0.9$"
+    fix = "longer than 0.45 s .* while it loaded verifiers:slow; .* raise --rl-wait-timeout 0.5, of which .* 0.9$"
     with pytest.raises(EpisodeError, match=fix):
         replies(environments, 1)
 
