@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.episodes.protocol import Message
 from mindspeed_rl_plugin.episodes.rendering import MARK, ControlTokens, whole
@@ -23,40 +23,13 @@ if TYPE_CHECKING:
 CUT = "\n[cut]"  # stands behind what is left of an observation that was too long
 
 
-class Format(Protocol):
-    """How messages become tokens, and tokens text."""
-
-    most_calls: int | None
-    """Most calls in one turn that the model's format has room for; None without a limit."""
-    close: int | None
-    """The token that ends a turn in the chat template; None without a template."""
-
-    def prompt(self, messages: Sequence[Message], said: int = 0) -> list[int]:
-        """Token ids of a conversation, up to where the model's turn begins. said: characters at the end of the last
-        message that are an observation; all others are the data's, and become tokens as data prompts do."""
-
-    def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
-        """Token ids of observations, up to where the model's next turn begins; they stand behind a turn whose last
-        token, sampled, is `last`."""
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """A turn as environments and graders see it: without special tokens."""
-
-    def raw_text(self, tokens: Sequence[int]) -> str:
-        """A turn as parsers see it: with special tokens, but without the one that ended it."""
-
-    def shortened(self, text: str, limit: int) -> tuple[str, bool]:
-        """An observation, and whether it was cut: one of more than `limit` tokens is cut to so many, the mark `CUT`
-        behind them included (left out where `limit` has no room for it). What the template adds or escapes does not
-        count. Halves of surrogate pairs, which are no text, become U+FFFD."""
-
-    def holds_special(self, text: str) -> bool:
-        """Whether the text of a control token is in it."""
-
-
 class RawFormat:
-    """`Format` of models that know no chat template: a prompt is the text of the last message, as data prompts are
-    encoded, and observations are appended as they are."""
+    """How messages become tokens, and tokens text, of models that know no chat template: a prompt is the text of the
+    last message, as data prompts are encoded, and observations are appended as they are.
+
+    most_calls: most calls in one turn that the model's format has room for, None without a limit; close: the token that
+    ends a turn in the chat template, None without a template.
+    """
 
     most_calls: int | None = None
     close: int | None = None
@@ -70,20 +43,29 @@ class RawFormat:
         self._longest = max(map(len, tokenizer.get_vocab()))  # token [characters]
 
     def prompt(self, messages: Sequence[Message], said: int = 0) -> list[int]:
+        """Token ids of a conversation, up to where the model's turn begins. said: characters at the end of the last
+        message that are an observation; all others are the data's, and become tokens as data prompts do."""
         content = messages[-1]["content"]
         data = len(content) - said
         return [*text_tokens(self._tokenizer, content[:data]), *self._encode(self._marked(content[data:]))]
 
     def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
+        """Token ids of observations, up to where the model's next turn begins; they stand behind a turn whose last
+        token, sampled, is `last`."""
         return self._encode(self._marked("".join(message["content"] for message in messages)))
 
     def text(self, tokens: Sequence[int]) -> str:
+        """A turn as environments and graders see it: without special tokens."""
         return self._tokenizer.decode(self._unended(tokens), skip_special_tokens=True)
 
     def raw_text(self, tokens: Sequence[int]) -> str:
+        """A turn as parsers see it: with special tokens, but without the one that ended it."""
         return self._tokenizer.decode(self._unended(tokens), clean_up_tokenization_spaces=False)
 
     def shortened(self, text: str, limit: int) -> tuple[str, bool]:
+        """An observation, and whether it was cut: one of more than `limit` tokens is cut to so many, the mark `CUT`
+        behind them included (left out where `limit` has no room for it). What the template adds or escapes does not
+        count. Halves of surrogate pairs, which are no text, become U+FFFD."""
         text = whole(text)
         start = text[: limit * self._longest + 1]  # so many characters are more than `limit` tokens
         tokens = self._encode(self._marked(start))
@@ -98,6 +80,7 @@ class RawFormat:
         return start[:size] + mark, True
 
     def holds_special(self, text: str) -> bool:
+        """Whether the text of a control token is in it."""
         return self._control.pattern.search(text) is not None
 
     # inside
@@ -110,7 +93,7 @@ class RawFormat:
 
 
 class ChatFormat(RawFormat):
-    """`Format` by the tokenizer's chat template. tools: their JSON schemas, () where there are none.
+    """The same by the tokenizer's chat template. tools: their JSON schemas, () where there are none.
 
     close: the token that ends a turn in the template. Where a turn ended by another one, `close` stands behind it.
 
@@ -211,7 +194,7 @@ class ChatFormat(RawFormat):
             )
 
 
-def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Sequence[Mapping[str, Any]]) -> Format:
+def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Sequence[Mapping[str, Any]]) -> RawFormat:
     """The format of a run's episodes. observation: "chat" | "raw"; tools: JSON schemas, () where there are none.
 
     Raises ValueError for a chat template that is absent, or of no use for episodes.

@@ -24,11 +24,9 @@ class Draft:
     seconds: float = 0.0
 
     def count(self, name: str) -> None:
-        """One more."""
         self.counts[name] = self.counts.get(name, 0) + 1
 
     def said(self, name: str, content: str) -> None:
-        """The result of a tool."""
         self.messages.append({"role": "tool", "name": name, "content": content})
 
 

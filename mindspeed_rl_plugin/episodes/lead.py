@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, Format
+from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, RawFormat
 from mindspeed_rl_plugin.episodes.live import Plan, Unfinished
 from mindspeed_rl_plugin.episodes.protocol import (
     Attempt,
@@ -54,7 +54,6 @@ class _Story:
     finish: str | None = None
 
     def count(self, counts: Mapping[str, int]) -> None:
-        """Add to its counts."""
         for name, value in counts.items():
             self.counts[name] = self.counts.get(name, 0) + value
 
@@ -89,7 +88,7 @@ class Lead:
     def __init__(
         self,
         limits: Limits,
-        format: Format,
+        format: RawFormat,
         parse: Callable[[str], Sequence[Attempt]] | None,
         environments: Environments,
     ) -> None:
@@ -103,7 +102,6 @@ class Lead:
         self._said: set[str] = set()  # of which tools, and "" of the environment, the first failure was printed
 
     def begin(self, live: Unfinished) -> None:
-        """A new episode."""
         sample, task = live.request.id, live.request.task
         assert task is not None, f"{sample} has no task"
         fields = row_of(task.fields)
@@ -116,18 +114,15 @@ class Lead:
         self._paused[sample] = []
 
     def resume(self, sample: SampleId) -> None:
-        """It goes on."""
         self._replies += self._paused.pop(sample)
 
     def end(self, sample: SampleId) -> None:
-        """It is given up."""
         self.environments.end(sample)
         for kept in (self._stories, self._paused):
             kept.pop(sample, None)
         self._due = [other for other in self._due if other != sample]
 
     def close(self) -> None:
-        """End all environments."""
         self.environments.close()
 
     def turn(self, live: Unfinished, turn: Completion) -> None:
@@ -185,7 +180,6 @@ class Lead:
         return Unread(text, most) if self.parse is None else at_most(self.parse(text), most)
 
     def _take(self, plan: Plan, reply: Reply) -> None:
-        """One reply."""
         story = self._stories[reply.id]
         story.count({**reply.counts, "milliseconds": round(1000 * reply.seconds)})
         for name, counts in reply.calls.items():

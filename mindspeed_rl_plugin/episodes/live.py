@@ -25,7 +25,6 @@ class Unfinished:
     partial: Completion | None = None
 
     def spoke(self, turn: Completion) -> None:
-        """The model's turn is over."""
         start = len(self.tokens)
         self.segments = _joined(self.segments, start, turn.segments)
         self.turns.append((start, start + len(turn.tokens)))

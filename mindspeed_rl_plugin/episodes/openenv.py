@@ -66,7 +66,6 @@ class OpenEnv:
         return _text(result["observation"]), float(result["reward"] or 0.0), bool(result["done"])
 
     def close(self) -> None:
-        """End the session."""
         self._send({"type": "close"})
         self._socket.close()
 

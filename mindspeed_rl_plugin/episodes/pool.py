@@ -204,7 +204,6 @@ class EnvironmentPool:
         return schemas
 
     def _answer_turn(self, opened: OpenEpisode, text: str, attempts: Sequence[Attempt]) -> None:
-        """What answers a turn."""
         opened.draft.left += [self._attempt(opened, attempt) for attempt in attempts]
         if not attempts and self._offer.steps:
             assert opened.home is not None
@@ -271,7 +270,6 @@ class EnvironmentPool:
             self._error = error
 
     def _result(self, call: Call, result: Answer | Lost) -> None:
-        """What came of a call."""
         opened, error = call.owner, result.why if isinstance(result, Lost) else result.error
         if opened is None:
             self._warn(error)
@@ -317,7 +315,6 @@ class EnvironmentPool:
         draft.said(name, f"error: the tool {result.why}" if lost else f"error: {result.brief}")
 
     def _answer(self, opened: OpenEpisode, kind: str, answer: Answer) -> None:
-        """An environment's."""
         draft = opened.draft
         draft.reward += answer.reward
         draft.messages += [{"role": "user", "content": text} for text in answer.texts]
@@ -325,7 +322,6 @@ class EnvironmentPool:
             self._conclude(opened)
 
     def _failure(self, call: Call, error: str) -> str:
-        """For `Reply.failure`."""
         assert self._environment is not None
         name = call.message[2] if call.message[0] == "method" else call.message[0]
         return f"failed: {self._environment.name}.{name} {_readable(error)}"

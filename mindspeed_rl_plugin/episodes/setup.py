@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.config.episode_flags import OPENENV, VERIFIERS, Episode
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.environment import name_to_users
-from mindspeed_rl_plugin.episodes.chat import Format, make_format
+from mindspeed_rl_plugin.episodes.chat import RawFormat, make_format
 from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import Lead, Limits
 from mindspeed_rl_plugin.episodes.parsers import is_own, make_parser
@@ -88,7 +88,7 @@ class EpisodeSetup:
             wait_timeout=self.wait,
         )
 
-    def format(self, tokenizer: PreTrainedTokenizerBase, environments: Environments) -> Format:
+    def format(self, tokenizer: PreTrainedTokenizerBase, environments: Environments) -> RawFormat:
         """How messages become tokens. Raises ValueError for a tokenizer or a template that does not fit."""
         return make_format(tokenizer, self.observation, environments.tools)
 

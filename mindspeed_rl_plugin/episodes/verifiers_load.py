@@ -42,7 +42,6 @@ def load(environment: str) -> Loaded:
 
 
 def task_of(loaded: Loaded, data: dict[str, Any]) -> Any:
-    """The task of a row."""
     kind = type(loaded.env.taskset).task_type()
     return kind(kind.data_type().model_validate(data), loaded.env.config.taskset.task)
 

@@ -149,7 +149,6 @@ class Rollouts:
         self._traces: dict[str, tuple[int, RunningRollout, Any]] = {}
 
     def begin(self, number: int, data: dict[str, Any]) -> None:
-        """Run a rollout of a task."""
         rollout = self._rollouts[number] = RunningRollout()
         rollout.runs = asyncio.create_task(self._run(number, rollout, data))
 
@@ -165,12 +164,10 @@ class Rollouts:
             rollout.answer((*cut, False) if cut else None)
 
     def end(self, number: int) -> None:
-        """Give it up."""
         if rollout := self._rollouts.get(number):
             rollout.runs.cancel()
 
     async def close(self) -> None:
-        """Give all up."""
         runs = [rollout.runs for rollout in self._rollouts.values()]
         for run in runs:
             run.cancel()
@@ -233,7 +230,6 @@ def _refusal(rollout: RunningRollout, trace: Any) -> str | None:
 
 
 def _result(rollout: RunningRollout, episode: Any) -> dict[str, Any]:
-    """What is said of a rollout that is over."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         return {"failure": "; ".join(f"raised {error.type}: {error.message}" for error in errors) or "failed"}

@@ -145,11 +145,9 @@ class Desk:
         return Returned((calls,))
 
     async def tool(self, name: str, arguments: Mapping[str, Any]) -> Returned:
-        """Call a function."""
         return Returned((str(await self._settled(self.tools[name](**arguments))),))
 
     async def method(self, key: int, name: str, arguments: Mapping[str, Any]) -> Returned:
-        """Call a tool of an environment."""
         return Returned((str(await self._settled(getattr(self._made[key], name)(**arguments))),))
 
     async def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Returned:
@@ -160,11 +158,9 @@ class Desk:
         return read_reset(await self._settled(environment.reset(**reset_arguments(environment.reset, task, seed))))
 
     async def step(self, key: int, text: str) -> Returned:
-        """An environment answers a turn."""
         return read_step(await self._settled(self._made[key].step(text)))
 
     async def get_reward(self, key: int) -> Returned:
-        """An environment's reward of all."""
         return Returned(reward=number(await self._settled(self._made[key].get_reward())), done=True)
 
     async def close(self, keys: Sequence[int] | None = None) -> Returned:
@@ -196,6 +192,5 @@ def _shortened(text: str) -> str:
 
 
 def _brief(error: BaseException) -> str:
-    """One line."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     return text if len(text) <= BRIEF else f"{text[: BRIEF - 4]} ..."

@@ -99,7 +99,6 @@ class PairRenderer(Renderer):
         return {**message, "content": text}
 
     def _whole(self, prompt: Prompt, answer: Mapping[str, Any], where: str) -> tuple[int, ...]:
-        """Tokens of prompt and answer."""
         said = answer["content"]
         if not self._chat_template:
             return (*text_tokens(self._tokenizer, prompt.text + said), self._tokenizer.eos_token_id)

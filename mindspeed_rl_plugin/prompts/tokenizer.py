@@ -76,7 +76,6 @@ def chosen_tokenizer(args: Any) -> tuple[str, str] | None:
 
 
 def tokenizer_path(args: Any) -> str | None:
-    """Path of `chosen_tokenizer`."""
     chosen = chosen_tokenizer(args)
     return chosen and chosen[1]
 

@@ -274,7 +274,6 @@ class RewardPool:
         return call.most if self._kinds[call.grader].asynchronous else 1
 
     def _record(self, call: Call, outcomes: Sequence[Outcome] | str) -> None:
-        """Note what came of a call."""
         if isinstance(outcomes, str):
             outcomes = [(None, outcomes)] * len(call.items)
         for (batch, index), outcome in zip(call.items, outcomes, strict=True):

@@ -22,36 +22,35 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 def check_files(path: str) -> None:
     """Raises ValueError where the directory holds no reward model that can be loaded, with what to give instead."""
-    folder = Path(path)
+    if why := _problem(Path(path)):
+        raise ValueError(f"reward {PREFIX}{path}: {why}")
+
+
+def _problem(folder: Path) -> str | None:
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"reward {PREFIX}{path}: there is no config.json in it; give the directory of a Hugging Face checkpoint"
-        )
+        return "there is no config.json in it; give the directory of a Hugging Face checkpoint"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kinds = config.get("architectures") or []
     if not any(kind.endswith(KIND) for kind in kinds):
-        raise ValueError(
-            f"reward {PREFIX}{path}: it is a {', '.join(kinds) or 'model of no known kind'}, which has no score "
-            f"of a text; give a ...{KIND} checkpoint"
-        )
+        known = ", ".join(kinds) or "model of no known kind"
+        return f"it is a {known}, which has no score of a text; give a ...{KIND} checkpoint"
     labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
     if labels != 1:
-        raise ValueError(f"reward {PREFIX}{path}: it has {labels} labels; a reward is one number, give one of 1 label")
+        return f"it has {labels} labels; a reward is one number, give one of 1 label"
     if not any(folder.glob("tokenizer*.json")) and not any(folder.glob("vocab*")):
-        raise ValueError(
-            f"reward {PREFIX}{path}: it comes without a tokenizer, and the policy's may not be the one that it was "
-            "trained with; save its own beside it (tokenizer.json, tokenizer_config.json)"
+        return (
+            "it comes without a tokenizer, and the policy's may not be the one that it was trained with; save its own "
+            "beside it (tokenizer.json, tokenizer_config.json)"
         )
     if not any(match for pattern in _WEIGHTS for match in folder.glob(pattern)):
-        raise ValueError(f"reward {PREFIX}{path}: it has no weights ({', '.join(_WEIGHTS)})")
+        return f"it has no weights ({', '.join(_WEIGHTS)})"
     for file in sorted(folder.glob("*.safetensors")):
         try:
             safe_open(file, "np")
         except SafetensorError as error:  # it ends too early, or is a Git LFS pointer
-            raise ValueError(
-                f"reward {PREFIX}{path}: the safetensors file {file.name} of {file.stat().st_size} bytes cannot be "
-                f"read: {error}; copy it again"
-            ) from error
+            size = file.stat().st_size
+            return f"the safetensors file {file.name} of {size} bytes cannot be read: {error}; copy it again"
+    return None
 
 
 def same_tokenizer(path: str, policy: str) -> bool:

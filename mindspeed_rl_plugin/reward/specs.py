@@ -29,7 +29,6 @@ class Spec:
 
     @property
     def is_model(self) -> bool:
-        """Whether it is a reward model."""
         return self.given.startswith(PREFIX)
 
     @property

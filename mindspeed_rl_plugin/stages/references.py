@@ -47,7 +47,6 @@ class PairScorer:
         return sum(map(len, self.data))
 
     def pair(self, place: int) -> Pair:
-        """The pair at a place."""
         first = len(self.data[0])
         return self.data[0].at(place) if place < first else self.data[1].at(place - first)
 

@@ -21,23 +21,19 @@ class Trainer(Protocol):
     def weights(self) -> TrainerWeights:
         """The plan of its shards: which rank publishes which slices of which Hugging Face tensor. Engines plan from
         this what they pull."""
-        ...
 
     def publish(self, version: int) -> Published:
         """Copy this rank's shard into host memory under a version, which counts optimizer steps and rises; others read
         it from then on. Returns seconds and bytes. Raises ValueError, on all ranks, for weights that are not
         finite, or not those of the plan."""
-        ...
 
     def refuse_broken(self) -> None:
         """Raise ValueError, on all ranks, for weights that are not finite: a checkpoint follows."""
-        ...
 
     def forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
         """Log-prob of each trained token of this data parallel rank's micro-batches (`tokens`, `loss_mask`), in nats at
         the sampling temperature: a ragged column `[L]` float32 each, 0.0 where the mask is 0; None on a rank that has
         no logits. The arithmetic is that of `step`, so that its first ratio is exactly 1."""
-        ...
 
     def step(
         self, micro_batches: Sequence[Rows], call: Any, *, measured: Collection[str], version: int
@@ -46,4 +42,3 @@ class Trainer(Protocol):
         `update` reads. call: what the trainer's own loop handed over for this step; measured: columns that the last
         pipeline stage holds; version: of the weights that `logp_old` is of. Returns what its own loop wants back, and
         metrics by the names of `monitor.names`."""
-        ...
