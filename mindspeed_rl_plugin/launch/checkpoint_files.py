@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.launch.dist_files import DistFiles
 from mindspeed_rl_plugin.monitor.run_files import atomic_write, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -75,6 +74,8 @@ def _newest_whole(directory: str) -> int:
 
 
 def _is_whole(folder: Path) -> bool:
+    from mindspeed_rl_plugin.launch.dist_files import DistFiles  # torch again
+
     if DistFiles.are_in(folder):
         return DistFiles(folder).are_whole()
     files = [*folder.glob("mp_rank_*/*.pt")]
