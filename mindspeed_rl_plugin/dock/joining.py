@@ -69,7 +69,8 @@ def join(
     in tests. See `Dock.join`."""
     name = f"{OUTSIDE} {who} {secrets.token_hex(4)}"
     me = Process(name, -1, node or machine(), secret if isinstance(secret, bytes) else read_secret(secret))
-    place = _address(address, me.node)
+    unix, host, port = parse_address(address)
+    place = Address(me.node, unix) if unix else Address("", "", host, port)
     try:
         stream = connect(place, me)
     except PermissionError as error:
@@ -104,9 +105,3 @@ def linked(
         raise
     finally:
         server.close(last)
-
-
-def _address(address: str, node: str) -> Address:
-    """As `parse_address` reads it."""
-    unix, host, port = parse_address(address)
-    return Address(node, unix) if unix else Address("", "", host, port)

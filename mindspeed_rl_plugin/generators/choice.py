@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -27,27 +27,6 @@ class Bound(NamedTuple):
         return self.oldest <= version and (not self.pinned or version <= self.newest)
 
 
-@dataclass(frozen=True)
-class Situation:
-    """Versions, each -1 for none: `version` of the engine's weights; `pulled`, that lie ready to be put in; `pulling`,
-    on their way; `announced`, the newest of the job.
-
-    running: of rows in the making; held: of rows that were taken and wait for other weights, in their order; slots:
-    rows that the engine samples at once; drain: rows end before the weights change; strict: only rows that pin them
-    change the weights, and a rollout is taken when the one before is finished.
-    """
-
-    version: int = -1
-    pulled: int = -1
-    pulling: int = -1
-    announced: int = -1
-    running: Sequence[Bound] = ()
-    held: Sequence[Bound] = ()
-    slots: int = 1
-    drain: bool = False
-    strict: bool = False
-
-
 class Choice(NamedTuple):
     """One of: apply, pull, a version; or else resume, how many held rows go on, and take, how many more may be leased
     then. wait: nothing can be done without news of weights."""
@@ -59,69 +38,29 @@ class Choice(NamedTuple):
     wait: bool = False
 
 
-def choose(s: Situation) -> Choice:
-    """The next thing to do."""
-    wanted = _wanted(s)
-    if s.pulled >= 0 and _may_apply(s, wanted):
-        return Choice(apply=s.pulled)
-    draining = s.drain and s.running and s.pulled > s.version  # a pull would write over what these rows end for
-    if wanted not in (-1, s.version, s.pulled) and s.pulling < 0 and not draining:
-        return Choice(pull=wanted)
-    resume = sum(1 for _ in takewhile(lambda bound: bound.allows(s.version), s.held))
-    take = s.slots - len(s.running) - resume if _may_take(s, resume) else 0
-    return Choice(resume=resume, take=max(take, 0), wait=not s.running and not resume and take <= 0)
-
-
-def _wanted(s: Situation) -> int:
-    """The version to work with: what rows pin, else the newest."""
-    if any(bound.pinned for bound in set(s.running)):  # few differ
-        return s.version
-    if s.held and s.held[0].pinned:
-        return s.held[0].newest
-    return s.version if s.strict else s.announced
-
-
-def _may_apply(s: Situation, wanted: int) -> bool:
-    """Whether to put in now what is pulled: what is wanted, or newer than the engine's where the newest is."""
-    fits = s.pulled == wanted or (wanted == s.announced and s.pulled > s.version)
-    return fits and not (s.drain and s.running) and all(bound.allows(s.pulled) for bound in s.running)
-
-
-def _may_take(s: Situation, resumed: int) -> bool:
-    """Not while rows wait for other weights, nor while those in the making are to end before newer ones."""
-    if resumed < len(s.held) or (s.drain and s.pulled > s.version) or (s.strict and (s.running or resumed)):
-        return False
-    return max(s.version, s.announced if s.strict else -1) >= 0
-
-
 @dataclass
 class Work:
-    """The books of an engine: versions and limits as in `Situation`, and its rows, each with its `bound`."""
+    """What an engine has. Versions, each -1 for none: `version` of its weights; `pulled`, that lie ready to be put in;
+    `pulling`, on their way; `announced`, the newest of the job.
 
-    slots: int
-    drain: bool
-    strict: bool
+    running: rows in the making, each with its `bound`; held: those that were taken and wait for other weights, in their
+    order; slots: rows that the engine samples at once; drain: rows end before the weights change; strict: only rows
+    that pin them change the weights, and a rollout is taken when the one before is finished.
+    """
+
+    slots: int = 1
+    drain: bool = False
+    strict: bool = False
     version: int = -1
     pulled: int = -1
     pulling: int = -1
+    announced: int = -1
     running: dict[SampleId, Any] = field(default_factory=dict)
     held: deque[Any] = field(default_factory=deque)
 
     def choose(self, announced: int) -> Choice:
-        """The next thing to do, where `announced` is the newest version."""
-        return choose(
-            Situation(
-                version=self.version,
-                pulled=self.pulled,
-                pulling=self.pulling,
-                announced=announced,
-                running=[row.bound for row in self.running.values()],
-                held=[row.bound for row in self.held],
-                slots=self.slots,
-                drain=self.drain,
-                strict=self.strict,
-            )
-        )
+        """The next thing to do, where `announced` is the newest version. A pull may end meanwhile."""
+        return choose(replace(self, announced=announced))
 
     def pull(self, version: int) -> None:
         """A pull begins; what is staged is written over."""
@@ -145,3 +84,38 @@ class Work:
         for row in rows:
             (fit if row.bound.allows(self.version) and not self.held else self.held).append(row)
         return fit
+
+
+def choose(w: Work) -> Choice:
+    """The next thing to do."""
+    wanted = _wanted(w)
+    if w.pulled >= 0 and _may_apply(w, wanted):
+        return Choice(apply=w.pulled)
+    draining = w.drain and w.running and w.pulled > w.version  # a pull would write over what these rows end for
+    if wanted not in (-1, w.version, w.pulled) and w.pulling < 0 and not draining:
+        return Choice(pull=wanted)
+    resume = sum(1 for _ in takewhile(lambda row: row.bound.allows(w.version), w.held))
+    take = w.slots - len(w.running) - resume if _may_take(w, resume) else 0
+    return Choice(resume=resume, take=max(take, 0), wait=not w.running and not resume and take <= 0)
+
+
+def _wanted(w: Work) -> int:
+    """The version to work with: what rows pin, else the newest."""
+    if any(row.bound.pinned for row in w.running.values()):
+        return w.version
+    if w.held and w.held[0].bound.pinned:
+        return w.held[0].bound.newest
+    return w.version if w.strict else w.announced
+
+
+def _may_apply(w: Work, wanted: int) -> bool:
+    """Whether to put in now what is pulled: what is wanted, or newer than the engine's where the newest is."""
+    fits = w.pulled == wanted or (wanted == w.announced and w.pulled > w.version)
+    return fits and not (w.drain and w.running) and all(row.bound.allows(w.pulled) for row in w.running.values())
+
+
+def _may_take(w: Work, resumed: int) -> bool:
+    """Not while rows wait for other weights, nor while those in the making are to end before newer ones."""
+    if resumed < len(w.held) or (w.drain and w.pulled > w.version) or (w.strict and (w.running or resumed)):
+        return False
+    return max(w.version, w.announced if w.strict else -1) >= 0

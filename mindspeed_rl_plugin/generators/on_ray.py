@@ -111,17 +111,8 @@ class Watch:
 def command(ranks: int, join: str, secret_file: str) -> list[str]:
     """The command of one engine."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return [
-        sys.executable,
-        *launcher,
-        "-m",
-        "mindspeed_rl_plugin",
-        "generate",
-        "--join",
-        join,
-        "--secret-file",
-        secret_file,
-    ]
+    engine = ["-m", "mindspeed_rl_plugin", "generate", "--join", join, "--secret-file", secret_file]
+    return [sys.executable, *launcher, *engine]
 
 
 def end_with_parent() -> None:

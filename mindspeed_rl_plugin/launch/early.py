@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig, add_flags, limit_problems, rl_enabled
 from mindspeed_rl_plugin.config.flag import spelt, valued
@@ -126,11 +126,9 @@ def _perhaps_not_ours(script: str) -> Callable[[str, Sequence[str]], bool]:
 
 
 def _end_if(problems: Iterable[str]) -> None:
-    if problems := list(problems):
-        _end(Refusal.of_arguments(problems))
-
-
-def _end(refusal: Refusal) -> NoReturn:
+    if not (problems := list(problems)):
+        return
+    refusal = Refusal.of_arguments(problems)
     leave_to_first_rank()
     record_failure(str(refusal))
     print(f"[rl] {refusal}", file=sys.stderr, flush=True)
