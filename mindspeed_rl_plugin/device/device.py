@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.device.meters import (
     mark_host,
 )
 
-BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+KINDS = ("npu", "cuda", "cpu")
 OVERRIDE = "MINDSPEED_RL_DEVICE"
 BASE_FORMATS = (0, 1, 2, 30)  # NCHW, NHWC, ND, NCDHW: aclFormat of CANN
 
@@ -37,13 +37,11 @@ BASE_FORMATS = (0, 1, 2, 30)  # NCHW, NHWC, ND, NCDHW: aclFormat of CANN
 class Device:
     """What the package asks of an accelerator. Get the one of this process from `get_device`.
 
-    kind: "npu" | "cuda" | "cpu"; backend: its torch.distributed backend, "hccl" | "nccl" | "gloo";
-    memory: the meter of the current device (of this process, on CPU).
+    kind: "npu" | "cuda" | "cpu"; memory: the meter of the current device (of this process, on CPU).
     """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.backend = BACKENDS[kind]
         self._locked: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()  # by address
         self.memory = ProcessMeter() if kind == "cpu" else DeviceMeter(self)
 
@@ -144,8 +142,8 @@ def detect() -> str:
     """The kind of this machine, "npu", "cuda" or "cpu", from the override or from what is really there."""
     override = os.environ.get(OVERRIDE, "").strip().lower()
     if override:
-        if override not in BACKENDS:
-            raise ValueError(f"{OVERRIDE}={override!r} is unknown; set it to one of {', '.join(BACKENDS)} or unset it")
+        if override not in KINDS:
+            raise ValueError(f"{OVERRIDE}={override!r} is unknown; set it to one of {', '.join(KINDS)} or unset it")
         return override
     if importlib.util.find_spec("torch_npu") is not None and _torch_npu().npu.is_available():
         return "npu"

@@ -19,12 +19,8 @@ from mindspeed_rl_plugin.engine.options import VllmOptions
 
 EXTENSION = "mindspeed_rl_plugin.generators.server_worker.ServerWorker"
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out, with log-probs and the version of each token
-DEVELOPMENT = (
-    "/collective_rpc",
-    "/pause",
-    "/resume",
-    "/server_info",
-)  # vLLM shows them with VLLM_SERVER_DEV_MODE=1 only
+# vLLM shows these with VLLM_SERVER_DEV_MODE=1 only.
+DEVELOPMENT = ("/collective_rpc", "/pause", "/resume", "/server_info")
 VERSIONS = "/update_weight_version"  # 0.32 has it
 PROCESSED = "processed_logprobs"
 ASK_SECONDS = 60.0  # for an answer to a question that costs little work

@@ -81,8 +81,7 @@ class Monitor:
         self.clock = StageClock(run_dir, rank, meter=meter, synchronize=synchronize, resume_iteration=resume_iteration)
         self._dock = JsonLines(self.run_dir / DOCK_FILE.format(rank=rank), resume_iteration)
         self._metrics: JsonLines | None = None
-        self._apart: JsonLines | None = None  # made when there is something for it
-        self._held_out: JsonLines | None = None  # likewise
+        self._others: dict[str, JsonLines] = {}  # by name, made when there is something for them
         self._resumed = resume_iteration
         self._legend_shown = False
         self._watch = LearningWatch(compares)
@@ -125,10 +124,8 @@ class Monitor:
     def log_held_out(self, iteration: int, rows: Sequence[Sequence[Any]]) -> None:
         """Write, on rank 0, some responses to held-out prompts: number, prompt, response, answer, reward."""
         if self.rank == 0:
-            if self._held_out is None:
-                self._held_out = JsonLines(self.run_dir / HELD_OUT_FILE, self._resumed)
             cut = [[v[:TEXT] if isinstance(v, str) else v for v in row] for row in rows]
-            self._held_out.append({"iteration": iteration, "rows": cut})
+            self._other(HELD_OUT_FILE).append({"iteration": iteration, "rows": cut})
 
     def log_dock(self, iteration: int, record: Mapping[str, Any]) -> None:
         """Write what this rank had to do with the dock for the rollout that ended with an iteration."""
@@ -137,18 +134,20 @@ class Monitor:
     def log_apart(self, process: str, what: str, start: float, end: float) -> None:
         """Write, on rank 0, what a process that is no rank did, from `start` to `end`, seconds since 1970."""
         if self.rank == 0:
-            if self._apart is None:
-                self._apart = JsonLines(self.run_dir / APART_FILE, self._resumed)
             record = {"iteration": self.clock.iteration, "process": process, "stage": what, "start": start, "end": end}
-            self._apart.append(record)
+            self._other(APART_FILE).append(record)
 
     def close(self) -> None:
         """Close this rank's files. The writers are Megatron's to close."""
         self.clock.close()
         self._dock.close()
-        for file in (self._metrics, self._apart, self._held_out):
-            if file is not None:
-                file.close()
+        for file in (*self._others.values(), *([self._metrics] if self._metrics else [])):
+            file.close()
+
+    def _other(self, name: str) -> JsonLines:
+        if name not in self._others:
+            self._others[name] = JsonLines(self.run_dir / name, self._resumed)
+        return self._others[name]
 
     def _open_files(self, world_size: int, resume_iteration: int, info: dict[str, Any]) -> None:
         drop_foreign_events(self.run_dir, world_size, resume_iteration)

@@ -4,6 +4,7 @@ models by name or config.json."""
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -11,6 +12,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.prompts.tokenizer import read_json
 from mindspeed_rl_plugin.reshard.families import family_of
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, engine_layout, megatron_layout
@@ -20,6 +22,13 @@ TRAIN = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first", "last")
 _GENERATE = ("tp", "ep", "dp")
 # What every config.json must have.
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def check_least(options: Namespace, least: int, *names: str) -> None:
+    """Raise ValueError naming the first of these options that is given and lower."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and value < least:
+            raise ValueError(f"{spelt(name)} must be at least {least}, got {value}")
 
 
 def parse_sizes(text: str, known: tuple[str, ...], flag: str) -> dict[str, int]:

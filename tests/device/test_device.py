@@ -17,11 +17,10 @@ from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("kind, backend", [("npu", "hccl"), ("cuda", "nccl"), ("cpu", "gloo")])
-def test_override_is_taken_at_its_word(monkeypatch, kind, backend):
+@pytest.mark.parametrize("kind", ["npu", "cuda", "cpu"])
+def test_override_is_taken_at_its_word(monkeypatch, kind):
     monkeypatch.setenv("MINDSPEED_RL_DEVICE", kind.upper())
     assert detect() == kind
-    assert Device(kind).backend == backend
 
 
 def test_unknown_kinds_are_refused(monkeypatch):

@@ -23,6 +23,7 @@ from mindspeed_rl_plugin.reshard.layout import EngineParallel
 from mindspeed_rl_plugin.tools.layout_args import (
     check_engine,
     check_experts,
+    check_least,
     check_train,
     engine_layout_of,
     model_shape,
@@ -105,10 +106,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
     for name in ("near", "far", "host", "device_gb"):
         if getattr(options, name) <= 0:
             raise ValueError(f"{spelt(name)} must be greater than 0, got {getattr(options, name)}")
-    for name in ("node", "bucket_mb", "world", "vocab", "generate_world", "generate_first"):
-        value, least = getattr(options, name), 0 if name == "generate_first" else 1
-        if value is not None and value < least:
-            raise ValueError(f"{spelt(name)} must be at least {least}, got {value}")
+    check_least(options, 1, "node", "bucket_mb", "world", "vocab", "generate_world")
+    check_least(options, 0, "generate_first")
 
 
 def _run(options: argparse.Namespace) -> Run:

@@ -18,6 +18,7 @@ from mindspeed_rl_plugin.loop.arithmetic import derive_for
 from mindspeed_rl_plugin.loop.timing import calibrate
 from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal
 from mindspeed_rl_plugin.loop.timing.simulate import Outcome, simulate
+from mindspeed_rl_plugin.tools.layout_args import check_least
 from mindspeed_rl_plugin.tools.plan.script_args import rl_flags
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
@@ -194,13 +195,8 @@ def with_care(advised: str, assumed: Mapping[str, float]) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for least, names in (
-        (1, ("world", "node", "response_tokens")),
-        (0, ("tail", "grade_s", "staleness", "prompt_tokens", *ASSUMED)),
-    ):
-        for name in names:
-            if (value := getattr(options, name)) is not None and value < least:
-                raise ValueError(f"{spelt(name)} must be at least {least}, got {value}")
+    check_least(options, 1, "world", "node", "response_tokens")
+    check_least(options, 0, "tail", "grade_s", "staleness", "prompt_tokens", *ASSUMED)
     if options.train_tokens == 0:
         raise ValueError("--train-tokens must be greater than 0")
 
