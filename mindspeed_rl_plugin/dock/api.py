@@ -117,7 +117,6 @@ class Traffic(collections.Counter[tuple[str, str, str, str]]):
         self._lock = threading.Lock()
 
     def add(self, way: str, state: str, column: str, where: str, nbytes: int) -> None:
-        """Count bytes that were moved."""
         with self._lock:
             self[way, state, column, where] += nbytes
 

@@ -107,7 +107,6 @@ class Member:
         atexit.register(self._end)
 
     def dock(self, **more: Any) -> Dock:
-        """A view of the dock."""
         return Dock(self.declared, self.calls, member=self, leader=self.peers.rank == 0, **more)
 
     def invite(self, secret_file: str | os.PathLike[str], host: str = "", about: str = "") -> str:

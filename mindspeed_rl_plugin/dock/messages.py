@@ -382,5 +382,4 @@ class Failed(Message):
         return cls(str(error), isinstance(error, TimeoutError))
 
     def raised(self) -> Exception:
-        """What went wrong."""
         return (TimeoutError if self.late else ValueError)(self.text)

@@ -32,13 +32,11 @@ class GroupPeers(Peers):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def share(self, value: Any) -> Any:
-        """A broadcast."""
         box = [value]
         dist.broadcast_object_list(box, dist.get_global_rank(self._group, 0), self._group)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """An all-gather."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, self._group)
         return values

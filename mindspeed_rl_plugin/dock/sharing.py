@@ -82,7 +82,6 @@ class _Reader:
         return m.Found(message.version, buffer.about, path, self.nbytes, read), ()
 
     def gone(self, peer: str) -> None:
-        """It uses no buffer any more."""
         for buffer in self._buffers:
             buffer.users.discard(peer)
 

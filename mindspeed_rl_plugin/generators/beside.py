@@ -23,7 +23,6 @@ class Beside:
 
     @property
     def busy(self) -> bool:
-        """Whether it is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> Exception | None:

@@ -23,7 +23,6 @@ class Bound(NamedTuple):
         return self.newest >= 0
 
     def allows(self, version: int) -> bool:
-        """Whether weights of a version may sample it."""
         return self.oldest <= version and (not self.pinned or version <= self.newest)
 
 
@@ -67,7 +66,6 @@ class Work:
         self.pulled, self.pulling = -1, version
 
     def pull_ended(self, version: int) -> None:
-        """It is over."""
         self.pulled, self.pulling = version, -1
 
     def applied(self, version: int) -> None:
@@ -75,7 +73,6 @@ class Work:
         self.version, self.pulled = version, -1
 
     def resumed(self, count: int) -> list[Any]:
-        """The first held rows, which go on."""
         return [self.held.popleft() for _ in range(count)]
 
     def fitting(self, rows: Iterable[Any]) -> list[Any]:

@@ -53,7 +53,6 @@ class Description:
             )
 
     def to_json(self) -> str:
-        """As text."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod

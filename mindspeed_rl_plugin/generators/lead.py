@@ -119,7 +119,6 @@ class Lead:
             self._writing.begin(partial(self._write, finished.values(), digest, self.work.version))
 
     def count(self, name: str, value: float) -> None:
-        """Add to a count."""
         self.counts[name] = self.counts.get(name, 0.0) + value
 
     def spend(self, what: str, began: float) -> None:
@@ -135,7 +134,6 @@ class Lead:
         self.news.wake()
 
     def applied(self, version: int) -> None:
-        """The engine has the weights that were pulled."""
         self.work.applied(version)
 
     def missed(self, version: int, error: Exception) -> None:

@@ -19,7 +19,6 @@ class News:
         threading.Thread(target=self._follow, daemon=True, name="news").start()
 
     def wake(self) -> None:
-        """End a wait."""
         self._changed.set()
 
     def wait(self, seconds: float) -> None:

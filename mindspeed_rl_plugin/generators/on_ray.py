@@ -51,7 +51,6 @@ class Watched:
 
     @property
     def waits(self) -> bool:
-        """Whether its task waits for a place."""
         return self.task is not None and self.begun is None
 
 
@@ -193,7 +192,6 @@ class OnRay:
         return task
 
     def placed(self, task: Any) -> bool:
-        """Whether there is one."""
         return self._ray.util.placement_group_table(self._places[task]).get("state") == "CREATED"
 
     def done(self, tasks: Sequence[Any], seconds: float) -> list[tuple[Any, int, str]]:

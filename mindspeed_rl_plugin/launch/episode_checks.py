@@ -51,7 +51,6 @@ def notes(config: RLConfig) -> Iterator[str]:
 
 
 def _named(config: RLConfig) -> set[str]:
-    """The graders, without their weights."""
     return {text.partition("=")[0] for text in config.graders}
 
 

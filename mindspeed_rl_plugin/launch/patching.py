@@ -51,12 +51,10 @@ class Patch:
 
     @property
     def module(self) -> str:
-        """Module part of the target."""
         return self.target.rpartition(".")[0]
 
     @property
     def name(self) -> str:
-        """Function part of the target."""
         return self.target.rpartition(".")[2]
 
     @property

@@ -30,25 +30,20 @@ class MegatronTrainer:
 
     @property
     def weights(self) -> TrainerWeights:
-        """The plan of its shards."""
         return self._publisher.weights
 
     def publish(self, version: int) -> Published:
-        """Copy this rank's shard into host memory."""
         return self._publisher.publish(self.model, version)
 
     def refuse_broken(self) -> None:
-        """Raise BrokenWeights, on all ranks, where a weight is not finite."""
         self._publisher.refuse_broken(self.model)
 
     def forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
-        """Log-probs by a forward-only pass of Megatron's schedule."""
         return compute_logps(self.model, micro_batches, self.settings)
 
     def step(
         self, micro_batches: Sequence[Rows], call: TrainStep, *, measured: Collection[str], version: int
     ) -> tuple[tuple, dict[str, float]]:
-        """Megatron's own `train_step`, with the plugin's forward step and loss."""
         metrics = {"lr": learning_rate(call.args[OPTIMIZER])}  # the step ends with the rate of the next
         self.policy.prepare(micro_batches, measured=measured, version=version)
         result = self.policy.run(call.function, call.args[2:], call.kwargs)

@@ -31,7 +31,6 @@ class Placement:
 
     @property
     def machines(self) -> int:
-        """How many there are."""
         return max(self.node) + 1
 
     @cached_property

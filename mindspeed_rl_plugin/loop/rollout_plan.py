@@ -89,7 +89,6 @@ class RolloutPlan:
         self.epoch, _ = self.queue.pop(0)
 
     def ids(self, groups: Iterable[Group]) -> list[SampleId]:
-        """All samples of some groups."""
         return samples(groups, self.sizes.members)
 
     def generated_by(self, engine: int) -> list[SampleId]:

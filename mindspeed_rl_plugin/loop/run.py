@@ -53,7 +53,6 @@ class Run:
         self._restored: Mapping[str, Any] | None = None
 
     def before_model(self, inputs: Inputs) -> None:
-        """Take what was read and checked."""
         self.inputs = inputs
         atexit.register(self.close)
 
@@ -65,7 +64,6 @@ class Run:
             self._reference = HostWeights.capture(model, budget=host_memory_budget(self.inputs))
 
     def on_critic_built(self, critic: Critic) -> None:
-        """Take the critic, loaded."""
         self._critic = critic
 
     def check_state(self, state: Mapping[str, Any], iteration: int) -> None:
@@ -106,7 +104,6 @@ class Run:
         return None
 
     def train_step(self, original: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        """One optimizer step; returns what Megatron's step returns."""
         return self.loop.train_step(TrainStep(original, args, kwargs))
 
     def state_dict(self) -> dict[str, Any]:

@@ -76,6 +76,5 @@ class Admission:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take `state` over."""
         self.published, self.admitted, self.dropped = state["published"], state["admitted"], state["dropped"]
         self.versions = dict(map(tuple, state["versions"]))

@@ -21,7 +21,6 @@ class SyncSchedule(RolloutSchedule):
         self.colocation = colocation
 
     def collect(self, done: int) -> Rollout:
-        """A rollout that is ready to train on, and an evaluation where one is due."""
         self.colocation.start_offload()
         self._admit()
         with self.colocation.awake(done) as transfer:
@@ -44,15 +43,12 @@ class SyncSchedule(RolloutSchedule):
             self.colocation.start_offload()
 
     def settle(self) -> None:
-        """A checkpoint follows."""
         self.colocation.refuse_save()
 
     def close(self) -> None:
-        """End the engine."""
         self.colocation.close()
 
     def _evaluate(self, done: int) -> None:
-        """Evaluate the weights that the engine has."""
         self.stages.evaluation.run(done)
 
     def _admit(self) -> None:
@@ -60,7 +56,6 @@ class SyncSchedule(RolloutSchedule):
             self.job.admit()
 
     def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
-        """Generate and grade a round, the one after the other. Its statistics."""
         stages, clock = self.stages, self.job.monitor.stage
         with clock("generate"):
             stages.generate.run(self.job.plan.generated_by(self.job.topology.engine))

@@ -80,13 +80,11 @@ class PartialSchedule(SyncSchedule):
         self.stages.generate.begun = {c.id: c for c in begun if making.places[c.id] == engine}
 
     def stop(self) -> None:
-        """End the thread that grades."""
         self.grader.stop()
 
     # inside
 
     def _admit(self) -> None:
-        """As many groups as are missing enter the dock."""
         job, plan, making = self.job, self.job.plan, self.making
         with job.monitor.stage("prompts"):
             while groups := min(making.wanted(self._rollouts), plan.sizes.prompts):

@@ -45,7 +45,6 @@ class Job:
         return self.prompts.run(self.plan.epoch, self.plan.sizes.prompts)
 
     def forget(self, groups: Sequence[Group]) -> None:
-        """Clear groups from the dock."""
         for epoch, part in by_epoch(groups).items():
             if self.dock.clear(epoch, part):
                 self.plan.rounds.pop(epoch, None)
@@ -99,7 +98,6 @@ class PairSchedule(Schedule):
         return Rollout({}, int(rows["tokens"].offsets[-1]))
 
     def evaluate(self, done: int) -> None:
-        """Evaluate the weights after `done` iterations."""
         with self.job.monitor.stage("evaluate"):
             self.evaluation.run(done)
 

@@ -59,7 +59,6 @@ class Observed:
         return statistics.fmean(values) if values else None
 
     def seconds(self, *stages: str) -> float:
-        """Mean of stages together."""
         return sum(self.mean(f"seconds/{stage}") or 0.0 for stage in stages)
 
     @property

@@ -66,7 +66,6 @@ class Engine:
             self._at(min(look, self.decoder.next_end))
 
     def begin(self) -> None:
-        """Look for the first time."""
         self._at(self.clock.now)
 
     def idle_until(self, cause: str, now: float) -> float:

@@ -66,7 +66,6 @@ class Decoder:
         self._fill()
 
     def pause(self, seconds: float) -> None:
-        """No step for so long."""
         self.at += seconds
 
     def boundary(self, when: float) -> float:

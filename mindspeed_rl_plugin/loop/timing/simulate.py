@@ -346,6 +346,5 @@ class _Apart(_Job):
             engine.wake()
 
     def _mark(self) -> None:
-        """Take the engines' counts into the sums."""
         for cause in ("version", "back-pressure"):
             self.sums[f"engines {cause}"] = sum(engine.idle_until(cause, self.clock.now) for engine in self.engines)
