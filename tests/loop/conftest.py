@@ -18,7 +18,8 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "warm")]
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "warm")]
+from golden import IGNORED  # noqa: E402
 from ports import free_port  # noqa: E402
 from two_machines import Machine  # noqa: E402
 
@@ -63,6 +64,7 @@ RL = (
 
 
 AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
+INVITED = r"generate --join (\S+) --secret-file (\S+)"
 SHARED_MEMORY = Path("/dev/shm")
 # Made by torch for itself: its compiler's cache, and torchrun's folder of logs, which torchrun leaves.
 OF_TORCH = ("torchinductor_", "torchelastic_")
@@ -103,6 +105,12 @@ class Result:
     def evaluations(self) -> list[dict]:
         lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         return [line for line in lines if line["kind"] == "eval"]
+
+    @property
+    def numbers(self) -> list[dict]:
+        """Every metric, the digests of the weights among them, but times and bytes of the dock."""
+        lines = [*self.metrics, *self.evaluations]
+        return [{name: value for name, value in line.items() if not IGNORED.fullmatch(name)} for line in lines]
 
 
 @dataclass
@@ -166,12 +174,20 @@ class Job:
 
     def invitation(self) -> tuple[str, str]:
         """Address and secret file that the job prints."""
-        found, end = None, time.monotonic() + 120
-        while found is None and time.monotonic() < end and self.processes[0].poll() is None:
-            time.sleep(0.1)
-            found = re.search(r"generate --join (\S+) --secret-file (\S+)", self.log_file(0).read_text())
-        assert found, self.log_file(0).read_text()[-6000:]
-        return found[1], found[2]
+        self.until(lambda: re.search(INVITED, self.log_file(0).read_text()), 120)
+        return re.search(INVITED, self.log_file(0).read_text()).groups()
+
+    def until(self, what: str | Callable[[], object], seconds: float = 240) -> None:
+        """Wait, while the job runs, until its first agent has said a line, or a function says that it is so."""
+        end = time.monotonic() + seconds
+        while not (what() if callable(what) else what in self.log_file(0).read_text()):
+            running = time.monotonic() < end and self.processes[0].poll() is None
+            assert running, f"{what} was not reached: {self.log_file(0).read_text()[-6000:]}"
+            time.sleep(0.02)
+
+    def rollouts(self) -> int:
+        """How many were dumped."""
+        return len([*(self.save / "dump").glob("*.parquet")])
 
     def trained(self) -> list[tuple[int, int, int]]:
         """Ids of all rows that were trained, by its dumps, in order."""
@@ -194,6 +210,13 @@ class Job:
         assert result.code == 0, result.log[-6000:]
         return result
 
+    def stop_at(self, iteration: int, timeout: float = 240) -> Result:
+        """Run to the end of an iteration; the next run goes on from there."""
+        extra, self.extra = self.extra, (*self.extra, "--exit-interval", str(iteration))
+        result = self.run(timeout)
+        self.extra = extra
+        return result
+
     def rank_pid(self, rank: int) -> int:
         """Process id of a rank: the launcher started it with the job's arguments and RANK."""
         for process in psutil.process_iter():
@@ -208,12 +231,8 @@ class Job:
         """Start, and signal a rank (None: the launcher) as soon as rank 1 has ended a stage of an iteration, so in the
         middle of the next one."""
         self.start()
-        events, deadline = self.run_dir / "events-rank1.jsonl", time.monotonic() + 240
-        wanted = f'"iteration": {iteration}, "stage": "{stage}"'
-        while not (events.exists() and wanted in events.read_text()):
-            running = time.monotonic() < deadline and self.processes[0].poll() is None
-            assert running, f"{wanted} was not reached: {self.log_file(0).read_text()[-6000:]}"
-            time.sleep(0.02)
+        events, wanted = self.run_dir / "events-rank1.jsonl", f'"iteration": {iteration}, "stage": "{stage}"'
+        self.until(lambda: events.exists() and wanted in events.read_text())
         os.kill(self.processes[0].pid if rank is None else self.rank_pid(rank), how)
         result = self.wait(60)
         assert result.code != 0

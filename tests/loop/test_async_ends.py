@@ -37,9 +37,7 @@ def failing(job, folder: Path, *flags: str):
     grader = ("--rl-reward", f"{folder}/grader.py:grade", "--rl-reward-timeout", "2")
     running = job(*flags, *ASYNC, *grader).dumping()
     running.start()
-    while not list((running.save / "dump").glob("*.parquet")):
-        assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
-        time.sleep(0.05)
+    running.until(running.rollouts)
     return running, lambda how: (folder / f"grader.py.{how}").touch()
 
 
@@ -77,27 +75,17 @@ def test_the_rows_of_an_engine_that_hangs_go_to_another(job, joined, nothing_lef
     running = job("--train-iters", "10000", *ASYNC, *flags, ranks=1).dumping()
     running.start()
     engines = joined(running)
-
-    def until(what) -> None:
-        while not what():
-            assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:] + engines.said()[-3000:]
-            time.sleep(0.05)
-
-    def rollouts() -> int:
-        return len(list((running.save / "dump").glob("*.parquet")))
-
     engines.join()
-    until(rollouts)
+    running.until(running.rollouts)
     first = int(re.search(r"engine joined: joined engine, process (\d+)", running.log_file(0).read_text())[1])
     engines.join()
-    until(lambda: "engines at work: 2" in running.log_file(0).read_text())
+    running.until("engines at work: 2")
     os.kill(first, signal.SIGSTOP)
-    given = "no report for 20 s (half of --rl-wait-timeout) from joined engine, process "
-    until(lambda: given in running.log_file(0).read_text())
-    until(lambda: "another one reads them now" in engines.said())
+    running.until("no report for 20 s (half of --rl-wait-timeout) from joined engine, process ")
+    running.until(lambda: "another one reads them now" in engines.said())
     os.kill(first, signal.SIGCONT)
-    enough = rollouts() + 20
-    until(lambda: rollouts() > enough)
+    enough = running.rollouts() + 20
+    running.until(lambda: running.rollouts() > enough)
     assert all(engine.poll() is None for engine in engines.engines), engines.said()[-3000:]
     os.kill(running.processes[0].pid, signal.SIGTERM)
     running.wait(60)

@@ -105,14 +105,11 @@ def test_under_every_schedule_and_layout_engine_and_trainer_agree(job, long_mode
 def test_in_lockstep_a_run_repeats_also_over_a_resume(job, long_model) -> None:
     flags = (*COMMON, "--rl-environment-lockstep", "--rl-verify-weights", "--train-iters", "4")
     one = job(*flags, name="one", model=long_model).run().metrics
-    two = job(*flags, "--save-interval", "2", "--exit-interval", "2", name="two", model=long_model)
-    two.run()
-    two.extra = two.extra[:-2]
+    two = job(*flags, "--save-interval", "2", name="two", model=long_model)
+    two.stop_at(2)
     again = two.run().metrics
-    for line, other in zip(one, again, strict=True):
-        assert {k: line[k] for k in ("weights/digest", "loss", "reward/mean", "episode/turns_mean")} == {
-            k: other[k] for k in ("weights/digest", "loss", "reward/mean", "episode/turns_mean")
-        }
+    same = ("weights/digest", "loss", "reward/mean", "episode/turns_mean")
+    assert [[line[k] for k in same] for line in one] == [[line[k] for k in same] for line in again]
 
 
 @pytest.mark.slow
@@ -200,11 +197,8 @@ def test_a_rank_of_the_engine_is_killed_and_its_environments_end(job, long_model
 def test_a_resume_begins_interrupted_episodes_anew(job, long_model) -> None:
     """A checkpoint holds no environment."""
     flags = (*COMMON, *CASES["partial rollouts"], "--train-iters", "4", "--save-interval", "2")
-    made = job(*flags, "--exit-interval", "2", model=long_model).dumping()
-    made.run()
-    made.extra = tuple(made.extra)
-    at = made.extra.index("--exit-interval")
-    made.extra = made.extra[:at] + made.extra[at + 2 :]
+    made = job(*flags, model=long_model).dumping()
+    made.stop_at(2)
     lines = made.run().metrics
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
     assert lines[1]["making/responses"] > 0, "no episode was interrupted when the checkpoint was written"

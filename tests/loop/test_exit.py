@@ -65,14 +65,6 @@ def wait_for_the_end(job, mark: Path):
     return result
 
 
-def until(job, line: str) -> None:
-    """Wait until a job has said a line."""
-    end = time.monotonic() + 240
-    while line not in (log := job.log_file(0).read_text()):
-        assert job.processes[0].poll() is None and time.monotonic() < end, f"{line}: {log[-3000:]}"
-        time.sleep(0.1)
-
-
 @pytest.mark.parametrize("schedule", ["sync", pytest.param("streamed", marks=pytest.mark.slow)])
 def test_a_failing_grader_ends_the_job_with_its_prompt(job, nothing_left, arithmetic, tmp_path, schedule):
     """It fails on one rank: the other, which waits for it, is ended by torchrun."""
@@ -108,15 +100,15 @@ def test_one_save_has_one_job_and_torchrun_takes_its_ranks_along(job, nothing_le
     """A second job is refused; killed, the first leaves a save that the same command takes over at once."""
     first, second = (job("--train-iters", "1000", "--save-interval", "1", cold=True) for _ in range(2))
     first.start()
-    until(first, "successfully saved checkpoint")
+    first.until("successfully saved checkpoint")
     second.start()
     refused = second.wait(240)
     assert refused.code == 1 and "belongs to a job, process" in refused.log, refused.log[-3000:]
     first.processes[0].kill()
     first.processes[0].wait()
     first.start()
-    until(first, "is gone; this job takes it over")
-    until(first, "training resumes from")
+    first.until("is gone; this job takes it over")
+    first.until("training resumes from")
     first.processes[0].terminate()
     assert first.wait(60).code != 0
     nothing_left()

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
-from golden import IGNORED  # noqa: E402
 
 IMPOSED = Path(__file__).with_name("imposed_script.py")
 # Rollouts of two optimizer steps; not all rows of an engine fit beside each other.
 SIZES = ("--rl-rollout-prompts", "8", "--rl-max-response-length", "16", "--rl-max-running", "12")
 STREAMED = (*SIZES, "--rl-schedule", "streamed")
 CARRY = (*STREAMED, "--rl-carry-unfinished", "--rl-correction", "truncate", "--rl-oversample", "1.5")
-
-
-def numbers(result) -> list[dict]:
-    """Every metric but times and bytes of the dock."""
-    lines = [*result.metrics, *result.evaluations]
-    return [{name: value for name, value in line.items() if not IGNORED.fullmatch(name)} for line in lines]
-
-
-def trained(job) -> list[tuple[int, int, int]]:
-    """Ids of all rows that were trained, in no order."""
-    tables = [pq.read_table(f, columns=["epoch", "group", "member"]) for f in (job.save / "dump").glob("*.parquet")]
-    return sorted(row for table in tables for row in zip(*(c.to_pylist() for c in table.columns), strict=True))
 
 
 def check_whole(rows: list[tuple[int, int, int]], groups: int) -> None:
@@ -46,7 +29,7 @@ def test_what_is_unfinished_goes_on_and_a_resume_leaves_no_trace(job, nothing_le
     whole = job(*flags, name="whole", script=IMPOSED).dumping()
     result = whole.run()
     firsts = result.metrics[::2]
-    check_whole(trained(whole), 48)
+    check_whole(whole.trained(), 48)
     assert max(line["segments/mean"] for line in firsts) > 1, "no response has parts of two versions"
     assert max(line["lag/max"] for line in firsts) == 1
     assert max(line["lag/token_mean"] for line in firsts) > 0
@@ -54,13 +37,11 @@ def test_what_is_unfinished_goes_on_and_a_resume_leaves_no_trace(job, nothing_le
     assert max(line.get("logp_diff/max", 0.0) for line in firsts) < 2e-5
 
     cut = job(*flags, "--save-interval", "5", name="cut", script=IMPOSED).dumping()  # in the middle of a rollout
-    cut.extra += ("--exit-interval", "5")
-    cut.run()
-    cut.extra = cut.extra[:-2]
+    cut.stop_at(5)
     resumed = cut.run()
     assert "training resumes from" in resumed.log
-    assert numbers(resumed) == numbers(result)
-    assert trained(cut) == trained(whole)
+    assert resumed.numbers == result.numbers
+    assert cut.trained() == whole.trained()
     nothing_left()
 
 
@@ -75,7 +56,7 @@ def test_a_job_that_is_killed_with_responses_in_the_making_goes_on(job, nothing_
     resumed = run.run()
     assert "training resumes from" in resumed.log
     assert [line["iteration"] for line in resumed.metrics] == list(range(1, 9))
-    check_whole(trained(run), 32)
+    check_whole(run.trained(), 32)
     nothing_left()
 
 
@@ -92,7 +73,7 @@ def test_weights_that_do_not_change_agree_on_tokens_of_all_parts(job) -> None:
 def test_what_is_dropped_is_longer_than_what_is_trained(job, nothing_left) -> None:
     run = job("--train-iters", "8", *STREAMED, "--rl-oversample-drop", "--rl-oversample", "1.5", script=IMPOSED)
     result = run.dumping().run()
-    rows = trained(run)
+    rows = run.trained()
     assert len(set(rows)) == len(rows) == 4 * 8 * 4 and len({epoch for epoch, _, _ in rows}) > 4
     firsts = result.metrics[::2]
     assert all(line["dropped/responses"] == 16 and line["making/groups"] == 0 for line in firsts)
@@ -115,7 +96,7 @@ def test_dynamic_sampling_evaluation_and_engines_of_several_ranks(job, arithmeti
     model = moe_model if "experts" in layout else dense_model
     run = job(*flags, script=IMPOSED, model=model).dumping()
     result = run.run()
-    assert len(set(trained(run))) == len(trained(run)) == 4 * 8 * 4
+    assert len(set(run.trained())) == len(run.trained()) == 4 * 8 * 4
     assert 1 <= max(line["lag/max"] for line in result.metrics[::2]) <= 2
     assert max(line["segments/mean"] for line in result.metrics[::2]) > 1
     assert [line["iteration"] for line in result.evaluations] == [0, 3, 6, 8]

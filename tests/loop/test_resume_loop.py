@@ -175,9 +175,7 @@ def test_a_killed_rank_ends_the_job_and_a_restart_equals_the_uninterrupted_run(s
 def test_resume_at_the_end_of_a_rollout(shared_job, options, whole):
     """With deferred groups in the dock and nothing else."""
     cut = shared_job(*options, name="cut").dumping()
-    again, cut.extra = cut.extra, (*cut.extra, "--exit-interval", "4")
-    cut.run()
-    cut.extra = again
+    cut.stop_at(4)
     check_the_same(cut, cut.run(), whole)
 
 
@@ -263,9 +261,9 @@ def test_killed_inside_a_checkpoint_or_an_evaluation_and_restarted(job, arithmet
 @pytest.mark.slow
 def test_resume_may_leave_the_reference_behind(job):
     """What the error about a lost reference recommends: --rl-kl-loss-coef 0, in the middle of a rollout too."""
-    first = job("--train-iters", "2", "--rl-rollout-prompts", "8", "--save-interval", "1", "--exit-interval", "1")
-    first.run()
-    first.extra = (*first.extra[:-2], "--rl-kl-loss-coef", "0")
+    first = job("--train-iters", "2", "--rl-rollout-prompts", "8", "--save-interval", "1")
+    first.stop_at(1)
+    first.extra = (*first.extra, "--rl-kl-loss-coef", "0")
     again = first.run()
     assert [line["iteration"] for line in again.metrics] == [1, 2]
     assert "kl/ref" in again.metrics[0] and "reference weights loaded" not in again.log

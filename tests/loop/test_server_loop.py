@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
 
-import pyarrow.parquet as pq
 import pytest
 
 from mindspeed_rl_plugin.engine.server_api import EXTENSION
@@ -98,11 +97,6 @@ def wait_for(serving: Serving) -> None:
     raise AssertionError(f"the server did not start within {START_SECONDS} s: {serving.log.read_text()[-4000:]}")
 
 
-def trained(job) -> list[tuple[int, int, int]]:
-    tables = [pq.read_table(f, columns=["epoch", "group", "member"]) for f in (job.save / "dump").glob("*.parquet")]
-    return sorted(row for table in tables for row in zip(*(c.to_pylist() for c in table.columns), strict=True))
-
-
 def flags(server: Serving, staleness: int, iterations: int = 3) -> tuple[str, ...]:
     apart = ("--rl-schedule", "async", "--rl-correction", "truncate", "--rl-engine-url", server.url)
     return ("--train-iters", str(iterations), *apart, "--rl-max-staleness", str(staleness))
@@ -119,13 +113,13 @@ def test_a_server_generates_for_a_job_and_then_for_others(job, server, nothing_l
     assert len(worst) == 3 and max(worst) < AGREEMENT, worst
     assert [line["version"] for line in result.metrics] == [0, 1, 2]
     assert all(line["grad_norm"] > 1e-3 for line in result.metrics)
-    assert trained(exact) == [(e, g, m) for e in range(3) for g in range(4) for m in range(4)]
+    assert exact.trained() == [(e, g, m) for e in range(3) for g in range(4) for m in range(4)]
     said = (exact.run_dir / "engine-at-url-0.log").read_text()
     assert said.splitlines()[-1] in ("[rl] the job has ended", "[rl] the engine has left the job"), said
     for inflight in ("keep", "recompute", "drain"):
         lagging = job(*flags(server, 2, 5), "--rl-inflight", inflight, ranks=1, name=inflight).dumping()
         result = lagging.run()
-        assert trained(lagging) == [(e, g, m) for e in range(5) for g in range(4) for m in range(4)]
+        assert lagging.trained() == [(e, g, m) for e in range(5) for g in range(4) for m in range(4)]
         assert max(line["lag/max"] for line in result.metrics) <= 2
         assert max(line["rollout/kl"] for line in result.metrics) < 1.0
     still = job(*flags(server, 2, 5), "--lr", "0", "--min-lr", "0", ranks=1, name="still").run()
@@ -146,7 +140,7 @@ def test_a_server_samples_the_turns_of_episodes(job, server, nothing_left) -> No
     result = made.run()
     assert len(result.metrics) == 3 and max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
     assert all(1 < line["episode/turns_mean"] <= 2 and line["grad_norm"] > 1e-3 for line in result.metrics)
-    assert trained(made) == [(e, g, m) for e in range(3) for g in range(4) for m in range(4)]
+    assert made.trained() == [(e, g, m) for e in range(3) for g in range(4) for m in range(4)]
     nothing_left()
 
 
@@ -159,30 +153,27 @@ def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server) -> No
     running = job(*flags(server, 1, 1000), ranks=1).dumping()
     running.start()
 
-    def rollouts(wanted: int) -> None:
-        while len(list((running.save / "dump").glob("*.parquet"))) < wanted:
-            assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
-            time.sleep(0.05)
+    def more(rollouts: int) -> None:
+        wanted = running.rollouts() + rollouts
+        running.until(lambda: running.rollouts() >= wanted)
 
-    rollouts(1)
-    found = re.search(r"generate --join (\S+) --secret-file (\S+)", running.log_file(0).read_text())
-    held = f"it generates for the job at {found[1]}, whose engine was heard of"
+    more(1)
+    address, secret_file = running.invitation()
+    held = f"it generates for the job at {address}, whose engine was heard of"
     second = job(*flags(server, 1), ranks=1, name="second")
     second.start()
     result = second.wait(120)
     assert result.code != 0 and f"--rl-engine-url {server.url}: {held}" in result.log
-    engine = [sys.executable, "-m", "mindspeed_rl_plugin", "generate", "--join", found[1], "--secret-file", found[2]]
+    engine = [sys.executable, "-m", "mindspeed_rl_plugin", "generate", "--join", address, "--secret-file", secret_file]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     same = subprocess.run([*engine, "--engine-url", server.url], env=env, capture_output=True, text=True, timeout=120)
     assert same.returncode == 1 and held in same.stderr, same.stderr
-    rollouts(len(list((running.save / "dump").glob("*.parquet"))) + 2)
+    more(2)
     gone = f"the server at {server.url} generates no more"
     os.killpg(server.process.pid, signal.SIGKILL)
-    while f"[rl] warning: {gone}" not in running.log_file(0).read_text():
-        assert running.processes[0].poll() is None, running.log_file(0).read_text()[-3000:]
-        time.sleep(0.05)
+    running.until(f"[rl] warning: {gone}")
     server.start()
-    rollouts(len(list((running.save / "dump").glob("*.parquet"))) + 2)
+    more(2)
     os.killpg(server.process.pid, signal.SIGKILL)
     result = running.wait(200)
     assert result.code != 0

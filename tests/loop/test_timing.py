@@ -127,30 +127,6 @@ def test_the_model_asks_admission(monkeypatch):
         simulate(setup("async"), dataclasses.replace(COSTS, token=0.01), tailed())
 
 
-@pytest.mark.parametrize("schedule", ["sync", "streamed", "async"])
-def test_more_of_a_resource_is_never_slower(schedule):
-    more = {"staleness": 1} if schedule == "async" else {}
-    slow = Responses(lognormal(100, 0.8, 512), lambda rng: 0.5)
-
-    def seconds(**changed):
-        costs = dataclasses.replace(COSTS, **{k: v for k, v in changed.items() if k in ("step", "token", "publish")})
-        flags = {k: v for k, v in changed.items() if k in ("graders", "engines", "trainers")}
-        return simulate(setup(schedule, **flags, **more), costs, slow, rollouts=10).rollout
-
-    base = seconds()
-    for better in ({"graders": 16}, {"step": 0.005}, {"token": 0.0005}, {"engines": 2, "trainers": 2}):
-        assert seconds(**better) < base * 1.01, better
-    assert seconds(step=0.02) > base and seconds(graders=1) > base
-
-
-def test_staleness_gains_and_saturates():
-    seconds = [
-        simulate(setup("async", slots=16, staleness=k), COSTS, tailed(3), rollouts=15).rollout for k in (0, 1, 2, 4)
-    ]
-    assert seconds[0] > seconds[1] * 1.1
-    assert seconds[1] >= seconds[2] * 0.99 and seconds[2] >= seconds[3] * 0.99
-
-
 def test_dynamic_sampling_costs_more_groups():
     some = dataclasses.replace(tailed(), informative=0.5)
     for schedule in ("sync", "async"):

@@ -21,9 +21,8 @@ LAYOUTS = {
 def test_a_step_by_tokens_is_the_step_by_rows(job, layout):
     common = ("--train-iters", "3", "--rl-rollout-prompts", "8", "--lr", "3e-3")
     rows = job(*common, *LAYOUTS[layout][1:], name="rows").run().metrics
-    run = job(*common, *BUDGET, *LAYOUTS[layout], "--save-interval", "1", "--exit-interval", "1", name="tokens")
-    run.run()
-    run.extra = run.extra[:-2]
+    run = job(*common, *BUDGET, *LAYOUTS[layout], "--save-interval", "1", name="tokens")
+    run.stop_at(1)
     tokens = run.run().metrics  # goes on in the middle of the first rollout
     assert [line["iteration"] for line in tokens] == [1, 2, 3]
     for line in (tokens[0], tokens[2]):

@@ -13,9 +13,8 @@ from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
 from mindspeed_rl_plugin.tools.convert import to_megatron
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "reshard")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "reshard"))
 from family_models import HOST, random_model  # noqa: E402
-from golden import IGNORED  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--rl-rollout-prompts", "8")
@@ -26,13 +25,9 @@ ANY_LAYOUT = ("--dist-ckpt-optim-fully-reshardable",)
 PPO = ("--rl-algorithm", "ppo", "--rl-critic-lr", "3e-3", "--rl-critic-warmup", "2", "--rl-kl-reward-coef", "0.05")
 
 
-def numbers(result) -> list[dict]:
-    return [{k: v for k, v in line.items() if not IGNORED.fullmatch(k)} for line in result.metrics]
-
-
 def differing(result, expected: list[dict]) -> list[tuple]:
     """Iteration, name and both values of what differs from an uninterrupted run."""
-    lines = numbers(result)
+    lines = result.numbers
     assert len(lines) == len(expected)
     pairs = zip(lines, expected, strict=True)
     return [(b["iteration"], n, a.get(n), b.get(n)) for a, b in pairs for n in a | b if a.get(n) != b.get(n)]
@@ -48,7 +43,7 @@ def check_resumes(job, *split: str, at: tuple[int, ...], more: tuple[str, ...] =
     loads = ("--load", str(first.save), "--lr", "3e-3", "--rl-kl-loss-coef", "0.05")
     again = job(*STEPS, "--save-interval", str(at[0]), *split, *more, *loads, name="again", **model)
     whole = again.run(600)
-    expected = numbers(whole)
+    expected = whole.numbers
     assert len({line.get("loss") for line in expected}) > 1, "nothing is trained"
     for iteration in at:
         (again.save / TRACKER).write_text(str(iteration))
@@ -91,7 +86,7 @@ def test_a_resume_takes_other_rates_or_keeps_its_own(job, training_flags, ckpt_f
         resumed = made.run(600)
         last = resumed.metrics[-1]
         assert (last["lr"], last["critic/lr"]) == rates
-    assert differing(resumed, numbers(whole)) == []
+    assert differing(resumed, whole.numbers) == []
 
 
 def test_a_run_starts_from_what_import_wrote(job, arithmetic, tmp_path, capsys):
@@ -109,7 +104,7 @@ def test_a_run_starts_from_what_import_wrote(job, arithmetic, tmp_path, capsys):
     (run.save / TRACKER).write_text("2")
     resumed = run.run(600)
     assert "at iteration 2, optimizer and RL state included" in resumed.log
-    assert differing(resumed, numbers(whole)) == []
+    assert differing(resumed, whole.numbers) == []
 
 
 def test_a_critic_too_is_saved_resumed_and_loaded(job):

@@ -102,10 +102,7 @@ def test_a_generator_that_dies_before_it_has_come_is_named(job, machines, tmp_pa
     """While the trainer builds its model, so before there is a connection that breaks."""
     both = job("--train-iters", "4", *APART, ranks=1, agents=2, cold=True)
     start(both, machines, tmp_path / "t")
-    end = time.monotonic() + 100
-    while "[rl] trainers: rank 0" not in both.log_file(0).read_text():
-        assert time.monotonic() < end, both.log_file(0).read_text()
-        time.sleep(0.05)
+    both.until("[rl] trainers: rank 0", 100)
     os.kill(both.rank_pid(1), signal.SIGKILL)
     assert both.processes[0].wait(100 + HEARTBEAT + ENDING) > 0
     said = f"[rl] rank 0 stops: rank 1 is gone (it should generate, and has not come for {HEARTBEAT} s"

@@ -176,14 +176,12 @@ def test_fine_tuning_of_mindspeed_llm(job, arithmetic, tmp_path):
     flags += ("--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", str(arithmetic / "tokenizer"))
     flags += ("--use-mcore-models", "--make-vocab-size-divisible-by", "1", "--use-flash-attn")
     layout = [word for word in LAYOUT if word != "--mock-data"]
-    end = ("--save-interval", "1", "--exit-interval", "2")
     entry = tmp_path / "entry.py"
     entry.write_text(STAND_INS.format(script=str(Path(llm, "posttrain_gpt.py"))))
-    run = job(*layout, *flags, *end, script=entry, path=[Path(llm), Path(mindspeed), checkout])
-    first = run.run(400)
+    run = job(*layout, *flags, "--save-interval", "1", script=entry, path=[Path(llm), Path(mindspeed), checkout])
+    first = run.stop_at(2, 400)
     for taken in ("--reset-attention-mask --neat-pack: a row", "--prompt-type: prompts are", "no pretraining or fine-"):
         assert first.log.count(taken) == 1
-    run.extra = run.extra[:-2]
     result = run.run(400)
     check(result)
     assert "training resumes from" in result.log and "at iteration 2, optimizer and RL state included" in result.log
@@ -217,10 +215,9 @@ def test_mindspeeds_layouts_of_the_optimizer(job, training_flags, tmp_path, layo
     expected = job(*iterations, "--rl-swap", "none", name="kept", script=script, train=train, **common).run(400)
     hostile = HOSTILE.format(folder=str(Path(__file__).resolve().parents[1] / "reshard"))
     script = mindspeed_entry(tmp_path, checkout, hostile)
-    swap = ("--rl-swap", "params,grads,optimizer", "--exit-interval", "3", "--save-interval", "3")
+    swap = ("--rl-swap", "params,grads,optimizer", "--save-interval", "3")
     offloaded = job(*iterations, *swap, name="offloaded", script=script, train=train + more, **common)
-    offloaded.run(400)
-    offloaded.extra = offloaded.extra[:-4]
+    offloaded.stop_at(3, 400)
     resumed = offloaded.run(400)
     assert len({line["weights/digest"] for line in expected.metrics}) == 4
     critic = ("critic/loss", "critic/grad_norm") if both else ()
@@ -246,11 +243,10 @@ def test_gradients_of_a_model_with_mtp_layers_may_be_sent_early(job, dense_model
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda p: p.name)
 def test_ppo_on_plain_megatron(job, checkout):
     """The critic is built by the script's own model provider; cut and resumed, it goes on where it was."""
-    ppo = (*PPO.split(), "--save-interval", "1", "--exit-interval", "2")
+    ppo = (*PPO.split(), "--save-interval", "1")
     run = job(*LAYOUT, *ppo, script=checkout / "pretrain_gpt.py", path=[checkout])
-    first = run.run(400)
+    first = run.stop_at(2, 400)
     assert "the critic starts from the policy's weights, with a fresh value head" in first.log
-    run.extra = run.extra[:-2]
     result = run.run(400)
     check(result)
     assert "iter_0000002/critic, its optimizer included" in result.log
@@ -282,9 +278,7 @@ def test_mindspeeds_dualpipev_agrees_with_one_stage(job, arithmetic, tmp_path, c
 
     one = run("one", 1, "--train", "tp1").run(400)
     folded = run("folded", stages, "--train", f"pp{stages}", "--schedules-method", "dualpipev")
-    folded.extra += ("--exit-interval", "2")
-    folded.run(400)
-    folded.extra = folded.extra[:-2]
+    folded.stop_at(2, 400)
     several = folded.run(400)
     check(several)
     assert "at iteration 2, optimizer and RL state included" in several.log
