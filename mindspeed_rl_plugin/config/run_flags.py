@@ -191,7 +191,6 @@ class ReshardConfig:
 
     @property
     def swap_names(self) -> tuple[str, ...]:
-        """The words of `swap`, whether given with commas or spaces."""
         return split_words(self.swap)
 
     @property

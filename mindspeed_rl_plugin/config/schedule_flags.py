@@ -104,7 +104,6 @@ class ScheduleConfig:
 
     @property
     def who_generates(self) -> Generators:
-        """`generators`, read."""
         return Generators.parse(self.generators or "0")
 
     @property

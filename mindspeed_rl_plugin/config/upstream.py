@@ -41,7 +41,6 @@ class UpstreamFlag:
 
     @property
     def spelt(self) -> str:
-        """The flag as a user gives it."""
         return _SPELT.get(self.name) or spelt(self.name)
 
     def message(self, args: Any) -> str | None:

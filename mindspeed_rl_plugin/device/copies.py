@@ -41,7 +41,6 @@ class ThreadCopier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
 
     def start(self, copies: Callable[[], None]) -> Copying:
-        """See `StreamCopier`."""
         try:
             done = self._thread.submit(copies)
         except RuntimeError:  # the interpreter ends, and its threads take nothing more: what closes then copies here

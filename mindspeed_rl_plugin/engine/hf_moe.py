@@ -95,7 +95,6 @@ def _group_limited_problems(args: Namespace) -> Iterator[str]:
 
 
 def _router_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
-    """How experts are chosen."""
     router, family, routing = shape.table.router, shape.family, _routing(args)
     if (getattr(args, "num_experts", 0) or 0) < (getattr(args, "moe_router_topk", None) or 1):
         yield f"--moe-router-topk {args.moe_router_topk}: there are {args.num_experts} experts; give fewer"
@@ -135,7 +134,6 @@ def _weight_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
 
 
 def _gate_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
-    """The gate of shared experts."""
     family, needed = shape.family, shape.table.shared_gate
     gate = any(getattr(args, name, False) for name in ("moe_shared_expert_gate", "shared_expert_gate"))
     if gate != needed:

@@ -40,7 +40,6 @@ class ProcessState:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """The engine works within this context."""
         with torch_originals(), self._own_names(), _host_generators_kept(), self._on_device():
             yield
 

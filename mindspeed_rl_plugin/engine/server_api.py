@@ -173,6 +173,5 @@ def problems(served: Served, job: VllmOptions, stops: bool) -> Iterator[str]:
 
 
 def check_served(url: str, served: Served, job: VllmOptions, stops: bool) -> None:
-    """Raise ValueError that lists all `problems`."""
     if found := list(problems(served, job, stops)):
         raise ValueError(f"the server at {url} cannot generate for this job:\n  " + "\n  ".join(found))

@@ -44,7 +44,6 @@ class ServerEngine:
         self._done: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Queue responses; see `Engine`."""
         for request in requests:
             self._running.add(request.id)
             given = request, self.version, self._changes

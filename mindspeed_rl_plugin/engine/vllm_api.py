@@ -155,7 +155,6 @@ def demand_base_format(engine: Any, device: Device) -> None:
 
 
 def captured_graphs() -> int:
-    """How many graphs this process has captured."""
     from vllm.compilation.counter import compilation_counter
 
     return compilation_counter.num_cudagraph_captured
@@ -216,7 +215,6 @@ def worker(engine: Any) -> Any:
 
 
 def model(engine: Any) -> torch.nn.Module:
-    """This rank's model."""
     runner = worker(engine).model_runner
     return runner.get_model() if hasattr(runner, "get_model") else runner.model
 
@@ -241,7 +239,6 @@ def refresh_derived(engine: Any) -> int:
 
 
 def derived(engine: Any) -> list[torch.Tensor]:
-    """The tensors that `refresh_derived` makes again."""
     return [getattr(holder, name) for holder in _latent(engine) for name in DERIVED]
 
 

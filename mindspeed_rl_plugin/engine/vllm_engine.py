@@ -95,7 +95,6 @@ class VllmEngine:
         self._memory = _memory(self._engine, self._device.kind) if options.sleep_mode else None
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Queue responses; see `Engine`."""
         if self._awake != set(PARTS):
             raise ValueError(f"submit: the engine's {sorted(set(PARTS) - self._awake)} sleep; wake() them first")
         if self.version < 0:
@@ -119,7 +118,6 @@ class VllmEngine:
             self._running[name] = running
 
     def poll(self, timeout: float) -> list[Completion]:
-        """Step until some response ends; see `Engine`."""
         end = time.monotonic() + timeout
         with self._process.lent():
             while self._running:
@@ -129,7 +127,6 @@ class VllmEngine:
         return []
 
     def step_along(self, steps: int) -> list[Completion]:
-        """So many steps with the engines that share experts; see `Engine`."""
         finished: list[Completion] = []
         with self._process.lent():
             for _ in range(steps):
@@ -142,7 +139,6 @@ class VllmEngine:
         return finished
 
     def keep_step(self) -> None:
-        """Dummy steps until no engine that shares experts has requests; see `Engine`."""
         self._must_be_idle("keep_step")
         if self._sharers is not None:
             with self._process.lent():
@@ -151,14 +147,12 @@ class VllmEngine:
                         vllm_api.dummy_step(self._engine)
 
     def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
-        """Stop responses and return what they hold; see `Engine`."""
         names = {running.request.id: name for name, running in self._running.items()}
         chosen = [*names.values()] if ids is None else [names[i] for i in ids if i in names]
         self._engine.abort_request(chosen)
         return [self._complete(name, "abort") for name in chosen]
 
     def parameters(self) -> dict[str, Tensor]:
-        """The live weights; see `vllm_api.parameters`."""
         return vllm_api.parameters(self._engine)
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
@@ -295,7 +289,6 @@ class VllmEngine:
 
 
 def _memory(engine: Any, kind: str) -> HostMemory | PoolMemory:
-    """What gives the engine's memory back and takes it again."""
     return HostMemory(engine) if kind == "cpu" else PoolMemory(engine, vllm_api.weights_pool(kind))
 
 

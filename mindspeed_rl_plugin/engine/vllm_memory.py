@@ -80,7 +80,6 @@ class PoolMemory:
         self._copies: list[torch.Tensor] = []
 
     def sleep(self) -> None:
-        """Give the memory of weights and KV cache back."""
         self._copies = [bytes_of(storage).to("cpu", copy=True) for storage in self._kept]
         self._engine.sleep(2)
 
@@ -123,7 +122,6 @@ class HostMemory:
         self._bytes = {part: [s.nbytes() for s in storages] for part, storages in self._storages.items()}
 
     def sleep(self) -> None:
-        """Give all of it back."""
         for storages in self._storages.values():
             for storage in storages:
                 storage.resize_(0)

@@ -18,7 +18,6 @@ _torch: dict[str, Callable[..., Any]] = {}  # torch's own functions, by name
 
 
 def install() -> None:
-    """Put the replacements in place, once."""
     ours = (init_process_group, new_group, all_to_all_single, all_gather, reduce_scatter, isend)
     for function in ours:
         _replace(function.__name__, function)
@@ -43,7 +42,6 @@ def _replace(name: str, function: Callable[..., Any]) -> None:
 
 
 def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """Over gloo, whatever is asked for."""
     _torch["init_process_group"]("gloo", *args, **_without_options(kwargs))
 
 

@@ -38,7 +38,6 @@ def install_with_mindspeed() -> None:
 
 
 def _replace_compiled(builder: ModuleType) -> None:
-    """Let MindSpeed's builders load stand-ins."""
     for name in ("MindSpeedOpBuilder", "AtbOpBuilder"):
         if cls := vars(builder).get(name):
             cls.load = _load

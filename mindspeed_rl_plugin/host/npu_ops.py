@@ -220,7 +220,6 @@ def _attention_v2(*args: Any) -> tuple[Any, ...]:
 
 
 def _attention_grad_v2(*args: Any) -> tuple[Any, ...]:
-    """Its backward pass."""
     query, key, value, dy, head_num, layout, pse, _, mask, maximum, total, _, out, scale, keep_prob, *_ = args
     _no_bias(pse)
     more = {"softmax_max": maximum, "softmax_sum": total, "attention_in": out}

@@ -31,8 +31,6 @@ class NullEvent:
 
 
 class NullStream(contextlib.nullcontext):
-    """A stream has nothing to wait for."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes and ignores what a real stream takes: device, priority."""
         super().__init__(self)

@@ -124,7 +124,6 @@ class ProgressBar(tqdm):
         super().__init__(total=total, desc=what, unit=f" {unit}", leave=False, dynamic_ncols=True, disable=not shown)
 
     def set(self, n: int) -> None:
-        """Say that n are done."""
         self.update(n - self.n)
 
 

@@ -21,7 +21,6 @@ class LearningWatch:
         self._kl, self._far = None, False
 
     def remarks(self, metrics: Mapping[str, Metric]) -> Iterator[str]:
-        """What is to be said after this iteration."""
         if self._idle is not None and "groups/informative" in metrics:  # the first iteration of a rollout
             self._idle.append(metrics["groups/informative"] == 0)
             if (idle := sum(self._idle)) >= IDLE:

@@ -91,11 +91,9 @@ class Monitor:
             self._open_files(world_size, resume_iteration, {**measured, **(info or {})})
 
     def begin(self, iteration: int) -> None:
-        """Stages from now on belong to `iteration`."""
         self.clock.begin(iteration)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Context manager that times a stage of the current iteration on this rank."""
         return self.clock.stage(name)
 
     def stage_metrics(self) -> dict[str, float]:

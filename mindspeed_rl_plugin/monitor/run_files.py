@@ -117,7 +117,6 @@ def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file atomically."""
     atomic_write(path, lambda p: p.write_text(text, encoding="utf-8"))
 
 
@@ -149,7 +148,6 @@ class JsonLines:
         self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one object as one line."""
         self._file.write(to_json(record))
         self._file.flush()
 

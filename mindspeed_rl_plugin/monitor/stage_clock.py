@@ -102,7 +102,6 @@ class StageClock:
         return out | {"seconds/iteration": self._tick() - self._began - aside}
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _fold_peak(self) -> None:

@@ -55,7 +55,6 @@ class AllgatherPlan:
 
     @property
     def traffic(self) -> Mapping[int, Traffic]:
-        """Bytes of every rank."""
         return self.gather.traffic
 
     def places(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

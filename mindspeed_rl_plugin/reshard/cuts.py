@@ -56,7 +56,6 @@ class Cut(NamedTuple):
     impl: str
 
     def part(self, i: int = 0) -> tuple[int, ...]:
-        """Canonical shape of part i."""
         return self.shape.shape_of(self.row.parts[i])
 
     def share(self, total: int, what: str) -> int:

@@ -126,7 +126,6 @@ def narrowed(
 
 
 def sizes_of(live: Mapping[str, Tensor]) -> Shapes:
-    """Shapes of tensors."""
     return {name: tuple(tensor.shape) for name, tensor in live.items()}
 
 

@@ -184,7 +184,6 @@ class TrainState:
         self.device.empty_cache()
 
     def _compare(self, name: str, part: _Saved) -> None:
-        """What came back of a storage is what left."""
         wrong = (storage_digests(part.storage) != part.digests).nonzero().flatten().tolist()
         if wrong:
             low, high = wrong[0] * BLOCK_BYTES, min((wrong[0] + 1) * BLOCK_BYTES, part.nbytes)

@@ -74,7 +74,6 @@ class Parallel:
 
     @property
     def expert_tp(self) -> int:
-        """Tensor parallel size of the experts."""
         return self.tp if self.etp is None else self.etp
 
     def in_megatron(self, ep: int) -> int:
@@ -111,7 +110,6 @@ class Parallel:
         return 0 if self.folded else self.pp - 1
 
     def _chunks(self, pp_rank: int) -> Sequence[int]:
-        """Chunks of a stage, by execution order."""
         if self.folded:
             return pp_rank, 2 * self.pp - 1 - pp_rank
         return range(pp_rank, self.pp * self.vpp, self.pp)
@@ -214,7 +212,6 @@ class EngineParallel:
 
     @property
     def ranks(self) -> int:
-        """Ranks of one engine."""
         return max(self.tp, self.ep)
 
     def experts(self, total: int, rank: int) -> range:

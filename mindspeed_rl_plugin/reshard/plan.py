@@ -288,7 +288,6 @@ class _Builder:
             self.moves.append(Move(bucket, source, destination, piece))
 
     def plan(self, unused: tuple[str, ...]) -> Plan:
-        """Freeze what was added."""
         copies, moves = tuple(self.copies), tuple(sorted(self.moves, key=lambda m: m.bucket))
         for rank, traffic in self.traffic.items():
             traffic.sent = self.sent[rank]

@@ -194,7 +194,6 @@ class Resharder:
             raise RuntimeError(f"ranks planned differently, by fingerprint: {dict(enumerate(prints))}")
 
     def _refuse_broken(self, source: Mapping[str, Tensor], when: str) -> None:
-        """Raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
         first = first_broken(source[name] for name in self._sources[self.rank])
         firsts = self._share([first], 1, "the check of the weights")
         refuse_broken([broken for (broken,) in firsts], self._sources, when)

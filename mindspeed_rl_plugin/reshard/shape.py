@@ -35,11 +35,9 @@ class Canonical:
 
     @property
     def slices(self) -> int:
-        """Slices along `axis`."""
         return self.shape[self.axis]
 
     def slice_bytes(self, itemsize: int) -> int:
-        """Bytes of one slice where the model's elements have `itemsize`."""
         return prod(self.shape) // self.slices * (4 if self.wide else itemsize)
 
 
@@ -100,7 +98,6 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts."""
         return self.layers - len(self.dense_layers) if self.table.experts else 0
 
     @cached_property
@@ -119,7 +116,6 @@ class ModelShape:
         }
 
     def shape_of(self, part: Part) -> tuple[int, ...]:
-        """Canonical shape of a part."""
         return tuple(self._sizes[name] for name in part.shape)
 
     def names_of(self, row: Row, layer: int, expert: int = 0) -> tuple[str, ...]:

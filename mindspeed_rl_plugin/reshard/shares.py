@@ -174,7 +174,6 @@ class TrainerWeights:
 
     @property
     def tensors(self) -> Mapping[str, Canonical]:
-        """The canonical tensors."""
         return canonical_tensors(self.shape)
 
     @cached_property

@@ -41,7 +41,6 @@ WIDTH = 100  # columns of a terminal
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_rl_plugin algorithms",
         description="Presets of --rl-algorithm, and the parts that they and the flags choose from.",

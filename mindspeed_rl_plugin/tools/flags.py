@@ -72,7 +72,6 @@ def plain(word: str = "") -> str:
 
 
 def markdown() -> str:
-    """The page docs/flags.md."""
     parts = [_HEAD]
     for title, flags in _groups():
         rows = [f"| `{flag}` | {text.translate(_ESCAPED)} |" for flag, text in flags]

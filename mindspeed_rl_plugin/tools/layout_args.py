@@ -96,7 +96,6 @@ def check_train(shape: ModelShape, train: Parallel, flag: str) -> None:
 
 
 def check_engine(shape: ModelShape, engine: EngineParallel, flag: str) -> None:
-    """The same for the engines."""
     check_experts(shape, f"ep{engine.ep}", flag)
     if engine.ep > max(shape.experts, 1):
         raise ValueError(f"{flag}: there are {shape.experts} experts for ep {engine.ep} ranks; choose fewer")

@@ -120,7 +120,6 @@ class Assembled:
                     self._parts[s.name].setdefault((s.start, s.stop), []).append(part)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype in which a tensor is stored."""
         return next(iter(self._parts[name].values()))[0][1].dtype
 
     def make(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

@@ -133,7 +133,6 @@ def _row_bytes(column: ColumnSpec, load: Load) -> float:
 
 
 def main(argv: list[str]) -> int:
-    """Print the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_rl_plugin plan", description=__doc__)
     numbers = "G N PL SL, and n M if they differ from 5 3; without numbers: the rows of the paper's Table 1"
     parser.add_argument("--dock", nargs="*", type=int, metavar="N", required=True, help=numbers)

@@ -110,7 +110,6 @@ class Estimate:
 
     @property
     def update(self) -> int:
-        """Bytes on a device in the update."""
         return self.policy.device + self.critic.device
 
     def peak(self, mode: str) -> int:

@@ -42,7 +42,6 @@ HEAD += ("back-pressure", "waiting for a version", "lag")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command's options."""
     made = argparse.ArgumentParser(
         prog="python -m mindspeed_rl_plugin plan --schedule",
         description="What an iteration takes under each schedule, and which one to take: a model, not a measurement.",
@@ -221,7 +220,6 @@ def _costs(
 
 
 def _by_hand(name: str, value: float) -> dict[str, float]:
-    """The costs that an option gives."""
     if name == "train_tokens":
         return {"token": 1 / value, "old_token": calibrate.OLD_SHARE / value}
     cost, _, unit = name.rpartition("_")

@@ -23,7 +23,6 @@ UNKNOWN = "rehearse: no flags here: "
 
 
 def main(argv: list[str]) -> None:
-    """See the module's docstring."""
     host.activate_if_needed(announce=False)
     import torch.distributed as dist
 

@@ -42,7 +42,6 @@ class Flags:
         return cls(values)
 
     def argv(self) -> list[str]:
-        """The command line again."""
         return [token for flag, values in self.values.items() for token in (flag, *values)]
 
     def __contains__(self, flag: str) -> bool:

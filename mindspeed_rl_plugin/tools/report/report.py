@@ -46,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page for the data of `collect` as text."""
     folder = resources.files(__package__)
     parts = {"title": html.escape(data["title"]), "data": embed(data)}
 
