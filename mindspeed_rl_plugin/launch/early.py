@@ -10,6 +10,7 @@ import argparse
 import difflib
 import gc
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,11 +20,13 @@ from typing import Any
 from mindspeed_rl_plugin.config import RLConfig, add_flags, limit_problems, rl_enabled
 from mindspeed_rl_plugin.config.flag import spelt, valued
 from mindspeed_rl_plugin.config.upstream import OWN_RL
-from mindspeed_rl_plugin.environment import leave_to_first_rank, record_failure, say
+from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, record_failure, say
 from mindspeed_rl_plugin.launch.endings import Refusal
 from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 
-ALIKE = 0.8  # of a flag that is ours but for its spelling, by `difflib`
+ALGORITHM = "--rl-algorithm"
+ALIKE = 0.75  # of a flag that is ours but for its spelling, by `difflib`
+CHECKED_BYTES = 16 << 20  # of a file of prompts; a larger one is read once, later
 # Imports make two million objects that stay, and no cycle worth collecting: by Python's own thresholds a sixth of the
 # time from the launch to the first iteration is the collector's (benchmarks/startup.py).
 THRESHOLDS = (100_000, 50, 100)
@@ -38,9 +41,10 @@ def check_flags() -> None:
     with all that is wrong. Where they ask for RL, the first line of the job is said before. Idempotent."""
     global _args
     argv = sys.argv[1:]
-    if _args is not None or not any(word.startswith("--rl-") for word in argv):
+    flags = [word.partition("=")[0] for word in argv if word.startswith("--rl-")]
+    if _args is not None or not difflib.get_close_matches(ALGORITHM, flags, cutoff=0.9):
         return
-    if any(word.partition("=")[0] == "--rl-algorithm" for word in argv):
+    if ALGORITHM in flags:
         say(
             "starting: flags and files are checked now; then torch and Megatron are imported, the model and vLLM built "
             "(a quarter of a minute in all for a small model, several times that where files are read the first time)"
@@ -48,7 +52,7 @@ def check_flags() -> None:
         gc.set_threshold(*THRESHOLDS)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--seq-length", "--max-position-embeddings"):
-        parser.add_argument(flag, type=int)
+        parser.add_argument(flag, nargs="?", type=lambda text: int(text) if text.isdigit() else None)
     parser = refuse_misspelt(add_flags(parser), passed=_perhaps_not_ours(sys.argv[0]))
     _args, _ = parser.parse_known_args(argv)
     if rl_enabled(_args):
@@ -56,17 +60,17 @@ def check_flags() -> None:
 
 
 def check_rows() -> None:
-    """Check that each JSON file of prompts can be read, and has rows. After torch has been imported, before Megatron;
-    not Parquet and saved datasets, whose readers import what MindSpeed must patch first."""
-    if _args is None or not rl_enabled(_args):
+    """Check that each JSON file of prompts, but for large ones, can be read and has rows. After the import of torch,
+    before Megatron; not Parquet and saved datasets, whose readers import what MindSpeed must patch first."""
+    if _args is None or not rl_enabled(_args) or _generates(config := RLConfig.from_args(_args)):
         return
     from mindspeed_rl_plugin.prompts.sources import open_source
 
     def problems() -> Iterator[str]:
-        config = RLConfig.from_args(_args)
-        for path in {*config.data.prompt_data, *config.monitor.eval_data}:
+        for path in dict.fromkeys((*config.data.prompt_data, *config.monitor.eval_data)):
             try:
-                if path.endswith((".json", ".jsonl")):
+                is_json = path.endswith((".json", ".jsonl")) and os.path.isfile(path)
+                if is_json and os.path.getsize(path) < CHECKED_BYTES:
                     open_source(path).row(0)
             except ValueError as error:
                 yield str(error)
@@ -114,15 +118,27 @@ def refuse_misspelt(
 
 
 def _perhaps_not_ours(script: str) -> Callable[[str, Sequence[str]], bool]:
-    """Whether a flag may be Megatron's, or the script's own: what is none of them, Megatron's parser says."""
+    """Whether a flag may be Megatron's, or the script's own, of a module beside it too: Megatron's parser will say."""
     megatrons = {spelt(flag.name) for flag in OWN_RL}
 
     def perhaps(flag: str, known: Sequence[str]) -> bool:
-        if flag in megatrons or not difflib.get_close_matches(flag, known, n=1, cutoff=ALIKE):
+        alike = difflib.get_close_matches(flag, known, n=1, cutoff=ALIKE) or any(k.startswith(flag) for k in known)
+        if flag in megatrons or not alike:
             return True
-        return os.path.isfile(script) and flag in Path(script).read_text(encoding="utf-8", errors="replace")
+        word = re.compile(rf"{re.escape(flag)}(?![\w-])")
+        return any(word.search(_text(path)) for path in Path(script).absolute().parent.glob("*.py"))
 
     return perhaps
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _generates(config: RLConfig) -> bool:
+    """Whether this rank will be a generator, which reads no prompts and no graders."""
+    env = launch_env()
+    return config.schedule.apart and env["rank"] >= env["world_size"] - config.schedule.generator_ranks
 
 
 def _end_if(problems: Iterable[str]) -> None:
@@ -137,8 +153,11 @@ def _end_if(problems: Iterable[str]) -> None:
 
 def _problems(args: Any, config: RLConfig) -> Iterator[str]:
     yield from limit_problems(*vars(config).values())
-    yield from prompt_data(args, config)
     yield from lengths(args, config)
+    script, names = _text(Path(sys.argv[0])), map(os.path.basename, config.data.prompt_data)
+    if _generates(config) or "chdir" in script or any(name in script for name in names):
+        return  # the files may be elsewhere, or not written yet
+    yield from prompt_data(args, config)
     if config.graders:
         yield from rewards(args, config)
 

@@ -21,6 +21,8 @@ FILE = "owner.json"  # in SAVE/rl
 BEAT_SECONDS = 5.0
 DEAD_SECONDS = 60.0  # without a heartbeat the owner on another machine counts as dead
 
+NAMED = {"machine", "process", "began", "name", "since", "launch"}  # in the file
+
 _over = threading.Event()
 
 
@@ -62,16 +64,17 @@ def _wait_for_its_end(path: Path, owner: dict[str, Any], me: dict[str, Any]) -> 
     end = time.monotonic() + left
     while time.monotonic() < end:
         time.sleep(min(1.0, left))
-        if not path.exists():  # it ended well
+        try:
+            if path.stat().st_mtime != first:
+                raise ValueError(_refusal(save, owner))
+        except FileNotFoundError:  # it ended well
             return
-        if path.stat().st_mtime != first:
-            raise ValueError(_refusal(save, owner))
     owner["name"] += f" ({sign})"
 
 
 def _beat(path: Path, me: dict[str, Any], over: threading.Event) -> None:
     while not over.wait(BEAT_SECONDS):
-        with contextlib.suppress(OSError):  # of a file system that is away for a while
+        with contextlib.suppress(OSError, ValueError):  # of a file system that is away for a while
             if (owner := _read(path)) is None:
                 write_json(path, me)
             elif not _same(owner, me):
@@ -82,12 +85,22 @@ def _beat(path: Path, me: dict[str, Any], over: threading.Event) -> None:
 
 def _leave(path: Path, me: dict[str, Any]) -> None:
     _over.set()
-    if (owner := _read(path)) and _same(owner, me):
-        path.unlink(missing_ok=True)
+    with contextlib.suppress(ValueError):
+        if (owner := _read(path)) and _same(owner, me):
+            path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    """The owner; None where the file is gone. Raises ValueError for one that names none."""
+    try:
+        owner = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        owner = None
+    if not isinstance(owner, dict) or not owner.keys() >= NAMED:
+        raise ValueError(f"{path} names no job; remove it where none uses this --save")
+    return owner
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

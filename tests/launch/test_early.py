@@ -22,7 +22,9 @@ def first_time(monkeypatch, tmp_path):
     Path("a.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     Path("empty.jsonl").write_text("")
     Path("broken.json").write_text("[{")
-    Path("own.py").write_text('parser.add_argument("--rl-rewards")\n')
+    Path("own.py").write_text("import flags_of_it, os\nos.chdir('elsewhere')\n")
+    Path("flags_of_it.py").write_text('parser.add_argument("--rl-rewards")\n')
+    Path("makes.py").write_text("open('made.jsonl', 'w')\n")
     usual = gc.get_threshold()
     yield
     gc.set_threshold(*usual)
@@ -37,6 +39,7 @@ def checked(monkeypatch, words, script=str(SCRIPT)):
 GOOD = "--rl-algorithm grpo --rl-prompt-data a.jsonl --rl-reward exact --seq-length 4096"
 REFUSED = {
     "--rl-rewrad exact": "--rl-rewrad is unknown; did you mean --rl-reward?",
+    "--rl-algo ppo": "--rl-algo is unknown; did you mean --rl-algorithm?",
     "--rl-samples-per-prompt abc": "argument --rl-samples-per-prompt: invalid int value: 'abc'",
     "--rl-temperature 0": "--rl-temperature is 0.0",
     "--rl-prompt-data b.jsonl": "--rl-prompt-data b.jsonl: no such file or directory",
@@ -66,7 +69,10 @@ def test_what_needs_no_megatron_is_refused(words, monkeypatch, capsys):
         (GOOD, SCRIPT),
         (f"{GOOD} --rl-use-sequence-packing", SCRIPT),  # Megatron's own: its parser comes
         (f"{GOOD} --rl-something-else 3", SCRIPT),  # perhaps the script's: like none of ours
-        (f"{GOOD} --rl-rewards 3", "own.py"),
+        (f"{GOOD} --rl-rewards 3", "own.py"),  # of a module beside it
+        (f"{GOOD} --rl-eval-data there.jsonl", "own.py"),  # from another directory
+        (f"{GOOD} --rl-prompt-data made.jsonl", "makes.py"),
+        (f"{GOOD} --seq-length 4k", SCRIPT),  # Megatron's parser says what is wrong
         ("--rl-algorithm dpo --rl-prompt-data a.jsonl --lr 1e-5", SCRIPT),
     ],
 )
@@ -77,7 +83,18 @@ def test_what_may_be_right_passes(words, script, monkeypatch, capsys):
     assert capsys.readouterr() == ("", ""), "once a process"
 
 
-@pytest.mark.parametrize("words", ["", "--lr 1 --save x", "--rl-reward-timeout 3"])
+def test_ranks_that_generate_need_no_files(monkeypatch):
+    words = f"{GOOD} --rl-prompt-data of.trainers.jsonl --rl-schedule async --rl-generators 1"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    checked(monkeypatch, words)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(early, "_args", None)
+    with pytest.raises(SystemExit):
+        checked(monkeypatch, words)
+
+
+@pytest.mark.parametrize("words", ["", "--lr 1 --save x", "--rl-reward-timeout 3", "--rl-reward-timeoutt 3"])
 def test_without_an_algorithm_nothing_is_said_or_changed(words, monkeypatch, capsys):
     before = gc.get_threshold()
     checked(monkeypatch, words)

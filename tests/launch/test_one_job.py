@@ -97,3 +97,13 @@ def test_the_owner_beats_until_it_ends_and_ends_where_another_has_taken_over(sav
     )
     one_job._leave(path, {"machine": "mine", "process": 2, "began": 3})
     assert owner(save) == 1, "what another owns stays"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"machine": "m"}'])
+def test_a_file_that_names_no_job_is_refused_by_its_name(save, text) -> None:
+    (path := save / "rl" / one_job.FILE).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{path} names no job; remove it")):
+        one_job.own(str(save))
+    path.unlink()
+    one_job.own(str(save))
+    path.write_text(text)  # neither the heartbeat nor the end is stopped by it

@@ -66,8 +66,9 @@ RL = (
 AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
 INVITED = r"generate --join (\S+) --secret-file (\S+)"
 SHARED_MEMORY = Path("/dev/shm")
-# Made by torch for itself: its compiler's cache, and torchrun's folder of logs, which torchrun leaves.
-OF_TORCH = ("torchinductor_", "torchelastic_")
+# Made by libraries for themselves: torch's compiler's cache, torchrun's folder of logs, which torchrun leaves, and what
+# wandb makes when it is imported, as Megatron's timers do, and removes at an orderly end.
+OF_LIBRARIES = re.compile(r"torchinductor_|torchelastic_|tmp\w+wandb-")
 
 
 @dataclass
@@ -362,7 +363,7 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
         while (alive := working_in(private)) and time.monotonic() < deadline:
             time.sleep(0.2)  # graders end themselves when their rank is gone
         assert alive == []
-        assert [p.name for p in private.iterdir() if not p.name.startswith(OF_TORCH)] == []
+        assert [p.name for p in private.iterdir() if not OF_LIBRARIES.match(p.name)] == []
         # Other jobs on this machine hold theirs: mapped, or named to the guard that removes it.
         left = set(SHARED_MEMORY.iterdir()) - before
         held = "".join(held_by(p) for p in psutil.pids())
