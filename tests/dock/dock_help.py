@@ -118,6 +118,13 @@ class Maker:
         self.members += made
         return Dock(made[-1].declared, made[-1].calls, deadline=deadline)
 
+    def filled(self, groups: int, members: int) -> Dock:
+        """With an epoch 0 of which all prompts are there."""
+        dock = self()
+        dock.open(0, groups, members)
+        dock.put(prompts(groups))
+        return dock
+
     @property
     def houses(self) -> list:
         return [m.core.warehouse for m in self.members if m.core.warehouse is not None]

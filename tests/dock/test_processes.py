@@ -67,6 +67,7 @@ class Job:
     """The ranks of a job."""
 
     def __init__(self, context, folder: Path, nodes: list[str], heartbeat: float) -> None:
+        self.nodes = nodes
         self.ranks = [
             Process(context, dock_ranks.rank_main, folder / f"rank{rank}", rank, nodes, heartbeat)
             for rank in range(len(nodes))
@@ -80,6 +81,13 @@ class Job:
         for rank in self.ranks:
             rank.send(*command)
         return self.settle()
+
+    def ends_for(self, victim: int, why: str) -> None:
+        """All other ranks end, and name it."""
+        for rank in {*range(len(self.ranks))} - {victim}:
+            assert self[rank].status() == 1
+            said = f"[rl] rank {rank} stops: rank {victim} on {self.nodes[victim]} is gone ({why})"
+            assert said in self[rank].said().splitlines()
 
     def settle(self) -> list:
         """Answers of all, after as many exchanges as they like."""
@@ -173,10 +181,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(start, nodes: list[str], vic
     job[waits].send("lease", "generate", None, 100.0)
     time.sleep(0.3)
     job[victim].kill()
-    for rank in (hangs, waits):
-        assert job[rank].status() == 1
-        said = f"[rl] rank {rank} stops: rank {victim} on {nodes[victim]} is gone (connection broke)"
-        assert said in job[rank].said().splitlines()
+    job.ends_for(victim, "connection broke")
     assert not any(f"@{name}" in sockets() for name in names)
 
 
@@ -190,10 +195,7 @@ def test_an_exception_on_one_rank_ends_the_others(start, tmp_path: Path, victim:
     job[victim].send("fail")
     with pytest.raises(RuntimeError, match=f"ConnectionError: rank {victim} .* ended by an error"):
         outside.answer()
-    for rank in {0, 1, 2} - {victim}:
-        assert job[rank].status() == 1
-        said = f"[rl] rank {rank} stops: rank {victim} on {NODES['two machines'][victim]} is gone (ended by an error)"
-        assert said in job[rank].said().splitlines()
+    job.ends_for(victim, "ended by an error")
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -202,10 +204,7 @@ def test_a_silent_rank_ends_the_others_within_the_heartbeat(start, victim: int) 
     time.sleep(HEARTBEAT)
     begin = time.monotonic()
     job[victim].kill(signal.SIGSTOP)
-    for rank in {0, 1, 2} - {victim}:
-        assert job[rank].status() == 1
-        said = f"[rl] rank {rank} stops: rank {victim} on {NODES['two machines'][victim]} is gone (silent for 1.5 s)"
-        assert said in job[rank].said().splitlines()
+    job.ends_for(victim, "silent for 1.5 s")
     assert time.monotonic() - begin > 0.5 * HEARTBEAT
 
 

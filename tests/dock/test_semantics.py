@@ -19,9 +19,7 @@ from mindspeed_rl_plugin.dock.controller import Controller
 
 def test_a_rollout_is_delivered_once_as_it_was_written(make) -> None:
     """Prompts are put once a group and read for every row; of two writes the first stays."""
-    dock = make()
-    dock.open(0, 2, 2)
-    dock.put(prompts(2))
+    dock = make.filled(2, 2)
     first = dock.lease("generate", max_rows=3, deadline=5)
     assert len(first) == 3 and dock.remaining("generate") == 4
     written = tokens(first.rows.ids, 2, 3, 4)
@@ -73,9 +71,7 @@ def test_a_consumer_takes_one_epoch_or_its_share(make) -> None:
 
 
 def test_released_rows_come_again_and_their_old_lease_is_void(make) -> None:
-    dock = make()
-    dock.open(0, 1, 2)
-    dock.put(prompts(1))
+    dock = make.filled(1, 2)
     lease = dock.lease("generate", deadline=5)
     dock.release(lease)
     dock.release(lease)
@@ -95,9 +91,7 @@ def test_released_rows_come_again_and_their_old_lease_is_void(make) -> None:
 
 def test_rows_of_a_lease_are_committed_as_they_are_finished(make) -> None:
     """Each is there at once, is delivered to nobody again, and the rest is handed back with the lease."""
-    dock = make()
-    dock.open(0, 2, 2)
-    dock.put(prompts(2))
+    dock = make.filled(2, 2)
     lease = dock.lease("generate", deadline=5)
     one, two, *others = lease.rows.ids
     dock.commit_part(lease, tokens([two], 5))
@@ -291,9 +285,7 @@ def test_an_empty_dock_is_no_end_to_a_consumer_outside_but_the_jobs_leaving_is(
 
 
 def test_clearing_waits_for_leases_and_a_late_write_is_harmless(make) -> None:
-    dock = make()
-    dock.open(0, 2, 2)
-    dock.put(prompts(2))
+    dock = make.filled(2, 2)
     lease = dock.lease("generate", ids=ids(2, 2), deadline=5)
     with pytest.raises(TimeoutError, match="'generate' still holds rows of epoch 0"):
         dock.clear(0, [0])
@@ -408,9 +400,7 @@ def test_bad_declarations_are_refused(make_one) -> None:
 
 
 def test_a_commit_writes_what_its_state_writes_or_nothing(make) -> None:
-    dock = make()
-    dock.open(0, 1, 2)
-    dock.put(prompts(1))
+    dock = make.filled(1, 2)
     lease = dock.lease("generate", ids=ids(1, 2), deadline=5)
     for rows, message in [
         (None, "must write column 'tokens'"),
@@ -469,9 +459,7 @@ def caught(call) -> str:
 
 
 def test_a_grant_that_cannot_be_read_is_handed_back(make_one, monkeypatch: pytest.MonkeyPatch) -> None:
-    dock = make_one()
-    dock.open(0, 1, 2)
-    dock.put(prompts(1))
+    dock = make_one.filled(1, 2)
 
     class Full:
         def take(self, name: str, nbytes: int):

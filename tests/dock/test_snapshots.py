@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from dock_help import COLUMNS, STATES, ids, plain, prompts, sid, tokens
+from dock_help import COLUMNS, STATES, ids, plain, sid, tokens
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Rows, snapshot
 
 
 def test_snapshot_and_restore(make) -> None:
-    dock = make()
-    dock.open(0, 4, 2)
-    dock.put(prompts(4))
+    dock = make.filled(4, 2)
     lease = dock.lease("generate", ids=[sid(0, 0), sid(3, 1)], deadline=5)
     dock.commit(lease, tokens(lease.rows.ids, 2, 3))
     dock.put(Rows((sid(1, 1),), {"parts": torch.tensor([[1.0, 2.0]])}))
@@ -43,9 +41,7 @@ def test_what_is_written_while_a_snapshot_is_taken_is_done_with_its_cells_or_not
     make_one, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Processes outside of the job do not stop for it. Whoever samples a row anew keeps the cells that are there."""
-    dock = make_one()
-    dock.open(0, 1, 2)
-    dock.put(prompts(1))
+    dock = make_one.filled(1, 2)
     lease = dock.lease("generate", ids=[sid(0, 1)], deadline=5)
     locate = snapshot.locate
 
