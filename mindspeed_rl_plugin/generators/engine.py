@@ -15,13 +15,13 @@ from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env, say
-from mindspeed_rl_plugin.generators.description import Description, job_of, weights_of, welcome
+from mindspeed_rl_plugin.generators.description import Description, job_of, welcome
 from mindspeed_rl_plugin.generators.lead import LEASE_SECONDS, Lead
+from mindspeed_rl_plugin.generators.pulling import puller_of
 from mindspeed_rl_plugin.generators.service import Service
 from mindspeed_rl_plugin.generators.team import Team
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 from mindspeed_rl_plugin.reshard.layout import EngineParallel
-from mindspeed_rl_plugin.reshard.pull import Puller
 
 
 def serve(
@@ -48,16 +48,8 @@ def serve(
         job.check_tokenizer(tokenizer)
         options = sized(options, team.size)
         engine = with_episodes(VllmEngine(options), job, tokenizer, team)
-        puller = Puller(
-            weights_of(dock),
-            EngineParallel(options.tensor_parallel, options.expert_parallel),
-            engine.parameters(),
-            dock.exchange.sources(),
-            rank=team.rank,
-            ranks=team.here,
-            deadline=job.deadline,
-            sharing=dock.exchange.once_a_machine,
-        )
+        parallel = EngineParallel(options.tensor_parallel, options.expert_parallel)
+        puller = puller_of(dock, job, parallel, engine.parameters(), team.rank, team.here)
         lead = None
         if team.leads:
             lead = Lead(dock, job, options.max_running, engine.replicas, share, leaving or threading.Event())

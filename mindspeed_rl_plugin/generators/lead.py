@@ -13,7 +13,6 @@ from mindspeed_rl_plugin.dock import Dock, Lease
 from mindspeed_rl_plugin.generators.beside import Beside
 from mindspeed_rl_plugin.generators.choice import Bound, Work
 from mindspeed_rl_plugin.generators.description import Description
-from mindspeed_rl_plugin.generators.news import News
 from mindspeed_rl_plugin.generators.spans import Spans
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows, requests_of
@@ -22,6 +21,7 @@ LOOK_SECONDS = 1.0  # that an engine without weights waits for news at a time
 LEASE_SECONDS = 86400.0  # an engine that is gone is known by its connection, and a long response is no reason
 REPORT_SECONDS = 0.5  # between two reports of what was counted
 ROWS_SECONDS = 0.25  # that an engine without rows waits for some at a time
+NEWS_SECONDS = 30.0  # that one question for what the job announces waits
 EMPTY_SECONDS = 0.02  # before it asks again where all rows are done
 
 
@@ -44,6 +44,41 @@ class _Row:
     bound: Bound
     request: GenerateRequest
     replica: int = -1
+
+
+class News:
+    """What a job announces to its engines, followed by a thread. version: of the newest weights; error: why nothing
+    more comes."""
+
+    def __init__(self, dock: Dock) -> None:
+        self.dock, self.error = dock, None
+        self.number, self.version = 0, -1
+        self._changed = threading.Event()
+        threading.Thread(target=self._follow, daemon=True, name="news").start()
+
+    def wake(self) -> None:
+        self._changed.set()
+
+    def wait(self, seconds: float) -> None:
+        """For something new, at most `seconds`."""
+        self._changed.wait(seconds)
+        self._changed.clear()
+
+    def check(self) -> bool:
+        """Whether the job goes on. Raises what has ended the thread, unless the job has left."""
+        if self.error is not None and not self.dock.ended:
+            raise self.error
+        return self.error is None and not self.dock.ended
+
+    def _follow(self) -> None:
+        try:
+            while True:
+                news = self.dock.exchange.news(self.number, NEWS_SECONDS)
+                self.number, self.version = news.number, news.version
+                self._changed.set()
+        except Exception as error:  # noqa: BLE001 - raised in the main thread by `check`
+            self.error = error
+            self._changed.set()
 
 
 class Lead:

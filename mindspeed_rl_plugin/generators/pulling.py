@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
+from torch import Tensor
+
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.generators.beside import Beside
+from mindspeed_rl_plugin.generators.description import Description, weights_of
+from mindspeed_rl_plugin.reshard.layout import EngineParallel
 from mindspeed_rl_plugin.reshard.pull import Puller
+
+
+def puller_of(
+    dock: Dock, job: Description, parallel: EngineParallel, parameters: Mapping[str, Tensor], rank: int, here: list[int]
+) -> Puller:
+    """Of the weights that a job publishes, for a rank of an engine. here: ranks of the engine on this machine, of
+    which one reads."""
+    limits = {"deadline": job.deadline, "sharing": dock.exchange.once_a_machine}
+    return Puller(weights_of(dock), parallel, parameters, dock.exchange.sources(), rank=rank, ranks=here, **limits)
 
 
 class Weights(Beside):

@@ -20,10 +20,9 @@ from mindspeed_rl_plugin.dock.joining import machine
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.server_api import PROCESSED, Served
 from mindspeed_rl_plugin.engine.vllm_engine import keep_weights_live
-from mindspeed_rl_plugin.generators.description import job_of, weights_of
-from mindspeed_rl_plugin.generators.pulling import Weights
+from mindspeed_rl_plugin.generators.description import job_of
+from mindspeed_rl_plugin.generators.pulling import Weights, puller_of
 from mindspeed_rl_plugin.reshard.layout import EngineParallel
-from mindspeed_rl_plugin.reshard.pull import Puller
 
 HELD_SECONDS = 30.0  # that a server stays with a client which says nothing, while the client's job goes on
 
@@ -43,16 +42,9 @@ class _Guest:
             job.check_tokenizer(worker.model_config.tokenizer)
             parallel = worker.vllm_config.parallel_config
             size = parallel.tensor_parallel_size
-            self.puller = Puller(
-                weights_of(self.dock),
-                EngineParallel(size, size if parallel.enable_expert_parallel else 1),
-                vllm_api.parameters(self.view),
-                self.dock.exchange.sources(),
-                rank=vllm_api.tp_group().rank_in_group,
-                ranks=ranks,
-                deadline=job.deadline,
-                sharing=self.dock.exchange.once_a_machine,
-            )
+            parallel = EngineParallel(size, size if parallel.enable_expert_parallel else 1)
+            rank, parameters = vllm_api.tp_group().rank_in_group, vllm_api.parameters(self.view)
+            self.puller = puller_of(self.dock, job, parallel, parameters, rank, ranks)
         except BaseException:
             self.dock.close()
             raise

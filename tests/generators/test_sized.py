@@ -7,7 +7,7 @@ import pytest
 
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.generators import engine as joined
-from mindspeed_rl_plugin.generators import server_worker
+from mindspeed_rl_plugin.generators import pulling, server_worker
 from mindspeed_rl_plugin.generators.engine import sized
 from mindspeed_rl_plugin.reshard.layout import EngineParallel
 
@@ -37,9 +37,9 @@ def pullers(monkeypatch):
     job.check_tokenizer = lambda path: None
     for module in (joined, server_worker):
         monkeypatch.setattr(module, "Dock", SimpleNamespace(join=lambda *_, **__: gone))
-        monkeypatch.setattr(module, "Puller", lambda *given, **more: made.append((given[1], more["rank"])) or gone)
         monkeypatch.setattr(module, "job_of", lambda *_, **__: job)
-        monkeypatch.setattr(module, "weights_of", lambda dock: None)
+    monkeypatch.setattr(pulling, "Puller", lambda *given, **more: made.append((given[1], more["rank"])) or gone)
+    monkeypatch.setattr(pulling, "weights_of", lambda dock: None)
     monkeypatch.setattr(joined, "VllmEngine", lambda options: gone)
     monkeypatch.setattr(joined, "Service", lambda *_: gone)
     monkeypatch.setattr(joined, "Team", lambda deadline: SimpleNamespace(size=4, rank=3, here=[2, 3], leads=False))
