@@ -110,7 +110,6 @@ class Member:
         return Dock(self.declared, self.calls, member=self, leader=self.peers.rank == 0, **more)
 
     def invite(self, secret_file: str | os.PathLike[str], host: str = "", about: str = "") -> str:
-        """See `Exchange.invite`."""
         self.directory.about = about
         self._publish(self.server.start(host))
         if self.peers.rank == 0:
@@ -120,7 +119,6 @@ class Member:
         return f"{first.host}:{first.port}" if first.port else f"unix:{first.unix}"
 
     def offer(self, nbytes: int, versions: int) -> Versions:
-        """See `Exchange.offer`."""
         if self.core.versions is not None:
             self.core.versions.close()
         self.core.versions = Versions(nbytes, versions)

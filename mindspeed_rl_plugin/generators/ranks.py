@@ -38,12 +38,10 @@ class Split:
 
     @property
     def trainers(self) -> int:
-        """How many train."""
         return self.world - self.generators
 
     @property
     def engines(self) -> int:
-        """How many engines generate."""
         return self.generators // self.engine
 
     def check(self) -> None:

@@ -64,7 +64,6 @@ class _Guest:
 
     @property
     def working(self) -> bool:
-        """Whether the job goes on."""
         try:
             self.dock.exchange.news(-1, 0.0)
         except ConnectionError:
@@ -153,7 +152,6 @@ class ServerWorker:
 
     @_answers
     def rl_pull(self, client: str, version: int) -> None:
-        """Begin to bring a version here."""
         self._rl_of(client).pull(version)
 
     @_answers
@@ -171,7 +169,6 @@ class ServerWorker:
 
     @_answers
     def rl_leave(self, client: str) -> None:
-        """Take part no more."""
         self._rl_of(client)
         self._rl_leave()
 

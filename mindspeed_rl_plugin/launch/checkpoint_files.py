@@ -95,7 +95,6 @@ def split_iteration_dir(path: str) -> tuple[str, int | str]:
 
 
 def has_state(directory: str, iteration: int | str) -> bool:
-    """Whether that checkpoint holds RL state."""
     return os.path.isfile(os.path.join(iteration_dir(directory, iteration), STATE_FILE))
 
 

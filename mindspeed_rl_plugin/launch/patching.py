@@ -59,7 +59,6 @@ class Patch:
 
     @property
     def current(self) -> Callable:
-        """What the target is now."""
         return getattr(sys.modules[self.module], self.name)
 
     def wrapper(self, original: Callable) -> Callable:

@@ -74,7 +74,6 @@ class RolloutPlan:
 
     @property
     def round(self) -> tuple[Group, ...]:
-        """Its groups."""
         return of_epoch(self.epoch, self.rounds.get(self.epoch, self.sizes.prompts))
 
     def open_next(self, groups: int | None = None) -> int:
@@ -135,7 +134,6 @@ class RolloutPlan:
         return self._owners(self.rounds.get(epoch, self.sizes.prompts))
 
     def owner(self, group: Group) -> int:
-        """Machine of one group."""
         return int(self.owners(group[0])[group[1]])
 
     def owners_of_round(self, groups: int | None = None) -> np.ndarray:

@@ -34,37 +34,22 @@ TABLE = {
     "free slots": (begun(running=[FREE]), Choice(take=3)),
     "no free slot": (begun(running=[FREE] * 4), Choice()),
     "newer weights are pulled beside work": (begun(running=[FREE], announced=2), Choice(pull=2)),
-    "rows are taken while they are on their way": (
-        begun(running=[FREE], announced=2, pulling=2),
-        Choice(take=3),
-    ),
+    "rows are taken while they are on their way": (begun(running=[FREE], announced=2, pulling=2), Choice(take=3)),
     "put in under rows in the making": (begun(running=[FREE], announced=2, pulled=2), Choice(apply=2)),
-    "drain: these end first, and none begins": (
-        begun(running=[FREE], announced=2, pulled=2, drain=True),
-        Choice(),
-    ),
+    "drain: these end first, and none begins": (begun(running=[FREE], announced=2, pulled=2, drain=True), Choice()),
     "drain: newer ones that come meanwhile wait for it": (
         begun(running=[FREE], announced=3, pulled=2, drain=True),
         Choice(),
     ),
     "drain: all have ended": (begun(announced=2, pulled=2, drain=True), Choice(apply=2)),
-    "an evaluation pins its weights": (
-        begun(running=[Bound(1, 1)], announced=2, pulled=2),
-        Choice(take=3),
-    ),
-    "held rows wait, and none is taken": (
-        begun(running=[FREE], held=[Bound(2)], announced=2, pulling=2),
-        Choice(),
-    ),
+    "an evaluation pins its weights": (begun(running=[Bound(1, 1)], announced=2, pulled=2), Choice(take=3)),
+    "held rows wait, and none is taken": (begun(running=[FREE], held=[Bound(2)], announced=2, pulling=2), Choice()),
     "nothing but held rows": (begun(held=[Bound(2)], announced=2, pulling=2), Choice(wait=True)),
     "held rows go on in their order": (
         begun(version=2, announced=2, held=[Bound(2), Bound(2, 2), Bound(3)]),
         Choice(resume=2),
     ),
-    "an evaluation of older weights": (
-        begun(version=2, announced=2, held=[Bound(1, 1)]),
-        Choice(pull=1),
-    ),
+    "an evaluation of older weights": (begun(version=2, announced=2, held=[Bound(1, 1)]), Choice(pull=1)),
     "it does not bring them under rows that they may not sample": (
         begun(version=2, announced=2, running=[Bound(2)], held=[Bound(1, 1)], pulled=1),
         Choice(),

@@ -40,7 +40,6 @@ class Job:
     due: Due
 
     def admit(self) -> Rows:
-        """The next round of the plan enters the dock."""
         self.plan.epoch = self.plan.open_next()
         return self.prompts.run(self.plan.epoch, self.plan.sizes.prompts)
 

@@ -148,7 +148,6 @@ def _add(rollout: dict[str, float], line: Mapping[str, Any]) -> None:
 
 
 def _all_tokens(rollout: Mapping[str, float]) -> float:
-    """Prompt and response tokens of a rollout."""
     return rollout["tokens_per_second_total"] * rollout["seconds/iteration"]
 
 
