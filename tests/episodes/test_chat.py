@@ -319,13 +319,6 @@ def test_a_template_with_room_for_one_message_behind_a_turn():
         form.behind(form.close, [QUESTION, QUESTION])
 
 
-def test_a_template_that_ignores_tools_is_fine_without_them():
-    form = make_format(make_tokenizer("deepseekv3"), "chat", ())
-    assert form.behind(form.close, [{"role": "user", "content": "4"}]) == encode(
-        "deepseekv3", "<｜User｜>4<｜Assistant｜><think>\n"
-    )
-
-
 def test_a_template_that_is_given_no_tools_writes_nothing_of_them():
     prompt = make_format(make_tokenizer("llama3_1"), "chat", ()).prompt([QUESTION])
     assert prompt == tokenizer_of("llama3_1").apply_chat_template(

@@ -217,16 +217,6 @@ def test_one_that_does_not_close_is_told_once_and_one_that_hangs_is_killed(start
     assert sum(log.read_text().count("close") for log in logs) == 1
 
 
-def test_a_call_that_goes_on_at_the_end_is_killed(started, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_rl_plugin.episodes.pool.CLOSE_SECONDS", 0.3)
-    pool = started()
-    begin(pool, [0])
-    pool.act(sample(0), turn("nap 100"))
-    began = time.monotonic()
-    pool.close()
-    assert time.monotonic() - began < 20
-
-
 @pytest.mark.parametrize(
     ("functions", "environment", "message"),
     [
@@ -281,12 +271,6 @@ def test_a_users_parser_finds_the_calls(started) -> None:
     begin(pool, [0], log="/dev/null")
     pool.act(sample(0), unread("hello<end>", said="hello"))
     assert contents(replies(pool)[0])[0].startswith("1 hello "), "a step, with the text that an environment sees"
-
-
-def test_a_file_that_takes_too_long_to_load_is_named_with_the_fix(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
-    with pytest.raises(EpisodeError, match=r"0.9 s and was killed .* \S*slow.py:f; .* raise --rl-wait-timeout 1,"):
-        EnvironmentPool([f"{tmp_path}/slow.py:f"], None, workers=1, timeout=1, wait_timeout=1)
 
 
 def test_a_field_that_reset_needs_and_some_row_lacks_is_refused(started) -> None:

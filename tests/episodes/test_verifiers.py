@@ -226,19 +226,6 @@ def test_faults_cost_their_rollout(scripted, tokenizer, fault, why):
     assert last[TWO].done and last[TWO].reward == 2.0
 
 
-def test_a_rollout_that_blocks_its_process_is_ended_with_it(scripted, tokenizer, monkeypatch):
-    monkeypatch.setattr("mindspeed_rl_plugin.episodes.verifiers_bridge.STOP_SECONDS", 1.0)
-    scripted.begin(ONE, task(prompt="?", says=["more"]), 0)
-    _, last = play(scripted, {ONE: []})
-    scripted.begin(TWO, task(prompt="?", fault="block"), 0)
-    scripted.begin(THREE, task(prompt="?"), 0)
-    turn = spoken(tokenizer, "ab")
-    _, last = play(scripted, {TWO: [turn], THREE: [turn]})
-    assert "ran longer than 6 s" in last[TWO].failure and last[THREE].done
-    scripted.act(ONE, turn)
-    assert "was killed, since one of its rollouts did not stop" in play(scripted, {ONE: []})[1][ONE].failure
-
-
 def test_what_an_environment_started_is_ended_with_its_process(scripted, tokenizer):
     scripted.begin(ONE, task(prompt="?", fault="spawn"), 0)
     turn = spoken(tokenizer, "ab")

@@ -66,7 +66,6 @@ PARSED = {
     "no JSON": lambda: [{"name": "a", "arguments": {"b": {1}}}],
     "endless": lambda: [{"name": "a", "arguments": {"b": "x" * (1 << 18)}}],
     "hangs": lambda: _stuck_in_c(),
-    "ends": lambda: os._exit(7),
 }
 
 
@@ -151,15 +150,6 @@ def _stuck_in_c():
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 
-def _leaves_a_child():
-    subprocess.Popen(["sleep", "1000"])
-    return "left"
-
-
-def _hangs_beside_a_child():
-    subprocess.run(["sleep", "1000"])
-
-
 def _leaves_a_session():
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
     return "left"
@@ -201,9 +191,6 @@ FAULTS = {
     "stuck in C": _stuck_in_c,
     "ends": lambda: os._exit(7),
     "segfault": lambda: ctypes.string_at(0),
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "leaves a child": _leaves_a_child,
-    "hangs beside a child": _hangs_beside_a_child,
     "leaves a session": _leaves_a_session,
     "hangs beside a session": _hangs_beside_a_session,
     "both go on": _both_go_on,

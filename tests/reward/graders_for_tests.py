@@ -142,15 +142,6 @@ def stubborn(response):
     return 1.0
 
 
-def swallow(response):
-    while response == "bad":
-        try:
-            time.sleep(100)
-        except BaseException:  # noqa: BLE001 - the point of this grader
-            continue
-    return 1.0
-
-
 def child(response):
     if response == "bad":
         process = subprocess.Popen(["sleep", "1000"])
@@ -168,21 +159,9 @@ sleep = on_bad(lambda: time.sleep(1000))
 raises = on_bad(lambda: {}["the key"])
 leaves = on_bad(lambda: sys.exit(3))
 crash = on_bad(lambda: os._exit(7))
-segfault = on_bad(lambda: os.kill(os.getpid(), signal.SIGSEGV))
 nan = on_bad(lambda: math.nan)
 none = on_bad(lambda: None)
 text = on_bad(lambda: "1.0")
-
-
-def _into_the_pipe():
-    links = {int(n): f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")}
-    for number, link in links.items():
-        if os.path.exists(link) and os.readlink(link).startswith("socket:"):
-            os.write(number, b"\x00\x00\x00\x05I1\n.x")  # a message of five bytes, which pickle would read
-    return 1.0
-
-
-garbage = on_bad(_into_the_pipe)
 
 
 def prints(response):

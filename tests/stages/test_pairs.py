@@ -1,7 +1,6 @@
 """Preference pairs: every form of data, the errors a user can cause, rows, who scores what, the cache, the loss."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -19,10 +18,6 @@ from mindspeed_rl_plugin.update.pair_step import TALLY, pair_objective
 
 CHARACTERS = [chr(c) for c in range(32, 127)]
 EOS = len(CHARACTERS)
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == 'assistant' %}</a>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
-)
 GOOD = {"prompt": "2*2=", "chosen": "4", "rejected": "5!"}
 
 
@@ -64,19 +59,10 @@ def test_names_with_dots_are_inside_objects(stream):
         stream({"question": {"text": "1"}, "answers": {"good": "4"}}, **keys)
 
 
-def test_a_chat_template_ends_the_answers_itself(stream, tokenizer):
-    tokenizer.chat_template = TEMPLATE
-    try:
-        messages = {"prompt": [{"role": "user", "content": "hi"}], "chosen": "a", "rejected": "b"}
-        listed = {**GOOD, "chosen": [{"role": "assistant", "content": "4"}]}
-        one, two = stream(messages, listed, chat_template=True).all()
-        assert (text(one.prompt), text(one.chosen), text(one.rejected)) == ("<u>hi<a>", "a</a>", "b</a>")
-        assert (text(two.prompt), text(two.chosen), text(two.rejected)) == ("<u>2*2=<a>", "4</a>", "5!</a>")
-        tokenizer.chat_template = "{{ messages | length }}"
-        with pytest.raises(ValueError, match="line 1: .* once '4' follows it"):
-            stream(GOOD, chat_template=True)
-    finally:
-        tokenizer.chat_template = None
+def test_a_template_that_writes_another_prompt_behind_it_is_refused(stream, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}")
+    with pytest.raises(ValueError, match="line 1: .* once '4' follows it"):
+        stream(GOOD, chat_template=True)
 
 
 def test_what_is_too_long_or_teaches_nothing_is_left_out_and_counted(stream):
@@ -228,13 +214,6 @@ def test_the_objective_is_the_loop(kind, length_norm):
     assert named["pairs"] == 3 and named["accuracy"] == sum(m > 0 for m in margins)
     assert named["margin"] == pytest.approx(sum(margins), rel=1e-5)
     assert named["chosen_reward"] - named["rejected_reward"] == pytest.approx(sum(margins), rel=1e-4)
-
-
-def test_at_the_reference_the_loss_is_log_two():
-    algorithm = resolve(AlgorithmConfig(algorithm="dpo"))
-    logp = torch.full((2, 3), -1.0)
-    loss, tally = pair_objective(algorithm, logp, torch.ones(2, 3, dtype=torch.bool), torch.full((2,), -3.0))
-    assert float(loss) == pytest.approx(math.log(2)) and tally[TALLY.index("margin")] == 0.0
 
 
 def test_the_table_counts_two_sequences_a_pair():
