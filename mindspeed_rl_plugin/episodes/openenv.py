@@ -19,11 +19,8 @@ from mindspeed_rl_plugin.config.episode_flags import OPENENV
 
 WAIT = 10.0  # seconds for a server to answer a greeting
 LARGEST = 1 << 26  # bytes of a message
-TOOLS = (
-    "Action",
-    "CallToolAction",
-    "ListToolsAction",
-)  # titles of schemas of a server whose actions are calls of tools
+# Titles of schemas of a server whose actions are calls of tools.
+TOOLS = ("Action", "CallToolAction", "ListToolsAction")
 CALL = {
     "type": "object",
     "properties": {
@@ -77,7 +74,8 @@ class OpenEnv:
             return answer["data"]
         code, message = answer["data"].get("code"), answer["data"].get("message")
         if code == "VALIDATION_ERROR" and kind == "step":
-            raise ActionError(f"the action is not valid: {_reasons(answer['data'].get('errors')) or message}")
+            wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in answer["data"].get("errors") or ())
+            raise ActionError(f"the action is not valid: {'; '.join(wrong) or message}")
         if code == "CAPACITY_REACHED":
             message = f"{message}; raise max_concurrent_envs of the server: each episode in the making has a session"
         raise RuntimeError(f"{self.url} answered {kind} with {code}: {message}")
@@ -131,11 +129,6 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         raise ActionError(f"answer with a JSON object of this schema: {json.dumps(schema, ensure_ascii=False)}")
     takes_text = schema["properties"].get(needed[0], {}).get("type") == "string"
     return {needed[0]: text if takes_text else value}
-
-
-def _reasons(errors: Any) -> str:
-    """pydantic's errors in one line."""
-    return "; ".join(f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in errors or ())
 
 
 def _text(observation: Any) -> str:

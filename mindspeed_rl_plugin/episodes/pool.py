@@ -285,9 +285,14 @@ class EnvironmentPool:
         elif kind in ("tool", "method") and not (isinstance(result, Lost) and result.unmade):
             self._tool_result(opened, call.message[-2], result)
         elif isinstance(result, Answer) and error is None:
-            self._answer(opened, kind, result)
+            opened.draft.reward += result.reward
+            opened.draft.messages += [{"role": "user", "content": text} for text in result.texts]
+            if kind == "step" and result.done:
+                self._conclude(opened)
         else:
-            self._reply(opened, self._failure(call, str(error)))
+            assert self._environment is not None
+            name = call.message[2] if kind == "method" else kind
+            self._reply(opened, f"failed: {self._environment.name}.{name} {_readable(error)}")
             return
         self._go_on(opened)
 
@@ -313,18 +318,6 @@ class EnvironmentPool:
         lost = isinstance(result, Lost)
         draft.raised.setdefault(name, result.why if lost else result.error)
         draft.said(name, f"error: the tool {result.why}" if lost else f"error: {result.brief}")
-
-    def _answer(self, opened: OpenEpisode, kind: str, answer: Answer) -> None:
-        draft = opened.draft
-        draft.reward += answer.reward
-        draft.messages += [{"role": "user", "content": text} for text in answer.texts]
-        if kind == "step" and answer.done:
-            self._conclude(opened)
-
-    def _failure(self, call: Call, error: str) -> str:
-        assert self._environment is not None
-        name = call.message[2] if call.message[0] == "method" else call.message[0]
-        return f"failed: {self._environment.name}.{name} {_readable(error)}"
 
     def _warn(self, error: str | None) -> None:
         """Of the first environment that does not close."""

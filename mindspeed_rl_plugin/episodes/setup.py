@@ -97,25 +97,22 @@ class EpisodeSetup:
     ) -> EpisodeEngine:
         """Episodes over an engine. environments: of its first rank, which closes them with the engine; those that
         another rank has are closed here; peers: the ranks of the engine."""
-        lead = None
-        if engine.leader:
-            assert not isinstance(environments, Elsewhere)
-            parse = make_parser(self.flags.tool_parser, tokenizer) if environments.tools else lambda text: ()
-            lead = Lead(self._limits(), self.format(tokenizer, environments), parse, environments)
-        elif environments is not None:
-            environments.close()
-        longest, begins = self.flags.longest_turn(self.response), bool(self.flags.environment)
-        return EpisodeEngine(engine, longest, begins, lead, peers)
-
-    def _limits(self) -> Limits:
-        flags = self.flags
-        return Limits(
+        flags, lead = self.flags, None
+        limits = Limits(
             turns=flags.max_turns,
             observation=flags.longest_observation(self.response),
             prompt=self.prompt,
             lockstep=flags.environment_lockstep,
             on_error=flags.environment_on_error,
         )
+        if engine.leader:
+            assert not isinstance(environments, Elsewhere)
+            parse = make_parser(flags.tool_parser, tokenizer) if environments.tools else lambda text: ()
+            lead = Lead(limits, self.format(tokenizer, environments), parse, environments)
+        elif environments is not None:
+            environments.close()
+        longest, begins = flags.longest_turn(self.response), bool(flags.environment)
+        return EpisodeEngine(engine, longest, begins, lead, peers)
 
 
 def _program(path: str) -> str:

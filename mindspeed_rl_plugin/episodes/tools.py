@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.reward.calling import number
@@ -123,7 +123,8 @@ def offer_of(tools: Mapping[str, Any], environment: type | None) -> Offer:
     own = () if steps else own
     if twice := sorted({*tools} & {*own}):
         raise ValueError(f"{environment.__name__} and --rl-tools both have {', '.join(twice)}; rename one of each")
-    needed = [p.name for p in _given_by_name(environment) if p.default is p.empty and p.name not in RESET]
+    named = [p for p in _parameters(environment.reset)[1:] if p.kind in _BY_NAME]  # without self
+    needed = [p.name for p in named if p.default is p.empty and p.name not in RESET]
     return Offer(tuple(tools), own, steps, hasattr(environment, "get_reward"), tuple(needed), concurrent)
 
 
@@ -194,11 +195,6 @@ _BY_NAME = _ONE[1:]
 
 def _parameters(function: Callable[..., Any]) -> Sequence[inspect.Parameter]:
     return tuple(inspect.signature(function).parameters.values())
-
-
-def _given_by_name(environment: type) -> Iterator[inspect.Parameter]:
-    """Of `reset`, without self."""
-    yield from (p for p in _parameters(environment.reset)[1:] if p.kind in _BY_NAME)
 
 
 def _check_parameters(name: str, function: Callable[..., Any]) -> None:

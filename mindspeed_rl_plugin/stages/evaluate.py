@@ -133,14 +133,11 @@ class EvaluateApart:
         result = eval_metrics(torch.tensor(sums, dtype=torch.float64), self.samples)
         self.monitor.log_eval(self.version, result | _failures(*failed))
         if self.ranks.rank == 0:
-            self.monitor.log_held_out(self.version, self._read_shown())
+            first = [SampleId(self.epoch, group, 0) for group in range(min(SHOWN, len(self.prompts)))]
+            rows = self.reward.graded(first, self.reward.spec.reads)
+            self.monitor.log_held_out(self.version, _shown(self.reward.items(rows), rows["reward"].tolist()))
         self.dock.clear(self.epoch)
         self.version = -1
-
-    def _read_shown(self) -> list[list[Any]]:
-        first = [SampleId(self.epoch, group, 0) for group in range(min(SHOWN, len(self.prompts)))]
-        rows = self.reward.graded(first, self.reward.spec.reads)
-        return _shown(self.reward.items(rows), rows["reward"].tolist())
 
     def _sums(self) -> tuple[list[float], tuple[float, float]]:
         of_episodes = [name for name in self.reward.spec.reads if name == FAILED]
@@ -151,10 +148,8 @@ class EvaluateApart:
             for parts, reward in zip(rows["reward_parts"].tolist(), rows["reward"].tolist(), strict=True)
         ]
         ends = [FINISH[i] for i in rows["finish"].tolist()]
-        firsts = range(0, len(scores), self.samples + 1)
-        of_prompts = [_of_prompt(lengths[i], ends[i], scores[i : i + self.samples + 1]) for i in firsts]
-        sums = [sum(column) for column in zip(*of_prompts, strict=True)]
         failed = rows[FAILED].sum() if of_episodes else 0
+        sums = _sums_of(lengths, ends, scores, self.samples)
         return sums, (float(rows["grader_error"].sum()), float(failed))
 
 
@@ -229,20 +224,22 @@ def evaluate(
     if not engine.leader or not completions:
         return torch.zeros(len(SUMS), dtype=torch.float64)
     scores = score([(prompts[c.id.group], c) for c in completions])
-    firsts = range(0, len(scores), samples + 1)
-    of_prompts = [
-        _of_prompt(completions[i].sampled, completions[i].finish, scores[i : i + samples + 1]) for i in firsts
-    ]
-    return torch.tensor([sum(column) for column in zip(*of_prompts, strict=True)], dtype=torch.float64)
+    sums = _sums_of([c.sampled for c in completions], [c.finish for c in completions], scores, samples)
+    return torch.tensor(sums, dtype=torch.float64)
 
 
-def _of_prompt(tokens: int, finish: str, scores: Sequence[tuple[bool, float]]) -> list[float]:
-    """`SUMS` of one prompt. tokens, finish: of the greedy response; scores: its own first, then those of the sampled
-    ones."""
-    (right, reward), *sampled = scores
-    samples, correct = len(sampled), sum(bool(ok) for ok, _ in sampled)
-    passes = [pass_at_k(samples, correct, 1), pass_at_k(samples, correct, samples)] if samples else [0.0, 0.0]
-    return [1.0, float(right), reward, float(tokens), float(finish == "length"), *passes]
+def _sums_of(
+    tokens: Sequence[int], ends: Sequence[str], scores: Sequence[tuple[bool, float]], samples: int
+) -> list[float]:
+    """`SUMS` of the responses, of each prompt the greedy one first."""
+    of_prompts = []
+    for first in range(0, len(scores), samples + 1):
+        (right, reward), *sampled = scores[first : first + samples + 1]
+        correct = sum(bool(ok) for ok, _ in sampled)
+        passes = [pass_at_k(samples, correct, 1), pass_at_k(samples, correct, samples)] if samples else [0.0, 0.0]
+        cut = float(ends[first] == "length")
+        of_prompts.append([1.0, float(right), reward, float(tokens[first]), cut, *passes])
+    return [sum(column) for column in zip(*of_prompts, strict=True)]
 
 
 def _failures(graders: float, environments: float) -> dict[str, float]:

@@ -125,8 +125,10 @@ class Grader:
         try:
             lease = self.stage.lease(None, max_rows=rows, deadline=0.0 if self._leases else IDLE_SECONDS)
         except TimeoutError as error:
-            self._check_progress(str(error))
-            return True
+            if self._finishing.is_set() and self._stall.seen(self.stage.dock.remaining(self.stage.spec.name)):
+                limit = f"{self.stage.deadline:g} s (--rl-wait-timeout)"
+                raise TimeoutError(f"no response was graded for {limit}: {error}") from error
+            return True  # this rank only waits
         if len(lease):
             self._leases[pool.submit(self.stage.items(lease.rows))] = lease
         self._more = len(lease) == rows
@@ -138,8 +140,3 @@ class Grader:
     def _commit(self, batch: Batch) -> None:
         lease = self._leases.pop(batch)
         self.stage.commit(lease, self.stage.grades(lease.rows, batch.grades()))
-
-    def _check_progress(self, waiting: str) -> None:
-        """Raise TimeoutError where this rank only waits, and nobody grades anything, for too long."""
-        if self._finishing.is_set() and self._stall.seen(self.stage.dock.remaining(self.stage.spec.name)):
-            raise TimeoutError(f"no response was graded for {self.stage.deadline:g} s (--rl-wait-timeout): {waiting}")

@@ -85,23 +85,13 @@ def compute_logps(
     the mask is 0; None on ranks that are not on the last pipeline stage. Collective over the model
     parallel ranks.
     """
-    both = compute_logps_and_entropy(model, micro_batches, settings)
-    return None if both is None else [logp for logp, _ in both]
-
-
-def compute_logps_and_entropy(
-    model: Sequence[torch.nn.Module], micro_batches: Sequence[Rows], settings: ForwardSettings
-) -> list[tuple[Ragged, Ragged]] | None:
-    """As `compute_logps`, with the entropy of the whole distribution beside each log-prob, in nats."""
     from mindspeed_rl_plugin.forward.schedule import head_of, run_forward_only  # imports Megatron, the table does not
 
     batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
 
-    def collect(output: Tensor, batch: MicroBatch) -> tuple[Ragged, Ragged]:
-        both = head_of(output, batch, settings)
-        logp, entropy = (torch.where(batch.mask, column, 0.0).cpu() for column in both)
-        packed = settings.packed
-        return to_rows(logp, batch.lengths, packed=packed), to_rows(entropy, batch.lengths, packed=packed)
+    def collect(output: Tensor, batch: MicroBatch) -> Ragged:
+        logp, _ = head_of(output, batch, settings)
+        return to_rows(torch.where(batch.mask, logp, 0.0).cpu(), batch.lengths, packed=settings.packed)
 
     with gathered(model):
         return run_forward_only(model, batches, settings, collect, scored=True)

@@ -115,7 +115,8 @@ class Worker:
         answer = None
         try:
             if self._connection.poll():
-                answer = msgspec.json.decode(self._connection.recv_bytes(LARGEST), type=self._type)
+                kind = tuple[self._program.first, str | None] if self._loading else self._program.then
+                answer = msgspec.json.decode(self._connection.recv_bytes(LARGEST), type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError):  # never unpickled: a user's code may run what a model wrote
             answer = WROTE
         except (EOFError, OSError) as error:  # it was killed between two messages, or within one
@@ -173,11 +174,6 @@ class Worker:
                 end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED, 0))
         with contextlib.suppress(OSError):  # dead already: `answer` says so
             self._connection.send(self._setup)
-
-    @property
-    def _type(self) -> Any:
-        """Of the answer that comes next."""
-        return tuple[self._program.first, str | None] if self._loading else self._program.then
 
     def _end(self) -> str:
         """How the process ended, whose pipe closed."""
