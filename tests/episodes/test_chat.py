@@ -214,9 +214,8 @@ def test_half_a_surrogate_pair_is_no_text():
     for form in (format_of("qwen2_5"), raw_format("qwen2_5")):
         text, cut = form.shortened("\ud800a\udc00\ud83d\ude00\ud83d", 100)
         assert (text, cut) == ("\ufffda\ufffd😀\ufffd", False)
-        assert form.behind(0, [{"role": "user", "content": "\ud800<|im_end|>\udc00"}]) == form.behind(
-            0, [{"role": "user", "content": "\ufffd<|im_end|>\ufffd"}]
-        )
+        half, read = ([{"role": "user", "content": f"{c}<|im_end|>{d}"}] for c, d in ("\ud800\udc00", "\ufffd\ufffd"))
+        assert form.behind(0, half) == form.behind(0, read)
 
 
 def length(name, text):
@@ -348,6 +347,4 @@ def test_data_prompts_are_rendered_with_the_tools(name, tmp_path):
     tools = tools_of(name)
     renderer = Renderer(tokenizer_of(name), "prompt", "answer", True, tools)
     assert list(renderer.read(open_source(str(path)), 0, 0).tokens) == format_of(name).prompt([QUESTION])
-    assert bool(
-        re.search("Multiply two numbers", tokenizer_of(name).decode(format_of(name).prompt([QUESTION])))
-    ) == bool(tools)
+    assert ("Multiply two numbers" in decoded(name, format_of(name).prompt([QUESTION]))) == bool(tools)

@@ -32,9 +32,8 @@ def test_each_prompt_is_the_one_before_with_what_was_sampled_and_seen() -> None:
         assert len(asked) == len(turns) <= 2 and request.id == completion.id
         for part, (first, end) in zip(asked, turns, strict=True):
             assert part.prompt_tokens == row[: len(PROMPT) + first]
-            assert part.sampling.max_tokens == min(10, 40 - first) and part.seed == turn_seed(
-                request.seed, turns.index((first, end))
-            )
+            assert part.sampling.max_tokens == min(10, 40 - first)
+            assert part.seed == turn_seed(request.seed, turns.index((first, end)))
         assert turns[-1][1] == len(completion.tokens)
         told = [turn for _, sample, turn in world.named("act") if sample == request.id]
         assert [turn.tokens for turn in told] == [completion.tokens[first:end] for first, end in turns][: len(told)]
@@ -149,11 +148,9 @@ def test_calls_are_counted_by_tool_and_more_than_a_template_takes_are_none() -> 
 
     calls = [ToolCall("b", {}), ToolCall("b", {}), ToolCall("c", {})]
     world = World(answers, tools=("a", "b"))
-    (completion,) = generate(
-        over(world, longest=100, parse=lambda text: calls), requests_of(1, 1, most=400), deadline=5
-    )
-    assert completion.episode.tools == ((0, 0), (2, 1)) and world.named("act")[0][2].attempts == tuple(calls)
     engine = over(world, longest=100, parse=lambda text: calls)
+    (completion,) = generate(engine, requests_of(1, 1, most=400), deadline=5)
+    assert completion.episode.tools == ((0, 0), (2, 1)) and world.named("act")[0][2].attempts == tuple(calls)
     engine._lead.format.most_calls = 1
     generate(engine, requests_of(1, 1, most=400), deadline=5)
     assert world.named("act")[1][2].attempts == (MalformedCall("at most 1 call in a turn"),)

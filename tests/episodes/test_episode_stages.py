@@ -143,14 +143,8 @@ def test_gae_carries_values_over_what_is_only_seen() -> None:
     batch = RewardBatch(torch.tensor([2.0]), torch.tensor([0]), mask, None, values, spread)
     trained = mask.values.bool()
     short = Ragged(mask.values[trained], torch.tensor([0, 4]))
-    dense = RewardBatch(
-        torch.tensor([2.0]),
-        torch.tensor([0]),
-        short,
-        None,
-        Ragged(values.values[trained], short.offsets),
-        Ragged(spread.values[trained], short.offsets),
-    )
+    held = (Ragged(column.values[trained], short.offsets) for column in (values, spread))
+    dense = RewardBatch(torch.tensor([2.0]), torch.tensor([0]), short, None, *held)
     got, wanted = gae(batch, algorithm), gae(dense, algorithm)
     assert got.values[trained].tolist() == wanted.values.tolist() and not got.values[~trained].any()
 
@@ -168,18 +162,7 @@ def changed(rows: Rows, name: str, value) -> Rows:
     return rows.with_columns(**{name: torch.tensor([value], dtype=column.dtype)})
 
 
-NO_CONVERSATIONS = (
-    "",
-    "[",
-    "[" * 100_000,
-    "{}",
-    "3",
-    "null",
-    "[]",
-    '["said"]',
-    '[{"role": "user"}]',
-    '[{"content": "said"}]',
-)
+NO_CONVERSATIONS = ("", "[" * 100_000, "{}", "[]", '["said"]', '[{"role": "user"}]', '[{"content": "said"}]')
 WRONG = [
     ("turns", [[2, 4], [3, 9]], r"turns \[\[2, 4\], \[3, 9\]\]"),
     ("turns", [[3, 4], [7, 9]], "the first from the prompt's end"),

@@ -167,9 +167,7 @@ def test_no_text_breaks_a_parser(parser, parts):
 
 
 def test_a_parser_whose_tokens_the_tokenizer_lacks_is_refused():
-    with pytest.raises(
-        ValueError, match="no token '<｜tool▁calls▁begin｜>', by which calls are found; give hermes, llama3"
-    ):
+    with pytest.raises(ValueError, match="no token '<｜tool▁calls▁begin｜>', .*; give hermes, llama3"):
         make_parser("deepseek", tokenizer_of("qwen2_5"))
     assert make_parser("deepseek", tokenizer_of("deepseekv3")) is PARSERS["deepseek"]
 
@@ -180,9 +178,7 @@ def test_auto_is_refused_where_the_template_does_not_tell():
     none.chat_template = None
     raises = make_tokenizer("qwen3", "{{ '%(name)s' % messages[0] }}")
     for tokenizer in (no_calls, other_form, none, raises):
-        with pytest.raises(
-            ValueError, match=r"^--rl-tool-parser auto: .* give hermes, llama3, deepseek or path/to/file"
-        ):
+        with pytest.raises(ValueError, match="^--rl-tool-parser auto: .* give hermes, llama3, deepseek or path"):
             make_parser("auto", tokenizer)
 
 

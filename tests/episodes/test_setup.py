@@ -140,9 +140,8 @@ def test_a_run_that_stops_by_an_error_closes_its_environments(monkeypatch) -> No
     monkeypatch.setattr("sys.last_value", ValueError(), raising=False)
     run, some, left_alone = Run(), Some(), lambda: None
     run.inputs = SimpleNamespace(graders=None, environments=some)
-    run.loop = SimpleNamespace(
-        schedule=SimpleNamespace(stop=left_alone), job=SimpleNamespace(monitor=SimpleNamespace(close=left_alone))
-    )
+    job = SimpleNamespace(monitor=SimpleNamespace(close=left_alone))
+    run.loop = SimpleNamespace(schedule=SimpleNamespace(stop=left_alone), job=job)
     run.close()
     assert some.closed == 1
 

@@ -36,10 +36,7 @@ def test_a_schema_has_hints_docstring_and_the_name_of_the_flag() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "no_hint",
-            "--rl-tools: no_hint cannot be shown to a model: .* a is missing a type hint.*; give each parameter a",
-        ),
+        ("no_hint", "--rl-tools: no_hint cannot be shown to a model: .* a is missing a type hint.*; give each"),
         ("no_docstring", "it has no docstring.*; give each parameter .* a line under Args"),
         ("undocumented", "no description for the argument 'a'; give each"),
         ("stars", r"stars takes \*a; a model's arguments have names"),

@@ -134,9 +134,8 @@ def test_a_tokenizer_with_code_of_its_own_runs_where_it_is_trusted(trusted, pyth
 def test_messages_are_told_for_people_to_read(guess, tokenizer):
     guess.begin(ONE, task(prompt="Guess", answer=3, system_prompt="Be quick."), 0)
     prompts, last = play(guess, {ONE: [spoken(tokenizer, "9")]})
-    assert tokenizer.decode(prompts[ONE][0]).startswith(
-        "<|im_start|>system\nBe quick.<|im_end|>\n<|im_start|>user\nGuess"
-    )
+    begins = "<|im_start|>system\nBe quick.<|im_end|>\n<|im_start|>user\nGuess"
+    assert tokenizer.decode(prompts[ONE][0]).startswith(begins)
     assert last[ONE].messages == [{"role": "user", "content": "lower"}]
     guess.end(ONE)
 
@@ -252,15 +251,11 @@ def refused(environment, python, tokenizer):
 
 def test_what_cannot_be_loaded_is_refused(python, tokenizer, tmp_path):
     path, other = tokenizer.name_or_path, tmp_path / "environment.toml"
-    assert f"'no_such_game' is no environment that {python} can load: taskset 'no_such_game' not found" in refused(
-        "no_such_game", python, path
-    )
-    assert f"{sys.executable} has no verifiers (No module named 'verifiers'); install it" in refused(
-        "guess_number", sys.executable, path
-    )
-    assert "the tokenizer '/nowhere' cannot render prompts for verifiers: " in refused(
-        "guess_number", python, "/nowhere"
-    )
+    none = f"'no_such_game' is no environment that {python} can load: taskset 'no_such_game' not found"
+    assert none in refused("no_such_game", python, path)
+    lacks = f"{sys.executable} has no verifiers (No module named 'verifiers'); install it"
+    assert lacks in refused("guess_number", sys.executable, path)
+    assert "tokenizer '/nowhere' cannot render prompts" in refused("guess_number", python, "/nowhere")
     other.write_text("[environment]\nid = 'guess_number'\n")
     assert "environment.toml has environment; give a table [env]" in refused(str(other), python, path)
     other.write_text("[env.taskset]\nid = 'guess_number'\n[env.player.sampling]\ntemperature = 0.5\n")

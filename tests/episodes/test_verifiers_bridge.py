@@ -3,6 +3,7 @@ in test_verifiers.py."""
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,6 @@ from mindspeed_rl_plugin.episodes import verifiers_bridge
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Reply, Turn
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments, interpreter
 from mindspeed_rl_plugin.rows import SampleId
-from mindspeed_rl_plugin.workers.process import Program
 
 ONE, TWO, THREE = (SampleId(0, 0, member) for member in range(3))
 EVALUATED = SampleId(-1, 0, 0)
@@ -24,19 +24,8 @@ SPOKEN = Turn((7, 8), (-0.5, -0.25), "")
 def made(monkeypatch):
     """Makes the environments; closes them."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setattr(
-        verifiers_bridge,
-        "rollouts_program",
-        lambda python: Program(
-            "stub_rollouts:main",
-            str | None,
-            verifiers_bridge.RolloutReport,
-            "a verifiers process",
-            EpisodeError,
-            python,
-            3.0,
-        ),
-    )
+    program = replace(verifiers_bridge.rollouts_program(None), main="stub_rollouts:main", patience=3.0)
+    monkeypatch.setattr(verifiers_bridge, "rollouts_program", lambda python: program)
     all_made = []
 
     def make(environment="any", workers=1, timeout=30.0, wait=600.0, **more):

@@ -9,16 +9,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 ALPHABET = [chr(c) for c in range(32, 127)] + ["\n", "é", "中"]
-SPECIAL = (
-    "<unk>",
-    "<s>",
-    "</s>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-)
+SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+SPECIAL += ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 SPECIAL += ("<start_of_turn>", "<end_of_turn>", "<｜User｜>", "<｜Assistant｜>", "<|user|>", "<|assistant|>", "<|end|>")
 BOS, EOS = "<s>", "</s>"
 KINDS = ("bytes", "words", "metaspace", "metaspace-bare")

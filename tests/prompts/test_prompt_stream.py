@@ -278,9 +278,7 @@ def test_of_an_offer_with_a_bad_row_nothing_is_taken(stream, row, message: str) 
 def test_offers_wait_for_room_and_a_checkpoint_keeps_them(stream) -> None:
     data = stream({"a.jsonl": lines(*ROWS)})
     offers = Offers(data, checked, rollout=1)  # so that four may wait
-    with pytest.raises(
-        ValueError, match=r"offer: 5 prompts at once, and at most 4 \(4 rollouts\) may wait; offer fewer"
-    ):
+    with pytest.raises(ValueError, match=r"5 prompts at once, and at most 4 \(4 rollouts\) may wait; offer fewer"):
         offer(offers, *ROWS[:5])
     offer(offers, *ROWS[:3])
     with pytest.raises(TimeoutError, match="no room for 2 prompts within 0.01 s: 3 wait for their turn, at most 4"):

@@ -117,9 +117,8 @@ def test_contents_have_one_form(template, message, capsys) -> None:
     listed = [{"role": "assistant", "content": [{"type": "text", "text": "2"}], "name": None}]
     got, plain = (prompt_of(tokenizer, {"prompt": [m]}) for m in (message, USER))
     assert got == plain and got.text == "user: 1+1="
-    assert ("parts of a message's content are joined (x line 1: field 'prompt'" in capsys.readouterr().out) == (
-        "name" not in message
-    )
+    joined = "parts of a message's content are joined (x line 1: field 'prompt'" in capsys.readouterr().out
+    assert joined == ("name" not in message)
     row = {**answers, "prompt": [message], "chosen": listed}
     assert pair_of(tokenizer, row) == pair_of(tokenizer, {**answers, "prompt": [USER]})
 
@@ -137,25 +136,17 @@ def test_parquet_rows_are_as_those_of_jsonl(tmp_path: Path) -> None:
     renderer, pairs = Renderer(tokenizer, "prompt", "", True), PairRenderer(tokenizer, "prompt", KEYS, True)
     one, two = (PairStream([path], pairs, max_response=99, **most).all() for path in paths)
     assert len(one) == 3 and one == two
-    one, two = (
-        [(p.tokens, p.text, p.messages) for p in PromptStream([path], renderer, **most).all()] for path in paths
-    )
+    one, two = ([(p.tokens, p.text, p.messages) for p in PromptStream([f], renderer, **most).all()] for f in paths)
     assert one == two and one[0][1] == "assistant: \n\nuser: 1+1="
 
 
 REFUSED = [
-    (
-        [{**USER, "content": [{"type": "image", "text": "x"}]}],
-        "message of role 'user' with the content .*'image'.* give a string",
-    ),
+    ([{**USER, "content": [{"type": "image", "text": "x"}]}], "role 'user' with the content .*'image'.* give a string"),
     ([{**USER, "content": 7}], "message of role 'user' with the content '7'"),
     ([{**USER, "content": None}], "message of role 'user' with the content 'None'"),
     ([{"role": "assistant", "content": None, "name": "n"}, USER], "role 'assistant' with the content 'None'"),
     ([{"role": None, "content": "x"}], "nor a list of messages with 'role' and 'content'"),
-    (
-        [USER, {"role": "assistant", "content": "2"}],
-        "'prompt' is the assistant's, '2', .* continue_final",
-    ),
+    ([USER, {"role": "assistant", "content": "2"}], "'prompt' is the assistant's, '2', .* continue_final"),
     ("1\ud800=", r"holds half of a surrogate pair, the end of .*prompt.*\\ud800'; correct or remove"),
 ]
 
@@ -199,10 +190,7 @@ def test_a_template_that_drops_what_is_asked_is_said(capsys) -> None:
     prompt_of(make("words", "chatml"), {"prompt": "<|im_start|>user\n1"}, chat=False)
     assert capsys.readouterr().out == ""
     prompt_of(make("words", "chatml"), {"prompt": "<|im_start|>user\n1+1="})
-    assert (
-        "a prompt that the chat template renders holds special tokens; is it rendered already?"
-        in capsys.readouterr().out
-    )
+    assert "holds special tokens; is it rendered already?" in capsys.readouterr().out
 
 
 def test_where_tokens_merge_the_loss_begins_with_the_merged_one(capsys) -> None:
@@ -256,9 +244,8 @@ def test_the_first_row_is_shown_as_its_tokens_decode(tmp_path: Path, capsys) -> 
         _stream(make("words", "llama2"), RLConfig(data=data), pairs, None, [str(tmp_path / "a.jsonl")], 0)
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("[rl] the first, "))
     assert first == f"[rl] the first, {tmp_path}/a.jsonl line 2: prompt '<s>[INST] 1 [/INST]'"
-    assert (
-        second.startswith(f"{first}, chosen ' 222") and "222...222" in second and second.endswith("rejected ' 3</s>'")
-    )
+    assert second.startswith(f"{first}, chosen ' 222") and second.endswith("rejected ' 3</s>'")
+    assert "222...222" in second
 
 
 def test_graders_do_not_see_what_ended_a_response() -> None:

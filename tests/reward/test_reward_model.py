@@ -158,9 +158,7 @@ def test_of_an_episode_the_whole_conversation_is_scored(pool, decoder, encoder, 
 def test_a_template_that_refuses_a_conversation_is_named(decoder, tmp_path):
     strict = "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' or m.seconds }}{% endfor %}"
     save_tokenizer(copied(decoder, tmp_path), template=strict)
-    with pytest.raises(
-        ValueError, match="refuses a conversation of the roles assistant tool assistant: no tools; give"
-    ):
+    with pytest.raises(ValueError, match="refuses .* the roles assistant tool assistant: no tools; give"):
         RewardModel(str(tmp_path), "cpu")(["p"], ["42"], [None], [SAID])
 
 

@@ -214,9 +214,7 @@ def test_responses_that_never_come_are_waited_for_as_long_as_the_deadline(stage:
     with grader:
         answer(stage.dock, 0, 0, 0)
         begin = time.monotonic()
-        with pytest.raises(
-            TimeoutError, match=r"no response was graded for 0.8 s .*'tokens' \(written by state 'generate'"
-        ):
+        with pytest.raises(TimeoutError, match=r"graded for 0.8 s .*'tokens' \(written by state 'generate'"):
             grader.finish()
         assert time.monotonic() - begin >= 0.8 and rewards(stage) == {0: [0.0, 0.0]}
 
