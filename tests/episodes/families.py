@@ -42,27 +42,17 @@ class Family(NamedTuple):
 
 _CALL = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
 _OUTPUT = ("outputs▁begin", "outputs▁end", "output▁begin", "output▁end")
+_LLAMA = ("begin_of_text", "eot_id", "end_of_text", "eom_id", "start_header_id", "end_header_id", "python_tag")
 FAMILIES = {
     "qwen": Family(
         ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
         tuple(f"<{slash}{name}>" for name in ("tool_call", "tool_response", "think") for slash in ("", "/")),
         bos=False,
     ),
-    "llama": Family(
-        (
-            *("<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
-            *("<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"),
-        )
-    ),
+    "llama": Family(tuple(f"<|{name}|>" for name in _LLAMA)),
     "deepseek": Family(
         ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
-        (
-            "<｜User｜>",
-            "<｜Assistant｜>",
-            *(f"<｜tool▁{name}｜>" for name in (*_CALL, *_OUTPUT)),
-            "<think>",
-            "</think>",
-        ),
+        ("<｜User｜>", "<｜Assistant｜>", *(f"<｜tool▁{n}｜>" for n in (*_CALL, *_OUTPUT)), "<think>", "</think>"),
     ),
 }
 FAMILY = {"qwen2_5": "qwen", "qwen3": "qwen", "llama3": "llama", "llama3_1": "llama", "llama3_2": "llama"}

@@ -184,35 +184,34 @@ WRONG = [
 ]
 
 
-def test_the_gate_takes_episodes_that_are_right() -> None:
-    gate = Incoming(99, 12, episodes=True)
-    gate.published.add(4)
+@pytest.fixture
+def gate() -> Incoming:
+    made = Incoming(99, 12, episodes=True)
+    made.published.add(4)
+    return made
+
+
+def test_the_gate_takes_episodes_that_are_right(gate: Incoming) -> None:
     gate.check(outside(episode_rows(TWO, ONE)))
     gate.check(changed(outside(episode_rows(TWO)), "finish", 3))
 
 
 @pytest.mark.parametrize("data", [(1,), (1, 9), (1, 9, 3)])
-def test_the_gate_takes_a_prompt_that_an_environment_changed(data: tuple[int, ...]) -> None:
+def test_the_gate_takes_a_prompt_that_an_environment_changed(gate: Incoming, data: tuple[int, ...]) -> None:
     """Longer than the data's, or as long: what it says may merge with the last token of the prompt."""
-    gate = Incoming(99, 12, episodes=True)
-    gate.published.add(4)
     rows = outside(episode_rows(TWO, data=data))
     assert rows["environment_began"].tolist() == [1]
     gate.check(rows.with_columns(prompt=Ragged.from_rows([torch.tensor(data, dtype=torch.int32)])))
 
 
-def test_rewards_of_one_row_never_come_to_another() -> None:
-    gate = Incoming(99, 12, episodes=True)
-    gate.published.add(4)
+def test_rewards_of_one_row_never_come_to_another(gate: Incoming) -> None:
     rewards = Ragged.from_rows([torch.tensor([1.0]), torch.tensor([0.5, 7.0])])
     with pytest.raises(ValueError, match=r"row \(0, 0, 0\): turn_reward has 1 entries for 2 turns"):
         gate.check(outside(episode_rows(TWO, ONE)).with_columns(turn_reward=rewards))
 
 
 @pytest.mark.parametrize(("name", "value", "message"), WRONG, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(WRONG)])
-def test_the_gate_refuses_episodes_that_are_none(name: str, value, message: str) -> None:
-    gate = Incoming(99, 12, episodes=True)
-    gate.published.add(4)
+def test_the_gate_refuses_episodes_that_are_none(gate: Incoming, name: str, value, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gate.check(changed(outside(episode_rows(TWO)), name, value))
 

@@ -127,11 +127,9 @@ def test_forms_of_step(value, said: Returned) -> None:
     [
         ("text", "it returned 'text' of type str; give "),
         (("o", 1.0), "of type tuple; give "),
-        (("o", 1, False, False, {}, 0), "of type tuple; give "),
         ({"observations": "o", "done": True}, "of type dict; give "),
         (("o", 1, "no"), "'no' for whether the episode is over"),
         (("o", 1, False, None, {}), "None for whether the episode is over"),
-        (("o", None, False), "None of type NoneType, not a number"),
         (("o", float("nan"), False), "nan, not a finite number"),
         ((b"o", 1, False), "an observation of type bytes, not a text: b'o'; turn"),
     ],

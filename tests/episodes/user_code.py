@@ -294,7 +294,7 @@ class Judge:
         return {"observations": [{"role": "user", "content": "go on"}], "reward": 1, "done": False, "metadata": {}}
 
     def get_reward(self):
-        return {"nan": float("nan"), "text": "1"}.get(self.give, self.give) if self.give != "raises" else _raises()
+        return {"nan": float("nan")}.get(self.give, self.give) if self.give != "raises" else _raises()
 
 
 class Shop:

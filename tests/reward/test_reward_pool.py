@@ -387,7 +387,6 @@ BAD = [
     (["maths"], {}, "'maths' .* math, exact, regex, "),
     (["exact=0", own("length") + "=-0.5"], {}, "exact=0, length=-0.5"),
     (["exact=x"], {}, "weight 'x'"),
-    (["exact=nan"], {}, "weight 'nan'"),
     (["exact="], {}, "weight ''"),
     (["exact", "exact=2"], {}, r"rewards \['exact'\] are given twice"),
     (["regex"], {}, "needs a pattern: --rl-reward-regex"),

@@ -64,10 +64,8 @@ def test_every_column_that_is_read_is_written_before(name, dump):
 def test_states_and_columns_are_the_tables():
     table = stage_table(algorithm("ppo", kl_reward_coef=0.1), 3)
     names = [spec.name for spec in table]
-    assert names == ["prompts", "generate", "reward", "select", "logp_old", "logp_ref", "values", "advantage"] + [
-        "measure",
-        "update",
-    ]
+    sampled = ["prompts", "generate", "reward", "select"]
+    assert names == [*sampled, "logp_old", "logp_ref", "values", "advantage", "measure", "update"]
     assert [s.name for s in states_of(table)] == names[1:], "what reads nothing is no worker state"
     groups = {s.name for s in states_of(table) if s.whole_groups}
     assert groups == {"reward", "select", "advantage"}
