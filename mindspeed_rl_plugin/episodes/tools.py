@@ -1,17 +1,9 @@
-"""What a user's code offers a model: functions as tools, and environments as classes.
-
-**Functions**, sync or async, with type hints and a docstring in Google's style, which the model is shown as a JSON
-schema. **Classes**, made anew for each episode, with `reset`, and either
-
-- tools: the public methods, as TRL has them, or
-- `step(text)`, called with each turn of the model that calls no tool. It returns Gymnasium's (observation, reward,
-  terminated, truncated, info), the older (observation, reward, done, info), (observation, reward, done), or SkyRL's
-  dictionary with "observations", "reward" and "done".
+"""What a user's code offers a model: functions as tools, and environments as classes, which
+docs/episodes.md shows.
 
 `reset` may name `seed` (32 bits, one for all episodes of a prompt), `prompt`, `answer`, `messages`, `record` (all
 other fields of the data row), single fields of the record, or take `**record`. It returns what the environment says
-first, a text or None, alone or as (text, info). Optional are `get_reward()`, called once at the end of an episode, and
-`close()`. Each of them may be `async def`.
+first, a text or None, alone or as (text, info).
 """
 
 from __future__ import annotations

@@ -1,13 +1,5 @@
-"""How a user's grader is called, decided from its signature when it is loaded.
-
-- `f(prompt, response, answer)` with any subset of these names, in any order. It may also name `record` (all other
-  fields of the data row, a dictionary), single fields of the record, or take `**record`. One call per sample. Of
-  episodes it may name `conversation` (chat messages, of which `response` is the last turn of the model) and
-  `environment` (the reward of their environment) too.
-- Naming any of `prompts, responses, answers, records` makes it a batch grader: lists in, one number each out. One
-  call holds the samples of one group, so results do not depend on how the work is cut. Of episodes it may name
-  `conversations` too.
-- Either may be `async def`; single ones are then awaited concurrently.
+"""How a user's grader is called, decided from its signature when it is loaded: docs/data-and-rewards.md lists what it
+may name. A batch grader is called with the samples of one group, so results do not depend on how the work is cut.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from mindspeed_rl_plugin.algorithms import RewardBatch, resolve
 from mindspeed_rl_plugin.algorithms.estimators import gae, reinforce_plus_plus
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
-from mindspeed_rl_plugin.episodes.measured import FAILING, check_environments, check_tools, episode_metrics
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
 from mindspeed_rl_plugin.launch.episode_checks import notes, problems
 from mindspeed_rl_plugin.reward import RewardPool
@@ -30,6 +29,7 @@ from mindspeed_rl_plugin.rows import (
 )
 from mindspeed_rl_plugin.stages import advantages, generate, measure, reward
 from mindspeed_rl_plugin.stages.incoming import Incoming
+from mindspeed_rl_plugin.stages.measure import FAILING, check_environments, check_tools, episode_metrics
 
 COUNTS = dict.fromkeys(EPISODE_COUNTS, 0)
 
