@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.algorithms import Algorithm, Moments, RewardBatch, group_index, whiten
 from mindspeed_rl_plugin.algorithms.estimators import returns as value_targets
 from mindspeed_rl_plugin.algorithms.rewards import rows_of
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock
+from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
@@ -37,22 +38,15 @@ def spec(algorithm: Algorithm, episodes: bool = False) -> StageSpec:
     return StageSpec("advantage", reads, tuple(writes), unit="group", resource="cpu")
 
 
+@dataclass(eq=False)
 class Advantages(Stage):
     """limit: longest response [tokens]; gather: every rank's value, collective; turn_weight: of the grader that gives
     the rewards of turns."""
 
-    def __init__(
-        self,
-        spec: StageSpec,
-        dock: Dock,
-        deadline: float,
-        algorithm: Algorithm,
-        limit: int,
-        gather: Callable[[Any], Iterable[Any]],
-        turn_weight: float = 0.0,
-    ) -> None:
-        super().__init__(spec, dock, deadline)
-        self.algorithm, self.limit, self.gather, self.turn_weight = algorithm, limit, gather, turn_weight
+    algorithm: Algorithm
+    limit: int
+    gather: Callable[[Any], Iterable[Any]]
+    turn_weight: float = 0.0
 
     def compute(self, rows: Rows) -> Rows | None:
         """Advantages of this rank's groups, maybe none: then None. Collective where advantages are whitened."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,29 +40,23 @@ class Due:
         return self.data and (done % self.every == 0 or done == self.total)
 
 
+@dataclass(eq=False)
 class Evaluate:
     """prompts: held out; decode: response tokens to the text that graders see; samples: responses of each prompt for
     pass@k, beside the greedy one; episodes: whether responses are some."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompts: Sequence[Prompt],
-        graders: RewardPool,
-        decode: Callable[[Sequence[int]], str],
-        sampling: Sampling,
-        ranks: Collectives,
-        monitor: Monitor,
-        *,
-        samples: int,
-        seed: int,
-        episodes: bool = False,
-    ) -> None:
-        self.engine, self.prompts, self.graders, self.decode = engine, prompts, graders, decode
-        self.episodes = episodes
-        self.sampling, self.ranks, self.monitor, self.samples, self.seed = sampling, ranks, monitor, samples, seed
-        self._failed = [0, 0]  # graders, environments
-        self._shown: list[list[Any]] = []  # of `HeldOut`
+    engine: Engine
+    prompts: Sequence[Prompt]
+    graders: RewardPool
+    decode: Callable[[Sequence[int]], str]
+    sampling: Sampling
+    ranks: Collectives
+    monitor: Monitor
+    samples: int
+    seed: int
+    episodes: bool = False
+    _failed: list[int] = field(default_factory=lambda: [0, 0], init=False)  # graders, environments
+    _shown: list[list[Any]] = field(default_factory=list, init=False)  # rows of `Monitor.log_held_out`
 
     def run(self, done: int) -> None:
         """Evaluate the engine's weights after `done` iterations, and log it. Collective."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Lease
+from mindspeed_rl_plugin.dock import ColumnSpec, Lease
 from mindspeed_rl_plugin.engine.protocol import Engine, generate, stream
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.monitor.console import ProgressBar
@@ -86,23 +86,16 @@ def _hidden(responses: int) -> ProgressBar:
     return ProgressBar(responses, "generate", shown=False)
 
 
+@dataclass(eq=False)
 class Generate(Stage):
     """engine: this rank's; its ranks run alike, the first one writes; seed: base of the responses' seeds; bar: shows
     progress over so many responses."""
 
-    def __init__(
-        self,
-        spec: StageSpec,
-        dock: Dock,
-        deadline: float,
-        engine: Engine,
-        sampling: Sampling,
-        seed: int,
-        bar: Bar = _hidden,
-    ) -> None:
-        super().__init__(spec, dock, deadline)
-        self.engine, self.sampling, self.seed, self.bar = engine, sampling, seed, bar
-        self.begun: dict[SampleId, Completion] = {}  # what `until` left unfinished
+    engine: Engine
+    sampling: Sampling
+    seed: int
+    bar: Bar = _hidden
+    begun: dict[SampleId, Completion] = field(default_factory=dict, init=False)  # what `until` left unfinished
 
     def run(self, ids: Sequence[SampleId]) -> Rows:
         """A response for each row, sampled with `response_seed(seed, *id)`.

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock
+from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
 from mindspeed_rl_plugin.reshard.offload import gathered
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
@@ -47,22 +48,15 @@ def columns_of_rank(reads: Sequence[str], last_stage: bool) -> tuple[str, ...]:
     return tuple(name for name in reads if last_stage or name in FEEDS)
 
 
+@dataclass(eq=False)
 class TokenPass(Stage):
     """One column. forward: this data parallel rank's micro-batches to a ragged column each, None where the rank is not
     on the last pipeline stage; writer: whether this rank writes; weights: makes the pass's weights those of the model
     while it runs."""
 
-    def __init__(
-        self,
-        spec: StageSpec,
-        dock: Dock,
-        deadline: float,
-        forward: Pass,
-        writer: bool,
-        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        super().__init__(spec, dock, deadline)
-        self.forward, self.writer, self.weights = forward, writer, weights
+    forward: Pass
+    writer: bool
+    weights: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def compute(self, rows: Rows, batches: Sequence[Sequence[SampleId]]) -> Rows | None:
         """The column for the rows of these micro-batches. Collective over the model parallel ranks."""

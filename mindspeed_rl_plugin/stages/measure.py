@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -69,27 +69,19 @@ class Dump:
     decode: Callable[[Sequence[int]], str]
 
 
+@dataclass(eq=False, kw_only=True)
 class Measure(Stage):
     """ranks: of the job; limit: longest response [tokens]; dump: None where rollouts are not written to files; tools:
     that episodes may call, by name."""
 
-    def __init__(
-        self,
-        spec: StageSpec,
-        dock: Dock,
-        deadline: float,
-        *,
-        ranks: Collectives,
-        algorithm: Algorithm,
-        limit: int,
-        graders: RewardPool,
-        dump: Dump | None = None,
-        tools: Sequence[str] = (),
-    ) -> None:
-        super().__init__(spec, dock, deadline)
-        self.ranks, self.algorithm, self.limit, self.graders, self.dump = ranks, algorithm, limit, graders, dump
-        self.tools, self.calls_found = tools, True
-        self.failing: dict[str, int] = {}  # see `check_tools`
+    ranks: Collectives
+    algorithm: Algorithm
+    limit: int
+    graders: RewardPool
+    dump: Dump | None = None
+    tools: Sequence[str] = ()
+    calls_found: bool = field(default=True, init=False)
+    failing: dict[str, int] = field(default_factory=dict, init=False)  # see `check_tools`
 
     def run(
         self,

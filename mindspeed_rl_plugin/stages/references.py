@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,25 +24,19 @@ from mindspeed_rl_plugin.stages.pairs import pair_rows, share_of_rank
 AT_ONCE = 64  # micro-batches of one forward pass, which are on the host together
 
 
+@dataclass(eq=False)
 class PairScorer:
     """Scores pairs under the weights in the model. data: pairs to train on, then the held-out ones, which makes a
     place of each; dp_rank, dp_size: data parallel place; writer: whether this rank speaks for its pipeline."""
 
-    def __init__(
-        self,
-        model: Sequence[torch.nn.Module],
-        data: Sequence[PairStream],
-        settings: ForwardSettings,
-        ranks: Collectives,
-        monitor: Monitor,
-        *,
-        dp_rank: int,
-        dp_size: int,
-        writer: bool,
-    ) -> None:
-        self.model, self.data, self.settings = model, data, settings
-        self.ranks, self.monitor = ranks, monitor
-        self.dp_rank, self.dp_size, self.writer = dp_rank, dp_size, writer
+    model: Sequence[torch.nn.Module]
+    data: Sequence[PairStream]
+    settings: ForwardSettings
+    ranks: Collectives
+    monitor: Monitor
+    dp_rank: int
+    dp_size: int
+    writer: bool
 
     def __len__(self) -> int:
         return sum(map(len, self.data))

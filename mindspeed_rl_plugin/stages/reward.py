@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock
+from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.reward import Grade, GradeItem, RewardPool
 from mindspeed_rl_plugin.rows import Rows, SampleId, unpack_json
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
@@ -37,25 +38,18 @@ def spec(graders: int, by_group: bool = True, episodes: bool = False) -> StageSp
     )
 
 
+@dataclass(eq=False)
 class Reward(Stage):
     """graders: the pool of this rank; decode: response token ids to the text that graders see; drops: whether an
     episode whose environment failed is dropped."""
 
-    def __init__(
-        self,
-        spec: StageSpec,
-        dock: Dock,
-        deadline: float,
-        graders: RewardPool,
-        decode: Callable[[Sequence[int]], str],
-        drops: bool = False,
-    ) -> None:
-        super().__init__(spec, dock, deadline)
-        self.graders, self.decode, self.drops = graders, decode, drops
+    graders: RewardPool
+    decode: Callable[[Sequence[int]], str]
+    drops: bool = False
 
     def beside(self) -> Reward:
         """The same for another thread."""
-        return Reward(self.spec, self.dock.beside(), self.deadline, self.graders, self.decode, self.drops)
+        return replace(self, dock=self.dock.beside())
 
     def compute(self, rows: Rows) -> Rows | None:
         """Grades of B responses; None where there are none. Raises RewardError where a failure stops the run."""

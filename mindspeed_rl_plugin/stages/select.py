@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, group_index
 from mindspeed_rl_plugin.algorithms.selection import carries_signal
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock
+from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.rows import Group, Rows
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
@@ -217,21 +217,14 @@ def _useless(graded: Mapping[Group, GroupStats], empty: int) -> str:
     return f"{why}, so {empty} optimizer steps would train on nothing"
 
 
+@dataclass(eq=False)
 class Select(Stage):
     """Which rows of a rollout count, and under filtration how often. gather: every rank's value, collective; seed: of
     filtration's random numbers."""
 
-    def __init__(
-        self,
-        spec: StageSpec,
-        dock: Dock,
-        deadline: float,
-        algorithm: Algorithm,
-        gather: Callable[[Any], Iterable[Any]],
-        seed: int,
-    ) -> None:
-        super().__init__(spec, dock, deadline)
-        self.algorithm, self.gather, self.seed = algorithm, gather, seed
+    algorithm: Algorithm
+    gather: Callable[[Any], Iterable[Any]]
+    seed: int
 
     def compute(self, rows: Rows, steps: Sequence[Step]) -> Rows | None:
         """Columns of whole groups, those of this rank, maybe none. Collective where whole batches are filtered.

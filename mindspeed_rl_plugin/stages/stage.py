@@ -83,12 +83,14 @@ def states_of(specs: Sequence[StageSpec]) -> list[StateSpec]:
     ]
 
 
+@dataclass(eq=False)
 class Stage:
     """A stage at work on this rank. dock: as the ranks see it that share this stage's leases; deadline: seconds that
     it waits for its rows."""
 
-    def __init__(self, spec: StageSpec, dock: Dock, deadline: float) -> None:
-        self.spec, self.dock, self.deadline = spec, dock, deadline
+    spec: StageSpec
+    dock: Dock
+    deadline: float
 
     def compute(self, rows: Rows, *more: Any) -> Rows | None:
         """What the stage writes for these rows; None: this rank writes nothing."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock, from_tensordict, to_tensordict
+from mindspeed_rl_plugin.dock import ColumnSpec, from_tensordict, to_tensordict
 from mindspeed_rl_plugin.reward.items import opening
 from mindspeed_rl_plugin.rows import (
     EPISODE_COUNTS,
@@ -130,12 +131,11 @@ def _as_sampled(
     return generate.completion_rows(requests, answers).with_columns(**columns)
 
 
+@dataclass(eq=False)
 class UserStage(Stage):
     """instance: the user's object."""
 
-    def __init__(self, spec: StageSpec, dock: Dock, deadline: float, instance: Any) -> None:
-        super().__init__(spec, dock, deadline)
-        self.instance = instance
+    instance: Any
 
     def compute(self, rows: Rows) -> Rows | None:
         """What the user's `compute` gives for these rows. Raises ValueError where that does not fit its declaration."""
