@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # they import Megatron, which the stage table does without
 
 GRAD_NORM = 5  # place in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
 OPTIMIZER, SCHEDULER, CONFIG = 3, 4, 5  # places among its arguments; from 2, the model, on they are passed through
+Stepped = tuple[tuple, dict[str, float]]  # what Megatron's step returns, and metrics by the register's names
 
 
 def spec(algorithm: Algorithm) -> StageSpec:
@@ -64,12 +65,11 @@ class Update(Stage):
         done: int,
         version: int,
         last_pass: bool,
-    ) -> tuple[tuple, dict[str, float]]:
+    ) -> Stepped:
         """One optimizer step on this data parallel rank's micro-batches.
 
         done: iterations before this one; version: of the weights that sampled the rollout; last_pass: over these rows,
-        which acknowledges them; until then they are handed back. Returns what Megatron's step returns, and metrics by
-        the register's names.
+        which acknowledges them; until then they are handed back.
         """
         lease = self.lease([i for ids in batches for i in ids], self.columns)
         parts = [lease.rows.select(ids) for ids in batches]
@@ -80,9 +80,7 @@ class Update(Stage):
             self.dock.release(lease)
         return result, metrics
 
-    def optimize(
-        self, parts: Sequence[Rows], call: TrainStep, done: int, version: int
-    ) -> tuple[tuple, dict[str, float]]:
+    def optimize(self, parts: Sequence[Rows], call: TrainStep, done: int, version: int) -> Stepped:
         """The trainer's step on micro-batches; its result, and metrics."""
         return self.trainer.step(parts, call, measured=self.spec.reads, version=version)
 
@@ -95,9 +93,7 @@ class CriticUpdate(Update):
         super().__init__(*update)
         self.critic, self.value_step, self.warmup, self.global_batch = critic, value_step, warmup, global_batch
 
-    def optimize(
-        self, parts: Sequence[Rows], call: TrainStep, done: int, version: int
-    ) -> tuple[tuple, dict[str, float]]:
+    def optimize(self, parts: Sequence[Rows], call: TrainStep, done: int, version: int) -> Stepped:
         """Megatron's step of the critic, and of the policy unless the critic warms up alone."""
         critic = self.critic
         metrics = {"lr": learning_rate(call.args[OPTIMIZER]), "critic/lr": learning_rate(critic.optimizer)}
@@ -118,9 +114,7 @@ class PairUpdate(Update):
     def __init__(self, dock: Dock, deadline: float, step: PairStep) -> None:
         super().__init__(pair_spec(), dock, deadline, step, last_stage=True)
 
-    def optimize(
-        self, parts: Sequence[Rows], call: TrainStep, done: int, version: int
-    ) -> tuple[tuple, dict[str, float]]:
+    def optimize(self, parts: Sequence[Rows], call: TrainStep, done: int, version: int) -> Stepped:
         """Megatron's step on micro-batches of whole pairs."""
         metrics = {"lr": learning_rate(call.args[OPTIMIZER])}
         self.trainer.prepare(parts)

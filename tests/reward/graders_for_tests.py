@@ -161,7 +161,6 @@ leaves = on_bad(lambda: sys.exit(3))
 crash = on_bad(lambda: os._exit(7))
 nan = on_bad(lambda: math.nan)
 none = on_bad(lambda: None)
-text = on_bad(lambda: "1.0")
 
 
 def prints(response):

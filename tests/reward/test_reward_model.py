@@ -60,26 +60,25 @@ def save_tokenizer(folder, letters=LETTERS, template=None, pad=False):
     return own
 
 
+def save_model(folder, model, config, layers):
+    torch.manual_seed(layers)
+    sizes = dict(vocab_size=48, hidden_size=16, intermediate_size=16, num_hidden_layers=layers, num_attention_heads=2)
+    model(config(**sizes, max_position_embeddings=40, num_labels=1, initializer_range=0.5)).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "decoder"
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=48, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
-    config = LlamaConfig(**sizes, max_position_embeddings=40, num_labels=1, initializer_range=0.5)
-    LlamaForSequenceClassification(config).save_pretrained(folder)
     save_tokenizer(folder, template=TEMPLATE)
-    return folder
+    return save_model(folder, LlamaForSequenceClassification, LlamaConfig, layers=2)
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "encoder"
-    torch.manual_seed(1)
-    sizes = dict(vocab_size=48, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    config = BertConfig(**sizes, max_position_embeddings=40, num_labels=1, initializer_range=0.5)
-    BertForSequenceClassification(config).save_pretrained(folder)
     save_tokenizer(folder, letters=LETTERS[::-1], pad=True)
-    return folder
+    return save_model(folder, BertForSequenceClassification, BertConfig, layers=1)
 
 
 def copied(folder, target):
