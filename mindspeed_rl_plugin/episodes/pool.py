@@ -6,15 +6,15 @@ import functools
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.arguments import fits, takes
-from mindspeed_rl_plugin.episodes.dispatch import Call, Dispatcher, Lost
-from mindspeed_rl_plugin.episodes.draft import Draft, OpenEpisode
+from mindspeed_rl_plugin.episodes.dispatch import Call, Dispatcher, Home, Lost
 from mindspeed_rl_plugin.episodes.protocol import (
     UNREAD,
     Attempt,
@@ -49,6 +49,38 @@ SERVES = Program(
 DESCRIBES = replace(
     SERVES, main="mindspeed_rl_plugin.episodes.worker:describe_tools", first=list[dict[str, Any]] | None, then=None
 )
+
+
+@dataclass
+class Draft:
+    """A reply in the making. left: messages, and calls from which some come, in their order."""
+
+    left: deque[Message | tuple] = field(default_factory=deque)
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
+    raised: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def said(self, name: str, content: str) -> None:
+        self.messages.append({"role": "tool", "name": name, "content": content})
+
+
+@dataclass(eq=False)
+class OpenEpisode:
+    """An episode. home: its environment, None where there are only tools; turn: the last one, whose calls a user's
+    parser finds; call: in the making."""
+
+    id: SampleId
+    home: Home | None
+    turn: Turn | None = None
+    draft: Draft = field(default_factory=Draft)
+    call: Call | None = None
 
 
 class EnvironmentPool:

@@ -91,7 +91,6 @@ BROKEN = {
         '<tool_call>{"arguments": {}}</tool_call>': NO_CALL,
         '<tool_call>["add", 1]</tool_call>': NO_CALL,
         '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>': NO_JSON,
-        '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>': NO_JSON,
         '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>': NO_JSON,
         '<tool_call>{"name": "add", "arguments": {"a": ' + "1" * 5000 + "}}</tool_call>": NO_JSON,
         "<tool_call>" + "[" * 100_000 + "</tool_call>": NO_JSON,

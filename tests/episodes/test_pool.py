@@ -148,14 +148,6 @@ def test_environments_that_are_coroutines_begin_and_go_on_beside_each_other(star
     assert time.monotonic() - began < 6, "one after the other: 12 s"
 
 
-def test_a_new_episode_waits_for_busy_workers(started) -> None:
-    pool = started()
-    begin(pool, [0])
-    pool.act(sample(0), turn("nap 0.3"))
-    pool.begin(sample(1), task(), 7)
-    assert [reply.id.member for _ in range(2) for reply in pool.poll(5)] == [0, 1]
-
-
 def test_every_environment_is_closed(started, tmp_path: Path, capsys) -> None:
     """Over, failed, given up, in the middle of a call too, and at the end of all."""
     pool, logs = started(), [tmp_path / str(number) for number in range(7)]

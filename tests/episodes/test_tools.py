@@ -105,10 +105,8 @@ def test_what_reset_says() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (("o", 1, False, False, {}), Returned(("o",), 1.0, False)),
         (("o", 0.5, True, False, {}), Returned(("o",), 0.5, True)),
         ((None, True, False, True, {}), Returned((), 1.0, True)),
-        (("o", 1, True, {"x": 1}), Returned(("o",), 1.0, True)),
         (("o", 1, False, {"x": 1}), Returned(("o",), 1.0, False)),
         (("o", -1, 1), Returned(("o",), -1.0, True)),
         ({"reward": 2, "done": False, "metadata": {}}, Returned((), 2.0, False)),
