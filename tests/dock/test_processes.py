@@ -10,7 +10,6 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import dock_ranks
@@ -268,22 +267,6 @@ def test_rows_of_a_consumer_outside_come_again_when_it_is_killed(
     assert second.call("read", again) and job[0].call("read", [*done, *again])
     assert second.call("where") | first_read == where
     assert all(rank.process.is_alive() for rank in job.ranks), "the job goes on"
-
-
-@pytest.mark.slow
-def test_a_consumer_outside_of_a_torchrun_job_is_killed(start, torchrun, tmp_path: Path) -> None:
-    """Its rows are handed out again to the next one, and the job goes on."""
-    secret, address = tmp_path / "secret", tmp_path / "address"
-    with ThreadPoolExecutor() as pool:
-        job = pool.submit(torchrun, Path(__file__).with_name("joined_ranks.py"), secret, address)
-        while not address.exists():
-            assert not job.done(), job.result()
-            time.sleep(0.1)
-        first = start.outside(address.read_text(), secret)
-        _, held = first.call("lease", "generate", 2, 10.0)
-        first.kill()
-        second = start.outside(address.read_text(), secret)
-        assert len(held) == 2 and sorted(second.call("work", "generate", 1)) == list(ids(3, 1)) and job.result()
 
 
 def test_whoever_reads_weights_may_die_and_a_version_that_goes_is_gone(start, tmp_path: Path) -> None:
