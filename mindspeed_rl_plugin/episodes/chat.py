@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.episodes.protocol import Message
 from mindspeed_rl_plugin.episodes.rendering import MARK, ControlTokens, whole
-from mindspeed_rl_plugin.prompts.ends import QUESTION, SPOKEN, end_of_turn
-from mindspeed_rl_plugin.prompts.render import TEMPLATE_ERRORS, render_chat, text_tokens
+from mindspeed_rl_plugin.prompts.ends import SPOKEN, end_of_turn
+from mindspeed_rl_plugin.prompts.render import QUESTION, TEMPLATE_ERRORS, render_chat, text_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.episodes.rendering import ControlTokens
-from mindspeed_rl_plugin.prompts.render import TEMPLATE_ERRORS, render_chat
+from mindspeed_rl_plugin.prompts.render import QUESTION, TEMPLATE_ERRORS, render_chat
 from mindspeed_rl_plugin.prompts.tokenizer import read_if_there, vocabulary
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 FIELDS, GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id"), "generation_config.json"
 SPOKEN = "what-the-model-said"  # by it the model's turn is found in a rendered conversation
-QUESTION = {"role": "user", "content": "question"}
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.prompts.ends import SPOKEN, end_of_turn
 from mindspeed_rl_plugin.prompts.prompt_stream import PromptStream
-from mindspeed_rl_plugin.prompts.render import Renderer, bare, find, names, text_tokens
+from mindspeed_rl_plugin.prompts.render import Renderer, bare, find, is_rendered, names, text_tokens
 from mindspeed_rl_plugin.prompts.sources import Source
 from mindspeed_rl_plugin.rows import Prompt
 
@@ -31,10 +32,12 @@ class PairRenderer(Renderer):
     """Turns rows into pairs.
 
     A prompt is one as `Renderer` says. A response is a string, which is the whole answer and gets the end-of-text
-    token; with `chat_template` it is an assistant message (a string, or a list with one), rendered and ended by the
-    template. Prompt and response are tokenized as one text: `Pair.prompt` is the tokens that both texts have in common
-    with the prompt alone, so a response begins, and its loss, at the first token that is not the prompt's own. An end
-    that the data writes itself stands there once. What a template drops of an answer is trained as the data has it.
+    token, behind a prompt that is rendered already the template's end of a turn; with `chat_template` it is an
+    assistant message (a string, or a list with one), rendered and ended by the template. Prompt and response are
+    tokenized as one text: `Pair.prompt` is the tokens that both texts have in common with the prompt alone, so a
+    response begins, and its loss, at the first token that is not the prompt's own. An end that the data writes itself
+    stands there once, and stays where nothing else writes one. What a template drops of an answer is trained as the
+    data has it.
 
     Raises ValueError, naming file and line, for a row that is none.
     """
@@ -44,9 +47,7 @@ class PairRenderer(Renderer):
     ) -> None:
         super().__init__(tokenizer, prompt_key, "", chat_template)
         self._keys = keys
-        self._end = end_of_turn(tokenizer) if chat_template else tokenizer.eos_token
-        self._ends = tuple(filter(None, {self._end, tokenizer.eos_token}))
-        if not chat_template and self._end is None:
+        if not chat_template and tokenizer.eos_token is None:
             raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no end-of-text token, which ends a response")
 
     def read(self, source: Source, index: int, row: int) -> Pair:
@@ -58,19 +59,28 @@ class PairRenderer(Renderer):
                 "the prompt themselves, as TRL's implicit prompts do, split it off into a field of its own"
             )
         prompt = super().read(source, index, row)
-        answers = (self._answer(source, fields, name, where) for name in ("chosen", "rejected"))
-        texts = [self._whole(prompt, answer, where) for answer in answers]
+        in_turns = self._chat_template or is_rendered(self._tokenizer, prompt.text)
+        end = (in_turns and self._end_of_turn) or (None if self._chat_template else self._tokenizer.eos_token)
+        answers = (self._answer(source, fields, name, end, where) for name in ("chosen", "rejected"))
+        texts = [self._whole(prompt, answer, end, where) for answer in answers]
         own = len(os.path.commonprefix([prompt.tokens, *texts]))
         if not 0 < own < min(map(len, texts)):
             empty = "an answer" if own else "the prompt"
             raise ValueError(f"{where}: {empty} has no token of its own; lengthen it or remove the row")
         if own < len(prompt.tokens):
-            merged = self._tokenizer.decode(prompt.tokens[own:])
-            self._note(f"tokens of prompt and answer merge: {merged!r} of the prompt is trained with the answer", where)
+            merged = "tokens of prompt and answer merge: {!r} of the prompt is trained with the answer"
+            self._note(where, merged, self._tokenizer.decode(prompt.tokens[own:]))
         return Pair(prompt.tokens[:own], *(tokens[own:] for tokens in texts), row)
 
-    def _answer(self, source: Source, fields: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
-        """An answer as an assistant message, without the end that will stand behind it."""
+    @functools.cached_property
+    def _end_of_turn(self) -> str | None:
+        return end_of_turn(self._tokenizer)
+
+    def _answer(
+        self, source: Source, fields: Mapping[str, Any], name: str, end: str | None, where: str
+    ) -> dict[str, Any]:
+        """An answer as an assistant message, without `end`, which will stand behind it; where that is None, with the
+        end that the data writes."""
         key = self._keys[name]
         value = find(fields, key)
         if value in (None, "", []):
@@ -87,21 +97,24 @@ class PairRenderer(Renderer):
         if listed and not self._chat_template:
             raise ValueError(f"{where}: field {key!r} holds a chat message; add --rl-apply-chat-template")
         message = self._messages(value, key, source, where)[0] if listed else {"role": "assistant", "content": value}
-        text = message["content"] or ""
-        while end := next((end for end in self._ends if text.rstrip().endswith(end)), None):
-            text = text.rstrip().removesuffix(end)
-            self._note(f"an answer ends with {end!r} itself, which stands there once", where)
-        if end := next((end for end in self._ends if end in text), None):
+        text, ends, written = message["content"] or "", {end, self._tokenizer.eos_token} - {None}, ""
+        while found := next((one for one in ends if text.rstrip().endswith(one)), ""):
+            text, written = text.rstrip().removesuffix(found), found
+            self._note(where, "an answer ends with {!r} itself, which stands there once", found)
+        if found := next((one for one in ends if one in text), None):
             raise ValueError(
-                f"{where}: field {key!r} holds {end!r}, which ends a response, before {text.partition(end)[2]!r:.60}; "
-                "cut the answer there or remove the row"
+                f"{where}: field {key!r} holds {found!r}, which ends a response, before "
+                f"{text.partition(found)[2]!r:.60}; cut the answer there or remove the row"
             )
-        return {**message, "content": text}
+        if not end and not written:
+            self._note(where, "the chat template writes no special token behind an answer, so no end is trained")
+        return {**message, "content": text if end else text + written}
 
-    def _whole(self, prompt: Prompt, answer: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    def _whole(self, prompt: Prompt, answer: Mapping[str, Any], end: str | None, where: str) -> tuple[int, ...]:
         said = answer["content"]
         if not self._chat_template:
-            return (*text_tokens(self._tokenizer, prompt.text + said), self._tokenizer.eos_token_id)
+            ended = self._tokenizer.convert_tokens_to_ids(end)
+            return (*text_tokens(self._tokenizer, prompt.text + said), ended)
         asked = prompt.messages or [{"role": "user", "content": prompt.text}]
         before, whole = self._rendered(asked, where), self._rendered([*asked, answer], where, ask=False)
         if not whole.startswith(before):
@@ -109,13 +122,12 @@ class PairRenderer(Renderer):
                 f"{where}: the chat template writes another prompt once {said!r:.60} follows it, so the response "
                 "cannot be cut off; use a template that appends, or give plain strings"
             )
-        if not self._end:
-            self._note("the chat template writes no special token behind an answer, so no end is trained", where)
-        if bare(said) not in bare(whole[len(before) :]):
+        if bare(said) not in bare(whole)[max(len(bare(before)) - len(bare(said)) + 1, 0) :]:  # it may begin before
             marked = self._rendered([*asked, {**answer, "content": SPOKEN}], where, ask=False)
-            whole = marked.replace(SPOKEN, said) if marked.startswith(before + SPOKEN) else whole
-            trained = whole[len(before) :]
-            self._note(f"the chat template drops some of an answer, {said!r:.60}; trained is {trained!r:.60}", where)
+            drops = marked.startswith(before + SPOKEN)
+            whole = marked.replace(SPOKEN, said) if drops else whole
+            repair = f"the chat template {'drops some of' if drops else 'changes'} an answer, {{!r:.60}}; trained is "
+            self._note(where, repair + "{!r:.60}", said, whole[len(before) :])
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
 

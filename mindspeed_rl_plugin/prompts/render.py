@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.episodes.rendering import dated
+from mindspeed_rl_plugin.episodes.rendering import ControlTokens, dated
 from mindspeed_rl_plugin.prompts.sources import Source
 from mindspeed_rl_plugin.rows import Prompt
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError)  # what a chat template may raise
+QUESTION = {"role": "user", "content": "question"}
 HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 
 
@@ -91,15 +92,15 @@ class Renderer:
                     f"{where}: field {self._prompt_key!r} holds chat messages; add --rl-apply-chat-template"
                 )
             if self._tokenizer.chat_template and not is_rendered(self._tokenizer, text):
-                self._note("prompts are given without the tokenizer's chat template (--rl-apply-chat-template)", where)
-            return text_tokens(self._tokenizer, text, partial(self._note, where=where))
+                self._note(where, "prompts are given without the tokenizer's chat template (--rl-apply-chat-template)")
+            return text_tokens(self._tokenizer, text, functools.partial(self._note, where))
         if not messages and is_rendered(self._tokenizer, text):
-            self._note("a prompt that the chat template renders holds special tokens; is it rendered already?", where)
+            self._note(where, "a prompt that the chat template renders holds special tokens; is it rendered already?")
         messages = messages or [{"role": "user", "content": text}]
         rendered = self._rendered(messages, where)
         written, asked = bare(rendered), [m["content"] for m in messages if m["role"] != "assistant"]
         if lost := next((content for content in asked if bare(content) not in written), None):
-            self._note(f"the chat template does not write all of a message, {lost!r:.60}", where)
+            self._note(where, "the chat template does not write all of a message, {!r:.60}", lost)
         return self._tokenizer.encode(rendered, add_special_tokens=False)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], where: str, ask: bool = True) -> str:
@@ -119,7 +120,7 @@ class Renderer:
         for message in value:
             content, fields = message["content"], {k: v for k, v in message.items() if v is not None}
             if isinstance(content, list) and all(_has(part, "text") and part.get("type") == "text" for part in content):
-                self._note("the parts of a message's content are joined", where)
+                self._note(where, "the parts of a message's content are joined")
                 content = "".join(part["text"] for part in content)
             silent = message["role"] == "assistant" and not fields.keys() <= {"role", "name"}
             if not isinstance(content, str) and (content is not None or not silent):
@@ -130,14 +131,14 @@ class Renderer:
             messages.append({**(_filled(fields) if source.fills else fields), "content": content})
         return messages
 
-    def _note(self, repair: str, where: str) -> None:
-        """Say what is done to a row, for the first of each kind."""
-        if (kind := repair.partition("'")[0]) not in self._said:
-            self._said.add(kind)
-            say(f"note: {repair} ({where}, and rows like it)")
+    def _note(self, where: str, repair: str, *of: object) -> None:
+        """Say what is done to a row, for the first of each kind. repair: the kind, with a field for each of `of`."""
+        if repair not in self._said:
+            self._said.add(repair)
+            say(f"note: {repair.format(*of)} ({where}, and rows like it)")
 
 
-def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, note: Callable[[str], object] = str) -> list[int]:
+def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, note: Callable[..., object] = str.format) -> list[int]:
     """Tokens of a text that a response goes on from: what the tokenizer puts before a text stands there once, also
     where the text begins with it, and what it puts behind one is left out. note: hears of either."""
     whole = tokenizer.encode(text)
@@ -148,9 +149,10 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, note: Callable[[s
     if at is None:
         return whole
     if tail := whole[at + len(plain) :]:
-        note(f"the tokenizer puts {tokenizer.decode(tail)!r} behind a text, which is left out of prompts")
+        note("the tokenizer puts {!r} behind a text, which is left out of prompts", tokenizer.decode(tail))
     if at and plain[:at] == whole[:at]:
-        note(f"a prompt begins with {tokenizer.decode(plain[:at])!r} itself; the tokenizer does not put it there again")
+        begun = "a prompt begins with {!r} itself; the tokenizer does not put it there again"
+        note(begun, tokenizer.decode(plain[:at]))
         return plain
     return whole[: at + len(plain)]
 
@@ -218,8 +220,17 @@ def _filled(value: Any) -> Any:
 
 
 def is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether the text itself holds special tokens, other than that of a text's beginning."""
-    return any(token in text for token in tokenizer.all_special_tokens if token != tokenizer.bos_token)
+    """Whether the text holds the control token (`rendering`) that the chat template begins a user's message with."""
+    return any(mark in text for mark in _marks(tokenizer))
+
+
+@functools.lru_cache(maxsize=8)
+def _marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    try:
+        before = render_chat(tokenizer, [QUESTION], ask=False).partition(QUESTION["content"])[0]
+    except (*TEMPLATE_ERRORS, ValueError):  # no template, or several by names
+        return frozenset()
+    return frozenset(ControlTokens(tokenizer, before).pattern.findall(before)[-1:]) - {tokenizer.bos_token}
 
 
 def bare(text: str | None) -> str:

@@ -68,9 +68,7 @@ def make(kind: str, template: str | None = None, adds: str = "") -> PreTrainedTo
         form = " ".join([BOS] * ("b" in adds) + ["$A"] + [EOS] * ("e" in adds))
         around = [(word, core.token_to_id(word)) for word in (BOS, EOS)]
         core.post_processor = processors.TemplateProcessing(single=form, special_tokens=around)
-    rest = list(SPECIAL[3:])
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token=BOS, eos_token=EOS, unk_token="<unk>", extra_special_tokens=rest
-    )
+    # As Phi-3's: its other control tokens have no name, they are special in added_tokens_decoder alone.
+    made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=BOS, eos_token=EOS, unk_token="<unk>")
     made.chat_template = TEMPLATES.get(template, template)
     return made

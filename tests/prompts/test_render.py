@@ -20,6 +20,7 @@ from mindspeed_rl_plugin.launch.read_inputs import _stream
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
 from mindspeed_rl_plugin.prompts.ends import end_of_turn, response_ends
+from mindspeed_rl_plugin.prompts.render import is_rendered
 from mindspeed_rl_plugin.prompts.sources import Source
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -169,6 +170,22 @@ def test_answers_have_one_end(capsys) -> None:
             assert "note: an answer ends with '<" in capsys.readouterr().out
             with pytest.raises(ValueError, match=r"line 1: field 'rejected' holds .* ends a response, before .* no 4'"):
                 pair_of(tokenizer, {**row, "rejected": f"3{end.strip()} no 4"}, chat)
+    tokenizer = make("words", GLM)
+    pair = pair_of(tokenizer, {**row, "chosen": "2</s>", "rejected": "3</s>\n"})
+    assert [tokenizer.decode(tokens) for tokens in (pair.chosen, pair.rejected)] == ["2</s>", "3</s>"]
+    assert "no end is trained" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "llama2"])  # which has no tokens of its own
+def test_strings_that_are_rendered_already_have_the_ends_of_the_template(name, capsys) -> None:
+    tokenizer = make("words", name)
+    prompt, end = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True), ENDS[name]
+    pair = pair_of(tokenizer, {"prompt": prompt, "chosen": f"2{end}", "rejected": "3"}, chat=False)
+    assert [tokenizer.decode(tokens) for tokens in (pair.chosen, pair.rejected)] == [f"2{end}", f"3{end}"]
+    assert is_rendered(tokenizer, prompt) and "without the tokenizer's chat template" not in capsys.readouterr().out
+    assert not is_rendered(tokenizer, f"{BOS}1{EOS}<think>") and not is_rendered(make("words"), prompt)
+    pair = pair_of(tokenizer, {"prompt": f"1{EOS}", "chosen": "2", "rejected": "3"}, chat=False)
+    assert tokenizer.decode(pair.chosen) == f"2{EOS}"
 
 
 def test_what_a_template_drops_of_an_answer_is_trained_and_said(capsys) -> None:
@@ -177,6 +194,11 @@ def test_what_a_template_drops_of_an_answer_is_trained_and_said(capsys) -> None:
     said = [tokenizer.decode(tokens) for tokens in (pair.prompt, pair.chosen, pair.rejected)]
     assert said == ["<s><｜User｜>1+1=<｜Assistant｜>", "good</think>2</s>", "bad</think>3</s>"]
     assert "drops some of an answer, 'good</think>2'; trained is 'good</think>2</s>' (x" in capsys.readouterr().out
+    rows = [{"prompt": "1", "chosen": f"I{i}'ll</think>2", "rejected": f"it's{i}</think>3"} for i in range(4)]
+    renderer = PairRenderer(tokenizer, "prompt", KEYS, True)
+    for index in range(4):
+        renderer.read(source(*rows), index, index)
+    assert capsys.readouterr().out.count("drops some of an answer") == 1, "said once, whatever the text"
     pair_of(make("words", GLM), {"prompt": "1", "chosen": "2", "rejected": "3"})
     assert "writes no special token behind an answer, so no end is trained" in capsys.readouterr().out
 
