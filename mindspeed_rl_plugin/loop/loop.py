@@ -8,6 +8,7 @@ calls in the same order.
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
 from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, Schedule
@@ -15,6 +16,7 @@ from mindspeed_rl_plugin.stages.measure import IterationLog, Rollout
 from mindspeed_rl_plugin.stages.update import TrainStep, Update
 
 
+@dataclass
 class Loop:
     """args: Megatron's; colocation: None where nothing is generated; warmup: first iterations, in which the critic
     learns alone.
@@ -22,20 +24,15 @@ class Loop:
     rollout: the one in use; trained: whether the policy has taken a step, which it has not while the critic warms up.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        job: Job,
-        schedule: Schedule,
-        update: Update,
-        log: IterationLog,
-        colocation: Colocation | None = None,
-        warmup: int = 0,
-    ) -> None:
-        self.args, self.job, self.schedule, self.update, self.log = args, job, schedule, update, log
-        self.colocation, self.warmup = colocation, warmup
-        self.rollout: Rollout | None = None
-        self.trained = False
+    args: argparse.Namespace
+    job: Job
+    schedule: Schedule
+    update: Update
+    log: IterationLog
+    colocation: Colocation | None = None
+    warmup: int = 0
+    rollout: Rollout | None = None
+    trained: bool = False
 
     def train_step(self, call: TrainStep) -> tuple:
         """One optimizer step, with a rollout before it when one is due; returns what Megatron's step returns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from torch.nn import Module
 
@@ -15,28 +16,25 @@ from mindspeed_rl_plugin.stages.update import OPTIMIZER, TrainStep, grad_norm, l
 from mindspeed_rl_plugin.update.step import PolicyStep
 
 
+@dataclass
 class MegatronTrainer:
     """See `stages.trainer.Trainer`. model: chunks of this rank; policy: its steps; publisher: of
     its weights, where engines are apart."""
 
-    def __init__(
-        self,
-        model: Sequence[Module],
-        settings: ForwardSettings,
-        policy: PolicyStep,
-        publisher: Publisher | None,
-    ) -> None:
-        self.model, self.settings, self.policy, self._publisher = model, settings, policy, publisher
+    model: Sequence[Module]
+    settings: ForwardSettings
+    policy: PolicyStep
+    publisher: Publisher | None
 
     @property
     def weights(self) -> TrainerWeights:
-        return self._publisher.weights
+        return self.publisher.weights
 
     def publish(self, version: int) -> Published:
-        return self._publisher.publish(self.model, version)
+        return self.publisher.publish(self.model, version)
 
     def refuse_broken(self) -> None:
-        self._publisher.refuse_broken(self.model)
+        self.publisher.refuse_broken(self.model)
 
     def forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
         return compute_logps(self.model, micro_batches, self.settings)
