@@ -3,6 +3,7 @@ One list for training, every engine, import and export."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,14 @@ SPOKEN = "what-the-model-said"  # by it the model's turn is found in a rendered 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
     """The token with which the chat template ends the model's turn; None where no control token (`rendering`) stands
     behind it, and where it writes no such turn. tools: as of `render_chat`."""
+    turns = ({"role": "assistant", "content": said} for said in (SPOKEN, SPOKEN + "?"))
     try:
-        rendered = render_chat(tokenizer, [QUESTION, {"role": "assistant", "content": SPOKEN}], tools, ask=False)
+        one, other = (render_chat(tokenizer, [QUESTION, turn], tools, ask=False)[::-1] for turn in turns)
     except TEMPLATE_ERRORS:
         return None
+    behind = os.path.commonprefix([one, other])[::-1] if one != other else ""  # whatever it makes of the text
     template = tokenizer.get_chat_template(tools=list(tools or ()) or None)
-    found = ControlTokens(tokenizer, template).pattern.match(rendered.partition(SPOKEN)[2].lstrip())
+    found = ControlTokens(tokenizer, template).pattern.match(behind.lstrip())
     return found and found[0]
 
 
@@ -44,7 +47,8 @@ def response_ends(
     for token, source in named:
         if token is not None:
             if not (isinstance(token, int) and 0 <= token < vocab):
-                raise ValueError(f"eos_token_id {token!r} of {hf_model}/{source} is no id below {vocab}; correct it")
+                file = f"{hf_model}/{source}" if source == GENERATION else f"the {source} {tokenizer.name_or_path!r}"
+                raise ValueError(f"eos_token_id {token!r} of {file} is no id below {vocab}; correct it")
             ends[token] = f"{ends[token]}, {source}" if token in ends else source
     return ends
 

@@ -34,9 +34,9 @@ class Renderer:
     `text_tokens` says, and messages are refused: any plain join would be a format no model was taught. With it a
     string is one user message, and tokens are what transformers makes of `apply_chat_template`: the template writes
     all special tokens. Content is a string, or a list of parts of text, which are joined; it may be null in an
-    assistant's message that has more than it, such as `tool_calls`. Other fields that are null are absent, and in
-    Parquet and saved datasets, which fill what only some rows have, those inside them too. Any role may be last but
-    the assistant's.
+    assistant's message that has more than it, and absent beside `tool_calls`. Other fields that are null are absent,
+    and in Parquet and saved datasets, which fill what only some rows have, those inside them too. Any role may be last
+    but the assistant's.
 
     What is repaired is said once for each kind, with its first row. Raises ValueError that names file, line, value and
     what to do, for any other row, for half of a surrogate pair, and for a chat template that the tokenizer lacks.
@@ -112,14 +112,17 @@ class Renderer:
     def _messages(self, value: Any, key: str, source: Source, where: str) -> list[dict[str, Any]]:
         """Chat messages in one form, see `Renderer`."""
         where = f"{where}: field {key!r}"
-        if not value or not isinstance(value, list) or not all(_has(m, "role") and "content" in m for m in value):
+        if not value or not isinstance(value, list) or not all(
+            _has(m, "role") and ("content" in m or m.get("tool_calls")) for m in value
+        ):
             raise ValueError(
                 f"{where} is neither a string nor a list of messages with 'role' and 'content', but {str(value)[:80]!r}"
             )
         messages = []
         for message in value:
-            content, fields = message["content"], {k: v for k, v in message.items() if v is not None}
-            if isinstance(content, list) and all(_has(part, "text") and part.get("type") == "text" for part in content):
+            content, fields = message.get("content"), {k: v for k, v in message.items() if v is not None}
+            listed = isinstance(content, list) and content
+            if listed and all(_has(part, "text") and part.get("type") == "text" for part in listed):
                 self._note(where, "the parts of a message's content are joined")
                 content = "".join(part["text"] for part in content)
             silent = message["role"] == "assistant" and not fields.keys() <= {"role", "name"}
@@ -144,8 +147,9 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, note: Callable[..
     whole = tokenizer.encode(text)
     if not whole or not tokenizer.num_special_tokens_to_add():
         return whole
-    plain = tokenizer.encode(text, add_special_tokens=False)
-    at = next((i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain), None)
+    plain, begin = tokenizer.encode(text, add_special_tokens=False), tokenizer.bos_token_id
+    starts = (i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
+    at = next((i for i in starts if plain or begin not in whole[i:]), None)  # an empty text stands behind BOS
     if at is None:
         return whole
     if tail := whole[at + len(plain) :]:

@@ -129,7 +129,8 @@ def test_parquet_rows_are_as_those_of_jsonl(tmp_path: Path) -> None:
     asked = [[{"role": "assistant", "content": None, "tool_calls": call}, USER] for call in calls]
     answers = {key: [{"role": "assistant", "content": key}] for key in KEYS}
     rows = [{"prompt": messages, **answers} for messages in (*asked, [{**USER, "name": "n"}])]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    as_openai = json.dumps(rows[1]).replace('"content": null, ', "")
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(rows[0]), as_openai, json.dumps(rows[2])]))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     uses = "{% for m in messages %}{{ m.content }}{% for k in m if k != 'content' %}{{ m[k] }}{% endfor %}{% endfor %}"
     tokenizer, most = make("words", uses), {"max_length": 999, "seed": 0}
@@ -143,6 +144,8 @@ def test_parquet_rows_are_as_those_of_jsonl(tmp_path: Path) -> None:
 
 REFUSED = [
     ([{**USER, "content": [{"type": "image", "text": "x"}]}], "role 'user' with the content .*'image'.* give a string"),
+    ([{**USER, "content": []}], r"message of role 'user' with the content '\[\]'.* give a string"),
+    ([{"role": "assistant", "name": "n"}, USER], "nor a list of messages with 'role' and 'content'"),
     ([{**USER, "content": 7}], "message of role 'user' with the content '7'"),
     ([{**USER, "content": None}], "message of role 'user' with the content 'None'"),
     ([{"role": "assistant", "content": None, "name": "n"}, USER], "role 'assistant' with the content 'None'"),
@@ -199,6 +202,12 @@ def test_what_a_template_drops_of_an_answer_is_trained_and_said(capsys) -> None:
     for index in range(4):
         renderer.read(source(*rows), index, index)
     assert capsys.readouterr().out.count("drops some of an answer") == 1, "said once, whatever the text"
+    thinks = make("bytes", TEMPLATES["chatml"].replace("assistant\n{%", "assistant\n<think>\n{%"))
+    pair = pair_of(thinks, {"prompt": "1", "chosen": "<think>\na</think>2", "rejected": "<think>\nb</think>3"})
+    assert thinks.decode(pair.chosen) == "a</think>2<|im_end|>\n" and capsys.readouterr().out == ""
+    pair_of(make("bytes", TEMPLATES["chatml"].replace("m.content", "m.content | upper")), rows[0])
+    out = capsys.readouterr().out
+    assert "changes an answer, \"I0'll</think>2\"; trained is \"I0'LL</THINK>2<" in out and "drops" not in out
     pair_of(make("words", GLM), {"prompt": "1", "chosen": "2", "rejected": "3"})
     assert "writes no special token behind an answer, so no end is trained" in capsys.readouterr().out
 
@@ -215,6 +224,18 @@ def test_a_template_that_drops_what_is_asked_is_said(capsys) -> None:
     assert "holds special tokens; is it rendered already?" in capsys.readouterr().out
 
 
+def test_a_response_to_an_empty_prompt_begins_behind_bos(capsys) -> None:
+    row, eos = {"prompt": "", "chosen": "2", "rejected": "3"}, make("words").eos_token_id
+    for adds in ("b", "be"):
+        tokenizer = make("words", None, adds)
+        pair = pair_of(tokenizer, row, chat=False)
+        assert prompt_of(tokenizer, row, chat=False).tokens == pair.prompt == (tokenizer.bos_token_id,)
+        assert pair.chosen == (*tokenizer.encode("2", add_special_tokens=False), eos)
+        assert ("puts '</s>' behind a text" in capsys.readouterr().out) == (adds == "be")
+    with pytest.raises(ValueError, match="field 'prompt' gives no tokens"):
+        prompt_of(make("words"), row, chat=False)
+
+
 def test_where_tokens_merge_the_loss_begins_with_the_merged_one(capsys) -> None:
     """Of both answers, for the prompt is that of both."""
     tokenizer = make("metaspace")
@@ -229,6 +250,8 @@ def test_where_tokens_merge_the_loss_begins_with_the_merged_one(capsys) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_end_of_a_turn_is_the_templates(kind) -> None:
     assert {name: end_of_turn(make(kind, name)) for name in TEMPLATES} == ENDS
+    assert end_of_turn(make(kind, TEMPLATES["chatml"].replace("m.content", "m.content | upper"))) == "<|im_end|>"
+    assert end_of_turn(make(kind, TEMPLATES["chatml"].replace("m.content", "''"))) is None
     assert end_of_turn(make(kind, GLM)) is None and end_of_turn(make(kind, "{{ messages[1].x.y }}")) is None
 
 
@@ -253,6 +276,8 @@ def test_whatever_ends_a_turn_ends_a_response(tmp_path: Path, listed, chat, ends
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, wrong]}))
         with pytest.raises(ValueError, match=f"eos_token_id {wrong!r} of .*/generation_config.json is no id below"):
             response_ends(tokenizer, chat, str(tmp_path), vocab)
+    with pytest.raises(ValueError, match="eos_token_id .* of the tokenizer '' is no id below"):
+        response_ends(tokenizer, chat, None, id_of(EOS))
 
 
 def test_the_first_row_is_shown_as_its_tokens_decode(tmp_path: Path, capsys) -> None:
