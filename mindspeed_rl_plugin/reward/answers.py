@@ -7,24 +7,33 @@ import re
 import unicodedata
 from decimal import Decimal
 
-NOTHING = re.compile(r"\s*(?:[-+]?nan|none|null|n/?a)\s*", re.IGNORECASE)  # what data say where they have no answer
+NOTHING = re.compile(r"\s*[-+]?nan\s*", re.IGNORECASE)  # it equals nothing, not even itself
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 WIDE = {wide: chr(wide - 0xFEE0) for wide in range(0xFF01, 0xFF5F)}
 WIDE |= {ord("。"): ". ", ord("、"): ", ", ord("，"): ", ", ord("："): ": ", ord("−"): "-"}
 CJK = "\u2e80-\u9fff\uac00-\ud7af→≈"
 NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?\\?%?"
-NO_UNIT = r"(?:sqrt|sin|cos|tan|log|exp|and|mod|squared|cubed|factorial|hundred|thousand|\w+illion|halves|thirds)\b"
-UNIT = rf"(?:\s*(?:[ckm]m|[km]g|m[lL]|ft|lb|oz|mi|hr)|\s+(?!{NO_UNIT})[A-Za-z]{{3,}})(?:\^?\d)?"
-VALUE = re.compile(rf"[$€£¥₹]?\s*({NUMBER}|[-+]?\.\d+)(?:\s*(percent)|(?:{UNIT}(?:/[A-Za-z]+)?){{1,3}}|°)?\.?")
-WORDS = re.compile(r"(?!sqrt)[A-Za-z]{4,}(?: [A-Za-z]+)*\.?")
-SAID = re.compile(r"\b(?:is|are|equals)\b|[A-Za-z]{2,}\s*:")  # of a sentence
+# Any other word behind a number is part of the answer: `3 quarters`, `12 million`, `2 theta`.
+SYMBOLS = (
+    "nm|mm|cm|dm|km|mg|kg|m[lL]|dL|in|ft|yd|mi|oz|lbs?|hrs?|mins?|secs?|mph|k[mp]h|rpm|mol|[kMG]?Hz|k?J|kWh?|MW|k?Pa|"
+    "[kKMGT]B|°[CF]|m/s|USD|EUR|CNY|RMB"
+)
+NAMES = (
+    "(?:kilo|centi|milli)?(?:met(?:er|re)|lit(?:er|re)|gram)|inch(?:es)?|foot|feet|yard|mile|gallon|ounce|pound|tonn?e?|acre|"
+    "hectare|second|minute|hour|day|week|month|year|degree|radian|mole|joule|watt|volt|newton|bit|byte|dollar|cent|"
+    "euro|rupee|yen|yuan|unit|piece|item|person|people|man|men|woman|women|child|children|student|page|book|ticket|"
+    "coin|apple|ball"
+)
+UNIT = rf"(?:(?:sq|square|cubic) )?(?:{SYMBOLS}|(?i:{NAMES})s?)(?![A-Za-z])(?:\^?[23])?"
+RATE = rf"(?:\s?{UNIT}(?:(?:/| per )(?:{UNIT}|[hsgmL]\b))?){{1,3}}"
+VALUE = re.compile(rf"[$€£¥₹]?\s*({NUMBER}|[-+]?\.\d+)(?:\s*(percent)|{RATE}|°)?\.?")
+WORDS = re.compile(r"(?!sqrt|.*infinity)[A-Za-z]{4,}(?: [A-Za-z]+)*\.?")
+SAID = re.compile(r"^(?!sqrt|sin|cos|tan|log|ln|exp|minus|negative)[A-Za-z]{2,}[ ,:]|\b(?:is|are|equals)\b")
+COUNT = re.compile(r"\d +(?!sqrt)[A-Za-z]{2}|\b(?:is|are|equals)\b")  # words around a number
 LAST = re.compile(r"(?:^|\n)[ \t]*####[ \t]*((?![A-Za-z]{2})\S[^\n]*)\Z")  # a heading begins with a word
 BARE = [  # what to find, and what to put in its place, in this order
     (BOX, r"\\boxed{"),
     (re.compile("答案"), " answer "),  # the word at which math-verify looks first
-    (re.compile(r"""(?<!\w)[`"'“‘]{1,3}([-+$€£¥.]*\d[-+\d.,/^()\\% ]*[A-Za-z]{0,12})[`"'”’]{1,3}(?!\w)"""), r" \1 "),
-    (re.compile(rf"(?<![\w*\\\])}}^])[*_]{{1,3}}({NUMBER})[*_]{{1,3}}(?![\w*])"), r" \1 "),
-    (re.compile(r"(?<![\w*\\\])}^])\[([-+]?\d+(?:\.\d+)?(?:/\d+)?)\](?!\w)"), r" \1 "),
     (re.compile(rf"(?<=[{CJK}#])(?=[-+]?[$€£¥]?\.?\d)|(?<=[\d%])(?=[{CJK}])|(?<=[A-Za-z]:)(?=[-+]?[$€£¥]?\d)"), " "),
     (re.compile("[¼-¾⅐-⅞]"), lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/")),
     (re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,2}(?!\w)"), lambda m: f"{Decimal(m[0]):f}"),
@@ -33,6 +42,9 @@ BARE = [  # what to find, and what to put in its place, in this order
         lambda m: re.sub(r"\D", "", m[0]),
     ),
     (re.compile(r"(?<![\w.,/^})])(\d{1,9})(?:[ ~]|\\[ ,;])+(\d{1,9})/(\d{1,9})(?!\d|/|\.\d)"), lambda m: _mixed(m)),
+    (re.compile(rf"""(?<!\w)[`"'“‘]{{1,3}}([-+$€£¥.]*\d[-+\d.,/^()\\% ]*(?:{UNIT})?)[`"'”’]{{1,3}}(?!\w)"""), r" \1 "),
+    (re.compile(rf"(?<![\w*\\\])}}^])[*_]{{1,3}}({NUMBER})[*_]{{1,3}}(?![\w*])"), r" \1 "),
+    (re.compile(rf"((?:^|\n)[ \t]*|(?:is|are|equals|[aA]nswer:?|=) ?)\[({NUMBER})\](?!\w)"), r"\1 \2 "),
 ]
 
 
@@ -41,12 +53,17 @@ def graded_part(response: str) -> str | None:
     text = response.rpartition("</think>")[2].strip() or response
     before, tag, inside = text.rpartition("<answer>")
     if "</answer>" in inside and (said := inside.partition("</answer>")[0].strip()):
-        return None if _cut(said) else expression(said)
+        return None if _cut(said) else _said(said, SAID)
     if _cut(text) or (tag and "</answer>" in before):
         return None
     if not BOX.search(text) and (last := LAST.search(text.rstrip())):
-        return expression(last[1])
+        return _said(last[1], COUNT)
     return _plain(text)
+
+
+def _said(text: str, prose: re.Pattern[str]) -> str:
+    """In prose math-verify looks for the number."""
+    return _plain(text) if prose.search(text) and re.search(r"\d", text) else expression(text)
 
 
 def is_number(answer: str) -> bool:
@@ -58,8 +75,7 @@ def expression(answer: str) -> str:
     """An answer by itself: in a box, or math-verify would look for the first number inside it."""
     text = _plain(answer).strip()
     marked = any(mark in text for mark in ("\\boxed", "$", "\\(", "\\["))
-    said = SAID.search(text) and re.search(r"\d", text) and "\\text" not in text
-    if VALUE.fullmatch(text) is None and (marked or said):
+    if VALUE.fullmatch(text) is None and marked:
         return text
     return f"\\boxed{{{_value(text)}}}"
 
@@ -69,6 +85,7 @@ def _plain(text: str) -> str:
     text = text.translate(WIDE)
     for pattern, put in BARE:
         text = pattern.sub(put, text)
+    text = re.sub(rf"\$({NUMBER}){RATE}\$", r"$\1$", text)
     return re.sub(r"\\boxed\{([^{}\\]+)\}", lambda m: f"\\boxed{{{_value(m[1].strip())}}}", text)
 
 

@@ -1,5 +1,6 @@
 """The graders that come with the plugin, and what makes a response a solved one."""
 
+import random
 import re
 import time
 from pathlib import Path
@@ -49,7 +50,7 @@ EXAMPLES = [
 
 
 def test_the_page_has_examples() -> None:
-    assert len(ROWS) == 16 and len(EXAMPLES) > 75 and all(len(row) == 4 and all(row) for row in ROWS)
+    assert len(ROWS) == 19 and len(EXAMPLES) > 75 and all(len(row) == 4 and all(row) for row in ROWS)
 
 
 @pytest.mark.parametrize(("grader", "pattern", "response", "answer", "want"), EXAMPLES)
@@ -57,6 +58,24 @@ def test_an_example_of_the_page(math, grader: str, pattern: str, response: str, 
     """`####` begins a line, which no cell of a table can show."""
     response = response.replace(" ####", "\n####")
     assert (math if grader == "math" else make_builtin(grader, pattern))(response, answer) == want
+
+
+NO_UNITS = (
+    "halves thirds quarters fourths fifths tenths hundredths hundred thousand million billion dozen score pairs and or "
+    "alpha theta lambda omega pi minus plus times modulo root squared cubed factorial not wrong unites"
+)
+
+
+@pytest.mark.parametrize("number", ["3", "-1.5", "10 000", "1/2"])
+def test_a_number_with_a_word_that_is_no_unit_is_another_answer(math, number: str) -> None:
+    """As a response, and as a ground truth."""
+    letters = random.Random(36)
+    made = ["".join(letters.choices("bcdfghjklmnpqrtvwxyz", k=letters.randint(3, 9))) + "o" for _ in range(50)]
+    for word in [*NO_UNITS.split(), *made]:
+        said = f"{number} {word}"
+        assert math(f"\\boxed{{{said}}}", number) == math(f"<answer>{said}</answer>", number) == 0.0, word
+        assert word in ("and", "or") or math(f"\\boxed{{{number}}}", said) == 0.0, word
+    assert math(f"\\boxed{{{number} kilometers per hour}}", number) == 1.0
 
 
 @pytest.mark.parametrize("character", ["\n", "`", "*", "1 ", "[", "1 1/1 ", "'1", "#", "答案1", "\\boxed{"])
@@ -67,7 +86,7 @@ def test_a_long_text_is_searched_in_a_moment(character: str) -> None:
     assert time.process_time() - began < 1.0  # 0.02 s
 
 
-@pytest.mark.parametrize("answer", ["", "\\frac{1}{", "???", "NaN", "-nan ", "None", "N/A"])
+@pytest.mark.parametrize("answer", ["", "\\frac{1}{", "???", "NaN", "-nan "])
 def test_math_without_a_ground_truth_is_an_error(math, answer: str) -> None:
     with pytest.raises(ValueError, match="cannot be parsed"):
         math("1", answer)
