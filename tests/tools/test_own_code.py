@@ -37,7 +37,9 @@ def own(tmp_path):
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    for name in ("model.safetensors", "pytorch_model.bin", "README.md", ".gitattributes"):
+    of_training = ("trainer_state.json", "a.distcp", "a.ckpt", "a.npz", "a.parquet", "a.tar.gz", "core.12", "a.zip")
+    of_model = ("model.safetensors", "model.safetensors.bak", "pytorch_model.bin", "README.md", ".gitattributes")
+    for name in (*of_model, *of_training, "events.out.tfevents.1"):
         (folder / name).write_text("of the model")
     return folder
 
@@ -76,7 +78,10 @@ def test_a_reward_model_with_code_of_its_own_runs_where_it_is_trusted(own):
 def test_a_tokenizer_is_exported_whole(convert, own):
     convert.make("qwen2", eos_token_id=96)
     convert.imported("tp2")
+    (own / "notes.dat").write_bytes(b"1" * 3000)
     convert.exported("--tokenizer", own)
+    assert "note: copied too (0.003 MB): notes.dat\n" in convert.said
+    (convert.back / "notes.dat").unlink()
     assert "tokenizer was copied, not loaded, so not checked: it has code of its own" in convert.said
     ours = {f"model{end}" for end in (".safetensors",)} | {"config.json", "generation_config.json"}
     theirs = {"tokenizer_config.json", "own.model", "own_tokens.py", "own_ids.py", "chat_template.jinja"}

@@ -15,15 +15,18 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.prompts.ends import GENERATION
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, own_code, read_json
+from mindspeed_rl_plugin.tools.convert.cli import size
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 # Of a tokenizer there is at least one of these; it may need any file beside them that is not one of the others.
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template*")
-_OF_MODEL = (
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"),
-    *("*.index.json", CONFIG, GENERATION, "*.md", ".*"),
-)
 TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer's
+_KNOWN = (*_TOKENIZER, "*.model", "*.tiktoken", "*.jinja", "*.py", TEMPLATES, CONFIG, GENERATION)
+_OF_MODEL = (
+    *("*.safetensors*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ckpt", "*.distcp"),
+    *("*.index.json", CONFIG, GENERATION, "*.md", ".*", "optimizer*", "trainer_state.json", "events.out.*", "*.log"),
+    *("*.npy", "*.npz", "*.parquet", "*.arrow", "*.jsonl", "*.csv", "*.tar*", "*.tgz", "*.zip", "*.7z", "core.[0-9]*"),
+)
 
 
 def open_tensors(directory: Path) -> dict[str, Any]:
@@ -96,6 +99,9 @@ def check_loads(folder: Path, tokenizer: bool, trust_remote_code: bool) -> list[
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     notes, kind = [], read_json(folder / CONFIG)["model_type"]
+    if unusual := sorted(file for file in folder.iterdir() if not any(map(file.match, _KNOWN))):
+        total = size(sum(file.stat().st_size for file in unusual))
+        notes.append(f"note: copied too ({total}): {', '.join(file.name for file in unusual)}")
     if kind in CONFIG_MAPPING or (trust_remote_code and own_code(folder, "AutoConfig")):
         try:
             AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
