@@ -199,8 +199,7 @@ def test_what_a_template_drops_of_an_answer_is_trained_and_said(capsys) -> None:
     assert "drops some of an answer, 'good</think>2'; trained is 'good</think>2</s>' (x" in capsys.readouterr().out
     rows = [{"prompt": "1", "chosen": f"I{i}'ll</think>2", "rejected": f"it's{i}</think>3"} for i in range(4)]
     renderer = PairRenderer(tokenizer, "prompt", KEYS, True)
-    for index in range(4):
-        renderer.read(source(*rows), index, index)
+    assert len([renderer.read(source(*rows), index, index) for index in range(4)]) == 4
     assert capsys.readouterr().out.count("drops some of an answer") == 1, "said once, whatever the text"
     thinks = make("bytes", TEMPLATES["chatml"].replace("assistant\n{%", "assistant\n<think>\n{%"))
     pair = pair_of(thinks, {"prompt": "1", "chosen": "<think>\na</think>2", "rejected": "<think>\nb</think>3"})
@@ -225,15 +224,12 @@ def test_a_template_that_drops_what_is_asked_is_said(capsys) -> None:
 
 
 def test_a_response_to_an_empty_prompt_begins_behind_bos(capsys) -> None:
-    row, eos = {"prompt": "", "chosen": "2", "rejected": "3"}, make("words").eos_token_id
+    row = {"prompt": "", "chosen": "2", "rejected": "3"}
     for adds in ("b", "be"):
         tokenizer = make("words", None, adds)
-        pair = pair_of(tokenizer, row, chat=False)
-        assert prompt_of(tokenizer, row, chat=False).tokens == pair.prompt == (tokenizer.bos_token_id,)
-        assert pair.chosen == (*tokenizer.encode("2", add_special_tokens=False), eos)
+        pair, prompt = (of(tokenizer, row, chat=False) for of in (pair_of, prompt_of))
+        assert prompt.tokens == pair.prompt == (tokenizer.bos_token_id,)
         assert ("puts '</s>' behind a text" in capsys.readouterr().out) == (adds == "be")
-    with pytest.raises(ValueError, match="field 'prompt' gives no tokens"):
-        prompt_of(make("words"), row, chat=False)
 
 
 def test_where_tokens_merge_the_loss_begins_with_the_merged_one(capsys) -> None:
