@@ -83,6 +83,13 @@ def test_what_may_be_right_passes(words, script, monkeypatch, capsys):
     assert capsys.readouterr() == ("", ""), "once a process"
 
 
+def test_flags_of_every_megatron_pass(monkeypatch):
+    trees = json.loads(Path(__file__).with_name("upstream_rl_names.json").read_text())["trees"]
+    for flag in {flag for tree in trees.values() for flag in tree["flags"]}:
+        monkeypatch.setattr(early, "_args", None)
+        checked(monkeypatch, f"{GOOD} {flag} 1")
+
+
 def test_ranks_that_generate_need_no_files(monkeypatch):
     words = f"{GOOD} --rl-prompt-data of.trainers.jsonl --rl-schedule async --rl-generators 1"
     monkeypatch.setenv("WORLD_SIZE", "2")
