@@ -1,7 +1,7 @@
 """The first second of a rank: what comes is said, and what needs neither torch nor Megatron is checked.
 
-Imports the standard library and `config` only, but for `check_rows`. All that is checked here is checked again later,
-when Megatron's parser has spoken: what a script adds to it, or sets without the command line, cannot be seen yet.
+Nothing that is imported here imports torch, but for `check_rows`. All that is checked here is checked again later, when
+Megatron's parser has spoken: what a script adds to it, or sets without the command line, cannot be seen yet.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _usual = gc.get_threshold()
 
 
 def check_flags() -> None:
-    """Check the `--rl-*` flags of the command line, where there are any, and the files that they name. Ends the process
-    with all that is wrong. Where they ask for RL, the first line of the job is said before. Idempotent."""
+    """Check the `--rl-*` flags of the command line, where --rl-algorithm or nearly that is there, and the files that
+    they name. Ends the process with all that is wrong. Where RL is asked for, the first line of the job is said before.
+    Files are left to later where this rank reads none, and where the script may change directory or write them.
+    Idempotent."""
     global _args
     argv = sys.argv[1:]
     flags = [word.partition("=")[0] for word in argv if word.startswith("--rl-")]

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic import value_head
-from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.environment import keep, say
 from mindspeed_rl_plugin.launch import (
     build_critic,
     conversion,
@@ -120,7 +120,8 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
 def _announce(args: Any, algorithm: Algorithm) -> None:
     say(describe_algorithm(algorithm))
     if ranks.is_rank_0():
-        print(arithmetic.arithmetic_of(args).table(), flush=True)
+        print(table := arithmetic.arithmetic_of(args).table(), flush=True)
+        keep(table)
     for line in (*taken_over.lines(), *flag_checks.warnings(args)):
         say(f"note: {line}")
 
