@@ -75,13 +75,14 @@ class Selection:
 
 def group_stats(rows: Rows) -> dict[Group, GroupStats]:
     """Statistics of whole groups from their columns `reward` (task reward, before any penalty), `graded`,
-    `grader_error`, and where they are there `length` and `valid`."""
+    `grader_error`, and where they are there `length` or `tokens` (for the lengths) and `valid`."""
     if not len(rows):
         return {}
     index, reward = group_index(rows.ids), rows["reward"].double()
     signal, failed = carries_signal(rows["reward"], index), rows["graded"] == 0
     valid = rows.columns.get("valid", torch.ones(len(rows)))
-    lengths = rows["length"].tolist() if "length" in rows.columns else []
+    lengths = rows["tokens"].lengths.tolist() if "tokens" in rows.columns else []
+    lengths = rows["length"].tolist() if "length" in rows.columns else lengths
     stats = {}
     for number in index.unique().tolist():
         mine = (index == number).nonzero().flatten()

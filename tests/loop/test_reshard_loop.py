@@ -53,6 +53,7 @@ def test_modes_under_late_copies_and_poison(job, tmp_path, mode):
     # Weights as large as a trained model's, where another rotary embedding shows.
     layout += ("--init-method-std", "0.1", "--rotary-base", "1000000", "--norm-epsilon", "1e-6")
     more = ("--rl-verify-weights", "--rl-reshard", mode, "--rl-reshard-bucket-mb", "1", "--rl-old-logprobs", "auto")
+    more += ("--rl-pack-sequences", "--rl-max-tokens-per-microbatch", "48")  # which only slow jobs do else
     result = job("--train-iters", "4", "--rl-temperature", "0.8", *more, *layout, script=script).run()
     result.check_agreement(4)
     for line in result.metrics:

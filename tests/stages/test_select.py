@@ -8,7 +8,7 @@ import torch
 
 from mindspeed_rl_plugin.forward import plan_batches
 from mindspeed_rl_plugin.loop.rollout_plan import by_epoch, of_epoch, plan_groups, samples
-from mindspeed_rl_plugin.rows import Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages.select import (
     GroupStats,
     Rounds,
@@ -89,6 +89,10 @@ def test_group_statistics_are_of_task_rewards_and_by_id():
     assert [left[g].empty for g in ((4, 1), (5, 0), (5, 1))] == [False, True, False]
     assert left[4, 1].signal and left[5, 0].idle
     assert group_stats(Rows(())) == {}
+    # Micro-batches by tokens need the lengths, with rows of the stage's own or of the dock.
+    for lengths in ({"length": torch.tensor(order)}, {"tokens": Ragged.from_rows([torch.zeros(n) for n in order])}):
+        stats = group_stats(rows.with_columns(**lengths))
+        assert [stats[g].lengths for g in sorted(stats)] == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_one_round_in_order_is_planned_as_ever_and_others_in_the_given_order():
