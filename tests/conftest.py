@@ -16,12 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from ports import free_port
+from warm_start import started
 
 WARM = Path(__file__).with_name("warm")
-sys.path.append(str(WARM))
-from ports import free_port  # noqa: E402
-from warm_start import started  # noqa: E402
-
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores it, with all it starts
 
 for _name, _same in (("ordinary", True), ("full", False)):  # same examples each time, or others; no limits of time

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import golden
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import golden  # noqa: E402
-
-from mindspeed_rl_plugin.monitor.names import NAMES  # noqa: E402
+from mindspeed_rl_plugin.monitor.names import NAMES
 
 FORMER = (
     '{"kind": "eval", "iteration": 0, "time": 1.5, "eval/accuracy": 0.25}\n'

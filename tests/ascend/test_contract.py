@@ -17,15 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+import fetch
 import pytest
 import tomllib
 
 from mindspeed_rl_plugin.host import engine_env
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import fetch  # noqa: E402
-
 PACKAGE = HERE.parents[1] / "mindspeed_rl_plugin"
 TABLE = tomllib.loads((HERE / "contract.toml").read_text())
 VERSIONS = ("0.9.1", "0.11.0", "0.18.0", "0.23.0", "0.26.0rc1")

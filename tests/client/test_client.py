@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,31 +16,29 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from dock_help import SMALL, make_members, together
+from publish_help import chunks_of
+from reshard_reference import megatron_weights, random_weights
 from tensordict import TensorDict
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("dock", "reshard")]
-from dock_help import SMALL, make_members, together  # noqa: E402
-from publish_help import chunks_of  # noqa: E402
-from reshard_reference import megatron_weights, random_weights  # noqa: E402
-
-from mindspeed_rl_plugin.algorithms import resolve  # noqa: E402
-from mindspeed_rl_plugin.client import Client  # noqa: E402
-from mindspeed_rl_plugin.config import AlgorithmConfig  # noqa: E402
-from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig  # noqa: E402
-from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, from_tensordict, machine  # noqa: E402
-from mindspeed_rl_plugin.dock import messages as m  # noqa: E402
-from mindspeed_rl_plugin.dock.gate import Opening, called  # noqa: E402
-from mindspeed_rl_plugin.engine.options import VllmOptions  # noqa: E402
-from mindspeed_rl_plugin.episodes.setup import EpisodeSetup  # noqa: E402
-from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description, welcome  # noqa: E402
-from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret  # noqa: E402
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel  # noqa: E402
-from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights  # noqa: E402
-from mindspeed_rl_plugin.rows import Sampling  # noqa: E402
-from mindspeed_rl_plugin.stages.incoming import READS, STATE, Incoming  # noqa: E402
-from mindspeed_rl_plugin.stages.prompts import ordered, prompt_rows  # noqa: E402
-from mindspeed_rl_plugin.stages.stage import columns_of, states_of  # noqa: E402
-from mindspeed_rl_plugin.stages.table import stage_table  # noqa: E402
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.client import Client
+from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
+from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, from_tensordict, machine
+from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.dock.gate import Opening, called
+from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
+from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description, welcome
+from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
+from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
+from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights
+from mindspeed_rl_plugin.rows import Sampling
+from mindspeed_rl_plugin.stages.incoming import READS, STATE, Incoming
+from mindspeed_rl_plugin.stages.prompts import ordered, prompt_rows
+from mindspeed_rl_plugin.stages.stage import columns_of, states_of
+from mindspeed_rl_plugin.stages.table import stage_table
 
 GROUPS, MEMBERS, LONGEST, END = 2, 2, 4, 9
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
+from dock_help import LAYOUTS, Maker, make_members
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from dock_help import LAYOUTS, Maker, make_members  # noqa: E402
-
-from mindspeed_rl_plugin.dock.factory import Member  # noqa: E402
+from mindspeed_rl_plugin.dock.factory import Member
 
 
 @pytest.fixture(params=LAYOUTS)

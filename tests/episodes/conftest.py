@@ -1,18 +1,15 @@
 """Pools of tools and environments that leave nothing behind."""
 
 import contextlib
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pool_parts import FILE, schemas
 
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pool_parts import FILE, schemas  # noqa: E402
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ import datetime
 import functools
 import json
 import re
-import sys
 import time
 import unicodedata
-from pathlib import Path
 
 import pytest
+from families import FAMILIES, FAMILY, TOOLS, make_tokenizer, template, tokenizer_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +17,6 @@ from mindspeed_rl_plugin.episodes.chat import CUT, TEMPLATE_ERRORS, make_format
 from mindspeed_rl_plugin.prompts import Renderer
 from mindspeed_rl_plugin.prompts.render import render_chat
 from mindspeed_rl_plugin.prompts.sources import open_source
-
-sys.path.insert(0, str(Path(__file__).parent))
-from families import FAMILIES, FAMILY, TOOLS, make_tokenizer, template, tokenizer_of  # noqa: E402
 
 WITH_TOOLS = ("qwen2_5", "qwen3", "llama3_1", "llama3_2")
 CONTROL = [token for family in FAMILIES.values() for token in (*family.special, *family.added)]

@@ -3,12 +3,11 @@ back, and that interruptions, limits and failures leave each episode as it must 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_parts import CLOSE, COUNTED, FIELDS, LIMITS, PROMPT, SAYS, World, echo, over, requests_of, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
@@ -17,9 +16,6 @@ from mindspeed_rl_plugin.engine.protocol import generate
 from mindspeed_rl_plugin.episodes.live import turn_seed
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply, ToolCall, Turn, Unread
 from mindspeed_rl_plugin.rows import Completion, SampleId
-
-sys.path.insert(0, str(Path(__file__).parent))
-from engine_parts import CLOSE, COUNTED, FIELDS, LIMITS, PROMPT, SAYS, World, echo, over, requests_of, whole  # noqa: E402
 
 
 def test_each_prompt_is_the_one_before_with_what_was_sampled_and_seen() -> None:

@@ -2,17 +2,13 @@
 
 import contextlib
 import socket
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from openenv_serving import serving
 
 from mindspeed_rl_plugin.episodes import openenv
 from mindspeed_rl_plugin.episodes.openenv import ActionError, action_of, environment_at
-
-sys.path.insert(0, str(Path(__file__).parent))
-from openenv_serving import serving  # noqa: E402
 
 ONE_TEXT = {"properties": {"message": {"type": "string"}}, "required": ["message"]}
 ONE_NUMBER = {"properties": {"move": {"type": "integer"}}, "required": ["move"]}

@@ -2,19 +2,15 @@
 parser, and one that does not fit is refused."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from families import make_tokenizer, template, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.episodes.parsers import NO_CALL, NO_JSON, NOT_CLOSED, PARSERS, make_parser
 from mindspeed_rl_plugin.episodes.protocol import MalformedCall, ToolCall
 from mindspeed_rl_plugin.prompts.render import render_chat
-
-sys.path.insert(0, str(Path(__file__).parent))
-from families import make_tokenizer, template, tokenizer_of  # noqa: E402
 
 QUICK = settings(max_examples=40, deadline=None)
 WRITES = {"qwen2_5": "hermes", "qwen3": "hermes", "llama3_1": "llama3", "llama3_2": "llama3", "deepseekv3": "deepseek"}

@@ -8,13 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, task, turn, unread
 
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply
 from mindspeed_rl_plugin.workers.process import wait_for
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, task, turn, unread  # noqa: E402
 
 
 def test_functions_are_called_in_order_and_wrong_calls_are_one_line_each(started) -> None:

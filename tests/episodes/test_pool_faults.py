@@ -5,18 +5,15 @@ import random
 import re
 import signal
 import socket
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from pool_parts import FILE, FUNCTIONS, act, begin, below, call, contents, replies, sample, task, turn, unread
 
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, begin_once
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pool_parts import FILE, FUNCTIONS, act, begin, below, call, contents, replies, sample, task, turn, unread  # noqa: E402
 
 # What the model sees of a fault of a tool.
 SEEN = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bytes_tokenizer import byte_tokenizer
 
 from mindspeed_rl_plugin.episodes import verifiers_worker
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Turn, begin_once
@@ -16,9 +17,6 @@ from mindspeed_rl_plugin.prompts.render import Renderer
 from mindspeed_rl_plugin.prompts.sources import open_source
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.tools import tasks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bytes_tokenizer import byte_tokenizer  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

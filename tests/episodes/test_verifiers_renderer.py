@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bytes_tokenizer import TEMPLATE, byte_tokenizer  # noqa: E402
-from test_verifiers import VERIFIERS  # noqa: E402
+from bytes_tokenizer import TEMPLATE, byte_tokenizer
+from test_verifiers import VERIFIERS
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,16 +6,13 @@ next question (`--rl-schedule async`: which ranks generate?), whose advice is th
 
 import ast
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from test_refusals import ASYNC, BAD, DEEPSEEK, DPO, FOLDED, MOE, problems_of
 
 from mindspeed_rl_plugin.config import flag_names
 from mindspeed_rl_plugin.config.verdicts import verdict
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_refusals import ASYNC, BAD, DEEPSEEK, DPO, FOLDED, MOE, problems_of  # noqa: E402
 
 PACKAGE = Path(__file__).parents[2] / "mindspeed_rl_plugin"
 FLAG = r"--[a-z][a-z0-9-]*[a-z0-9+]"

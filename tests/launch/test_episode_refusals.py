@@ -11,16 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from bytes_tokenizer import TEMPLATE, byte_tokenizer
+from pool_parts import FILE, schemas
 
 from mindspeed_rl_plugin.episodes import setup
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.launch import launch, read_inputs
 
 EPISODES = Path(__file__).parents[1] / "episodes"
-sys.path.insert(0, str(EPISODES))
-from bytes_tokenizer import TEMPLATE, byte_tokenizer  # noqa: E402
-from pool_parts import FILE, schemas  # noqa: E402
-
 IGNORES_TOOLS = TEMPLATE.replace("{% if tools %}", "{% if false %}")
 READ = dict(create_attention_mask_in_dataloader=True, seed=1, padded_vocab_size=272, norm_epsilon=1e-5, rotary_base=1e4)
 STEPS = {"--rl-reward": ["environment"]}  # an environment whose reward counts

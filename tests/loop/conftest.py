@@ -17,11 +17,9 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
-
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "warm")]
-from golden import IGNORED  # noqa: E402
-from ports import free_port  # noqa: E402
-from two_machines import Machine  # noqa: E402
+from golden import IGNORED
+from ports import free_port
+from two_machines import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 JOINED = Path(__file__).with_name("joined_script.py")

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from bytes_tokenizer import byte_tokenizer
+from openenv_serving import serving
 
 from mindspeed_rl_plugin.monitor.run_files import dump_files
 
 EPISODES, TALK = Path(__file__).parents[1] / "episodes", Path(__file__).with_name("talk.py")
-sys.path.insert(0, str(EPISODES))
-from bytes_tokenizer import byte_tokenizer  # noqa: E402
-from openenv_serving import serving  # noqa: E402
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 VERIFIERS, OPENENV = "verifiers==0.4.0", "openenv==0.10.0"
 LENGTHS = ("--rl-max-prompt-length", "160", "--rl-max-response-length", "200", "--rl-max-turn-length", "6")

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from family_models import FAMILIES, HOST, random_model
 from safetensors.torch import load_file
 
 from mindspeed_rl_plugin.engine.hf_config import compare_configs
 from mindspeed_rl_plugin.monitor.dump import read_rollout
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
 from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reshard"))
-from family_models import FAMILIES, HOST, random_model  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

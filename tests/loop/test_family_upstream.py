@@ -13,12 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_models import published_model
 
 from mindspeed_rl_plugin.monitor.dump import read_rollout
 from mindspeed_rl_plugin.tools.convert import to_hf
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reshard"))
-from family_models import published_model  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream, pytest.mark.timeout(900)]
 

@@ -1,12 +1,7 @@
 """A job whose tokenizer has code of its own."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "tools"))
-from own_tokenizer import write  # noqa: E402
+from own_tokenizer import write
 
 ASYNC = "--rl-schedule async --rl-generators 1 --rl-async-order strict --rl-correction truncate --rl-max-staleness 0"
 NUMBERS = ("loss", "grad_norm", "reward/mean", "response/length_mean", "entropy")

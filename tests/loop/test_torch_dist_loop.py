@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
-from pathlib import Path
 
 import pytest
+from family_models import HOST, random_model
 
 from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
 from mindspeed_rl_plugin.tools.convert import to_megatron
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reshard"))
-from family_models import HOST, random_model  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--rl-rollout-prompts", "8")

@@ -6,15 +6,11 @@ import json
 import os
 import re
 import signal
-import sys
 import time
-from pathlib import Path
 
+import golden
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-import golden  # noqa: E402
-from two_machines import start, two_machines, why_not  # noqa: E402
+from two_machines import start, two_machines, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}")
 

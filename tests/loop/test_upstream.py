@@ -9,16 +9,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 
+import family_models
 import pytest
 
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
 from mindspeed_rl_plugin.tools.convert import to_megatron
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reshard"))
-import family_models  # noqa: E402
 
 pytestmark = [pytest.mark.upstream, pytest.mark.slow]
 

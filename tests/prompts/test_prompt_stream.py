@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
+from small_tokenizers import make
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl_plugin.prompts import Offers, PromptStream, Renderer
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 from mindspeed_rl_plugin.reward.calling import lacking
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_tokenizers import make  # noqa: E402
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

@@ -206,7 +206,7 @@ def test_what_a_template_drops_of_an_answer_is_trained_and_said(capsys) -> None:
     assert thinks.decode(pair.chosen) == "a</think>2<|im_end|>\n" and capsys.readouterr().out == ""
     pair_of(make("bytes", TEMPLATES["chatml"].replace("m.content", "m.content | upper")), rows[0])
     out = capsys.readouterr().out
-    assert "changes an answer, \"I0'll</think>2\"; trained is \"I0'LL</THINK>2<" in out and "drops" not in out
+    assert 'changes an answer, "I0\'ll</think>2"; trained is "I0\'LL</THINK>2<' in out and "drops" not in out
     pair_of(make("words", GLM), {"prompt": "1", "chosen": "2", "rejected": "3"})
     assert "writes no special token behind an answer, so no end is trained" in capsys.readouterr().out
 

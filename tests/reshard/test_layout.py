@@ -1,9 +1,7 @@
 """Layouts of both sides against vLLM, and what they refuse. Shapes: tests/engine/test_hf_config.py."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from plan_cases import LATENT, TINY
 
 from mindspeed_rl_plugin.reshard.families import FAMILIES, find_family
 from mindspeed_rl_plugin.reshard.layout import (
@@ -13,9 +11,6 @@ from mindspeed_rl_plugin.reshard.layout import (
     engine_layout,
     megatron_layout,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from plan_cases import LATENT, TINY  # noqa: E402
 
 SHAPE = ModelShape("qwen2", 4, 64, 8, 4, 8, 96, 250, 256)
 MOE = ModelShape("qwen3_moe", layers=2, vocab=60, padded_vocab=64, **TINY)

@@ -6,8 +6,6 @@ router's score alone.
 
 import argparse
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,8 +24,6 @@ from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_argument
 from mindspeed_rl_plugin.tools.plan import plan
 from mindspeed_rl_plugin.tools.plan.script_args import read_arguments
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 ROWS = family_rows.PLAIN + family_rows.QK_NORM + family_rows.DENSE_MLP
 ROWS += family_rows.ROUTED + family_rows.ROUTER_BIAS + family_rows.SHARED_EXPERTS

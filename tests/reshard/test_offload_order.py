@@ -4,11 +4,12 @@ import json
 import sys
 import threading
 from argparse import ArgumentParser
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hostile import DeferringDevice, SlowCopier, poisoned_release, poisoned_revive
+from test_offload import state_of, trainer
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig, add_flags
@@ -18,10 +19,6 @@ from mindspeed_rl_plugin.loop import build
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.reshard import offload
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hostile import DeferringDevice, SlowCopier, poisoned_release, poisoned_revive  # noqa: E402
-from test_offload import state_of, trainer  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,12 @@
 """The plan over random layouts: exact cover, minimal bytes, one plan on every rank. What it delivers: test_transfer."""
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import cases, holds, slices
+from reshard_reference import random_weights
 
 from mindspeed_rl_plugin.reshard.layout import (
     Canonical,
@@ -18,10 +18,6 @@ from mindspeed_rl_plugin.reshard.layout import (
     megatron_layout,
 )
 from mindspeed_rl_plugin.reshard.plan import make_plan
-
-sys.path.insert(0, str(Path(__file__).parent))
-from plan_cases import cases, holds, slices  # noqa: E402
-from reshard_reference import random_weights  # noqa: E402
 
 
 @settings(max_examples=80, deadline=None)

@@ -3,12 +3,10 @@
 import dataclasses
 import itertools
 import secrets
-import sys
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -18,6 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import cases, slices
+from publish_help import Alone, Gone, chunks_of, puller_of, trainer_of
+from reshard_reference import engine_weights, megatron_weights, random_weights
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import machine
@@ -30,11 +31,6 @@ from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Paral
 from mindspeed_rl_plugin.reshard.resharder import Resharder
 from mindspeed_rl_plugin.reshard.shares import TrainerWeights
 from mindspeed_rl_plugin.reshard.verify import BrokenWeights, WeightMismatch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from plan_cases import cases, slices  # noqa: E402
-from publish_help import Alone, Gone, chunks_of, puller_of, trainer_of  # noqa: E402
-from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
 
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
 

@@ -5,15 +5,12 @@ One launch has one engine and trains in several layouts, since starting costs mo
 
 import json
 import secrets
-import sys
 from pathlib import Path
 
 import pytest
+from family_models import FAMILIES
 
 from mindspeed_rl_plugin.host.vllm_live import PREFIX
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import FAMILIES  # noqa: E402
 
 WORKER = Path(__file__).parent / "pairs_ranks.py"
 AGREEMENT = 2e-5  # nats, fp32

@@ -1,19 +1,15 @@
 """Resharder in a world of one rank, without a process group: what it moves, and what it refuses."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from plan_cases import LATENT, TINY
+from reshard_reference import engine_weights, megatron_weights, random_weights
 
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
 from mindspeed_rl_plugin.reshard.resharder import Resharder
 from mindspeed_rl_plugin.reshard.verify import BrokenWeights, WeightMismatch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from plan_cases import LATENT, TINY  # noqa: E402
-from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
 
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
 

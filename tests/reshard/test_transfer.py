@@ -1,9 +1,7 @@
 """Both transfers over random layouts, ranks as threads: weights, bytes, balance, and the memory that they take."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 
@@ -11,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import cases
+from reshard_reference import random_weights
 
 from mindspeed_rl_plugin.device import StorageMeter
 from mindspeed_rl_plugin.reshard.allgather import allgather, make_allgather_plan
@@ -27,10 +27,6 @@ from mindspeed_rl_plugin.reshard.transfer import stream
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout
 from mindspeed_rl_plugin.tools.plan.estimate import Run, estimate
 from mindspeed_rl_plugin.tools.plan.flow import Cells
-
-sys.path.insert(0, str(Path(__file__).parent))
-from plan_cases import cases  # noqa: E402
-from reshard_reference import random_weights  # noqa: E402
 
 
 class Channel:

@@ -3,10 +3,9 @@
 import dataclasses
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
+from own_tokenizer import write
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from mindspeed_rl_plugin.config import RLConfig
@@ -15,9 +14,6 @@ from mindspeed_rl_plugin.launch.flag_checks import _code_of_rewards
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, vocabulary_digest
 from mindspeed_rl_plugin.reward.specs import Spec
 from mindspeed_rl_plugin.reward.worker import _load
-
-sys.path.append(str(Path(__file__).parent))
-from own_tokenizer import write  # noqa: E402
 
 TRUST = "--rl-trust-remote-code"
 

@@ -1,13 +1,12 @@
 """The plan of a reshard: the paper's numbers, and bytes as the executor's plan has them."""
 
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import cases, slices
 
 from mindspeed_rl_plugin.reshard.layout import (
     ModelShape,
@@ -17,9 +16,6 @@ from mindspeed_rl_plugin.reshard.plan import make_plan
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, train_layout
 from mindspeed_rl_plugin.tools.plan.estimate import Run, estimate
 from mindspeed_rl_plugin.tools.plan.flow import Cells
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reshard"))
-from plan_cases import cases, slices  # noqa: E402
 
 GB = 1e9
 MACHINE = dict(far=0.3 * GB, host=50 * GB)

@@ -5,15 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
+from kept import PARENT, made
 
 from mindspeed_rl_plugin.workers.process import wait_for
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kept import PARENT, made  # noqa: E402
 
 
 def gone(ids, seconds=10.0):
