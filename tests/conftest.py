@@ -1,7 +1,5 @@
 """What the tests of several folders use."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

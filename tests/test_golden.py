@@ -1,7 +1,5 @@
 """What golden runs compare, and that they see a change of the last bit."""
 
-from __future__ import annotations
-
 import golden
 import pytest
 

@@ -1,7 +1,5 @@
 """Processes that still run; those whose launcher is gone, or that are interrupted while they wait in a library."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Wheels that are there are not asked for again. Exits with what pip said when one cannot be had.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

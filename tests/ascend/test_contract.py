@@ -4,8 +4,6 @@ The sources inside the wheels are parsed, never imported: they need an Ascend ma
 table; a second group of tests finds what our own code uses and demands that the table has it.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

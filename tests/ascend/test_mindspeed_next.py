@@ -5,8 +5,6 @@ What the plugin uses of MindSpeed is there. What MindSpeed puts in the place of 
 engine needs is known, and so are its flags. MINDSPEED_NEXT_PATH names checkouts.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The client, against a real dock with the stages of a job and published weights; the job's ranks are threads here."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -3,8 +3,6 @@
 The model has random weights that differ from rank to rank: any split of random weights is a random model.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from dataclasses import replace

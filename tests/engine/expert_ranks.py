@@ -3,8 +3,6 @@
 Arguments: tensor parallel size of an engine, ranks over which experts are spread, family.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Tensors that vLLM derives from weights, as its versions keep them, after the weights have changed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

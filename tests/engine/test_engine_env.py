@@ -1,7 +1,5 @@
 """What is set for vLLM, what a user's environment may say, and what is refused."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

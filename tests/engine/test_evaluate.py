@@ -1,7 +1,5 @@
 """Evaluation: pass@k against enumeration, replicas that add up to one, greedy and sampled requests."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Which ranks share experts, and what is said where one of them does not come."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

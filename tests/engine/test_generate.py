@@ -1,7 +1,5 @@
 """`generate` and the generate stage over a fake engine: order, deadlines, alignment, what reaches the dock."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The derived config: families, refusals, agreement with transformers, comparison with a given config."""
 
-from __future__ import annotations
-
 import json
 import math
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """What an engine has to itself while it works: numbers, a stream, functions of torch; and steps alike on all ranks."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import random

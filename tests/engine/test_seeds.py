@@ -1,7 +1,5 @@
 """Response seeds: stable, in range, and different for every id."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given

@@ -1,8 +1,6 @@
 """A server as an engine: what it is asked, what its answers become, and which servers are refused. The server here
 speaks HTTP as vLLM's does, and samples nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """VllmEngine over a scripted vLLM: what it hands on, what it refuses, and its states."""
 
-from __future__ import annotations
-
 import math
 import os
 import queue

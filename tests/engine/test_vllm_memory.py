@@ -1,8 +1,6 @@
 """The share of memory an engine gets. PoolMemory over a pool that loses what sleeps. HostMemory: storages come back
 under the same tensors, a KV cache as zeros."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

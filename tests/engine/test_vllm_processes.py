@@ -1,7 +1,5 @@
 """Real vLLM in real ranks: engines of tensor parallel size 1 and 2, alone, beside each other, and sharing experts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

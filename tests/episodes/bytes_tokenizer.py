@@ -1,7 +1,5 @@
 """A tokenizer of single bytes with a chat template in the manner of Qwen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -1,7 +1,5 @@
 """A scripted engine and scripted environments, for the tests of `EpisodeEngine` and its `Lead`."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Tokenizers of the families whose chat templates are tested: trained here on little text, with each family's special
 tokens and way of cutting text. The templates are read in TRL's wheel."""
 
-from __future__ import annotations
-
 import functools
 import zipfile
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Runs `openenv_server.py` in an interpreter that has OpenEnv."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

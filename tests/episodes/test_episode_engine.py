@@ -1,8 +1,6 @@
 """`EpisodeEngine` with its `Lead` over a scripted engine and scripted environments: what the model sees, what comes
 back, and that interruptions, limits and failures leave each episode as it must be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

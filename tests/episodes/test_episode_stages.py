@@ -1,7 +1,5 @@
 """What stages make of episodes: grades, rewards of turns, the gate for rows from outside, metrics, refusals."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Each kind of code that docs/episodes.md shows runs as it stands there, and its flags are read as it says."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """What an engine is told of episodes: files by their absolute paths, and the tokens that end a turn."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

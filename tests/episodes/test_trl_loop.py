@@ -3,8 +3,6 @@
 On this side only sampling is scripted: the tools run in a pool, and its turns go through `EpisodeEngine` and `Lead`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -6,8 +6,6 @@ Only sampling is scripted, and a tool answers with its argument; prompts, calls,
 code makes.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

@@ -3,8 +3,6 @@
 A wheel that is there is not asked for again. Exits with what pip said when it cannot be had.
 """
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

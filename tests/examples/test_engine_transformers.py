@@ -1,7 +1,5 @@
 """The quickstart's claim, with responses that `transformers` generates: `examples/engine_transformers.py`."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """What an engine does next: a table of situations, and whole runs by a virtual clock with slow pulls."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Sequence

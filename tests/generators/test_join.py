@@ -1,7 +1,5 @@
 """`generate --join`: what is wrong with the address or the secret is said at once, before torch is imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The first rank of an engine: responses go into the dock beside the engine's steps, and none is lost."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

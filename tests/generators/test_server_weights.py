@@ -1,7 +1,5 @@
 """Weights of a server: what its workers are asked, and in which order; a job whose server has gone."""
 
-from __future__ import annotations
-
 import queue
 import sys
 import time

@@ -1,7 +1,5 @@
 """Whom a server's worker works for: one client at a time, as long as that one is heard of and its job goes on."""
 
-from __future__ import annotations
-
 import pytest
 
 from mindspeed_rl_plugin.engine import vllm_api

@@ -1,7 +1,5 @@
 """When an engine did what: neighbours of one kind are one span, by a clock since 1970."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

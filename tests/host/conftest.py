@@ -1,7 +1,5 @@
 """Snippets and pretraining in processes of their own: host mode changes torch for good."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rotary embeddings of vLLM on CPU, given heads one by one as latent attention does, against complex numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

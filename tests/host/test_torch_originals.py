@@ -1,7 +1,5 @@
 """What MindSpeed and MindSpeed-LLM replace in torch: each name is restored for the engine, or stays for a reason."""
 
-from __future__ import annotations
-
 import ast
 import os
 import sys

@@ -1,7 +1,5 @@
 """Tiny Megatron jobs in torchrun, for the tests of attaching and starting; arguments of one that RL can train."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What a start refuses of episodes once it has asked the user's code, before it builds a model or an engine."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

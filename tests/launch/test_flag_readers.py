@@ -3,8 +3,6 @@
 The checkouts come from MEGATRON_LM_PATH, MINDSPEED_PATH and MINDSPEED_LLM_PATH.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 from collections.abc import Iterator

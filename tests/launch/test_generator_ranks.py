@@ -1,7 +1,5 @@
 """The last ranks of a job become generators, before Megatron counts its ranks."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

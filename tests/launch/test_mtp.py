@@ -1,7 +1,5 @@
 """Layers of multi-token prediction are frozen: not run, not trained, still there; in Megatron's own model."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """One `--save` has one job: who owns it, whether it lives, and who comes after it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

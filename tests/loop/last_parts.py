@@ -1,8 +1,6 @@
 """The last part of each response, which one version of the weights has sampled; its log-probs against the trainer's.
 The stage that dumps it is loaded by a job."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pyarrow.parquet as pq

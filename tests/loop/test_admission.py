@@ -1,7 +1,5 @@
 """Admission: a virtual clock draws jobs of all speeds; no token is older than the bound, nothing waits for ever."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What fails beside the ranks of an asynchronous job, and engines on other machines."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Generators apart from the trainers: real torchrun, real Megatron, real vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

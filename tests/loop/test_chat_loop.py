@@ -1,8 +1,6 @@
 """Whole jobs whose episodes are rendered by a chat template: tools, and environments of others: verifiers itself and a
 server of OpenEnv's own package, installed apart."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The loop on the dock with 1, 2 and 4 ranks: each reads what it needs, and none sees everything."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

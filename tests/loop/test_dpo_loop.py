@@ -1,7 +1,5 @@
 """DPO end to end: two ranks, the same launch script, a preference file, no engine."""
 
-from __future__ import annotations
-
 import json
 import math
 

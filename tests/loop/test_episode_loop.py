@@ -1,7 +1,5 @@
 """Episodes in whole jobs: engine and trainer agree on every sampled token, under all schedules and layouts."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

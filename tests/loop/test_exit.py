@@ -3,8 +3,6 @@
 That nothing is left of a job that ends well is asserted in test_moe_loop.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

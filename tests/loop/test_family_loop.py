@@ -4,8 +4,6 @@ Log-probs of the first rollout, the engine's and the trainer's, are those of tra
 of a float64 model of our own; what is exported has the fields and the tensors of what was imported.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 

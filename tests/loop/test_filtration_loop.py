@@ -1,7 +1,5 @@
 """PF-PPO's filtration in the loop: responses are resampled by their rewards before they are trained."""
 
-from __future__ import annotations
-
 import pytest
 
 CASES = {

@@ -1,8 +1,6 @@
 """A long asynchronous job holds no more memory after many rollouts than after a few: the real loop, schedule, plan,
 admission, dock and monitor; engine, graders and training are fakes that take no time."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools

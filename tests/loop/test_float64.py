@@ -6,8 +6,6 @@ the weights are large, and the yardstick is a plain float32 model: neither side 
 error of two parts in a million in every linear layer of the engine fails here, and passes within 2e-5.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq

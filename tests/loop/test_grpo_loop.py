@@ -1,7 +1,5 @@
 """GRPO end to end: layouts, context parallel ranks, several agents."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """What is in the making over rollouts: a virtual clock draws responses of all lengths; nothing is too old, lost or
 trained twice, and nobody waits for ever."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """The loop under options of Megatron that change how weights, gradients and steps come about."""
 
-from __future__ import annotations
-
 import pyarrow.parquet as pq
 import pytest
 

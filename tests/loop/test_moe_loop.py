@@ -3,8 +3,6 @@
 Of the shapes of Qwen3-MoE and of DeepSeek-V3: latent attention, a biased router, shared experts.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -8,8 +8,6 @@ ROLLOUT of tests/golden.py, `--rl-rollout-prompts 4 --global-batch-size 8 --save
 Whole runs that go on from such a checkpoint: the case old-resume of tests/golden.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

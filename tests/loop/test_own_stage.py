@@ -1,7 +1,5 @@
 """`--rl-stage` in a whole job: the example's reward is trained on, and its column is in the dump."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq

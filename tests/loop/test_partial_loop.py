@@ -1,7 +1,5 @@
 """Partial rollouts in whole jobs: real torchrun, real Megatron, real vLLM, lengths imposed so that some are long."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A round of partial rollouts, with stages by hand."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

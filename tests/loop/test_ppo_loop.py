@@ -1,7 +1,5 @@
 """PPO end to end: the critic beside the policy in every layout, its checkpoint, its warm-up."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Presets other than GRPO end to end: columns of their own, KL in the reward, whitening over ranks."""
 
-from __future__ import annotations
-
 import math
 
 import pyarrow.parquet as pq

@@ -1,7 +1,5 @@
 """The modes of the reshard in the real loop, under late copies and poisoned memory, and weights that are no numbers."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ One DAPO job is read by most tests: two optimizer steps per pass, two passes per
 first rollout to the second, evaluation, and a reference that was loaded. Another is the same, killed and restarted.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A reward model grades in the loop, beside a rule, in the grader processes of both ranks."""
 
-from __future__ import annotations
-
 import pyarrow.parquet as pq
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """vLLM's own server as the engine of a job: real torchrun, real Megatron, the real server on a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

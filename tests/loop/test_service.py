@@ -1,7 +1,5 @@
 """A job whose only engine is a user's program: the client against real torchrun and real Megatron."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`--rl-schedule streamed` in whole jobs: bit for bit what `sync` trains, selects and evaluates."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

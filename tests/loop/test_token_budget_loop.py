@@ -1,7 +1,5 @@
 """Micro-batches by tokens in the loop: old log-probs go through the update's own, so the first ratio is exactly 1."""
 
-from __future__ import annotations
-
 import pytest
 
 AGREEMENT = 2e-5  # nats, fp32

@@ -1,7 +1,5 @@
 """`--ckpt-format torch_dist`, Megatron's default: a run starts from it, saves it and resumes from it, bitwise."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

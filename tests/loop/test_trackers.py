@@ -1,7 +1,5 @@
 """The metrics of a job in the trackers that Megatron itself was set to use, read back from what they stored."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

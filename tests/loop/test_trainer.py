@@ -1,7 +1,5 @@
 """Megatron's trainer offers what the Protocol of a trainer says, under the same names, with the same parameters."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 

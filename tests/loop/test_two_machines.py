@@ -1,7 +1,5 @@
 """A job on two machines trains as on one, and ends on the one when the other is gone."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

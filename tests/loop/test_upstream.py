@@ -4,8 +4,6 @@ MEGATRON_LM_PATH: checkouts of any supported version, separated by a colon; MIND
 MindSpeed, which goes with core 0.12.1.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

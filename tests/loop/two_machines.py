@@ -4,8 +4,6 @@ Each has a hostname, a /dev/shm and a temporary folder of its own, and one torch
 but to the other. Needs root and iproute2. Left out: what else differs between machines, such as their clocks and files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """A small run directory that looks like a real one, written by the monitor's own code; a clock and a meter to set."""
 
-from __future__ import annotations
-
 import io
 import math
 import random

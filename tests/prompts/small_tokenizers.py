@@ -1,7 +1,5 @@
 """Small tokenizers of the public kinds, made from nothing, and chat templates in the form of public families."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 transformers' models, or where it has none a float64 forward pass of our own by the names in the files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

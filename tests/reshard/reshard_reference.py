@@ -1,7 +1,5 @@
 """What Megatron and vLLM store, by torch.chunk, cat and stack; no table of the package is used."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

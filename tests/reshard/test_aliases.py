@@ -1,7 +1,5 @@
 """Swap of training state whose storages point into others, as in the three layouts of --reuse-fp32-param, in small."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A host without memory for what a swap wants to keep there: real allocations that fail, and limits that are read."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Waits for messages on an accelerator end by the channel's deadline: its work ignores the limit that it is given."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

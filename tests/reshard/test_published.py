@@ -1,7 +1,5 @@
 """Bytes of MindSpeed-RL's own path, against its collectives played through one by one."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trainer and engine in turns: the order in which memory is given up, copied and taken back."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The grader thread over a real dock and real graders: what it grades meanwhile, and each way in which it ends."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a rollout and an iteration tell: solved by single grades, the slowest rank, what a reshard moved, dumps."""
 
-from __future__ import annotations
-
 import io
 import json
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Where rows lie and who works on them: tables of layouts, and the share of rows that change machines."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

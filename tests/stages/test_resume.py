@@ -1,7 +1,5 @@
 """A resume with other flags: what goes on, and what is refused at once, with names and numbers."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """The stage table: the dock's columns and states follow from it; a user's own stage finds its place in it."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the tests of `import` and `export` share: random models of every family, and both commands."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

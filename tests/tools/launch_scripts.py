@@ -10,8 +10,6 @@ Any other end is no row: its output is kept under --out, and the script is rehea
 where there was one.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fnmatch

@@ -1,7 +1,5 @@
 """A tokenizer with code of its own, as Kimi K2's: a class in Python, and a vocabulary in a file that it alone reads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

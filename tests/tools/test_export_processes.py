@@ -5,8 +5,6 @@ Megatron's log-probs again; after a vanishing optimizer step what is exported is
 models: tests/loop/test_family_loop.py, tests/reshard/test_reshard_pairs.py.
 """
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

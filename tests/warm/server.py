@@ -5,8 +5,6 @@ through the stand-in for `python` that `client.py` is; the plugin's own modules,
 imported by each fork. Arguments: the address of the socket; modules to import, in the place of `PRELOADED`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """The stand-in for `python` is one: arguments, variables, folder, files and end of a process are its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

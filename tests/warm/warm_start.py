@@ -1,7 +1,5 @@
 """Start the server of warm processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
