@@ -1,7 +1,8 @@
 """The flags of Megatron-LM, MindSpeed and MindSpeed-LLM that RL refuses, with values or without.
 
-What it does with all others says `config.verdicts`. Conditions over several flags are functions of
-`launch.upstream_checks`; how a model is laid out and routed is checked by `reshard.shape` and `engine.hf_moe`.
+What it does with all others say `config.verdicts` and docs/upstream-flags.toml. Conditions over several flags are
+functions of `launch.upstream_checks`; how a model is laid out and routed is checked by `reshard.shape` and
+`engine.hf_moe`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from flag_table import NEUTRAL_GROUPS, verdict
 
-from mindspeed_rl_plugin.config.verdicts import NEUTRAL_GROUPS, verdict
 from mindspeed_rl_plugin.host.torch_originals import RESTORED
 from mindspeed_rl_plugin.launch.patches import PATCHES
 from mindspeed_rl_plugin.launch.patching import BASE_ADAPTOR

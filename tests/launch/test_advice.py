@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 import pytest
+from flag_table import verdict
 from test_refusals import ASYNC, BAD, DEEPSEEK, DPO, FOLDED, MOE, problems_of
 
 from mindspeed_rl_plugin.config import flag_names
-from mindspeed_rl_plugin.config.verdicts import verdict
 
 PACKAGE = Path(__file__).parents[2] / "mindspeed_rl_plugin"
 FLAG = r"--[a-z][a-z0-9-]*[a-z0-9+]"

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from flag_table import verdict
 
 from mindspeed_rl_plugin.config.upstream import UPSTREAM
-from mindspeed_rl_plugin.config.verdicts import verdict
 
 REASON = "read only with a flag that is refused"
 REFUSED = {row.name for row in UPSTREAM}

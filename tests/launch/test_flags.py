@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from flag_table import verdict
 
 from mindspeed_rl_plugin.config import RLConfig, flag_names
-from mindspeed_rl_plugin.config.verdicts import verdict
 
 HERE = Path(__file__).parent
 RECORD = json.loads((HERE / "upstream_rl_names.json").read_text())["trees"]

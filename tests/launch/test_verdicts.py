@@ -13,11 +13,12 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import flag_table
 import pytest
+from flag_table import verdict
 
 from mindspeed_rl_plugin.config import verdicts
 from mindspeed_rl_plugin.config.upstream import UPSTREAM
-from mindspeed_rl_plugin.config.verdicts import verdict
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -28,7 +29,7 @@ ROWS = map(json.loads, (ROOT / "docs" / "launch-scripts.jsonl").read_text().spli
 TRAINED = {Path(row["script"]).name: row for row in ROWS if row["end"] == "trained"}
 
 
-@pytest.mark.parametrize(("where", "flags"), verdicts.SUPPORTED.items())
+@pytest.mark.parametrize(("where", "flags"), flag_table.SUPPORTED.items())
 def test_what_is_supported_is_used_where_the_table_says(where, flags):
     """In a test or a script of ours, comments aside; or in a script of upstream's, which the rehearsal left as it is
     (that it has the flags is tested with the checkouts, by tests/tools/test_launch_scripts.py)."""
@@ -42,10 +43,17 @@ def test_what_is_supported_is_used_where_the_table_says(where, flags):
 
 def test_no_flag_has_two_verdicts_of_one_table():
     taken = " ".join(verdicts.TAKEN_OVER.values()).split()
-    supported = " ".join(verdicts.SUPPORTED.values()).split()
-    for flags in (taken, supported, verdicts.UNTESTED.split(), " ".join(verdicts.NEUTRAL.values()).split()):
+    supported = " ".join(flag_table.SUPPORTED.values()).split()
+    for flags in (taken, supported, verdicts.UNTESTED.split(), " ".join(flag_table.NEUTRAL.values()).split()):
         assert [flag for flag, times in Counter(flags).items() if times > 1] == []
     assert not set(taken) & set(supported)
+
+
+def test_a_flag_is_said_to_be_untested_where_the_table_has_no_other_verdict():
+    """The patterns of `UNTESTED` alone decide, in the package."""
+    kinds = {flag: kind for flag, (kind, _) in flag_table.rows().items() if "*" not in flag and kind != "taken over"}
+    said = verdicts.untested(dict.fromkeys(kinds, ()))
+    assert said == [flag for flag, kind in kinds.items() if kind == "untested"] and len(said) > 20
 
 
 @pytest.mark.parametrize(
@@ -106,8 +114,8 @@ def test_every_flag_has_a_verdict_and_every_verdict_a_flag():
     flags = {flag for platform in rows.values() for names, *_ in platform for flag in names}
     attributes = {attribute for platform in rows.values() for _, attribute, _ in platform}
     groups = {group for platform in rows.values() for *_, group in platform}
-    named = (row for row in verdicts.rows() if not any(fnmatchcase(flag, row) for flag in flags))
+    named = (row for row in flag_table.rows() if not any(fnmatchcase(flag, row) for flag in flags))
     assert list(named) == []
     attributes |= {"gtp_weight_remat_size"}  # made of --tensor-parallel-num-weight-shards while that is validated
     assert [row.name for row in UPSTREAM if row.name not in attributes] == []
-    assert [group for titles in verdicts.NEUTRAL_GROUPS.values() for group in titles if group not in groups] == []
+    assert [group for titles in flag_table.NEUTRAL_GROUPS.values() for group in titles if group not in groups] == []

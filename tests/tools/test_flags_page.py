@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
+from flag_table import verdict
+
 from mindspeed_rl_plugin.config import flag_names
-from mindspeed_rl_plugin.config.verdicts import verdict
 from mindspeed_rl_plugin.tools import flags
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"

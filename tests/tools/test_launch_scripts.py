@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from flag_table import SUPPORTED
 
 from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
-from mindspeed_rl_plugin.config.verdicts import SUPPORTED, untested
+from mindspeed_rl_plugin.config.verdicts import untested
 from mindspeed_rl_plugin.tools.rehearse import outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags

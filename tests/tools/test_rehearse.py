@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from flag_table import SUPPORTED
 
-from mindspeed_rl_plugin.config.verdicts import SUPPORTED
 from mindspeed_rl_plugin.engine.engine_sizes import CPU_LATENT_SIZE
 from mindspeed_rl_plugin.launch import conversion
 from mindspeed_rl_plugin.launch.start_decision import decide
