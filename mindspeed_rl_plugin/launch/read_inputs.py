@@ -7,8 +7,7 @@ import dataclasses
 import functools
 import itertools
 import os
-import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.algorithms import resolve
@@ -28,7 +27,7 @@ from mindspeed_rl_plugin.loop.build import dock_size, table_of
 from mindspeed_rl_plugin.loop.engine_options import dtype_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
-from mindspeed_rl_plugin.prompts.ends import response_ends
+from mindspeed_rl_plugin.prompts.ends import marked, response_ends
 from mindspeed_rl_plugin.prompts.render import is_rendered
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, model_vocabulary, tokenizer_path
 from mindspeed_rl_plugin.ranks import gather_all, rank_of_job
@@ -60,6 +59,9 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
     environments = None if algorithm.from_pairs else _environments(args, config, path, tokenizer)
     tools = environments.tools if environments else None
     stream = functools.partial(_stream, tokenizer, config, algorithm.from_pairs, tools)
+    data = stream(config.data.prompt_data, args.seed if config.data.data_seed is None else config.data.data_seed)
+    held_out = stream(config.monitor.eval_data, 0) if config.monitor.eval_data else None
+    ends = _ends(config, tokenizer, vocab, tools, *filter(None, (data, held_out)))
     inputs = Inputs(
         args=args,
         config=config,
@@ -70,20 +72,16 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         vocab=vocab,
         flags=given_flags(config),
         forward=forward,
-        data=stream(config.data.prompt_data, args.seed if config.data.data_seed is None else config.data.data_seed),
-        held_out=stream(config.monitor.eval_data, 0) if config.monitor.eval_data else None,
+        data=data,
+        held_out=held_out,
         environments=environments,
     )
-    return inputs if algorithm.from_pairs else _to_sample(inputs)
+    return inputs if algorithm.from_pairs else _to_sample(inputs, ends)
 
 
-def _to_sample(inputs: Inputs) -> Inputs:
-    """The inputs with what an algorithm needs to sample and grade responses."""
-    config, held_out = inputs.config, inputs.held_out
-    tools = inputs.environments.tools if inputs.environments else None
-    chat = config.data.apply_chat_template or is_rendered(inputs.tokenizer, inputs.data.at(0).text)
-    ends = response_ends(inputs.tokenizer, chat, config.rollout.hf_model, inputs.vocab, tools)
-    end_tokens = tuple(ends)
+def _to_sample(inputs: Inputs, ends: Mapping[int, str]) -> Inputs:
+    """The inputs with what an algorithm needs to sample and grade responses. ends: of `response_ends`."""
+    config, held_out, end_tokens = inputs.config, inputs.held_out, tuple(ends)
     named = (f"{inputs.tokenizer.decode([end])!r} ({end}, {source})" for end, source in ends.items())
     say(f"a response ends at {', '.join(named) or 'the limit of its length alone: nothing names a token that ends it'}")
     engine_config = hf_config.derive_config(inputs.args, vocab_size=inputs.vocab, eos_token_ids=end_tokens)
@@ -230,7 +228,7 @@ def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tupl
 def _stream(
     tokenizer: Any, config: RLConfig, pairs: bool, tools: Sequence[Any] | None, paths: Sequence[str], seed: int
 ) -> PromptStream | PairStream:
-    """The prompts, or pairs, of some files, and lines on what was left out and on the first row."""
+    """The prompts, or pairs, of some files, and a line on what was left out."""
     data, limit, response = config.data, config.data.max_prompt_length, config.rollout.max_response_length
     if pairs:
         keys = {"chosen": data.chosen_key, "rejected": data.rejected_key}
@@ -242,9 +240,25 @@ def _stream(
         stream = PromptStream(paths, renderer, max_length=limit, seed=seed)
         what, why = "prompts", f"longer than {limit} tokens (--rl-max-prompt-length)"
     say(f"{len(stream)} {what} from {' '.join(paths)}; dropped {stream.dropped} {why}")
-    row, line = stream.at(0), reprlib.Repr()
-    line.maxstring = 400  # characters, the middle of more is left out
-    parts = {n: getattr(row, n) for n in ("prompt", "chosen", "rejected")} if pairs else {"prompt": row.tokens}
-    decoded = (f"{name} {line.repr(tokenizer.decode(tokens))}" for name, tokens in parts.items())
-    say(f"the first, {stream.where(0)}: {', '.join(decoded)}")
     return stream
+
+
+def _ends(
+    config: RLConfig, tokenizer: Any, vocab: int, tools: Sequence[Any] | None, *data: PromptStream | PairStream
+) -> dict[int, str]:
+    """`response_ends` for the prompts of data[0], and a line with the first row of each of `data` as its tokens decode,
+    with marks outside the quotes (`marked`)."""
+    pairs, first, model = isinstance(data[0], PairStream), data[0].at(0), config.rollout.hf_model
+    chat = config.data.apply_chat_template or is_rendered(
+        tokenizer, tokenizer.decode(first.prompt) if pairs else first.text
+    )
+    ends = response_ends(tokenizer, chat, None if pairs else model, vocab, tools)
+    show = functools.partial(marked, tokenizer, {*ends, *config.rollout.stop_token_ids})
+    for rows in data:
+        row = rows.at(0)
+        answers = {"chosen": row.chosen, "rejected": row.rejected} if pairs else {}
+        line = f"prompt {show(row.prompt)}" if pairs else f"prompt {show(row.tokens)} *response begins*"
+        for name, answer in answers.items():
+            line += f", {name} *loss begins* {show((*row.prompt, *answer), len(row.prompt))} *loss ends*"
+        say(f"the first, {rows.where(0)}: {line}")
+    return ends

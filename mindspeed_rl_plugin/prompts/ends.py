@@ -3,8 +3,10 @@ One list for training, every engine, import and export."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 FIELDS, GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id"), "generation_config.json"
 SPOKEN = "what-the-model-said"  # by it the model's turn is found in a rendered conversation
+SHOWN = 400  # characters of a row that is printed
+END, LEFT_OUT = "\ud800", "\ud801"  # places of marks in a text: no tokenizer decodes halves of surrogate pairs
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
@@ -51,6 +55,18 @@ def response_ends(
                 raise ValueError(f"eos_token_id {token!r} of {file} is no id below {vocab}; correct it")
             ends[token] = f"{ends[token]}, {source}" if token in ends else source
     return ends
+
+
+def marked(tokenizer: PreTrainedTokenizerBase, ends: Collection[int], tokens: Sequence[int], begin: int = 0) -> str:
+    """Text of the tokens from `begin`, decoded with those before them, in quotes. `*end*` stands behind each token of
+    `ends`, outside the quotes, and ` ... ` for the middle of what is longer than SHOWN characters."""
+    cuts = [begin, *(i for i in range(begin + 1, len(tokens) + 1) if tokens[i - 1] in ends), len(tokens)]
+    texts = [tokenizer.decode(tokens[:cut]) for cut in cuts]
+    text = END.join(text[len(os.path.commonprefix([before, text])) :] for before, text in itertools.pairwise(texts))
+    if len(text) > SHOWN:
+        text = text[: SHOWN // 2] + LEFT_OUT + text[-SHOWN // 2 :]
+    marks = {END: "*end*", LEFT_OUT: "..."}
+    return " ".join(marks.get(piece) or repr(piece) for piece in re.split(f"([{END}{LEFT_OUT}])", text) if piece)
 
 
 def model_tokens(folder: Path) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.config.run_flags import DataConfig
+from mindspeed_rl_plugin.config.run_flags import DataConfig, RolloutConfig
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.launch.read_inputs import _stream
+from mindspeed_rl_plugin.launch.read_inputs import _ends, _stream
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
 from mindspeed_rl_plugin.prompts.ends import end_of_turn, response_ends
@@ -276,19 +276,71 @@ def test_whatever_ends_a_turn_ends_a_response(tmp_path: Path, listed, chat, ends
         response_ends(tokenizer, chat, None, id_of(EOS))
 
 
-def test_the_first_row_is_shown_as_its_tokens_decode(tmp_path: Path, capsys) -> None:
-    rows = [
-        {"prompt": "1" * 999, "chosen": "2", "rejected": "3"},
-        {"prompt": "1\n", "chosen": "2" * 500, "rejected": "3"},
-    ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataConfig(apply_chat_template=True, answer_key="", max_prompt_length=99)
-    for pairs in (False, True):
-        _stream(make("words", "llama2"), RLConfig(data=data), pairs, None, [str(tmp_path / "a.jsonl")], 0)
-    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("[rl] the first, "))
-    assert first == f"[rl] the first, {tmp_path}/a.jsonl line 2: prompt '<s>[INST] 1 [/INST]'"
-    assert second.startswith(f"{first}, chosen ' 222") and second.endswith("rejected ' 3</s>'")
-    assert "222...222" in second
+def chat(*texts: str) -> list[dict]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+ASK, ANSWER, GO = r"<|im_start|>user\n", r"<|im_start|>assistant\n", r"\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "row", "line"),
+    [
+        (
+            "bytes",
+            "chatml",
+            {"prompt": chat("1*end* '2'", 'é"', "3</s>4")},
+            rf"""prompt "{ASK}1*end* '2'<|im_end|>" *end* '\n{ANSWER}é"<|im_end|>' *end* '\n{ASK}3</s>' *end* """
+            rf"""'4<|im_end|>' *end* '{GO}' *response begins*""",
+        ),
+        ("bytes", GLM, {"prompt": "1"}, r"prompt '<|user|>\n1<|assistant|>\n' *response begins*"),
+        ("metaspace", None, {"prompt": "a </s> b"}, "prompt 'a </s>' *end* ' b' *response begins*"),
+        ("words", None, {"prompt": ".<|im_end|>"}, "prompt '.' *end* '<|im_end|>' *response begins*"),
+        (
+            "words",
+            "chatml",
+            {"prompt": "<|im_start|>1<|im_end|>", "chosen": "2", "rejected": "3"},
+            "prompt '<|im_start|>1<|im_end|>' *end*, chosen *loss begins* '2<|im_end|>' *end* *loss ends*, "
+            "rejected *loss begins* '3<|im_end|>' *end* *loss ends*",
+        ),
+        (
+            "bytes",
+            "chatml",
+            {"prompt": chat("1", "2", "3" * 999)},
+            rf"prompt '{ASK}1<|im_end|>' *end* '\n{ANSWER}2<|im_end|>' *end* '\n{ASK}{'3' * 118}' ... "
+            rf"'{'3' * 166}<|im_end|>' *end* '{GO}' *response begins*",
+        ),
+        (
+            "bytes",
+            "chatml",
+            {"prompt": chat("1", "2", "3"), "chosen": "4", "rejected": "5" * 999},
+            rf"prompt '{ASK}1<|im_end|>' *end* '\n{ANSWER}2<|im_end|>' *end* '\n{ASK}3<|im_end|>' *end* '{GO}', "
+            r"chosen *loss begins* '4<|im_end|>' *end* '\n' *loss ends*, "
+            rf"rejected *loss begins* '{'5' * 200}' ... '{'5' * 188}<|im_end|>' *end* '\n' *loss ends*",
+        ),
+        (
+            "metaspace",
+            None,
+            {"prompt": "a", "chosen": " b", "rejected": " c"},
+            "prompt 'a', chosen *loss begins* ' b</s>' *end* *loss ends*, "
+            "rejected *loss begins* ' c</s>' *end* *loss ends*",
+        ),
+    ],
+)
+def test_the_first_row_is_shown_with_its_ends(tmp_path: Path, capsys, kind, template, row, line) -> None:
+    """Of training and of held-out data; `.` is a stop token of the run."""
+    tokenizer, paths = make(kind, template), [str(tmp_path / name) for name in ("a.jsonl", "held-out.jsonl")]
+    for path in paths:
+        Path(path).write_text("\n".join(map(json.dumps, ({**row, "prompt": "1" * 2000}, row))))
+    data = DataConfig(
+        apply_chat_template=bool(template) and "<|" not in row["prompt"], answer_key="", max_prompt_length=1500
+    )
+    sampling = RolloutConfig(stop_token_ids=tuple(tokenizer.encode(".")[-1:]), max_response_length=1500)
+    config = RLConfig(data=data, rollout=sampling)
+    streams = [_stream(tokenizer, config, "chosen" in row, None, [path], 0) for path in paths]
+    _ends(config, tokenizer, len(tokenizer), None, *streams)
+    shown = [text for text in capsys.readouterr().out.splitlines() if text.startswith("[rl] the first, ")]
+    assert shown == [f"[rl] the first, {path} line 2: {line}" for path in paths]
 
 
 def test_graders_do_not_see_what_ended_a_response() -> None:
