@@ -57,9 +57,10 @@ def may_restart() -> bool:
 
 def launcher_store() -> tuple[str, int, str]:
     """Host and port of the launcher's store, and the name of this start of the job in it: "" before `begin_start`."""
-    name, _, port = os.environ.get(_START, "").partition(" ")
-    host, current = master_address()
-    return host, int(port or current), name
+    if begun := os.environ.get(_START):
+        name, host, port = begun.split()
+        return host, int(port), name
+    return *master_address(), ""
 
 
 def launch_name() -> str:
@@ -67,10 +68,10 @@ def launch_name() -> str:
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {launcher_store()[:2]}" if may_restart() else ""
 
 
-def begin_start(name: str, port: int) -> None:
-    """From now on MASTER_PORT is that of a store of this start alone, on the same host."""
-    os.environ[_START] = f"{name} {launcher_store()[1]}"
-    os.environ["MASTER_PORT"] = str(port)
+def begin_start(name: str, host: str, port: str) -> None:
+    """From now on MASTER_ADDR and MASTER_PORT are those of a store of this start alone."""
+    os.environ[_START] = " ".join((name, *map(str, launcher_store()[:2])))
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, port
 
 
 def launcher() -> int | None:

@@ -44,6 +44,12 @@ def own_address() -> str:
         return probe.getsockname()[0]
 
 
+def reachable_address() -> str:
+    """`own_address`, or MASTER_ADDR where that is one that others cannot use."""
+    address = ipaddress.ip_address(own_address().partition("%")[0])
+    return master_address()[0] if address.is_loopback or address.is_link_local else str(address)
+
+
 def check_addresses(places: Sequence[tuple[str, str]]) -> None:
     """Raise ValueError where the ranks of several machines, by (machine, own address), cannot reach each other."""
     if len({name for name, _ in places}) == 1:

@@ -105,36 +105,40 @@ def store() -> dist.Store:
 
 def begin() -> None:
     """Where the launcher may start its ranks again: they connect by a store that the first of them opens, for in the
-    launcher's torch finds where ranks were that are dead. Raises TimeoutError."""
+    launcher's torch finds where ranks were that are dead. It is at rank 0's own address, as the dock is: what stands at
+    MASTER_ADDR may forward MASTER_PORT alone, as a Service of Kubernetes does. Raises TimeoutError."""
     global _own_store
     if not may_restart() or launcher_store()[2]:
         return
-    env = launch_env()
+    env, place = launch_env(), ""
     if env["rank"] == 0:
-        _own_store = dist.TCPStore(launcher_store()[0], 0, None, True, wait_for_workers=False)
-    port = _own_store.port if _own_store is not None else 0
-    begin_start(*agree(store(), env["rank"], env["world_size"], port))
+        from mindspeed_rl_plugin.dock.joining import reachable_address
+
+        _own_store = dist.TCPStore(host := reachable_address(), 0, None, True, wait_for_workers=False)
+        place = f"{host} {_own_store.port}"
+    name, place = agree(store(), env["rank"], env["world_size"], place)
+    begin_start(name, *place.split())
 
 
-def agree(keys: dist.Store, rank: int, world: int, port: int) -> tuple[str, int]:
-    """A name of this start, and the port that its rank 0 gives, on all ranks, whatever the dead ones of earlier starts
+def agree(keys: dist.Store, rank: int, world: int, place: str) -> tuple[str, str]:
+    """A name of this start, and the place that its rank 0 gives, on all ranks, whatever the dead ones of earlier starts
     have written. (TORCHELASTIC_RESTART_COUNT is no name: each agent counts its own.)"""
     if rank == 0:
         name = secrets.token_hex(8)
-        threading.Thread(target=_answer, args=(keys, name, port, world), daemon=True, name="start").start()
-        return name, port
+        threading.Thread(target=_answer, args=(keys, name, place, world), daemon=True, name="start").start()
+        return name, place
     question, end = secrets.token_hex(8), time.monotonic() + BEGIN_SECONDS
     keys.set(f"asks {rank}", question)
     while not keys.check([question]):
         if time.monotonic() > end:
             raise TimeoutError(f"rank 0 did not start within {BEGIN_SECONDS:g} s; look at what it says")
         time.sleep(LOOK_SECONDS)
-    name, port = keys.get(question).decode().split()
+    name, place = keys.get(question).decode().split(maxsplit=1)
     keys.set(f"{name} {rank}", "heard")
-    return name, int(port)
+    return name, place
 
 
-def _answer(keys: dist.Store, name: str, port: int, world: int) -> None:
+def _answer(keys: dist.Store, name: str, place: str, world: int) -> None:
     """Until all have heard it."""
     left, told, end = set(range(1, world)), dict[int, bytes](), time.monotonic() + BEGIN_SECONDS
     with contextlib.suppress(dist.DistError):  # the launcher is gone
@@ -142,7 +146,7 @@ def _answer(keys: dist.Store, name: str, port: int, world: int) -> None:
             left = {rank for rank in left if not keys.check([f"{name} {rank}"])}
             for rank in left:
                 if keys.check([key := f"asks {rank}"]) and (asked := keys.get(key)) != told.get(rank):
-                    keys.set(asked.decode(), f"{name} {port}")
+                    keys.set(asked.decode(), f"{name} {place}")
                     told[rank] = asked
             time.sleep(LOOK_SECONDS)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from mindspeed_rl_plugin.dock import joining
 from mindspeed_rl_plugin.environment import begin_start, environment_apart, is_part, launch_env, launcher_store
 from mindspeed_rl_plugin.generators import ranks
 from mindspeed_rl_plugin.generators.ranks import Split, agree, begin, part
@@ -111,26 +112,28 @@ def test_the_ranks_of_each_start_agree_whatever_the_last_ones_left(monkeypatch) 
     monkeypatch.setattr(ranks, "LOOK_SECONDS", 0.01)
     keys = dist.HashStore()
 
-    def start(world: int, port: int) -> set[tuple[str, int]]:
+    def start(world: int, place: str) -> set[tuple[str, str]]:
         with ThreadPoolExecutor(world) as pool:
-            work = [pool.submit(agree, keys, rank, world, port if rank == 0 else 0) for rank in range(world)]
+            work = [pool.submit(agree, keys, rank, world, place if rank == 0 else "") for rank in range(world)]
             return {one.result(timeout=10) for one in work}
 
-    ((first, port),) = start(3, 1001)
-    assert port == 1001
+    ((first, place),) = start(3, "a 1001")
+    assert place == "a 1001"
     with monkeypatch.context() as short, pytest.raises(TimeoutError, match="rank 0 did not start within 0.1 s"):
         short.setattr(ranks, "BEGIN_SECONDS", 0.1)
-        agree(keys, 2, 3, 0)
-    ((last, port),) = start(4, 1003)
-    assert port == 1003 and last != first
+        agree(keys, 2, 3, "")
+    ((last, place),) = start(4, "a 1003")
+    assert place == "a 1003" and last != first
 
 
 @pytest.mark.parametrize(("restarts", "shared", "changes"), [("0", "True", 0), ("2", "False", 0), ("2", "True", 1)])
 def test_where_ranks_may_start_again_they_have_a_store_of_each_start(
     rank, monkeypatch, restarts: str, shared: str, changes: int
 ) -> None:
-    """What the launcher's store holds stays out of it; generators go on to use that, under the name of the start."""
+    """What the launcher's store holds stays out of it; generators go on to use that, under the name of the start. At
+    MASTER_ADDR nothing but the launcher's port may be open."""
     rank(0, 1)
+    monkeypatch.setattr(joining, "own_address", lambda: "0.0.0.0")
     launcher = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     launcher.set("mindspeed_rl//dock", "of the last start")
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.port), "MINDSPEED_RL_START": ""}
@@ -142,9 +145,19 @@ def test_where_ranks_may_start_again_they_have_a_store_of_each_start(
     begin()  # of the import line, behind the runner's
     assert launcher_store() == before
     assert (os.environ["MASTER_PORT"] != str(launcher.port)) == changes
+    assert os.environ["MASTER_ADDR"] == ("0.0.0.0" if changes else "127.0.0.1")
     host, port, name = launcher_store()
     assert (host, port, bool(name)) == ("127.0.0.1", launcher.port, changes)
     assert ranks.store().check(["dock"]) == (not changes)
     assert "MINDSPEED_RL_START" not in environment_apart()
-    begin_start("next", 5)
+    begin_start("next", "b", "5")
     assert launcher_store() == ("127.0.0.1", launcher.port, "next")
+
+
+@pytest.mark.parametrize(
+    ("own", "taken"), [("10.1.2.3", "10.1.2.3"), ("127.0.1.1", "first"), ("fe80::1%eth0", "first")]
+)
+def test_an_address_that_others_cannot_use_is_left_to_the_name(monkeypatch, own: str, taken: str) -> None:
+    monkeypatch.setattr(joining, "own_address", lambda: own)
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    assert joining.reachable_address() == taken
