@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+from small_tokenizers import make
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.timing.inputs import Setup
@@ -141,6 +142,32 @@ def test_what_is_assumed_is_said_at_the_advice_and_what_is_given_or_measured_is_
     assert by_hand.endswith(", --tail 0.8"), "the run's own are not in use then"
     assert not any("--response-tokens" in line for line in said("--from", tmp_path / "rl", "--tail", 0.5))
     assert not any("--pull-s 1" in line for line in said("--from", tmp_path / "rl", "--pull-s", 1))
+
+
+def test_prompts_of_a_script_are_as_long_as_a_run_renders_them(tmp_path, capsys, monkeypatch):
+    """`words` has a token a character; a prompt of 2,000 is longer than --rl-max-prompt-length."""
+    make("words", "chatml").save_pretrained(tmp_path / "tokenizer")
+    for name, texts in (("a", ["1", "12", "1" * 2000]), ("b", ["1234567"])):
+        rows = "".join(json.dumps({"q": text, "answer": "2"}) + "\n" for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    words = f"--rl-prompt-data {tmp_path}/a.jsonl {tmp_path}/b.jsonl --rl-tokenizer {tmp_path}/tokenizer"
+    words += " --rl-apply-chat-template --rl-prompt-key q"
+
+    def said(more, *options):
+        assert plan.main(["--schedule", str(script(tmp_path, f"{words} {more}")), *options]) == 0
+        return capsys.readouterr().out
+
+    frame = len("Suser\n" + "E\nSassistant\n")  # S and E are control tokens
+    line = "prompts mean {} tokens, of at most the first 100 rows of each file of --rl-prompt-data\n"
+    assert line.format(frame + 3) in (out := said("")) and "--prompt-tokens" not in out
+    monkeypatch.setattr(schedule, "ROWS", 1)
+    assert line.format(frame + 4) in said("")
+    assert "prompts mean" not in said("--rl-prompt-key answers", "--prompt-tokens", "9")
+    for more in (f"--rl-tokenizer {tmp_path}/none", f"--rl-prompt-data {tmp_path}/none.jsonl", "--rl-environment e"):
+        assert "--prompt-tokens 0\n" in (out := said(more)) and "prompts mean" not in out
+    assert plan.main(["--schedule", str(script(tmp_path, f"{words} --rl-prompt-key x"))]) == 1
+    error = capsys.readouterr().err
+    assert "a.jsonl line 1 has no field 'x'" in error and error.endswith("; with --prompt-tokens no data is read\n")
 
 
 def test_a_run_that_tells_nothing_of_decode_steps_and_one_whose_engines_change(tmp_path, capsys):

@@ -13,11 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.loop.arithmetic import derive_for
 from mindspeed_rl_plugin.loop.timing import calibrate
 from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal
 from mindspeed_rl_plugin.loop.timing.simulate import Outcome, simulate
+from mindspeed_rl_plugin.prompts import Renderer
+from mindspeed_rl_plugin.prompts.sources import open_source
+from mindspeed_rl_plugin.prompts.tokenizer import TOKENIZER_FLAGS, load_tokenizer
 from mindspeed_rl_plugin.tools.layout_args import check_least
 from mindspeed_rl_plugin.tools.plan.script_args import rl_flags
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
@@ -34,6 +38,8 @@ ASSUMED = {
     "pull_s": (3.0, "seconds in which an engine reads weights, beside its steps"),
     "apply_s": (0.5, "seconds in which an engine puts them in"),
 }
+ROWS = 100  # of a file whose prompts are rendered
+PROMPTS = f"mean {{}} tokens, of at most the first {ROWS} rows of each file of --rl-prompt-data"
 MOST = 8  # numbers of generators that are tried, spread over those that divide
 WORTH = 1.02  # gain below which the simpler schedule is advised
 TAIL, FILL = 0.8, 0.4  # assumed lengths: sigma of the lognormal, mean over the limit
@@ -54,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
     add("--node", type=int, default=8, help="ranks of a machine (default: %(default)s)")
     add("--staleness", type=int, help="--rl-max-staleness (default: that of the script or run)")
     add("--response-tokens", type=float, help=f"mean length (default: the run's, or {FILL:g} of the limit)")
-    add("--prompt-tokens", type=int, help="mean length of a prompt (default: the run's, or 0)")
+    add("--prompt-tokens", type=int, help="mean length of a prompt (default: the run's, else that of the script's "
+        "data, or 0)")  # fmt: skip
     add("--tail", type=float, help=f"sigma of lognormal lengths (default: the run's, or {TAIL:g})")
     add("--grade-s", type=float, help="mean seconds of a grading call (default: those of the run, or 0)")
     for name, (value, what) in ASSUMED.items():
@@ -68,7 +75,8 @@ def report(options: argparse.Namespace) -> list[str]:
     runs = [calibrate.observed(folder) for folder in options.runs]
     if not options.script and not runs:
         raise ValueError("give a launch script with RL flags, or a run of yours by --from RUN_DIR")
-    setup = script_setup(options.script) if options.script else runs[0].setup
+    from_data = not runs and options.prompt_tokens is None
+    setup = script_setup(options.script, prompts=from_data) if options.script else runs[0].setup
     if options.script and runs:  # which a script does not say
         setup = replace(setup, prompt_tokens=runs[0].setup.prompt_tokens)
     if options.prompt_tokens is not None:
@@ -77,7 +85,7 @@ def report(options: argparse.Namespace) -> list[str]:
         setup = replace(setup, staleness=options.staleness)
     costs, notes, assumed = _costs(options, runs)
     responses, lengths, assumed_too = _responses(options, setup, runs)
-    if not runs and options.prompt_tokens is None:
+    if from_data and not setup.prompt_tokens:
         assumed_too["prompt_tokens"] = setup.prompt_tokens
     setups = list(candidates(setup, options.world or setup.world, options.node))
     outcomes = [simulate(one, costs, responses) for one in setups]
@@ -87,6 +95,7 @@ def report(options: argparse.Namespace) -> list[str]:
         f"run     {options.world or setup.world} ranks; a rollout has {sizes.prompts} prompts x {sizes.members} "
         f"responses and {sizes.steps} optimizer steps; async with k = {setup.staleness}, {setup.order} order",
         f"lengths {lengths}",
+        *([f"prompts {PROMPTS.format(setup.prompt_tokens)}"] if from_data and setup.prompt_tokens else ()),
         *notes,
         *(f"note    {flag} excludes --rl-schedule {one}" for one, flag in setup.ruled_out.items()),
         *("", *aligned([HEAD, *rows], 1), ""),
@@ -95,9 +104,9 @@ def report(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def script_setup(path: Path, timeout: float = 60.0) -> Setup:
-    """What a launch script's flags say. Raises ValueError for a script without RL flags, and for sizes that do not
-    divide."""
+def script_setup(path: Path, timeout: float = 60.0, prompts: bool = False) -> Setup:
+    """What a launch script's flags say, with `prompts` its data too. Raises ValueError for a script without RL flags,
+    for sizes that do not divide, and for a row that a run refuses."""
     with TemporaryDirectory(prefix="plan-") as scratch:
         launch = capture(path.resolve(), Path(scratch), timeout)
     flags = Flags.parse(launch.arguments)
@@ -124,7 +133,27 @@ def script_setup(path: Path, timeout: float = 60.0) -> Setup:
         data_parallel=trainers,
         train_iters=flags.number("--train-iters", 1),
     )
-    return Setup.of(config, arithmetic, trainers * ranks)
+    setup = Setup.of(config, arithmetic, trainers * ranks)
+    return replace(setup, prompt_tokens=prompt_tokens(flags, config, launch.cwd)) if prompts else setup
+
+
+def prompt_tokens(flags: Flags, config: RLConfig, folder: Path) -> int:
+    """Mean tokens of a prompt in the first rows of each file, rendered as in a run; 0 where the files, or the folder of
+    a tokenizer, are not here, and in episodes, whose tools are not known yet."""
+    data, files = config.data, [folder / path for path in config.data.prompt_data]
+    tokenizer = next((folder / path for path in map(flags.get, TOKENIZER_FLAGS) if path), None)
+    here = tokenizer is not None and tokenizer.is_dir() and all(file.exists() for file in files)
+    if config.episodes.on or not here:
+        return 0
+    try:
+        made = load_tokenizer(str(tokenizer), data.trust_remote_code)
+        renderer = Renderer(made, data.prompt_key, data.answer_key, data.apply_chat_template)
+        sources = [open_source(str(file)) for file in files]
+        lengths = [len(renderer.read(s, i, i).tokens) for s in sources for i in range(min(len(s), ROWS))]
+    except ValueError as error:
+        raise ValueError(f"{error}; with --prompt-tokens no data is read") from error
+    kept = [length for length in lengths if length <= data.max_prompt_length]
+    return round(sum(kept) / max(len(kept), 1))
 
 
 def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
