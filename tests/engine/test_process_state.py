@@ -146,26 +146,11 @@ def test_the_steps_of_this_vllm_do_not_depend_on_the_clock() -> None:
     assert not vllm_api.steps_look_at_the_clock(EngineCore) and steps(1) == steps(2)
 
 
-@pytest.mark.parametrize("kind, config", [("cuda", None), ("npu", {"enable_cpu_binding": False}), ("cpu", None)])
-def test_what_only_an_accelerator_is_given(kind, config) -> None:
-    given = vllm_engine._arguments(VllmOptions({}, 32, memory_utilization=0.5), kind, "there")
-    assert given.get("async_scheduling") == (None if kind == "cpu" else True)
-    assert (given.get("additional_config") or {}).items() >= (config or {}).items()
-    assert ("additional_config" in given) == (kind == "npu")
-
-
 @pytest.mark.parametrize("count, said", [(72, "captured 72 graphs"), (0, "captured no graphs")])
 def test_graphs_are_counted(make_engine, capsys, count, said) -> None:
     """An engine whose compiler does nothing decodes without them, and says nothing itself."""
     make_engine(graphs=count)
     assert said in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind, given", [("npu", {"cudagraph_capture_sizes": [1, 8]}), ("cpu", None)])
-def test_sizes_of_graphs_are_the_users(kind, given) -> None:
-    options = VllmOptions({}, 32, memory_utilization=0.5, graph_sizes=(8, 1, 8))
-    assert vllm_engine._arguments(options, kind, "there").get("compilation_config") == given
-    assert "compilation_config" not in vllm_engine._arguments(VllmOptions({}, 32), "npu", "there")
 
 
 def test_names_of_torch_are_the_trainers_again(make_engine, fake_vllm, monkeypatch) -> None:

@@ -452,27 +452,36 @@ def test_a_share_of_memory_that_is_given_stands_and_else_it_is_measured(make_eng
     assert "gpu_memory_utilization" not in on_cpu and on_cpu["kv_cache_memory_bytes"] == 1 << 30
 
 
+MOE, LATENT = {"model_type": "qwen3_moe"}, {"model_type": "deepseek_v3", "kv_lora_rank": 8}
+DENSE, SIZES = {"model_type": "qwen3"}, {"cudagraph_capture_sizes": [1, 8]}
+
+
 @pytest.mark.parametrize(
-    "kind, family, backend",
+    "name, kind, config, value",
     [
-        ("cuda", "qwen3_moe", "triton"),
-        ("cuda", "deepseek_v3", "triton"),
-        ("cuda", "qwen3", None),
-        ("npu", "qwen3_moe", None),
-        ("cpu", "qwen3_moe", None),
+        ("moe_backend", "cuda", MOE, "triton"),  # whose kernels permute no weights
+        ("moe_backend", "cuda", LATENT, "triton"),
+        ("moe_backend", "cuda", DENSE, None),
+        ("moe_backend", "npu", MOE, None),
+        ("moe_backend", "cpu", MOE, None),
+        ("block_size", "cpu", DENSE, 32),  # prefixes are kept in short blocks
+        ("block_size", "cpu", LATENT, None),
+        ("block_size", "cuda", DENSE, None),
+        ("block_size", "npu", DENSE, None),
+        ("compilation_config", "npu", DENSE, SIZES),  # the user's sizes of graphs
+        ("compilation_config", "cpu", DENSE, None),
+        ("async_scheduling", "cuda", DENSE, True),
+        ("async_scheduling", "npu", DENSE, True),
+        ("async_scheduling", "cpu", DENSE, None),
+        ("additional_config", "cuda", DENSE, None),
+        ("additional_config", "cpu", DENSE, None),
     ],
 )
-def test_kernels_of_experts_are_chosen_on_cuda(kind, family, backend) -> None:
-    options = VllmOptions({"model_type": family}, 32, memory_utilization=0.5)
-    assert vllm_engine._arguments(options, kind, "there").get("moe_backend") == backend
-
-
-@pytest.mark.parametrize(
-    "kind, more, block", [("cpu", {}, 32), ("cpu", {"kv_lora_rank": 8}, None), ("cuda", {}, None), ("npu", {}, None)]
-)
-def test_prefixes_are_kept_in_short_blocks_on_a_cpu(kind, more, block) -> None:
-    options = VllmOptions({"model_type": "qwen3", **more}, 32, memory_utilization=0.5)
-    assert vllm_engine._arguments(options, kind, "there").get("block_size") == block
+def test_what_vllm_is_given(name, kind, config, value) -> None:
+    options = VllmOptions(config, 32, memory_utilization=0.5, graph_sizes=(8, 1, 8))
+    assert vllm_engine._arguments(options, kind, "there").get(name) == value
+    given = vllm_engine._arguments(VllmOptions({}, 32), "npu", "there")
+    assert "compilation_config" not in given and given["additional_config"]["enable_cpu_binding"] is False
 
 
 class Experts(torch.nn.Module):
