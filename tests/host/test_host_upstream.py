@@ -4,39 +4,26 @@ The checkouts come from MEGATRON_LM_PATH (several, colon separated) and MINDSPEE
 """
 
 import os
-import re
-from pathlib import Path
 
 import pytest
 import torch
+from checkouts import cores, under_mindspeed
 
 pytestmark = pytest.mark.upstream
 
 
-def checkouts() -> dict[str, Path]:
-    """Core version (major.minor) -> checkout."""
-    paths = {}
-    for path in filter(None, os.environ.get("MEGATRON_LM_PATH", "").split(":")):
-        info = (Path(path) / "megatron/core/package_info.py").read_text()
-        numbers = [re.search(rf"^{name} = (\d+)", info, re.MULTILINE).group(1) for name in ("MAJOR", "MINOR")]
-        paths[".".join(numbers)] = Path(path)
-    return paths
-
-
 @pytest.mark.parametrize("version", ["0.12", "0.16", "0.18", "0.19"])
 def test_megatron(resumed, version, split):
-    if version not in checkouts():
+    if version not in cores():
         pytest.skip(f"no checkout of core {version} in MEGATRON_LM_PATH")
-    checkout = checkouts()[version]
+    checkout = cores()[version]
     resumed(checkout / "pretrain_gpt.py", *split, "--ckpt-format", "torch", PYTHONPATH=str(checkout))
 
 
 def test_mindspeed(pretrain, resumed, split):
     """MindSpeed's adaptor imports, patches, and what it patched trains to the same losses as Megatron alone."""
-    if "0.12" not in checkouts() or "MINDSPEED_PATH" not in os.environ:
-        pytest.skip("no checkout of core 0.12 in MEGATRON_LM_PATH, or no MINDSPEED_PATH")
-    checkout = checkouts()["0.12"]
-    script, paths = checkout / "pretrain_gpt.py", f"{checkout}:{os.environ['MINDSPEED_PATH']}"
+    checkout, paths = under_mindspeed()
+    script = checkout / "pretrain_gpt.py"
     with_it = resumed(script, *split, "--ckpt-format", "torch", PYTHONPATH=paths, MINDSPEED="1")
     alone = pretrain(script, *split, iterations=4, PYTHONPATH=str(checkout))
     assert [loss for loss, _ in with_it] == pytest.approx([loss for loss, _ in alone], rel=1e-5)
@@ -53,11 +40,8 @@ CONTEXT = {
 @pytest.mark.parametrize("algorithm", CONTEXT)
 def test_mindspeeds_context_parallelism(pretrain, algorithm):
     """Its own exchange of keys and values between ranks trains as one rank does."""
-    if "0.12" not in checkouts() or "MINDSPEED_PATH" not in os.environ:
-        pytest.skip("no checkout of core 0.12 in MEGATRON_LM_PATH, or no MINDSPEED_PATH")
-    ranks, flags = CONTEXT[algorithm]
-    script = checkouts()["0.12"] / "pretrain_gpt.py"
-    paths = f"{checkouts()['0.12']}:{os.environ['MINDSPEED_PATH']}:{os.environ.get('PYTHONPATH', '')}"  # of scipy
+    (checkout, paths), (ranks, flags) = under_mindspeed(), CONTEXT[algorithm]
+    script, paths = checkout / "pretrain_gpt.py", f"{paths}:{os.environ.get('PYTHONPATH', '')}"  # of scipy
     grouped = ("--use-flash-attn", "--group-query-attention", "--num-query-groups", 2)
     split = ("--context-parallel-size", ranks, "--context-parallel-algo", *flags.split())
     several = pretrain(script, *grouped, *split, ranks=ranks, PYTHONPATH=paths, MINDSPEED="1")
@@ -67,8 +51,7 @@ def test_mindspeeds_context_parallelism(pretrain, algorithm):
 
 def test_mindspeed_patches_after_transformers(snippet):
     """Its search through all modules passes over those that import more when they are asked for a name."""
-    if "0.12" not in checkouts() or "MINDSPEED_PATH" not in os.environ:
-        pytest.skip("no checkout of core 0.12 in MEGATRON_LM_PATH, or no MINDSPEED_PATH")
+    _, paths = under_mindspeed()
     snippet(
         """
         from mindspeed_rl_plugin import host
@@ -90,6 +73,6 @@ def test_mindspeed_patches_after_transformers(snippet):
         from megatron.training import training
         assert training.train_step() == ("wrapped", held)
         """,
-        PYTHONPATH=f"{checkouts()['0.12']}:{os.environ['MINDSPEED_PATH']}",
+        PYTHONPATH=paths,
         timeout=240,
     )

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkouts import checkouts, under_mindspeed
 
 from mindspeed_rl_plugin.host.torch_originals import RESTORED, demand_compile, torch_originals
 
@@ -82,7 +83,7 @@ def replaced(checkout: Path) -> set[str]:
 def test_every_name_has_a_verdict(variable, package) -> None:
     if variable not in os.environ:
         pytest.skip(f"{variable} is not set")
-    names = set().union(*(replaced(Path(path) / package) for path in os.environ[variable].split(os.pathsep)))
+    names = set().union(*(replaced(path / package) for path in checkouts(variable)))
     assert names and not names - {*RESTORED, *STAY}
     if package == "mindspeed":
         assert set(RESTORED) <= names  # else the row can go
@@ -90,9 +91,7 @@ def test_every_name_has_a_verdict(variable, package) -> None:
 
 @pytest.mark.upstream
 def test_the_engine_finds_torchs_own_under_mindspeed(snippet) -> None:
-    paths = [p for p in os.environ.get("MEGATRON_LM_PATH", "").split(":") if "0.12" in p]
-    if not paths or "MINDSPEED_PATH" not in os.environ:
-        pytest.skip("no checkout of core 0.12 in MEGATRON_LM_PATH, or no MINDSPEED_PATH")
+    _, paths = under_mindspeed()
     snippet(
         """
         from mindspeed_rl_plugin import host
@@ -108,6 +107,6 @@ def test_the_engine_finds_torchs_own_under_mindspeed(snippet) -> None:
             assert names() == own
         assert names() == theirs
         """,
-        PYTHONPATH=f"{paths[0]}:{os.environ['MINDSPEED_PATH']}",
+        PYTHONPATH=paths,
         timeout=240,
     )

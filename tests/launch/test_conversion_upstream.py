@@ -7,13 +7,13 @@ same order. What MindSpeed-LLM imports and this environment lacks (peft) gets th
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from checkouts import checkouts, cores
 from safetensors.torch import load_file
 
-from mindspeed_rl_plugin.tools.patch import SCRIPT, core_version
+from mindspeed_rl_plugin.tools.patch import SCRIPT
 
 SIZES = dict(vocab_size=4224, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
 SIZES |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=32, tie_word_embeddings=False)
@@ -21,10 +21,6 @@ FLAGS = "--qk-layernorm --kv-channels 32 --group-query-attention --num-query-gro
 FLAGS += " --spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec"
 FLAGS += " --no-create-attention-mask-in-dataloader --use-mcore-models --save-interval 2"
 HF2MG = "--enable-hf2mg-convert --model-type-hf qwen3"
-
-
-def checkouts(name):
-    return [Path(path) for path in os.environ.get(name, "").split(os.pathsep) if path]
 
 
 def has_mg2hf(llm):
@@ -51,7 +47,7 @@ def hugging_face(megatron):
 @pytest.mark.parametrize("i", range(max(1, len(checkouts("MINDSPEED_LLM_PATH")))))
 def test_weights_are_converted_at_a_start_and_for_a_resume_only_where_its_reference_is_gone(megatron, hugging_face, i):
     mindspeed, llm = (checkouts(name)[i] for name in ("MINDSPEED_PATH", "MINDSPEED_LLM_PATH"))
-    core = next(path for path in checkouts("MEGATRON_LM_PATH") if core_version(path)[:2] == (0, 12))
+    core = cores()["0.12"]
     path = os.pathsep.join(map(str, (core, mindspeed, llm, *filter(None, [os.environ.get("PYTHONPATH")]))))
     save = megatron.folder / f"out-{i}"
     back = ["--enable-mg2hf-convert", "--hf-cfg-dir", str(hugging_face)] if has_mg2hf(llm) else []

@@ -4,11 +4,10 @@ The checkouts come from MEGATRON_LM_PATH, MINDSPEED_PATH and MINDSPEED_LLM_PATH.
 """
 
 import ast
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from checkouts import checkouts
 from flag_table import verdict
 
 from mindspeed_rl_plugin.config.upstream import UPSTREAM
@@ -71,10 +70,10 @@ def test_a_condition_over_a_refused_flag_is_seen() -> None:
 @pytest.mark.upstream
 @pytest.mark.parametrize("variable", ["MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH"])
 def test_nobody_reads_it_without(variable: str) -> None:
-    if variable not in os.environ:
+    if not checkouts(variable):
         pytest.skip(f"{variable} is not set")
     found, seen = set(), 0
-    for checkout in map(Path, os.environ[variable].split(os.pathsep)):
+    for checkout in checkouts(variable):
         for folder in ("megatron/training", "mindspeed", "mindspeed_llm"):
             for path in (checkout / folder).rglob("*.py"):
                 name = str(path.relative_to(checkout))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkouts import checkouts
 from flag_table import verdict
 
 from mindspeed_rl_plugin.config import RLConfig, flag_names
@@ -136,11 +137,9 @@ def scan(root):
 
 @pytest.mark.upstream
 def test_the_record_is_what_the_checkouts_hold():
-    paths = []
-    for variable in ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH"):
-        paths += [(variable, p) for p in os.environ.get(variable, "").split(":") if p]
-    assert paths, "MEGATRON_LM_PATH is empty"
-    for variable, path in paths:
+    assert checkouts(), "MEGATRON_LM_PATH is empty"
+    variables = ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
+    for path in (path for variable in variables for path in checkouts(variable)):
         result = scan(path)
-        assert result in RECORD.values(), f"{variable} {path}: {result}"
+        assert result in RECORD.values(), f"{path}: {result}"
         assert not set(flag_names()) & set(result["flags"]) and not dests() & set(result["names"])

@@ -4,13 +4,13 @@ import argparse
 import dataclasses
 import importlib.util
 import math
-import os
 import re
 import sys
 import types
 from pathlib import Path
 
 import pytest
+from checkouts import checkouts
 
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.config import RLConfig, flag_name, flag_names, limit_problems
@@ -421,8 +421,7 @@ def test_defaults_of_megatrons_own_rl_pass_together_and_what_is_named_instead_is
 def megatrons_parsers():
     """The installed Megatron's arguments.py, and those of the checkouts in MEGATRON_LM_PATH."""
     installed = Path(importlib.util.find_spec("megatron.core").origin).parents[1] / "training" / "arguments.py"
-    checkouts = filter(None, os.environ.get("MEGATRON_LM_PATH", "").split(":"))
-    return [installed, *(Path(c) / "megatron" / "training" / "arguments.py" for c in checkouts)]
+    return [installed, *(checkout / "megatron" / "training" / "arguments.py" for checkout in checkouts())]
 
 
 def group_of(source):

@@ -3,27 +3,15 @@
 The checkouts come from MEGATRON_LM_PATH (several, colon separated) and MINDSPEED_PATH.
 """
 
-import os
-import re
 import shutil
-from pathlib import Path
 
 import pytest
+from checkouts import cores, under_mindspeed
 
 from mindspeed_rl_plugin.tools.patch import SCRIPT, apply_to
 
 # Upstream's scripts ask the data loader for a mask that the watching loop does not make.
 FLAGS = ["--tensor-model-parallel-size", "2", "--no-create-attention-mask-in-dataloader"]
-
-
-def checkouts():
-    """Core version -> checkout."""
-    paths = {}
-    for path in filter(None, os.environ.get("MEGATRON_LM_PATH", "").split(":")):
-        info = (Path(path) / "megatron/core/package_info.py").read_text()
-        numbers = [re.search(rf"^{name} = (\d+)", info, re.MULTILINE).group(1) for name in ("MAJOR", "MINOR")]
-        paths[".".join(numbers)] = Path(path)
-    return paths
 
 
 def start_and_resume(megatron, name, script, env, mode="", stored="torch"):
@@ -49,7 +37,7 @@ def start_and_resume(megatron, name, script, env, mode="", stored="torch"):
 @pytest.mark.parametrize("version", ["0.12", "0.16", "0.18", "0.19"])
 @pytest.mark.parametrize("stored", ["torch", "torch_dist"])
 def test_unmodified_script(megatron, version, stored):
-    checkout = checkouts()[version]
+    checkout = cores()[version]
     start_and_resume(megatron, f"{version}-{stored}", checkout / SCRIPT, {"PYTHONPATH": str(checkout)}, stored=stored)
 
 
@@ -57,21 +45,20 @@ def test_unmodified_script(megatron, version, stored):
 @pytest.mark.parametrize("order", ["mindspeed first", "plugin first"])
 def test_under_mindspeed(megatron, order):
     """Two import lines in one script, in either order, and the runner on top."""
-    checkout = checkouts()["0.12"]
+    checkout, paths = under_mindspeed()
     mindspeed, plugin = "import mindspeed.megatron_adaptor\n", "import mindspeed_rl_plugin.adaptor\n"
     lines = mindspeed + plugin if order == "mindspeed first" else plugin + mindspeed
     script = megatron.folder / f"{order.replace(' ', '_')}.py"
     text = (checkout / SCRIPT).read_text()
     script.write_text(text.replace("import torch\n", "import torch\n" + lines, 1))
-    env = {"PYTHONPATH": f"{checkout}:{os.environ['MINDSPEED_PATH']}"}
-    done = start_and_resume(megatron, script.stem, script, env)
+    done = start_and_resume(megatron, script.stem, script, {"PYTHONPATH": paths})
     assert done.log.count("[rl] RL is attached to Megatron, through MindSpeed's feature manager") == 1
 
 
 @pytest.mark.upstream
 def test_patched_script_alone(megatron):
     """The line from patches/, started by plain torchrun."""
-    checkout = checkouts()["0.19"]
+    checkout = cores()["0.19"]
     copy = megatron.folder / "patched"
     (copy / "megatron/core").mkdir(parents=True)
     shutil.copy(checkout / "megatron/core/package_info.py", copy / "megatron/core")

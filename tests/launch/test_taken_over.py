@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkouts import checkouts, cores
 
 from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.config.verdicts import TAKEN_OVER
@@ -121,12 +122,10 @@ os._exit(0)
 @pytest.mark.parametrize("order", ["never", "before", "after"])
 def test_mindspeed_patches_nothing_for_what_was_taken_over(order):
     """Its adaptor reads the command line while it is imported; what came too late is refused."""
-    first = (os.environ.get(name, "").split(":")[0] for name in ("MINDSPEED_LLM_PATH", "MINDSPEED_PATH"))
-    megatrons = os.environ["MEGATRON_LM_PATH"].split(":")
-    old = next(m for m in megatrons if "MINOR = 12" in Path(m, "megatron/core/package_info.py").read_text())
-    path = os.pathsep.join((*first, old, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
+    first = (checkouts(name)[0] for name in ("MINDSPEED_LLM_PATH", "MINDSPEED_PATH"))
+    path = (*first, cores()["0.12"], Path(__file__).parents[2], os.environ.get("PYTHONPATH", ""))
     command = [sys.executable, "-c", ADAPTOR, order, "--reset-attention-mask", "--transformer-impl", "local", *RL]
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert "\nRESULT " in done.stdout, done.stderr[-4000:]
     patches, problems = json.loads(done.stdout.rpartition("RESULT ")[2])
@@ -141,8 +140,8 @@ def test_what_mindspeed_patches_by_is_known():
     files = [
         file
         for name in ("MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
-        for checkout in os.environ.get(name, "").split(os.pathsep)
-        for file in Path(checkout).glob("mindspeed*/features_manager/**/*.py")
+        for checkout in checkouts(name)
+        for file in checkout.glob("mindspeed*/features_manager/**/*.py")
     ]
     words = set()
     for feature in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import flag_table
 import pytest
+from checkouts import checkouts, cores
 from flag_table import verdict
 
 from mindspeed_rl_plugin.config import verdicts
@@ -76,21 +77,17 @@ def test_which_table_answers(argument, expected):
 
 def platforms():
     """Name -> folders and adaptor of every platform that the checkouts make."""
-    megatrons, *mindspeeds = (
-        list(filter(None, os.environ.get(name, "").split(":")))
-        for name in ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
-    )
-    old = next((m for m in megatrons if "MINOR = 12" in Path(m, "megatron/core/package_info.py").read_text()), None)
-    for megatron in megatrons:
+    old = cores().get("0.12")
+    for megatron in checkouts():
         yield [megatron]
-    for mindspeed, llm in zip(*mindspeeds, strict=True):
+    for mindspeed, llm in zip(checkouts("MINDSPEED_PATH"), checkouts("MINDSPEED_LLM_PATH"), strict=True):
         yield [mindspeed, old, ADAPTORS[0]]
         yield [llm, mindspeed, old, ADAPTORS[1]]
 
 
 def walk(folders):
     """Rows of the parser of a platform, without ours."""
-    path = [str(ROOT), *(f for f in folders if f not in ADAPTORS), os.environ.get("PYTHONPATH", "")]
+    path = [str(ROOT), *(str(f) for f in folders if f not in ADAPTORS), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, str(HERE / "parser_walk.py"), *(f for f in folders if f in ADAPTORS)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
@@ -107,7 +104,7 @@ def walk(folders):
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_every_flag_has_a_verdict_and_every_verdict_a_flag():
-    rows = {" ".join(folders): walk(folders) for folders in platforms()}
+    rows = {" ".join(map(str, folders)): walk(folders) for folders in platforms()}
     assert len(rows) >= 7, "fewer checkouts than versions that the table is about"
     for platform, flags in rows.items():
         assert len(flags) > 400 and [row for row in flags if verdict(*row) is None] == [], platform

@@ -82,9 +82,7 @@ class Result:
         changes the weights and starts from the policy that it is compared with. moved: least KL to the reference."""
         lines = self.metrics
         assert [line["version"] for line in lines] == list(range(updates))
-        worst = [line["logp_diff/max"] for line in lines]
-        print("engine and trainer differ by", worst)
-        assert max(worst) < AGREEMENT, worst
+        self.check_log_probs(updates)
         for line in lines:
             assert line["ratio/mean"] == line["ratio/max"] == 1.0 and line["clip_fraction"] == line["kl/old"] == 0.0
             assert line["reshard/bytes_sent"] == line["reshard/bytes_received"]
@@ -93,6 +91,12 @@ class Result:
             assert line["groups/informative"] > 0 and line["grad_norm"] > 1e-3 and 0.1 < line["entropy"] < 10
         assert len({line["weights/digest"] for line in lines}) == updates
         assert lines[0]["kl/ref"] < 1e-8 and all(line["kl/ref"] > moved for line in lines[1:])
+
+    def check_log_probs(self, rollouts: int = 1) -> None:
+        """Engine and trainer agree in so many rollouts, or more: in all but those that older weights sampled."""
+        worst = [line["logp_diff/max"] for line in self.metrics if "logp_diff/max" in line]
+        print("engine and trainer differ by", worst)
+        assert len(worst) >= rollouts and max(worst) < AGREEMENT, worst
 
     @property
     def metrics(self) -> list[dict]:
@@ -148,7 +152,7 @@ class Job:
         self.extra = (*self.extra, "--rl-dump-dir", str(self.save / "dump"))
         return self
 
-    def start(self) -> None:
+    def start(self) -> Job:
         """Start the agents, afresh or again; their logs are added to."""
         self.processes.clear()
         port = free_port()
@@ -166,6 +170,7 @@ class Job:
                         start_new_session=True,
                     )
                 )
+        return self
 
     def log_file(self, agent: int) -> Path:
         self.save.mkdir(parents=True, exist_ok=True)
@@ -207,6 +212,12 @@ class Job:
         self.start()
         result = self.wait(timeout)
         assert result.code == 0, result.log[-6000:]
+        return result
+
+    def fail(self, timeout: float = 240) -> Result:
+        """Start and wait for the end, which has to be one with an error."""
+        result = self.start().wait(timeout)
+        assert result.code != 0, result.log[-3000:]
         return result
 
     def stop_at(self, iteration: int, timeout: float = 240) -> Result:

@@ -18,8 +18,7 @@ from mindspeed_rl_plugin.dock.places import DONE
 from mindspeed_rl_plugin.launch.checkpoint_files import read_state, read_tracker
 from mindspeed_rl_plugin.monitor.run_files import read_apart
 
-AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
-LAGGED = Path(__file__).with_name("lagged_script.py")
+LAGGED, SLOW = (Path(__file__).with_name(f"{name}.py") for name in ("lagged_script", "slow_grader"))
 ASYNC = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
 STRICT = ("--rl-async-order", "strict")
 # Two optimizer steps of a rollout, so that publications are fewer than iterations.
@@ -79,8 +78,7 @@ def test_engines_of_other_sizes_agree_with_the_trainers(job, nothing_left, moe_m
     flags = ("--train-iters", "4", *ASYNC, "--rl-max-staleness", "0", "--rl-verify-weights", *LAYOUTS[layout])
     of_experts = {"model": moe_model} if "EP2" in layout else {}
     result = job(*flags, ranks=2 + int(flags[-1]), **of_experts).run()
-    worst = [line["logp_diff/max"] for line in result.metrics]
-    assert len(worst) == 4 and max(worst) < AGREEMENT, worst
+    result.check_log_probs(4)
     assert all(line["grad_norm"] > 1e-3 for line in result.metrics)
     nothing_left()
 
@@ -98,23 +96,13 @@ def test_an_evaluation_has_one_version(job, arithmetic, nothing_left) -> None:
     nothing_left()
 
 
-SLOW_TO_GRADE = """
-
-def grade(response, answer):
-    if answer == "late":
-        time.sleep(10)
-    return len(response) % 3
-"""
-
-
 @pytest.mark.slow
 def test_training_and_checkpoints_do_not_wait_for_an_evaluation(job, tmp_path) -> None:
     """A run that ends before an evaluation is over begins it anew after a resume."""
-    (tmp_path / "slow.py").write_text(SLOW_TO_GRADE)
     (tmp_path / "late.jsonl").write_text('{"prompt": "1+1=", "answer": "late"}\n' * 4)
     late = ("--rl-eval-data", f"{tmp_path}/late.jsonl", "--rl-eval-every", "4", "--rl-reward-workers", "6")
     late += ("--rl-reward-timeout", "60")
-    flags = ("--train-iters", "8", "--save-interval", "4", *ASYNC, *late, "--rl-reward", f"{tmp_path}/slow.py:grade")
+    flags = ("--train-iters", "8", "--save-interval", "4", *ASYNC, *late, "--rl-reward", f"{SLOW}:grade")
     running = job(*flags, ranks=2)
     first = running.stop_at(4)
     (evaluation,) = first.evaluations
@@ -164,8 +152,7 @@ def places(job, offered: list[dict[str, str]]) -> list[tuple[int, int]]:
 )
 def test_a_joined_engine_that_is_killed_costs_the_job_nothing(job, joined, nothing_left, moment: str) -> None:
     """Each admitted row is trained once, whoever sampled it, and so is each prompt that a program has offered."""
-    running = job("--train-iters", "6", *ASYNC, "--rl-generators", "0", ranks=1).dumping()
-    running.start()
+    running = job("--train-iters", "6", *ASYNC, "--rl-generators", "0", ranks=1).dumping().start()
     with Client(*running.invitation()) as source:
         with pytest.raises(ValueError, match="row 0 has 99 tokens, --rl-max-prompt-length is 16"):
             source.offer([{"prompt": "1" * 99, "answer": ""}])
@@ -189,8 +176,7 @@ def test_a_joined_engine_that_is_killed_costs_the_job_nothing(job, joined, nothi
 @pytest.mark.slow
 def test_an_engine_leaves_and_another_one_comes(job, joined, nothing_left) -> None:
     """SIGTERM: its rows go back, and it ends with 0."""
-    running = job("--train-iters", "30", *ASYNC, "--rl-generators", "0", ranks=1).dumping()
-    running.start()
+    running = job("--train-iters", "30", *ASYNC, "--rl-generators", "0", ranks=1).dumping().start()
     engines = joined(running)
     first = engines.join()
     running.until(running.rollouts)
@@ -209,23 +195,9 @@ def test_an_engine_leaves_and_another_one_comes(job, joined, nothing_left) -> No
 
 
 @pytest.mark.slow
-def test_an_engine_of_two_ranks_joins(job, joined, nothing_left) -> None:
-    """Its ranks pull and work together; it leaves when the job has ended."""
-    running = job("--train-iters", "4", *ASYNC, "--rl-generators", "0", "--rl-max-staleness", "0", ranks=1).dumping()
-    running.start()
-    engine = joined(running).join(ranks=2)
-    result = running.wait(120)
-    assert result.code == 0 and engine.wait(30) == 0, result.log[-3000:]
-    assert running.trained() == [(e, g, m) for e in range(4) for g in range(4) for m in range(4)]
-    assert max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
-    nothing_left()
-
-
-@pytest.mark.slow
 def test_ray_places_engines_and_starts_one_again_that_dies(job, ray_cluster, nothing_left, monkeypatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
-    running = job("--train-iters", "12", *ASYNC, "--rl-generators", "ray:1,device=cpu", ranks=1).dumping()
-    running.start()
+    running = job("--train-iters", "12", *ASYNC, "--rl-generators", "ray:1,device=cpu", ranks=1).dumping().start()
     running.until(running.rollouts)
     address = running.invitation()[0]
     (engine,) = (p for p in psutil.process_iter(["cmdline"]) if is_engine(p.info["cmdline"], address))
@@ -247,8 +219,7 @@ def is_engine(command: list[str] | None, address: str) -> bool:
 @pytest.mark.slow
 def test_ctrl_c_ends_all_ranks_and_the_engines_that_joined(job, joined, nothing_left) -> None:
     """As a shell sends it: to the launcher and all its ranks."""
-    running = job("--train-iters", "1000", *ASYNC, cold=True).dumping()
-    running.start()
+    running = job("--train-iters", "1000", *ASYNC, cold=True).dumping().start()
     engines = joined(running)
     guest = engines.join()
     running.until(running.rollouts)
@@ -262,8 +233,7 @@ def test_ctrl_c_ends_all_ranks_and_the_engines_that_joined(job, joined, nothing_
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_job_whose_trainer_or_generator_dies_ends(job, joined, nothing_left, rank: int) -> None:
     """Ranks of one launcher fall together; an engine that had joined them ends by itself."""
-    running = job("--train-iters", "1000", *ASYNC, ranks=2).dumping()
-    running.start()
+    running = job("--train-iters", "1000", *ASYNC, ranks=2).dumping().start()
     guest = joined(running).join()
     running.until(running.rollouts)
     running.until("generator rank 1")  # killed while vLLM starts, it leaves a directory
@@ -292,8 +262,7 @@ def test_a_free_run_that_is_resumed_trains_each_row_once(job, arithmetic) -> Non
     data = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "3")
     common = ("--save-interval", "3", *SIZES, *data)
     apart = (*ASYNC, "--rl-max-staleness", "2")
-    first = job("--train-iters", "12", *common, *apart, "--exit-interval", "3", name="run").dumping()
-    first.start()
+    first = job("--train-iters", "12", *common, *apart, "--exit-interval", "3", name="run").dumping().start()
     offered = [{"prompt": f"{n}*2=", "answer": str(2 * n)} for n in range(12)]
     with Client(*first.invitation()) as source:
         assert source.newest(deadline=120) == 0, "three rollouts are admitted; the next one is of offers"
@@ -359,10 +328,8 @@ def test_what_is_ahead_holds_flags_until_the_run_is_over(job, nothing_left) -> N
     common = ("--save-interval", "3", *SIZES)
     first = job("--train-iters", "12", *common, *ASYNC, "--exit-interval", "6", name="run").run()
     assert [line["iteration"] for line in first.metrics] == [*range(1, 7)]
-    refused = job("--train-iters", "12", *common, ranks=1, name="run")
-    refused.start()
-    result = refused.wait(120)
-    assert result.code != 0 and "prompts that were admitted ahead" in result.log
+    result = job("--train-iters", "12", *common, ranks=1, name="run").fail(120)
+    assert "prompts that were admitted ahead" in result.log
     assert "--rl-schedule was async, now sync" in result.log
     job("--train-iters", "10", *common, *ASYNC, name="run").run()  # as far as prompts were admitted
     last = job("--train-iters", "12", *common, ranks=1, name="run").run()
@@ -373,8 +340,7 @@ def test_what_is_ahead_holds_flags_until_the_run_is_over(job, nothing_left) -> N
 def test_a_signal_saves_a_checkpoint_and_ends_all_ranks(job, nothing_left) -> None:
     """torchrun passes SIGTERM to the generators too, whose rows the checkpoint may wait for. Before it a program reads
     what the job does, which is all that a strict order lets it do."""
-    running = job("--train-iters", "1000", *ASYNC, *STRICT, "--exit-signal-handler").dumping()
-    running.start()
+    running = job("--train-iters", "1000", *ASYNC, *STRICT, "--exit-signal-handler").dumping().start()
     running.until(running.rollouts)
     told = r"\[rl\] programs may observe: address (\S+), secret file (\S+)\n"
     with Client(*re.search(told, running.log_file(0).read_text()).groups()) as program:
@@ -413,10 +379,11 @@ def test_new_weights_come_while_responses_are_in_the_making(job, joined, tmp_pat
     prompts = [{"prompt": f"{number}*2=", "answer": ""} for number in (7, 77, 777, 77777)]  # of 4, 5, 6 and 8 tokens
     (tmp_path / "four.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     flags += (*LAST_PART, "--rl-prompt-data", f"{tmp_path}/four.jsonl")
-    running = job(
-        "--train-iters", "8", "--rl-max-response-length", "16", "--rl-max-running", "7", *ASYNC, *flags, ranks=1
-    ).dumping()
-    running.start()
+    running = (
+        job("--train-iters", "8", "--rl-max-response-length", "16", "--rl-max-running", "7", *ASYNC, *flags, ranks=1)
+        .dumping()
+        .start()
+    )
     engine = joined(running).join("never, but slow")
     result = running.wait(120)
     assert result.code == 0 and engine.wait(20) == 0, result.log[-3000:]

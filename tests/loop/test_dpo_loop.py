@@ -75,7 +75,6 @@ def test_a_pair_without_a_rejected_answer_ends_the_job_before_anything_is_built(
     bad = dpo("--train-iters", "1", ranks=1)
     with open(tmp_path / "prompts-pairs.jsonl", "a") as file:
         file.write('\n{"prompt": "1*2=", "chosen": "2"}\n')
-    bad.start()
-    result = bad.wait(200)
-    assert result.code != 0 and "line 65: a pair has a rejected answer" in result.log
+    result = bad.fail(200)
+    assert "line 65: a pair has a rejected answer" in result.log
     assert "building GPT model" not in result.log

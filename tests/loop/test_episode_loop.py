@@ -11,7 +11,6 @@ from last_parts import LAST_PART, check_log_probs, dumped
 from mindspeed_rl_plugin.monitor.dump import read_rollout
 from mindspeed_rl_plugin.monitor.run_files import dump_files
 
-AGREEMENT = 2e-5  # nats, fp32
 TALK, CACHED, GATHERED = (
     Path(__file__).with_name(f"{name}.py") for name in ("talk", "cached_script", "gathered_script")
 )
@@ -90,10 +89,8 @@ def test_under_every_schedule_and_layout_engine_and_trainer_agree(job, long_mode
     made = job(*COMMON, *CASES[case], model=long_model, **more).dumping()
     result = made.run(400)
     lines = result.metrics
-    # A rollout of older weights has no such difference.
-    differences = [line["logp_diff/max"] for line in lines if "logp_diff/max" in line]
-    assert len(lines) == 3 and differences and max(differences) < AGREEMENT
-    assert all(line["episode/turns_mean"] > 1.5 and line["grad_norm"] > 1e-3 for line in lines)
+    result.check_log_probs()
+    assert len(lines) == 3 and all(line["episode/turns_mean"] > 1.5 and line["grad_norm"] > 1e-3 for line in lines)
     if case == "partial rollouts":
         assert max(line["segments/mean"] for line in lines) > 1, "no episode was interrupted in the middle"
     check_dump(made.save / "dump", 2)
@@ -116,9 +113,8 @@ def test_environments_that_fail(job, long_model, nothing_left, rule: str) -> Non
     who = ("--rl-environment", f"{TALK}:Fails", "--rl-environment-timeout", "2", "--rl-environment-on-error", rule)
     made = job(*COMMON, *who, "--rl-reward", "environment", model=long_model).dumping()
     if rule == "stop":
-        made.start()
-        result = made.wait(240)
-        assert result.code != 0 and "--rl-environment-on-error zero or drop" in result.log
+        result = made.fail()
+        assert "--rl-environment-on-error zero or drop" in result.log
     else:
         result = made.run(400)
         assert all(line["episode/failed"] > 0 for line in result.metrics)
@@ -151,15 +147,14 @@ def test_they_agree_with_and_without_the_engines_prefix_cache(job, dense_model, 
 def test_an_engine_joins_with_environments_of_its_own(job, joined, long_model, nothing_left, ranks: int) -> None:
     """What it needs to know of them comes from the job."""
     apart = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-max-staleness", "0", "--rl-correction", "truncate")
-    running = job(*COMMON, *apart, model=long_model, ranks=1).dumping()
-    running.start()
+    running = job(*COMMON, *apart, model=long_model, ranks=1).dumping().start()
     engines = joined(running)
     engine = engines.join(ranks=ranks)
     result = running.wait(300)
     assert result.code == 0, result.log[-4000:] + engines.said()[-3000:]
     assert engine.wait(30) == 0, engines.said()[-3000:]
     assert running.trained() == [(e, g, m) for e in range(3) for g in range(4) for m in range(4)]
-    assert max(line["logp_diff/max"] for line in result.metrics) < AGREEMENT
+    result.check_log_probs(3)
     check_dump(running.save / "dump", 2)
     nothing_left()
 
@@ -170,8 +165,7 @@ def test_new_weights_come_while_episodes_are_in_the_making(job, joined, long_mod
     """In the middle of a turn or between two; `drain` lets all turns of an episode come to their end."""
     apart = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-max-staleness", "2", "--rl-correction", "truncate")
     flags = (*COMMON, "--train-iters", "8", "--rl-max-running", "7", *apart, "--rl-inflight", inflight, *LAST_PART)
-    running = job(*flags, model=long_model, ranks=1).dumping()
-    running.start()
+    running = job(*flags, model=long_model, ranks=1).dumping().start()
     engine = joined(running).join("never, but slow")
     result = running.wait(300)
     assert result.code == 0 and engine.wait(30) == 0, result.log[-4000:]

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 STAND_IN = Path(__file__).parents[1] / "update" / "ranks"
+OVERLAP = ("--overlap-param-gather", "--overlap-grad-reduce")
+VIRTUAL, CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "1"), ("--rl-logprob-chunk-tokens", "3")
+PP2 = ("--pipeline-model-parallel-size", "2")
 TP2, CP2 = ("--tensor-model-parallel-size", "2"), ("--context-parallel-size", "2")
 BY_TOKENS = ("--rl-max-tokens-per-microbatch", "48", "--rl-algorithm", "gspo", "--rl-kl-loss-coef", "0.04")
 FAMILIES = {
@@ -22,6 +25,11 @@ FAMILIES = {
         pytest.param(("--rl-generate-tp", "2"), id="DP2-to-TP2"),
         pytest.param((*TP2, "--rl-generate-tp", "2"), id="TP2-to-TP2"),
         pytest.param((*TP2, "--sequence-parallel", "--rl-generate-tp", "1"), id="TP2SP-to-TP1"),
+        # Parameters are gathered only by the next forward pass: neither the engine nor an output layer that scores in
+        # chunks must get stale shards.
+        pytest.param((*OVERLAP, *CHUNKS), id="overlapped-gather"),
+        pytest.param(("--num-layers", "4", *PP2, *VIRTUAL, *CHUNKS), id="virtual-pipeline"),
+        pytest.param(("--num-layers", "3", *PP2, "--decoder-first-pipeline-num-layers", "1"), id="uneven-pipeline"),
     ],
 )
 def test_engine_and_trainer_agree_after_0_to_3_updates(job, layout):

@@ -19,7 +19,5 @@ def test_a_tokenizer_of_its_own_code_trains_as_the_one_with_the_same_tokens(job,
     one, other = ([[line[name] for name in NUMBERS] for line in run.metrics] for run in (plain, result))
     assert one == other and len(one) == 2
     if not schedule:
-        refused = job(*flags, *own, name="refused")
-        refused.start()
-        result = refused.wait(120)
-        assert result.code and "code of its own (own_tokens.OwnTokenizer), which is not run" in result.log
+        result = job(*flags, *own, name="refused").fail(120)
+        assert "code of its own (own_tokens.OwnTokenizer), which is not run" in result.log

@@ -244,9 +244,8 @@ def test_killed_inside_a_checkpoint_or_an_evaluation_and_restarted(job, arithmet
     script.write_text(KILLED.format(mark=str(mark), patch=INSIDE[stage], script=str(pretrain)))
     evaluated = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "2")
     crashed = job("--train-iters", "6", "--save-interval", "2", *evaluated, script=script)
-    crashed.start()
-    result = crashed.wait(240)
-    assert mark.exists() and result.code != 0 and "Signal 9 (SIGKILL)" in result.log
+    result = crashed.fail()
+    assert mark.exists() and "Signal 9 (SIGKILL)" in result.log
     tracker = crashed.save / "latest_checkpointed_iteration.txt"
     if stage == "save":
         assert (crashed.save / "iter_0000004").exists() and tracker.read_text().strip() == "2"
@@ -275,7 +274,5 @@ def test_after_the_last_round_groups_without_signal_fill_up_or_end_the_run(job, 
     kept = 32 * (1 - first["groups/dropped"])
     assert first["trained/sequences"] + second["trained/sequences"] == kept, "those that fill up count nowhere"
     (tmp_path / "same.py").write_text("def grade(prompt, response, answer):\n    return 1.0\n")
-    none = job(*few, "--rl-reward", f"{tmp_path / 'same.py'}:grade", name="none")
-    none.start()
-    result = none.wait(120)
-    assert result.code != 0 and "--rl-dynamic-sampling-rounds 1: rewards differ in 0 of the 8 groups" in result.log
+    result = job(*few, "--rl-reward", f"{tmp_path / 'same.py'}:grade", name="none").fail(120)
+    assert "--rl-dynamic-sampling-rounds 1: rewards differ in 0 of the 8 groups" in result.log

@@ -2,7 +2,6 @@
 
 import pytest
 
-AGREEMENT = 2e-5  # nats, fp32
 BUDGET = ("--rl-max-tokens-per-microbatch", "48")
 LAYOUTS = {
     "DP2": (),
@@ -21,10 +20,12 @@ def test_a_step_by_tokens_is_the_step_by_rows(job, layout):
     rows = job(*common, *LAYOUTS[layout][1:], name="rows").run().metrics
     run = job(*common, *BUDGET, *LAYOUTS[layout], "--save-interval", "1", name="tokens")
     run.stop_at(1)
-    tokens = run.run().metrics  # goes on in the middle of the first rollout
+    result = run.run()  # goes on in the middle of the first rollout
+    result.check_log_probs()
+    tokens = result.metrics
     assert [line["iteration"] for line in tokens] == [1, 2, 3]
     for line in (tokens[0], tokens[2]):
         assert line["ratio/mean"] == line["ratio/max"] == 1.0 and line["clip_fraction"] == line["kl/old"] == 0.0
-    assert tokens[1]["ratio/max"] > 1.0 and max(line["logp_diff/max"] for line in tokens) < AGREEMENT
+    assert tokens[1]["ratio/max"] > 1.0
     for name in ("loss", "grad_norm", "entropy", "trained/tokens", "reward/mean", "lr"):
         assert tokens[0][name] == pytest.approx(rows[0][name], rel=1e-4, abs=1e-7), name

@@ -12,16 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 
 BLOCK = 32 << 10
-
-
-SLOW_TO_GRADE = """
-import time
-
-def grade(response, answer):
-    if answer == "late":
-        time.sleep(5)
-    return len(response) % 3
-"""
+SLOW = Path(__file__).with_name("slow_grader.py")
 ASYNC = "--rl-schedule async --rl-generators 1 --rl-correction truncate --rl-reward-workers 6 --rl-reward-timeout 60"
 
 
@@ -30,11 +21,10 @@ ASYNC = "--rl-schedule async --rl-generators 1 --rl-correction truncate --rl-rew
 def test_trackers_get_every_number(schedule, job, tmp_path, monkeypatch):
     """Megatron's own flags; W&B offline, for which no account is needed. Under async the first evaluation is late."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    (tmp_path / "slow.py").write_text(SLOW_TO_GRADE)
     (tmp_path / "late.jsonl").write_text('{"prompt": "1+1=", "answer": "late"}\n' * 2)
     where = ("--wandb-project", "rl", "--wandb-exp-name", "grpo", "--wandb-save-dir", str(tmp_path))
     board = ("--tensorboard-dir", str(tmp_path / "board"))
-    data = ("--rl-eval-data", f"{tmp_path}/late.jsonl", "--rl-reward", f"{tmp_path}/slow.py:grade")
+    data = ("--rl-eval-data", f"{tmp_path}/late.jsonl", "--rl-reward", f"{SLOW}:grade")
     result = job("--train-iters", "4", "--rl-eval-every", "2", *where, *board, *data, *schedule.split()).run()
     check_wandb(tmp_path, result.metrics, result.evaluations)
     check_board(tmp_path / "board", result.metrics, result.evaluations)

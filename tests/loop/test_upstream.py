@@ -5,19 +5,18 @@ MindSpeed, which goes with core 0.12.1.
 """
 
 import os
-import re
 import shlex
 from pathlib import Path
 
 import family_models
 import pytest
+from checkouts import checkouts, cores
 
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
 from mindspeed_rl_plugin.tools.convert import to_megatron
 
 pytestmark = [pytest.mark.upstream, pytest.mark.slow]
 
-CHECKOUTS = [Path(p) for p in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if p]
 MINDSPEED = os.environ.get("MINDSPEED_PATH")
 MINDSPEED_LLM = os.environ.get("MINDSPEED_LLM_PATH")
 PACKED = ("--use-flash-attn", "--rl-pack-sequences", "--rl-max-tokens-per-microbatch", "48")
@@ -51,11 +50,6 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-def core_version(checkout: Path) -> tuple[int, ...]:
-    text = (checkout / "megatron" / "core" / "package_info.py").read_text()
-    return tuple(int(re.search(rf"^{part} = (\d+)", text, re.M)[1]) for part in ("MAJOR", "MINOR", "PATCH"))
-
-
 def check(result) -> None:
     assert [line["iteration"] for line in result.metrics] == [1, 2, 3]
     for line in result.metrics:
@@ -78,7 +72,7 @@ def mindspeed_entry(folder: Path, checkout: Path, first: str = "") -> Path:
     return entry
 
 
-@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("checkout", checkouts(), ids=lambda p: p.name)
 def test_plain_megatron(job, checkout):
     result = job(*LAYOUT, script=checkout / "pretrain_gpt.py", path=[checkout]).run(400)
     check(result)
@@ -91,7 +85,7 @@ def test_megatron_under_mindspeed(job, arithmetic, tmp_path, more):
     """The script is unmodified; the file that runs it holds MindSpeed's own import line. Packed: the boundaries of the
     rows go to its flash attention, in whose place on a host the same is computed by torch. The evaluation counts the
     answers of the engine's first rank on both: MindSpeed's all_reduce would leave the second with none."""
-    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    checkout = cores()["0.12"]
     more += ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "3", "--rl-eval-prompts", "4")
     result = job(*LAYOUT, *more, script=mindspeed_entry(tmp_path, checkout), path=[Path(MINDSPEED), checkout]).run(400)
     check(result)
@@ -102,7 +96,7 @@ def test_megatron_under_mindspeed(job, arithmetic, tmp_path, more):
 @pytest.fixture(scope="module")
 def one_rank(shared_job, tmp_path_factory):
     """Three iterations of one rank under MindSpeed, with its flash attention."""
-    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    checkout = cores()["0.12"]
     script = mindspeed_entry(tmp_path_factory.mktemp("alone"), checkout)
     flags = ("--train-iters", "3", "--mock-data", "--use-flash-attn")
     return shared_job(*flags, script=script, path=[Path(MINDSPEED), checkout], ranks=1, name="alone").run(400)
@@ -113,7 +107,7 @@ def one_rank(shared_job, tmp_path_factory):
 @pytest.mark.parametrize("algorithm", CONTEXT)
 def test_mindspeeds_context_parallelism_agrees_with_the_engine(job, one_rank, tmp_path, algorithm):
     """MindSpeed's own split of the rows, rotary embeddings and exchange of heads, or keys and values, between ranks."""
-    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    checkout = cores()["0.12"]
     ranks, flags = CONTEXT[algorithm]
     given = ("--train-iters", "3", "--mock-data", "--use-flash-attn", "--context-parallel-size", str(ranks))
     script = mindspeed_entry(tmp_path, checkout)
@@ -142,7 +136,7 @@ def test_mindspeeds_context_parallelism_takes_the_step_of_one_rank(
     """Experts, and latent attention. From one checkpoint: ranks would initialise experts otherwise."""
     if (family, algorithm) == (LATENT, "ulysses") and not heads_are_exchanged_under_latent_attention():
         pytest.skip("this MindSpeed has no ulysses under latent attention: refused")
-    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    checkout = cores()["0.12"]
     hf, ckpt, vocab = tmp_path / "hf", tmp_path / "ckpt", 1 + max(vocabulary(arithmetic / "tokenizer").values())
     family_models.random_model(family, hf, vocab)
     assert to_megatron.main(["--load", str(hf), "--out", str(ckpt), "--train", "tp1"]) == 0, capsys.readouterr()
@@ -164,7 +158,7 @@ def test_mindspeeds_context_parallelism_takes_the_step_of_one_rank(
 def test_fine_tuning_of_mindspeed_llm(job, arithmetic, tmp_path):
     """Its `posttrain_gpt.py --stage sft` with a trainer and a data set of its own, which RL replaces; cut and resumed.
     Flags that only its data set reads stand in the command line as its launch scripts have them."""
-    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    checkout = cores()["0.12"]
     llm, mindspeed = (path.split(os.pathsep)[0] for path in (MINDSPEED_LLM, MINDSPEED))
     flags = ("--stage", "sft", "--finetune", "--is-instruction-dataset", "--prompt-type", "qwen", "--no-shared-storage")
     flags += ("--reset-attention-mask", "--neat-pack", "--padded-samples", "--data-path", "nowhere", "--split", "1,0,0")
@@ -201,7 +195,7 @@ SAME = ("loss", "grad_norm", "entropy", "ratio/max", "kl/ref", "logp_diff/max", 
 @pytest.mark.parametrize("layout", OPTIMIZERS)
 def test_mindspeeds_layouts_of_the_optimizer(job, training_flags, tmp_path, layout):
     """Three iterations with everything offloaded, and a fourth after a resume, are bitwise those without an offload."""
-    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    checkout = cores()["0.12"]
     ranks, optimizer, more, both = OPTIMIZERS[layout]
     common = {"ranks": ranks, "path": [Path(MINDSPEED), checkout]}
     train = training_flags.replace("--use-distributed-optimizer", optimizer)
@@ -224,7 +218,7 @@ def test_gradients_of_a_model_with_mtp_layers_may_be_sent_early(job, dense_model
     """The last stage's copy of the embedding, for MTP layers that RL does not run, gets no gradient to wait for.
 
     Core 0.12.1 wants sizes of which the distributed optimizer's buckets are multiples of 128 numbers."""
-    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    checkout = cores()["0.12"]
     flags = ("--train-iters", "3", "--mock-data", "--rl-verify-weights")
     flags += ("--pipeline-model-parallel-size", "2", "--mtp-num-layers", "1")
     model = dense_model.replace("--hidden-size 64", "--hidden-size 128")
@@ -235,7 +229,7 @@ def test_gradients_of_a_model_with_mtp_layers_may_be_sent_early(job, dense_model
     assert measured(early) == measured(late)
 
 
-@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("checkout", checkouts(), ids=lambda p: p.name)
 def test_ppo_on_plain_megatron(job, checkout):
     """The critic is built by the script's own model provider; cut and resumed, it goes on where it was."""
     ppo = (*PPO.split(), "--save-interval", "1")
@@ -255,7 +249,7 @@ def test_ppo_on_plain_megatron(job, checkout):
 def test_mindspeeds_dualpipev_agrees_with_one_stage(job, arithmetic, tmp_path, capsys, monkeypatch, stages):
     """Policy and critic end on the first of the stages: log-probs, values, gradients and updates are those of one rank,
     the engine agrees, and a resume goes on. The second run's weights are placed by `import --schedules-method`."""
-    checkout = next(c for c in CHECKOUTS if core_version(c)[:2] == (0, 12))
+    checkout = cores()["0.12"]
     mindspeed, hf = Path(MINDSPEED.split(os.pathsep)[0]), tmp_path / "hf"
     monkeypatch.setitem(family_models.SIZES, "num_hidden_layers", 2 * stages)
     vocab = 1 + max(vocabulary(arithmetic / "tokenizer").values())

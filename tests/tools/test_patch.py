@@ -1,12 +1,12 @@
 """`mindspeed_rl_plugin patch`, and the diffs in patches/: on synthetic trees, and on copies of the real ones."""
 
-import os
 import shutil
 import stat
 import subprocess
 from pathlib import Path
 
 import pytest
+from checkouts import checkouts
 
 from mindspeed_rl_plugin.tools import patch as command
 from mindspeed_rl_plugin.tools.patch import IMPORT_LINE, SCRIPT, TREES
@@ -116,16 +116,14 @@ def test_what_does_not_match_says_what_was_expected(make, capsys, damage, expect
 @pytest.mark.upstream
 def test_real_checkouts(tmp_path):
     """Each checkout is one release of the table: applied and reverted, by the command and by git, on a copy."""
-    paths = [os.environ.get(name, "").split(":") for name in ("MEGATRON_LM_PATH", "MINDSPEED_LLM_PATH")]
-    checkouts = [path for path in sum(paths, []) if path]
-    assert checkouts, "MEGATRON_LM_PATH is empty"
-    for number, checkout in enumerate(checkouts):
+    assert checkouts(), "MEGATRON_LM_PATH is empty"
+    for number, checkout in enumerate([*checkouts(), *checkouts("MINDSPEED_LLM_PATH")]):
         root = tmp_path / str(number)
         root.mkdir()
         for part in ("megatron/core/package_info.py", "mindspeed_llm/__init__.py", "setup.py", SCRIPT):
-            if (Path(checkout) / part).is_file():
+            if (checkout / part).is_file():
                 (root / part).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(Path(checkout) / part, root / part)
+                shutil.copy(checkout / part, root / part)
         original = (root / SCRIPT).read_bytes()
         assert command.main(["--check", str(root)]) == 1, checkout
         line = original.decode().splitlines().index("import torch") + 1

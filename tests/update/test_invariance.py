@@ -3,11 +3,9 @@
 Everything runs through Megatron's own train_step: its schedule, DDP, gradient finalisation, optimizer.
 """
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
+from checkouts import checkouts
 
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -171,12 +169,9 @@ def test_other_aggregations(assert_same, run_cases, aggregation):
         assert_same(got, want)
 
 
-CHECKOUTS = [Path(p) for p in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if p]
-
-
 @pytest.mark.upstream
 @pytest.mark.slow
-@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("checkout", checkouts(), ids=lambda path: path.name)
 def test_other_megatron_versions(assert_same, run_cases, one_rank, checkout):
     """Each checkout named by MEGATRON_LM_PATH (several, separated as in PATH) scales alike, old rules or new."""
     # Core 0.12 ends a job after every replay, and replays only where it is asked to.
