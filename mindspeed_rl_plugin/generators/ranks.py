@@ -5,23 +5,36 @@ Trainers and generators are ranks of one launcher, and share its store; for Mega
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import math
+import os
 import secrets
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.environment import become_part, begin_start, launch_env, launcher_store, may_restart, say
+from mindspeed_rl_plugin.environment import (
+    become_part,
+    begin_start,
+    last_words,
+    launch_env,
+    launcher_store,
+    may_restart,
+    say,
+)
 
-KEY, ENDED = "dock", "ended"  # in the launcher's store
+KEY, ENDED, START = "dock", "ended", "start"  # in the launcher's store
 LOOK_SECONDS = 0.1  # between two looks for a key
 BEGIN_SECONDS = 600.0  # from the first rank that starts to the last
+WATCH_SECONDS = 1.0  # between two looks whether another rank was started again
+_over = threading.Event()  # set where this process ends
 _own_store: dist.Store | None = None  # of this start, while its first rank lives
 
 
@@ -120,35 +133,60 @@ def begin() -> None:
     begin_start(name, *place.split())
 
 
-def agree(keys: dist.Store, rank: int, world: int, place: str) -> tuple[str, str]:
+def agree(
+    keys: dist.Store, rank: int, world: int, place: str, end: Callable[[int], object] = os._exit
+) -> tuple[str, str]:
     """A name of this start, and the place that its rank 0 gives, on all ranks, whatever the dead ones of earlier starts
-    have written. (TORCHELASTIC_RESTART_COUNT is no name: each agent counts its own.)"""
+    have written. (TORCHELASTIC_RESTART_COUNT is no name: each agent counts its own.) From then on a rank ends by `end`
+    when it sees that another one was started again: rank 0 sees all, the others see rank 0. Before there are links of
+    the dock nothing else tells them."""
     if rank == 0:
         name = secrets.token_hex(8)
-        threading.Thread(target=_answer, args=(keys, name, place, world), daemon=True, name="start").start()
+        keys.set(START, name)
+        _thread(_answer, keys, name, place, world, end)
         return name, place
-    question, end = secrets.token_hex(8), time.monotonic() + BEGIN_SECONDS
+    question, until = secrets.token_hex(8), time.monotonic() + BEGIN_SECONDS
     keys.set(f"asks {rank}", question)
     while not keys.check([question]):
-        if time.monotonic() > end:
+        if time.monotonic() > until:
             raise TimeoutError(f"rank 0 did not start within {BEGIN_SECONDS:g} s; look at what it says")
         time.sleep(LOOK_SECONDS)
     name, place = keys.get(question).decode().split(maxsplit=1)
     keys.set(f"{name} {rank}", "heard")
+    _thread(_stay, keys, rank, {0: (START, name.encode())}, end)
     return name, place
 
 
-def _answer(keys: dist.Store, name: str, place: str, world: int) -> None:
-    """Until all have heard it."""
-    left, told, end = set(range(1, world)), dict[int, bytes](), time.monotonic() + BEGIN_SECONDS
+def _thread(work: Callable[..., None], *arguments: object) -> None:
+    """Which is not inside of the store when the interpreter ends."""
+    thread = threading.Thread(target=work, args=arguments, daemon=True, name="start")
+    thread.start()
+    atexit.register(lambda: (_over.set(), thread.join(WATCH_SECONDS)))
+
+
+def _answer(keys: dist.Store, name: str, place: str, world: int, end: Callable[[int], object]) -> None:
+    """Until all have heard it; from then on watch them."""
+    left, told, until = set(range(1, world)), dict[int, bytes](), time.monotonic() + BEGIN_SECONDS
     with contextlib.suppress(dist.DistError):  # the launcher is gone
-        while left and time.monotonic() < end:
+        while left and time.monotonic() < until and not _over.is_set():
             left = {rank for rank in left if not keys.check([f"{name} {rank}"])}
             for rank in left:
                 if keys.check([key := f"asks {rank}"]) and (asked := keys.get(key)) != told.get(rank):
                     keys.set(asked.decode(), f"{name} {place}")
                     told[rank] = asked
             time.sleep(LOOK_SECONDS)
+        _stay(keys, 0, {rank: (f"asks {rank}", asked) for rank, asked in told.items()}, end)
+
+
+def _stay(keys: dist.Store, rank: int, others: Mapping[int, tuple[str, bytes]], end: Callable[[int], object]) -> None:
+    """While what other ranks have written, by (key, value), stays as it was."""
+    with contextlib.suppress(dist.DistError):
+        while others and not _over.wait(WATCH_SECONDS):
+            now = keys.multi_get([key for key, _ in others.values()])
+            for (other, (_, before)), after in zip(others.items(), now, strict=True):
+                if after != before:
+                    last_words(f"rank {rank} stops: rank {other} is gone (the launcher has started it again)", later=1)
+                    return end(1)
 
 
 def publish_address(address: str, secret_file: str) -> None:

@@ -35,6 +35,7 @@ class ServerWeights:
         lost: Callable[[Exception], None],
     ) -> None:
         self.server, self._client, self._lost = server, secrets.token_hex(8), lost
+        self._patience = ASK_SECONDS  # with a server that is left
         try:
             self._workers("join", None, address=address, secret=secret.hex(), machines=machines)
         except BaseException:
@@ -68,8 +69,8 @@ class ServerWeights:
         """The workers leave the job, and the server is free for another one. It may be gone."""
         self._closing.set()
         with contextlib.suppress(*FAILURES):
-            self._workers("leave", ASK_SECONDS)
-            self.server.ask("/resume", seconds=ASK_SECONDS)
+            self._workers("leave", self._patience)
+            self.server.ask("/resume", seconds=self._patience)
 
     def _stay(self) -> None:
         """Let the server know that its client is there. One that does not answer is lost before the job has waited for
@@ -81,6 +82,7 @@ class ServerWeights:
                 heard = time.monotonic()
             except FAILURES as error:
                 if isinstance(error, ValueError) or time.monotonic() - heard > self.server.deadline / 2:
+                    self._patience = STAY_SECONDS  # the job waits for the rows
                     self._lost(error)
                     return
 

@@ -24,6 +24,7 @@ class Fake:
         self.left, self.newest, self.unfit, self.silent = 0, -1, False, False
 
     def ask(self, path, body=None, seconds=None):
+        self.limit = seconds
         self.asked.append((path, body) if body else path)
 
     def workers(self, name, seconds=None, *, client, **arguments):
@@ -105,6 +106,8 @@ def test_a_server_that_hangs_is_lost_in_half_of_the_deadline(weights):
     assert "it did not answer" in str(weights.server.lost.get(timeout=10))
     assert time.monotonic() - begin > 0.15
     assert weights.server.lost.empty()
+    weights.close()
+    assert weights.server.limit == 0.01, "a silent one is left without a long wait"
 
 
 # A process that brings a server to work, and fails the first times it is started.

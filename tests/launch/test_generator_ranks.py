@@ -1,6 +1,7 @@
 """The last ranks of a job become generators, before Megatron counts its ranks."""
 
 import os
+import queue
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -106,24 +107,34 @@ def test_ranks_that_do_not_divide(rank, split: Split, says: str) -> None:
     assert not is_part()
 
 
-def test_the_ranks_of_each_start_agree_whatever_the_last_ones_left(monkeypatch) -> None:
+def test_the_ranks_of_each_start_agree_whatever_the_last_ones_left(monkeypatch, capfd) -> None:
     """One store for three starts. The ranks of the second end while rank 0 has answered nobody: their questions, and
-    the answers to those of the first, are still there."""
+    the answers to those of the first, are still there. Those of the first that still run end when they see others."""
     monkeypatch.setattr(ranks, "LOOK_SECONDS", 0.01)
-    keys = dist.HashStore()
+    monkeypatch.setattr(ranks, "WATCH_SECONDS", 0.05)
+    keys, ended = dist.HashStore(), queue.Queue()
 
     def start(world: int, place: str) -> set[tuple[str, str]]:
         with ThreadPoolExecutor(world) as pool:
-            work = [pool.submit(agree, keys, rank, world, place if rank == 0 else "") for rank in range(world)]
+            work = [
+                pool.submit(agree, keys, rank, world, "" if rank else place, lambda _, rank=rank: ended.put(rank))
+                for rank in range(world)
+            ]
             return {one.result(timeout=10) for one in work}
 
     ((first, place),) = start(3, "a 1001")
     assert place == "a 1001"
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=0.3)
     with monkeypatch.context() as short, pytest.raises(TimeoutError, match="rank 0 did not start within 0.1 s"):
         short.setattr(ranks, "BEGIN_SECONDS", 0.1)
         agree(keys, 2, 3, "")
+    assert ended.get(timeout=5) == 0, "rank 2 has asked again"
     ((last, place),) = start(4, "a 1003")
     assert place == "a 1003" and last != first
+    assert {ended.get(timeout=5) for _ in range(2)} == {1, 2}, "rank 0 is another one"
+    said = capfd.readouterr().err
+    assert all(f"[rl] rank {a} stops: rank {b} is gone (the launcher has st" in said for a, b in ((0, 2), (1, 0)))
 
 
 @pytest.mark.parametrize(("restarts", "shared", "changes"), [("0", "True", 0), ("2", "False", 0), ("2", "True", 1)])

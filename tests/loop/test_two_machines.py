@@ -8,6 +8,7 @@ import time
 
 import golden
 import pytest
+from test_async_ends import FAILING, FAILURES
 from two_machines import start, two_machines, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}")
@@ -71,24 +72,35 @@ def test_it_trains_as_on_one_machine_until_the_cable_is_cut(job, machines, tmp_p
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_killed_is_named_by_the_other(job, machines, tmp_path):
-    both = running(job, machines, tmp_path, *LAYOUT)
-    machines[1].kill()
-    check_stops(both, 0, "connection broke", ENDING)
-    assert both.processes[1].wait(ENDING) == -signal.SIGKILL
-    assert "stops:" not in both.log_file(1).read_text(), "it had no time to say anything"
+@pytest.mark.parametrize(("layout", "killed"), [(LAYOUT, 1), (LAYOUT, 0), (APART, 1)])
+@pytest.mark.parametrize("what", ["machine", "agent"])
+def test_a_machine_or_its_torchrun_that_is_killed_is_named_by_the_other(job, machines, tmp_path, layout, killed, what):
+    """The agent alone, which tells its ranks nothing: they end by themselves."""
+    both = running(job, machines, tmp_path, *layout)
+    machines[killed].kill() if what == "machine" else both.processes[killed].kill()
+    check_stops(both, 1 - killed, "connection broke", ENDING)
+    assert both.processes[killed].wait(ENDING) == -signal.SIGKILL
+    log, end = both.log_file(killed).read_text(), time.monotonic() + ENDING
+    assert "stops:" not in log, "it had no time to say anything"
+    assert (f"torchrun (process {both.processes[killed].pid}) is gone" in log) == (what == "agent")
+    while machines[killed].processes():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("killed", "how"), [(1, "SIGKILL"), (0, "SIGKILL"), (1, "SIGSTOP")])
+@pytest.mark.parametrize(
+    ("killed", "how"), [(1, "SIGKILL"), (0, "SIGKILL"), (1, "SIGSTOP"), (0, "SIGSTOP"), (1, "cut")]
+)
 def test_a_generator_and_a_trainer_on_a_machine_each_end_together(job, machines, tmp_path, killed, how):
-    """Whole processes; the agents live, and see nothing of it. One that is stopped is silent."""
+    """Whole processes; the agents live, and see nothing of it. One that is stopped, or cut off, is silent."""
     both = running(job, machines, tmp_path, *APART)
-    os.kill(both.rank_pid(killed), getattr(signal, how))
-    if how == "SIGKILL":
-        check_stops(both, 1 - killed, "connection broke", ENDING)
-    else:
-        check_stops(both, 1 - killed, f"silent for {HEARTBEAT} s", HEARTBEAT + ENDING)
+    machines[killed].cut() if how == "cut" else os.kill(both.rank_pid(killed), getattr(signal, how))
+    for agent in (1 - killed, killed) if how == "cut" else (1 - killed,):
+        if how == "SIGKILL":
+            check_stops(both, agent, "connection broke", ENDING)
+        else:
+            check_stops(both, agent, f"silent for {HEARTBEAT} s", HEARTBEAT + ENDING)
 
 
 @pytest.mark.slow
@@ -125,6 +137,22 @@ def test_a_job_whose_ranks_the_launcher_starts_again_resumes_by_itself(
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
+@pytest.mark.parametrize("killed", [1, 0])
+@pytest.mark.parametrize(("layout", "again"), [(LAYOUT, "static"), (APART, "static"), (LAYOUT, "c10d")])
+def test_a_rank_that_is_killed_at_its_start_is_not_waited_for(job, machines, tmp_path, layout, again, killed):
+    """While it imports Megatron, so that the other one waits for it in torch, by the store of this start."""
+    both = job("--train-iters", "2", *layout, ranks=1, agents=2, cold=True).dumping()
+    start(both, machines, tmp_path / "t", again)
+    both.until(lambda: len(machines[killed].processes()) >= 2, 60)
+    time.sleep(6)
+    os.kill(both.rank_pid(killed), signal.SIGKILL)
+    result = both.wait(240)  # torch would wait for ten minutes
+    assert result.code == 0, result.log[-6000:]
+    assert both.trained() == [(e, g, m) for e in range(2) for g in range(4) for m in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("layout", [LAYOUT, APART])
 def test_a_machine_that_is_gone_may_come_again(job, machines, tmp_path, layout):
     """Its agent too; the other one starts its ranks again, which wait for those of a new agent. Not with c10d: torch
@@ -137,3 +165,15 @@ def test_a_machine_that_is_gone_may_come_again(job, machines, tmp_path, layout):
     result = both.wait(300)
     assert result.code == 0, result.log[-6000:]
     assert both.trained() == [(e, g, m) for e in range(8) for g in range(4) for m in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_grader_that_fails_on_the_second_machine_ends_the_job(job, machines, tmp_path, how):
+    """Each machine grades the rows that it trains."""
+    (tmp_path / "grader.py").write_text(f"import socket\n__file__ += socket.gethostname()\n{FAILING}")
+    grader = ("--rl-reward", f"{tmp_path}/grader.py:grade", "--rl-reward-timeout", "2")
+    both = running(job, machines, tmp_path, *grader)
+    (tmp_path / f"grader.pymachine-b.{how}").touch()
+    check_stops(both, 0, "ended by an error", ENDING)
+    assert both.processes[1].wait(ENDING) > 0 and FAILURES[how] in both.log_file(1).read_text()

@@ -37,9 +37,13 @@ class Machine:
         """Take the cable out: what is sent is lost, and no connection is closed."""
         ip("-n", self.space, "link", "set", CABLE, "down")
 
+    def processes(self) -> list[int]:
+        """Whatever runs on it, the oldest first."""
+        return sorted(map(int, ip("netns", "pids", self.space).split()))
+
     def kill(self) -> None:
-        """Kill -9 whatever runs on it, the torchrun agent first, so that it tells nobody."""
-        for pid in sorted(map(int, ip("netns", "pids", self.space).split())):
+        """Kill -9 all of it, the torchrun agent first, so that it tells nobody."""
+        for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
