@@ -28,32 +28,25 @@ def clean(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_cpu() -> None:
-    prepare_engine_env("cpu", sleep_mode=True)
-    prepare_engine_env("cpu", sleep_mode=True)
-    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
-    assert "VLLM_ASCEND_ENABLE_NZ" not in os.environ
-
-
-def test_npu() -> None:
-    prepare_engine_env("npu", sleep_mode=True)
-    assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"
-    assert os.environ["VLLM_LOGGING_LEVEL"] == "WARNING"
-
-
-@pytest.mark.parametrize("own", ["1", None])
-def test_symmetric_memory_of_all_reduce_is_off_unless_asked_for(monkeypatch, own) -> None:
+@pytest.mark.parametrize(
+    "kind, name, own, expected",
+    [
+        ("cpu", "VLLM_ENABLE_V1_MULTIPROCESSING", None, "0"),
+        ("cpu", "VLLM_LOGGING_LEVEL", None, "ERROR"),
+        ("cpu", "VLLM_LOGGING_LEVEL", "DEBUG", "DEBUG"),  # the user's defaults win
+        ("cpu", "VLLM_ASCEND_ENABLE_NZ", None, None),
+        ("npu", "VLLM_ASCEND_ENABLE_NZ", None, "0"),
+        ("npu", "VLLM_LOGGING_LEVEL", None, "WARNING"),
+        ("cuda", "VLLM_ALLREDUCE_USE_SYMM_MEM", None, "0"),
+        ("cuda", "VLLM_ALLREDUCE_USE_SYMM_MEM", "1", "1"),
+    ],
+)
+def test_what_is_set(monkeypatch, kind, name, own, expected) -> None:
     if own:
-        monkeypatch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", own)
-    prepare_engine_env("cuda", sleep_mode=True)
-    assert os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] == (own or "0")
-
-
-def test_the_users_defaults_win(monkeypatch) -> None:
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    prepare_engine_env("cpu", sleep_mode=True)
-    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+        monkeypatch.setenv(name, own)
+    for _ in range(2):
+        prepare_engine_env(kind, sleep_mode=True)
+    assert os.environ.get(name) == expected
 
 
 @pytest.mark.parametrize(

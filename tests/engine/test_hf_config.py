@@ -316,6 +316,9 @@ def test_weights_of_experts_add_up_as_in_the_trainer(changes, expected) -> None:
             "ignores --moe-router-score-function",
         ),
         ({**DEEPSEEK, "num_experts": None}, "no model family has .*, multi-latent attention"),
+        ({**MOE, "fix_router": True}, "--fix-router"),
+        ({"scale_emb": 12.0}, "--scale-emb 12.0"),
+        ({"post_norm": True}, "--post-norm"),
         ({**QWEN2_MOE, "kv_channels": 64}, "--kv-channels 64: vLLM's Qwen2MoeForCausalLM takes --hidden-size"),
     ],
 )

@@ -1,13 +1,12 @@
 """How verifiers' prompts are rendered and its calls read, in the interpreter that has verifiers."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from bytes_tokenizer import TEMPLATE, byte_tokenizer
+from commands import ended
 from test_verifiers import VERIFIERS
 
 pytestmark = [
@@ -75,15 +74,8 @@ def asked(apart, tmp_path_factory):
     behind["with tools"] = [*behind["user"][:-1], {"tools": TOOLS}]
     behind["on the day"] = [day, *behind["user"][1:]]
     questions |= behind | {"day": [day, "render_ids", [MESSAGES["parts"]], {"add_generation_prompt": True}]}
-    done = subprocess.run(
-        [apart(VERIFIERS), str(HERE / "renderer_probe.py")],
-        input=json.dumps(questions),
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
+    more = {"PYTHONPATH": str(HERE.parents[1])}
+    done = ended(apart(VERIFIERS), HERE / "renderer_probe.py", input=json.dumps(questions), timeout=500, more=more)
     return tokenizers, json.loads(done.stdout)
 
 

@@ -3,10 +3,10 @@
 import importlib.util
 import json
 import random
-import subprocess
 from pathlib import Path
 
 import pytest
+from commands import ended
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "arithmetic" / "prepare.py"
@@ -46,9 +46,7 @@ def prepare():
 def data(tmp_path_factory, warm_python):
     """Directory with a, b (seed 0) and c (seed 1), and the token rows of a's corpus."""
     out = tmp_path_factory.mktemp("arithmetic")
-    command = [warm_python, "-c", PREPARE, str(SCRIPT.parent), str(out)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
+    result = ended(warm_python, "-c", PREPARE, SCRIPT.parent, out)
     return out, json.loads(result.stdout.splitlines()[-1])
 
 

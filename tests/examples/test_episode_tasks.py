@@ -2,12 +2,11 @@
 claims."""
 
 import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from commands import ended
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "runs" / "episodes"
@@ -22,14 +21,7 @@ def test_each_task_runs_through(request, task: str) -> None:
     folders = [RUNS / f"{name}-{end}" for name in TURNS for end in (ITERATIONS, f"seed{SEED}-tuned")]
     request.addfinalizer(lambda: [shutil.rmtree(folder, ignore_errors=True) for folder in folders])
     few = {"PRETRAIN_ITERS": ITERATIONS, "FLAGS": "--train-iters 1 --rl-samples-per-prompt 4 --global-batch-size 64"}
-    done = subprocess.run(
-        ["bash", str(ROOT / "examples" / "episodes" / "run.sh"), task, SEED],
-        env=os.environ | few,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    ended("bash", ROOT / "examples" / "episodes" / "run.sh", task, SEED, more=few, timeout=800)
     run = RUNS / f"{task}-seed{SEED}-tuned"
     assert json.loads((run / "summary.json").read_text())["iterations"] == 1
     lines = [json.loads(line) for line in (run / "rl" / "metrics.jsonl").read_text().splitlines()]

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from commands import ended
 
 from mindspeed_rl_plugin.config import add_flags, flag_names
 
@@ -92,9 +93,7 @@ def test_quickstart_tunes_with_the_launch_script_that_pretrained(workplace):
 def test_megatron_parses_what_the_quickstart_passes(workplace, warm_python):
     run(workplace, "quickstart.sh", "--smoke", "--seed", "3")
     recorded = [script_arguments(c) for c in calls(workplace)]
-    command = [warm_python, "-c", PARSE, json.dumps(recorded)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
+    result = ended(warm_python, "-c", PARSE, json.dumps(recorded))
     pretraining, tuning = json.loads(result.stdout.splitlines()[-1])
     assert pretraining["rl_algorithm"] is None and tuning["rl_algorithm"] == "grpo"
     assert pretraining["save"] == tuning["load"] == "runs/quickstart-smoke-seed3/pretrained"

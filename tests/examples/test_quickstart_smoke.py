@@ -3,10 +3,10 @@
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from commands import ended
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = "4711"  # a folder of its own under runs/, so that no run of the user is replaced
@@ -18,9 +18,7 @@ SECONDS = 180  # wall time on a machine with nothing else to do; the README says
 def test_the_smoke_version_runs_through(request):
     run = ROOT / "runs" / f"quickstart-smoke-seed{SEED}"
     request.addfinalizer(lambda: (shutil.rmtree(run, ignore_errors=True), Path(f"{run}.lock").unlink(missing_ok=True)))
-    command = ["bash", str(ROOT / "examples" / "quickstart.sh"), "--smoke", "--seed", SEED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    done = ended("bash", ROOT / "examples" / "quickstart.sh", "--smoke", "--seed", SEED, timeout=600)
     for step in ("== 1/4 data", "== 2/4 pretraining", "== 3/4 GRPO", "== 4/4 report"):
         assert step in done.stdout
     summary = json.loads((run / "summary.json").read_text())

@@ -4,12 +4,12 @@ import ast
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from checkouts import checkouts
+from commands import ended
 from flag_table import verdict
 
 from mindspeed_rl_plugin.config import RLConfig, flag_names
@@ -50,15 +50,8 @@ def parsed(tmp_path_factory, start_flags):
     (folder / "tokenizer").mkdir()
     (folder / "prompts.jsonl").write_text("{}\n")
     lists = json.dumps([start_flags(rl) + ["--save", "out", "--save-interval", "2"] + words for rl, words, _ in CASES])
-    done = subprocess.run(
-        [sys.executable, "-m", "mindspeed_rl_plugin", str(HERE / "parse_driver.py"), lists],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    runner = (sys.executable, "-m", "mindspeed_rl_plugin")
+    done = ended(*runner, HERE / "parse_driver.py", lists, cwd=folder, more={"COLUMNS": "120"})
     return json.loads(done.stdout.rpartition("RESULT ")[2])
 
 

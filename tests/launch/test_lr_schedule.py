@@ -1,11 +1,11 @@
 """The schedule check against Megatron's own scheduler: it refuses exactly what Megatron would refuse later."""
 
 import json
-import subprocess
 import types
 from pathlib import Path
 
 import pytest
+from commands import ended
 
 from mindspeed_rl_plugin.launch import lr_schedule as schedule
 
@@ -65,11 +65,7 @@ def megatrons(warm_python):
     more = schedule.settled(schedule.record(types.SimpleNamespace(**CONSTANT)), types.SimpleNamespace(**LONGER))
     pairs += [[CONSTANT, LONGER], [CONSTANT, {**LONGER, **more}]]
     worker = Path(__file__).with_name("lr_schedule_worker.py")
-    done = subprocess.run(
-        [warm_python, str(worker)], input=json.dumps(pairs), capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(ended(warm_python, worker, input=json.dumps(pairs)).stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("number", range(len(CHANGES)), ids=lambda n: str(CHANGES[n]))

@@ -193,10 +193,6 @@ BAD = [
     ({"step_batch_size_schedule": "0:16 12B:1536"}, "--step-batch-size-schedule 0:16 12B:1536 ... --global-batch-size"),
     ({"load": "your model ckpt path"}, "--load your model ckpt path holds no checkpoint ... leave it out"),
     ({"save": ""}, "--save is missing"),
-    (
-        {"--rl-tokenizer": None, "tokenizer_name_or_path": "your tokenizer path"},
-        "--tokenizer-name-or-path your tokenizer path is not a directory",
-    ),
     ({"--rl-generate-tp": "4", "num_attention_heads": 10, "num_query_groups": 2}, "--rl-generate-tp 4 ... -heads 10"),
     # data and tokenizer
     ({"--rl-prompt-data": None}, "--rl-prompt-data is missing"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -14,29 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import golden
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from golden import IGNORED
 from ports import free_port
 from two_machines import Machine
+
+from mindspeed_rl_plugin.monitor.run_files import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 JOINED = Path(__file__).with_name("joined_script.py")
 
-MODEL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --group-query-attention --num-query-groups 2 "
-    "--ffn-hidden-size 128 --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope "
-    "--normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias --untie-embeddings-and-output-weights "
-    "--attention-dropout 0 --hidden-dropout 0 --transformer-impl local --no-persist-layer-norm "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion "
-    "--no-bias-dropout-fusion"
-)
+MODEL = f"{golden.MODEL} {golden.DENSE}"
 # Qwen3-MoE, the first layer dense.
-MOE_MODEL = MODEL.replace("--add-qkv-bias", "--qk-layernorm --kv-channels 32") + (
-    " --num-experts 4 --moe-ffn-hidden-size 48 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-    "--moe-layer-freq [0]+[1]*1"
-)
+MOE_MODEL = f"{golden.MODEL} {golden.EXPERTS}"
 # DeepSeek-V3, the first layer dense; vLLM on CPU has latent attention of these sizes only.
 LATENT_MODEL = MOE_MODEL.replace("--group-query-attention --num-query-groups 2 ", "").replace(
     "--kv-channels 32", "--kv-channels 128"
@@ -98,22 +89,18 @@ class Result:
         print("engine and trainer differ by", worst)
         assert len(worst) >= rollouts and max(worst) < AGREEMENT, worst
 
-    @property
-    def metrics(self) -> list[dict]:
-        """Training lines of metrics.jsonl, in order."""
-        lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-        return [line for line in lines if line["kind"] == "train"]
+    def lines(self, kind: str) -> list[dict]:
+        """Lines of metrics.jsonl, in order."""
+        return [line for line in read_jsonl(self.run_dir / "metrics.jsonl") if line["kind"] == kind]
 
-    @property
-    def evaluations(self) -> list[dict]:
-        lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-        return [line for line in lines if line["kind"] == "eval"]
+    metrics = property(lambda self: self.lines("train"))
+    evaluations = property(lambda self: self.lines("eval"))
 
     @property
     def numbers(self) -> list[dict]:
         """Every metric, the digests of the weights among them, but times and bytes of the dock."""
         lines = [*self.metrics, *self.evaluations]
-        return [{name: value for name, value in line.items() if not IGNORED.fullmatch(name)} for line in lines]
+        return [{name: value for name, value in line.items() if not golden.IGNORED.fullmatch(name)} for line in lines]
 
 
 @dataclass

@@ -243,10 +243,8 @@ def test_layers_of_dualpipev_are_where_mindspeed_builds_them(layers, pp, noop):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"schedules_method": "other"}, "--schedules-method other"),
         ({"decoder_first_pipeline_num_layers": 1}, "remove --decoder-first-pipeline-num-layers"),
         ({"virtual_pipeline_model_parallel_size": 2}, "remove --virtual-pipeline-model-parallel-size"),
-        ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size of at least 2"),
     ],
 )
 def test_what_does_not_go_with_dualpipev(changes, message):

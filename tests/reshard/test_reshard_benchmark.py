@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import ended
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "reshard.py"
 
@@ -54,9 +54,8 @@ def test_models_are_as_large_as_asked_for(benchmark, family):
 @pytest.mark.slow
 def test_it_runs(tmp_path):
     out = tmp_path / "rows.json"
-    command = [sys.executable, str(SCRIPT), "--json", str(out), "--model-gb", "0.25", "--repeats", "1", "--no-plan"]
-    done = subprocess.run([*command, "--cases", "dense tp2 -> tp1"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    flags = ("--model-gb", "0.25", "--repeats", "1", "--no-plan", "--cases", "dense tp2 -> tp1")
+    ended(sys.executable, SCRIPT, "--json", out, *flags)
     rows = json.loads(out.read_text())
     assert all(set(row) == {"arm", "case", "metric", "value", "unit"} for row in rows)
     assert {"naive", "allgather", "stream", "analytic", "target"} <= {row["arm"] for row in rows}

@@ -6,8 +6,6 @@ One launch runs several layouts, since starting Megatron costs more than a case.
 import json
 from pathlib import Path
 
-import pytest
-
 WORKER = Path(__file__).parent / "reshard_ranks.py"
 
 BF16 = dict(dtype="bfloat16", engine_dtype="bfloat16")
@@ -39,20 +37,3 @@ def test_two_ranks(torchrun):
 
 def test_four_ranks(torchrun):
     assert [line.split()[1] for line in launch(torchrun, 4, FOUR_RANKS)] == [case["name"] for case in FOUR_RANKS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("distributed", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_more_layouts(torchrun, distributed, dtype):
-    cases = [
-        dict(name=f"{family}-tp{tp}-pp{pp}-vpp{vpp}-{tied}", family=family, tp=tp, pp=pp, vpp=vpp, tied=tied)
-        | dict(distributed=distributed, dtype=dtype, engine_dtype=dtype, generate=[1, 2, 4])
-        for family, tp, pp, vpp, tied in [
-            ("qwen2", 2, 2, 1, True),
-            ("qwen3", 1, 2, 2, False),
-            ("llama", 2, 1, 1, False),
-            ("qwen2", 1, 4, 1, True),
-        ]
-    ]
-    assert len(launch(torchrun, 4, cases)) == len(cases)

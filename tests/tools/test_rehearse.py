@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from flag_table import SUPPORTED
+from test_capture import written
 
 from mindspeed_rl_plugin.engine.engine_sizes import CPU_LATENT_SIZE
 from mindspeed_rl_plugin.launch import conversion
@@ -28,12 +29,6 @@ from mindspeed_rl_plugin.tools.rehearse.substitutes import substitute
 ROOT = Path(__file__).resolve().parents[2]
 DENSE, EXPERTS = (ROOT / "examples" / "ascend" / f"{name}.sh" for name in ("grpo_qwen2.5_7b", "grpo_qwen3_30b_a3b"))
 CHECKOUTS = ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
-
-
-def written(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
 
 
 SCRIPT, PLAIN = "pretrain_gpt.py", "import megatron\n"

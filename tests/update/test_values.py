@@ -2,28 +2,17 @@
 
 import pytest
 import torch
+from test_objective import COUNTS, micro_batch
 
-from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.update.value_step import SUMS, value_metrics, value_objective
 
-COUNTS, WIDE, CLIP = (3, 0, 1, 4), 6, 0.2
-
-
-def micro_batch():
-    """Four rows, one of them trained nowhere, with values before and after and returns in float64."""
-    g = torch.Generator().manual_seed(0)
-    mask = torch.zeros(len(COUNTS), WIDE, dtype=torch.bool)
-    for row, count in enumerate(COUNTS):
-        mask[row, 5 - count : 5] = True
-    old, returns, moved = (torch.randn(mask.shape, generator=g, dtype=torch.float64) for _ in range(3))
-    shape = torch.zeros(mask.shape, dtype=torch.int64)
-    batch = MicroBatch(0, shape, shape, shape, False, mask, shape[:, 0], {"values": old, "returns": returns})
-    return batch, (old + 0.3 * moved).requires_grad_()
+CLIP = 0.2
 
 
 def test_value_objective_is_the_loop():
-    batch, values = micro_batch()
-    old, returns = batch.columns["values"], batch.columns["returns"]
+    batch, values, _ = micro_batch()
+    old, returns = (batch.columns[name] for name in ("logp_old", "advantages"))
+    batch.columns |= {"values": old, "returns": returns}
     weights = torch.tensor([0.1, 9.0, 0.3, 0.2], dtype=torch.float64)
     want, grad, clipped = 0.0, torch.zeros_like(values), 0
     for row, at in batch.mask.nonzero().tolist():
