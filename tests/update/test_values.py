@@ -12,7 +12,7 @@ CLIP = 0.2
 def test_value_objective_is_the_loop():
     batch, values, _ = micro_batch()
     old, returns = (batch.columns[name] for name in ("logp_old", "advantages"))
-    batch.columns |= {"values": old, "returns": returns}
+    batch.columns.update(values=old, returns=returns)
     weights = torch.tensor([0.1, 9.0, 0.3, 0.2], dtype=torch.float64)
     want, grad, clipped = 0.0, torch.zeros_like(values), 0
     for row, at in batch.mask.nonzero().tolist():
