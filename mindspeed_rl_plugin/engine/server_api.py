@@ -69,8 +69,9 @@ class Server:
         self._secure, self._prefix = parts.scheme == "https", parts.path.rstrip("/")
 
     def ask(self, path: str, body: Any = None, *, method: str = "POST", seconds: float | None = None) -> Any:
-        """The answer of a route, a JSON value."""
-        seconds = self.deadline if seconds is None else seconds
+        """The answer of a route, a JSON value. seconds: to wait for it, half of the deadline by default, so that rows
+        of a server that hangs are given out again before all is over."""
+        seconds = self.deadline / 2 if seconds is None else seconds
         status, text = self._exchange(method, path, body, seconds)
         if status == http.client.UNAUTHORIZED:
             raise RuntimeError(f"{self.url} wants a key: start the server without --api-key")

@@ -116,7 +116,7 @@ class ServerEngine:
                 "sampling_params": self._params(request),
                 "cache_salt": f"{self._salt} {changes}",  # what was computed before a change of weights serves none
             }
-            answer = self.server.ask(GENERATE, body)
+            answer = self.server.ask(GENERATE, body, seconds=self.server.deadline)
             self._done.put(completion(request, answer["choices"][0], version))
         except TimeoutError as error:
             self._done.put(TimeoutError(f"{error} (--rl-wait-timeout): raise that, or lower --rl-max-response-length"))

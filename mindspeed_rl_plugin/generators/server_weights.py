@@ -35,14 +35,13 @@ class ServerWeights:
         lost: Callable[[Exception], None],
     ) -> None:
         self.server, self._client, self._lost = server, secrets.token_hex(8), lost
-        self._patience = ASK_SECONDS  # with a server that is left
         try:
             self._workers("join", None, address=address, secret=secret.hex(), machines=machines)
         except BaseException:
             with contextlib.suppress(*FAILURES):  # of those that have not joined
                 self._workers("leave", ASK_SECONDS)
             raise
-        self._closing = threading.Event()
+        self._closing, self._heard = threading.Event(), time.monotonic()
         threading.Thread(target=self._stay, daemon=True, name="stay").start()
 
     def pull(self, version: int) -> Pulled:
@@ -66,23 +65,23 @@ class ServerWeights:
         return Applied(applied["version"], time.monotonic() - began, applied["digest"])
 
     def close(self) -> None:
-        """The workers leave the job, and the server is free for another one. It may be gone."""
+        """The workers leave the job, and the server is free for another one. It may be gone; one that was silent for
+        long already is left soon, for the job waits for the rows."""
         self._closing.set()
+        patience = max(ASK_SECONDS - (time.monotonic() - self._heard), STAY_SECONDS)
         with contextlib.suppress(*FAILURES):
-            self._workers("leave", self._patience)
-            self.server.ask("/resume", seconds=self._patience)
+            self._workers("leave", patience)
+            self.server.ask("/resume", seconds=patience)
 
     def _stay(self) -> None:
         """Let the server know that its client is there. One that does not answer is lost before the job has waited for
         its responses in vain."""
-        heard = time.monotonic()
         while not self._closing.wait(STAY_SECONDS):
             try:
                 self._workers("stay", ASK_SECONDS)
-                heard = time.monotonic()
+                self._heard = time.monotonic()
             except FAILURES as error:
-                if isinstance(error, ValueError) or time.monotonic() - heard > self.server.deadline / 2:
-                    self._patience = STAY_SECONDS  # the job waits for the rows
+                if isinstance(error, ValueError) or time.monotonic() - self._heard > self.server.deadline / 2:
                     self._lost(error)
                     return
 

@@ -3,6 +3,7 @@ speaks HTTP as vLLM's does, and samples nothing."""
 
 import contextlib
 import json
+import socket
 import threading
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -191,6 +192,17 @@ def test_an_abort_that_nobody_asked_for_and_errors_are_raised(fake):
     engine.submit([request((3,))])
     with pytest.raises(ConnectionError, match="no server answers"):
         engine.poll(20)
+
+
+def test_one_that_stands_still_has_half_of_the_deadline_but_for_tokens():
+    """Its machine takes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as still:
+        engine = ServerEngine(Server(f"http://127.0.0.1:{still.getsockname()[1]}", 0.4), (96,), seeds=True)
+        with pytest.raises(TimeoutError, match=r"did not answer /resume within 0\.2 s"):
+            engine.update_weights(4)
+        engine.submit([request((1,))])
+        with pytest.raises(TimeoutError, match=rf"{GENERATE} within 0\.4 s \(--rl-wait-timeout\)"):
+            engine.poll(20)
 
 
 @pytest.mark.parametrize(

@@ -164,9 +164,9 @@ class Job:
         return self.save / f"agent{agent}.log"
 
     def invitation(self) -> tuple[str, str]:
-        """Address and secret file that the job prints."""
+        """Address and secret file that the job prints, those of its last start."""
         self.until(lambda: re.search(INVITED, self.log_file(0).read_text()), 120)
-        return re.search(INVITED, self.log_file(0).read_text()).groups()
+        return re.findall(INVITED, self.log_file(0).read_text())[-1]
 
     def until(self, what: str | Callable[[], object], seconds: float = 240) -> None:
         """Wait, while the job runs, until its first agent has said a line, or a function says that it is so."""

@@ -4,9 +4,13 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import golden
+import pyarrow.parquet as pq
 import pytest
 from test_async_ends import FAILING, FAILURES
 from two_machines import start, two_machines, why_not
@@ -17,6 +21,12 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no second machin
 LAYOUT = ("--pipeline-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-verify-weights")
 # The one trains, the other generates.
 APART = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
+SAVING = ("--save-interval", "1")
+TALK = Path(__file__).with_name("talk.py")
+# Episodes, and evaluations beside the training.
+TURNS = "--rl-max-response-length 12 --rl-max-turn-length 3 --rl-max-turns 2 --rl-max-observation-length 4"
+TURNS += " --rl-environment-workers 1 --rl-reward environment --rl-eval-every 1 --rl-stop-token-ids"
+EPISODES = ("--rl-environment", f"{TALK}:Talk", *TURNS.split(), *map(str, range(0, 97, 2)))
 ITERATIONS = 2
 HEARTBEAT = 30  # seconds, the shortest, with the jobs' --rl-wait-timeout 120
 ENDING = 30  # seconds that ranks and agents take to end after that, on a busy machine
@@ -115,22 +125,29 @@ def test_a_generator_that_dies_before_it_has_come_is_named(job, machines, tmp_pa
     assert said in both.log_file(0).read_text(), both.log_file(0).read_text()[-3000:]
 
 
+RESTARTS = [(2, LAYOUT, 1), (2, LAYOUT, 0), (2, APART, 1), (2, APART, 0), (1, LAYOUT, 1), (1, APART, 1)]
+RESTARTS = [(*case, again) for again in ("static", "c10d") for case in RESTARTS]
+RESTARTS += [(2, (*APART, *EPISODES), 1, "static")]
+RESTARTS += [(2, APART, 0, "unshared")]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("again", ["static", "c10d"])
-@pytest.mark.parametrize(
-    ("agents", "layout", "killed"),
-    [(2, LAYOUT, 1), (2, LAYOUT, 0), (2, APART, 1), (2, APART, 0), (1, LAYOUT, 1), (1, APART, 1)],
-)
+@pytest.mark.parametrize(("agents", "layout", "killed", "again"), RESTARTS)
 def test_a_job_whose_ranks_the_launcher_starts_again_resumes_by_itself(
-    job, machines, tmp_path, agents, again, layout, killed
+    job, machines, arithmetic, tmp_path, monkeypatch, agents, layout, killed, again
 ):
-    flags = (*layout, "--save-interval", "1")
-    both = running(job, machines[:agents], tmp_path, *flags, again=again, iterations=8)
+    """unshared: c10d, where the ranks have a store of their own and the agents another."""
+    if again == "unshared":
+        monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        again = "c10d"
+    held_out = ("--rl-eval-data", str(arithmetic / "heldout.jsonl")) if "--rl-eval-every" in layout else ()
+    both = running(job, machines[:agents], tmp_path, *layout, *held_out, *SAVING, again=again, iterations=8)
     os.kill(both.rank_pid(killed), signal.SIGKILL)
-    result = both.wait(240)
+    result = both.wait(300)
     assert result.code == 0, result.log[-6000:]
     assert both.trained() == [(e, g, m) for e in range(8) for g in range(4) for m in range(4)]
+    assert {line["iteration"] for line in result.evaluations} == ({*range(9)} if held_out else set())
     assert result.log.count("successfully saved checkpoint from iteration       8") >= 1
     assert "resum" in result.log, "from its checkpoint, and not from the start"
 
@@ -177,3 +194,37 @@ def test_a_grader_that_fails_on_the_second_machine_ends_the_job(job, machines, t
     (tmp_path / f"grader.pymachine-b.{how}").touch()
     check_stops(both, 0, "ended by an error", ENDING)
     assert both.processes[1].wait(ENDING) > 0 and FAILURES[how] in both.log_file(1).read_text()
+
+
+OFFERS = """
+import sys
+from mindspeed_rl_plugin.client import Client
+with Client(*sys.argv[1:]) as job:
+    assert job.offer([{"prompt": f"{n}*2=", "answer": str(2 * n)} for n in range(6)]) == [-1, -2, -3, -4, -5, -6]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_who_joined_ends_with_a_start_and_comes_again_to_the_next(job, machines, joined, tmp_path):
+    """It has another address and secret; what programs have offered is in the checkpoint."""
+    flags = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-correction", "truncate", *SAVING)
+    both = job("--train-iters", "8", *flags, ranks=1, agents=2, cold=True).dumping()
+    start(both, machines, tmp_path / "t", "static")
+    engines, given = joined(both), both.invitation()
+    secret = Path(given[1]).read_text()
+    subprocess.run(machines[1].command([sys.executable, "-c", OFFERS, *given]), check=True, timeout=60)
+    engine = engines.join(on=machines[1])
+    both.until("successfully saved checkpoint from iteration       1")
+    os.kill(both.rank_pid(1), signal.SIGKILL)
+    assert engine.wait(60) == 1, "it has lost the job"
+    both.until(lambda: both.invitation() != given, 150)
+    assert Path(given[1]).read_text() != secret and os.stat(given[1]).st_mode & 0o777 == 0o600
+    assert engines.join(on=machines[1]).wait(200) == 0, engines.said()[-3000:]
+    result = both.wait(60)
+    assert result.code == 0 and not Path(given[1]).exists(), result.log[-6000:]
+    assert both.trained() == [(e, g, m) for e in range(8) for g in range(4) for m in range(4)]
+    tables = [
+        pq.read_table(f, columns=["prompt"])["prompt"].to_pylist() for f in (both.save / "dump").glob("*.parquet")
+    ]
+    assert all(sum(tables, []).count(f"{n}*2=") == 4 for n in range(6)), "each once, in four samples"
