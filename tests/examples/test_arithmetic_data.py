@@ -1,12 +1,11 @@
 """The data of the quickstart: determinism, no leak between the splits, a tokenizer and a dataset that load."""
 
-import importlib.util
 import json
 import random
 from pathlib import Path
 
 import pytest
-from commands import ended
+from commands import ended, imported
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "arithmetic" / "prepare.py"
@@ -36,10 +35,7 @@ print(json.dumps([row.tolist() for row in dataset]))
 
 @pytest.fixture(scope="module")
 def prepare():
-    spec = importlib.util.spec_from_file_location("examples_prepare", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return imported(SCRIPT)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The quickstart's claim, with responses that `transformers` generates: `examples/engine_transformers.py`."""
 
-import importlib.util
 import os
 import re
 import shlex
@@ -11,12 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from commands import imported
 
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("learning_for_engine", ROOT / "examples" / "learning.py")
-learning = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = learning  # dataclasses look their module up
-SPEC.loader.exec_module(learning)
+learning = imported(ROOT / "examples" / "learning.py")
 ALONE = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-correction", "truncate")
 
 

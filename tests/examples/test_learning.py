@@ -1,21 +1,17 @@
 """Every preset learns: what `examples/learning.py` runs and writes down, three seeds, and the file that it writes."""
 
-import importlib.util
 import json
 import re
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
+from commands import imported
 
 from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS
 
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("examples_learning", ROOT / "examples" / "learning.py")
-learning = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = learning  # dataclasses look their module up
-SPEC.loader.exec_module(learning)
+learning = imported(ROOT / "examples" / "learning.py")
 TABLE = ROOT / "docs" / "learning-results.md"
 QUICKSTART = ROOT / "examples" / "quickstart.sh"
 

@@ -1,19 +1,12 @@
 """The quickstart's claim: what counts as broken, and what the file then says."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+from commands import imported
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "summarize.py"
-
-
-@pytest.fixture(scope="module")
-def summarize():
-    spec = importlib.util.spec_from_file_location("examples_summarize", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+summarize = imported(SCRIPT)
 
 
 @pytest.mark.parametrize(
@@ -27,27 +20,27 @@ def summarize():
         (0.50, None, ["after RL is None"]),
     ],
 )
-def test_claims(summarize, before, after, broken):
+def test_claims(before, after, broken):
     summary = {"accuracy_before": before, "accuracy_after": after, "logprob_diff_max": None}
     claims = summarize.broken_claims(summary, 0.60, 0.80)
     assert len(claims) == len(broken)
     assert all(text in line for text, line in zip(broken, claims, strict=True))
 
 
-def test_no_bound_asks_nothing(summarize):
+def test_no_bound_asks_nothing():
     nothing = dict.fromkeys(("accuracy_before", "accuracy_after", "logprob_diff_max"))
     assert summarize.broken_claims(nothing, None, None) == []
 
 
 @pytest.mark.parametrize(("difference", "broken"), [(2e-4, 0), (2.1e-4, 1), (None, 1)])
-def test_engine_and_trainer_may_not_part(summarize, difference, broken):
+def test_engine_and_trainer_may_not_part(difference, broken):
     summary = {"accuracy_before": 0.5, "accuracy_after": 1.0, "logprob_diff_max": difference}
     claims = summarize.broken_claims(summary, 0.60, 0.80, 2e-4)
     assert len(claims) == broken and all(f"differ by {difference} nats, the limit is 0.0002" in line for line in claims)
 
 
 @pytest.mark.parametrize(("after", "broken"), [(0.4, 0), (0.41, 1), (None, 1)])
-def test_a_control_may_not_learn(summarize, after, broken):
+def test_a_control_may_not_learn(after, broken):
     summary = {"accuracy_before": 0.0, "accuracy_after": after, "logprob_diff_max": None}
     claims = summarize.broken_claims(summary, None, None, None, 0.4)
     assert len(claims) == broken and all(f"after RL is {after}, the claim is at most 0.4" in line for line in claims)

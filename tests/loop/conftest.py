@@ -274,12 +274,6 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Pa
     return out
 
 
-@pytest.fixture(scope="session", name="free_port")
-def of_free_ports() -> Callable[[], int]:
-    """`free_port`."""
-    return free_port
-
-
 @pytest.fixture(scope="session")
 def dense_model() -> str:
     """Flags of the model of most jobs, to make another of."""

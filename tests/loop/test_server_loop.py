@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.error import URLError
 
 import pytest
+from ports import free_port
 
 from mindspeed_rl_plugin.engine.server_api import EXTENSION
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
@@ -63,7 +64,7 @@ class Serving:
 
 
 @pytest.fixture(scope="module")
-def server(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory, free_port) -> Iterator[Serving]:
+def server(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """The server, as docs/schedules.md says; free for one job after the other."""
     folder = tmp_path_factory.mktemp("served")
     tokens = len(load_tokenizer(str(arithmetic / "tokenizer")))
@@ -174,7 +175,7 @@ def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server) -> No
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_there_stops_the_start(job, free_port) -> None:
+def test_a_server_that_is_not_there_stops_the_start(job) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     away = ("--rl-schedule", "async", "--rl-max-staleness", "0", "--rl-engine-url", url)
     result = job("--train-iters", "3", *away, ranks=1).fail(120)

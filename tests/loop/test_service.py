@@ -1,6 +1,5 @@
 """A job whose only engine is a user's program: the client against real torchrun and real Megatron."""
 
-import importlib.util
 import subprocess
 import sys
 import threading
@@ -9,14 +8,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from commands import imported
 from safetensors.torch import load_file
 
 from mindspeed_rl_plugin.client import Client
 
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("engine_transformers", ROOT / "examples" / "engine_transformers.py")
-example = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(example)
+example = imported(ROOT / "examples" / "engine_transformers.py")
 ALONE = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-max-staleness", "0", "--save-interval", "2")
 
 

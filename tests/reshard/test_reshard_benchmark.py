@@ -1,22 +1,14 @@
 """benchmarks/reshard.py: its targets judge what its rows say, its models have the size asked for, and it runs."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
-from commands import ended
+from commands import ended, imported
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "reshard.py"
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("reshard_benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+benchmark = imported(SCRIPT)
 
 
 def measured(moved, least=100.0, seconds=0.5, peak=1.0):
@@ -36,12 +28,12 @@ def measured(moved, least=100.0, seconds=0.5, peak=1.0):
         (measured(1.0, least=0.0), ["no", "yes", "yes"]),
     ],
 )
-def test_targets_are_judged_by_the_rows(benchmark, rows, reached):
+def test_targets_are_judged_by_the_rows(rows, reached):
     assert [row["value"] for row in benchmark.targets(rows) if row["metric"].endswith("reached")] == reached
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
-def test_models_are_as_large_as_asked_for(benchmark, family):
+def test_models_are_as_large_as_asked_for(family):
 
     from mindspeed_rl_plugin.reshard.layout import ModelShape
     from mindspeed_rl_plugin.tools.plan.estimate import weights_by_layer

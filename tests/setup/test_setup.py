@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("setup.sh", "setup.py", *(f"requirements/{name}" for name in ("cpu.lock", "apart.lock", "check.py")))
@@ -117,10 +117,7 @@ def test_what_is_installed_apart_has_the_versions_of_its_lock(setup, tmp_path):
 
 
 def check():
-    spec = importlib.util.spec_from_file_location("requirements_check", ROOT / "requirements" / "check.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return imported(ROOT / "requirements" / "check.py")
 
 
 def test_the_check_imports_what_the_package_imports():

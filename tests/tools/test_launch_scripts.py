@@ -1,12 +1,12 @@
 """The table of upstream's launch scripts: what a row is, which scripts are rehearsed, and one of them for real."""
 
-import importlib.util
 import json
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import launch_scripts as scripts
 import pytest
 from flag_table import SUPPORTED
 
@@ -16,10 +16,6 @@ from mindspeed_rl_plugin.tools.rehearse import outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
-SPEC = importlib.util.spec_from_file_location("launch_scripts", Path(__file__).with_name("launch_scripts.py"))
-scripts = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = scripts  # dataclasses look their module up
-SPEC.loader.exec_module(scripts)
 REFUSAL = [
     "[rl] RL cannot run with these arguments:",
     "  - --spec g: Gemma 2 is no family that RL knows (a|b)",
