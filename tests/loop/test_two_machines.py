@@ -185,6 +185,24 @@ def test_a_machine_that_is_gone_may_come_again(job, machines, tmp_path, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_save_has_one_job_on_all_machines(job, machines, tmp_path):
+    """Another machine's is refused while it beats, and taken over when it was silent for a minute."""
+    waiting = ("--train-iters", "4", *APART, "--rl-generators", "0", "--rl-wait-timeout", "600")
+    first, second = (job(*waiting, name="both", ranks=1, cold=True) for _ in range(2))
+    second.log_file = lambda agent: second.save / "second.log"
+    start(first, machines[:1], tmp_path / "t")
+    first.invitation()
+    start(second, machines[1:], tmp_path / "t")
+    assert second.wait(200).code == 1 and first.processes[0].poll() is None
+    assert re.search(r"belongs to a job, process \d+ on machine-a since .*, which runs", second.log_file(0).read_text())
+    machines[0].kill()
+    start(second, machines[1:], tmp_path / "t")
+    second.until("is gone; this job takes it over", 200)
+    second.invitation()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_grader_that_fails_on_the_second_machine_ends_the_job(job, machines, tmp_path, how):
     """Each machine grades the rows that it trains."""
