@@ -30,7 +30,6 @@ import docks
 import work
 
 from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec, make_docks
-from mindspeed_rl_plugin.dock.cells import Buffers
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 ARMS = ("all-map", "read-and-share")
@@ -128,10 +127,10 @@ def passed(read: Callable, arm: str, data: work.Work, epoch: int, batch: int) ->
 
 def mapped(dock) -> Callable:
     """Every rank copies out of the node's memory."""
-    into = Buffers()
+    into = work.Buffers()
 
     def read(arm: str, ids: tuple[SampleId, ...]) -> tuple[work.Packed, Callable]:
-        lease = dock.lease(arm, ids=ids, deadline=60, into=into)
+        lease = docks.lease_into(into, dock, arm, ids=ids, deadline=60)
         return docks._packed(lease.rows), lambda: dock.commit(lease)
 
     return read
@@ -139,10 +138,10 @@ def mapped(dock) -> Callable:
 
 def shared(dock, rank: int) -> Callable:
     """The first rank reads; lengths and then every column go to the others."""
-    into = Buffers()
+    into = work.Buffers()
 
     def read(arm: str, ids: tuple[SampleId, ...]) -> tuple[work.Packed, Callable]:
-        lease = dock.lease(arm, ids=ids, deadline=60, into=into) if rank == 0 else None
+        lease = docks.lease_into(into, dock, arm, ids=ids, deadline=60) if rank == 0 else None
         offsets = lease.rows["tokens"].offsets.clone() if lease else torch.empty(len(ids) + 1, dtype=torch.int64)
         dist.broadcast(offsets, 0)
         got: work.Packed = {}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import work
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Lease, Ragged, Rows, SampleId, StateSpec, rpc
-from mindspeed_rl_plugin.dock.cells import Buffers
+from mindspeed_rl_plugin.dock import ColumnSpec, Lease, Ragged, Rows, SampleId, StateSpec, cells, rpc
 from mindspeed_rl_plugin.dock.factory import Member
 from mindspeed_rl_plugin.dock.peers import Peers
 
 SECONDS = 120.0
+
+
+def lease_into(buffers: work.Buffers, dock: Any, state: str, **asked: Any) -> Lease:
+    """`dock.lease` that reads into the memory of the one who asks, as the other arms do."""
+    with unittest.mock.patch.object(cells, "fresh", buffers.take):
+        return dock.lease(state, **asked)
 
 
 class Messages:
@@ -50,7 +56,7 @@ class Dock:
         states += [StateSpec("far", tuple(work.COLUMNS), ())] if near else []
         self._member = Member(columns, states, Ranks(rank, world, exchange), **near)
         self._dock = self._member.dock(deadline=SECONDS)
-        self._buffers = Buffers()
+        self._buffers = work.Buffers()
         self._epoch, self._local = -1, 0
 
     def begin(self, epoch: int, samples: int) -> None:
@@ -69,7 +75,7 @@ class Dock:
 
     def get(self, state: str, batch: int) -> Lease | None:
         """The next rows of a state, in this process's own memory."""
-        lease = self._dock.lease(state, max_rows=batch, deadline=SECONDS, into=self._buffers)
+        lease = lease_into(self._buffers, self._dock, state, max_rows=batch, deadline=SECONDS)
         return lease if len(lease) else None
 
     def own(self, lease: Lease) -> tuple[Lease, work.Packed]:
@@ -82,7 +88,7 @@ class Dock:
 
     def get_far(self, begin: int, end: int) -> work.Packed:
         """Exactly these rows."""
-        self._lease = self._dock.lease("far", ids=self._ids(begin, end), deadline=SECONDS, into=self._buffers)
+        self._lease = lease_into(self._buffers, self._dock, "far", ids=self._ids(begin, end), deadline=SECONDS)
         return _packed(self._lease.rows)
 
     def done_far(self) -> None:

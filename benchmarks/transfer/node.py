@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 import work
-from docks import Ranks
+from docks import Ranks, lease_into
 from limiter import Link
 from worker import Pipe
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Limits, Ragged, Rows, SampleId, StateSpec
-from mindspeed_rl_plugin.dock.cells import Buffers
 from mindspeed_rl_plugin.dock.factory import Member
 
 SECONDS = 300.0
@@ -78,7 +77,7 @@ def flow(
         heartbeat=SECONDS,
     )
     dock = member.dock(deadline=SECONDS)
-    groups, buffers = groups_a_node * nodes, Buffers()
+    groups, buffers = groups_a_node * nodes, work.Buffers()
     lengths = lengths_of(groups)
     if arm != "local-packed":
         lengths[:] = lengths.max()
@@ -98,7 +97,7 @@ def flow(
     rows_read = 0
     for state, column in work.STATES.items():
         for batch in batches:
-            lease = dock.lease(state, ids=batch.ids, deadline=SECONDS, into=buffers)
+            lease = lease_into(buffers, dock, state, ids=batch.ids, deadline=SECONDS)
             tokens = lease.rows["tokens"]
             for i, sample in enumerate(lease.rows.ids):  # whoever put it filled it with its rank
                 if int(tokens.row(i)[-1]) != sample.group // groups_a_node + 1:

@@ -107,9 +107,13 @@ class Buffers:
 
     def fill(self, name: str, values: np.ndarray) -> np.ndarray:
         """A copy of `values` in this memory; valid until the next read of that column."""
-        kept = self._kept.get(name)
-        if kept is None or kept.nbytes < values.nbytes:
-            kept = self._kept[name] = np.empty(values.nbytes + values.nbytes // 4, np.uint8)
-        out = kept[: values.nbytes].view(values.dtype)
+        out = self.take(name, values.nbytes).view(values.dtype)
         out[:] = values
         return out
+
+    def take(self, name: str, nbytes: int) -> np.ndarray:
+        """`[nbytes]` uint8 of this memory; valid until the next read of that column."""
+        kept = self._kept.get(name)
+        if kept is None or kept.nbytes < nbytes:
+            kept = self._kept[name] = np.empty(nbytes + nbytes // 4, np.uint8)
+        return kept[:nbytes]

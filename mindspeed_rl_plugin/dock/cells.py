@@ -138,21 +138,9 @@ def _spans(column: Column, index: np.ndarray) -> Iterator[tuple[int, int]]:
         yield int(begins[low]), int(ends[high - 1])
 
 
-class Buffers:
-    """Memory that a reader keeps for what it reads: a column read into it stays valid until the next read.
-
-    Fresh pages cost several times the copy itself, so whoever reads often and drops what it read passes one.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, np.ndarray] = {}
-
-    def take(self, name: str, nbytes: int) -> np.ndarray:
-        """`[nbytes]` uint8."""
-        kept = self._kept.get(name)
-        if kept is None or len(kept) < nbytes:
-            kept = self._kept[name] = np.empty(nbytes + nbytes // 4, np.uint8)
-        return kept[:nbytes]
+def fresh(column: str, nbytes: int) -> np.ndarray:
+    """`[nbytes]` uint8 to read a column into."""
+    return np.empty(nbytes, np.uint8)
 
 
 def gather(
@@ -162,16 +150,14 @@ def gather(
     names: Sequence[str],
     owner: np.ndarray,
     places: Sequence[np.ndarray],
-    into: Buffers | None = None,
 ) -> dict[str, Column]:
     """Columns of B rows, packed in their order. owner: `[B]` warehouses; places: segment, offset and length `[C, B]`;
-    into: memory for them, None for their own; state: for whom the bytes count, None for nobody."""
-    take = (into or Buffers()).take
+    state: for whom the bytes count, None for nobody."""
     segment, offset, length = places
     nbytes = length * items(specs, names)
     begin = np.cumsum(nbytes, 1) - nbytes
     packed: dict[bytes, Tensor] = {}  # token columns share their offsets
-    outs = [take(name, total) for name, total in zip(names, nbytes.sum(1).tolist(), strict=True)]
+    outs = [fresh(name, total) for name, total in zip(names, nbytes.sum(1).tolist(), strict=True)]
     columns = {name: as_column(specs[name], outs[i], length[i], packed) for i, name in enumerate(names)}
     for warehouse, index in by_value(owner) if names else ():
         whole, here = len(index) == len(owner), warehouse == calls.warehouse

@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.dock import cells, joining, snapshot
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.api import Declared, Lease, listed, refuse
 from mindspeed_rl_plugin.dock.calls import Calls
-from mindspeed_rl_plugin.dock.cells import Buffers, Writer
+from mindspeed_rl_plugin.dock.cells import Writer
 from mindspeed_rl_plugin.dock.exchange import Exchange
 from mindspeed_rl_plugin.dock.gate import MOST_BYTES
 from mindspeed_rl_plugin.dock.peers import Peers
@@ -166,7 +166,6 @@ class Dock:
         max_tokens: int | None = None,
         deadline: float,
         columns: Sequence[str] | None = None,
-        into: Buffers | None = None,
         epoch: int | None = None,
         share: tuple[int, int] | None = None,
     ) -> Lease:
@@ -179,8 +178,8 @@ class Dock:
         acknowledged, to a process outside of the job that the job has left (`ended`); with deadline 0, which only
         tries, also that there is nothing to be had now.
 
-        into: memory to read into; what is read stays valid until the next lease into it. epoch: of what is ready only
-        rows of this one; share: (i, n), only the i-th of n equal parts of each epoch's rows.
+        epoch: of what is ready only rows of this one; share: (i, n), only the i-th of n equal parts of each epoch's
+        rows.
         """
         names, calls = self._declared.reads(state, columns), self._calls
         wanted = None
@@ -193,12 +192,12 @@ class Dock:
         ask = partial(calls.query, m.Ask, state, wanted, deadline, calls.lease_seconds, *bounds)
         try:
             grant = self._granted(ask, state, wanted)
-            rows = self._rows_of(grant, state, names, into)
+            rows = self._rows_of(grant, state, names)
         except ConnectionError:
             if not calls.ended:
                 raise
             grant = m.Grant.empty(len(self.states[state].reads))
-            rows = self._rows_of(grant, state, names, into)
+            rows = self._rows_of(grant, state, names)
         if grant.token:
             calls.held[state, grant.token] = grant.ids
         return Lease(grant.token, state, rows)
@@ -333,14 +332,14 @@ class Dock:
             self._calls.epochs.learn(answer)
         return answer
 
-    def _rows_of(self, grant: m.Grant, state: str, names: Sequence[str], into: Buffers | None) -> Rows:
+    def _rows_of(self, grant: m.Grant, state: str, names: Sequence[str]) -> Rows:
         """The columns that this rank reads of a grant, which is handed back where they cannot be read: pipeline stages
         read different ones of the one grant that they share."""
         reads = self.states[state].reads
         mine = [reads.index(name) for name in names]
         places = [place[mine] for place in (grant.segment, grant.offset, grant.length)]
         try:
-            got = cells.gather(self._calls, self.columns, state, names, grant.owner, places, into)
+            got = cells.gather(self._calls, self.columns, state, names, grant.owner, places)
         except BaseException:
             with contextlib.suppress(ValueError, OSError):
                 if grant.token and not self.peers.rank:

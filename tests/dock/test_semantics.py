@@ -13,7 +13,7 @@ import pytest
 import torch
 from dock_help import COLUMNS, SMALL, STATES, ids, prompts, ragged, sid, threads, together, tokens
 
-from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, StateSpec, core, joining, machine, messages
+from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, StateSpec, cells, core, joining, machine, messages
 from mindspeed_rl_plugin.dock.controller import Controller
 
 
@@ -461,12 +461,12 @@ def caught(call) -> str:
 def test_a_grant_that_cannot_be_read_is_handed_back(make_one, monkeypatch: pytest.MonkeyPatch) -> None:
     dock = make_one.filled(1, 2)
 
-    class Full:
-        def take(self, name: str, nbytes: int):
-            raise MemoryError(name)
+    def full(column: str, nbytes: int) -> None:
+        raise MemoryError(column)
 
-    with pytest.raises(MemoryError):
-        dock.lease("generate", into=Full(), deadline=5)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(cells, "fresh", full)
+        dock.lease("generate", deadline=5)
     assert len(dock.lease("generate", deadline=0)) == 2
 
 
