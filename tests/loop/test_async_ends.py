@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -118,3 +120,40 @@ def test_an_engine_joins_over_the_network(job, joined, tmp_path) -> None:
     result.check_log_probs(4)
     pulled = [line["weights/bytes_pulled"] for line in result.metrics if "weights/bytes_pulled" in line]
     assert pulled and all(line["weights/bytes_published"] in pulled for line in result.metrics)
+
+
+OBSERVER = """
+import sys
+from mindspeed_rl_plugin.client import Client
+with Client(*sys.argv[1:]) as job:
+    while True:
+        job.read(job.finished("generate"), ["tokens"])
+        print(len(job.metrics(deadline=0.1)), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}")
+def test_programs_that_are_cut_off_or_stand_still_cost_the_job_the_time_of_their_rows(job, joined, tmp_path) -> None:
+    """No connection breaks: an engine on another machine, and an observer, the whole process."""
+    with two_machines() as machines:
+        running = job("--train-iters", "10000", *ASYNC, "--rl-generators", "0", ranks=1, cold=True).dumping()
+        start(running, machines[:1], tmp_path / "t")
+        observe = machines[0].command([sys.executable, "-c", OBSERVER, *running.invitation()])
+        observer = subprocess.Popen(observe, stdout=subprocess.PIPE)
+        engines = joined(running)
+        for machine in machines[::-1]:
+            engines.join(on=machine)
+            running.until(running.rollouts)
+        running.until("engines at work: 2")
+        assert observer.stdout.readline()
+        observer.send_signal(signal.SIGSTOP)
+        machines[1].cut()
+        running.until("no report for 60 s (half of --rl-wait-timeout) from joined engine, process ", 100)
+        enough = running.rollouts() + 20
+        running.until(lambda: running.rollouts() > enough)
+        running.processes[0].terminate()
+        running.wait(60)
+    trained = running.trained()[: 16 * enough]
+    assert trained == [(e, g, m) for e in range(enough) for g in range(4) for m in range(4)]
