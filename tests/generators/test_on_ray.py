@@ -7,6 +7,7 @@ import contextlib
 import functools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -112,20 +113,7 @@ def test_waiting_for_a_place_is_no_work():
     assert worked.watch(1) == 0
 
 
-HOLDER = """
-import sys, time, ray
-
-@ray.remote(num_cpus=2)
-def hold():
-    time.sleep(1000)
-
-ray.init(address=sys.argv[1], logging_level="ERROR")
-held = hold.remote()
-while "CPU" in ray.available_resources():
-    time.sleep(0.1)
-print("[rl] held", flush=True)
-time.sleep(1000)
-"""
+HOLDER = Path(__file__).parents[1] / "ray_holder.py"
 IMPATIENT = """
 import sys
 from mindspeed_rl_plugin.generators import on_ray
@@ -147,7 +135,7 @@ def test_engines_wait_for_devices_that_another_job_uses(ray_cluster, monkeypatch
     wanted = ["--engines", "2", "--device", "cpu", "--join", "127.0.0.1:1", "--secret-file", tmp_path / "secret"]
     python = functools.partial(subprocess.Popen, stdout=subprocess.PIPE, text=True)
     with contextlib.ExitStack() as ends:
-        holder = python([sys.executable, "-c", HOLDER, ray_cluster])
+        holder = python([sys.executable, HOLDER, ray_cluster])
         ends.callback(holder.kill)
         assert said_by(holder) == "[rl] held"
         engines = python([sys.executable, "-c", IMPATIENT, *wanted])

@@ -1,10 +1,13 @@
 """Generators apart from the trainers: real torchrun, real Megatron, real vLLM."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -19,6 +22,7 @@ from mindspeed_rl_plugin.launch.checkpoint_files import read_state, read_tracker
 from mindspeed_rl_plugin.monitor.run_files import read_apart
 
 LAGGED, SLOW = (Path(__file__).with_name(f"{name}.py") for name in ("lagged_script", "slow_grader"))
+HOLDER = Path(__file__).parents[1] / "ray_holder.py"
 ASYNC = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
 STRICT = ("--rl-async-order", "strict")
 # Two optimizer steps of a rollout, so that publications are fewer than iterations.
@@ -209,6 +213,36 @@ def test_ray_places_engines_and_starts_one_again_that_dies(job, ray_cluster, not
     assert running.trained() == [(e, g, m) for e in range(12) for g in range(4) for m in range(4)]
     assert not [p for p in psutil.process_iter(["cmdline"]) if is_engine(p.info["cmdline"], address)]
     nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_engine_whose_node_of_ray_is_lost_comes_to_another(job, ray_cluster, nothing_left, monkeypatch) -> None:
+    """The second node has the only free CPU, until it is killed and who held the first one ends."""
+    with contextlib.ExitStack() as ends:
+        holder = subprocess.Popen([sys.executable, HOLDER, ray_cluster], stdout=subprocess.PIPE, text=True)
+        ends.callback(holder.kill)
+        assert any(line == "[rl] held\n" for line in holder.stdout)
+        before = raylets()
+        node = ["start", "--address", ray_cluster, "--node-ip-address", "127.0.0.1", "--num-cpus", "1"]
+        node += ["--object-store-memory", "100000000"]
+        subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *node], check=True, timeout=300)
+        (second,) = raylets() - before
+        monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+        running = job("--train-iters", "12", *ASYNC, "--rl-generators", "ray:1,device=cpu", ranks=1).dumping().start()
+        running.until(running.rollouts)
+        second.kill()
+        watched = running.run_dir / "engines-on-ray.log"
+        running.until(lambda: "engine 0 on Ray ended with -1" in watched.read_text())
+        holder.kill()
+        result = running.wait(400)
+    assert result.code == 0, result.log[-4000:] + watched.read_text()[-4000:]
+    assert running.trained() == [(e, g, m) for e in range(12) for g in range(4) for m in range(4)]
+    nothing_left()
+
+
+def raylets() -> set[psutil.Process]:
+    return {process for process in psutil.process_iter(["name"]) if process.info["name"] == "raylet"}
 
 
 def is_engine(command: list[str] | None, address: str) -> bool:
