@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from two_machines import start, two_machines, why_not
 
@@ -89,6 +90,32 @@ def test_the_rows_of_an_engine_that_hangs_go_to_another(job, joined, nothing_lef
     trained = running.trained()
     assert trained == [(e, g, m) for e in range(len(trained) // 16) for g in range(4) for m in range(4)]
     assert all(engine.wait(60) == 1 for engine in engines.engines), "they lost the job"
+    nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_engine_of_which_one_rank_stands_still_ends_and_its_rows_go_to_another(job, joined, nothing_left) -> None:
+    """Not its first rank, which waits for the other."""
+    flags = ("--rl-generators", "0", "--rl-wait-timeout", "120")
+    running = job("--train-iters", "10000", *ASYNC, *flags, ranks=1).dumping().start()
+    engines = joined(running)
+    engines.python = sys.executable  # not warm: torchrun's children are the ranks
+    of_two = engines.join(ranks=2)
+    running.until(running.rollouts)
+    engines.join()
+    running.until("engines at work: 2")
+    (second,) = (p for p in psutil.Process(of_two.pid).children() if p.environ().get("RANK") == "1")
+    second.suspend()
+    running.until("no report for 60 s (half of --rl-wait-timeout) from joined engine, process ")
+    enough = running.rollouts() + 20
+    running.until(lambda: running.rollouts() > enough)
+    assert of_two.wait(300) == 1, "torchrun ends the rank that stands still when the first has waited long enough"
+    os.kill(running.processes[0].pid, signal.SIGTERM)
+    running.wait(60)
+    trained = running.trained()
+    assert trained == [(e, g, m) for e in range(len(trained) // 16) for g in range(4) for m in range(4)]
+    assert engines.engines[1].wait(60) == 1, "it lost the job"
     nothing_left()
 
 

@@ -217,7 +217,7 @@ def test_ray_places_engines_and_starts_one_again_that_dies(job, ray_cluster, not
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_engine_whose_node_of_ray_is_lost_comes_to_another(job, ray_cluster, nothing_left, monkeypatch) -> None:
+def test_an_engine_whose_node_of_ray_is_lost_comes_to_another(job, ray_cluster, monkeypatch) -> None:
     """The second node has the only free CPU, until it is killed and who held the first one ends."""
     with contextlib.ExitStack() as ends:
         holder = subprocess.Popen([sys.executable, HOLDER, ray_cluster], stdout=subprocess.PIPE, text=True)
@@ -238,7 +238,8 @@ def test_an_engine_whose_node_of_ray_is_lost_comes_to_another(job, ray_cluster, 
         result = running.wait(400)
     assert result.code == 0, result.log[-4000:] + watched.read_text()[-4000:]
     assert running.trained() == [(e, g, m) for e in range(12) for g in range(4) for m in range(4)]
-    nothing_left()
+    address = running.invitation()[0]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if is_engine(p.info["cmdline"], address)]
 
 
 def raylets() -> set[psutil.Process]:
