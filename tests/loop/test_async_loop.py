@@ -199,56 +199,43 @@ def test_an_engine_leaves_and_another_one_comes(job, joined, nothing_left) -> No
 
 
 @pytest.mark.slow
-def test_ray_places_engines_and_starts_one_again_that_dies(job, ray_cluster, nothing_left, monkeypatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
-    running = job("--train-iters", "12", *ASYNC, "--rl-generators", "ray:1,device=cpu", ranks=1).dumping().start()
-    running.until(running.rollouts)
-    address = running.invitation()[0]
-    (engine,) = (p for p in psutil.process_iter(["cmdline"]) if is_engine(p.info["cmdline"], address))
-    engine.kill()
-    result = running.wait(240)
-    watched = (running.run_dir / "engines-on-ray.log").read_text()
-    assert result.code == 0, result.log[-4000:] + watched[-4000:]
-    assert "engine 0 on Ray ended with -9" in watched and "started again in 1 s" in watched
-    assert running.trained() == [(e, g, m) for e in range(12) for g in range(4) for m in range(4)]
-    assert not [p for p in psutil.process_iter(["cmdline"]) if is_engine(p.info["cmdline"], address)]
-    nothing_left()
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_engine_whose_node_of_ray_is_lost_comes_to_another(job, ray_cluster, monkeypatch) -> None:
-    """The second node has the only free CPU, until it is killed and who held the first one ends."""
+@pytest.mark.parametrize("lost", ["engine", "node"])
+def test_ray_starts_an_engine_again_that_is_lost(job, ray_cluster, nothing_left, monkeypatch, lost) -> None:
+    """The engine dies; or a second node with it, the only one with a free CPU until who holds the first one ends."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
     with contextlib.ExitStack() as ends:
-        holder = subprocess.Popen([sys.executable, HOLDER, ray_cluster], stdout=subprocess.PIPE, text=True)
-        ends.callback(holder.kill)
-        assert any(line == "[rl] held\n" for line in holder.stdout)
-        before = raylets()
-        node = ["start", "--address", ray_cluster, "--node-ip-address", "127.0.0.1", "--num-cpus", "1"]
-        node += ["--object-store-memory", "100000000"]
-        subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *node], check=True, timeout=300)
-        (second,) = raylets() - before
-        monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+        if lost == "node":
+            holder = subprocess.Popen([sys.executable, HOLDER, ray_cluster], stdout=subprocess.PIPE, text=True)
+            ends.callback(holder.kill)
+            assert any(line == "[rl] held\n" for line in holder.stdout)
+            first = raylets()
+            node = ["start", "--address", ray_cluster, "--node-ip-address", "127.0.0.1", "--num-cpus", "1"]
+            node += ["--object-store-memory", "100000000"]
+            subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *node], check=True, timeout=300)
         running = job("--train-iters", "12", *ASYNC, "--rl-generators", "ray:1,device=cpu", ranks=1).dumping().start()
         running.until(running.rollouts)
-        second.kill()
-        watched = running.run_dir / "engines-on-ray.log"
-        running.until(lambda: "engine 0 on Ray ended with -1" in watched.read_text())
-        holder.kill()
-        result = running.wait(400)
-    assert result.code == 0, result.log[-4000:] + watched.read_text()[-4000:]
+        address, watched = running.invitation()[0], running.run_dir / "engines-on-ray.log"
+        (dies,) = engines(address) if lost == "engine" else raylets() - first
+        dies.kill()
+        ended = f"engine 0 on Ray ended with {-9 if lost == 'engine' else -1}"
+        running.until(lambda: ended in watched.read_text())
+    result, said = running.wait(400), watched.read_text()
+    assert result.code == 0 and "started again in 1 s" in said, result.log[-4000:] + said[-4000:]
     assert running.trained() == [(e, g, m) for e in range(12) for g in range(4) for m in range(4)]
-    address = running.invitation()[0]
-    assert not [p for p in psutil.process_iter(["cmdline"]) if is_engine(p.info["cmdline"], address)]
+    assert not engines(address)
+    if lost == "engine":  # a node that is killed leaves what it shared
+        nothing_left()
 
 
 def raylets() -> set[psutil.Process]:
     return {process for process in psutil.process_iter(["name"]) if process.info["name"] == "raylet"}
 
 
-def is_engine(command: list[str] | None, address: str) -> bool:
+def engines(address: str) -> set[psutil.Process]:
     """Of one rank, that joined the job at an address."""
-    return bool(command) and "generate" in command and address in command
+    alive = psutil.process_iter(["cmdline"])
+    return {p for p in alive if "generate" in (p.info["cmdline"] or ()) and address in p.info["cmdline"]}
 
 
 @pytest.mark.slow
