@@ -14,6 +14,7 @@ from mindspeed_rl_plugin import host  # noqa: E402
 from mindspeed_rl_plugin.launch.attach import attach  # noqa: E402
 from mindspeed_rl_plugin.launch.generator_ranks import leave_if_generator  # noqa: E402
 
+early.check_rows()
 leave_if_generator()
 host.activate_if_needed()
 attach()

@@ -1,7 +1,7 @@
 """The first second of a rank: what comes is said, and what needs neither torch nor Megatron is checked.
 
-Nothing that is imported here imports torch. All that is checked here is checked again later, when Megatron's parser has
-spoken: what a script adds to it, or sets without the command line, cannot be seen yet; and so are the files' contents.
+Nothing that is imported here imports torch, but for `check_rows`. All that is checked here is checked again later, when
+Megatron's parser has spoken: what a script adds to it, or sets without the command line, cannot be seen yet.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 
 ALGORITHM = "--rl-algorithm"
 ALIKE = 0.75  # of a flag that is ours but for its spelling, by `difflib`
+CHECKED_BYTES = 16 << 20  # of a file of prompts; a larger one is read once, later
 # Imports make two million objects that stay, and no cycle worth collecting: by Python's own thresholds a sixth of the
 # time from the launch to the first iteration is the collector's (benchmarks/startup.py).
 THRESHOLDS = (100_000, 50, 100)
 
-_checked = False
+_args: argparse.Namespace | None = None  # RL's flags, from when they are checked
 _began = time.monotonic()
 _usual = gc.get_threshold()
 
@@ -40,10 +41,10 @@ def check_flags() -> None:
     they name. Ends the process with all that is wrong. Where RL is asked for, the first line of the job is said before.
     Files are left to later where this rank reads none, and where the script may change directory or write them.
     Idempotent."""
-    global _checked
+    global _args
     argv = sys.argv[1:]
     flags = [word.partition("=")[0] for word in argv if word.startswith("--rl-")]
-    if _checked or not difflib.get_close_matches(ALGORITHM, flags, cutoff=0.9):
+    if _args is not None or not difflib.get_close_matches(ALGORITHM, flags, cutoff=0.9):
         return
     if ALGORITHM in flags:
         say(
@@ -55,10 +56,28 @@ def check_flags() -> None:
     for flag in ("--seq-length", "--max-position-embeddings"):
         parser.add_argument(flag, nargs="?", type=lambda text: int(text) if text.isdigit() else None)
     parser = refuse_misspelt(add_flags(parser), passed=_perhaps_not_ours(sys.argv[0]))
-    args, _ = parser.parse_known_args(argv)
-    _checked = True
-    if rl_enabled(args):
-        _end_if(_problems(args, RLConfig.from_args(args)))
+    _args, _ = parser.parse_known_args(argv)
+    if rl_enabled(_args):
+        _end_if(_problems(_args, RLConfig.from_args(_args)))
+
+
+def check_rows() -> None:
+    """Check that each JSON file of prompts, but for large ones, can be read and has rows. After the import of torch,
+    before Megatron; not Parquet and saved datasets, whose readers import what MindSpeed must patch first."""
+    if _args is None or not rl_enabled(_args) or _generates(config := RLConfig.from_args(_args)):
+        return
+    from mindspeed_rl_plugin.prompts.sources import open_source
+
+    def problems() -> Iterator[str]:
+        for path in dict.fromkeys((*config.data.prompt_data, *config.monitor.eval_data)):
+            try:
+                is_json = path.endswith((".json", ".jsonl")) and os.path.isfile(path)
+                if is_json and os.path.getsize(path) < CHECKED_BYTES:
+                    open_source(path).row(0)
+            except ValueError as error:
+                yield str(error)
+
+    _end_if(problems())
 
 
 def ready() -> float:

@@ -16,10 +16,12 @@ SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 
 @pytest.fixture(autouse=True)
 def first_time(monkeypatch, tmp_path):
-    """As in a rank that has checked nothing; a file of prompts: a.jsonl."""
-    monkeypatch.setattr(early, "_checked", False)
+    """As in a rank that has checked nothing; files of prompts: a.jsonl, empty.jsonl, broken.json."""
+    monkeypatch.setattr(early, "_args", None)
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    Path("empty.jsonl").write_text("")
+    Path("broken.json").write_text("[{")
     Path("own.py").write_text("import flags_of_it, os\nos.chdir('elsewhere')\n")
     Path("flags_of_it.py").write_text('parser.add_argument("--rl-rewards")\n')
     Path("makes.py").write_text("open('made.jsonl', 'w')\n")
@@ -31,6 +33,7 @@ def first_time(monkeypatch, tmp_path):
 def checked(monkeypatch, words, script=str(SCRIPT)):
     monkeypatch.setattr(sys, "argv", [script, *words.split()])
     early.check_flags()
+    early.check_rows()
 
 
 GOOD = "--rl-algorithm grpo --rl-prompt-data a.jsonl --rl-reward exact --seq-length 4096"
@@ -41,6 +44,8 @@ REFUSED = {
     "--rl-temperature 0": "--rl-temperature is 0.0",
     "--rl-prompt-data b.jsonl": "--rl-prompt-data b.jsonl: no such file or directory",
     "--rl-eval-data b.jsonl": "--rl-eval-data b.jsonl: no such file or directory",
+    "--rl-prompt-data empty.jsonl": "prompt data 'empty.jsonl' is empty",
+    "--rl-eval-data broken.json": "broken.json is not JSON",
     "--rl-reward guess": "reward 'guess' is unknown",
     "--rl-reward own.py:score.x": "'score.x' is no name of a function",
     "--rl-reward-timeout 5 5": "2 time limits (5 5) for 1 rewards",
@@ -81,7 +86,7 @@ def test_what_may_be_right_passes(words, script, monkeypatch, capsys):
 def test_flags_of_every_megatron_pass(monkeypatch):
     trees = json.loads(Path(__file__).with_name("upstream_rl_names.json").read_text())["trees"]
     for flag in {flag for tree in trees.values() for flag in tree["flags"]}:
-        monkeypatch.setattr(early, "_checked", False)
+        monkeypatch.setattr(early, "_args", None)
         checked(monkeypatch, f"{GOOD} {flag} 1")
 
 
@@ -91,7 +96,7 @@ def test_ranks_that_generate_need_no_files(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     checked(monkeypatch, words)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(early, "_checked", False)
+    monkeypatch.setattr(early, "_args", None)
     with pytest.raises(SystemExit):
         checked(monkeypatch, words)
 
