@@ -130,19 +130,15 @@ class Dispatcher:
                 self._lose_homes(slot)
                 raise
             for call, answer in over:
-                again = _replays(call)
                 if not isinstance(answer, Answer):
                     self._lose_homes(slot)
-                self.answered += not isinstance(answer, int)
                 if isinstance(answer, int):
-                    result, call.most = None, answer
+                    call.most = answer
                     self._waiting.extendleft([call] if call.owner is not None else ())
-                elif isinstance(answer, str):
-                    result = _lost(answer, time.monotonic() - call.began, again)
-                elif answer.late:
-                    result = self._cancelled(call, answer.seconds)
-                else:
-                    result = answer if call.home is None else self._answered(call, call.home, answer)
+                    continue
+                self.answered += 1
+                lost = isinstance(answer, str) or answer.late
+                result = self._lost(call, answer) if lost else self._answered(call, answer)
                 if result is not None:
                     yield call, result
 
@@ -203,9 +199,11 @@ class Dispatcher:
         name = f"{kind} {arguments[-2]}" if kind in ("tool", "method") else kind
         return call.most if name in self._concurrent else 1
 
-    def _answered(self, call: Call, home: Home, answer: Answer) -> Answer | Lost | None:
-        """What comes of a call that an environment answered; None where it was asked once more what it answered
+    def _answered(self, call: Call, answer: Answer) -> Answer | Lost | None:
+        """What comes of a call that was answered; None where an environment was asked once more what it answered
         before."""
+        if (home := call.home) is None:
+            return answer
         if home.known == len(home.asked):
             home.asked.append((call.message, answer))
             home.known += 1
@@ -223,12 +221,16 @@ class Dispatcher:
             unmade=True,
         )
 
-    def _cancelled(self, call: Call, seconds: float) -> Lost:
-        """What comes of a coroutine that ran too long: its environment, in which it may have done half, is closed."""
-        again = _replays(call)
-        if call.home is not None:
-            self.close_home(call.home)
-        return _lost(f"ran longer than {self._timeout:g} s and was cancelled", seconds, again)
+    def _lost(self, call: Call, answer: str | Answer) -> Lost:
+        """What comes of a call whose process ended, or of a coroutine that ran too long: its environment, in which it
+        may have done half, is closed."""
+        home, why, seconds = call.home, answer, time.monotonic() - call.began
+        unmade = home is not None and home.known < len(home.asked)
+        if isinstance(answer, Answer):
+            why, seconds = f"ran longer than {self._timeout:g} s and was cancelled", answer.seconds
+            if home is not None:
+                self.close_home(home)
+        return Lost(f"{why} when it was replayed" if unmade else why, seconds, unmade)
 
     def _lose_homes(self, slot: Slot) -> None:
         """The process of a worker ended."""
@@ -247,15 +249,6 @@ class Dispatcher:
             told.add(slot)
             worker.make(None, ("close",), max(end - time.monotonic(), 0.0), 0.0, 1)
         return bool(worker.calls)
-
-
-def _replays(call: Call) -> bool:
-    """Whether its environment is still being made again."""
-    return call.home is not None and call.home.known < len(call.home.asked)
-
-
-def _lost(why: str, seconds: float, again: bool) -> Lost:
-    return Lost(f"{why} when it was replayed" if again else why, seconds, again)
 
 
 def _same(one: Answer, other: Answer) -> bool:

@@ -51,35 +51,17 @@ DESCRIBES = replace(
 )
 
 
-@dataclass
-class Draft:
-    """A reply in the making. left: messages, and calls from which some come, in their order."""
-
-    left: deque[Message | tuple] = field(default_factory=deque)
-    messages: list[Message] = field(default_factory=list)
-    reward: float = 0.0
-    done: bool = False
-    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
-    raised: dict[str, str] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def count(self, name: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
-
-    def said(self, name: str, content: str) -> None:
-        self.messages.append({"role": "tool", "name": name, "content": content})
-
-
 @dataclass(eq=False)
 class OpenEpisode:
-    """An episode. home: its environment, None where there are only tools; turn: the last one, whose calls a user's
-    parser finds; call: in the making."""
+    """An episode. home: its environment, None where there are only tools; reply: in the making; left: messages of it,
+    and calls from which some come, in their order; turn: the last one, whose calls a user's parser finds; call: in the
+    making."""
 
     id: SampleId
     home: Home | None
+    reply: Reply
+    left: deque[Message | tuple] = field(default_factory=deque)
     turn: Turn | None = None
-    draft: Draft = field(default_factory=Draft)
     call: Call | None = None
 
 
@@ -139,9 +121,9 @@ class EnvironmentPool:
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
         home = self._dispatcher.home() if self.begins else None
-        opened = self._opened[episode] = OpenEpisode(episode, home)
+        opened = self._opened[episode] = OpenEpisode(episode, home, Reply(episode))
         if home is not None:
-            opened.draft.left.append(("reset", home.key, dict(task), seed, "{}/{}/{}".format(*episode)))
+            opened.left.append(("reset", home.key, dict(task), seed, "{}/{}/{}".format(*episode)))
             self._go_on(opened)
             self._give()
 
@@ -151,7 +133,7 @@ class EnvironmentPool:
         opened = self._opened[episode]
         if isinstance(turn.attempts, Unread):
             opened.turn = turn
-            opened.draft.left.append(("parse", turn.attempts.text))
+            opened.left.append(("parse", turn.attempts.text))
         else:
             self._answer_turn(opened, turn.text, turn.attempts)
         self._go_on(opened)
@@ -236,24 +218,24 @@ class EnvironmentPool:
         return schemas
 
     def _answer_turn(self, opened: OpenEpisode, text: str, attempts: Sequence[Attempt]) -> None:
-        opened.draft.left += [self._attempt(opened, attempt) for attempt in attempts]
+        opened.left += [self._attempt(opened, attempt) for attempt in attempts]
         if not attempts and self._offer.steps:
             assert opened.home is not None
-            opened.draft.left.append(("step", opened.home.key, text))
+            opened.left.append(("step", opened.home.key, text))
         elif not attempts:
             self._conclude(opened)
 
     def _attempt(self, opened: OpenEpisode, attempt: Attempt) -> Message | tuple:
         """The call that a model wants, or what it sees in the place of its result."""
         if isinstance(attempt, MalformedCall):
-            opened.draft.count("malformed")
+            opened.reply.counts["malformed"] += 1
             return {"role": "tool", "name": "unknown", "content": f"error: {attempt.why}"}
         name, parameters = attempt.name, self._parameters.get(attempt.name)
         if parameters is None:
-            opened.draft.count("unknown")
+            opened.reply.counts["unknown"] += 1
             content = f"error: no such tool; there are: {', '.join(self._parameters) or 'none'}"
         elif not fits(dict(attempt.arguments), {"type": "object", "properties": {}, **parameters}):
-            opened.draft.count("arguments")
+            opened.reply.counts["arguments"] += 1
             content = f"error: wrong arguments; {name} takes {takes(parameters)}"
         elif name in self._offer.tools:
             return "tool", name, dict(attempt.arguments)
@@ -264,18 +246,17 @@ class EnvironmentPool:
 
     def _conclude(self, opened: OpenEpisode) -> None:
         """The reply in the making is the last."""
-        opened.draft.done = True
+        opened.reply.done = True
         if self._offer.rewards:
             assert opened.home is not None
-            opened.draft.left.append(("get_reward", opened.home.key))
+            opened.left.append(("get_reward", opened.home.key))
 
     def _go_on(self, opened: OpenEpisode) -> None:
         """Make the next call of a reply, or give it."""
-        draft = opened.draft
-        while draft.left and not isinstance(draft.left[0], tuple):
-            draft.messages.append(draft.left.popleft())
-        if draft.left:
-            message = draft.left.popleft()
+        while opened.left and not isinstance(opened.left[0], tuple):
+            opened.reply.messages.append(opened.left.popleft())
+        if opened.left:
+            message = opened.left.popleft()
             opened.call = Call(message, opened, None if message[0] in ("parse", "tool") else opened.home)
             self._asked.add(opened.id)
             self._dispatcher.put(opened.call)
@@ -283,11 +264,11 @@ class EnvironmentPool:
             self._reply(opened)
 
     def _reply(self, opened: OpenEpisode, failure: str | None = None) -> None:
-        made, opened.draft = opened.draft, Draft()
+        reply, opened.reply = opened.reply, Reply(opened.id)
+        reply.failure = failure
         self._asked.discard(opened.id)
-        told = {name: getattr(made, name) for name in ("reward", "done", "calls", "raised", "counts", "seconds")}
-        self._replies.append(Reply(opened.id, tuple(made.messages), failure=failure, **told))
-        if failure is not None or made.done:
+        self._replies.append(reply)
+        if failure is not None or reply.done:
             del self._opened[opened.id]
             self._leave(opened)
 
@@ -310,15 +291,15 @@ class EnvironmentPool:
         if self._opened.get(opened.id) is not opened:
             self._leave(opened)
             return
-        opened.draft.seconds += result.seconds
+        opened.reply.seconds += result.seconds
         kind = call.message[0]
         if kind == "parse":
             self._parsed(opened, call.message[1], result)
         elif kind in ("tool", "method") and not (isinstance(result, Lost) and result.unmade):
             self._tool_result(opened, call.message[-2], result)
         elif isinstance(result, Answer) and error is None:
-            opened.draft.reward += result.reward
-            opened.draft.messages += [{"role": "user", "content": text} for text in result.texts]
+            opened.reply.reward += result.reward
+            opened.reply.messages += [{"role": "user", "content": text} for text in result.texts]
             if kind == "step" and result.done:
                 self._conclude(opened)
         else:
@@ -338,18 +319,18 @@ class EnvironmentPool:
         self._answer_turn(opened, opened.turn.text, at_most(found, opened.turn.attempts.most))
 
     def _tool_result(self, opened: OpenEpisode, name: str, result: Answer | Lost) -> None:
-        draft = opened.draft
-        fine = isinstance(result, Answer) and result.error is None
-        made, failed = draft.calls.get(name, (0, 0))
-        draft.calls[name] = (made + 1, failed + (not fine))
-        draft.count("calls")
-        if fine:
-            draft.said(name, result.texts[0])
-            return
-        draft.count("raised")
-        lost = isinstance(result, Lost)
-        draft.raised.setdefault(name, result.why if lost else result.error)
-        draft.said(name, f"error: the tool {result.why}" if lost else f"error: {result.brief}")
+        reply, lost, error = opened.reply, isinstance(result, Lost), None
+        if lost or result.error is not None:
+            error = result.why if lost else result.error
+            reply.raised.setdefault(name, error)
+            reply.counts["raised"] += 1
+            content = f"error: the tool {error}" if lost else f"error: {result.brief}"
+        else:
+            content = result.texts[0]
+        reply.counts["calls"] += 1
+        made, failed = reply.calls.get(name, (0, 0))
+        reply.calls[name] = (made + 1, failed + (error is not None))
+        reply.messages.append({"role": "tool", "name": name, "content": content})
 
     def _warn(self, error: str | None) -> None:
         """Of the first environment that does not close."""

@@ -7,6 +7,7 @@ to say.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -65,7 +66,7 @@ class Turn:
     attempts: tuple[Attempt, ...] | Unread = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reply:
     """What came of `begin` or of a turn.
 
@@ -76,14 +77,14 @@ class Reply:
     """
 
     id: SampleId
-    messages: Sequence[Message] = ()
+    messages: list[Message] = field(default_factory=list)
     prompt: tuple[int, ...] | None = None
     reward: float = 0.0
     done: bool = False
     failure: str | None = None
-    calls: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    raised: Mapping[str, str] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
+    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
+    raised: dict[str, str] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
 

@@ -52,7 +52,7 @@ def test_an_environment_answers_and_rewards(started) -> None:
     pool.begin(sample(0), task(log="/dev/null"), 7)
     pool.begin(sample(1), task(log="/dev/null"), (1 << 32) + 7)
     first = replies(pool)
-    assert all(first[n].messages == ({"role": "user", "content": "the prompt 7"},) for n in (0, 1))
+    assert all(first[n].messages == [{"role": "user", "content": "the prompt 7"}] for n in (0, 1))
     start = f"{random.Random(7).random():.3f}"
     reply = act(pool, 0, "hello")
     assert (contents(reply), reply.reward, reply.done) == ([f"1 hello {start}"], 0.5, False)
