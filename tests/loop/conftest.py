@@ -215,11 +215,13 @@ class Job:
         return result
 
     def rank_pid(self, rank: int) -> int:
-        """Process id of a rank: the launcher started it with the job's arguments and RANK."""
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if str(self.save) in process.cmdline() and process.environ().get("RANK") == str(rank):
-                    return process.pid
+        """Process id of a rank, when it is there: the launcher starts it with the job's arguments and RANK."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    if str(self.save) in process.cmdline() and process.environ().get("RANK") == str(rank):
+                        return process.pid
         raise AssertionError(f"no process of rank {rank}")
 
     def kill_after(
