@@ -249,6 +249,7 @@ def test_ctrl_c_ends_all_ranks_and_the_engines_that_joined(job, joined, nothing_
     assert "[rl] interrupted in iteration" in running.wait(60).log
     code = guest.wait(60)
     assert code == 0 and "the job has ended" in engines.said(), (code, engines.said()[-3000:])
+    assert not (running.run_dir / "secret").exists()
     nothing_left()
 
 
@@ -262,6 +263,7 @@ def test_a_job_whose_trainer_or_generator_dies_ends(job, joined, nothing_left, r
     os.kill(running.rank_pid(rank), signal.SIGKILL)
     assert running.wait(60).code != 0
     assert guest.wait(60) == 1
+    assert rank or (running.run_dir / "secret").exists(), "it had no time to remove it"
     nothing_left()
 
 
