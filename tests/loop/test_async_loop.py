@@ -200,9 +200,10 @@ def test_an_engine_leaves_and_another_one_comes(job, joined, nothing_left) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lost", ["engine", "node"])
+@pytest.mark.parametrize("lost", ["engine", "node", "job"])
 def test_ray_starts_an_engine_again_that_is_lost(job, ray_cluster, nothing_left, monkeypatch, lost) -> None:
-    """The engine dies; or a second node with it, the only one with a free CPU until who holds the first one ends."""
+    """The engine dies; or a second node with it, the only one with a free CPU until who holds the first one ends; or
+    the launcher of the job."""
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
     with contextlib.ExitStack() as ends:
         if lost == "node":
@@ -216,6 +217,11 @@ def test_ray_starts_an_engine_again_that_is_lost(job, ray_cluster, nothing_left,
         running = job("--train-iters", "12", *ASYNC, "--rl-generators", "ray:1,device=cpu", ranks=1).dumping().start()
         running.until(running.rollouts)
         address, watched = running.invitation()[0], running.run_dir / "engines-on-ray.log"
+        if lost == "job":  # then its engines end, too
+            running.processes[0].kill()
+            psutil.wait_procs(engines(address), timeout=60)
+            assert not engines(address)
+            return
         (dies,) = engines(address) if lost == "engine" else raylets() - first
         dies.kill()
         ended = f"engine 0 on Ray ended with {-9 if lost == 'engine' else -1}"

@@ -22,27 +22,39 @@ async def longest(responses):
 DAPO = ("--rl-algorithm", "dapo", "--rl-rollout-prompts", "8", "--rl-overlong-buffer", "4", "--lr", "3e-3")
 EVALUATED = ("--rl-eval-every", "2", "--rl-eval-pass-k", "2")
 TWO_RANKS = (*DAPO, "--rl-generate-tp", "2", "--rl-stage", f"{STAGE}:ShortFirst")
-CASES = {  # graders, and flags
-    "groups are graded, one engine of two ranks, an own stage": (("grade", "longest=0.5"), TWO_RANKS),
-    "responses are graded, two engines, filtration": (("grade", "score=0.5"), ("--rl-filtration", "best-random")),
-    "two engines that share experts": (("grade",), ("--expert-model-parallel-size", "2", "--rl-generate-ep", "2")),
+CASES = {  # graders, flags, and the schedule at the start and after the resume
+    "groups are graded, one engine of two ranks, an own stage": (
+        ("grade", "longest=0.5"),
+        TWO_RANKS,
+        ("streamed", "streamed"),
+    ),
+    "responses are graded, two engines, filtration": (
+        ("grade", "score=0.5"),
+        ("--rl-filtration", "best-random"),
+        ("sync", "streamed"),
+    ),
+    "two engines that share experts": (
+        ("grade",),
+        ("--expert-model-parallel-size", "2", "--rl-generate-ep", "2"),
+        ("streamed", "sync"),
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_all_numbers_are_those_of_sync(job, arithmetic, tmp_path, dense_model, moe_model, case: str) -> None:
-    """Also after a resume, which the streamed run makes in the middle."""
+    """Also after a resume, which the streamed run makes in the middle, and with `sync` before or after it."""
     (tmp_path / "grader.py").write_text(GRADER)
-    graders, flags = CASES[case]
+    graders, flags, (first, then) = CASES[case]
     graders = ("--rl-reward", *(f"{tmp_path}/grader.py:{grader}" for grader in graders))
     held_out = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), *EVALUATED)
     flags = (*graders, *flags, *held_out, "--rl-verify-weights", "--rl-reward-workers", "3")
     flags, model = ("--train-iters", "4", *flags), moe_model if "experts" in case else dense_model
     sync = job(*flags, name="sync", model=model).run()
-    run = job(*flags, "--rl-schedule", "streamed", "--save-interval", "2", name="streamed", model=model)
-    run.stop_at(2)
-    streamed = run.run()
+    saved = (*flags, "--save-interval", "2", "--rl-schedule")
+    job(*saved, first, name="streamed", model=model).stop_at(2)
+    streamed = job(*saved, then, name="streamed", model=model).run()
     assert "training resumes from" in streamed.log
     assert len({line["weights/digest"] for line in sync.metrics if "weights/digest" in line}) > 1
     assert streamed.numbers == sync.numbers
