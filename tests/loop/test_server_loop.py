@@ -142,6 +142,23 @@ def test_a_server_samples_the_turns_of_episodes(job, server, nothing_left) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_that_stands_still_costs_the_time_of_its_rows(job, server) -> None:
+    """The whole of it is stopped: connections stay, and nobody answers. It goes on by itself."""
+    running = job(*flags(server, 1, 1000), ranks=1).dumping().start()
+    running.until(running.rollouts)
+    os.killpg(server.process.pid, signal.SIGSTOP)
+    running.until(f"[rl] warning: the server at {server.url} generates no more", 100)  # half of --rl-wait-timeout
+    os.killpg(server.process.pid, signal.SIGCONT)
+    enough = running.rollouts() + 2
+    running.until(lambda: running.rollouts() >= enough)
+    running.processes[0].terminate()
+    assert running.wait(60).code != 0
+    trained = running.trained()[: 16 * enough]
+    assert trained == [(e, g, m) for e in range(enough) for g in range(4) for m in range(4)]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server) -> None:
     """A second job, and a second engine of the same one, are refused; the first goes on. It does when the server is
