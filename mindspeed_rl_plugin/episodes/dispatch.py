@@ -39,11 +39,13 @@ class Home:
 @dataclass(eq=False)
 class Call:
     """message: kind and arguments, as `worker.Desk` takes them; owner: who asks, None where nobody does; home: the
-    environment that is asked; most: of a coroutine: see `CallWorker.next_of`; began: when."""
+    environment that is asked; number: in the order of calls; most: of a coroutine: see `CallWorker.next_of`;
+    began: when."""
 
     message: tuple
     owner: Any = None
     home: Home | None = None
+    number: int = 0
     most: int = MOST
     began: float = 0.0
 
@@ -58,12 +60,14 @@ class Lost(NamedTuple):
 
 @dataclass(eq=False)
 class Slot:
-    """A worker. pid: of its process; homes: the environments in it; closing: keys of those that are over."""
+    """A worker. pid: of its process; homes: the environments in it; waiting: calls of these; closing: keys of those
+    that are over."""
 
     worker: CallWorker
     pid: int
     homes: set[Home] = field(default_factory=set)
-    closing: list[int] = field(default_factory=list)
+    waiting: deque[Call] = field(default_factory=deque)
+    closing: deque[int] = field(default_factory=deque)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -80,7 +84,7 @@ class Dispatcher:
     def __init__(self, workers: Sequence[CallWorker], timeout: float, concurrent: Sequence[str] = ()) -> None:
         self._slots = [Slot(worker, worker.pid) for worker in workers]
         self._timeout, self._concurrent = timeout, {*concurrent, "close"}
-        self._waiting: deque[Call] = deque()  # in their order; those that are made again come first
+        self._waiting: deque[Call] = deque()  # for any worker
         self._numbers = itertools.count()
 
     def home(self) -> Home:
@@ -89,14 +93,16 @@ class Dispatcher:
 
     def put(self, call: Call) -> None:
         """A call to make; an environment has one at a time."""
-        self._waiting.append(call)
+        call.number = next(self._numbers)
+        self._queue(call).append(call)
 
     def withdraw(self, call: Call) -> bool:
         """Whether a call was still waiting, and now is none."""
-        waits = call in self._waiting
-        if waits:
-            self._waiting.remove(call)
-        return waits
+        queue = self._queue(call)
+        if call in queue:
+            queue.remove(call)
+            return True
+        return False
 
     def close_home(self, home: Home) -> None:
         """An environment is over. It has no call in the making."""
@@ -149,6 +155,9 @@ class Dispatcher:
             for slot in self._slots:
                 slot.worker.close()
 
+    def _queue(self, call: Call) -> deque[Call]:
+        return self._waiting if call.home is None or call.home.slot is None else call.home.slot.waiting
+
     def _ready(self, slot: Slot) -> bool:
         """Whether a worker can take a call. One that ended meanwhile has lost its environments."""
         ready = slot.worker.ready()
@@ -161,21 +170,22 @@ class Dispatcher:
         """The next call for a worker; whether there was one that it can take."""
         if not slot.worker.calls and not self._ready(slot):
             return False
-        closing = [*slot.closing]
-        fitting = [call for call in self._waiting if call.home is None or call.home.slot in (None, slot)]
-        call = slot.worker.next_of([Call(("close", closing))] if closing else fitting, self._most)
+        waiting = sorted([*slot.waiting, *self._waiting], key=lambda call: call.number)
+        waiting = [Call(("close", [*slot.closing]))] if slot.closing else waiting
+        call = slot.worker.next_of(waiting, self._most)
         if call is None:
             return False
-        message, home, most = self._message(call), call.home, self._most(call)
-        if closing:
+        calls, message, home, most = 1, self._message(call), call.home, self._most(call)
+        if slot.closing:
+            calls = len(slot.closing)
             slot.closing.clear()
         else:
-            self._waiting.remove(call)
+            self._queue(call).remove(call)
         if home is not None and home.slot is None:
             home.slot, home.known = slot, 0
             slot.homes.add(home)
         call.began = time.monotonic()
-        slot.worker.make(call, message, max(1, len(closing)) * self._timeout, GRACE, most)
+        slot.worker.make(call, message, calls * self._timeout, GRACE, most)
         return True
 
     def _message(self, call: Call) -> tuple:
@@ -201,7 +211,7 @@ class Dispatcher:
         message, before = home.asked[home.known]
         if _same(answer, before):
             home.known += 1
-            self._waiting.appendleft(call)
+            self._queue(call).appendleft(call)
             return None
         return Lost(
             f"cannot be made: its environment is not deterministic under replay. A process ended, and in a new one "
@@ -226,8 +236,9 @@ class Dispatcher:
         """The process of a worker ended."""
         for home in slot.homes:
             home.slot = None
-        slot.homes.clear()
-        slot.closing.clear()
+        self._waiting.extendleft(reversed(slot.waiting))
+        for kept in (slot.homes, slot.waiting, slot.closing):
+            kept.clear()
 
     def _parts(self, slot: Slot, told: set[Slot], end: float) -> bool:
         """Whether a worker still ends its calls, or closes its environments."""
