@@ -62,7 +62,7 @@ def test_a_job_that_is_killed_is_said_to_leave_its_secret(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="when engines may join, and removes it when it ends in order; give"):
         read_secret(tmp_path / "secret")
     page = Path(__file__).parents[2] / "docs" / "service.md"
-    assert "One that is killed, or stops at once because a rank is gone or a grader failed, leaves" in page.read_text()
+    assert "One that is killed, or stops at once because a rank is gone, or a grader failed" in page.read_text()
 
 
 def test_it_is_said_before_torch_is_imported(tmp_path) -> None:
