@@ -57,7 +57,9 @@ def attend(interrupted: Callable[[], bool] = lambda: not _heard) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _hear)
     signal.set_wakeup_fd(wakes.detach(), warn_on_full_buffer=False)
-    threading.Thread(target=_attend, args=(heard, launcher(), interrupted), daemon=True).start()
+    above = launcher()
+    since = above and began(above)  # not in the thread, which may come late, when the launcher has ended
+    threading.Thread(target=_attend, args=(heard, above, since, interrupted), daemon=True).start()
 
 
 def _hear(number: int, frame: FrameType | None) -> None:
@@ -66,9 +68,10 @@ def _hear(number: int, frame: FrameType | None) -> None:
     signal.default_int_handler(number, frame)
 
 
-def _attend(heard: socket.socket, above: int | None, interrupted: Callable[[], bool]) -> None:
-    """heard: gives the numbers of signals; above: the launcher, None for one that does not end its processes."""
-    since, number = above and began(above), 0
+def _attend(heard: socket.socket, above: int | None, since: int | None, interrupted: Callable[[], bool]) -> None:
+    """heard: gives the numbers of signals; above: the launcher, which began at `since`, None for one that does not end
+    its processes."""
+    number = 0
     while number != signal.SIGINT or signal.getsignal(signal.SIGINT) is not _hear:
         if above and began(above) != since:
             last_words(f"torchrun (process {above}) is gone: process {os.getpid()}, which it started, ends too")
