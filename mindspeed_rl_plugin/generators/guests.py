@@ -22,6 +22,7 @@ from mindspeed_rl_plugin.environment import environment_apart, launch_env, say
 
 END_SECONDS = 30.0  # for Ray to end its tasks, and for servers to be left
 AGAIN_SECONDS = 5.0  # until a server that failed is tried again
+WORKED_SECONDS = 60.0  # after which a failure is said again, though it was said of the time before
 AT_URL = (sys.executable, "-m", "mindspeed_rl_plugin", "generate", "--engine-url")
 ON_RAY = (sys.executable, "-m", "mindspeed_rl_plugin.generators.on_ray")
 
@@ -68,7 +69,7 @@ def check_servers(config: RLConfig, model: Mapping[str, Any], dtype: str) -> Ite
 @dataclass
 class _Kept:
     """A process that brings engines to work. without: said where it has failed; again: whether it is started again
-    then; due: when, 0 while it runs; said: of its last end."""
+    then; due: when, 0 while it runs; said: of its last end; began: when it was started last."""
 
     without: str
     log: Path
@@ -76,11 +77,12 @@ class _Kept:
     again: bool
     due: float = 0.0
     said: str = ""
+    began: float = 0.0
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             how = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment_apart(), "start_new_session": True}
-            self.process, self.due = subprocess.Popen(self.command, **how), 0.0
+            self.process, self.due, self.began = subprocess.Popen(self.command, **how), 0.0, time.monotonic()
 
     def look(self) -> None:
         """Start it again where it has ended. Raises RuntimeError where that is not to be."""
@@ -93,7 +95,7 @@ class _Kept:
         before, self.said = self.said, f"{self.without} ({self.log}): {' | '.join(lines)}"
         if not self.again:
             raise RuntimeError(self.said)
-        if self.said != before:
+        if self.said != before or time.monotonic() - self.began > WORKED_SECONDS:
             say(f"warning: {self.said}; its rows are given out again, and it is tried again until it answers")
         self.due = time.monotonic() + AGAIN_SECONDS
 

@@ -125,10 +125,12 @@ time.sleep(100)
 """
 
 
-def test_a_server_that_fails_is_tried_again(tmp_path, monkeypatch, capsys):
-    """Each new reason is said once; the error of a job that nobody generates for has the last one."""
+@pytest.mark.parametrize(("worked", "times"), [(60.0, 2), (0.0, 3)])
+def test_a_server_that_fails_is_tried_again(tmp_path, monkeypatch, capsys, worked, times):
+    """Each new reason is said once, an old one where it had worked since; an error of the job has the last one."""
     monkeypatch.setattr(guests, "AT_URL", (sys.executable, "-c", FAILS.format(mark=str(tmp_path / "tries"))))
     monkeypatch.setattr(guests, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(guests, "WORKED_SECONDS", worked)
     kept = Guests("h:1", tmp_path / "secret", lambda: None, None, ["http://a:1"], tmp_path)
     end = time.monotonic() + 30
     while not (tries := tmp_path / "tries").exists() or len(tries.read_text()) < 4:
@@ -140,7 +142,7 @@ def test_a_server_that_fails_is_tried_again(tmp_path, monkeypatch, capsys):
     assert kept.text().startswith("; the server at http://a:1 generates no more (")
     assert kept.text().endswith("engine-at-url-0.log): [rl] generate: it serves another model")
     said = capsys.readouterr().out
-    assert said.count("its rows are given out again, and it is tried again until it answers") == 2, said
+    assert said.count("its rows are given out again, and it is tried again until it answers") == times, said
     kept.close()
 
 
