@@ -23,10 +23,8 @@ FLAGS += " --no-create-attention-mask-in-dataloader --use-mcore-models --save-in
 HF2MG = "--enable-hf2mg-convert --model-type-hf qwen3"
 
 
-def has_mg2hf(llm):
-    return (
-        "enable-mg2hf" in (llm / "mindspeed_llm/features_manager/convert_checkpoint/convert_checkpoint.py").read_text()
-    )
+def has(llm, flag):
+    return flag in (llm / "mindspeed_llm/features_manager/convert_checkpoint/convert_checkpoint.py").read_text()
 
 
 @pytest.fixture
@@ -50,7 +48,7 @@ def test_weights_are_converted_at_a_start_and_for_a_resume_only_where_its_refere
     core = cores()["0.12"]
     path = os.pathsep.join(map(str, (core, mindspeed, llm, *filter(None, [os.environ.get("PYTHONPATH")]))))
     save = megatron.folder / f"out-{i}"
-    back = ["--enable-mg2hf-convert", "--hf-cfg-dir", str(hugging_face)] if has_mg2hf(llm) else []
+    back = ["--enable-mg2hf-convert", "--hf-cfg-dir", str(hugging_face)] if has(llm, "enable-mg2hf") else []
     flags = [*FLAGS.split(), *HF2MG.split(), *back, "--save", str(save)]
 
     def run(*flags):
@@ -82,7 +80,8 @@ def test_weights_are_converted_at_a_start_and_for_a_resume_only_where_its_refere
     # 26.1.0 turns both conversions on by itself where --load holds safetensors; that folder may be read-only.
     other, last = (megatron.folder / f"{name}-{i}" for name in ("elsewhere", "last"))
     shutil.rmtree(cache)
-    how = "--model-type-hf qwen3 --only-convert-last-checkpoint --mg-save-dir" if back else f"{HF2MG} --mg-cache-dir"
+    where = "--mg-save-dir" if has(llm, "--mg-save-dir") else "--mg-cache-dir"  # 2.3.0, but not its branch of today
+    how = f"--model-type-hf qwen3 --only-convert-last-checkpoint {where}" if back else f"{HF2MG} {where}"
     itself = run(*f"{FLAGS} {how} {other} --save {last}".split())
     assert f"converts --load {hugging_face} to {other}" in itself.log and not cache.exists()
     assert itself.of("reference") == whole.of("reference") and itself.of("step") == whole.of("step")
