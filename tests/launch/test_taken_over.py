@@ -124,8 +124,9 @@ def test_mindspeed_patches_nothing_for_what_was_taken_over(order):
     """Its adaptor reads the command line while it is imported; what came too late is refused."""
     first = (checkouts(name)[0] for name in ("MINDSPEED_LLM_PATH", "MINDSPEED_PATH"))
     path = (*first, cores()["0.12"], Path(__file__).parents[2], os.environ.get("PYTHONPATH", ""))
-    command = [sys.executable, "-c", ADAPTOR, order, "--reset-attention-mask", "--transformer-impl", "local", *RL]
+    flags = ("--reset-attention-mask", "--transformer-impl", "local", *RL, "--rl-prompt-data", __file__)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ADAPTOR, order, *flags]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert "\nRESULT " in done.stdout, done.stderr[-4000:]
     patches, problems = json.loads(done.stdout.rpartition("RESULT ")[2])
