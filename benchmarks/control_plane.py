@@ -34,13 +34,12 @@ from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, make_docks
 from mindspeed_rl_plugin.generators.lead import Lead
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
-from mindspeed_rl_plugin.loop.timing.inputs import Costs, lognormal
-from mindspeed_rl_plugin.loop.timing.resources import Decoder
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.rows import Completion, Prompt, Ragged, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages.prompts import ordered, prompt_rows
 from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
 from mindspeed_rl_plugin.stages.table import stage_table
+from mindspeed_rl_plugin.tools.plan.virtual import Costs, Decoder, lognormal
 
 MEMBERS, PROMPT, MEAN, LIMIT = 8, 64, 400, 2048  # responses a prompt; tokens
 SLEPT = {"logp_old": 0.12, "logp_ref": 0.12, "update": 0.74}  # share of an iteration that a pass computes

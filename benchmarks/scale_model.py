@@ -3,10 +3,11 @@
     python benchmarks/schedules.py --json MEASURED.json      # on a quiet machine
     python benchmarks/scale_model.py --measured MEASURED.json [--json OUT.json] [--only measured,published,scale]
 
-The model (mindspeed_rl_plugin/loop/timing) drives the job's own admission, choice of what an engine does next,
-selection and plan of steps by a virtual clock. `measured`: its costs are fitted to some cases of schedules.py, and it
-predicts the others. `published`: rows of other projects, whose inputs and fitted parameters are printed; a fit is
-consistency, no prediction. `scale`: the same work for each rank on 16 to 1,024 ranks. See README.md beside this file.
+The model (mindspeed_rl_plugin/tools/plan/simulate.py) drives the job's own admission, choice of what an engine does
+next, selection and plan of steps by a virtual clock. `measured`: its costs are fitted to some cases of schedules.py,
+and it predicts the others. `published`: rows of other projects, whose inputs and fitted parameters are printed; a fit
+is consistency, no prediction. `scale`: the same work for each rank on 16 to 1,024 ranks. See README.md beside this
+file.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import workload  # noqa: E402
 from schedules import ARMS, CASES, Case  # noqa: E402
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic  # noqa: E402
-from mindspeed_rl_plugin.loop.timing.calibrate import NOTICE  # noqa: E402
-from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal, recorded  # noqa: E402
-from mindspeed_rl_plugin.loop.timing.simulate import Outcome, simulate  # noqa: E402
+from mindspeed_rl_plugin.loop.run_setup import Setup  # noqa: E402
+from mindspeed_rl_plugin.tools.plan.fit import NOTICE  # noqa: E402
+from mindspeed_rl_plugin.tools.plan.simulate import Outcome, simulate  # noqa: E402
+from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal, recorded  # noqa: E402
 
 # (case, arm) to which costs are fitted
 FITTED = (("short", "sync"), ("short", "async"), ("long-tailed", "sync"), ("long-tailed", "async"))

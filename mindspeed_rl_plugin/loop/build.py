@@ -28,13 +28,12 @@ from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.megatron_trainer import MegatronTrainer
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
+from mindspeed_rl_plugin.loop.run_setup import SETUP, Setup
 from mindspeed_rl_plugin.loop.schedules.colocated import SCHEDULES, SyncSchedule
 from mindspeed_rl_plugin.loop.schedules.making import Making
 from mindspeed_rl_plugin.loop.schedules.partial import PartialSchedule
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
 from mindspeed_rl_plugin.loop.start import Start
-from mindspeed_rl_plugin.loop.timing.calibrate import SETUP
-from mindspeed_rl_plugin.loop.timing.inputs import Setup
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor import settings
 from mindspeed_rl_plugin.monitor.monitor import Monitor

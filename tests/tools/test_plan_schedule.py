@@ -9,7 +9,7 @@ import pytest
 from small_tokenizers import make
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
-from mindspeed_rl_plugin.loop.timing.inputs import Setup
+from mindspeed_rl_plugin.loop.run_setup import Setup
 from mindspeed_rl_plugin.tools.plan import plan, schedule
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""`plan --schedule`: seconds of an iteration and idle shares under each schedule, by the model of `loop/timing`.
+"""`plan --schedule`: seconds of an iteration and idle shares under each schedule, by the model of `simulate`.
 
 python -m mindspeed_rl_plugin plan --schedule --from SAVE/rl           costs as measured in a run of yours
 python -m mindspeed_rl_plugin plan --schedule SCRIPT.sh --from SAVE/rl     the flags of a script, with these costs
@@ -16,14 +16,15 @@ from tempfile import TemporaryDirectory
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.loop.arithmetic import derive_for
-from mindspeed_rl_plugin.loop.timing import calibrate
-from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal
-from mindspeed_rl_plugin.loop.timing.simulate import Outcome, simulate
+from mindspeed_rl_plugin.loop.run_setup import Setup
 from mindspeed_rl_plugin.prompts import Renderer
 from mindspeed_rl_plugin.prompts.sources import open_source
 from mindspeed_rl_plugin.prompts.tokenizer import TOKENIZER_FLAGS, load_tokenizer
 from mindspeed_rl_plugin.tools.layout_args import check_least
+from mindspeed_rl_plugin.tools.plan import fit
 from mindspeed_rl_plugin.tools.plan.script_args import rl_flags
+from mindspeed_rl_plugin.tools.plan.simulate import Outcome, simulate
+from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.text_table import aligned
@@ -72,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
 def report(options: argparse.Namespace) -> list[str]:
     """Lines of the plan. Raises ValueError where something is missing or does not divide."""
     _check(options)
-    runs = [calibrate.observed(folder) for folder in options.runs]
+    runs = [fit.observed(folder) for folder in options.runs]
     if not options.script and not runs:
         raise ValueError("give a launch script with RL flags, or a run of yours by --from RUN_DIR")
     from_data = not runs and options.prompt_tokens is None
@@ -229,17 +230,15 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--train-tokens must be greater than 0")
 
 
-def _costs(
-    options: argparse.Namespace, runs: Sequence[calibrate.Observed]
-) -> tuple[Costs, list[str], dict[str, float]]:
+def _costs(options: argparse.Namespace, runs: Sequence[fit.Observed]) -> tuple[Costs, list[str], dict[str, float]]:
     """The costs, lines that say where they come from, and those that are assumed, by their options."""
     given = {name: getattr(options, name) for name in ASSUMED if getattr(options, name) is not None}
     if runs:
-        costs, taken = calibrate.fit(runs), given
-        guessed = {name for name in ASSUMED if name.rpartition("_")[0] in calibrate.guessed(runs, costs)}
+        costs, taken = fit.fit(runs), given
+        guessed = {name for name in ASSUMED if name.rpartition("_")[0] in fit.guessed(runs, costs)}
         source = f"fitted to {len(runs)} run{'s' * (len(runs) > 1)}"
     else:
-        costs, taken = Costs(notice=calibrate.NOTICE), {name: value for name, (value, _) in ASSUMED.items()} | given
+        costs, taken = Costs(notice=fit.NOTICE), {name: value for name, (value, _) in ASSUMED.items()} | given
         guessed, source = set(ASSUMED), "by hand or assumed"
     costs = replace(costs, **{field: value for name in taken for field, value in _by_hand(name, taken[name]).items()})
     if not costs.step + costs.sequence:
@@ -250,7 +249,7 @@ def _costs(
 
 def _by_hand(name: str, value: float) -> dict[str, float]:
     if name == "train_tokens":
-        return {"token": 1 / value, "old_token": calibrate.OLD_SHARE / value}
+        return {"token": 1 / value, "old_token": fit.OLD_SHARE / value}
     cost, _, unit = name.rpartition("_")
     return {cost: value / 1e3 if unit == "ms" else value}
 
@@ -272,7 +271,7 @@ def _lines(costs: Costs, source: str) -> list[str]:
     ]
 
 
-def _changes(options: argparse.Namespace, runs: Sequence[calibrate.Observed]) -> Iterator[str]:
+def _changes(options: argparse.Namespace, runs: Sequence[fit.Observed]) -> Iterator[str]:
     """What runs measured, and those that are not as the model takes them."""
     for folder, run in zip(options.runs, runs, strict=True):
         yield f"note    {folder} measured {run.iteration:.2f} s an iteration, {run.setup.schedule}"
@@ -282,10 +281,10 @@ def _changes(options: argparse.Namespace, runs: Sequence[calibrate.Observed]) ->
 
 
 def _responses(
-    options: argparse.Namespace, setup: Setup, runs: Sequence[calibrate.Observed]
+    options: argparse.Namespace, setup: Setup, runs: Sequence[fit.Observed]
 ) -> tuple[Responses, str, dict[str, float]]:
     """What responses are like, a line about that, and what of it is assumed, by its options."""
-    measured = [seconds for run in runs if (seconds := calibrate.grading_seconds(run)) is not None]
+    measured = [seconds for run in runs if (seconds := fit.grading_seconds(run)) is not None]
     grade = options.grade_s if options.grade_s is not None else (max(measured) if measured else 0.0)
     grading = f"; a grading call takes {grade:.2g} s, {setup.graders} at once"
     by_hand = options.response_tokens is not None or options.tail is not None

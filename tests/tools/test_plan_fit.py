@@ -9,10 +9,10 @@ from random import Random
 import pytest
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
-from mindspeed_rl_plugin.loop.timing import calibrate
-from mindspeed_rl_plugin.loop.timing.calibrate import fit, grading_seconds, observed
-from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal
-from mindspeed_rl_plugin.loop.timing.simulate import simulate
+from mindspeed_rl_plugin.loop.run_setup import Setup
+from mindspeed_rl_plugin.tools.plan.fit import USUAL_RATIO, Observed, fit, grading_seconds, observed
+from mindspeed_rl_plugin.tools.plan.simulate import simulate
+from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal
 
 PROMPTS, MEMBERS, PROMPT_TOKENS = 16, 4, 20
 TRUE = Costs(step=0.02, sequence=0.001, token=0.0004, old_token=0.0001, rollout=0.3, reshard=0.7)
@@ -74,13 +74,13 @@ def test_rollouts_that_are_all_alike_take_the_usual_ratio(tmp_path):
     run = dataclasses.replace(observed(record(tmp_path, Setup(SIZES, "sync"))), responses=alike)
     same = [{**r, "response/length_max": 400.0, "response/length_mean": 100.0} for r in run.rollouts]
     costs = fit([dataclasses.replace(run, rollouts=same)])
-    assert costs.sequence == pytest.approx(calibrate.USUAL_RATIO * costs.step)
+    assert costs.sequence == pytest.approx(USUAL_RATIO * costs.step)
 
 
 def test_engines_apart_are_fitted_by_their_tokens(tmp_path):
     two_steps = dataclasses.replace(SIZES, engines=2, global_batch=SIZES.samples // 2)  # so old log-probs take a pass
     setup = Setup(two_steps, "async", prompt_tokens=PROMPT_TOKENS, slots=16)
-    true = dataclasses.replace(TRUE, sequence=calibrate.USUAL_RATIO * TRUE.step)
+    true = dataclasses.replace(TRUE, sequence=USUAL_RATIO * TRUE.step)
     responses = Responses(lognormal(80, 0.7, 400))
     outcome = simulate(setup, true, responses)
     mean = {
@@ -95,7 +95,7 @@ def test_engines_apart_are_fitted_by_their_tokens(tmp_path):
         "weights/pull_seconds": 0.3,
         "weights/pause_seconds": 0.2,
     }
-    costs = fit([calibrate.Observed(setup, [mean], responses)])
+    costs = fit([Observed(setup, [mean], responses)])
     assert costs.step == pytest.approx(true.step, rel=0.1)
     assert costs.token == pytest.approx(true.token, rel=0.1) and costs.old_token == pytest.approx(0.0001, rel=0.1)
     assert (costs.publish, costs.pull, costs.apply) == (0.4, 0.3, 0.2)

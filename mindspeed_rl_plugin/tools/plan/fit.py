@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
-from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal, sigma_of
-from mindspeed_rl_plugin.loop.timing.simulate import WARM_UP, simulate
+from mindspeed_rl_plugin.loop.run_setup import SETUP, Setup
 from mindspeed_rl_plugin.monitor.run_files import read_metrics, read_run
+from mindspeed_rl_plugin.tools.plan.simulate import WARM_UP, simulate
+from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal, sigma_of
 
-SETUP = "setup"  # its place in run.json
 # A decode step's seconds for one more sequence over its fixed seconds, where runs do not tell: their rollouts are all
 # alike. The weights are read once a step whatever the batch; on an accelerator that is most of a step.
 USUAL_RATIO = 0.02

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from random import Random
+from typing import NamedTuple
 
 from mindspeed_rl_plugin.forward import TokenBudget
-from mindspeed_rl_plugin.generators.choice import Bound
+from mindspeed_rl_plugin.generators.choice import Bound, Work
 from mindspeed_rl_plugin.loop.placement import Placement, deal
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, of_epoch
+from mindspeed_rl_plugin.loop.run_setup import Setup
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
-from mindspeed_rl_plugin.loop.timing.engine import Engine, Row
-from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup
-from mindspeed_rl_plugin.loop.timing.resources import Clock, Decoder, Graders
 from mindspeed_rl_plugin.rows import Group, Prompt, SampleId
 from mindspeed_rl_plugin.stages.select import GroupStats, Rounds
+from mindspeed_rl_plugin.tools.plan.virtual import Actor, Clock, Costs, Decoder, Graders, Responses
 
 WARM_UP = 2  # rollouts that are not counted, more where more are sampled ahead; of these the last ones are not, too
+POLL_SECONDS = 0.2  # of steps before an engine looks for news, as in generators.service
 
 
 @dataclass(frozen=True)
@@ -64,32 +66,24 @@ class _Job:
         budget = TokenBudget(sys.maxsize, packed=True) if setup.sizes.max_tokens else None
         self.plan = RolloutPlan(setup.sizes, place, budget)
         self.lengths: dict[SampleId, int] = {}  # of responses
-        self.ends: list[float] = []  # of rollouts
-        self.marks: list[dict[str, float]] = []  # sums at these ends
         self.sums: Counter[str] = Counter()
+        self.marks: list[Counter[str]] = []  # these sums at the end of each rollout
         self._random = Random(responses.seed)
-        self._data: deque[int] = deque()
-        self._row = 0
+        self._data = self._rows_of_data()
 
     def run(self) -> None:
         raise NotImplementedError
 
     def outcome(self, first: int, count: int) -> Outcome:
         """Means over so many rollouts from the `first` on."""
-        seconds = self.ends[first + count - 1] - self.ends[first - 1]
-        gained = Counter(self.marks[first + count - 1])
-        gained.subtract(self.marks[first - 1])
-        per_engine = seconds * self.setup.sizes.engines
-
-        def shares(who: str, of: float, causes: Sequence[str]) -> dict[str, float]:
-            return {cause: gained[f"{who} {cause}"] / of for cause in causes}
-
-        rollout = seconds / count
+        gained = self.marks[first + count - 1] - self.marks[first - 1]
+        seconds, sizes = gained["seconds"], self.setup.sizes
+        causes = ("starved", "version", "back-pressure")
         return Outcome(
-            rollout,
-            rollout / self.setup.sizes.steps,
-            shares("trainers", seconds, ("starved",)),
-            shares("engines", per_engine, ("starved", "version", "back-pressure")),
+            seconds / count,
+            seconds / count / sizes.steps,
+            {"starved": gained["trainers starved"] / seconds},
+            {cause: gained[f"engines {cause}"] / (seconds * sizes.engines) for cause in causes},
             gained["lag"] / gained["responses"],
             gained["tokens"] / seconds,
         )
@@ -99,8 +93,19 @@ class _Job:
     def _end_rollout(self, now: float) -> None:
         trained = self.plan.ids(self.plan.groups)
         self.sums.update({"responses": len(trained), "tokens": sum(map(self.lengths.pop, trained))})
-        self.ends.append(now)
-        self.marks.append(dict(self.sums))
+        self.sums["seconds"] = now
+        self.marks.append(Counter(self.sums))
+
+    def _rows_of_data(self) -> Iterator[int]:
+        if not self.responses.rows:
+            yield from itertools.count()
+        while True:
+            rows = list(range(self.responses.rows))
+            self._random.shuffle(rows)
+            yield from rows
+
+    def _prompts(self, count: int) -> list[Prompt]:
+        return [Prompt((), "", "", next(self._data)) for _ in range(count)]
 
     def _sample(self, epoch: int, prompts: Sequence[Prompt]) -> list[SampleId]:
         """The rows of an epoch, with the lengths of their responses."""
@@ -109,18 +114,8 @@ class _Job:
             self.lengths[i] = self.responses.length(prompts[i.group].row, i.member, self._random)
         return ids
 
-    def _prompts(self, count: int) -> list[Prompt]:
-        return [Prompt((), "", "", self._next_row()) for _ in range(count)]
-
-    def _next_row(self) -> int:
-        if not self.responses.rows:
-            self._row += 1
-            return self._row - 1
-        if not self._data:
-            rows = list(range(self.responses.rows))
-            self._random.shuffle(rows)
-            self._data.extend(rows)
-        return self._data.popleft()
+    def _grading(self) -> float:
+        return self.responses.grading(self._random)
 
     def _stats(self, groups: Sequence[Group]) -> dict[Group, GroupStats]:
         """What grading says of a round."""
@@ -209,12 +204,90 @@ class _Colocated(_Job):
             result = max([result, ready, *(graders.grade(ready, self._grading()) for _ in mine)])
         return result
 
-    def _grading(self) -> float:
-        return self.responses.grading(self._random)
+
+class Row(NamedTuple):
+    """A prompt that is admitted. bound: who may sample it; tokens: of its response; version: of the weights that began
+    it."""
+
+    id: SampleId
+    bound: Bound
+    tokens: int
+    version: int = -1
+
+
+class Engine(Actor):
+    """An engine apart: what `generators.choice.choose` says. number: its place among those of the job.
+
+    idle: seconds without work by cause: "version", it waits for weights; "back-pressure", for admission.
+    """
+
+    def __init__(self, job: _Apart, number: int) -> None:
+        super().__init__(job.clock, self._turns_of_work())
+        self.job, self.number, setup = job, number, job.setup
+        self.decoder = Decoder(job.costs, setup.slots)
+        self.work = Work(setup.slots, setup.inflight == "drain", setup.order == "strict")
+        self.idle: Counter[str] = Counter()
+        self._cause, self._since = "", 0.0  # of what it waits for
+        self._looked = 0.0  # when it looked for news last
+
+    def wake(self) -> None:
+        """There is news: at once for an engine without work, else when its steps so far make a poll."""
+        if self.asleep:
+            self.at(self.clock.now)
+        elif self.work.running:
+            polls = math.ceil((self.clock.now - self._looked) / POLL_SECONDS)
+            look = self.decoder.boundary(self._looked + polls * POLL_SECONDS)
+            self.at(min(look, self.decoder.next_end))
+
+    def idle_so_far(self, cause: str) -> float:
+        """`idle` of a cause, with what is going on."""
+        return self.idle[cause] + (self.clock.now - self._since if self._cause == cause else 0.0)
+
+    def _turns_of_work(self) -> Iterator[float | None]:
+        """Hand over what has ended, and do what is to be done next."""
+        job, work, decoder = self.job, self.work, self.decoder
+        while True:
+            for row in decoder.advance(self.clock.now):
+                job.done(row, work.running.pop(row).version)
+            self._looked = self.clock.now
+            choice = work.choose(job.announced)
+            while choice.pull >= 0:
+                work.pull(choice.pull)
+                self.clock.at(self.clock.now + job.costs.pull, self._pull_ended, choice.pull)
+                choice = work.choose(job.announced)
+            if choice.apply >= 0:
+                decoder.pause(job.costs.apply)
+                work.applied(choice.apply)
+                yield decoder.at
+                continue
+            if not choice.wait:
+                taken = job.take(self.number, choice.take) if choice.take else ()
+                rows = work.resumed(choice.resume) + work.fitting(taken)
+                work.running |= {row.id: row._replace(version=work.version) for row in rows}
+                decoder.add((row.id, row.tokens) for row in rows)
+            if work.running:
+                yield decoder.next_end
+            elif work.held and not choice.wait:
+                yield self.clock.now  # for the weights that these want
+            else:
+                yield from self._wait("version" if choice.wait else "back-pressure")
+
+    def _wait(self, cause: str) -> Iterator[None]:
+        self._cause, self._since = cause, self.clock.now
+        yield None
+        self.idle[cause] += self.clock.now - self._since
+        self._cause = ""
+
+    def _pull_ended(self, version: int) -> None:
+        self.work.pull_ended(version)
+        self.wake()
 
 
 class _Apart(_Job):
-    """async: engines beside the trainers, bound by admission."""
+    """async: engines beside the trainers, bound by admission.
+
+    announced: the newest version of the weights, -1 for none.
+    """
 
     def __init__(self, setup: Setup, costs: Costs, responses: Responses, rollouts: int) -> None:
         super().__init__(setup, costs, responses, rollouts)
@@ -223,71 +296,64 @@ class _Apart(_Job):
         self.admission = Admission(sizes.prompts, setup.staleness, rollouts)
         self.longest = LongestFirst(max(sizes.global_batch // sizes.members, 1))
         self.announced = -1
+        self._strict = setup.order == "strict"
         self._ready: deque[Row] = deque()
+        self._shares: list[deque[list[Row]]] = [deque() for _ in range(sizes.engines)]  # under a strict order
         self._begun: dict[SampleId, int] = {}  # version that began each response
         self._ungraded: dict[int, int] = defaultdict(int)  # rows of each epoch
-        self._shares: list[deque[list[Row]]] = [deque() for _ in range(sizes.engines)]  # under a strict order
-        self._trainer, self._waits = self._train(), False
-        self._over = False
-        self.engines = [
-            Engine(
-                self.clock,
-                Decoder(costs, setup.slots),
-                setup,
-                partial(self._share if setup.order == "strict" else self._take, n),
-                self._done,
-                lambda: self.announced,
-            )
-            for n in range(sizes.engines)
-        ]
+        self._trainer = Actor(self.clock, self._train())
+        self.engines = [Engine(self, n) for n in range(sizes.engines)]
 
     def run(self) -> None:
-        self._go_on()
-        for engine in self.engines:
-            engine.begin()
-        self.clock.run(lambda: self._over)
+        for actor in (self._trainer, *self.engines):
+            actor.at(0.0)
+        self.clock.run(lambda: len(self.marks) == self.rollouts)
 
     # the trainers
 
     def _train(self) -> Iterator[float | None]:
-        """One after the other: seconds that pass, or None until something is graded."""
+        """One rollout after the other. Waits until its responses are graded."""
         yield from self._publish(0)
         for number in range(self.rollouts):
             began = self.clock.now
             yield from self._collect()
             self.sums["trainers starved"] += self.clock.now - began
             self._check_lag()
-            yield self._training()
+            yield from self._takes(self._training())
             if number + 1 < self.rollouts:
                 yield from self._publish(number + 1)
-            self._mark()
+            for cause in ("version", "back-pressure"):
+                self.sums[f"engines {cause}"] = sum(engine.idle_so_far(cause) for engine in self.engines)
             self._end_rollout(self.clock.now)
 
+    def _takes(self, seconds: float) -> Iterator[float]:
+        if seconds > 0:
+            yield self.clock.now + seconds
+
     def _publish(self, number: int) -> Iterator[float]:
-        yield self.costs.publish
-        version = number * self.setup.sizes.steps
-        self.admission.publish(version, number)
-        self.announced = version
+        yield from self._takes(self.costs.publish)
+        self.announced = number * self.setup.sizes.steps
+        self.admission.publish(self.announced, number)
         self._admit()
-        self._wake()
 
     def _admit(self) -> None:
         """As the job does: whatever admission allows."""
-        plan, strict = self.plan, self.setup.order == "strict"
         while groups := self.admission.next_epoch:
             self.admission.admitted += groups
-            epoch = plan.open_next(groups)
+            epoch = self.plan.open_next(groups)
             prompts = self._prompts(groups)
-            prompts = prompts if strict else self.longest.order(epoch, prompts)
-            bound = Bound(self.announced, self.announced if strict else -1)
+            prompts = prompts if self._strict else self.longest.order(epoch, prompts)
+            bound = Bound(self.announced, self.announced if self._strict else -1)
             rows = [Row(i, bound, self.lengths[i]) for i in self._sample(epoch, prompts)]
             self._ungraded[epoch] = len(rows)
-            if strict:
+            if self._strict:
                 for n, share in enumerate(self._shares):
                     share.append(rows[n * len(rows) // len(self._shares) : (n + 1) * len(rows) // len(self._shares)])
             else:
                 self._ready.extend(rows)
-            plan.queue.append((epoch, groups))
+            self.plan.queue.append((epoch, groups))
+        for engine in self.engines:
+            engine.wake()
 
     def _collect(self) -> Iterator[None]:
         """Wait for rounds until a rollout is whole."""
@@ -302,7 +368,6 @@ class _Apart(_Job):
             self.admission.dropped += len(dropped)
             if not whole:
                 self._admit()
-                self._wake()
 
     def _check_lag(self) -> None:
         lags = [self.admission.lag(self._begun.pop(i)) for i in self.plan.ids(self.plan.groups)]
@@ -310,41 +375,22 @@ class _Apart(_Job):
             raise RuntimeError(f"a response is {max(lags)} publications old, the bound is {self.setup.staleness}")
         self.sums["lag"] += sum(lags)
 
-    def _go_on(self) -> None:
-        self._waits = False
-        for pause in self._trainer:
-            if pause is None:
-                self._waits = True
-                return
-            if pause > 0:
-                self.clock.at(self.clock.now + pause, self._go_on)
-                return
-        self._over = True
-
     # the dock
 
-    def _take(self, engine: int, most: int) -> list[Row]:
+    def take(self, engine: int, most: int) -> list[Row]:
+        """So many of the rows that are ready; under a strict order this engine's part of the next epoch, whole."""
+        if self._strict:
+            return self._shares[engine].popleft() if self._shares[engine] else []
         return [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
 
-    def _share(self, engine: int, most: int) -> list[Row]:
-        """This engine's part of the next epoch, whole."""
-        return self._shares[engine].popleft() if self._shares[engine] else []
-
-    def _done(self, row: SampleId, version: int) -> None:
+    def done(self, row: SampleId, version: int) -> None:
+        """A response has ended; weights of that version began it."""
         self._begun[row] = version
         notice = self.costs.notice
-        end = self.graders.grade(self.clock.now + notice, self.responses.grading(self._random))
+        end = self.graders.grade(self.clock.now + notice, self._grading())
         self.clock.at(end + notice, self._graded, row)
 
     def _graded(self, row: SampleId) -> None:
         self._ungraded[row.epoch] -= 1
-        if self._waits and not self._ungraded[row.epoch]:
-            self._go_on()
-
-    def _wake(self) -> None:
-        for engine in self.engines:
-            engine.wake()
-
-    def _mark(self) -> None:
-        for cause in ("version", "back-pressure"):
-            self.sums[f"engines {cause}"] = sum(engine.idle_until(cause, self.clock.now) for engine in self.engines)
+        if self._trainer.asleep and not self._ungraded[row.epoch]:
+            self._trainer.go_on()

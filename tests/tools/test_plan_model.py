@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +12,19 @@ from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.generators.choice import Bound
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
-from mindspeed_rl_plugin.loop.timing import engine as engines
-from mindspeed_rl_plugin.loop.timing.inputs import Costs, Responses, Setup, lognormal, recorded, sigma_of
-from mindspeed_rl_plugin.loop.timing.resources import Clock, Decoder, Graders
-from mindspeed_rl_plugin.loop.timing.simulate import _Apart, simulate
+from mindspeed_rl_plugin.loop.run_setup import Setup
 from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.tools.plan.simulate import Engine, Row, _Apart, simulate
+from mindspeed_rl_plugin.tools.plan.virtual import (
+    Clock,
+    Costs,
+    Decoder,
+    Graders,
+    Responses,
+    lognormal,
+    recorded,
+    sigma_of,
+)
 
 PROMPTS, MEMBERS, TOKENS = 8, 4, 100
 ROWS = PROMPTS * MEMBERS
@@ -160,23 +169,22 @@ def test_a_clock_that_stands_still_says_so():
 def test_an_engine_looks_for_weights_at_a_poll():
     """News come in the middle of a step; weights are pulled from the end of the poll of 0.2 s on, and then applied."""
     clock, log = Clock(), []
-    decoder = Decoder(Costs(step=0.03, pull=1.0, apply=0.5), 4)
-    rows = [engines.Row(SampleId(0, 0, 0), Bound(0), 100)]
-    news = {"version": -1}
-    one = engines.Engine(
-        clock,
-        decoder,
-        setup("async"),
-        lambda most: [rows.pop()] if rows else [],
-        lambda row, version: log.append((clock.now, version)),
-        lambda: news["version"],
+    rows = [Row(SampleId(0, 0, 0), Bound(0), 100)]
+    job = SimpleNamespace(
+        clock=clock,
+        costs=Costs(step=0.03, pull=1.0, apply=0.5),
+        setup=setup("async", slots=4),
+        announced=-1,
+        take=lambda engine, most: [rows.pop()] if rows else [],
+        done=lambda row, version: log.append((clock.now, version)),
     )
+    one = Engine(job, 0)
 
     def announce(version):
-        news["version"] = version
+        job.announced = version
         one.wake()
 
-    one.begin()
+    one.at(0.0)
     clock.at(1.0, announce, 0)  # pulled by 2.0, in by 2.5
     clock.at(3.01, announce, 1)  # 17 steps by then; seen at 3.1 or at the next step, pulled a second later
     clock.run(lambda: bool(log))

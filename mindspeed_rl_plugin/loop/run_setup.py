@@ -1,0 +1,71 @@
+"""A run's flags, as far as its time depends on them: run.json has them for `plan --schedule`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, reads_old_logps, ruled_out
+
+SETUP = "setup"  # its place in run.json
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run's flags, as far as time depends on them.
+
+    sizes: with `data_parallel` trainers and `engines`; trainer_ranks, engine_ranks: of one of these; slots: sequences
+    that an engine decodes at once; graders: grading calls at once, of all ranks; prompt_tokens: of a prompt; limit:
+    most tokens of a response; rounds: of dynamic sampling, 0 without it; old_read: whether more than the loss reads old
+    log-probs; ruled_out: schedules that other flags exclude, each with the flag.
+    """
+
+    sizes: Arithmetic
+    schedule: str = "sync"
+    slots: int = 256
+    graders: int = 2
+    staleness: int = 1
+    order: str = "free"
+    inflight: str = "keep"
+    prompt_tokens: int = 0
+    limit: int = 2**20
+    rounds: int = 0
+    trainer_ranks: int = 1
+    engine_ranks: int = 1
+    old_read: bool = False
+    ruled_out: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: RLConfig, sizes: Arithmetic, ranks: int) -> Setup:
+        """Of a job whose trainers have so many ranks."""
+        schedule, tp, algorithm = config.schedule, config.rollout.generate_tp, resolve(config.algorithm)
+        who = schedule.who_generates
+        engines = sizes.engines + (who.engines + len(schedule.engine_url) if schedule.apart else 0)
+        return cls(
+            replace(sizes, engines=max(engines, 1)),
+            schedule.schedule,
+            slots=config.rollout.max_running,
+            graders=config.reward.reward_workers * ranks,
+            staleness=schedule.max_staleness,
+            order=schedule.async_order,
+            inflight=schedule.inflight,
+            limit=config.rollout.max_response_length,
+            rounds=config.algorithm.dynamic_sampling_rounds if algorithm.dynamic_sampling else 0,
+            trainer_ranks=ranks // sizes.data_parallel,
+            engine_ranks=who.tp if schedule.apart and who.engines else tp,
+            old_read=reads_old_logps(config, algorithm),
+            ruled_out=ruled_out(config, algorithm),
+        )
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        trainers, engines = self.sizes.data_parallel * self.trainer_ranks, self.sizes.engines * self.engine_ranks
+        return trainers + engines if self.schedule == "async" else trainers
+
+    @property
+    def old_logps(self) -> bool:
+        """Whether old log-probs are computed before the update."""
+        return self.sizes.steps > 1 or self.old_read

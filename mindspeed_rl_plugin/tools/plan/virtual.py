@@ -1,0 +1,220 @@
+"""What takes time in the model: costs, responses, decode steps, graders, and the virtual clock."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import NormalDist
+from typing import Any
+
+from mindspeed_rl_plugin.rows import SampleId
+
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, all of them.
+
+    step, sequence: one decode step of an engine, and more for each sequence in it; token: training on one token,
+    prompts included, on a data parallel rank; old_token: its old log-prob; rollout: what a rollout takes of the
+    trainers whatever its size; reshard: weights to colocated engines and back; publish: the trainers' copy of weights;
+    pull: an engine reads them, beside its steps; apply: it puts them in, and makes no step; notice: from the end of a
+    response to the start of its grading, and again to a trainer that waits.
+    """
+
+    step: float = 0.0
+    sequence: float = 0.0
+    token: float = 0.0
+    old_token: float = 0.0
+    rollout: float = 0.0
+    reshard: float = 0.0
+    publish: float = 0.0
+    pull: float = 0.0
+    apply: float = 0.0
+    notice: float = 0.0
+
+
+@dataclass(frozen=True)
+class Responses:
+    """What is sampled. length: (row of the data, member, random numbers) -> tokens; grading: seconds of a call; rows:
+    of the data, which come in another order in each of its epochs, 0: none comes twice; informative: share of groups
+    whose rewards differ."""
+
+    length: Callable[[int, int, Random], int]
+    grading: Callable[[Random], float] = lambda rng: 0.0
+    rows: int = 0
+    informative: float = 1.0
+    seed: int = 0
+
+
+def recorded(lengths: Sequence[Sequence[int]]) -> Callable[[int, int, Random], int]:
+    """Lengths `[row][member]` that were measured; rows and members beyond begin anew."""
+    return lambda row, member, rng: lengths[row % len(lengths)][member % len(lengths[row % len(lengths)])]
+
+
+def lognormal(mean: float, sigma: float, limit: int) -> Callable[[int, int, Random], int]:
+    """Lognormal lengths, cut at `limit`, whose mean is `mean` after the cut. sigma: of the logarithm, 0: all alike.
+    Raises ValueError where the mean is not within the limit."""
+    if not 1 <= mean <= limit:
+        raise ValueError(f"a mean of {mean:g} tokens is not between 1 and the limit of {limit}")
+    low, high = math.log(mean), math.log(mean) + 20.0
+    for _ in range(60):  # mu by bisection: the cut mean rises with it
+        mu = (low + high) / 2
+        low, high = (mu, high) if _cut_mean(mu - sigma**2 / 2, sigma, limit) < mean else (low, mu)
+    mu -= sigma**2 / 2
+    return lambda row, member, rng: max(1, min(limit, round(math.exp(mu + sigma * rng.gauss(0.0, 1.0)))))
+
+
+def sigma_of(mean: float, longest: float, count: int, limit: int) -> float:
+    """The sigma with which the longest of `count` lognormal lengths, cut at `limit`, is `longest` in the median."""
+    if longest >= limit:  # what is cut hides the tail: the least sigma that reaches the limit so often
+        longest = limit
+    quantile = _NORMAL.inv_cdf(0.5 ** (1 / max(count, 2)))
+    gain = math.log(max(longest / mean, 1.0))
+    # mean * exp(quantile * sigma - sigma^2 / 2) = longest, the smaller root
+    return quantile - math.sqrt(max(quantile**2 - 2 * gain, 0.0))
+
+
+def _cut_mean(mu: float, sigma: float, limit: int) -> float:
+    """Mean of min(X, limit), X lognormal."""
+    if not sigma:
+        return min(math.exp(mu), limit)
+    z = (math.log(limit) - mu) / sigma
+    return math.exp(mu + sigma**2 / 2) * _NORMAL.cdf(z - sigma) + limit * (1 - _NORMAL.cdf(z))
+
+
+class Clock:
+    """Virtual seconds. now: of the event that happens."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = itertools.count()
+
+    def at(self, when: float, do: Callable[..., None], *args: Any) -> None:
+        """Call `do` at a time that is not over; of those of one time in the order of these calls."""
+        heapq.heappush(self._events, (max(when, self.now), next(self._number), do, args))
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Let events happen. Raises RuntimeError where none is left before `until` holds."""
+        while not until():
+            if not self._events:
+                raise RuntimeError(f"everybody waits at {self.now:g} s")
+            self.now, _, do, args = heapq.heappop(self._events)
+            do(*args)
+
+
+class Actor:
+    """Somebody who lives by the clock. turns: each yields when the next one is, or None where somebody has to wake it.
+
+    asleep: whether nobody has.
+    """
+
+    def __init__(self, clock: Clock, turns: Iterator[float | None]) -> None:
+        self.clock, self.asleep, self._turns = clock, False, turns
+        self._due = 0  # number of the event that is due
+
+    def at(self, when: float) -> None:
+        """The next turn is then, whenever it was to be."""
+        self.asleep, self._due = False, self._due + 1
+        self.clock.at(when, self._turn, self._due)
+
+    def go_on(self) -> None:
+        """A turn now."""
+        when = next(self._turns, None)
+        if when is None:
+            self.asleep = True
+        else:
+            self.at(when)
+
+    def _turn(self, number: int) -> None:
+        if number == self._due:
+            self.go_on()
+
+
+class Decoder:
+    """Continuous batching: in each step every running sequence gets a token; at most `slots` run, the others wait in
+    their order.
+
+    at: time up to which steps are counted, always between two steps.
+    """
+
+    def __init__(self, costs: Costs, slots: int, at: float = 0.0) -> None:
+        self.costs, self.slots, self.at = costs, slots, at
+        self.steps = 0
+        self._running: list[tuple[int, SampleId]] = []  # last step of each, a heap
+        self._waiting: deque[tuple[SampleId, int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step with those that run now."""
+        return self.costs.step + self.costs.sequence * len(self._running)
+
+    @property
+    def next_end(self) -> float:
+        """When the next sequence ends, if none joins before."""
+        return self.at + (self._running[0][0] - self.steps) * self.seconds
+
+    def add(self, rows: Iterable[tuple[SampleId, int]]) -> None:
+        """Sequences join. rows: with the tokens of each."""
+        self._waiting.extend(rows)
+        self._fill()
+
+    def pause(self, seconds: float) -> None:
+        self.at += seconds
+
+    def boundary(self, when: float) -> float:
+        """The first time at or after `when`, and not before `at`, that is between two steps."""
+        if not self._running or when <= self.at or not self.seconds:
+            return max(when, self.at)
+        return self.at + math.ceil((when - self.at) / self.seconds - 1e-9) * self.seconds
+
+    def advance(self, to: float) -> list[SampleId]:
+        """Make the steps up to a time between two steps, at most to `next_end`. What has ended by then."""
+        if not self._running:
+            self.at = max(self.at, to)
+            return []
+        if to >= self.next_end - 1e-12:
+            steps = self._running[0][0] - self.steps
+        else:
+            steps = round((to - self.at) / self.seconds)
+        self.at, self.steps = self.at + steps * self.seconds, self.steps + steps
+        ended = []
+        while self._running and self._running[0][0] <= self.steps:
+            ended.append(heapq.heappop(self._running)[1])
+        self._fill()
+        return ended
+
+    def drain(self) -> list[tuple[float, SampleId]]:
+        """Run until nothing is left: when each sequence ends."""
+        ends = []
+        while len(self):
+            ends += [(self.at, row) for row in self.advance(self.next_end)]
+        return ends
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self.slots:
+            row, tokens = self._waiting.popleft()
+            heapq.heappush(self._running, (self.steps + max(tokens, 1), row))
+
+
+class Graders:
+    """So many grading calls at once, first come first served."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = [0.0] * slots
+
+    def grade(self, ready: float, seconds: float) -> float:
+        """When a response that is ready at that time is graded. Calls come in the order of `ready`."""
+        end = max(ready, heapq.heappop(self._free)) + seconds
+        heapq.heappush(self._free, end)
+        return end
