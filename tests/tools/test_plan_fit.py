@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.run_setup import Setup
-from mindspeed_rl_plugin.tools.plan.fit import USUAL_RATIO, Observed, fit, grading_seconds, observed
+from mindspeed_rl_plugin.tools.plan.fit import USUAL_RATIO, Observed, fit, observed
 from mindspeed_rl_plugin.tools.plan.simulate import simulate
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal
 
@@ -64,7 +64,7 @@ def test_known_costs_come_back(tmp_path):
     assert costs.token == pytest.approx(TRUE.token, rel=0.05)
     assert costs.old_token == pytest.approx(costs.token / 3)  # no run has it
     assert costs.rollout == pytest.approx(0.3) and costs.reshard == pytest.approx(0.7)
-    assert grading_seconds(run) == 0.025
+    assert run.mean("reward/worker_seconds") == 0.025
     again = simulate(run.setup, costs, run.responses)
     assert again.iteration == pytest.approx(run.iteration - 0.8, rel=0.05)
 

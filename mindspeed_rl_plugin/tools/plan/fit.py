@@ -46,7 +46,7 @@ ALIKE = 1e-3  # of the square of the sine between steps and sequences of all rol
 @dataclass(frozen=True)
 class Observed:
     """A run that was measured. rollouts: of each after the first ones its metrics, seconds of its iterations added;
-    responses: like those of the run; engines: fewest and most engines apart that were at work."""
+    responses: like those of the run, graded at once; engines: fewest and most engines apart that were at work."""
 
     setup: Setup
     rollouts: Sequence[Mapping[str, float]]
@@ -67,11 +67,6 @@ class Observed:
         return self.seconds("iteration") / self.setup.sizes.steps
 
 
-def read_setup(record: Mapping[str, Any]) -> Setup:
-    """From what `dataclasses.asdict` made of it."""
-    return Setup(**{**record, "sizes": Arithmetic(**record["sizes"])})
-
-
 def observed(run_dir: str | os.PathLike[str]) -> Observed:
     """A run by its directory, with its setup by run.json and such lengths as the metrics say. Raises ValueError where
     it left no metrics, no setup or too few rollouts."""
@@ -80,7 +75,7 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
         raise ValueError(
             f"{run_dir}: run.json has no {SETUP!r}: an older version of this package, DPO, or partial rollouts"
         )
-    setup = read_setup(run[SETUP])
+    setup = Setup(**{**run[SETUP], "sizes": Arithmetic(**run[SETUP]["sizes"])})
     rollouts: list[dict[str, float]] = []
     for line in lines:
         if "seconds/iteration" not in line:
@@ -94,8 +89,8 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
         raise ValueError(
             f"{run_dir} has {len(rollouts)} rollouts; the first {WARM_UP} are not counted, give a run with more"
         )
-    prompt = statistics.fmean(map(_all_tokens, counted)) / setup.sizes.samples
-    prompt -= statistics.fmean(r["response/length_mean"] for r in counted)
+    tokens = statistics.fmean(r["tokens_per_second_total"] * r["seconds/iteration"] for r in counted)
+    prompt = tokens / setup.sizes.samples - statistics.fmean(r["response/length_mean"] for r in counted)
     setup = dataclasses.replace(setup, prompt_tokens=setup.prompt_tokens or max(round(prompt), 0))
     at_work = [int(r.get("engines", 0)) for r in counted]
     # Engines that share experts are at work as one; those that joined are in no flag.
@@ -133,11 +128,6 @@ def guessed(runs: Sequence[Observed], costs: Costs) -> list[str]:
     return [cost for cost, measured in known.items() if not measured]
 
 
-def grading_seconds(run: Observed) -> float | None:
-    """Mean seconds that a response takes a reward worker; None where a run has not measured them."""
-    return run.mean("reward/worker_seconds")
-
-
 # inside
 
 
@@ -145,10 +135,6 @@ def _add(rollout: dict[str, float], line: Mapping[str, Any]) -> None:
     for name, value in line.items():
         if isinstance(value, int | float):
             rollout[name] = rollout.get(name, 0.0) + value if name.startswith("seconds/") else value
-
-
-def _all_tokens(rollout: Mapping[str, float]) -> float:
-    return rollout["tokens_per_second_total"] * rollout["seconds/iteration"]
 
 
 def _responses(setup: Setup, rollouts: Sequence[Mapping[str, float]]) -> Responses:
@@ -189,9 +175,7 @@ def _decode(runs: Sequence[Observed]) -> dict[str, float]:
     for run in runs:
         if run.setup.schedule == "async":
             continue
-        # Without grading, in which the model would wait.
-        quick = dataclasses.replace(run, responses=dataclasses.replace(run.responses, grading=lambda rng: 0.0))
-        steps, sequences = _units(quick, step=1.0), _units(quick, sequence=1.0)
+        steps, sequences = _units(run, step=1.0), _units(run, sequence=1.0)
         longest, mean = run.mean("response/length_max"), run.mean("response/length_mean")
         if run.setup.sizes.samples <= run.setup.slots * run.setup.sizes.engines:  # as many steps as the longest has
             steps = longest
@@ -223,11 +207,10 @@ def _decode_apart(runs: Sequence[Observed]) -> dict[str, float]:
     for run in runs:
         idle = sum(run.mean(f"idle/engines_{cause}") or 0.0 for cause in ("back_pressure", "version"))
         measured = run.mean("engines/tokens_per_second") / max(1 - idle, 1e-3)
-        quick = dataclasses.replace(run.responses, grading=lambda rng: 0.0)
         token, step = run.seconds(*PER_TOKEN, "logp_old") / _units(run, token=1.0), 0.01
         for _ in range(TURNS):
             costs = Costs(step=step, sequence=USUAL_RATIO * step, token=token)
-            outcome = simulate(run.setup, costs, quick, COUNTED)
+            outcome = simulate(run.setup, costs, run.responses, COUNTED)
             works = run.setup.sizes.engines * max(1 - sum(outcome.engines.values()), 1e-3)
             step *= outcome.tokens / works / measured
         steps.append(step)

@@ -78,12 +78,9 @@ def report(options: argparse.Namespace) -> list[str]:
         raise ValueError("give a launch script with RL flags, or a run of yours by --from RUN_DIR")
     from_data = not runs and options.prompt_tokens is None
     setup = script_setup(options.script, prompts=from_data) if options.script else runs[0].setup
-    if options.script and runs:  # which a script does not say
-        setup = replace(setup, prompt_tokens=runs[0].setup.prompt_tokens)
-    if options.prompt_tokens is not None:
-        setup = replace(setup, prompt_tokens=options.prompt_tokens)
-    if options.staleness is not None:
-        setup = replace(setup, staleness=options.staleness)
+    of_run = {"prompt_tokens": runs[0].setup.prompt_tokens} if runs else {}  # which a script does not say
+    by_hand = {"prompt_tokens": options.prompt_tokens, "staleness": options.staleness}
+    setup = replace(setup, **of_run | {name: value for name, value in by_hand.items() if value is not None})
     costs, notes, assumed = _costs(options, runs)
     responses, lengths, assumed_too = _responses(options, setup, runs)
     if from_data and not setup.prompt_tokens:
@@ -284,7 +281,7 @@ def _responses(
     options: argparse.Namespace, setup: Setup, runs: Sequence[fit.Observed]
 ) -> tuple[Responses, str, dict[str, float]]:
     """What responses are like, a line about that, and what of it is assumed, by its options."""
-    measured = [seconds for run in runs if (seconds := fit.grading_seconds(run)) is not None]
+    measured = [seconds for run in runs if (seconds := run.mean("reward/worker_seconds")) is not None]
     grade = options.grade_s if options.grade_s is not None else (max(measured) if measured else 0.0)
     grading = f"; a grading call takes {grade:.2g} s, {setup.graders} at once"
     by_hand = options.response_tokens is not None or options.tail is not None
