@@ -13,32 +13,13 @@ SPECIAL += ("<start_of_turn>", "<end_of_turn>", "<｜User｜>", "<｜Assistant�
 BOS, EOS = "<s>", "</s>"
 KINDS = ("bytes", "words", "metaspace", "metaspace-bare")
 
-_ASK = "{% if add_generation_prompt %}"
-_ALTERNATE = (
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-)
+# templates/NAME.jinja: in the form of public families. That of GLM writes no end of a turn.
 TEMPLATES = {
-    "chatml": "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>\n{% endfor %}"
-    f"{_ASK}<|im_start|>assistant\n{{% endif %}}",
-    "llama3": "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-    f"{{{{ m.content | trim }}}}<|eot_id|>{{% endfor %}}{_ASK}<|start_header_id|>assistant<|end_header_id|>\n\n"
-    "{% endif %}",
-    "llama2": "{{ bos_token }}{% set first = messages[0] %}{% set turns = messages[first.role == 'system':] %}"
-    f"{{% for m in turns %}}{_ALTERNATE}{{% if m.role == 'user' %}}{{{{ '[INST] ' }}}}{{% if loop.first and first.role "
-    "== 'system' %}{{ '<<SYS>>\n' + first.content + '\n<</SYS>>\n\n' }}{% endif %}{{ m.content | trim + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}",
-    "gemma": "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    f"{{% for m in messages %}}{_ALTERNATE}<start_of_turn>{{{{ 'model' if m.role == 'assistant' else m.role }}}}\n"
-    f"{{{{ m.content | trim }}}}<end_of_turn>\n{{% endfor %}}{_ASK}<start_of_turn>model\n{{% endif %}}",
-    "deepseek": "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<｜Assistant｜>"
-    "{{ m.content.split('</think>')[-1] + eos_token }}{% else %}{{ '<｜User｜>' if m.role == 'user' else '' }}"
-    f"{{{{ m.content }}}}{{% endif %}}{{% endfor %}}{_ASK}<｜Assistant｜>{{% endif %}}",
-    "phi": "{% for m in messages %}{{ '<|' + ('user' if m.role == 'system' else m.role) + '|>\n' + m.content }}"
-    f"<|end|>\n{{% endfor %}}{_ASK}<|assistant|>\n{{% else %}}{{{{ eos_token }}}}{{% endif %}}",
+    path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("templates/*.jinja"))
 }
+GLM = TEMPLATES.pop("glm")
 ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "llama2": EOS, "gemma": "<end_of_turn>", "deepseek": EOS}
 ENDS["phi"] = "<|end|>"
-GLM = "<|user|>\n{{ messages[0].content }}<|assistant|>\n{% if messages[1:] %}{{ messages[1].content }}{% endif %}"
 
 
 @functools.cache
@@ -51,7 +32,7 @@ def make(kind: str, template: str | None = None, adds: str = "") -> PreTrainedTo
         core.decoder = decoders.ByteLevel()
         letters = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=letters, show_progress=False)
-        core.train_from_iterator([Path(__file__).read_text(encoding="utf-8"), "12 34 a b " * 9], trainer)
+        core.train_from_iterator([*TEMPLATES.values(), "12 34 a b " * 9], trainer)
     elif kind == "words":
         core = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*ALPHABET, "<unk>"])}, unk_token="<unk>"))
         core.pre_tokenizer, core.decoder = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()
