@@ -15,16 +15,7 @@ from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.run_setup import Setup
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.tools.plan.simulate import Engine, Row, _Apart, simulate
-from mindspeed_rl_plugin.tools.plan.virtual import (
-    Clock,
-    Costs,
-    Decoder,
-    Graders,
-    Responses,
-    lognormal,
-    recorded,
-    sigma_of,
-)
+from mindspeed_rl_plugin.tools.plan.virtual import Clock, Costs, Decoder, Responses, lognormal, recorded, sigma_of
 
 PROMPTS, MEMBERS, TOKENS = 8, 4, 100
 ROWS = PROMPTS * MEMBERS
@@ -154,11 +145,6 @@ def test_decoder_counts_steps():
     assert decoder.advance(decoder.next_end) == [a] and decoder.at == pytest.approx(6.0)
     assert decoder.drain() == [(pytest.approx(10.0), b), (pytest.approx(13.0), c)]
     assert len(decoder) == 0
-
-
-def test_graders_are_first_come_first_served():
-    graders = Graders(2)
-    assert [graders.grade(ready, 2.0) for ready in (0.0, 0.0, 1.0, 5.0)] == [2.0, 2.0, 4.0, 7.0]
 
 
 def test_a_clock_that_stands_still_says_so():

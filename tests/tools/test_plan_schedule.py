@@ -212,22 +212,14 @@ def test_the_advice_is_the_simplest_that_is_nearly_fastest():
         (["--from", "RUN", "--step-ms", "-1"], "--step-ms must be at least 0, got -1.0"),
         (["--from", "RUN", "--response-tokens", "600"], "a mean of 600 tokens is not between 1 and the limit of 512"),
         (["--from", "RUN", "--world", "3"], "3 ranks do not divide"),
+        (["plain.sh"], "has no --rl-algorithm that samples responses"),
+        (["train.sh"], "partial rollouts are not in the model"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, capsys, words, problem):
+def test_what_does_not_fit_is_refused(tmp_path, monkeypatch, capsys, words, problem):
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path, "--rl-schedule streamed --rl-carry-unfinished --rl-correction truncate")
+    (tmp_path / "plain.sh").write_text("torchrun --nproc_per_node 2 pretrain_gpt.py --global-batch-size 4\n")
     words = [str(run_of(tmp_path / "rl")) if word == "RUN" else word for word in words]
     assert plan.main(["--schedule", *words]) == 1
     assert problem in capsys.readouterr().err
-
-
-def test_a_script_without_rl_is_refused(tmp_path, capsys):
-    path = tmp_path / "pretrain.sh"
-    path.write_text("torchrun --nproc_per_node 2 pretrain_gpt.py --global-batch-size 4\n")
-    assert plan.main(["--schedule", str(path)]) == 1
-    assert "has no --rl-algorithm that samples responses" in capsys.readouterr().err
-
-
-def test_partial_rollouts_are_not_modelled(tmp_path, capsys):
-    path = script(tmp_path, "--rl-schedule streamed --rl-carry-unfinished --rl-correction truncate")
-    assert plan.main(["--schedule", str(path)]) == 1
-    assert "partial rollouts are not in the model" in capsys.readouterr().err
