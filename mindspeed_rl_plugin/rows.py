@@ -130,21 +130,6 @@ class Rows:
         """The same rows with columns added or replaced."""
         return Rows(self.ids, {**self.columns, **columns})
 
-    @classmethod
-    def concat(cls, parts: Sequence[Rows]) -> Rows:
-        """Rows of all parts in order; every part must hold the same columns."""
-        names = list(parts[0].columns)
-        if any(set(p.columns) != set(names) for p in parts):
-            raise ValueError(f"Rows.concat: parts differ in columns: {[sorted(p.columns) for p in parts]}")
-        columns: dict[str, Column] = {}
-        for name in names:
-            items = [p.columns[name] for p in parts]
-            if isinstance(items[0], Ragged):
-                columns[name] = Ragged.from_rows([r for c in items for r in c.rows()], dtype=items[0].values.dtype)
-            else:
-                columns[name] = torch.cat(items)
-        return cls(tuple(i for p in parts for i in p.ids), columns)
-
 
 def pack_json(records: Sequence[object]) -> Ragged:
     """Records as UTF-8 JSON in a uint8 column, so that text crosses the dock without pickle."""

@@ -178,12 +178,6 @@ class EnvironmentPool:
             self._closed = True
             self._dispatcher.close(min(CLOSE_SECONDS, self._timeout))
 
-    def __enter__(self) -> EnvironmentPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # inside
 
     def _load(self, program: Program, count: int) -> tuple[Any, list[CallWorker]]:

@@ -255,12 +255,6 @@ class RewardPool:
         for worker in self._workers:
             worker.close()
 
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _calls(self, batch: Batch) -> Iterator[Call]:
         """A batch grader is called with whole groups, others with one item."""
         groups: dict[tuple[int, int], list[int]] = {}

@@ -1,6 +1,7 @@
 """What stages make of episodes: grades, rewards of turns, the gate for rows from outside, metrics, refusals."""
 
 import re
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -70,7 +71,7 @@ def test_graders_see_the_last_turn_and_all_that_was_said() -> None:
     items = stage.items(rows)
     assert [item.response for item in items] == ["8 9", "3 4 5"] and [item.environment for item in items] == [1.25, 0.5]
     assert items[0].conversation == [{"role": "assistant", "content": "x"}]
-    with RewardPool(["environment", "exact=2"], regex=None, workers=1) as pool:
+    with closing(RewardPool(["environment", "exact=2"], regex=None, workers=1)) as pool:
         assert pool.grade([replace(items[0], answer="8 9")])[0].total == 3.25
 
 

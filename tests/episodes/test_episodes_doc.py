@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import shlex
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def shown(tmp_path):
 
 def played(tools: list[str], environment: str | None, turns: list[Turn]) -> list[Reply]:
     """What comes of a beginning, of each turn, and of the end where the last one is not."""
-    with EnvironmentPool(tools, environment, workers=1, timeout=20, wait_timeout=60) as pool:
+    with closing(EnvironmentPool(tools, environment, workers=1, timeout=20, wait_timeout=60)) as pool:
         pool.begin(SAMPLE, TASK, 1)
         said = pool.poll(20) if environment else []
         for turn in turns:
@@ -137,5 +138,5 @@ def test_the_environment_with_tools(shown) -> None:
 def test_the_grader(shown) -> None:
     said = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "r"}] * 2
     item = GradeItem("p", "r", "a", {}, SAMPLE, None, said, 1.0)
-    with RewardPool([f"{shown}/reward.py:short", "environment=0.5"], regex=None, workers=1) as pool:
+    with closing(RewardPool([f"{shown}/reward.py:short", "environment=0.5"], regex=None, workers=1)) as pool:
         assert pool.grade([item])[0].parts == pytest.approx((0.8, 1.0))

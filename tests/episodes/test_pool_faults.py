@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -251,7 +252,7 @@ def test_a_file_that_loads_only_once_stops_the_run_in_poll(started, tmp_path: Pa
         "class E:\n    def reset(self): ...\n    def step(self, text): os._exit(1)\n"
     )
     given = {"workers": 1, "timeout": 5, "wait_timeout": 60}
-    with EnvironmentPool([], f"{tmp_path}/once.py:E", **given) as pool:
+    with closing(EnvironmentPool([], f"{tmp_path}/once.py:E", **given)) as pool:
         begin(pool, (0, 1))
         assert act(pool, 0, "x").failure
         pool._dispatcher._slots[0].worker._process.wait()

@@ -1,5 +1,6 @@
 """The example reward functions, through the pool that a run grades with."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ def test_the_example_rewards():
     responses = ["246", " 246 ", "146", "9" * 300]
     items = [GradeItem("123+123=", r, "246", {"limit": 100}, SampleId(0, 0, i)) for i, r in enumerate(responses)]
     specs = ["exact", *(f"{FILE}:{name}" for name in ("digits=0.5", "brevity=0.1", "shortest"))]
-    with RewardPool(specs, workers=1) as pool:
+    with closing(RewardPool(specs, workers=1)) as pool:
         grades = pool.grade(items)
     parts = [(1, 1, 0, 1), (1, 1, 0, 0), (0, pytest.approx(2 / 3), 0, 0), (0, 0, -2, 0)]
     assert [g.parts for g in grades] == parts

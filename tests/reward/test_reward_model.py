@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,12 +41,12 @@ def items(*responses, prompt, answer=""):
 
 @pytest.fixture(scope="module")
 def pool(decoder, encoder):
-    with RewardPool([f"model:{decoder}=0.5", "exact=2", f"model:{encoder}"], workers=1, timeout=60) as pool:
+    with closing(RewardPool([f"model:{decoder}=0.5", "exact=2", f"model:{encoder}"], workers=1, timeout=60)) as pool:
         yield pool
 
 
 def grade(specs, batch):
-    with RewardPool(specs, workers=1, timeout=60) as pool:
+    with closing(RewardPool(specs, workers=1, timeout=60)) as pool:
         return pool.grade(batch)
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,14 +40,14 @@ def items(*responses: str, prompt="the prompt", answer="a", members: int = 2, **
 
 def grade(spec, batch: list[GradeItem], **options) -> list:
     specs = [spec] if isinstance(spec, str) else spec
-    with RewardPool(specs, **{"workers": 1, **options}) as pool:
+    with closing(RewardPool(specs, **{"workers": 1, **options})) as pool:
         return pool.grade(batch)
 
 
 def test_what_a_built_in_grader_cannot_grade_in_time_is_wrong_and_said_once() -> None:
     """Whatever is to happen where a user's grader fails, and whatever its worker dies of."""
     hangs, once = items("\\boxed{9^{9^{9^{9}}}}", answer="\\frac{1}{7}"), items("1", answer="1")
-    with RewardPool(["math", own("length")], workers=1, timeout=1.5) as pool:
+    with closing(RewardPool(["math", own("length")], workers=1, timeout=1.5)) as pool:
         wrong, fine = pool.grade(hangs + once)
         assert "reward 'math' ran longer than 1.5 s" in wrong.error and "reward/errors counts it" in wrong.error
         assert (wrong.parts, wrong.dropped) == ((0.0, 21.0), False)
@@ -76,7 +76,7 @@ def test_a_grader_may_start_processes_that_import_its_file() -> None:
 
 
 def test_weights_sum_and_parts_stay_raw() -> None:
-    with RewardPool([own("length") + "=0.5", "exact=-2", own("judge")], workers=2) as pool:
+    with closing(RewardPool([own("length") + "=0.5", "exact=-2", own("judge")], workers=2)) as pool:
         assert pool.names == ("length", "exact", "judge")
         result = pool.grade(items("a", "abc"))
     assert [(g.total, g.parts, g.error, g.dropped) for g in result] == [
@@ -87,7 +87,7 @@ def test_weights_sum_and_parts_stay_raw() -> None:
 
 def test_calling_conventions() -> None:
     names = ("all_names", "field", "whole_record", "from_import", "none", "prints")
-    with RewardPool([own(name) for name in names], workers=1) as pool:
+    with closing(RewardPool([own(name) for name in names], workers=1)) as pool:
         (grade,) = pool.grade(items("rr", prompt="p", answer="aaa", level=4))
         assert grade.parts == (1 + 20 + 300 + 4000, 4.5, 1.0, 4.0, 1.0, 1.0)
         with pytest.raises(RewardError, match=r"\['level'\]; .* \['depth'\]"):
@@ -103,13 +103,13 @@ def test_a_batch_grader_gets_whole_groups_however_many_workers(workers: int) -> 
 
 def test_one_event_loop_a_process() -> None:
     """What a file makes for a loop when it is imported serves all calls, of samples and of groups, of many batches."""
-    with RewardPool([own("async_limited"), own("async_groups"), "exact"], workers=1) as pool:
+    with closing(RewardPool([own("async_limited"), own("async_groups"), "exact"], workers=1)) as pool:
         for _ in range(3):
             assert {g.parts for g in pool.grade(items(*"aaaaaaaa"))} == {(1.0, 1.0, 1.0)}
 
 
 def test_order_is_kept_and_exact_is_fast() -> None:
-    with RewardPool(["exact", own("length")], workers=2) as pool:
+    with closing(RewardPool(["exact", own("length")], workers=2)) as pool:
         begin = time.monotonic()
         result = pool.grade(items(*[str(i) * (i % 7) for i in range(1000)], answer="8"))
         assert time.monotonic() - begin < 4  # two graders; alone on the machine 0.1 s
@@ -135,7 +135,7 @@ FAILURES = [
 def test_each_failure_is_counted_and_hits_only_its_sample() -> None:
     names, messages, timeouts = zip(*FAILURES, strict=True)
     batch = items("ok", "fine", "bad", "good", "well", members=1)
-    with RewardPool([own(name) for name in names], workers=3, timeout=timeouts, on_error="drop") as pool:
+    with closing(RewardPool([own(name) for name in names], workers=3, timeout=timeouts, on_error="drop")) as pool:
         result = pool.grade(batch)
         failures = pool.take_failures()
         assert not pool.take_failures()
@@ -153,7 +153,7 @@ def test_a_failure_stops_and_the_pool_is_usable_afterwards(name: str) -> None:
     """An answer, a kill and an end: by default each raises, and nothing of the batch is left in a worker."""
     batch = items("ok", "fine", "bad", "good", "well", members=1)
     message = next(message for grader, message, _ in FAILURES if grader == name)
-    with RewardPool([own(name), own("length")], workers=1, timeout=1.2) as pool:
+    with closing(RewardPool([own(name), own("length")], workers=1, timeout=1.2)) as pool:
         begin = time.monotonic()
         with pytest.raises(RewardError) as caught:
             pool.grade(batch)
@@ -169,7 +169,7 @@ def naps(*seconds: float, group: int = 0) -> list[GradeItem]:
 
 def test_a_slow_batch_holds_no_other_up() -> None:
     """Both workers are at it; what was submitted later is given back first, each batch once."""
-    with RewardPool([own("nap")], workers=2) as pool:
+    with closing(RewardPool([own("nap")], workers=2)) as pool:
         slow, quick = pool.submit(naps(1.5, 0.0)), pool.submit(naps(0.1, 0.2, 0.0, group=1))
         assert pool.poll(20) == [quick] and slow.left == 1
         assert [g.total for g in quick.grades()] == [0.1, 0.2, 0.0]
@@ -180,7 +180,7 @@ def test_a_slow_batch_holds_no_other_up() -> None:
 
 def test_the_time_of_a_response_is_that_of_a_worker() -> None:
     """However many work at once, and whatever the batch waits for."""
-    with RewardPool([own("nap")], workers=2) as pool:
+    with closing(RewardPool([own("nap")], workers=2)) as pool:
         begin = time.monotonic()
         pool.grade(items("0.2", "0.2", "0.2", "0.6"))
         assert 0.3 <= pool.take_seconds() < time.monotonic() - begin, "not 0.6 s, the time of the batch"
@@ -188,13 +188,13 @@ def test_the_time_of_a_response_is_that_of_a_worker() -> None:
 
 
 def test_who_shares_work_takes_no_more_than_keeps_workers_busy() -> None:
-    with RewardPool([own("nap"), own("batch_rank")], workers=2) as pool:
+    with closing(RewardPool([own("nap"), own("batch_rank")], workers=2)) as pool:
         assert pool.wanted == 2 and pool.by_group
         pool.submit(naps(0.0))
         assert pool.wanted == 0, "a call of one response, and one of the group"
         pool.poll(20)
         assert pool.wanted == 2
-    with RewardPool([own("async_sleep")], workers=1) as pool:
+    with closing(RewardPool([own("async_sleep")], workers=1)) as pool:
         for group in range(8):
             assert pool.wanted == 64 - 4 * group and not pool.by_group, "one call takes many items"
             pool.submit(naps(*[0.0] * 4, group=group))
@@ -225,7 +225,7 @@ def test_most_responses_are_graded_in_time_though_every_call_runs_into_its_limit
 
 def test_a_batch_that_takes_too_long_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time runs from when it was submitted, not that of the first."""
-    with RewardPool([own("nap")], workers=2, timeout=1.7, wait_timeout=2) as pool:
+    with closing(RewardPool([own("nap")], workers=2, timeout=1.7, wait_timeout=2)) as pool:
         pids = {worker.pid for worker in pool._workers}
         for group in range(3):
             pool.submit(naps(0.65, 0.65, group=group))
@@ -240,7 +240,7 @@ def test_a_batch_that_takes_too_long_ends_all(monkeypatch: pytest.MonkeyPatch) -
 
 def test_asynchronous_calls_of_many_batches_are_made_together() -> None:
     """The first takes what is there, the second all others, each of which takes 0.3 s."""
-    with RewardPool([own("async_sleep")], workers=1) as pool:
+    with closing(RewardPool([own("async_sleep")], workers=1)) as pool:
         begin = time.monotonic()
         left = {pool.submit(naps(*[0.0] * 4, group=group)) for group in range(12)}
         while left:
@@ -251,7 +251,7 @@ def test_asynchronous_calls_of_many_batches_are_made_together() -> None:
 def test_all_grading_together_has_a_limit_that_names_what_is_left() -> None:
     """Each call is in time, but there are too many for the other ranks to wait: also where failures only count."""
     batch = items(*["a"] * 40, prompt="slow one", members=4)
-    with RewardPool(["exact", own("dawdle")], workers=1, timeout=1, wait_timeout=2, on_error="zero") as pool:
+    with closing(RewardPool(["exact", own("dawdle")], workers=1, timeout=1, wait_timeout=2, on_error="zero")) as pool:
         begin = time.monotonic()
         with pytest.raises(RewardError) as caught:
             pool.grade(batch)
@@ -277,7 +277,7 @@ def test_graders_that_do_not_load_in_time_are_named_with_the_fix(tmp_path: Path)
 
 def test_zero_counts_without_dropping_and_keeps_the_other_parts() -> None:
     batch = items("x" * 300 + " bad ", "bad")
-    with RewardPool([own("raises"), own("length")], workers=2, on_error="zero") as pool:
+    with closing(RewardPool([own("raises"), own("length")], workers=2, on_error="zero")) as pool:
         result = pool.grade(batch)
         assert [(g.total, g.dropped) for g in result] == [(306.0, False), (3.0, False)]
         assert result[0].error is None and "graders_for_tests.py" in result[1].error
@@ -286,7 +286,7 @@ def test_zero_counts_without_dropping_and_keeps_the_other_parts() -> None:
 
 def test_a_failing_batch_is_blamed_as_a_whole() -> None:
     batch = items("ok", "bad", "fine", "good")
-    with RewardPool([own("batch_loop")], workers=2, timeout=1.2, on_error="zero") as pool:
+    with closing(RewardPool([own("batch_loop")], workers=2, timeout=1.2, on_error="zero")) as pool:
         assert [g.error is None for g in pool.grade(batch)] == [False, False, True, True]
     held_out = [replace(item, id=item.id._replace(epoch=-1)) for item in batch]
     with pytest.raises(RewardError, match="(?s)1 values for 2 samples.* evaluation, prompt 0, "):
@@ -327,7 +327,7 @@ def test_a_worker_that_ends_before_it_reads_its_call_is_nobodys_fault(monkeypatc
         call(self, *given)
 
     monkeypatch.setattr(Worker, "call", killed)
-    with RewardPool([own("length")], workers=1, on_error="zero") as pool:
+    with closing(RewardPool([own("length")], workers=1, on_error="zero")) as pool:
         if deaths <= RESTARTS:
             assert [(g.total, g.error) for g in pool.grade(items("a" * size))] == [(size, None)]
             return
@@ -411,7 +411,8 @@ def test_bad_settings_are_refused_at_once(specs, options, message: str) -> None:
 def test_a_grader_that_asks_for_a_field_of_no_row_is_refused_before_anything_is_sampled() -> None:
     """Whatever row lacks it; what has a default, or a batch grader, asks for none."""
     rows = {"a.jsonl line 1": frozenset({"level", "x"}), "a.jsonl line 4": frozenset({"x"})}
-    with RewardPool([own("whole_record"), own("field"), own("batch_rank"), own("verls_with_rest")], workers=1) as pool:
+    names = ("whole_record", "field", "batch_rank", "verls_with_rest")
+    with closing(RewardPool([own(name) for name in names], workers=1)) as pool:
         with pytest.raises(ValueError, match=r"'level', but a.jsonl line 4 .* fields: prompt, answer, x\). Allowed: "):
             pool.check_fields(rows)
         with pytest.raises(ValueError, match="'solution_str', but .* did you mean response\\?"):
@@ -431,7 +432,7 @@ TRIED = [
 def test_each_grader_is_tried_on_a_data_row() -> None:
     bad, fine = (Prompt((1,), "the prompt", response, 0, {}, None) for response in ("bad", "fine"))
     names, messages = zip(*TRIED, strict=True)
-    with RewardPool([own(n) for n in ("length", *names)], workers=3, timeout=1.2, on_error="drop") as pool:
+    with closing(RewardPool([own(n) for n in ("length", *names)], workers=3, timeout=1.2, on_error="drop")) as pool:
         warnings = pool.try_once(bad, "a.jsonl line 1", 4)
         assert len(warnings) == len(TRIED) and not pool.take_failures(), "these are of no rollout"
         for name, message in zip(names, messages, strict=True):

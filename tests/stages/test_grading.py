@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,7 +52,7 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Reward]:
     """Of three groups whose responses are not there yet."""
     (tmp_path / "grader.py").write_text(GRADER)
     options = {"workers": 2, "timeout": 30, **getattr(request, "param", {})}
-    with RewardPool([f"{tmp_path}/grader.py:grade"], **options) as pool:
+    with closing(RewardPool([f"{tmp_path}/grader.py:grade"], **options)) as pool:
         yield Reward(TABLE[2], filled(3), 5.0, pool, lambda tokens: str(*tokens))
     assert not [t for t in threading.enumerate() if t.name == "grader"], "nothing stays behind"
 
