@@ -10,15 +10,14 @@ It ends with that one, its tasks end with it, and an engine with its task.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,73 +37,40 @@ FORWARDED = ("PYTHONPATH", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_
 PR_SET_PDEATHSIG = 1
 
 
-@dataclass
-class Watched:
-    """An engine. begun: when its task was seen to have a place, None before; failures: in a row; due: when to start it,
-    and while its task waits for a place, when to say so."""
+async def keep(cluster: OnRay, number: int, say: Callable[[str], None]) -> bool:
+    """Run an engine, which is started again until it ends well, as it does when the job has. False: it is given up.
 
-    number: int
-    task: Any = None
-    begun: float | None = None
-    failures: int = 0
-    due: float = 0.0
-
-    @property
-    def waits(self) -> bool:
-        return self.task is not None and self.begun is None
-
-
-@dataclass
-class Watch:
-    """Starts engines again until the job ends. cluster: runs them; say: prints a line."""
-
-    cluster: OnRay
-    say: Callable[[str], None]
-    clock: Callable[[], float] = time.monotonic
-    engines: list[Watched] = field(default_factory=list)
-
-    def run(self, count: int) -> int:
-        """Until all have ended well, which they do when the job has. Returns the exit status: 1 where one was given
-        up."""
-        self.engines = [Watched(number) for number in range(count)]
-        while self.engines:
-            self._look()
-            running = {engine.task: engine for engine in self.engines if engine.task is not None}
-            for task, status, words in self.cluster.done(list(running), LOOK_SECONDS):
-                if not self._ended(running[task], status, words):
-                    return 1
-        return 0
-
-    def _look(self) -> None:
-        """Start engines that are due, see which of those that wait have a place, and say which do not get one."""
-        now = self.clock()
-        for engine in self.engines:
-            if engine.task is None and now >= engine.due:
-                engine.task, engine.begun, engine.due = self.cluster.start(engine.number), None, now + SAY_SECONDS
-            elif engine.waits and self.cluster.placed(engine.task):
-                engine.begun = now
-        if late := [engine for engine in self.engines if engine.waits and now >= engine.due]:
-            numbers = ", ".join(str(engine.number) for engine in late)
-            self.say(f"no place on Ray yet for engine {numbers}: {self.cluster.free()}")
-            for engine in late:
-                engine.due = now + SAY_SECONDS
-
-    def _ended(self, engine: Watched, status: int, words: str) -> bool:
-        """Whether the watch goes on."""
+    say: prints a line.
+    """
+    clock, failures = asyncio.get_running_loop().time, 0
+    while True:
+        task = cluster.start()
+        due = clock() + SAY_SECONDS
+        while not cluster.placed(task):
+            if clock() >= due:
+                say(f"no place on Ray yet for engine {number}: {cluster.free()}")
+                due += SAY_SECONDS
+            await asyncio.sleep(LOOK_SECONDS)
+        begun = clock()
+        status, words = await cluster.result(task)
         if status == 0 and LEFT not in words:  # the job has ended
-            self.engines.remove(engine)
             return True
-        now = self.clock()
-        worked = engine.begun is not None and now - engine.begun > GOOD_SECONDS
-        engine.failures = 1 if worked else engine.failures + 1
-        what = f"engine {engine.number} on Ray ended with {status}: {words or 'it said nothing'}"
-        if engine.failures >= FAILURES:
-            self.say(f"{what}; given up after {FAILURES} times in a row")
+        failures = 1 if clock() - begun > GOOD_SECONDS else failures + 1
+        what = f"engine {number} on Ray ended with {status}: {words or 'it said nothing'}"
+        if failures >= FAILURES:
+            say(f"{what}; given up after {FAILURES} times in a row")
             return False
-        pause = PAUSE * 2 ** (engine.failures - 1)
-        engine.task, engine.due = None, now + pause
-        self.say(f"{what}; started again in {pause:g} s")
-        return True
+        pause = PAUSE * 2 ** (failures - 1)
+        say(f"{what}; started again in {pause:g} s")
+        await asyncio.sleep(pause)
+
+
+async def keep_all(cluster: OnRay, count: int, say: Callable[[str], None]) -> int:
+    """Until all have ended well. Returns the exit status: 1 where one was given up."""
+    for ended in asyncio.as_completed([keep(cluster, number, say) for number in range(count)]):
+        if not await ended:
+            return 1
+    return 0
 
 
 def command(ranks: int, join: str, secret_file: str) -> list[str]:
@@ -182,7 +148,7 @@ class OnRay:
         self._given = self._ranks, options.join, read_secret(options.secret_file), environment
         self._places: dict[Any, Any] = {}
 
-    def start(self, number: int) -> Any:
+    def start(self) -> Any:
         """The task of an engine, which runs as soon as there is a place for it."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -192,15 +158,18 @@ class OnRay:
         return task
 
     def placed(self, task: Any) -> bool:
-        return self._ray.util.placement_group_table(self._places[task]).get("state") == "CREATED"
+        """Whether it runs, or is over."""
+        place = self._ray.util.placement_group_table(self._places[task])
+        return place.get("state") == "CREATED" or bool(self._ray.wait([task], timeout=0)[0])
 
-    def done(self, tasks: Sequence[Any], seconds: float) -> list[tuple[Any, int, str]]:
-        """Tasks that end within `seconds`, with exit status and last words."""
-        if not tasks:
-            time.sleep(seconds)
-            return []
-        ended, _ = self._ray.wait(list(tasks), num_returns=1, timeout=seconds)
-        return [(task, *self._result(task)) for task in ended]
+    async def result(self, task: Any) -> tuple[int, str]:
+        """Exit status and last words of an engine that ends."""
+        try:
+            return await asyncio.wrap_future(task.future())
+        except self._ray.exceptions.RayError as error:
+            return -1, str(error).strip().splitlines()[0]
+        finally:
+            self._ray.util.remove_placement_group(self._places.pop(task))
 
     def free(self) -> str:
         """What an engine needs, and what the cluster has left."""
@@ -209,13 +178,6 @@ class OnRay:
             f"each needs {self._ranks} {self._kind} of one node, and {free.get(self._kind, 0):g} of the cluster's "
             f"{whole.get(self._kind, 0):g} are free; end what uses the others, or add nodes"
         )
-
-    def _result(self, task: Any) -> tuple[int, str]:
-        self._ray.util.remove_placement_group(self._places.pop(task))
-        try:
-            return self._ray.get(task)
-        except self._ray.exceptions.RayError as error:
-            return -1, str(error).strip().splitlines()[0]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -237,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     cluster = OnRay(ray, options, {name: os.environ[name] for name in FORWARDED if name in os.environ})
     try:
-        return Watch(cluster, lambda line: print(f"[rl] {line}", flush=True)).run(options.engines)
+        return asyncio.run(keep_all(cluster, options.engines, lambda line: print(f"[rl] {line}", flush=True)))
     finally:
         with contextlib.suppress(Exception):
             ray.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.generators.guests import check_ray
 from mindspeed_rl_plugin.generators.join import LEFT
-from mindspeed_rl_plugin.generators.on_ray import FAILURES, GOOD_SECONDS, SAY_SECONDS, Watch, command
+from mindspeed_rl_plugin.generators.on_ray import FAILURES, GOOD_SECONDS, SAY_SECONDS, command, keep, keep_all
 from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
 
 
@@ -45,72 +46,90 @@ def test_an_engine_of_several_ranks_has_a_launcher():
     assert command(2, "a:1", "f")[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-class Cluster:
-    """Tasks that end as they are told, by a virtual clock. ends: engine -> (seconds, status) of each of its tasks, once
-    it has a place; waits: seconds until a task has one."""
+class Virtual(asyncio.SelectorEventLoop):
+    """A loop whose time goes on where nothing else does."""
 
-    def __init__(self, waits: float = 0.0, **ends: list[tuple[float, int]]) -> None:
-        self.now, self.waits, self.ends = 0.0, waits, {int(name[1:]): list(each) for name, each in ends.items()}
-        self.running: dict[int, tuple[float, int]] = {}
-        self.begun: list[tuple[float, int]] = []
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready:
+            self.now = self._scheduled[0].when()
+        super()._run_once()
+
+
+class Cluster:
+    """Tasks of one engine that end as they are told, by a virtual clock. ends: (seconds, status) of each, once it has a
+    place; waits: seconds until it has one; words: its last."""
+
+    def __init__(self, *ends: tuple[float, int], waits: float = 0.0, words: str = "killed") -> None:
+        self.ends, self.waits, self.words = iter(ends), waits, words
+        self.begun: list[float] = []
         self.said: list[str] = []
 
-    def start(self, number: int) -> int:
-        seconds, status = self.ends[number].pop(0)
-        task = len(self.begun)
-        self.begun.append((self.now, number))
-        self.running[task] = (self.now + self.waits + seconds, status)
-        return task
+    def start(self) -> float:
+        self.begun.append(asyncio.get_running_loop().time())
+        return self.begun[-1]
 
-    def placed(self, task: int) -> bool:
-        return self.now >= self.begun[task][0] + self.waits
+    def placed(self, task: float) -> bool:
+        return asyncio.get_running_loop().time() >= task + self.waits
 
-    def done(self, tasks, seconds):
-        self.now += seconds
-        over = [task for task in tasks if self.running[task][0] <= self.now]
-        return [(task, self.running.pop(task)[1], "killed") for task in over]
+    async def result(self, task: float) -> tuple[int, str]:
+        seconds, status = next(self.ends)
+        await asyncio.sleep(seconds)
+        words, self.words = self.words, "killed"
+        return status, words
 
     def free(self) -> str:
-        return f"asked at {self.now:g}"
+        return f"asked at {asyncio.get_running_loop().time():g}"
 
-    def watch(self, count: int) -> int:
-        return Watch(self, self.said.append, clock=lambda: self.now).run(count)
+    def kept(self) -> bool:
+        with asyncio.Runner(loop_factory=Virtual) as runner:
+            return runner.run(keep(self, 1, self.said.append))
 
 
 def test_one_that_ends_is_started_again_until_the_job_ends():
-    cluster = Cluster(e0=[(10, 0)], e1=[(3, 1), (2, -9), (5, 0)])
-    assert cluster.watch(2) == 0
-    assert [number for _, number in cluster.begun] == [0, 1, 1, 1]
-    (first, second, third) = (when for when, number in cluster.begun if number == 1)
-    assert second - first == pytest.approx(3 + 1, abs=1.1) and third - second == pytest.approx(2 + 2, abs=1.1)
-    assert "engine 1 on Ray ended with -9: killed; started again in 2 s" in cluster.said
+    cluster = Cluster((3, 1), (2, -9), (5, 0))
+    assert cluster.kept() and cluster.begun == [0, 3 + 1, 4 + 2 + 2]
+    assert cluster.said[1] == "engine 1 on Ray ended with -9: killed; started again in 2 s"
 
 
 def test_one_that_left_on_a_signal_is_started_again():
-    cluster = Cluster(e0=[(3, 0), (5, 0)])
-    words = iter([LEFT, "the job has ended"])
-    ended = cluster.done
-    cluster.done = lambda tasks, seconds: [(task, status, next(words)) for task, status, _ in ended(tasks, seconds)]
-    assert cluster.watch(1) == 0 and len(cluster.begun) == 2
+    cluster = Cluster((3, 0), (5, 0), words=LEFT)
+    assert cluster.kept() and len(cluster.begun) == 2
 
 
 def test_one_that_goes_on_failing_is_given_up_and_good_hours_count():
-    assert Cluster(e0=[(1, 1)] * FAILURES).watch(1) == 1
-    worked = Cluster(e0=[(1, 1)] * (FAILURES - 1) + [(GOOD_SECONDS + 5, 1)] * 3 + [(1, 0)])
-    assert worked.watch(1) == 0 and len(worked.begun) == FAILURES + 3
+    assert not Cluster(*[(1, 1)] * FAILURES).kept()
+    worked = Cluster(*[(1, 1)] * (FAILURES - 1), *[(GOOD_SECONDS + 5, 1)] * 3, (1, 0))
+    assert worked.kept() and len(worked.begun) == FAILURES + 3
 
 
-def test_which_engines_wait_for_a_place_is_said_each_minute_and_what_they_need():
-    cluster = Cluster(waits=3 * SAY_SECONDS - 10, e0=[(50, 0)], e1=[(50, 0)])
-    assert cluster.watch(2) == 0
-    assert cluster.said == [f"no place on Ray yet for engine 0, 1: asked at {SAY_SECONDS * n:g}" for n in (1, 2)]
+def test_one_that_waits_for_a_place_is_named_each_minute_and_what_it_needs():
+    cluster = Cluster((50, 0), waits=3 * SAY_SECONDS - 10)
+    assert cluster.kept()
+    assert cluster.said == [f"no place on Ray yet for engine 1: asked at {SAY_SECONDS * n:g}" for n in (1, 2)]
 
 
 def test_waiting_for_a_place_is_no_work():
     """One that waits for longer than good work takes, and fails at once when it has its place."""
-    assert Cluster(waits=GOOD_SECONDS + 5, e0=[(2, 1)] * FAILURES).watch(1) == 1
-    worked = Cluster(waits=GOOD_SECONDS + 5, e0=[(2, 1)] * (FAILURES - 1) + [(GOOD_SECONDS + 5, 1)] * 2 + [(1, 0)])
-    assert worked.watch(1) == 0
+    assert not Cluster(*[(2, 1)] * FAILURES, waits=GOOD_SECONDS + 5).kept()
+    worked = Cluster(*[(2, 1)] * (FAILURES - 1), *[(GOOD_SECONDS + 5, 1)] * 2, (1, 0), waits=GOOD_SECONDS + 5)
+    assert worked.kept()
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_all_are_kept_until_one_is_given_up(monkeypatch, status):
+    """Whatever the others do meanwhile."""
+
+    async def one(cluster, number: int, say) -> bool:
+        await asyncio.sleep(0 if number else 1000 * status)
+        return not status
+
+    monkeypatch.setattr("mindspeed_rl_plugin.generators.on_ray.keep", one)
+    assert asyncio.run(keep_all(None, 3, print)) == status
 
 
 HOLDER = Path(__file__).parents[1] / "ray_holder.py"
@@ -140,9 +159,11 @@ def test_engines_wait_for_devices_that_another_job_uses(ray_cluster, monkeypatch
         assert said_by(holder) == "[rl] held"
         engines = python([sys.executable, "-c", IMPATIENT, *wanted])
         ends.callback(engines.terminate)
-        assert said_by(engines).startswith(
-            "[rl] no place on Ray yet for engine 0, 1: each needs 1 CPU of one node, and 0 of the cluster's 2 are free;"
-        )
+        waits = "each needs 1 CPU of one node, and 0 of the cluster's 2 are free;"
+        lines = [said_by(engines).partition(f": {waits}") for _ in range(2)]
+        assert sorted(named for named, found, _ in lines if found) == [
+            f"[rl] no place on Ray yet for engine {number}" for number in (0, 1)
+        ]
         holder.kill()
         while (line := said_by(engines)).startswith("[rl] no place"):
             pass
