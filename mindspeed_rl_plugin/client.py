@@ -14,7 +14,6 @@ column with several entries a row is a jagged nested tensor. docs/service.md say
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -74,7 +73,7 @@ class Client:
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> bool:
         """Leave; a connection that ended because the job has ended is no error."""
-        over = isinstance(error, ConnectionError) and self._is_over()
+        over = isinstance(error, ConnectionError) and self.dock.has_left()
         self.close()
         return over
 
@@ -122,7 +121,7 @@ class Client:
         try:
             told = self.dock.exchange.records(self._records, deadline)
         except ConnectionError:
-            if not self._is_over():
+            if not self.dock.has_left():
                 raise
             return []
         self._records = told.first - 1 + len(told.lines)
@@ -285,16 +284,10 @@ class Client:
         except TimeoutError:
             pass
         except ConnectionError:
-            if not self._is_over():
+            if not self.dock.has_left():
                 raise
         none = {"prompt": Ragged.from_rows([], torch.int32), "order": torch.empty(0, 4, dtype=torch.int64)}
         return Lease(0, SPEC.name, Rows((), none))
-
-    def _is_over(self) -> bool:
-        """Whether the job has left in order, after a connection to it ended."""
-        with contextlib.suppress(ConnectionError):
-            self.dock.exchange.news(0, 0.0)
-        return self.ended
 
     def _check(self, given: Rows) -> None:
         """Raise ValueError for what cannot be made into rows. What they say is checked by the job."""

@@ -71,6 +71,12 @@ class Dock:
         """Outside of the job: whether the job has left the dock, as the last call has seen."""
         return self._calls.ended
 
+    def has_left(self) -> bool:
+        """The same, asked now: for what went wrong may only follow from that."""
+        with contextlib.suppress(ConnectionError):
+            self.exchange.news(0, 0.0)
+        return self.ended
+
     # ids
 
     def open(self, epoch: int, groups: int, members: int) -> None:

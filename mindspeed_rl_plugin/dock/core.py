@@ -141,7 +141,7 @@ class Core:
         with self._lock:
             self.reports[peer] = report.counts
             self.spans.extend((peer, *span) for span in report.spans)
-        return m.Ok()
+        return self.announced
 
     def _on_offer(
         self, peer: str, offer: m.Offer, bulk: object, waited: float, ended: Callable[[], bool] | None

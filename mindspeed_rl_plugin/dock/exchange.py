@@ -107,10 +107,10 @@ class Exchange:
         key."""
         return Shared(self._calls.me, key, nbytes, fill)
 
-    def report(self, counts: Mapping[str, float], spans: Sequence[tuple[str, float, float]] = ()) -> None:
+    def report(self, counts: Mapping[str, float], spans: Sequence[tuple[str, float, float]] = ()) -> m.Announced:
         """For the leader: what this process has counted since it joined, and what it did since its last report, see
-        `take_spans`."""
-        self._calls.ask_rank(self._calls.directory.ranks[0], m.Report(dict(counts), list(spans)), PATIENCE)
+        `take_spans`. What the leader announced last."""
+        return self._calls.ask_rank(self._calls.directory.ranks[0], m.Report(dict(counts), list(spans)), PATIENCE)
 
     def news(self, after: int, deadline: float) -> m.Announced:
         """What the leader announced last; waits until its number is above `after`, at most `deadline` seconds."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mindspeed_rl_plugin.dock import Dock, Lease
+from mindspeed_rl_plugin.dock.messages import Announced
 from mindspeed_rl_plugin.generators.beside import Beside
 from mindspeed_rl_plugin.generators.choice import Bound, Work
 from mindspeed_rl_plugin.generators.description import Description
@@ -21,7 +22,6 @@ LOOK_SECONDS = 1.0  # that an engine without weights waits for news at a time
 LEASE_SECONDS = 86400.0  # an engine that is gone is known by its connection, and a long response is no reason
 REPORT_SECONDS = 0.5  # between two reports of what was counted
 ROWS_SECONDS = 0.25  # that an engine without rows waits for some at a time
-NEWS_SECONDS = 30.0  # that one question for what the job announces waits
 EMPTY_SECONDS = 0.02  # before it asks again where all rows are done
 
 
@@ -46,47 +46,12 @@ class _Row:
     replica: int = -1
 
 
-class News:
-    """What a job announces to its engines, followed by a thread. version: of the newest weights; error: why nothing
-    more comes."""
-
-    def __init__(self, dock: Dock) -> None:
-        self.dock, self.error = dock, None
-        self.number, self.version = 0, -1
-        self._changed = threading.Event()
-        threading.Thread(target=self._follow, daemon=True, name="news").start()
-
-    def wake(self) -> None:
-        self._changed.set()
-
-    def wait(self, seconds: float) -> None:
-        """For something new, at most `seconds`."""
-        self._changed.wait(seconds)
-        self._changed.clear()
-
-    def check(self) -> bool:
-        """Whether the job goes on. Raises what has ended the thread, unless the job has left."""
-        if self.error is not None and not self.dock.ended:
-            raise self.error
-        return self.error is None and not self.dock.ended
-
-    def _follow(self) -> None:
-        try:
-            while True:
-                news = self.dock.exchange.news(self.number, NEWS_SECONDS)
-                self.number, self.version = news.number, news.version
-                self._changed.set()
-        except Exception as error:  # noqa: BLE001 - raised in the main thread by `check`
-            self.error = error
-            self._changed.set()
-
-
 class Lead:
     """slots: responses that a replica samples at once; replicas: engines that share experts, and work for the job as
     one, else 1; share: of each rollout under a strict order, (i, n); leaving: set where the engine is to leave.
 
     counts: since the engine joined: responses, tokens, seconds of work, seconds without by cause, and what weights
-    cost. spans: when that was.
+    cost. spans: when that was. announced: the newest weights, as the job has answered the last report.
     """
 
     def __init__(
@@ -101,10 +66,11 @@ class Lead:
         self.dock, self.job, self.share, self.leaving = dock, job, share, leaving
         self.replicas = replicas
         self.work = Work(slots * replicas, job.inflight == "drain", job.strict)
-        self.news = News(dock)
+        self.announced = Announced()
         self.counts: dict[str, float] = {}
         self.spans = Spans()
         self._writing = Beside("write")
+        self._pulled = threading.Event()
         self._began = self._pull_began = time.monotonic()
         self._reported = -REPORT_SECONDS  # at once: who hangs in its first step is known, too
 
@@ -113,7 +79,7 @@ class Lead:
     def next(self) -> Turn:
         """The next turn; waits a moment where there is nothing to do. Raises ConnectionError where the job is lost."""
         try:
-            return self._next() if self.news.check() and not self.leaving.is_set() else self._leave()
+            return self._leave() if self.leaving.is_set() or self.dock.ended else self._next()
         except ConnectionError:
             if not self.dock.ended:
                 raise
@@ -123,15 +89,17 @@ class Lead:
         self._report()
         if not self.work.running:
             self._written()
-        choice = self.work.choose(self.news.version)
+        pulling = self.work.pulling >= 0
+        choice = self.work.choose(self.announced.version)
         if choice.apply >= 0:
             return Turn(apply=choice.apply)
         if choice.pull >= 0:
+            self._pulled.clear()
             self.work.pull(choice.pull)
             self._pull_began = time.monotonic()
             return Turn(pull=choice.pull)
         if choice.wait:
-            self._wait("version", LOOK_SECONDS)
+            self._wait(pulling)
             return Turn()
         rows = self.work.resumed(choice.resume)
         self._deal(rows)
@@ -166,7 +134,7 @@ class Lead:
         """A pull is over, well or not; called in its thread."""
         self.spans.add("pull", self._pull_began, time.monotonic())
         self.work.pull_ended(version)
-        self.news.wake()
+        self._pulled.set()
 
     def applied(self, version: int) -> None:
         self.work.applied(version)
@@ -210,7 +178,8 @@ class Lead:
         now = time.monotonic()
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
-            self.dock.exchange.report({**self.counts, "seconds": now - self._began}, self.spans.take(now))
+            counts = {**self.counts, "seconds": now - self._began}
+            self.announced = self.dock.exchange.report(counts, self.spans.take(now))
 
     def _leave(self) -> Turn:
         """Hand back what is not finished."""
@@ -228,7 +197,7 @@ class Lead:
         rows = self._whole_share(idle) if self.job.strict else self._leased(most, ROWS_SECONDS if idle else 0.0)
         if not rows and idle:
             if time.monotonic() - began < EMPTY_SECONDS:  # all rows are done: the dock does not wait for more
-                self.news.wait(EMPTY_SECONDS)
+                time.sleep(EMPTY_SECONDS)
             self.spend("back-pressure", began)
         mine = {row.request.id: row for row in (*self.work.running.values(), *self.work.held)} if rows else {}
         for row in rows:
@@ -260,7 +229,7 @@ class Lead:
         while len(rows) < count:  # all of it is on its way
             more = self._leased(count - len(rows), end - time.monotonic(), **of)
             if not more and not self.dock.ended and time.monotonic() < end:
-                self.news.wait(EMPTY_SECONDS)
+                time.sleep(EMPTY_SECONDS)
             elif not more and self.dock.ended:
                 return []
             elif not more:
@@ -271,8 +240,11 @@ class Lead:
             rows += more
         return rows
 
-    def _wait(self, cause: str, seconds: float) -> None:
-        """A moment, for news. Nothing runs."""
+    def _wait(self, pulling: bool) -> None:
+        """A moment, for weights: until the pull that is under way ends, or others are announced. Nothing runs."""
         began = time.monotonic()
-        self.news.wait(seconds)
-        self.spend(cause, began)
+        if pulling:
+            self._pulled.wait(LOOK_SECONDS)
+        else:
+            self.announced = self.dock.exchange.news(self.announced.number, LOOK_SECONDS)
+        self.spend("version", began)

@@ -75,7 +75,7 @@ class Service:
         first one asks for those."""
         began = time.monotonic()
         errors = [error for error in self.team.gather(self._weights.finish()) if error is not None]
-        if errors and self.team.share(self.lead.dock.ended if self.lead else None):
+        if errors and self.team.share(self.lead.dock.has_left() if self.lead else None):
             return  # the job has left, and the next turn says so
         if errors:
             if not all(isinstance(error, Gone) for error in errors):

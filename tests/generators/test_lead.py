@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.dock import Gone, Lease, Ragged, Rows, SampleId
+from mindspeed_rl_plugin.dock.messages import Announced
 from mindspeed_rl_plugin.generators import lead as lead_module
 from mindspeed_rl_plugin.generators.lead import Lead, Turn
 from mindspeed_rl_plugin.rows import Completion, Sampling
@@ -26,12 +27,8 @@ class Dock:
         self.released: list[int] = []
         self.left, self.order, self.most = list(IDS), [0, -1, 3, 1], 9
         self.asked: list[dict[str, object]] = []
-        self.exchange = SimpleNamespace(news=self._news, report=lambda *counts: None)
-
-    def _news(self, after: int, deadline: float) -> SimpleNamespace:
-        if after:
-            threading.Event().wait()
-        return SimpleNamespace(number=1, version=0)
+        self.announced, announced = Announced(1, 0), lambda *asked: self.announced
+        self.exchange = SimpleNamespace(news=announced, report=announced)
 
     def lease(self, state: str, max_rows: int, deadline: float, **of: object) -> Lease:
         self.asked.append(of)
@@ -71,11 +68,9 @@ def lead(dock) -> Lead:
 
 
 def engine(dock: Dock, share: tuple[int, int] | None = None) -> Lead:
-    """Which has heard of version 0. share: of a strict order."""
+    """Which hears of version 0. share: of a strict order."""
     job = SimpleNamespace(sampling=Sampling(8), seed=0, inflight="keep", strict=share is not None, deadline=20.0)
-    lead = Lead(dock, job, 2, 1, share, threading.Event())
-    lead.news.wait(20)
-    return lead
+    return Lead(dock, job, 2, 1, share, threading.Event())
 
 
 def pulling(lead: Lead) -> int:
@@ -139,7 +134,7 @@ def test_held_rows_that_were_taken_back_and_come_again_begin_once(lead, dock) ->
     """They begin in the turn in which they come again."""
     dock.answers.release(9)
     lead.done([response(row) for row in IDS[:2]], None)
-    lead.news.version = 5
+    lead.announced = dock.announced = Announced(2, 5)
     assert pulling(lead) == 5
     dock.left, dock.order = IDS[2:], [5, -1, 3, 1]
     assert begun(lead) == [] and [row.request.id for row in lead.work.held] == IDS[2:]
@@ -166,13 +161,13 @@ def test_a_pull_that_ended_wakes_an_engine_without_weights(dock, monkeypatch: py
     assert ("pull", True) in [(what, end > begin) for what, begin, end in lead.spans.take(time.monotonic() + 1)]
 
 
-def test_weights_that_are_gone_are_left_for_newer_ones(lead) -> None:
+def test_weights_that_are_gone_are_left_for_newer_ones(lead, dock) -> None:
     error = Gone(0, 5)
-    lead.news.version = 5
+    lead.announced = dock.announced = Announced(2, 5)
     assert pulling(lead) == 5
     lead.pull_ended(5)
     assert lead.next().apply == 5
-    lead.news.version = 7
+    lead.announced = dock.announced = Announced(3, 7)
     lead.missed(5, error)
     assert pulling(lead) == 7 and lead.work.version == 0
 
