@@ -23,9 +23,6 @@ from mindspeed_rl_plugin.stages.prompts import meta_of, ordered, prompt_rows
 from mindspeed_rl_plugin.stages.references import PairScorer
 from mindspeed_rl_plugin.stages.reward import FailureLog, Reward, grade_item
 
-Score = Callable[[Sequence[tuple[Prompt, Completion]]], Sequence[tuple[bool, float]]]
-"""Whether each response is right, and its reward, in order. Called once on the first rank of every engine."""
-
 
 @dataclass(frozen=True)
 class Due:
@@ -61,24 +58,41 @@ class Evaluate:
     def run(self, done: int) -> None:
         """Evaluate the engine's weights after `done` iterations, and log it. Collective."""
         self._failed, self._shown = [0, 0], []
-        sums = evaluate(
-            self.engine,
-            self.prompts,
-            score=self._score,
-            sampling=self.sampling,
-            samples=self.samples,
-            seed_base=self.seed,
-            deadline=self.ranks.deadline,
-            episodes=self.episodes,
-        )
+        sums = self.sums()
         # Gathered and summed here: MindSpeed's all_reduce forgets the sum of float64 tensors, HCCL has none.
-        total = torch.tensor(self.ranks.gather([*sums.tolist(), *self._failed]), dtype=torch.float64).sum(0)
+        total = torch.tensor(self.ranks.gather([*sums, *self._failed]), dtype=torch.float64).sum(0)
         failures = self.ranks.gather(self.graders.take_failures())
         FailureLog("the evaluation").add(failures, show=self.ranks.rank == 0)
         self.monitor.log_eval(done, eval_metrics(total[:-2], self.samples) | _failures(*total[-2:].tolist()))
         self.monitor.log_held_out(done, sorted(itertools.chain(*self.ranks.gather(self._shown))))
 
+    def sums(self) -> list[float]:
+        """`SUMS` of this replica's share of the prompts, each answered greedily, and `samples` times by `sampling`.
+
+        Every rank of every engine calls it; prompt i goes to replica i modulo replicas. On the first rank of an engine,
+        which alone scores; zeros on its others. Responses do not depend on how many replicas there are, up to floating
+        point.
+        """
+        engine, prompts = self.engine, self.prompts
+        requests = [
+            response_request(
+                self.sampling,
+                self.seed,
+                SampleId(EPOCH, index, attempt),
+                prompts[index].tokens,
+                fields=meta_of(prompts[index]) if self.episodes else None,
+            )
+            for index in range(engine.replica, len(prompts), engine.replicas)
+            for attempt in range(self.samples + 1)
+        ]
+        completions = generate(engine, requests, deadline=self.ranks.deadline)
+        if not engine.leader or not completions:
+            return [0.0] * len(SUMS)
+        scores = self._score([(prompts[c.id.group], c) for c in completions])
+        return _sums_of([c.sampled for c in completions], [c.finish for c in completions], scores, self.samples)
+
     def _score(self, answers: Sequence[tuple[Prompt, Completion]]) -> list[tuple[bool, float]]:
+        """Whether each response is right, and its reward, in order."""
         items = [self._item(prompt, answer) for prompt, answer in answers]
         grades: list[Grade] = self.graders.grade(items)
         self._shown += _shown(items, [g.total for g in grades])
@@ -184,42 +198,6 @@ FAILED = "environment_failed"  # a column of episodes
 SUMS = ("prompts", "solved", "reward", "tokens", "truncated", "pass_1", "pass_k")
 """What ranks and replicas add up: prompts; of their greedy responses how many are right, their rewards, tokens, and how
 many were cut; the sums of the estimated pass@1 and pass@k."""
-
-
-def evaluate(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    *,
-    score: Score,
-    sampling: Sampling,
-    samples: int = 0,
-    seed_base: int,
-    deadline: float,
-    episodes: bool = False,
-) -> Tensor:
-    """Answer this replica's share of `prompts` greedily, and `samples` times by `sampling`, and score.
-
-    Every rank of every engine calls it with the same prompts; prompt i goes to replica i modulo replicas. Returns
-    `[len(SUMS)]` float64, on the first rank of an engine, which alone scores; zeros on its others. Responses do not
-    depend on how many replicas there are, up to floating point. deadline: seconds for the next response.
-    """
-    requests = [
-        response_request(
-            sampling,
-            seed_base,
-            SampleId(EPOCH, index, attempt),
-            prompts[index].tokens,
-            fields=meta_of(prompts[index]) if episodes else None,
-        )
-        for index in range(engine.replica, len(prompts), engine.replicas)
-        for attempt in range(samples + 1)
-    ]
-    completions = generate(engine, requests, deadline=deadline)
-    if not engine.leader or not completions:
-        return torch.zeros(len(SUMS), dtype=torch.float64)
-    scores = score([(prompts[c.id.group], c) for c in completions])
-    sums = _sums_of([c.sampled for c in completions], [c.finish for c in completions], scores, samples)
-    return torch.tensor(sums, dtype=torch.float64)
 
 
 def _sums_of(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.rows import Prompt, Sampling
-from mindspeed_rl_plugin.stages.evaluate import eval_metrics, evaluate, pass_at_k
+from mindspeed_rl_plugin.stages.evaluate import Evaluate, eval_metrics, pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 7))
@@ -34,7 +34,10 @@ def run(engine, count: int, samples: int):
         return [(c.id.member >= c.id.group, 0.5 * c.id.group) for _, c in pairs]
 
     sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(2,))
-    return evaluate(engine, prompts(count), score=score, sampling=sampling, samples=samples, seed_base=1, deadline=5)
+    ranks = SimpleNamespace(deadline=5)
+    stage = Evaluate(engine, prompts(count), None, str, sampling, ranks, None, samples=samples, seed=1)
+    stage._score = score
+    return torch.tensor(stage.sums(), dtype=torch.float64)
 
 
 def test_metrics(fake_engine) -> None:
