@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
-from mindspeed_rl_plugin.episodes.worker import Answer
+from mindspeed_rl_plugin.episodes.tools import Answer
 from mindspeed_rl_plugin.workers.calls import CallWorker
 from mindspeed_rl_plugin.workers.process import wait_for
 

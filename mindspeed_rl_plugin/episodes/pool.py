@@ -28,8 +28,8 @@ from mindspeed_rl_plugin.episodes.protocol import (
     at_most,
     place,
 )
-from mindspeed_rl_plugin.episodes.tools import RESET, Offer
-from mindspeed_rl_plugin.episodes.worker import CLOSE_SECONDS, Answer, Source
+from mindspeed_rl_plugin.episodes.tools import RESET, Answer, Offer
+from mindspeed_rl_plugin.episodes.worker import CLOSE_SECONDS, Source
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.specs import locate
 from mindspeed_rl_plugin.rows import SampleId

@@ -40,12 +40,18 @@ class Offer(NamedTuple):
     concurrent: tuple[str, ...] = ()
 
 
-class Returned(NamedTuple):
-    """What a call of a user's code came to. texts: that the model reads, each a message; done: the episode is over."""
+class Answer(NamedTuple):
+    """What came of a call. texts: that the model reads, each a message; done: the episode is over; brief: what was
+    raised, in one line; error: that, and where; seconds: that the user's code took; late: a coroutine was cancelled at
+    the limit."""
 
     texts: tuple[str, ...] = ()
     reward: float = 0.0
     done: bool = False
+    brief: str | None = None
+    error: str | None = None
+    seconds: float = 0.0
+    late: bool = False
 
 
 def load_tool(file: str, name: str) -> Callable[..., Any]:
@@ -147,12 +153,12 @@ def reset_arguments(reset: Callable[..., Any], task: Mapping[str, Any], seed: in
     return {k: v for k, v in given.items() if k in names}
 
 
-def read_reset(value: Any) -> Returned:
+def read_reset(value: Any) -> Answer:
     """What `reset` returned. Raises ValueError for what is no text."""
-    return Returned(_texts(value[0] if isinstance(value, tuple) and len(value) == 2 else value))
+    return Answer(_texts(value[0] if isinstance(value, tuple) and len(value) == 2 else value))
 
 
-def read_step(value: Any) -> Returned:
+def read_step(value: Any) -> Answer:
     """What `step` returned, in one of its forms. Raises ValueError for others."""
     if isinstance(value, Mapping) and {"reward", "done"} <= {*value}:
         observation, reward, over = value.get("observations"), value["reward"], [value["done"]]
@@ -162,7 +168,7 @@ def read_step(value: Any) -> Returned:
         raise ValueError(f"it returned {value!r:.80} of type {type(value).__name__}; give {FORMS}")
     if unclear := [done for done in over if done not in (True, False)]:
         raise ValueError(f"it returned {unclear[0]!r:.80} for whether the episode is over, not True or False")
-    return Returned(_texts(observation), number(reward), any(over))
+    return Answer(_texts(observation), number(reward), any(over))
 
 
 def _texts(observation: Any) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.config.episode_flags import OPENENV
 from mindspeed_rl_plugin.environment import name_to_users
 from mindspeed_rl_plugin.episodes.openenv import environment_at
 from mindspeed_rl_plugin.episodes.tools import (
-    Returned,
+    Answer,
     load_environment,
     load_tool,
     methods,
@@ -46,19 +46,6 @@ class Source(NamedTuple):
     given: str
     file: str
     name: str
-
-
-class Answer(NamedTuple):
-    """What came of a call. texts, reward, done: as `Returned`; brief: what was raised, in one line; error: that, and
-    where; seconds: that the user's code took; late: a coroutine was cancelled at the limit."""
-
-    texts: tuple[str, ...]
-    reward: float
-    done: bool
-    brief: str | None
-    error: str | None
-    seconds: float
-    late: bool = False
 
 
 def main(connection: int, lifeline: int) -> None:
@@ -120,13 +107,13 @@ class Desk:
         """A call, and what came of it, whatever it raised."""
         began = time.perf_counter()
         try:
-            said = await getattr(self, kind)(*arguments)
-            texts = tuple(map(_shortened, said.texts))
-            return Answer(texts, said.reward, said.done, None, None, time.perf_counter() - began)
+            said: Answer = await getattr(self, kind)(*arguments)
+            said = said._replace(texts=tuple(map(_shortened, said.texts)))
         except TooLong:
-            return Answer((), 0.0, False, None, None, time.perf_counter() - began, late=True)
+            said = Answer(late=True)
         except BaseException as error:  # noqa: BLE001 - whatever user code raises is reported to the parent
-            return Answer((), 0.0, False, _brief(error), describe(error), time.perf_counter() - began)
+            said = Answer(brief=_brief(error), error=describe(error))
+        return said._replace(seconds=time.perf_counter() - began)
 
     def schemas(self) -> list[dict[str, Any]]:
         """Of all tools, as chat templates take them. Raises ValueError where one lacks something."""
@@ -136,41 +123,41 @@ class Desk:
             functions += [(flag, name, getattr(self.environment, name)) for name in methods(self.environment)]
         return [schema_of(*function) for function in functions]
 
-    async def parse(self, text: str) -> Returned:
+    async def parse(self, text: str) -> Answer:
         """The calls in a turn, as `read_calls` has them."""
         assert self.parser is not None
         calls = read_calls(self.parser(text))
         if len(calls) > LONGEST:
             raise ValueError(f"it returned calls of {len(calls)} characters; at most {LONGEST} are read")
-        return Returned((calls,))
+        return Answer((calls,))
 
-    async def tool(self, name: str, arguments: Mapping[str, Any]) -> Returned:
-        return Returned((str(await self._settled(self.tools[name](**arguments))),))
+    async def tool(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+        return Answer((str(await self._settled(self.tools[name](**arguments))),))
 
-    async def method(self, key: int, name: str, arguments: Mapping[str, Any]) -> Returned:
-        return Returned((str(await self._settled(getattr(self._made[key], name)(**arguments))),))
+    async def method(self, key: int, name: str, arguments: Mapping[str, Any]) -> Answer:
+        return Answer((str(await self._settled(getattr(self._made[key], name)(**arguments))),))
 
-    async def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Returned:
+    async def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Answer:
         """A new environment begins. episode: its name, which a user's code may give to what it rents elsewhere."""
         assert self.environment is not None
         name_to_users("EPISODE", episode)
         environment = self._made[key] = self.environment()
         return read_reset(await self._settled(environment.reset(**reset_arguments(environment.reset, task, seed))))
 
-    async def step(self, key: int, text: str) -> Returned:
+    async def step(self, key: int, text: str) -> Answer:
         return read_step(await self._settled(self._made[key].step(text)))
 
-    async def get_reward(self, key: int) -> Returned:
-        return Returned(reward=number(await self._settled(self._made[key].get_reward())), done=True)
+    async def get_reward(self, key: int) -> Answer:
+        return Answer(reward=number(await self._settled(self._made[key].get_reward())), done=True)
 
-    async def close(self, keys: Sequence[int] | None = None) -> Returned:
+    async def close(self, keys: Sequence[int] | None = None) -> Answer:
         """These environments are over, or all of them. Raises what the last one raised that did so, behind them all."""
         async with contextlib.AsyncExitStack() as stack:
             for key in [*self._made] if keys is None else keys:
                 made = self._made.pop(key, None)
                 if hasattr(made, "close"):
                     stack.push_async_callback(self._close, made)
-        return Returned()
+        return Answer()
 
     async def _close(self, environment: Any) -> None:
         await self._settled(environment.close())

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.episodes.arguments import fits, takes
 from mindspeed_rl_plugin.episodes.tools import (
+    Answer,
     Offer,
-    Returned,
     load_environment,
     load_tool,
     offer_of,
@@ -105,18 +105,18 @@ def test_what_reset_says() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (("o", 0.5, True, False, {}), Returned(("o",), 0.5, True)),
-        ((None, True, False, True, {}), Returned((), 1.0, True)),
-        (("o", 1, False, {"x": 1}), Returned(("o",), 1.0, False)),
-        (("o", -1, 1), Returned(("o",), -1.0, True)),
-        ({"reward": 2, "done": False, "metadata": {}}, Returned((), 2.0, False)),
+        (("o", 0.5, True, False, {}), Answer(("o",), 0.5, True)),
+        ((None, True, False, True, {}), Answer((), 1.0, True)),
+        (("o", 1, False, {"x": 1}), Answer(("o",), 1.0, False)),
+        (("o", -1, 1), Answer(("o",), -1.0, True)),
+        ({"reward": 2, "done": False, "metadata": {}}, Answer((), 2.0, False)),
         (
             {"observations": [{"role": "user", "content": c} for c in "ab"], "reward": 0, "done": True},
-            Returned(("a", "b"), 0.0, True),
+            Answer(("a", "b"), 0.0, True),
         ),
     ],
 )
-def test_forms_of_step(value, said: Returned) -> None:
+def test_forms_of_step(value, said: Answer) -> None:
     assert read_step(value) == said
 
 
