@@ -120,8 +120,8 @@ class Shared:
         self._maps = Maps()
 
     def get(self, version: int, seconds: float) -> Got:
-        """The version, which stays as it is until the next call or `close`. Raises Gone, TimeoutError, and
-        ConnectionError where it cannot be read."""
+        """The version, which stays as it is until the next call or `close`, in one array as long as it is the same
+        memory. Raises Gone, TimeoutError, and ConnectionError where it cannot be read."""
         until = time.monotonic() + seconds
         while True:
             left = until - time.monotonic()

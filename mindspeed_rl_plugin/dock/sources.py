@@ -36,15 +36,15 @@ class Maps:
 
 
 class VersionSource:
-    """The versions of one rank, seen by another process: see `reshard.pull.Source`. Serves one thread at a time."""
+    """The versions of one rank, seen by another process. Serves one thread at a time. Each call raises TimeoutError
+    after `seconds`, ConnectionError where the rank is gone, and Gone where the version is."""
 
     def __init__(self, calls: Calls, address: m.Address) -> None:
         self._calls, self.address = calls, address
         self._maps, self._mapped = Maps(), None
 
     def seek(self, version: int | None, seconds: float) -> tuple[int, bytes]:
-        """Wait for a version, None: for any, and take the newest. Its number, and what its publisher says of it. Raises
-        Gone, TimeoutError, or ConnectionError where the rank is gone."""
+        """Wait for a version, None: for any, and take the newest. Its number, and what its publisher says of it."""
         until = time.monotonic() + seconds
         while True:
             left = until - time.monotonic()
@@ -70,7 +70,7 @@ class VersionSource:
         return self._ask(m.Which(), seconds).versions
 
     def read(self, version: int, spans: Sequence[Span], into: Sequence[np.ndarray], seconds: float) -> None:
-        """Copy spans into arrays `[rows, bytes]`."""
+        """Copy spans into arrays `[rows, bytes]`. What is read may be torn unless a later `check` says it is whole."""
         if self._mapped is not None:
             for span, there in zip(spans, into, strict=True):
                 there[...] = view(self._mapped, span)
@@ -84,7 +84,7 @@ class VersionSource:
             at += there.size
 
     def check(self, version: int, seconds: float) -> None:
-        """Raise Gone where the version has been overwritten."""
+        """Raise Gone where the version has been overwritten since `seek`."""
         answer = self._ask(m.Seek(version, 0.0), seconds)
         if not isinstance(answer, m.Found):
             raise Gone(version, answer.newest)

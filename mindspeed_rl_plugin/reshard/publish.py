@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,23 +16,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.dock.versions import Versions
 from mindspeed_rl_plugin.reshard.live import stored_parameters, trainer_storage
 from mindspeed_rl_plugin.reshard.offload import gathered
 from mindspeed_rl_plugin.reshard.shares import Gather, TrainerWeights
 from mindspeed_rl_plugin.reshard.verify import first_broken, refuse_broken, slice_digests
-
-
-class Store(Protocol):
-    """Host memory of a rank for some versions of its share, from which other processes read."""
-
-    def begin(self, version: int) -> np.ndarray:
-        """`[nbytes]` uint8 to write a version into; the oldest version is gone from now on. Raises ValueError for a
-        version that is not newer than the last one."""
-        ...
-
-    def commit(self, version: int, about: bytes) -> None:
-        """The version is whole: others may read it. about: what they hear of it beside."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +35,7 @@ class Published:
 class Publisher:
     """Publishes this rank's share of the weights.
 
-    weights: of the trainer; offer: (bytes, versions) -> a `Store` that holds so many versions of so many bytes;
+    weights: of the trainer; offer: (bytes, versions) -> memory for so many versions of so many bytes;
     versions: 2 at least, or there would be none to read while the next one is written; gather: of all trainer ranks.
     """
 
@@ -56,7 +43,7 @@ class Publisher:
         self,
         weights: TrainerWeights,
         rank: int,
-        offer: Callable[[int, int], Store],
+        offer: Callable[[int, int], Versions],
         versions: int = 2,
         *,
         gather: Gather,

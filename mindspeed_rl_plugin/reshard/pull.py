@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.dock.sharing import Fill
+from mindspeed_rl_plugin.dock.sharing import Fill, Shared
+from mindspeed_rl_plugin.dock.sources import VersionSource
 from mindspeed_rl_plugin.dock.versions import Span, view
 from mindspeed_rl_plugin.reshard.family_rows import HEAD
 from mindspeed_rl_plugin.reshard.layout import EngineParallel, Segment, engine_layout
@@ -32,35 +33,6 @@ CHUNK = 32 << 20  # bytes of a read; between two of them the deadline is looked 
 SEEK_SECONDS = 60.0  # of one question for a version; between two of them a wait can be ended
 THREADS = 8  # that read from as many trainer ranks at once
 _WRAP = 1 << 64
-
-
-class Source(Protocol):
-    """The versions of one trainer rank, from another process. Each raises TimeoutError after `seconds`, ConnectionError
-    where the rank is gone, and an error of its own where the version is."""
-
-    def seek(self, version: int | None, seconds: float) -> tuple[int, bytes]:
-        """Wait until the rank has published the version (None: any), and its newest then; its number, and what its
-        publisher says of it."""
-        ...
-
-    def read(self, version: int, spans: Sequence[Span], into: Sequence[np.ndarray], seconds: float) -> None:
-        """Copy spans into arrays `[rows, bytes]`. What is read may be torn unless a later `check` says it is whole."""
-        ...
-
-    def check(self, version: int, seconds: float) -> None:
-        """Raise where the version has been overwritten since `seek`."""
-        ...
-
-
-class Staging(Protocol):
-    """Host memory of this machine for one version of what its engine ranks need."""
-
-    def get(self, version: int, seconds: float) -> tuple[np.ndarray, bytes, int]:
-        """The version's bytes, unchanged until the next `get` or `close`, in one array as long as it is the same
-        memory; what `Fill` said; bytes that this process itself read for it."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Pulled(NamedTuple):
@@ -84,7 +56,7 @@ class Reader:
     each trainer rank. Raises ValueError where these are not as many as the trainer has ranks."""
 
     def __init__(
-        self, weights: TrainerWeights, ranges: Iterable[tuple[str, int, int]], sources: Sequence[Source]
+        self, weights: TrainerWeights, ranges: Iterable[tuple[str, int, int]], sources: Sequence[VersionSource]
     ) -> None:
         if len(sources) != weights.parallel.world:
             raise ValueError(f"{len(sources)} sources for weights of {weights.parallel.world} trainer ranks")
@@ -148,12 +120,12 @@ class Puller:
         weights: TrainerWeights,
         engine: EngineParallel,
         parameters: Mapping[str, Tensor],
-        sources: Sequence[Source],
+        sources: Sequence[VersionSource],
         *,
         rank: int,
         ranks: Sequence[int],
         deadline: float,
-        sharing: Callable[[str, int, Fill], Staging],
+        sharing: Callable[[str, int, Fill], Shared],
     ) -> None:
         self.weights, self.rank, self.deadline = weights, rank, deadline
         live, shape = {name: t.data for name, t in parameters.items()}, weights.shape
@@ -176,7 +148,8 @@ class Puller:
     def pull(self, version: int) -> Pulled:
         """Bring a version into the staging; waits for one that is not published yet.
 
-        Raises what `Source` does; the staging is empty then. May run beside the engine's steps, not beside `apply`.
+        Raises what `VersionSource` does; the staging is empty then. May run beside the engine's steps, not beside
+        `apply`.
         """
         begin, self._held = time.perf_counter(), None
         array, about, nbytes = self._shared.get(version, self.deadline)
@@ -239,7 +212,7 @@ class Puller:
 
 def pull_tensors(
     weights: TrainerWeights,
-    sources: Sequence[Source],
+    sources: Sequence[VersionSource],
     version: int | None = None,
     names: Sequence[str] | None = None,
     deadline: float = 600.0,
@@ -247,7 +220,7 @@ def pull_tensors(
     """Whole tensors of a version (None: the newest) by their Hugging Face names, in the engine's dtype,
     on the host; and the digest of the model where weights are verified. Waits for a version that is not published yet.
 
-    Raises ValueError for names that the model has not, WeightMismatch, and what `Source` does.
+    Raises ValueError for names that the model has not, WeightMismatch, and what `VersionSource` does.
     """
     tensors = weights.tensors
     if unknown := [name for name in names or () if name not in tensors]:
@@ -320,7 +293,7 @@ def plan_of(weights: TrainerWeights, staging: Packed) -> Plan:
     )
 
 
-def _sought(source: Source, version: int, left: Callable[[], float]) -> bytes:
+def _sought(source: VersionSource, version: int, left: Callable[[], float]) -> bytes:
     """What the publisher says of a version, once it is there; the wait ends soon after `left` does."""
     while True:
         seconds = left()
