@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.monitor.run_files import (
     to_json,
     write_json,
 )
-from mindspeed_rl_plugin.monitor.stage_clock import MemoryMeter, StageClock, drop_foreign_events
+from mindspeed_rl_plugin.monitor.stage_clock import StageClock, drop_foreign_events
 
 TAG = "rl/"
 TEXT = 4000  # characters that are kept of a prompt or response of an evaluation
@@ -64,7 +64,7 @@ class Monitor:
         is_terminal: bool | None = None,
         total_iterations: int | None = None,
         resume_iteration: int = 0,
-        meter: MemoryMeter | None = None,
+        meter: Any = None,
         synchronize: Callable[[], None] | None = None,
         info: Mapping[str, Any] | None = None,
         stream: TextIO | None = None,

@@ -7,32 +7,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mindspeed_rl_plugin.monitor.run_files import JsonLines, event_files, events_file, set_aside
 
 NOT_TRAINING = ("evaluate",)
 
 
-class MemoryMeter(Protocol):
-    """What the clock asks of a memory meter. measures: of what, for the report: a device's memory, or the process's."""
-
-    measures: str
-
-    def peak(self) -> int:
-        """Most bytes allocated since the last reset."""
-
-    def reset_peak(self) -> None:
-        """Start a new peak at what is allocated now."""
-
-
 class StageClock:
     """Records every stage of this rank into events-rank{rank}.jsonl, one line as the stage ends.
 
     Stages may nest: each gets the peak of its whole span, although the meter has only one counter, because every
-    boundary folds the counter into all stages that are running. synchronize: called at both ends of a stage, so that
-    work queued on a device is booked where it was launched. resume_iteration: as of `JsonLines`. For the one thread
-    that drives the stages: there is no lock.
+    boundary folds the counter into all stages that are running. meter: as `Device.memory`. synchronize: called at both
+    ends of a stage, so that work queued on a device is booked where it was launched. resume_iteration: as of
+    `JsonLines`. For the one thread that drives the stages: there is no lock.
     """
 
     def __init__(
@@ -40,7 +28,7 @@ class StageClock:
         run_dir: str | os.PathLike[str],
         rank: int,
         *,
-        meter: MemoryMeter | None = None,
+        meter: Any = None,
         synchronize: Callable[[], None] | None = None,
         resume_iteration: int = 0,
         now: Callable[[], float] = time.time,
