@@ -24,9 +24,6 @@ from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
 PARTS = ("weights", "kv_cache")
 
-Progress = Callable[[int, int, int], None]
-"""Called as `(responses done, responses asked, tokens of those done)` whenever some finish."""
-
 
 class Engine(Protocol):
     """One replica of the policy that generates responses. Times are seconds.
@@ -102,16 +99,14 @@ def generate(
     requests: Sequence[GenerateRequest],
     *,
     deadline: float,
-    on_progress: Progress | None = None,
+    progress: Callable[[int], object] = int,
 ) -> list[Completion]:
-    """Generate all responses, maybe none; the result is in the order of `requests`. The rest is as for `stream`."""
+    """Generate all responses, maybe none; the result is in the order of `requests`. progress: called with the number of
+    those that have just finished. The rest is as for `stream`."""
     done: dict[SampleId, Completion] = {}
-    tokens = 0
     for finished in stream(engine, requests, deadline=deadline):
         done |= {completion.id: completion for completion in finished}
-        tokens += sum(len(completion.tokens) for completion in finished)
-        if on_progress is not None:
-            on_progress(len(done), len(requests), tokens)
+        progress(len(finished))
     return [done[request.id] for request in requests]
 
 

@@ -115,16 +115,11 @@ def write_line(line: str, stream: TextIO) -> None:
 
 
 class ProgressBar(tqdm):
-    """Progress of a long stage on a terminal, on stderr; does nothing where `shown` is false.
+    """Progress of a long stage on a terminal, on stderr; does nothing where `shown` is false. A context manager;
+    `update(n)` adds n responses."""
 
-    Use as a context manager; `update(n)` adds n, `set(n)` says how many there are by now.
-    """
-
-    def __init__(self, total: int, what: str, *, unit: str = "responses", shown: bool) -> None:
-        super().__init__(total=total, desc=what, unit=f" {unit}", leave=False, dynamic_ncols=True, disable=not shown)
-
-    def set(self, n: int) -> None:
-        self.update(n - self.n)
+    def __init__(self, total: int, what: str, *, shown: bool) -> None:
+        super().__init__(total=total, desc=what, unit=" responses", leave=False, dynamic_ncols=True, disable=not shown)
 
 
 def _counter(iteration: int, total: int | None) -> str:

@@ -155,8 +155,7 @@ class Generate(Stage):
         """Columns of the responses, on the first rank of the engine."""
         requests = self._requests(rows)
         with self.bar(len(requests)) as bar:
-            show = lambda done, *_: bar.set(done)  # noqa: E731
-            completions = generate(self.engine, requests, deadline=self.deadline, on_progress=show)
+            completions = generate(self.engine, requests, deadline=self.deadline, progress=bar.update)
         return completion_rows(requests, completions, self.engine.digest) if self.engine.leader else None
 
     def _requests(self, rows: Rows) -> list[GenerateRequest]:

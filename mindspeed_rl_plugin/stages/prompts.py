@@ -58,13 +58,7 @@ class Prompts:
         self.dock.put(rows if self.leader else None)
         return rows
 
-    def compute(
-        self,
-        epoch: int,
-        groups: int,
-        order: Order = lambda epoch, prompts: prompts,
-        offered: Sequence[Prompt] = (),
-    ) -> Rows:
+    def compute(self, epoch: int, groups: int, order: Order, offered: Sequence[Prompt]) -> Rows:
         """The next groups, `SPEC.writes` of each."""
         return prompt_rows(epoch, order(epoch, [*offered, *self.data.next(groups - len(offered))]))
 

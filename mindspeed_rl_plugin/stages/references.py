@@ -57,7 +57,7 @@ class PairScorer:
             for begin in range(0, len(share), AT_ONCE):
                 part = share[begin : begin + AT_ONCE]
                 mine |= self._scored([[places[i] for i in batch] for batch in part], part)
-                bar.set((begin + len(part)) * in_batch)
+                bar.update(len(part) * in_batch)
         scored: dict[int, tuple[float, float]] = {}
         for theirs in self.ranks.gather(mine if self.writer else {}):
             scored |= theirs

@@ -226,7 +226,7 @@ def test_the_progress_bar_is_drawn_on_a_terminal_only(tmp_path, capfd):
     with ProgressBar(10, "generate", shown=True) as bar:
         bar.update(3)
         time.sleep(0.2)  # tqdm writes ten times per second at most
-        bar.set(10)
+        bar.update(10 - bar.n)
     assert "10/10" in capfd.readouterr().err
 
 
