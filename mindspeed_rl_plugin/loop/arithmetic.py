@@ -153,30 +153,20 @@ def derive(
 
 def arithmetic_of(args: Any) -> Arithmetic:
     """The arithmetic of Megatron's validated arguments, whatever the algorithm. Raises ValueError as these do."""
-    if not learns_from_pairs(args.rl_algorithm):
-        return derive_from_args(args)
-    return derive_pairs(
-        global_batch=args.global_batch_size,
-        micro_batch=args.micro_batch_size,
-        data_parallel=args.data_parallel_size,
-        train_iters=args.train_iters,
-    )
-
-
-def derive_from_args(args: Any) -> Arithmetic:
-    """The arithmetic of an algorithm that samples responses. Raises ValueError as `derive` does."""
-    return derive_for(
-        RLConfig.from_args(args),
-        args.world_size,
-        global_batch=args.global_batch_size,
-        micro_batch=args.micro_batch_size,
-        data_parallel=args.data_parallel_size,
-        train_iters=args.train_iters,
-    )
+    of_megatron = {
+        "global_batch": args.global_batch_size,
+        "micro_batch": args.micro_batch_size,
+        "data_parallel": args.data_parallel_size,
+        "train_iters": args.train_iters,
+    }
+    if learns_from_pairs(args.rl_algorithm):
+        return derive_pairs(**of_megatron)
+    return derive_for(RLConfig.from_args(args), args.world_size, **of_megatron)
 
 
 def derive_for(config: RLConfig, world: int, **of_megatron: int) -> Arithmetic:
-    """The same by the flags. world: ranks that train; of_megatron: what Megatron's flags say, as `derive` names it."""
+    """The arithmetic of an algorithm that samples responses, by the flags. Raises ValueError as `derive` does. world:
+    ranks that train; of_megatron: what Megatron's flags say, as `derive` names it."""
     return derive(
         members=config.rollout.samples_per_prompt,
         prompts=config.rollout.rollout_prompts,

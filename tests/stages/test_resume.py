@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.dock import make_docks
 from mindspeed_rl_plugin.launch.checkpoint_files import outline
 from mindspeed_rl_plugin.loop import docks
-from mindspeed_rl_plugin.loop.arithmetic import derive_from_args
+from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of
 from mindspeed_rl_plugin.loop.build import dock_size, table_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.placement import Placement
@@ -39,7 +39,7 @@ def inputs(*flags: str, algorithm: str = "grpo", prompts: int = 4, world: int = 
         args=args,
         config=config,
         algorithm=resolve(config.algorithm),
-        sizes=derive_from_args(args),
+        sizes=arithmetic_of(args),
         tokenizer=None,
         tokenizer_path=None,
         vocab=0,
