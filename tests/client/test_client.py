@@ -188,16 +188,52 @@ BAD = {
 }
 
 
+NINE = torch.full((2, 2), 9)
+MALFORMED = {
+    "floats as tokens": (
+        dict(response=nested([[7.0, 9.5]] * 2, torch.float32)),
+        r"'response' has entries of shape \[\], torch.float32; give integers of shape \[\]: tokens",
+    ),
+    "a token of 33 bits": (
+        dict(response=nested([[7, 1 << 32]] * 2, torch.int64)),
+        "token 4294967296 has more than 32 bits, as no model's; is it the job's tokenizer",
+    ),
+    "integers as log-probs": (
+        dict(logps=nested([[-1, -1]] * 2, torch.int64)),
+        r"'logps' has entries of shape \[\], torch.int64; give floats of shape \[\]: a log-prob of each token",
+    ),
+    "log-probs in a column": (dict(logps=nested([[[-1.0], [-1.0]]] * 2, torch.float32)), r"'logps' .* shape \[1\], "),
+    "segments without versions": (
+        dict(version=None, segments=nested([[0, 1]] * 2, torch.int64)),
+        r"'segments' has entries of shape \[\], torch.int64; give integers of shape \[2\]: \(first token, version\) of",
+    ),
+    "segments as floats": (
+        dict(version=None, segments=nested([[[0.0, 0.0]]] * 2, torch.float32)),
+        "'segments' .* torch.float32; give integers",
+    ),
+    "a version between two": (dict(version=torch.tensor([0.5, 0.5])), "'version' .* torch.float32; give integers"),
+    "versions by token": (dict(version=nested([[0, 0]] * 2, torch.int64)), "'version' has one number a row: make it"),
+    "versions in a table": (dict(version=NINE), r"'version' has .* shape \[2\], "),
+    "an end as text": (dict(finish=["stop", "stop"]), "column 'finish' is a .*; give a tensor"),
+    "no such end": (dict(finish=NINE[0]), r"finish 9 .*; give finish 0 \(stop\) or 1 \(length\)"),
+    "ids of groups": (
+        dict(ids=NINE),
+        r"'ids' is \[2, 2\], torch.int64; give integers \[B, 3\] as",
+    ),
+    "ids as floats": (dict(ids=torch.zeros(2, 3)), r"'ids' is \[2, 3\], torch.float32; give integers"),
+}
+
+
 def test_rows_that_the_job_cannot_take_are_refused_there_and_it_goes_on(trainers, job) -> None:
     for version in (0, 1, 2):
         trainers.publish(version)
     trainers.admit(0, 1)
     prompts = job.take(2, deadline=20)
-    for changed, text in BAD.values():
+    for changed, text in (BAD | MALFORMED).values():
         with pytest.raises(ValueError, match=text):
             job.give(answers(prompts, 1, **changed))
         assert len(job.finished("generate")) == 0
-    job.give(answers(prompts, 1))
+    job.give(answers(prompts, 1, finish=torch.tensor([False, True])))
     assert len(job.finished("generate")) == 2
 
 
@@ -364,53 +400,6 @@ def test_rows_that_were_not_taken_and_strange_columns_are_refused(trainers, job)
     job.give(good)
     with pytest.raises(ValueError, match="1 rows are not taken"):
         job.give(good)
-
-
-NINE = torch.full((2, 2), 9)
-MALFORMED = {
-    "floats as tokens": (
-        dict(response=nested([[7.0, 9.5]] * 2, torch.float32)),
-        r"'response' has entries of shape \[\], torch.float32; give integers of shape \[\]: tokens",
-    ),
-    "a token of 33 bits": (
-        dict(response=nested([[7, 1 << 32]] * 2, torch.int64)),
-        "token 4294967296 has more than 32 bits, as no model's; is it the job's tokenizer",
-    ),
-    "integers as log-probs": (
-        dict(logps=nested([[-1, -1]] * 2, torch.int64)),
-        r"'logps' has entries of shape \[\], torch.int64; give floats of shape \[\]: a log-prob of each token",
-    ),
-    "log-probs in a column": (dict(logps=nested([[[-1.0], [-1.0]]] * 2, torch.float32)), r"'logps' .* shape \[1\], "),
-    "segments without versions": (
-        dict(version=None, segments=nested([[0, 1]] * 2, torch.int64)),
-        r"'segments' has entries of shape \[\], torch.int64; give integers of shape \[2\]: \(first token, version\) of",
-    ),
-    "segments as floats": (
-        dict(version=None, segments=nested([[[0.0, 0.0]]] * 2, torch.float32)),
-        "'segments' .* torch.float32; give integers",
-    ),
-    "a version between two": (dict(version=torch.tensor([0.5, 0.5])), "'version' .* torch.float32; give integers"),
-    "versions by token": (dict(version=nested([[0, 0]] * 2, torch.int64)), "'version' has one number a row: make it"),
-    "versions in a table": (dict(version=NINE), r"'version' has .* shape \[2\], "),
-    "an end as text": (dict(finish=["stop", "stop"]), "column 'finish' is a .*; give a tensor"),
-    "no such end": (dict(finish=NINE[0]), r"finish 9 .*; give finish 0 \(stop\) or 1 \(length\)"),
-    "ids of groups": (
-        dict(ids=NINE),
-        r"'ids' is \[2, 2\], torch.int64; give integers \[B, 3\] as",
-    ),
-    "ids as floats": (dict(ids=torch.zeros(2, 3)), r"'ids' is \[2, 3\], torch.float32; give integers"),
-}
-
-
-def test_rows_that_are_malformed_are_refused_with_their_value_and_the_form(trainers, job) -> None:
-    trainers.publish(0)
-    trainers.admit(0, 0)
-    prompts = job.take(2, deadline=20)
-    for changed, text in MALFORMED.values():
-        with pytest.raises(ValueError, match=text):
-            job.give(answers(prompts, 0, **changed))
-    job.give(answers(prompts, 0, finish=torch.tensor([False, True])))
-    assert len(job.finished("generate")) == 2
 
 
 def test_a_source_offers_rows_to_the_first_rank_and_hears_what_it_says(trainers, job) -> None:
