@@ -32,7 +32,7 @@ if ! has_browser && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
 fi
 bash setup.sh
 .venv/bin/python tests/ascend/fetch.py
-.venv/bin/python tests/episodes/trl_wheel.py
+PYTHONPATH=tests/ascend .venv/bin/python tests/episodes/trl_wheel.py
 if [ -n "$installing" ]; then wait "$installing" || true; fi
 if [ "$browser" = yes ] && ! has_browser; then
     echo "tests/run.sh --browser: there is no working chromium, and apt-get could not install it" >&2

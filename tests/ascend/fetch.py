@@ -23,33 +23,36 @@ def pins() -> list[tuple[str, str]]:
     return [tuple(line.split("==")) for line in lines if line and not line.startswith("#")]
 
 
-def cached(package: str, version: str) -> Path | None:
+def cached(package: str, version: str, cache: Path) -> Path | None:
     """The wheel in the cache, if it is there."""
-    return next(CACHE.glob(f"{package.replace('-', '_')}-{version}-*.whl"), None)
+    return next(cache.glob(f"{package.replace('-', '_')}-{version}-*.whl"), None)
 
 
-def download(package: str, version: str) -> Path:
-    """The wheel, downloaded when the cache lacks it."""
-    if wheel := cached(package, version):
+def download(package: str, version: str, cache: Path = CACHE) -> Path:
+    """The wheel, downloaded when the cache lacks it. Raises RuntimeError where it cannot be had."""
+    if wheel := cached(package, version, cache):
         return wheel
-    CACHE.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", PYTHON]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    with tempfile.TemporaryDirectory(dir=CACHE) as part:  # a wheel is there whole, or not at all
+    with tempfile.TemporaryDirectory(dir=cache) as part:  # a wheel is there whole, or not at all
         command += ["--dest", part, f"{package}=={version}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         for whole in Path(part).glob("*.whl"):
-            whole.replace(CACHE / whole.name)
-    wheel = cached(package, version)
+            whole.replace(cache / whole.name)
+    wheel = cached(package, version, cache)
     if done.returncode or wheel is None:
-        sys.exit(
-            f"{package}=={version} could not be downloaded into {CACHE}; with no network, put the wheel there"
+        raise RuntimeError(
+            f"{package}=={version} could not be downloaded into {cache}; with no network, put the wheel there"
             f" by hand. pip said:\n{done.stderr.strip()[-2000:]}"
         )
     return wheel
 
 
 if __name__ == "__main__":
-    for pin in pins():
-        print(download(*pin), flush=True)
+    try:
+        for pin in pins():
+            print(download(*pin), flush=True)
+    except RuntimeError as error:
+        sys.exit(str(error))
