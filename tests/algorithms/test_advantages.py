@@ -76,14 +76,6 @@ def test_equal_rewards_and_single_responses_give_exactly_zero(name, eps):
     assert ADVANTAGES[name].function(batch, AlgorithmConfig(advantage_eps=eps)).tolist() == [0.0] * 6
 
 
-def test_kl_in_the_reward_of_a_response_is_the_sum_over_its_tokens():
-    cost = ragged([[0.0, 0.5, 0.25], [0.0], [0.0, 1.0]])
-    batch = RewardBatch(torch.tensor([1.0, 1.0, 3.0]), torch.tensor([0, 0, 0]), kl_cost=cost)
-    assert batch.outcome().tolist() == [0.25, 1.0, 2.0]
-    got = ADVANTAGES["rloo"].function(batch, DEFAULT)
-    assert got.tolist() == pytest.approx([0.25 - 1.5, 1.0 - 1.125, 2.0 - 0.625])
-
-
 def token_estimates_by_loops(rewards, masks, costs, values, gamma, lam):
     """Advantages token by token; without values those of REINFORCE++."""
     out = []

@@ -95,17 +95,6 @@ def test_the_bound_is_used() -> None:
     assert max(job.lags) == 2
 
 
-def test_at_k_0_one_rollout_is_in_flight() -> None:
-    admission = Admission(8, 0, rollouts=3)
-    assert admission.allowed == 0
-    admission.publish(0, 0)
-    assert admission.next_epoch == 8
-    admission.admitted += 8
-    assert admission.allowed == 0
-    admission.dropped += 3
-    assert admission.next_epoch == 3, "what was dropped is replaced"
-
-
 @pytest.mark.parametrize(("version", "lag"), [(0, 3), (5, 2), (7, 2), (10, 1), (15, 0), (19, 0)])
 def test_lag_counts_publications(version: int, lag: int) -> None:
     admission = Admission(8, 3, rollouts=9)

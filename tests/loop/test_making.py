@@ -110,21 +110,6 @@ def test_a_run_without_long_responses_waits_for_none_and_the_bound_is_used() -> 
     assert any(len(set(versions)) > 1 for g in job.trained for versions in job.versions(g)), "some have two parts"
 
 
-def test_what_must_be_trained_now_is_waited_for() -> None:
-    making = Making(2, 1, 4, 1)
-    making.begin(0)
-    making.start([(0, g) for g in range(4)], 1)
-    making.finish([SampleId(0, 0, 0), SampleId(0, 1, 0)])
-    assert making.enough() and making.take(2) == ((0, 0), (0, 1))
-    making.end([(0, 0), (0, 1)])
-    making.begin(1)
-    making.start([(1, 0), (1, 1)], 1)
-    making.finish([SampleId(1, 0, 0), SampleId(1, 1, 0), SampleId(0, 3, 0)])
-    assert not making.enough(), "three groups are finished, but (0, 2) cannot wait for another rollout"
-    making.finish([SampleId(0, 2, 0)])
-    assert making.enough() and making.take(2) == ((0, 2), (0, 3)) and making.lag(0) == 1
-
-
 def test_where_nothing_goes_on_nothing_is_waited_for() -> None:
     making = Making(2, 2, 3, 0)
     making.begin(0)

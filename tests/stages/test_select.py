@@ -12,7 +12,6 @@ from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages.select import (
     GroupStats,
     Rounds,
-    Selection,
     choose,
     group_stats,
     idle_steps,
@@ -30,15 +29,6 @@ def test_without_dynamic_sampling_a_round_is_the_rollout():
     got = choose((), round_(3, YES, NO, BROKEN), 3, dynamic=False, last=False)
     assert got.trained == ((3, 0), (3, 1), (3, 2)) and not got.deferred and not got.dropped
     assert got.idle == {(3, 2)}, "groups without signal count, as in plain GRPO"
-
-
-def test_rounds_follow_until_the_batch_is_full_and_the_surplus_is_deferred():
-    first = choose((), round_(0, NO, YES, NO), 3, dynamic=True, last=False)
-    assert first == Selection(deferred=((0, 1),), dropped=((0, 0), (0, 2)))
-    second = choose(first.deferred, round_(1, YES, YES, YES), 3, dynamic=True, last=False)
-    assert second.trained == ((0, 1), (1, 0), (1, 1)) and second.deferred == ((1, 2),) and not second.idle
-    third = choose(second.deferred, round_(2, YES, BROKEN, YES), 3, dynamic=True, last=False)
-    assert third.trained == ((1, 2), (2, 0), (2, 2)) and third.dropped == ((2, 1),)
 
 
 def test_after_the_last_round_silent_groups_fill_up_evenly_and_count_nowhere():

@@ -131,24 +131,6 @@ def test_masked_responses_count_in_the_loss_however_they_are_split(rows):
     torch.testing.assert_close(sums, tally[:SUMS], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_where_all_is_outside_only_the_kl_is_trained(level):
-    """Its denominator is the same as if all were inside."""
-    flags = {"correction": "mask", "correction_level": level, "correction_low": 0.9, "correction_high": 1.1}
-    algorithm = resolve(AlgorithmConfig(algorithm="grpo", kl_loss_coef=0.1, **flags))
-    batch, logp, entropy = micro_batch()
-    batch.columns["logp_rollout"] = batch.columns["logp_old"] + 1.0
-    weights = torch.full((4,), 0.1, dtype=torch.float64)
-    loss, tally = objective(algorithm, batch, weights, logp, entropy)
-    x = (batch.columns["logp_ref"] - logp)[batch.mask]
-    kl = 0.01 * (x.exp() - x - 1).sum()
-    (got,), (want,) = torch.autograd.grad(loss, logp), torch.autograd.grad(kl, logp)
-    assert float(loss.detach()) == pytest.approx(float(kl.detach()), rel=1e-12)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-    metrics = to_metrics(tally, Totals(sum(COUNTS), 3))
-    assert metrics["loss/policy"] == 0.0 and metrics[f"rollout/{level}_weight_outside".replace("token_", "")] == 1.0
-
-
 @pytest.mark.parametrize("stale", [(), (2,), (0, 3), (0, 2, 3)])
 def test_rows_of_older_weights_tell_nothing_of_engine_and_trainer(stale):
     """They are off-policy, so they count in the weights; their log-probs differ because the weights do."""
