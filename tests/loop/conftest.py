@@ -251,11 +251,14 @@ class Joined:
         self.job, self.python = job, python
         self.engines: list[subprocess.Popen] = []
 
-    def join(self, moment: str = "never", ranks: int = 1, on: Machine | None = None) -> subprocess.Popen:
-        """One more. on: another machine."""
+    def join(
+        self, moment: str = "never", ranks: int = 1, on: Machine | None = None, by: str | None = None
+    ) -> subprocess.Popen:
+        """One more. on: another machine; by: URL of the server that generates."""
         address, secret_file = self.job.invitation()
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         given = [*torchrun, str(JOINED), moment, "--join", address, "--secret-file", secret_file]
+        given += ["--engine-url", by] if by else []
         command = [self.python, *given] if on is None else on.command([sys.executable, *given])
         env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         with (self.job.save / f"engine{len(self.engines)}.log").open("w") as log:

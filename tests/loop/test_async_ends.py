@@ -95,8 +95,11 @@ def test_the_rows_of_an_engine_that_hangs_go_to_another(job, joined, nothing_lef
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_engine_of_which_one_rank_stands_still_ends_and_its_rows_go_to_another(job, joined, nothing_left) -> None:
-    """Not its first rank, which waits for the other."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engine_of_which_one_rank_stands_still_ends_and_its_rows_go_to_another(
+    job, joined, nothing_left, rank: int
+) -> None:
+    """The first decides, and the other waits for it; or the first waits for the other."""
     flags = ("--rl-generators", "0", "--rl-wait-timeout", "120")
     running = job("--train-iters", "10000", *ASYNC, *flags, ranks=1).dumping().start()
     engines = joined(running)
@@ -105,12 +108,12 @@ def test_an_engine_of_which_one_rank_stands_still_ends_and_its_rows_go_to_anothe
     running.until(running.rollouts)
     engines.join()
     running.until("engines at work: 2")
-    (second,) = (p for p in psutil.Process(of_two.pid).children() if p.environ().get("RANK") == "1")
-    second.suspend()
+    (still,) = (p for p in psutil.Process(of_two.pid).children() if p.environ().get("RANK") == str(rank))
+    still.suspend()
     running.until("no report for 60 s (half of --rl-wait-timeout) from joined engine, process ")
     enough = running.rollouts() + 20
     running.until(lambda: running.rollouts() > enough)
-    assert of_two.wait(300) == 1, "torchrun ends the rank that stands still when the first has waited long enough"
+    assert of_two.wait(300) == 1, "torchrun ends the rank that stands still when the other has waited long enough"
     os.kill(running.processes[0].pid, signal.SIGTERM)
     running.wait(60)
     trained = running.trained()
@@ -162,8 +165,12 @@ with Client(*sys.argv[1:]) as job:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}")
-def test_programs_that_are_cut_off_or_stand_still_cost_the_job_the_time_of_their_rows(job, joined, tmp_path) -> None:
-    """No connection breaks: an engine on another machine, and an observer, the whole process."""
+@pytest.mark.parametrize("lost", ["on another machine", "on the trainers' machine"])
+def test_programs_that_are_cut_off_or_stand_still_cost_the_job_the_time_of_their_rows(
+    job, joined, tmp_path, lost: str
+) -> None:
+    """No connection breaks: an engine on another machine, which is cut off, or one on the trainers', which reads their
+    memory and is stopped; and an observer, the whole process."""
     with two_machines() as machines:
         running = job("--train-iters", "10000", *ASYNC, "--rl-generators", "0", ranks=1, cold=True).dumping()
         start(running, machines[:1], tmp_path / "t")
@@ -176,7 +183,7 @@ def test_programs_that_are_cut_off_or_stand_still_cost_the_job_the_time_of_their
         running.until("engines at work: 2")
         assert observer.stdout.readline()
         observer.send_signal(signal.SIGSTOP)
-        machines[1].cut()
+        machines[1].cut() if lost == "on another machine" else engines.engines[1].send_signal(signal.SIGSTOP)
         running.until("no report for 60 s (half of --rl-wait-timeout) from joined engine, process ", 100)
         enough = running.rollouts() + 20
         running.until(lambda: running.rollouts() > enough)

@@ -178,14 +178,17 @@ def test_a_joined_engine_that_is_killed_costs_the_job_nothing(job, joined, nothi
 
 
 @pytest.mark.slow
-def test_an_engine_leaves_and_another_one_comes(job, joined, nothing_left) -> None:
-    """SIGTERM: its rows go back, and it ends with 0."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_leaves_and_another_one_comes(job, joined, nothing_left, ranks: int) -> None:
+    """SIGTERM: its rows go back, and it ends with 0. Of two ranks torchrun gets it, passes it on, and ends with 1."""
     running = job("--train-iters", "30", *ASYNC, "--rl-generators", "0", ranks=1).dumping().start()
     engines = joined(running)
-    first = engines.join()
+    warm, engines.python = engines.python, sys.executable if ranks > 1 else engines.python  # torchrun gets the signal
+    first = engines.join(ranks=ranks)
+    engines.python = warm
     running.until(running.rollouts)
     first.send_signal(signal.SIGTERM)
-    assert first.wait(30) == 0 and "has left the job" in engines.said()
+    assert first.wait(30) == ranks - 1 and engines.said().count("has left the job") == 1, engines.said()[-3000:]
     assert re.search(r"\[rl\] joined the job at \S+ \(run \S+\); its newest weights are version 0", engines.said())
     assert engines.join().wait(120) == 0
     result = running.wait(30)
@@ -200,11 +203,13 @@ def test_an_engine_leaves_and_another_one_comes(job, joined, nothing_left) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lost", ["engine", "node", "job"])
+@pytest.mark.parametrize("lost", ["engine", "one rank of two", "engine, five times", "node", "job"])
 def test_ray_starts_an_engine_again_that_is_lost(job, ray_cluster, nothing_left, monkeypatch, lost) -> None:
-    """The engine dies; or a second node with it, the only one with a free CPU until who holds the first one ends; or
-    the launcher of the job."""
+    """The engine dies, or one rank of it; five times, which ends the job; or a second node with it, the only one with a
+    free CPU until who holds the first one ends; or the launcher of the job."""
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+    wanted = f"ray:1,{'tp=2,' if lost == 'one rank of two' else ''}device=cpu"
+    many = 5 if lost == "engine, five times" else 1
     with contextlib.ExitStack() as ends:
         if lost == "node":
             holder = subprocess.Popen([sys.executable, HOLDER, ray_cluster], stdout=subprocess.PIPE, text=True)
@@ -214,7 +219,7 @@ def test_ray_starts_an_engine_again_that_is_lost(job, ray_cluster, nothing_left,
             node = ["start", "--address", ray_cluster, "--node-ip-address", "127.0.0.1", "--num-cpus", "1"]
             node += ["--object-store-memory", "100000000"]
             subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *node], check=True, timeout=300)
-        running = job("--train-iters", "12", *ASYNC, "--rl-generators", "ray:1,device=cpu", ranks=1).dumping().start()
+        running = job("--train-iters", "12", *ASYNC, "--rl-generators", wanted, ranks=1).dumping().start()
         running.until(running.rollouts)
         address, watched = running.invitation()[0], running.run_dir / "engines-on-ray.log"
         if lost == "job":  # then its engines end, too
@@ -222,16 +227,38 @@ def test_ray_starts_an_engine_again_that_is_lost(job, ray_cluster, nothing_left,
             psutil.wait_procs(engines(address), timeout=60)
             assert not engines(address)
             return
-        (dies,) = engines(address) if lost == "engine" else raylets() - first
-        dies.kill()
-        ended = f"engine 0 on Ray ended with {-9 if lost == 'engine' else -1}"
-        running.until(lambda: ended in watched.read_text())
+        ended = f"engine 0 on Ray ended with {dict(node=-1).get(lost, 1 if 'rank' in lost else -9)}"
+        for count in range(1, many + 1):
+            running.until(lambda: lost == "node" or engines(address))
+            for dies in raylets() - first if lost == "node" else engines(address):
+                if lost != "one rank of two" or dies.environ().get("RANK") == "1":
+                    dies.kill()
+            running.until(lambda times=count: watched.read_text().count(ended) == times)
     result, said = running.wait(400), watched.read_text()
-    assert result.code == 0 and "started again in 1 s" in said, result.log[-4000:] + said[-4000:]
-    assert running.trained() == [(e, g, m) for e in range(12) for g in range(4) for m in range(4)]
+    assert (result.code == 0) == (many == 1) and "started again in 1 s" in said, result.log[-4000:] + said[-4000:]
+    if many == 1:
+        assert running.trained() == [(e, g, m) for e in range(12) for g in range(4) for m in range(4)]
+    else:
+        assert "given up after 5 times in a row" in said and "Ray runs no engines any more" in result.log
+    psutil.wait_procs(engines(address), timeout=60)
     assert not engines(address)
-    if lost == "engine":  # a node that is killed leaves what it shared
+    if lost != "node":  # one that is killed leaves what it shared
         nothing_left()
+
+
+@pytest.mark.slow
+def test_a_job_whose_engine_gets_no_place_on_ray_ends(job, ray_cluster, nothing_left, monkeypatch) -> None:
+    """Another program holds all CPUs, which is no fault at the start."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+    with subprocess.Popen([sys.executable, HOLDER, ray_cluster], stdout=subprocess.PIPE, text=True) as holder:
+        assert any(line == "[rl] held\n" for line in holder.stdout)
+        waiting = ("--rl-generators", "ray:1,device=cpu", "--rl-wait-timeout", "70")
+        running = job("--train-iters", "12", *ASYNC, *waiting, ranks=1)
+        result = running.fail(200)
+        holder.kill()
+    assert "none was for 70 s (--rl-wait-timeout); engines at work: 0" in result.log, result.log[-4000:]
+    assert "no place on Ray yet for engine 0: " in (running.run_dir / "engines-on-ray.log").read_text()
+    nothing_left()
 
 
 def raylets() -> set[psutil.Process]:
@@ -274,11 +301,13 @@ def test_a_job_whose_trainer_or_generator_dies_ends(job, joined, nothing_left, r
 
 
 @pytest.mark.slow
-def test_a_strict_run_that_is_resumed_is_the_whole_one_bit_by_bit(job) -> None:
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_strict_run_that_is_resumed_is_the_whole_one_bit_by_bit(job, engines: int) -> None:
     """Three rollouts and three: what was sampled ahead when it stopped is in the checkpoint."""
     common = ("--train-iters", "12", "--save-interval", "6", *SIZES, *ASYNC, *STRICT, "--rl-max-staleness", "1")
-    whole = job(*common, name="whole").run()
-    cut = job(*common, name="cut")
+    common += ("--rl-generators", str(engines))
+    whole = job(*common, name="whole", ranks=2 * engines).run()
+    cut = job(*common, name="cut", ranks=2 * engines)
     assert [line["iteration"] for line in cut.stop_at(6).metrics] == [*range(1, 7)]
     rest = cut.run()
     assert [line["iteration"] for line in rest.metrics] == [*range(1, 13)]
@@ -354,16 +383,18 @@ def test_dynamic_sampling_and_a_users_stage(job, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_what_is_ahead_holds_flags_until_the_run_is_over(job, nothing_left) -> None:
-    """Half a run cannot become synchronous; a whole one can."""
+    """A run that was synchronous goes on apart. Half of that cannot become synchronous again; a whole one can."""
     common = ("--save-interval", "3", *SIZES)
-    first = job("--train-iters", "12", *common, *ASYNC, "--exit-interval", "6", name="run").run()
+    job("--train-iters", "12", *common, ranks=1, name="run").dumping().stop_at(2)
+    first = job("--train-iters", "12", *common, *ASYNC, "--exit-interval", "6", name="run").dumping().run()
     assert [line["iteration"] for line in first.metrics] == [*range(1, 7)]
     result = job("--train-iters", "12", *common, ranks=1, name="run").fail(120)
     assert "prompts that were admitted ahead" in result.log
     assert "--rl-schedule was async, now sync" in result.log
-    job("--train-iters", "10", *common, *ASYNC, name="run").run()  # as far as prompts were admitted
-    last = job("--train-iters", "12", *common, ranks=1, name="run").run()
-    assert [line["iteration"] for line in last.metrics] == [*range(1, 13)]
+    job("--train-iters", "10", *common, *ASYNC, name="run").dumping().run()  # as far as prompts were admitted
+    last = job("--train-iters", "12", *common, ranks=1, name="run").dumping()
+    assert [line["iteration"] for line in last.run().metrics] == [*range(1, 13)]
+    assert last.trained() == [(e, g, m) for e in range(6) for g in range(8) for m in range(4)]
     nothing_left()
 
 

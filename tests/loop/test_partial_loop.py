@@ -1,5 +1,6 @@
 """Partial rollouts in whole jobs: real torchrun, real Megatron, real vLLM, lengths imposed so that some are long."""
 
+import re
 import signal
 from pathlib import Path
 
@@ -36,10 +37,14 @@ def test_what_is_unfinished_goes_on_and_a_resume_leaves_no_trace(job, nothing_le
 
     cut = job(*flags, "--save-interval", "5", name="cut", script=IMPOSED).dumping()  # in the middle of a rollout
     cut.stop_at(5)
+    refused = job("--train-iters", "12", *SIZES, name="cut", script=IMPOSED).fail(120)
+    assert re.search(r"holds \d+ prompts that .* --rl-carry-unfinished was on, now off: resume with", refused.log)
     resumed = cut.run()
     assert "training resumes from" in resumed.log
     assert resumed.numbers == result.numbers
     assert cut.trained() == whole.trained()
+    last = job("--train-iters", "14", *SIZES, name="cut", script=IMPOSED).run()
+    assert len(last.metrics) == 14, "nothing is in the making at its end: it may be synchronous then"
     nothing_left()
 
 
@@ -69,14 +74,18 @@ def test_weights_that_do_not_change_agree_on_tokens_of_all_parts(job) -> None:
 
 @pytest.mark.slow
 def test_what_is_dropped_is_longer_than_what_is_trained(job, nothing_left) -> None:
-    run = job("--train-iters", "8", *STREAMED, "--rl-oversample-drop", "--rl-oversample", "1.5", script=IMPOSED)
-    result = run.dumping().run()
+    """Which a resume in the middle of a rollout does not change."""
+    flags = ("--train-iters", "8", "--save-interval", "3", *STREAMED, "--rl-oversample-drop", "--rl-oversample", "1.5")
+    run, cut = (job(*flags, name=name, script=IMPOSED).dumping() for name in ("whole", "cut"))
+    result = run.run()
     rows = run.trained()
     assert len(set(rows)) == len(rows) == 4 * 8 * 4 and len({epoch for epoch, _, _ in rows}) > 4
     firsts = result.metrics[::2]
     assert all(line["dropped/responses"] == 16 and line["making/groups"] == 0 for line in firsts)
     assert all(line["dropped/length_mean"] > line["response/length_mean"] for line in firsts), firsts
     assert "lag/mean" not in firsts[0]
+    cut.stop_at(3)
+    assert cut.run().numbers == result.numbers and cut.trained() == rows
     nothing_left()
 
 

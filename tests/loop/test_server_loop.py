@@ -159,6 +159,28 @@ def test_a_server_that_stands_still_costs_the_time_of_its_rows(job, server) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_that_was_brought_and_stands_still_is_not_tried_again(job, joined, server) -> None:
+    """Who brought it ends with a message; the job goes on with an engine of its own."""
+    apart = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
+    running = job("--train-iters", "1000", *apart).dumping().start()
+    bridge = (engines := joined(running)).join(by=server.url)
+    running.until("engines at work: 2")
+    os.killpg(server.process.pid, signal.SIGSTOP)
+    try:
+        assert bridge.wait(150) == 1 and f"[rl] generate: the server at {server.url} did not" in engines.said()
+    finally:
+        os.killpg(server.process.pid, signal.SIGCONT)
+    enough = running.rollouts() + 20
+    running.until(lambda: running.rollouts() >= enough)
+    running.processes[0].terminate()
+    log = running.wait(60).log
+    assert log.count("engine joined: ") == 2 and f"engine left: server at {server.url}" in log, log[-3000:]
+    trained = running.trained()[: 16 * enough]
+    assert trained == [(e, g, m) for e in range(enough) for g in range(4) for m in range(4)]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server) -> None:
     """A second job, and a second engine of the same one, are refused; the first goes on. It does when the server is

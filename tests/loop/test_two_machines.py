@@ -46,11 +46,11 @@ def numbers(job) -> dict:
     return {k: v for k, v in golden.read(job.run_dir / "metrics.jsonl").items() if k[1] <= ITERATIONS}
 
 
-def running(job, machines, tmp_path, *flags: str, again: str = "", iterations: int = 1000):
-    """A job of two ranks on these machines that has trained the first iterations and goes on."""
+def running(job, machines, tmp_path, *flags: str, again: str = "", iterations: int = 1000, ranks: int = 2):
+    """A job of so many ranks on these machines that has trained the first iterations and goes on."""
     agents = len(machines)
     flags = ("--train-iters", str(iterations), *flags)
-    both = job(*flags, ranks=2 // agents, agents=agents, name="both", cold=True).dumping()
+    both = job(*flags, ranks=ranks // agents, agents=agents, name="both", cold=True).dumping()
     start(both, machines, tmp_path / "t", again)
     metrics, deadline = both.run_dir / "metrics.jsonl", time.monotonic() + 200
     while not (metrics.exists() and metrics.read_text().count("\n") >= ITERATIONS):
@@ -114,6 +114,18 @@ def test_a_generator_and_a_trainer_on_a_machine_each_end_together(job, machines,
             check_stops(both, agent, "connection broke", ENDING)
         else:
             check_stops(both, agent, f"silent for {HEARTBEAT} s", HEARTBEAT + ENDING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [2, 3])
+def test_a_rank_of_an_engine_of_two_that_stands_still_ends_the_job(job, machines, tmp_path, stopped):
+    """Two trainers on the one machine, one engine on the other: all three other ranks name it."""
+    both = running(job, machines, tmp_path, *APART, "--rl-generators", "2", "--rl-generate-tp", "2", ranks=4)
+    os.kill(both.rank_pid(stopped), signal.SIGSTOP)
+    log = both.wait(HEARTBEAT + 2 * ENDING).log  # the second agent kills it after 30 s
+    said = re.findall(r"^\[rl\] (rank \d stops: rank \d on \S+ is gone .*)$", log, re.M)
+    gone = f"rank {stopped} on machine-b is gone (silent for {HEARTBEAT} s)"
+    assert sorted(said) == [f"rank {rank} stops: {gone}" for rank in range(4) if rank != stopped], log[-6000:]
 
 
 @pytest.mark.slow
