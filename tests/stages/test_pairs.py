@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from small_tokenizers import EOS, make
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
@@ -16,44 +15,32 @@ from mindspeed_rl_plugin.stages import references as reference
 from mindspeed_rl_plugin.stages.pairs import Pairs, pair_rows, share_of_rank
 from mindspeed_rl_plugin.update.pair_step import TALLY, pair_objective
 
-CHARACTERS = [chr(c) for c in range(32, 127)]
-EOS = len(CHARACTERS)
+TOKENIZER = make("words")
 GOOD = {"prompt": "2*2=", "chosen": "4", "rejected": "5!"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    words = {c: i for i, c in enumerate([*CHARACTERS, "<eos>"])}
-    raw = Tokenizer(models.WordLevel(words, unk_token="?"))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", unk_token="?")
-
-
 @pytest.fixture
-def stream(tmp_path, tokenizer):
-    def make(*rows, **changes):
+def stream(tmp_path):
+    def made(*rows, **changes):
         path = tmp_path / "pairs.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         keys = {name: changes.pop(f"{name}_key", name) for name in ("prompt", "chosen", "rejected")}
-        renderer = PairRenderer(tokenizer, keys.pop("prompt"), keys, changes.pop("chat_template", False))
+        renderer = PairRenderer(TOKENIZER, keys.pop("prompt"), keys, changes.pop("chat_template", False))
         return PairStream([str(path)], renderer, **{"max_length": 16, "max_response": 16, "seed": 0, **changes})
 
-    return make
-
-
-def text(tokens):
-    return "".join("$" if t == EOS else CHARACTERS[t] for t in tokens)
+    return made
 
 
 def test_names_with_dots_are_inside_objects(stream):
     row = {"question": {"text": "2*2="}, "answers": {"good": "4", "bad": "5!"}}
     keys = {"prompt_key": "question.text", "chosen_key": "answers.good", "rejected_key": "answers.bad"}
     (pair,) = stream(row, **keys).all()
-    assert (text(pair.prompt), text(pair.chosen), text(pair.rejected)) == ("2*2=", "4$", "5!$")
+    said = [TOKENIZER.decode(tokens) for tokens in (pair.prompt, pair.chosen, pair.rejected)]
+    assert said == ["2*2=", f"4{EOS}", f"5!{EOS}"]
 
 
-def test_a_template_that_writes_another_prompt_behind_it_is_refused(stream, tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}")
+def test_a_template_that_writes_another_prompt_behind_it_is_refused(stream, monkeypatch):
+    monkeypatch.setattr(TOKENIZER, "chat_template", "{{ messages | length }}")
     with pytest.raises(ValueError, match="line 1: .* once '4' follows it"):
         stream(GOOD, chat_template=True)
 
