@@ -15,23 +15,20 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from family_models import HOST, random_model  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver  # noqa: E402
-from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args  # noqa: E402
+from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
+from megatron_models import built, parsed  # noqa: E402
 
 from mindspeed_rl_plugin.engine.hf_config import derive_config, normalized  # noqa: E402
 from mindspeed_rl_plugin.engine.hf_rope import check_rotary  # noqa: E402
 from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, megatron_layout  # noqa: E402
 from mindspeed_rl_plugin.reshard.live import stored_parameters, trainer_storage  # noqa: E402
 from mindspeed_rl_plugin.tools.convert import to_megatron  # noqa: E402
-from mindspeed_rl_plugin.tools.convert.arguments import flags  # noqa: E402
 from mindspeed_rl_plugin.tools.convert.checkpoint import Checkpoint  # noqa: E402
 from mindspeed_rl_plugin.tools.convert.files import open_tensors  # noqa: E402
 
 VOCAB, LENGTH = 128, 24
-RUN = "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-4 --distributed-backend gloo"
 
 
 def whole_queries(self):
@@ -46,35 +43,17 @@ def whole_queries(self):
     )
 
 
-def built(args):
-    """Megatron's model, as pretrain_gpt.py builds it on one rank."""
-    config = core_transformer_config_from_args(args)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
-    if args.multi_latent_attention and not args.q_lora_rank:
-        QKNormConfigResolver.resolve = whole_queries
-    return GPTModel(
-        config,
-        spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-    )
-
-
 def check(family: str, folder: Path) -> float:
     """Largest difference of log-probs, in nats."""
     torch.manual_seed(0)
     theirs = random_model(family, folder / "hf", VOCAB)
     assert to_megatron.main(["--load", str(folder / "hf"), "--out", str(folder / "ckpt"), "--train", "tp1"]) == 0
-    sys.argv = ["pretrain_gpt.py", *flags(Checkpoint(folder / "ckpt").args), *HOST.split(), *RUN.split()]
-    args = parse_args()
-    validate_args(args)
+    args = parsed(Checkpoint(folder / "ckpt").args, HOST.split())
     args.padded_vocab_size = VOCAB
     shape, source = ModelShape.from_megatron_args(args, VOCAB), open_tensors(folder / "hf")
-    model = built(args)
+    if args.multi_latent_attention and not args.q_lora_rank:
+        QKNormConfigResolver.resolve = whole_queries
+    model = built(args, core_transformer_config_from_args(args))
     live = stored_parameters([model])
     for name, segments in megatron_layout(shape, Parallel(1), 0, *trainer_storage(shape, Parallel(1), 0, live)).items():
         for s in segments:

@@ -7,7 +7,6 @@ of its answers with the trainer's, training state with that of the first run. Ra
 the second in nats.
 """
 
-import dataclasses
 import json
 import re
 import sys
@@ -27,9 +26,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
-from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
+from megatron_models import described  # noqa: E402
 from reshard_ranks import BUCKET, SEQ, Job, same  # noqa: E402
 from reshard_reference import E_BIAS, engine_weights, random_weights  # noqa: E402
 
@@ -42,7 +40,6 @@ from mindspeed_rl_plugin.reshard.offload import TrainState, gathered  # noqa: E4
 from mindspeed_rl_plugin.reshard.resharder import Resharder  # noqa: E402
 from mindspeed_rl_plugin.reshard.storages import unwrap  # noqa: E402
 from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling  # noqa: E402
-from mindspeed_rl_plugin.tools.convert.arguments import megatron_arguments  # noqa: E402
 
 VOCAB, PROMPT, ANSWER, STEPS = 256, 5, 8, 3  # a vocabulary that nobody pads
 LATENT = dict(q_lora=24, kv_lora=512, nope=128, rope=64, value=128)
@@ -54,13 +51,6 @@ def shape_of(family: str) -> ModelShape:
         more = EXPERTS | LATENT | dict(shared_ffn=96)
         return ModelShape(family, 4, 64, 4, 4, 192, 96, VOCAB, VOCAB, **more)
     return ModelShape(family, 4, 64, 4, 2, 32, 96, VOCAB, VOCAB, **EXPERTS if family == "qwen3_moe" else {})
-
-
-def config_of(shape: ModelShape) -> dict:
-    """config.json of the shape, as it follows from Megatron's arguments."""
-    fields = dict(model_type=shape.family, max_position_embeddings=SEQ, rms_norm_eps=1e-5, rope_theta=10000.0)
-    experts = dict(num_experts_per_tok=2, norm_topk_prob=True) if shape.table.experts else {}
-    return derive_config(megatron_arguments(shape, Parallel(1), fields | experts), vocab_size=VOCAB)
 
 
 def start_weights(shape: ModelShape) -> dict[str, torch.Tensor]:
@@ -81,44 +71,11 @@ class PairJob(Job):
         c = self.case
         return Parallel(dist.get_world_size(), tp=c.tp, pp=c.pp, vpp=c.vpp, ep=c.ep, etp=c.etp)
 
-    def _config(self):
-        s, config = self.shape, super()._config()
-        if not s.table.experts:
-            return config
-        more = dict(
-            num_moe_experts=s.experts,
-            moe_ffn_hidden_size=s.expert_ffn,
-            moe_router_topk=2,
-            moe_layer_freq=[int(i not in s.dense_layers) for i in range(s.layers)],
-            moe_token_dispatcher_type="alltoall",
-            moe_router_load_balancing_type="none",
-            expert_model_parallel_size=self.case.ep,
-            expert_tensor_parallel_size=self.parallel.expert_tp,
-            sequence_parallel=self.case.tp > 1,
-        )
-        if not s.table.mla:
-            return dataclasses.replace(config, **more)
-        more |= dict(
-            moe_shared_expert_intermediate_size=s.shared_ffn,
-            moe_router_score_function="sigmoid",
-            moe_router_enable_expert_bias=True,
-            moe_router_bias_update_rate=0.03,
-            multi_latent_attention=True,
-            q_lora_rank=s.q_lora,
-            kv_lora_rank=s.kv_lora,
-            qk_head_dim=s.nope,
-            qk_pos_emb_head_dim=s.rope,
-            v_head_dim=s.value,
-            rope_type="rope",
-            rotary_scaling_factor=1.0,
-        )
-        known = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
-        return MLATransformerConfig(**known | more)
-
-    def _spec(self, stage):
-        if not self.shape.table.experts:
-            return super()._spec(stage)
-        return get_gpt_decoder_block_spec(self.config, False, normalization="RMSNorm", vp_stage=stage)
+    def _arguments(self):
+        args = super()._arguments()
+        args.sequence_parallel = self.shape.table.experts and self.case.tp > 1
+        args.moe_router_bias_update_rate = 0.03
+        return args
 
     def logps(self, tokens):
         """Log-prob `[B, SEQ]` of each next token, on the last pipeline stage; None elsewhere."""
@@ -270,7 +227,8 @@ def main() -> None:
         check_names(*cases)
         return
     tp, ep = job["generate"]
-    options = VllmOptions(config_of(shape_of(job["family"])), SEQ, tp, ep, kv_cache_bytes=64 << 20, max_running=4)
+    config = derive_config(described(shape_of(job["family"]), Parallel(1)), vocab_size=VOCAB)
+    options = VllmOptions(config, SEQ, tp, ep, kv_cache_bytes=64 << 20, max_running=4)
     engine = VllmEngine(options)
     engine.sleep()
     for case in cases:

@@ -19,6 +19,7 @@ from mindspeed_rl_plugin.host import activate_if_needed
 activate_if_needed()
 
 import hostile  # noqa: E402
+from family_models import HOST  # noqa: E402
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
@@ -26,12 +27,11 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
+from megatron_models import built, described, parsed  # noqa: E402
 from reshard_checks import BUCKET, check_memory, check_modes, training_state  # noqa: E402
 from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
 
@@ -54,8 +54,10 @@ class Job:
         self.dtype = getattr(torch, case.dtype)
         self.shape = self._shape()
         self.parallel = self._parallel()
-        self.config = self._config()
-        self.chunks = self._chunks()
+        args = self._arguments()
+        self.config = core_transformer_config_from_args(args)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.chunks = self._chunks(args)
         self._load(weights)
         bf16 = self.dtype == torch.bfloat16
         config = OptimizerConfig(
@@ -79,60 +81,18 @@ class Job:
     def _parallel(self):
         return Parallel(dist.get_world_size(), tp=self.case.tp, pp=self.case.pp, vpp=self.case.vpp)
 
-    def _spec(self, stage):
-        return get_gpt_layer_local_spec(None, False, self.shape.table.qk_norm, normalization="RMSNorm")
+    def _arguments(self):
+        """Megatron's, of the shape and the layout."""
+        flags = [*HOST.split(), "--attention-softmax-in-fp32", "--use-cpu-initialization"]
+        return parsed(described(self.shape, self.parallel), [*flags, *["--bf16"] * (self.dtype == torch.bfloat16)])
 
-    def _config(self):
-        s, bf16 = self.shape, self.dtype == torch.bfloat16
-        config = TransformerConfig(
-            tensor_model_parallel_size=self.case.tp,
-            pipeline_model_parallel_size=self.case.pp,
-            virtual_pipeline_model_parallel_size=self.case.vpp if self.case.vpp > 1 else None,
-            num_layers=s.layers,
-            hidden_size=s.hidden,
-            num_attention_heads=s.heads,
-            num_query_groups=s.groups,
-            kv_channels=s.head_dim,
-            ffn_hidden_size=s.ffn,
-            normalization="RMSNorm",
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            add_bias_linear=False,
-            add_qkv_bias=s.table.qkv_bias,
-            qk_layernorm=s.table.qk_norm,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            bias_activation_fusion=False,
-            masked_softmax_fusion=False,
-            bias_dropout_fusion=False,
-            gradient_accumulation_fusion=False,
-            persist_layer_norm=False,
-            attention_softmax_in_fp32=True,
-            use_cpu_initialization=True,
-            params_dtype=self.dtype,
-            pipeline_dtype=self.dtype,
-            bf16=bf16,
-        )
-        config.finalize_model_grads_func = finalize_model_grads
-        return config
-
-    def _chunks(self):
-        s, first, last = self.shape, mpu.is_pipeline_first_stage, mpu.is_pipeline_last_stage
+    def _chunks(self, args):
+        first, last = mpu.is_pipeline_first_stage, mpu.is_pipeline_last_stage
         out = []
         for v in range(self.case.vpp):
             stage = v if self.case.vpp > 1 else None
             ends = dict(ignore_virtual=False, vp_stage=stage)
-            model = GPTModel(
-                self.config,
-                self._spec(stage),
-                vocab_size=s.padded_vocab,
-                max_sequence_length=SEQ,
-                pre_process=first(**ends),
-                post_process=last(**ends),
-                position_embedding_type="rope",
-                share_embeddings_and_output_weights=s.tied,
-                vp_stage=stage,
-            )
+            model = built(args, self.config, pre_process=first(**ends), post_process=last(**ends), vp_stage=stage)
             model = Float16Module(self.config, model) if self.config.bf16 else model
             ddp = DistributedDataParallelConfig(
                 use_distributed_optimizer=self.case.distributed,
