@@ -199,6 +199,8 @@ class Lead:
             if time.monotonic() - began < EMPTY_SECONDS:  # all rows are done: the dock does not wait for more
                 time.sleep(EMPTY_SECONDS)
             self.spend("back-pressure", began)
+        if any(row.bound.oldest > self.announced.version for row in rows):  # newer weights are announced: ask at once
+            self._reported = -REPORT_SECONDS
         mine = {row.request.id: row for row in (*self.work.running.values(), *self.work.held)} if rows else {}
         for row in rows:
             if row.request.id in mine:  # the lease before ran out, or was taken back

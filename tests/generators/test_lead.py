@@ -130,6 +130,14 @@ def test_a_row_whose_lease_ran_out_goes_on_under_the_new_one(lead, dock) -> None
     assert second > first and dock.released == [second + 1]
 
 
+def test_a_row_that_only_newer_weights_may_sample_is_news_of_them(lead, dock) -> None:
+    """At once, though the engine has work and its next report is not due."""
+    dock.answers.release(9)
+    lead.done([response(IDS[0])], None)
+    dock.announced, dock.order = Announced(2, 5), [5, -1, 3, 1]
+    assert begun(lead) == [] and lead.next().pull == 5
+
+
 def test_held_rows_that_were_taken_back_and_come_again_begin_once(lead, dock) -> None:
     """They begin in the turn in which they come again."""
     dock.answers.release(9)
