@@ -1,4 +1,4 @@
-"""Prompts: every form of data, the errors a user can cause, order, cursor, chat template, tokenizer."""
+"""Prompts: every form of data, the errors a user can cause, order, cursor, tokenizer."""
 
 import json
 import os
@@ -18,10 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rl_plugin.prompts import Offers, PromptStream, Renderer
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 from mindspeed_rl_plugin.reward.calling import lacking
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -211,19 +207,6 @@ def test_names_with_dots_are_inside_objects(stream) -> None:
             stream({"a.jsonl": lines(row)}, answer_key="reward_model.truth")
     with pytest.raises(ValueError, match="'prompt', 'reward_model.style', 'reward_model.ground_truth', 'x'"):
         stream({"a.jsonl": lines(inside)})
-
-
-def test_chat_template(stream, tokenizer_file: Path) -> None:
-    chat = load_tokenizer(str(tokenizer_file.parent))
-    chat.chat_template = TEMPLATE
-    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi", "name": "z"}]
-    rows = [{"prompt": "hi", "answer": ""}, {"prompt": messages, "answer": ""}]
-    first, second = stream({"a.jsonl": lines(*rows)}, tokenizer=chat, chat_template=True).all()
-    assert list(first.tokens) == chat.encode("<user>hi<a>") and first.text == "hi"
-    assert list(second.tokens) == chat.encode("<system>be<user>hi<a>")
-    assert second.text == "system: be\n\nuser: hi" and second.messages == messages and first.messages is None
-    with pytest.raises(ValueError, match="has no chat template"):
-        stream({"a.jsonl": lines(*rows)}, chat_template=True)
 
 
 def offer(offers: Offers, *rows: object, seconds: float = 0.0) -> list[int]:

@@ -68,7 +68,9 @@ def test_what_is_rendered_is_what_transformers_renders(kind, name, adds, message
         with pytest.raises(ValueError, match="line 1: the chat template refuses these messages: no system role"):
             prompt_of(tokenizer, row)
         return
-    assert list(prompt_of(tokenizer, row).tokens) == wanted
+    prompt = prompt_of(tokenizer, row)
+    assert list(prompt.tokens) == wanted and prompt.messages == messages
+    assert prompt.text == "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
     assume(chosen != rejected)
     pair = pair_of(tokenizer, row)
     for answer, said in ((pair.chosen, chosen), (pair.rejected, rejected)):
@@ -118,6 +120,8 @@ def test_contents_have_one_form(template, message, capsys) -> None:
     listed = [{"role": "assistant", "content": [{"type": "text", "text": "2"}], "name": None}]
     got, plain = (prompt_of(tokenizer, {"prompt": [m]}) for m in (message, USER))
     assert got == plain and got.text == "user: 1+1="
+    alone = prompt_of(tokenizer, {"prompt": "1+1="})
+    assert (alone.tokens, alone.text, alone.messages) == (plain.tokens, "1+1=", None)
     joined = "parts of a message's content are joined (x line 1: field 'prompt'" in capsys.readouterr().out
     assert joined == ("name" not in message)
     row = {**answers, "prompt": [message], "chosen": listed}
@@ -139,7 +143,7 @@ def test_parquet_rows_are_as_those_of_jsonl(tmp_path: Path) -> None:
     one, two = (PairStream([path], pairs, max_response=99, **most).all() for path in paths)
     assert len(one) == 3 and one == two
     one, two = ([(p.tokens, p.text, p.messages) for p in PromptStream([f], renderer, **most).all()] for f in paths)
-    assert one == two and one[0][1] == "assistant: \n\nuser: 1+1="
+    assert one == two and one[0][1] == "assistant: \n\nuser: 1+1=" and one[2][2] == rows[2]["prompt"]
 
 
 REFUSED = [
@@ -215,6 +219,8 @@ def test_a_template_that_drops_what_is_asked_is_said(capsys) -> None:
     tokenizer = make("words", "{% for m in messages %}{{ m.content if m.content is not string }}{% endfor %}?")
     prompt_of(tokenizer, {"prompt": "1+1="})
     assert "note: the chat template does not write all of a message, '1+1=' (x line 1" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="has no chat template"):
+        prompt_of(make("words"), {"prompt": "1"})
     prompt_of(make("words", "chatml"), {"prompt": "1"}, chat=False)
     assert "prompts are given without the tokenizer's chat template (--rl-apply" in capsys.readouterr().out
     prompt_of(make("words", "chatml"), {"prompt": "<|im_start|>user\n1"}, chat=False)
