@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,8 @@ from mindspeed_rl_plugin.dock.gate import MOST_BYTES
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.dock.places import ids_array, ids_tuple
 from mindspeed_rl_plugin.rows import Rows, SampleId
+
+LEAVE_SECONDS = 5.0  # between the ends of a job's ranks, at most
 
 
 class Dock:
@@ -72,9 +75,11 @@ class Dock:
         return self._calls.ended
 
     def has_left(self) -> bool:
-        """The same, asked now: for what went wrong may only follow from that."""
-        with contextlib.suppress(ConnectionError):
-            self.exchange.news(0, 0.0)
+        """The same, asked now, for a lost connection may only follow from that; a job that is about to leave has
+        LEAVE_SECONDS."""
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            if not self.ended:
+                self.exchange.news(sys.maxsize, LEAVE_SECONDS, patience=LEAVE_SECONDS)
         return self.ended
 
     # ids

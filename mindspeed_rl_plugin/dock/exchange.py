@@ -112,9 +112,10 @@ class Exchange:
         `take_spans`. What the leader announced last."""
         return self._calls.ask_rank(self._calls.directory.ranks[0], m.Report(dict(counts), list(spans)), PATIENCE)
 
-    def news(self, after: int, deadline: float) -> m.Announced:
-        """What the leader announced last; waits until its number is above `after`, at most `deadline` seconds."""
-        return self._calls.ask_rank(self._calls.directory.ranks[0], m.News(after, deadline), PATIENCE)
+    def news(self, after: int, deadline: float, patience: float = PATIENCE) -> m.Announced:
+        """What the leader announced last; waits until its number is above `after`, at most `deadline` seconds, and so
+        many more for its answer."""
+        return self._calls.ask_rank(self._calls.directory.ranks[0], m.News(after, deadline), patience)
 
     # inside
 

@@ -99,14 +99,15 @@ def generate(
     requests: Sequence[GenerateRequest],
     *,
     deadline: float,
-    progress: Callable[[int], object] = int,
+    progress: Callable[[int], object] | None = None,
 ) -> list[Completion]:
     """Generate all responses, maybe none; the result is in the order of `requests`. progress: called with the number of
     those that have just finished. The rest is as for `stream`."""
     done: dict[SampleId, Completion] = {}
     for finished in stream(engine, requests, deadline=deadline):
         done |= {completion.id: completion for completion in finished}
-        progress(len(finished))
+        if progress is not None:
+            progress(len(finished))
     return [done[request.id] for request in requests]
 
 

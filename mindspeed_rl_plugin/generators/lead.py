@@ -51,7 +51,7 @@ class Lead:
     one, else 1; share: of each rollout under a strict order, (i, n); leaving: set where the engine is to leave.
 
     counts: since the engine joined: responses, tokens, seconds of work, seconds without by cause, and what weights
-    cost. spans: when that was. announced: the newest weights, as the job has answered the last report.
+    cost. spans: when that was. announced: the newest weights, as the job has answered last.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Lead:
         try:
             return self._leave() if self.leaving.is_set() or self.dock.ended else self._next()
         except ConnectionError:
-            if not self.dock.ended:
+            if not self.dock.has_left():
                 raise
-            return Turn(end=True)
+            return self._leave()
 
     def _next(self) -> Turn:
         self._report()
@@ -163,7 +163,7 @@ class Lead:
     def _written(self) -> None:
         """What was done is in the dock. Raises why it is not, unless the job has left."""
         error = self._writing.finish()
-        if error is not None and not (isinstance(error, ConnectionError) and self.dock.ended):
+        if error is not None and not (isinstance(error, ConnectionError) and self.dock.has_left()):
             raise error
 
     def _deal(self, rows: Sequence[_Row]) -> None:
@@ -180,6 +180,8 @@ class Lead:
             self._reported = now
             counts = {**self.counts, "seconds": now - self._began}
             self.announced = self.dock.exchange.report(counts, self.spans.take(now))
+        elif any(row.bound.oldest > self.announced.version for row in self.work.held):  # the job admits, then announces
+            self.announced = self.dock.exchange.news(self.announced.number, 0.0)
 
     def _leave(self) -> Turn:
         """Hand back what is not finished."""
@@ -199,8 +201,6 @@ class Lead:
             if time.monotonic() - began < EMPTY_SECONDS:  # all rows are done: the dock does not wait for more
                 time.sleep(EMPTY_SECONDS)
             self.spend("back-pressure", began)
-        if any(row.bound.oldest > self.announced.version for row in rows):  # newer weights are announced: ask at once
-            self._reported = -REPORT_SECONDS
         mine = {row.request.id: row for row in (*self.work.running.values(), *self.work.held)} if rows else {}
         for row in rows:
             if row.request.id in mine:  # the lease before ran out, or was taken back

@@ -37,20 +37,18 @@ FORWARDED = ("PYTHONPATH", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_
 PR_SET_PDEATHSIG = 1
 
 
-async def keep(cluster: OnRay, number: int, say: Callable[[str], None]) -> bool:
+async def keep(cluster: OnRay, number: int, say: Callable[[str], None], waiting: set[int]) -> bool:
     """Run an engine, which is started again until it ends well, as it does when the job has. False: it is given up.
 
-    say: prints a line.
+    say: prints a line; waiting: has its number while it waits for a place.
     """
     clock, failures = asyncio.get_running_loop().time, 0
     while True:
         task = cluster.start()
-        due = clock() + SAY_SECONDS
+        waiting.add(number)
         while not cluster.placed(task):
-            if clock() >= due:
-                say(f"no place on Ray yet for engine {number}: {cluster.free()}")
-                due += SAY_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
+        waiting.remove(number)
         begun = clock()
         status, words = await cluster.result(task)
         if status == 0 and LEFT not in words:  # the job has ended
@@ -67,10 +65,21 @@ async def keep(cluster: OnRay, number: int, say: Callable[[str], None]) -> bool:
 
 async def keep_all(cluster: OnRay, count: int, say: Callable[[str], None]) -> int:
     """Until all have ended well. Returns the exit status: 1 where one was given up."""
-    for ended in asyncio.as_completed([keep(cluster, number, say) for number in range(count)]):
+    waiting: set[int] = set()
+    told = asyncio.ensure_future(tell(cluster, say, waiting))
+    for ended in asyncio.as_completed([keep(cluster, number, say, waiting) for number in range(count)]):
         if not await ended:
             return 1
+    told.cancel()
     return 0
+
+
+async def tell(cluster: OnRay, say: Callable[[str], None], waiting: set[int]) -> None:
+    """Which engines wait for a place, in one line each SAY_SECONDS."""
+    while True:
+        await asyncio.sleep(SAY_SECONDS)
+        if waiting:
+            say(f"no place on Ray yet for engine {', '.join(map(str, sorted(waiting)))}: {cluster.free()}")
 
 
 def command(ranks: int, join: str, secret_file: str) -> list[str]:

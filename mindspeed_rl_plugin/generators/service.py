@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.generators.team import Team
 from mindspeed_rl_plugin.reshard.pull import Puller
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
-POLL_SECONDS = 0.2  # of the engine's steps, at most, before its first rank looks for rows and weights again
+POLL_SECONDS = 0.2  # of the engine's steps, at most, before its first rank looks for rows again
 STEPS = 8  # the same, of engines that share experts: all take as many
 
 
@@ -75,7 +75,8 @@ class Service:
         first one asks for those."""
         began = time.monotonic()
         errors = [error for error in self.team.gather(self._weights.finish()) if error is not None]
-        if errors and self.team.share(self.lead.dock.has_left() if self.lead else None):
+        lost = any(isinstance(error, ConnectionError) for error in errors)
+        if lost and self.team.share(self.lead.dock.has_left() if self.lead else None):
             return  # the job has left, and the next turn says so
         if errors:
             if not all(isinstance(error, Gone) for error in errors):

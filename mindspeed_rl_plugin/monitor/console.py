@@ -116,7 +116,7 @@ def write_line(line: str, stream: TextIO) -> None:
 
 class ProgressBar(tqdm):
     """Progress of a long stage on a terminal, on stderr; does nothing where `shown` is false. A context manager;
-    `update(n)` adds n responses."""
+    `update(n)` adds n responses, or pairs of them."""
 
     def __init__(self, total: int, what: str, *, shown: bool) -> None:
         super().__init__(total=total, desc=what, unit=" responses", leave=False, dynamic_ncols=True, disable=not shown)

@@ -78,7 +78,7 @@ _UNITS_AND_TEXTS = {
     "rollout/sequence_weight_mean": ("", "mean importance weight of a whole response"),
     "rollout/sequence_weight_outside": ("share", "responses whose weight is outside the correction's bounds"),
     "rollout/geometric_weight_mean": ("", "mean over responses of the geometric mean of their tokens' weights"),
-    "rollout/geometric_weight_outside": ("share", "responses whose geometric mean is outside the correction's bounds"),
+    "rollout/geometric_weight_outside": ("share", "responses whose geometric mean weight is outside its bounds"),
     "loss": ("", "loss of the update"),
     "loss/policy": ("", "policy part of the loss"),
     "loss/kl": ("", "KL part of the loss, its coefficient included"),

@@ -26,10 +26,12 @@ NAMES = (
 )
 UNIT = rf"(?:(?:sq|square|cubic) )?(?:{SYMBOLS}|(?i:{NAMES})s?)(?![A-Za-z])(?:\^?[23])?"
 RATE = rf"(?:\s?{UNIT}(?:(?:/| per )(?:{UNIT}|[hsgmL]\b))?){{1,3}}"
+TAIL = rf"(?:{RATE}|[°€£¥₹])?"  # behind a number
 VALUE = re.compile(rf"[$€£¥₹]?\s*({NUMBER}|[-+]?\.\d+)(?:\s*(percent)|{RATE}|°)?\.?")
 WORDS = re.compile(r"(?!sqrt|.*infinity)[A-Za-z]{4,}(?: [A-Za-z]+)*\.?")
 SAID = re.compile(r"^(?!sqrt|sin|cos|tan|log|ln|exp|minus|negative)[A-Za-z]{2,}[ ,:]|\b(?:is|are|equals)\b")
 COUNT = re.compile(r"\d +(?!sqrt)[A-Za-z]{2}|\b(?:is|are|equals)\b")  # words around a number
+HEDGED = re.compile(rf"{NUMBER}\W{{0,4}}? or \W{{0,4}}?{NUMBER}\D*\Z")
 LAST = re.compile(r"(?:^|\n)[ \t]*####[ \t]*((?![A-Za-z]{2})\S[^\n]*)\Z")  # a heading begins with a word
 BARE = [  # what to find, and what to put in its place, in this order
     (BOX, r"\\boxed{"),
@@ -42,22 +44,26 @@ BARE = [  # what to find, and what to put in its place, in this order
         lambda m: re.sub(r"\D", "", m[0]),
     ),
     (re.compile(r"(?<![\w.,/^})])(\d{1,9})(?:[ ~]|\\[ ,;])+(\d{1,9})/(\d{1,9})(?!\d|/|\.\d)"), lambda m: _mixed(m)),
-    (re.compile(rf"""(?<!\w)[`"'“‘]{{1,3}}([-+$€£¥.]*\d[-+\d.,/^()\\% ]*(?:{UNIT})?)[`"'”’]{{1,3}}(?!\w)"""), r" \1 "),
-    (re.compile(rf"(?<![\w*\\\])}}^])[*_]{{1,3}}({NUMBER})[*_]{{1,3}}(?![\w*])"), r" \1 "),
+    (re.compile(rf"""(?<!\w)[`"'“‘]{{1,3}}([-+$€£¥.]*\d[-+\d.,/^()\\% ]*{TAIL})[`"'”’]{{1,3}}(?!\w)"""), r" \1 "),
+    (re.compile(rf"(?<![\w*\\\])}}^])[*_]{{1,3}}({NUMBER}{TAIL})[*_]{{1,3}}(?![\w*])"), r" \1 "),
     (re.compile(rf"((?:^|\n)[ \t]*|(?:is|are|equals|[aA]nswer:?|=) ?)\[({NUMBER})\](?!\w)"), r"\1 \2 "),
 ]
 
 
 def graded_part(response: str) -> str | None:
-    """What math-verify is to read of a response; None where it breaks off inside its last box or answer tag."""
+    """What math-verify is to read of a response; None where it breaks off inside its last box or answer tag, where
+    that tag is empty, and where `or` joins its last two numbers."""
     text = response.rpartition("</think>")[2].strip() or response
     before, tag, inside = text.rpartition("<answer>")
-    if "</answer>" in inside and (said := inside.partition("</answer>")[0].strip()):
-        return None if _cut(said) else _said(said, SAID)
+    if "</answer>" in inside:
+        said = inside.partition("</answer>")[0].strip()
+        return _said(said, SAID) if said and not _cut(said) else None
     if _cut(text) or (tag and "</answer>" in before):
         return None
     if not BOX.search(text) and (last := LAST.search(text.rstrip())):
         return _said(last[1], COUNT)
+    if not BOX.search(text) and HEDGED.search(text):
+        return None
     return _plain(text)
 
 

@@ -69,9 +69,9 @@ class Evaluate:
     def sums(self) -> list[float]:
         """`SUMS` of this replica's share of the prompts, each answered greedily, and `samples` times by `sampling`.
 
-        Every rank of every engine calls it; prompt i goes to replica i modulo replicas. On the first rank of an engine,
-        which alone scores; zeros on its others. Responses do not depend on how many replicas there are, up to floating
-        point.
+        Every rank of every engine calls it; prompt i goes to replica i modulo replicas. Returned on the first rank
+        of an engine, which alone scores; the others return zeros. Responses do not depend on how many replicas there
+        are, up to floating point.
         """
         engine, prompts = self.engine, self.prompts
         requests = [

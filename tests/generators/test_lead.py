@@ -22,6 +22,7 @@ class Dock:
 
     def __init__(self) -> None:
         self.answers, self.failure, self.ended = threading.Semaphore(0), None, False
+        self.leaves = False  # what it says when it is asked
         self.committed: list[SampleId] = []
         self.leases: list[int] = []  # of these
         self.released: list[int] = []
@@ -47,6 +48,10 @@ class Dock:
 
     def remaining(self, state: str, ids: list[SampleId]) -> int:
         return len({*ids} - {*self.committed})
+
+    def has_left(self) -> bool:
+        self.ended |= self.leaves
+        return self.ended
 
     def release(self, lease: Lease) -> None:
         self.released.append(lease.token)
@@ -131,11 +136,37 @@ def test_a_row_whose_lease_ran_out_goes_on_under_the_new_one(lead, dock) -> None
 
 
 def test_a_row_that_only_newer_weights_may_sample_is_news_of_them(lead, dock) -> None:
-    """At once, though the engine has work and its next report is not due."""
+    """Though the engine has work, and its next report is not due. A job admits rows, and then announces."""
     dock.answers.release(9)
     lead.done([response(IDS[0])], None)
-    dock.announced, dock.order = Announced(2, 5), [5, -1, 3, 1]
-    assert begun(lead) == [] and lead.next().pull == 5
+    dock.order = [5, -1, 3, 1]
+    assert begun(lead) == [] and lead.next() == Turn()
+    dock.announced = Announced(2, 5)
+    assert lead.next().pull == 5
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("at", ["lease", "commit_part"])
+def test_a_connection_that_broke_is_the_end_of_a_job_that_leaves(lead, dock, monkeypatch, at, leaves) -> None:
+    """Though it broke without a word, at a rank that is not the first."""
+
+    def lost(*given: object, **more: object) -> None:
+        raise ConnectionError("lost the dock at rank 3")
+
+    monkeypatch.setattr(dock, at, lost)
+    dock.leaves = leaves
+    dock.answers.release(9)
+
+    def end() -> bool:
+        for row in IDS[:2]:  # the second waits until the first is written
+            lead.done([response(row)], None)
+        return (lead.next(), lead.next())[1].end
+
+    if leaves:
+        assert end()
+    else:
+        with pytest.raises(ConnectionError, match="lost the dock at rank 3"):
+            end()
 
 
 def test_held_rows_that_were_taken_back_and_come_again_begin_once(lead, dock) -> None:

@@ -132,3 +132,11 @@ def test_a_misspelt_flag_is_answered_before_torch_is_imported(runner):
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
     assert done.returncode == 2 and "did you mean --rl-reward?" in done.stderr
     assert "mindspeed_rl_plugin.launch.early" in imported and not {"torch", "transformers", "megatron"} & imported
+
+
+def test_a_misspelt_flag_is_answered_in_few_lines_by_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "mindspeed_rl_plugin", str(SCRIPT), *GOOD.split(), "--rl-rewrad", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode and "did you mean --rl-reward?" in done.stderr
+    assert len((done.stdout + done.stderr).splitlines()) <= 80

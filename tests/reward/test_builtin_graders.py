@@ -55,9 +55,13 @@ def test_the_page_has_examples() -> None:
 
 @pytest.mark.parametrize(("grader", "pattern", "response", "answer", "want"), EXAMPLES)
 def test_an_example_of_the_page(math, grader: str, pattern: str, response: str, answer: str, want: float) -> None:
-    """`####` begins a line, which no cell of a table can show."""
-    response = response.replace(" ####", "\n####")
-    assert (math if grader == "math" else make_builtin(grader, pattern))(response, answer) == want
+    assert (math if grader == "math" else make_builtin(grader, pattern))(response.replace("⏎", "\n"), answer) == want
+
+
+@pytest.mark.parametrize("unit", [" km/h", "°", "€", " square meters"])
+def test_what_surrounds_a_number_and_its_unit_is_not_read(math, unit: str) -> None:
+    for around in ("`{}`", '"{}"', "“{}”", "*{}*", "**{}**", "It is `{}`.", "{}"):
+        assert [math(around.format(f"{n}{unit}"), "12") for n in (12, 13)] == [1.0, 0.0], around
 
 
 NO_UNITS = (

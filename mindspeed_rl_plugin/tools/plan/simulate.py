@@ -23,7 +23,9 @@ from mindspeed_rl_plugin.stages.select import GroupStats, Rounds
 from mindspeed_rl_plugin.tools.plan.virtual import Actor, Clock, Costs, Decoder, Graders, Responses
 
 WARM_UP = 2  # rollouts that are not counted, more where more are sampled ahead; of these the last ones are not, too
-POLL_SECONDS = 0.2  # of steps before an engine looks for news, as in generators.service
+# Of steps before an engine looks for news, as in generators.service: rows, which tell it of the weights that they are
+# for. An engine without a free slot hears of weights by its reports, up to 0.5 s later than here.
+POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
