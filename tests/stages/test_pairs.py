@@ -1,4 +1,4 @@
-"""Preference pairs: every form of data, the errors a user can cause, rows, who scores what, the cache, the loss."""
+"""Preference pairs: every form of data, the errors a user can cause, rows, who scores what, the cache."""
 
 import json
 
@@ -6,14 +6,11 @@ import pytest
 import torch
 from small_tokenizers import EOS, make
 
-from mindspeed_rl_plugin.algorithms import resolve
-from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
 from mindspeed_rl_plugin.loop.arithmetic import derive_pairs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream
 from mindspeed_rl_plugin.stages import references as reference
 from mindspeed_rl_plugin.stages.pairs import Pairs, pair_rows, share_of_rank
-from mindspeed_rl_plugin.update.pair_step import TALLY, pair_objective
 
 TOKENIZER = make("words")
 GOOD = {"prompt": "2*2=", "chosen": "4", "rejected": "5!"}
@@ -140,39 +137,6 @@ def test_the_cache_is_of_weights_and_pairs_and_a_damaged_one_is_named(tmp_path):
     path.write_bytes(b"no tensor")
     with pytest.raises(ValueError, match="holds no log-probs"):
         reference.read_cache(str(tmp_path), key, 3)
-
-
-@pytest.mark.parametrize("length_norm", [False, True])
-@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo"])
-def test_the_objective_is_the_loop(kind, length_norm):
-    """Against a loop over pairs in float64, loss and gradient."""
-    algorithm = resolve(AlgorithmConfig(algorithm="dpo", dpo_loss=kind, dpo_beta=0.7, dpo_length_norm=length_norm))
-    g = torch.Generator().manual_seed(1)
-    logp = (-torch.rand(6, 5, generator=g, dtype=torch.float64)).requires_grad_()
-    mask = torch.rand(6, 5, generator=g) < 0.6
-    mask[:, 0] = True
-    ref = -3 * torch.rand(6, generator=g, dtype=torch.float64)
-    loss, tally = pair_objective(algorithm, logp, mask, ref)
-
-    want, margins = 0.0, []
-    for p in range(3):
-        gain = []
-        for row in (2 * p, 2 * p + 1):
-            tokens = [logp[row, t] for t in range(5) if mask[row, t]]
-            gain.append((sum(tokens) - ref[row]) / (len(tokens) if length_norm else 1))
-        h = gain[0] - gain[1]
-        margins.append(0.7 * float(h.detach()))
-        if kind == "sigmoid":
-            want = want + torch.log(1 + torch.exp(-0.7 * h))
-        else:
-            want = want + (torch.clamp(1 - 0.7 * h, min=0) if kind == "hinge" else (h - 1 / 1.4) ** 2)
-    assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=1e-10)
-    got, ours = (torch.autograd.grad(x, logp, retain_graph=True)[0] for x in (loss, want))
-    torch.testing.assert_close(got, ours, rtol=1e-9, atol=1e-12)
-    named = dict(zip(TALLY, tally.tolist(), strict=True))
-    assert named["pairs"] == 3 and named["accuracy"] == sum(m > 0 for m in margins)
-    assert named["margin"] == pytest.approx(sum(margins), rel=1e-5)
-    assert named["chosen_reward"] - named["rejected_reward"] == pytest.approx(sum(margins), rel=1e-4)
 
 
 def test_the_table_counts_two_sequences_a_pair():

@@ -61,7 +61,7 @@ def by_loops(job, rows, case, chosen):
     """The same as loops over pairs, answers and tokens in float64, one unpadded row at a time."""
     model, beta = job.model[0], chosen.dpo_beta
     model.zero_grad_buffer()
-    total, margins, pairs = 0.0, [], len(rows) // 2
+    total, margins, chosen_gain, pairs = 0.0, [], 0.0, len(rows) // 2
     for pair in range(pairs):
         gains = []
         for row in (2 * pair, 2 * pair + 1):
@@ -75,6 +75,7 @@ def by_loops(job, rows, case, chosen):
             gains.append(gain / max(len(answer), 1) if chosen.dpo_length_norm else gain)
         h = gains[0] - gains[1]
         margins.append(beta * float(h.detach()))
+        chosen_gain += float(gains[0].detach())
         if chosen.dpo_loss == "hinge":
             loss = 1 - beta * h if beta * float(h) < 1 else 0 * h
         elif chosen.dpo_loss == "ipo":
@@ -86,7 +87,8 @@ def by_loops(job, rows, case, chosen):
     total.backward()
     norm = math.sqrt(sum(float(p.main_grad.double().square().sum()) for p in model.parameters()))
     accuracy = sum(margin > 0 for margin in margins) / pairs
-    return {"loss": float(total.detach()), "margin": sum(margins) / pairs, "accuracy": accuracy}, norm
+    means = {"margin": sum(margins) / pairs, "chosen_reward": beta * chosen_gain / pairs}
+    return {"loss": float(total.detach()), "accuracy": accuracy, **means}, norm
 
 
 def steps_of(job, rows, case):
