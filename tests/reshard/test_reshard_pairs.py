@@ -60,19 +60,15 @@ def test_vllm_stores_what_the_table_says(torchrun, tmp_path):
     assert torchrun(worker, tmp_path, **own).stdout.count("tensors agree") == 2
 
 
-def test_megatron_computes_what_the_makers_of_a_family_publish(torchrun, tmp_path):
-    """From the files: imported flags, Megatron's own parser and model, log-probs."""
-    done = torchrun(WORKER.with_name("family_forward_ranks.py"), tmp_path, *FAMILIES, ranks=1)
+@pytest.mark.parametrize(
+    "whose, families",
+    [("megatron", [*FAMILIES]), *(pytest.param("vllm", [name], marks=pytest.mark.slow) for name in FAMILIES)],
+)
+def test_models_compute_what_the_makers_of_a_family_publish(torchrun, tmp_path, whose, families):
+    """Megatron's from the files: imported flags, Megatron's own parser and model, log-probs. vLLM's as it samples."""
+    done = torchrun(WORKER.with_name("family_ranks.py"), tmp_path, whose, *families, ranks=1)
     worst = dict(line.split() for line in done.stdout.splitlines() if line.split()[:1] and line.split()[0] in FAMILIES)
-    assert worst.keys() == FAMILIES.keys() and max(map(float, worst.values())) < AGREEMENT, worst
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_engine_computes_what_the_makers_of_a_family_publish(torchrun, tmp_path, family):
-    done = torchrun(WORKER.with_name("family_engine_ranks.py"), tmp_path, family, ranks=1)
-    (worst,) = (float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith(f"{family} "))
-    assert worst < AGREEMENT
+    assert [*worst] == families and max(map(float, worst.values())) < AGREEMENT, worst
 
 
 @pytest.mark.slow
