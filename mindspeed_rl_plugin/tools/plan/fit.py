@@ -55,8 +55,7 @@ class Observed:
 
     def mean(self, name: str) -> float | None:
         """Of a metric over the rollouts that have it."""
-        values = [r[name] for r in self.rollouts if r.get(name) is not None]
-        return statistics.fmean(values) if values else None
+        return _mean([rollout.get(name) for rollout in self.rollouts])
 
     def seconds(self, *stages: str) -> float:
         return sum(self.mean(f"seconds/{stage}") or 0.0 for stage in stages)
@@ -91,11 +90,10 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
         )
     tokens = statistics.fmean(r["tokens_per_second_total"] * r["seconds/iteration"] for r in counted)
     prompt = tokens / setup.sizes.samples - statistics.fmean(r["response/length_mean"] for r in counted)
-    setup = dataclasses.replace(setup, prompt_tokens=setup.prompt_tokens or max(round(prompt), 0))
     at_work = [int(r.get("engines", 0)) for r in counted]
     # Engines that share experts are at work as one; those that joined are in no flag.
-    engines = max(setup.sizes.engines, round(statistics.median(at_work)))
-    setup = dataclasses.replace(setup, sizes=dataclasses.replace(setup.sizes, engines=engines))
+    sizes = dataclasses.replace(setup.sizes, engines=max(setup.sizes.engines, round(statistics.median(at_work))))
+    setup = dataclasses.replace(setup, sizes=sizes, prompt_tokens=setup.prompt_tokens or max(round(prompt), 0))
     return Observed(setup, counted, _responses(setup, counted), (min(at_work), max(at_work)))
 
 

@@ -72,7 +72,10 @@ def parser() -> argparse.ArgumentParser:
 
 def report(options: argparse.Namespace) -> list[str]:
     """Lines of the plan. Raises ValueError where something is missing or does not divide."""
-    _check(options)
+    check_least(options, 1, "world", "node", "response_tokens")
+    check_least(options, 0, "tail", "grade_s", "staleness", "prompt_tokens", *ASSUMED)
+    if options.train_tokens == 0:
+        raise ValueError("--train-tokens must be greater than 0")
     runs = [fit.observed(folder) for folder in options.runs]
     if not options.script and not runs:
         raise ValueError("give a launch script with RL flags, or a run of yours by --from RUN_DIR")
@@ -220,13 +223,6 @@ def with_care(advised: str, assumed: Mapping[str, float]) -> list[str]:
 # inside
 
 
-def _check(options: argparse.Namespace) -> None:
-    check_least(options, 1, "world", "node", "response_tokens")
-    check_least(options, 0, "tail", "grade_s", "staleness", "prompt_tokens", *ASSUMED)
-    if options.train_tokens == 0:
-        raise ValueError("--train-tokens must be greater than 0")
-
-
 def _costs(options: argparse.Namespace, runs: Sequence[fit.Observed]) -> tuple[Costs, list[str], dict[str, float]]:
     """The costs, lines that say where they come from, and those that are assumed, by their options."""
     given = {name: getattr(options, name) for name in ASSUMED if getattr(options, name) is not None}
@@ -241,7 +237,13 @@ def _costs(options: argparse.Namespace, runs: Sequence[fit.Observed]) -> tuple[C
     if not costs.step + costs.sequence:
         raise ValueError("a decode step takes 0 ms by these runs or options; give --step-ms")
     assumed = {name: _in_use(name, costs) for name in ASSUMED if name in guessed and name not in given}
-    return costs, [*_lines(costs, source), *_changes(options, runs)], assumed
+    lines = [
+        f"costs   {source}: decode step {1e3 * costs.step:.3g} ms and {1e3 * costs.sequence:.3g} ms a sequence; "
+        f"training {1 / costs.token if costs.token else 0:,.0f} tokens/s a data parallel rank;",
+        f"        a rollout {costs.rollout:.2g} s, reshard {costs.reshard:.2g} s, publish {costs.publish:.2g} s, pull "
+        f"{costs.pull:.2g} s, apply {costs.apply:.2g} s",
+    ]
+    return costs, [*lines, *_changes(options, runs)], assumed
 
 
 def _by_hand(name: str, value: float) -> dict[str, float]:
@@ -257,15 +259,6 @@ def _in_use(name: str, costs: Costs) -> float:
         return 1 / costs.token
     cost, _, unit = name.rpartition("_")
     return getattr(costs, cost) * (1e3 if unit == "ms" else 1)
-
-
-def _lines(costs: Costs, source: str) -> list[str]:
-    return [
-        f"costs   {source}: decode step {1e3 * costs.step:.3g} ms and {1e3 * costs.sequence:.3g} ms a sequence; "
-        f"training {1 / costs.token if costs.token else 0:,.0f} tokens/s a data parallel rank;",
-        f"        a rollout {costs.rollout:.2g} s, reshard {costs.reshard:.2g} s, publish {costs.publish:.2g} s, pull "
-        f"{costs.pull:.2g} s, apply {costs.apply:.2g} s",
-    ]
 
 
 def _changes(options: argparse.Namespace, runs: Sequence[fit.Observed]) -> Iterator[str]:

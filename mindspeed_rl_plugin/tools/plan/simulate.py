@@ -73,9 +73,6 @@ class _Job:
         self._random = Random(responses.seed)
         self._data = self._rows_of_data()
 
-    def run(self) -> None:
-        raise NotImplementedError
-
     def outcome(self, first: int, count: int) -> Outcome:
         """Means over so many rollouts from the `first` on."""
         gained = self.marks[first + count - 1] - self.marks[first - 1]
