@@ -178,7 +178,7 @@ def test_programs_that_are_cut_off_or_stand_still_cost_the_job_the_time_of_their
         observer = subprocess.Popen(observe, stdout=subprocess.PIPE)
         engines = joined(running)
         for machine in machines[::-1]:
-            engines.join(on=machine)
+            engines.join("never, but slow", on=machine)  # so that it holds rows at any moment
             running.until(running.rollouts)
         running.until("engines at work: 2")
         assert observer.stdout.readline()
