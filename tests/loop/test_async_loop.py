@@ -190,13 +190,13 @@ def test_an_engine_leaves_and_another_one_comes(job, joined, nothing_left, ranks
     first.send_signal(signal.SIGTERM)
     assert first.wait(30) == ranks - 1 and engines.said().count("has left the job") == 1, engines.said()[-3000:]
     assert re.search(r"\[rl\] joined the job at \S+ \(run \S+\); its newest weights are version 0", engines.said())
+    running.until("engines at work: 0: the job waits for one to join")
     assert engines.join().wait(120) == 0
     result = running.wait(30)
     assert result.code == 0 and re.search(
         r"this job has no engine yet, and waits for one to join: \S+ -m mindspeed", result.log
     )
     assert result.log.count("[rl] engine joined: joined engine, process ") == 2
-    assert "engines at work: 0: the job waits for one to join" in result.log
     assert running.trained() == [(e, g, m) for e in range(30) for g in range(4) for m in range(4)]
     nothing_left()
 
