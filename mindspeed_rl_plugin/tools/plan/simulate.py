@@ -77,12 +77,11 @@ class _Job:
         """Means over so many rollouts from the `first` on."""
         gained = self.marks[first + count - 1] - self.marks[first - 1]
         seconds, sizes = gained["seconds"], self.setup.sizes
-        causes = ("starved", "version", "back-pressure")
         return Outcome(
             seconds / count,
             seconds / count / sizes.steps,
             {"starved": gained["trainers starved"] / seconds},
-            {cause: gained[f"engines {cause}"] / (seconds * sizes.engines) for cause in causes},
+            {c: gained[f"engines {c}"] / seconds / sizes.engines for c in ("starved", "version", "back-pressure")},
             gained["lag"] / gained["responses"],
             gained["tokens"] / seconds,
         )
