@@ -73,8 +73,7 @@ def lognormal(mean: float, sigma: float, limit: int) -> Callable[[int, int, Rand
 
 def sigma_of(mean: float, longest: float, count: int, limit: int) -> float:
     """The sigma with which the longest of `count` lognormal lengths, cut at `limit`, is `longest` in the median."""
-    if longest >= limit:  # what is cut hides the tail: the least sigma that reaches the limit so often
-        longest = limit
+    longest = min(longest, limit)  # what is cut hides the tail: the least sigma that reaches the limit so often
     quantile = _NORMAL.inv_cdf(0.5 ** (1 / max(count, 2)))
     gain = math.log(max(longest / mean, 1.0))
     # mean * exp(quantile * sigma - sigma^2 / 2) = longest, the smaller root
