@@ -54,6 +54,42 @@ failing(GPTModel, "forward", lambda: "update" if torch.is_grad_enabled() else "l
 runpy.run_path({script!r}, run_name="__main__")
 """
 
+# Engines that share experts: rank 1 has responses of one token and then steps along, rank 0 long ones in slow steps.
+EXPERTS = ("--expert-model-parallel-size", "2", "--rl-generate-ep", "2", "--rl-schedule", "streamed")
+UNEQUAL = """
+import dataclasses, os, runpy, time
+from mindspeed_rl_plugin.engine.expert_group import ExpertGroup
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
+
+rank = int(os.environ["RANK"])
+any_works, keep_step, submit = ExpertGroup.any_works, VllmEngine.keep_step, VllmEngine.submit
+
+def limited(request):
+    sampling = dataclasses.replace(request.sampling, max_tokens=1 if rank else 8, ignore_eos=True)
+    return dataclasses.replace(request, sampling=sampling)
+
+def slow(group, works):
+    time.sleep(0 if rank else 0.1)
+    return any_works(group, works)
+
+def finished(engine):
+    open({mark!r} + str(rank), "w").close()
+    keep_step(engine)
+
+ExpertGroup.any_works, VllmEngine.keep_step = slow, finished
+VllmEngine.submit = lambda engine, requests: submit(engine, [limited(request) for request in requests])
+runpy.run_path({script!r}, run_name="__main__")
+"""
+FAILS_THEN = """
+import os
+
+def grade(response):
+    if os.environ["RANK"] == "1" and os.path.exists({mark!r} + "1"):
+        open({mark!r}, "w").close()
+        raise RuntimeError("no such unit")
+    return sum(map(ord, response)) % 5 / 4
+"""
+
 
 def log_of_the_end(job, mark: Path) -> str:
     """Of a job that has to end with an error, and soon after the mark was made."""
@@ -63,20 +99,42 @@ def log_of_the_end(job, mark: Path) -> str:
     return log
 
 
-@pytest.mark.parametrize("schedule", ["sync", pytest.param("streamed", marks=pytest.mark.slow)])
-def test_a_failing_grader_ends_the_job_with_its_prompt(job, nothing_left, arithmetic, tmp_path, schedule):
+@pytest.mark.parametrize(
+    "schedule", ["sync", *(pytest.param(s, marks=pytest.mark.slow) for s in ("streamed", "streamed, experts shared"))]
+)
+def test_a_failing_grader_ends_the_job_with_its_prompt(
+    job, nothing_left, arithmetic, dense_model, moe_model, tmp_path, schedule
+):
     """It fails on one rank: the other, which waits for it, is ended by torchrun."""
     second = (arithmetic / "prompts.jsonl").read_text().splitlines()[1]  # the first row is tried at the start
     prompt = json.loads(second)["prompt"]
     grader, mark = tmp_path / "grader.py", tmp_path / "failed"
     grader.write_text(GRADER.format(prompt=prompt, mark=str(mark)))
-    whole = ("--rl-rollout-prompts", "64", "--rl-samples-per-prompt", "2", "--rl-generate-tp", "2")  # all prompts
-    whole = (*whole, "--rl-schedule", schedule)
-    failing = job("--train-iters", "8", "--rl-reward", f"{grader}:grade", "--rl-wait-timeout", "600", *whole, cold=True)
+    shared = "experts" in schedule
+    layout = EXPERTS if shared else ("--rl-generate-tp", "2", "--rl-schedule", schedule)
+    whole = ("--rl-rollout-prompts", "64", "--rl-samples-per-prompt", "2", "--rl-wait-timeout", "600")  # all prompts
+    model = moe_model if shared else dense_model
+    failing = job("--train-iters", "8", "--rl-reward", f"{grader}:grade", *whole, *layout, model=model, cold=True)
     log = log_of_the_end(failing, mark)
     assert "reward 'grade' raised RuntimeError: no such unit" in log
     assert set(re.findall(r"on rollout 0, prompt \d+, response \d+: prompt '([^']*)', response '", log)) == {prompt}
     assert len(set(re.findall(r"\[rank(\d)\].*no such unit", log))) == 1, "torch names the rank in its traceback"
+    nothing_left()
+
+
+@pytest.mark.slow
+def test_a_rank_that_steps_along_ends_by_its_grader_when_the_others_have_finished(
+    job, nothing_left, moe_model, tmp_path
+):
+    script, grader, mark = tmp_path / "unequal.py", tmp_path / "grader.py", tmp_path / "mark"
+    script.write_text(UNEQUAL.format(mark=str(mark), script=str(PRETRAIN)))
+    grader.write_text(FAILS_THEN.format(mark=str(mark)))
+    flags = ("--train-iters", "8", "--rl-reward", f"{grader}:grade", "--rl-wait-timeout", "600", *EXPERTS)
+    log = log_of_the_end(job(*flags, model=moe_model, script=script, cold=True), mark)
+    said = r"^\[rl\] rank 1 stops: .*reward 'grade' raised RuntimeError: no such unit"
+    assert re.search(said, log, re.M), log[-3000:]
+    finished = Path(f"{mark}0").stat().st_mtime
+    assert Path(f"{mark}1").stat().st_mtime < mark.stat().st_mtime < finished, "it failed while rank 0 generated"
     nothing_left()
 
 

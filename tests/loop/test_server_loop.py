@@ -184,9 +184,11 @@ def test_a_server_that_was_brought_and_stands_still_is_not_tried_again(job, join
 @pytest.mark.timeout(900)
 def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server) -> None:
     """A second job, and a second engine of the same one, are refused; the first goes on. It does when the server is
-    there again, too, and ends where it stays away. The last test of the server, whose own memory and files stay when
-    it is killed."""
-    running = job(*flags(server, 1, 1000), ranks=1).dumping().start()
+    there again, too. When it was ended the second gets the server, and ends where that stays away. The last test of the
+    server, whose own memory and files stay when it is killed."""
+    long = ("--rl-wait-timeout", str(START_SECONDS + 60))  # longer than a server may take to start
+    running = job(*flags(server, 1, 1000), *long, ranks=1).dumping().start()
+    second = job(*flags(server, 1, 1000), ranks=1, name="second").dumping()
 
     def more(rollouts: int) -> None:
         wanted = running.rollouts() + rollouts
@@ -195,8 +197,7 @@ def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server) -> No
     more(1)
     address, secret_file = running.invitation()
     held = f"it generates for the job at {address}, whose engine was heard of"
-    result = job(*flags(server, 1), ranks=1, name="second").fail(120)
-    assert f"--rl-engine-url {server.url}: {held}" in result.log
+    assert f"--rl-engine-url {server.url}: {held}" in second.fail(120).log
     engine = [sys.executable, "-m", "mindspeed_rl_plugin", "generate", "--join", address, "--secret-file", secret_file]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     same = subprocess.run([*engine, "--engine-url", server.url], env=env, capture_output=True, text=True, timeout=120)
@@ -207,8 +208,12 @@ def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server) -> No
     running.until(f"[rl] warning: {gone}")
     server.start()
     more(2)
+    running.processes[0].terminate()
+    assert running.wait(60).code != 0
+    second.start()
+    second.until(second.rollouts)
     os.killpg(server.process.pid, signal.SIGKILL)
-    result = running.wait(200)
+    result = second.wait(200)
     assert result.code != 0
     assert re.search(f"none was for 120 s .*; engines at work: 0; {gone} .*no server answers", result.log)
 

@@ -172,7 +172,8 @@ def test_a_job_whose_ranks_the_launcher_starts_again_resumes_by_itself(
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("killed", [1, 0])
-@pytest.mark.parametrize(("layout", "again"), [(LAYOUT, "static"), (APART, "static"), (LAYOUT, "c10d")])
+@pytest.mark.parametrize("layout", [LAYOUT, APART])
+@pytest.mark.parametrize("again", ["static", "c10d"])
 def test_a_rank_that_is_killed_at_its_start_is_not_waited_for(job, machines, tmp_path, layout, again, killed):
     """While it imports Megatron, so that the other one waits for it in torch, by the store of this start."""
     both = job("--train-iters", "2", *layout, ranks=1, agents=2, cold=True).dumping()
@@ -221,12 +222,13 @@ def test_one_save_has_one_job_on_all_machines(job, machines, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["sync", "streamed"])
 @pytest.mark.parametrize("how", FAILURES)
-def test_a_grader_that_fails_on_the_second_machine_ends_the_job(job, machines, tmp_path, how):
-    """Each machine grades the rows that it trains."""
+def test_a_grader_that_fails_on_the_second_machine_ends_the_job(job, machines, tmp_path, how, schedule):
+    """Each machine grades the rows that it trains; streamed, a thread does, beside generation."""
     (tmp_path / "grader.py").write_text(f"import socket\n__file__ += socket.gethostname()\n{FAILING}")
     grader = ("--rl-reward", f"{tmp_path}/grader.py:grade", "--rl-reward-timeout", "2")
-    both = running(job, machines, tmp_path, *grader)
+    both = running(job, machines, tmp_path, *grader, "--rl-schedule", schedule)
     (tmp_path / f"grader.pymachine-b.{how}").touch()
     check_stops(both, 0, "ended by an error", ENDING)
     assert both.processes[1].wait(ENDING) > 0 and FAILURES[how] in both.log_file(1).read_text()
