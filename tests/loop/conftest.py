@@ -279,28 +279,13 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Pa
     return out
 
 
-@pytest.fixture(scope="session")
-def dense_model() -> str:
-    """Flags of the model of most jobs, to make another of."""
-    return MODEL
+def given(flags: str):
+    """A fixture that is these flags."""
+    return pytest.fixture(scope="session")(lambda: flags)
 
 
-@pytest.fixture(scope="session")
-def moe_model() -> str:
-    """Flags of a model with experts, for `Job.model`."""
-    return MOE_MODEL
-
-
-@pytest.fixture(scope="session")
-def latent_model() -> str:
-    """Flags of a model with latent attention, for `Job.model`."""
-    return LATENT_MODEL
-
-
-@pytest.fixture(scope="session")
-def training_flags() -> str:
-    """Flags of training of most jobs, to make others of for `Job.train`."""
-    return TRAIN
+# For `Job.model` and `Job.train`, or to make others of.
+dense_model, moe_model, latent_model, training_flags = map(given, (MODEL, MOE_MODEL, LATENT_MODEL, TRAIN))
 
 
 def factory(request: pytest.FixtureRequest, data: Path, folder: Path) -> Iterator:
