@@ -3,6 +3,7 @@
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,10 +151,7 @@ def test_a_row_that_only_newer_weights_may_sample_is_news_of_them(lead, dock) ->
 def test_a_connection_that_broke_is_the_end_of_a_job_that_leaves(lead, dock, monkeypatch, at, leaves) -> None:
     """Though it broke without a word, at a rank that is not the first."""
 
-    def lost(*given: object, **more: object) -> None:
-        raise ConnectionError("lost the dock at rank 3")
-
-    monkeypatch.setattr(dock, at, lost)
+    monkeypatch.setattr(dock, at, Mock(side_effect=ConnectionError("lost the dock at rank 3")))
     dock.leaves = leaves
     dock.answers.release(9)
 

@@ -38,11 +38,7 @@ LATENT_MODEL = MOE_MODEL.replace("--group-query-attention --num-query-groups 2 "
     "--moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 2 --moe-router-group-topk 1 "
     "--moe-shared-expert-intermediate-size 96 --moe-router-load-balancing-type none"
 )
-TRAIN = (
-    "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --lr-decay-style constant --ckpt-format torch "
-    "--eval-interval 1000 --eval-iters 0 --log-interval 1 --seed 1 --distributed-backend gloo "
-    "--use-distributed-optimizer --tokenizer-type HuggingFaceTokenizer --save-interval 100"
-)
+TRAIN = golden.TRAIN.partition(" --tokenizer-model")[0].replace("--lr 3e-3", "--lr 1e-3")
 # Old log-probs by a pass of their own, so that a first ratio of 1 says that log-prob pass and update agree.
 GRADER = Path(__file__).with_name("signal_grader.py")
 RL = (

@@ -96,10 +96,8 @@ def test_the_rows_of_an_engine_that_hangs_go_to_another(job, joined, nothing_lef
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_engine_of_which_one_rank_stands_still_ends_and_its_rows_go_to_another(
-    job, joined, nothing_left, rank: int
-) -> None:
-    """The first decides, and the other waits for it; or the first waits for the other."""
+def test_an_engine_of_two_ranks_of_which_one_stands_still_ends(job, joined, nothing_left, rank: int) -> None:
+    """And its rows go to another one. The first decides, and the other waits for it; or it waits for the other."""
     flags = ("--rl-generators", "0", "--rl-wait-timeout", "120")
     running = job("--train-iters", "10000", *ASYNC, *flags, ranks=1).dumping().start()
     engines = joined(running)

@@ -102,9 +102,7 @@ def log_of_the_end(job, mark: Path) -> str:
 @pytest.mark.parametrize(
     "schedule", ["sync", *(pytest.param(s, marks=pytest.mark.slow) for s in ("streamed", "streamed, experts shared"))]
 )
-def test_a_failing_grader_ends_the_job_with_its_prompt(
-    job, nothing_left, arithmetic, dense_model, moe_model, tmp_path, schedule
-):
+def test_a_failing_grader_ends_the_job(job, nothing_left, arithmetic, dense_model, moe_model, tmp_path, schedule):
     """It fails on one rank: the other, which waits for it, is ended by torchrun."""
     second = (arithmetic / "prompts.jsonl").read_text().splitlines()[1]  # the first row is tried at the start
     prompt = json.loads(second)["prompt"]
@@ -123,9 +121,7 @@ def test_a_failing_grader_ends_the_job_with_its_prompt(
 
 
 @pytest.mark.slow
-def test_a_rank_that_steps_along_ends_by_its_grader_when_the_others_have_finished(
-    job, nothing_left, moe_model, tmp_path
-):
+def test_a_rank_that_steps_along_sees_a_failure_at_the_end_of_the_others(job, nothing_left, moe_model, tmp_path):
     script, grader, mark = tmp_path / "unequal.py", tmp_path / "grader.py", tmp_path / "mark"
     script.write_text(UNEQUAL.format(mark=str(mark), script=str(PRETRAIN)))
     grader.write_text(FAILS_THEN.format(mark=str(mark)))

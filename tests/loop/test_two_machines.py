@@ -22,13 +22,14 @@ LAYOUT = ("--pipeline-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-
 # The one trains, the other generates.
 APART = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
 SAVING = ("--save-interval", "1")
-TALK = Path(__file__).with_name("talk.py")
+TALK, IMPOSED = (Path(__file__).with_name(name) for name in ("talk.py", "imposed_script.py"))
 # Episodes, and evaluations beside the training.
 TURNS = "--rl-max-response-length 12 --rl-max-turn-length 3 --rl-max-turns 2 --rl-max-observation-length 4"
 TURNS += " --rl-environment-workers 1 --rl-reward environment --rl-eval-every 1 --rl-stop-token-ids"
 EPISODES = ("--rl-environment", f"{TALK}:Talk", *TURNS.split(), *map(str, range(0, 97, 2)))
 # Prompts that a rollout has begun and not trained are in each checkpoint.
 CARRIED = "--rl-schedule streamed --rl-carry-unfinished --rl-correction truncate --rl-oversample 1.5"
+CARRIED += " --rl-rollout-prompts 16 --rl-max-response-length 16 --rl-max-running 12"
 PARTIAL = tuple(CARRIED.split())
 ITERATIONS = 2
 HEARTBEAT = 30  # seconds, the shortest, with the jobs' --rl-wait-timeout 120
@@ -46,11 +47,11 @@ def numbers(job) -> dict:
     return {k: v for k, v in golden.read(job.run_dir / "metrics.jsonl").items() if k[1] <= ITERATIONS}
 
 
-def running(job, machines, tmp_path, *flags: str, again: str = "", iterations: int = 1000, ranks: int = 2):
+def running(job, machines, tmp_path, *flags: str, again: str = "", iterations: int = 1000, ranks: int = 2, **named):
     """A job of so many ranks on these machines that has trained the first iterations and goes on."""
     agents = len(machines)
     flags = ("--train-iters", str(iterations), *flags)
-    both = job(*flags, ranks=ranks // agents, agents=agents, name="both", cold=True).dumping()
+    both = job(*flags, ranks=ranks // agents, agents=agents, name="both", cold=True, **named).dumping()
     start(both, machines, tmp_path / "t", again)
     metrics, deadline = both.run_dir / "metrics.jsonl", time.monotonic() + 200
     while not (metrics.exists() and metrics.read_text().count("\n") >= ITERATIONS):
@@ -157,7 +158,8 @@ def test_a_job_whose_ranks_the_launcher_starts_again_resumes_by_itself(
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         again = "c10d"
     held_out = ("--rl-eval-data", str(arithmetic / "heldout.jsonl")) if "--rl-eval-every" in layout else ()
-    both = running(job, machines[:agents], tmp_path, *layout, *held_out, *SAVING, again=again, iterations=8)
+    named = {"script": IMPOSED} if layout == PARTIAL else {}  # else all responses end together
+    both = running(job, machines[:agents], tmp_path, *layout, *held_out, *SAVING, again=again, iterations=8, **named)
     os.kill(both.rank_pid(killed), signal.SIGKILL)
     result = both.wait(300)
     assert result.code == 0, result.log[-6000:]
@@ -167,6 +169,11 @@ def test_a_job_whose_ranks_the_launcher_starts_again_resumes_by_itself(
     assert {line["iteration"] for line in result.evaluations} == ({*range(9)} if held_out else set())
     assert result.log.count("successfully saved checkpoint from iteration       8") >= 1
     assert "resum" in result.log, "from its checkpoint, and not from the start"
+    if layout == PARTIAL:
+        whole = job("--train-iters", "8", *layout, *SAVING, ranks=1, agents=2, name="whole", cold=True, **named)
+        start(whole, machines, tmp_path / "t")
+        assert result.numbers == whole.wait(300).numbers, "of the run that nobody stops, bit by bit"
+        assert max(line.get("making/responses", 0) for line in result.metrics) > 0
 
 
 @pytest.mark.slow

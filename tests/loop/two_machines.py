@@ -120,7 +120,7 @@ def start(job, machines: tuple[Machine, Machine], temporary: Path, again: str = 
                     machine.command(words),
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    cwd=job.script.parents[1],
+                    cwd=Path(__file__).parents[2],
                     env=os.environ | more,
                     start_new_session=True,
                 )
