@@ -8,7 +8,7 @@ from megatron.training.arguments import parse_args, validate_args
 
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 
-RUN = "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-4 --distributed-backend gloo"
+RUN = "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --lr 1e-4 --distributed-backend gloo"
 
 
 def described(shape, parallel):
