@@ -28,7 +28,7 @@ class Renderer:
     """Turns rows into prompts: of training, evaluation, episodes, offers, and (`PairRenderer`) pairs.
 
     prompt_key, answer_key: fields, or with dots those inside objects, `reward_model.ground_truth`, which stay in the
-    record too; answer_key "" is data without ground truth. tools: of episodes, see `render_chat`.
+    record too; every row has both, and null is none; answer_key "" is data without ground truth. tools: of episodes, see `render_chat`.
 
     A prompt is a string, or chat messages `{"role", "content", ...}`. Without `chat_template` a string is encoded as
     `text_tokens` says, and messages are refused: any plain join would be a format no model was taught. With it a
@@ -63,9 +63,11 @@ class Renderer:
         """The prompt of row `index` of `source`; `row` numbers it over all sources."""
         fields, where = source.row(index), source.where(index)
         flags = {self._prompt_key: "--rl-prompt-key", self._answer_key: "--rl-answer-key ('' for data without answers)"}
-        if absent := {key: flag for key, flag in flags.items() if key and find(fields, key, ...) is ...}:
+        if absent := {key: flag for key, flag in flags.items() if key and find(fields, key) is None}:
             keys, set_them = " and no ".join(map(repr, absent)), " and ".join(absent.values())
-            raise ValueError(f"{where} has no field {keys}; it has {names(fields)}; set {set_them}")
+            raise ValueError(
+                f"{where} has no field {keys}; it has {names(fields)}; set {set_them}, or correct or remove the row"
+            )
         if half := HALF.search(json.dumps(fields, ensure_ascii=False, default=str)):
             found = half.string[: half.end()][-40:]
             raise ValueError(f"{where} holds half of a surrogate pair, the end of {found!r}; correct or remove the row")
@@ -180,25 +182,23 @@ def render_chat(
     return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask, **more)
 
 
-def find(fields: Mapping[str, Any], key: str, absent: Any = None) -> Any:
-    """The field `key`, or with dots the one inside: `reward_model.ground_truth`; `absent` where there is none."""
+def find(fields: Mapping[str, Any], key: str) -> Any:
+    """The field `key`, or with dots the one inside: `reward_model.ground_truth`; None where there is none."""
     if key in fields or "." not in key:
-        return fields.get(key, absent)
+        return fields.get(key)
     head, _, rest = key.partition(".")
-    return find(fields[head], rest, absent) if isinstance(fields.get(head), dict) else absent
+    return find(fields[head], rest) if isinstance(fields.get(head), dict) else None
 
 
 def names(fields: Mapping[str, Any]) -> str:
-    """The fields of a row as text, those inside objects by their dotted names."""
-    inside = ((f"{k}.{name}" for name in v) if isinstance(v, dict) else (k,) for k, v in fields.items())
-    return ", ".join(map(repr, itertools.chain.from_iterable(inside)))
+    """The fields of a row as text, those inside objects by their dotted names; which of them are null."""
+    inside = ([(f"{k}.{n}", v[n]) for n in v] if isinstance(v, dict) else [(k, v)] for k, v in fields.items())
+    return ", ".join(f"{k!r} (null)" if v is None else repr(k) for k, v in itertools.chain.from_iterable(inside))
 
 
 def _answer(value: Any, where: str) -> str:
-    """Ground truth as text: strings as they are, None as "", JSON values as JSON (42, true, [1, 2]), else `str`. Raises
-    ValueError for NaN and infinities."""
-    if value is None:
-        return ""
+    """Ground truth as text: strings as they are, JSON values as JSON (42, true, [1, 2]), else `str`. Raises ValueError
+    for NaN and infinities."""
     try:
         json_value = isinstance(value, (bool, int, float, list, dict))
         return json.dumps(value, ensure_ascii=False, allow_nan=False) if json_value else str(value)

@@ -90,7 +90,7 @@ def test_values_come_through_verbatim(stream) -> None:
         {"prompt": "a", "answer": "007"},
         {"prompt": "a", "answer": 2.5},
         {"prompt": "a", "answer": 123456789012345678901234567890},
-        {"prompt": "a", "answer": None, "x": {"y": [1, {"z": "ä"}]}},
+        {"prompt": "a", "answer": "", "x": {"y": [1, {"z": "ä"}]}},
         {"prompt": "a", "answer": [1, "x"]},
         {"prompt": "a", "answer": True},
     ]
@@ -166,6 +166,10 @@ BAD_DATA = [
     ({"a.csv": "a,b"}, "ends in '.csv'; known: .jsonl, .json, .parquet"),
     ({"a.jsonl": GOOD + '{"text": "a", "answer": "1"}'}, "line 2 has no field 'prompt'; it has 'text', 'answer'"),
     ({"a.jsonl": '{"prompt": "a", "solution": "1"}'}, "line 1 has no field 'answer'; .*set --rl-answer-key"),
+    (
+        {"a.jsonl": '{"prompt": null, "answer": null}'},
+        r"no field 'prompt' and no 'answer'; it has 'prompt' \(null\), .*, or correct or remove the row",
+    ),
     ({"a.jsonl": '{"q": "a"}'}, "'prompt' and no 'answer'; it has 'q'; set --rl-prompt-key and --rl-answer-key"),
     ({"a.jsonl": '{"prompt": "", "answer": "1"}'}, "line 1: field 'prompt' gives no tokens"),
     ({"a.jsonl": '{"prompt": 3, "answer": "1"}'}, "neither a string nor a list of messages .* but '3'"),
