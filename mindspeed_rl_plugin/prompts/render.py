@@ -28,7 +28,8 @@ class Renderer:
     """Turns rows into prompts: of training, evaluation, episodes, offers, and (`PairRenderer`) pairs.
 
     prompt_key, answer_key: fields, or with dots those inside objects, `reward_model.ground_truth`, which stay in the
-    record too; every row has both, and null is none; answer_key "" is data without ground truth. tools: of episodes, see `render_chat`.
+    record too; every row has both, and null is none; answer_key "" is data without ground truth. tools: of episodes,
+    see `render_chat`.
 
     A prompt is a string, or chat messages `{"role", "content", ...}`. Without `chat_template` a string is encoded as
     `text_tokens` says, and messages are refused: any plain join would be a format no model was taught. With it a

@@ -135,8 +135,8 @@ class RewardPool:
         self._said: set[str] = set()  # built-in graders of which a failure was taken
         self._closed = False
         self._waiting: deque[Call] = deque()
-        self._busy: dict[CallWorker, float] = {}  # that has calls in the making -> until when its time is in `_spent`
-        self._spent = (0.0, 0)  # seconds of the workers, and responses that are graded, since `take_seconds`
+        self._began: dict[Call, float] = {}  # of those in the making
+        self._spent = (0.0, 0)  # seconds of calls, and responses that are graded, since `take_seconds`
         self._batches: dict[Batch, None] = {}  # those with grades that are missing, by their ends
         self._finished: list[Batch] = []
         setup = self._specs, self._timeouts, regex, device, trust_remote_code
@@ -210,10 +210,11 @@ class RewardPool:
 
     def give_up(self) -> None:
         """Drop all batches; no call of them is left in a worker."""
-        for worker in self._busy:
-            worker.close()
-            worker.calls.clear()
-        for kept in (self._busy, self._waiting, self._batches, self._finished):
+        for worker in self._workers:
+            if worker.calls:
+                worker.close()
+                worker.calls.clear()
+        for kept in (self._began, self._waiting, self._batches, self._finished):
             kept.clear()
 
     @property
@@ -224,7 +225,7 @@ class RewardPool:
     @property
     def wanted(self) -> int:
         """How many further responses keep the workers busy: who shares responses with other pools takes no more."""
-        together = [TOGETHER if k.asynchronous and not k.batch else 1 for k in self._kinds]
+        together = [1 if k.batch else _together(k) for k in self._kinds]
         waiting = sum(1 / together[call.grader] for call in self._waiting)
         return max(0, math.ceil((len(self._workers) - waiting) * min(together)))
 
@@ -232,12 +233,18 @@ class RewardPool:
         """How many further responses, in groups of `members`, are graded in time, though each call takes all of its
         time, and costs its process."""
         costs = [timeout + self._loading for timeout in self._timeouts]
-        shares = [members if k.batch else TOGETHER if k.asynchronous else 1 for k in self._kinds]
+        shares = [members if k.batch else _together(k) for k in self._kinds]
         left = self._limit - sum(costs) * (3 if self._batches else 1)  # others are before them, and may wait once
         return max(0, int(len(self._workers) * left / sum(c / share for c, share in zip(costs, shares, strict=True))))
 
+    @property
+    def together(self) -> int:
+        """Most calls in the making in a worker, of the grader that allows the fewest."""
+        return min(map(_together, self._kinds))
+
     def take_seconds(self) -> float | None:
-        """Seconds that a response took a worker, mean of those graded since the last call; None where none was."""
+        """Seconds of a response's calls, added, mean of those graded since the last call of this; None where none was.
+        A call of a group is shared among its responses."""
         (seconds, responses), self._spent = self._spent, (0.0, 0)
         return seconds / responses if responses else None
 
@@ -293,16 +300,14 @@ class RewardPool:
             wait_for(self._workers, min(end, first.end))
             if time.monotonic() >= first.end:
                 raise RewardError(self._too_late(first))
-            for worker in [*self._busy]:
-                if over := worker.answers():
-                    now = time.monotonic()
-                    self._spent = self._spent[0] + now - self._busy.pop(worker), self._spent[1]
-                    self._busy |= {worker: now} if worker.calls else {}
-                    for call, outcomes in over:
-                        if isinstance(outcomes, int):
-                            self._waiting.appendleft(replace(call, most=outcomes))
-                        else:
-                            self._record(call, outcomes)
+            for worker in self._workers:
+                for call, outcomes in worker.answers():
+                    took = time.monotonic() - self._began.pop(call)
+                    if isinstance(outcomes, int):
+                        self._waiting.appendleft(replace(call, most=outcomes))
+                    else:
+                        self._spent = self._spent[0] + took, self._spent[1]
+                        self._record(call, outcomes)
         except BaseException:
             self.give_up()
             raise
@@ -312,14 +317,14 @@ class RewardPool:
         call = worker.next_of(self._waiting, self._most)
         if call is not None:
             self._waiting.remove(call)
-            self._busy.setdefault(worker, time.monotonic())
+            self._began[call] = time.monotonic()
             grace = GRACE if self._kinds[call.grader].asynchronous else 0.0
             texts = [batch.texts[i] for batch, i in call.items]
             worker.make(call, (call.grader, texts), self._timeouts[call.grader], grace, self._most(call))
         return call is not None
 
     def _most(self, call: Call) -> int:
-        return call.most if self._kinds[call.grader].asynchronous else 1
+        return min(call.most, _together(self._kinds[call.grader]))
 
     def _record(self, call: Call, outcomes: Sequence[Outcome] | str) -> None:
         if isinstance(outcomes, str):
@@ -333,7 +338,7 @@ class RewardPool:
                 self._finished.append(batch)
 
     def _too_late(self, batch: Batch) -> str:
-        calls = (*(call for worker in self._busy for call, _, _ in worker.calls.values()), *self._waiting)
+        calls = (*self._began, *self._waiting)
         left = [(call.grader, index) for call in calls for whose, index in call.items if whose is batch]
         grader, index = left[0]
         return (
@@ -343,6 +348,11 @@ class RewardPool:
             "raise it, add --rl-reward-workers, or lower --rl-reward-timeout "
             f"{' '.join(f'{t:g}' for t in dict.fromkeys(self._timeouts))})"
         )
+
+
+def _together(kind: Kind) -> int:
+    """Most calls of a grader that are in the making in a worker."""
+    return TOGETHER if kind.asynchronous else 1
 
 
 def _shortened(text: str, limit: int = 160) -> str:

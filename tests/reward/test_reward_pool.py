@@ -178,9 +178,10 @@ def test_a_slow_batch_holds_no_other_up() -> None:
         assert [g.total for g in slow.grades()] == [1.5, 0.0]
 
 
-def test_the_time_of_a_response_is_that_of_a_worker() -> None:
-    """However many work at once, and whatever the batch waits for."""
-    with closing(RewardPool([own("nap")], workers=2)) as pool:
+@pytest.mark.parametrize("grader", ["nap", "async_sleep"])
+def test_the_time_of_a_response_is_that_of_its_calls(grader: str) -> None:
+    """However many are made at once, and whatever the batch waits for."""
+    with closing(RewardPool([own(grader)], workers=2)) as pool:
         begin = time.monotonic()
         pool.grade(items("0.2", "0.2", "0.2", "0.6"))
         assert 0.3 <= pool.take_seconds() < time.monotonic() - begin, "not 0.6 s, the time of the batch"

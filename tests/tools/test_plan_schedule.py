@@ -25,12 +25,12 @@ def script(folder, more=""):
     return path
 
 
-def run_of(folder):
-    """Three counted rollouts of a colocated run on two ranks: 8 s of generation, 1 of grading, 3 of update."""
-    setup = Setup(Arithmetic(8, 8, 64, 1, 1, 2, 2, 5), "sync", graders=4, limit=512)
-    seconds = {"generate": 8.0, "reward": 1.0, "update": 3.0, "reshard": 0.5, "iteration": 12.5}
+def run_of(folder, grading=1.0, call=1.0 * 4 / 64, together=1):
+    """Three counted rollouts of a colocated run on two ranks: 8 s of generation, `grading` of grading, 3 of update."""
+    setup = Setup(Arithmetic(8, 8, 64, 1, 1, 2, 2, 5), "sync", graders=4, together=together, limit=512)
+    seconds = {"generate": 8.0, "reward": grading, "update": 3.0, "reshard": 0.5, "iteration": 11.5 + grading}
     line = {"response/length_mean": 200.0, "response/length_max": 512.0, "tokens_per_second_total": 64 * 216 / 12.5}
-    line |= {"reward/worker_seconds": 1.0 * 4 / 64} | {f"seconds/{name}": value for name, value in seconds.items()}
+    line |= {"reward/call_seconds": call} | {f"seconds/{name}": value for name, value in seconds.items()}
     folder.mkdir()
     lines = [json.dumps({"kind": "train", "iteration": n + 1, **line}) + "\n" for n in range(5)]
     (folder / "metrics.jsonl").write_text("".join(lines))
@@ -102,9 +102,20 @@ def test_a_run_gives_the_costs_and_the_table_an_advice(tmp_path, capsys):
     assert float(sync[1]) == pytest.approx(12.5, rel=0.03)
 
 
+@pytest.mark.parametrize(("together", "said"), [(64, "{:.2f}\n"), (1, "{:.2f}: IT MISSES THIS RUN, ")])
+def test_calls_at_once_are_modelled_and_a_model_that_misses_a_run_says_so(tmp_path, capsys, together, said):
+    """64 responses whose calls take 2 s: together 2 s, one after the other in each of four workers 32 s."""
+    folder = run_of(tmp_path / "rl", grading=2.0, call=2.0, together=together)
+    assert plan.main(["--schedule", "--from", str(folder)]) == 0
+    out = capsys.readouterr().out
+    sync = next(line.split() for line in out.splitlines() if line.startswith("sync"))
+    assert f"measured 13.50 s an iteration, sync; by this model {said.format(float(sync[1]))}" in out
+    assert f"a grading call takes 2 s, {4 * together} at once" in out
+
+
 def test_a_script_with_the_flags_of_the_run_has_its_table(tmp_path, capsys):
-    """How long prompts are, no flag says."""
-    folder = run_of(tmp_path / "rl")
+    """How long prompts are, and how many calls are made at once, no flag says."""
+    folder = run_of(tmp_path / "rl", call=2.0, together=64)
     flags = "--nproc_per_node 2 -m mindspeed_rl_plugin pretrain_gpt.py --global-batch-size 64 --micro-batch-size 1"
     flags += " --rl-algorithm grpo --rl-prompt-data x --rl-reward math --rl-max-response-length 512"
     flags += " --rl-rollout-prompts 8 --rl-samples-per-prompt 8 --rl-reward-workers 2"
@@ -181,7 +192,7 @@ def test_a_run_that_tells_nothing_of_decode_steps_and_one_whose_engines_change(t
     (folder / "metrics.jsonl").write_text("".join(lines))
     assert plan.main(["--schedule", "--from", str(folder), "--step-ms", "30"]) == 0
     assert f"note    {folder} had 2 to 3 engines at work; taken: 2" in (said := capsys.readouterr().out)
-    assert f"note    {folder} measured " in said and " s an iteration, async\n" in said
+    assert f"note    {folder} measured " in said and " s an iteration, async; by this model " in said
     assert "--reshard-s 0, " in said and "--step-ms" not in said
 
 

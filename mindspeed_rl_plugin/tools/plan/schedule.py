@@ -43,6 +43,7 @@ ROWS = 100  # of a file whose prompts are rendered
 PROMPTS = f"mean {{}} tokens, of at most the first {ROWS} rows of each file of --rl-prompt-data"
 MOST = 8  # numbers of generators that are tried, spread over those that divide
 WORTH = 1.02  # gain below which the simpler schedule is advised
+MISS = 1.25  # factor between the model and a run beyond which its advice is doubted
 TAIL, FILL = 0.8, 0.4  # assumed lengths: sigma of the lognormal, mean over the limit
 HEAD = ("schedule", "generators", "s an iteration", "speed (sync = 1)", "trainers starved", "engines starved")
 HEAD += ("back-pressure", "waiting for a version", "lag")
@@ -81,11 +82,13 @@ def report(options: argparse.Namespace) -> list[str]:
         raise ValueError("give a launch script with RL flags, or a run of yours by --from RUN_DIR")
     from_data = not runs and options.prompt_tokens is None
     setup = script_setup(options.script, prompts=from_data) if options.script else runs[0].setup
-    of_run = {"prompt_tokens": runs[0].setup.prompt_tokens} if runs else {}  # which a script does not say
+    unsaid = ("prompt_tokens", "together")  # by a script
+    of_run = {name: getattr(runs[0].setup, name) for name in unsaid} if runs else {}
     by_hand = {"prompt_tokens": options.prompt_tokens, "staleness": options.staleness}
     setup = replace(setup, **of_run | {name: value for name, value in by_hand.items() if value is not None})
     costs, notes, assumed = _costs(options, runs)
     responses, lengths, assumed_too = _responses(options, setup, runs)
+    notes += _compared(options.runs, runs, costs, responses)
     if from_data and not setup.prompt_tokens:
         assumed_too["prompt_tokens"] = setup.prompt_tokens
     setups = list(candidates(setup, options.world or setup.world, options.node))
@@ -243,7 +246,7 @@ def _costs(options: argparse.Namespace, runs: Sequence[fit.Observed]) -> tuple[C
         f"        a rollout {costs.rollout:.2g} s, reshard {costs.reshard:.2g} s, publish {costs.publish:.2g} s, pull "
         f"{costs.pull:.2g} s, apply {costs.apply:.2g} s",
     ]
-    return costs, [*lines, *_changes(options, runs)], assumed
+    return costs, lines, assumed
 
 
 def _by_hand(name: str, value: float) -> dict[str, float]:
@@ -261,10 +264,17 @@ def _in_use(name: str, costs: Costs) -> float:
     return getattr(costs, cost) * (1e3 if unit == "ms" else 1)
 
 
-def _changes(options: argparse.Namespace, runs: Sequence[fit.Observed]) -> Iterator[str]:
-    """What runs measured, and those that are not as the model takes them."""
-    for folder, run in zip(options.runs, runs, strict=True):
-        yield f"note    {folder} measured {run.iteration:.2f} s an iteration, {run.setup.schedule}"
+def _compared(
+    folders: Sequence[Path], runs: Sequence[fit.Observed], costs: Costs, responses: Responses
+) -> Iterator[str]:
+    """What runs measured and the model makes of them, and those that are not as it takes them."""
+    for folder, run in zip(folders, runs, strict=True):
+        model = simulate(run.setup, costs, replace(run.responses, grading=responses.grading)).iteration
+        off = max(model, run.iteration) / max(min(model, run.iteration), 1e-9)
+        yield (
+            f"note    {folder} measured {run.iteration:.2f} s an iteration, {run.setup.schedule}; by this model "
+            f"{model:.2f}" + (": IT MISSES THIS RUN, so its advice may be wrong" if off > MISS else "")
+        )
         low, high = run.engines
         if low < high:
             yield f"note    {folder} had {low} to {high} engines at work; taken: {run.setup.sizes.engines}"
@@ -274,9 +284,9 @@ def _responses(
     options: argparse.Namespace, setup: Setup, runs: Sequence[fit.Observed]
 ) -> tuple[Responses, str, dict[str, float]]:
     """What responses are like, a line about that, and what of it is assumed, by its options."""
-    measured = [seconds for run in runs if (seconds := run.mean("reward/worker_seconds")) is not None]
+    measured = [seconds for run in runs if (seconds := run.mean("reward/call_seconds")) is not None]
     grade = options.grade_s if options.grade_s is not None else (max(measured) if measured else 0.0)
-    grading = f"; a grading call takes {grade:.2g} s, {setup.graders} at once"
+    grading = f"; a grading call takes {grade:.2g} s, {setup.grading} at once"
     by_hand = options.response_tokens is not None or options.tail is not None
     assumed = {} if measured or options.grade_s is not None else {"grade_s": 0.0}
     if runs and not by_hand:

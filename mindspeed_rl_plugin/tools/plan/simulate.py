@@ -186,7 +186,7 @@ class _Colocated(_Job):
         return graded
 
     def _streamed(self, ends: Mapping[SampleId, float]) -> float:
-        graders = Graders(self.setup.graders)
+        graders = Graders(self.setup.grading)
         notice = self.costs.notice
         return max(graders.grade(end + notice, self._grading()) for end in sorted(ends.values())) + notice
 
@@ -198,7 +198,7 @@ class _Colocated(_Job):
         for rank in range(ranks):
             mine = self.plan.ids(g for g, part in zip(groups, parts, strict=True) if part == rank)
             ready = max([done[rank // self.setup.engine_ranks], *(ends[i] for i in mine)])
-            graders = Graders(max(self.setup.graders // ranks, 1))
+            graders = Graders(max(self.setup.grading // ranks, 1))
             result = max([result, ready, *(graders.grade(ready, self._grading()) for _ in mine)])
         return result
 
@@ -290,7 +290,7 @@ class _Apart(_Job):
     def __init__(self, setup: Setup, costs: Costs, responses: Responses, rollouts: int) -> None:
         super().__init__(setup, costs, responses, rollouts)
         sizes = setup.sizes
-        self.clock, self.graders = Clock(), Graders(setup.graders)
+        self.clock, self.graders = Clock(), Graders(setup.grading)
         self.admission = Admission(sizes.prompts, setup.staleness, rollouts)
         self.longest = LongestFirst(max(sizes.global_batch // sizes.members, 1))
         self.announced = -1
