@@ -21,7 +21,7 @@ _UNITS_AND_TEXTS = {
     "reward/mean": ("", "mean reward of the rollout's samples, weighted sum of the graders"),
     "reward/std": ("", "sample standard deviation of the rewards over the whole rollout"),
     "reward/overlong": ("", "mean length penalty (--rl-overlong-buffer), at most 0; not in reward/mean"),
-    "reward/call_seconds": ("s", "grading calls of a response, added (one of a group is shared); the first rank's mean"),
+    "reward/call_seconds": ("s", "grading calls of a response, added (one of a group is shared), on the first rank"),
     "reward/errors": ("samples", "samples whose grader failed or ran out of time, of all sampled groups"),
     "groups/solved": ("share", "groups whose responses are all solved"),
     "groups/unsolved": ("share", "groups without any solved response"),

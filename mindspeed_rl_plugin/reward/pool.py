@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError, open
 from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 from mindspeed_rl_plugin.reward.worker import Kind
 from mindspeed_rl_plugin.workers.calls import CallWorker, load_all
-from mindspeed_rl_plugin.workers.process import SHARE_OF_WAIT, Program, wait_for
+from mindspeed_rl_plugin.workers.process import LATE, SHARE_OF_WAIT, Program, wait_for
 
 if TYPE_CHECKING:
     from mindspeed_rl_plugin.rows import Prompt
@@ -61,7 +61,8 @@ class Batch:
         if error is None:
             self._parts[index][grader] = value
             return
-        text = f"reward {self._names[grader]!r} {error}\n  {self.place(index)}"
+        limit = " (--rl-reward-timeout)" if error.startswith(LATE) else ""
+        text = f"reward {self._names[grader]!r} {error}{limit}\n  {self.place(index)}"
         text += "\n  (the grade is 0, and reward/errors counts it)" * (self._on_error[grader] == "zero")
         self.failures.setdefault(self._names[grader], text)
         self._errors[index].append(text)

@@ -126,5 +126,6 @@ class FailureLog:
         """failures: of each rank, by grader; show: whether this rank prints."""
         for name, text in (pair for part in failures for pair in part.items()):
             if name not in self.said and show:
-                print(f"[rl] warning: a grader failed, for the first time in {self.what}: {text}", flush=True)
+                warning = f"warning: a grader failed, for the first time in {self.what}: {text}"
+                print("\n".join(f"[rl] {line}" for line in warning.splitlines()), flush=True)
             self.said.add(name)

@@ -11,6 +11,7 @@ import json
 import os
 import select
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from itertools import dropwhile
@@ -69,7 +70,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # its text names the file without the folder
         line = (error.text or "").strip()
         head = f"raised {type(error).__name__}: {error.msg} in {error.filename}, line {error.lineno}: {line}"
-    return "\n".join([head, *("  " + line.rstrip() for line in traceback.format_list(frames[-FRAMES:]))])
+    return "\n".join([head, textwrap.indent("".join(traceback.format_list(frames[-FRAMES:])), "  ")]).rstrip()
 
 
 def why_not_loaded(error: str) -> str:

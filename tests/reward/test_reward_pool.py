@@ -126,7 +126,7 @@ FAILURES = [
     ("loop", "longer than 1.2 s", 1.2),
     ("sleep", "longer than 1.7 s", 1.7),
     ("stubborn", "longer than 1.2 s", 1.2),
-    ("async_wait", "ran longer than 1.2 s and was cancelled", 1.2),
+    ("async_wait", "ran longer than 1.2 s and was cancelled (--rl-reward-timeout)", 1.2),
     ("async_block", "longer than 1.2 s", 1.2),
     ("crash", "exited with code 7", 5),
 ]
