@@ -6,6 +6,7 @@ torchrun's own summary, the last lines of a job.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
