@@ -118,14 +118,14 @@ def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: b
     secret_file = folder / "secret"
     address = job.dock.exchange.invite(secret_file, own_address(), json.dumps(about))
     on_ray = schedule.who_generates if schedule.who_generates.engines else None
+    has_some = ranks or on_ray or schedule.engine_url
     if strict:
         say(f"programs may observe: address {address}, secret file {secret_file}")
     else:
-        has_some = ranks or on_ray or schedule.engine_url
         what = "engines may join" if has_some else "this job has no engine yet, and waits for one to join"
         say(f"{what}: {sys.executable} -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
-        if not has_some:
-            say(f"the job waits for an engine at most {job.ranks.deadline:g} s (--rl-wait-timeout)")
+    whom = "its engines, which start now," if has_some else "an engine"
+    say(f"the job waits for {whom} at most {job.ranks.deadline:g} s (--rl-wait-timeout)")
     if not job.topology.leader:
         return None
     if ranks:

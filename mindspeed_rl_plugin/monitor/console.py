@@ -51,7 +51,7 @@ _PARTS = (
     (("pull {:.2f}s", "weights/pull_seconds"), ("pause {:.2f}s", "weights/pause_seconds")),
     (("{:6,.0f} tok/s", "tokens_per_second"),),
     (("{}", "stages"),),
-    (("grader errors {:.0f}", "errors"),),
+    (("grader errors {:.0f}", "errors"), ("dropped {:.2f} of the groups", "dropped")),
 )
 
 
@@ -83,9 +83,8 @@ def _derived(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         out["lag"] = f"{metrics['lag/mean']:.2f}/{metrics['lag/token_mean']:.2f}"
         # Elsewhere Δlogp says it, of all tokens.
         out |= {"mismatch": short_float(metrics["rollout/kl"])} if "rollout/kl" in metrics else {}
-    if metrics.get("reward/errors"):
-        out["errors"] = metrics["reward/errors"]
-    return out
+    named = {"errors": "reward/errors", "dropped": "groups/dropped"}
+    return out | {name: metrics[metric] for name, metric in named.items() if metrics.get(metric)}
 
 
 def eval_line(iteration: int, metrics: Mapping[str, float], total: int | None = None) -> str:

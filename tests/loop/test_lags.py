@@ -65,7 +65,7 @@ def test_who_joins_and_who_leaves_is_said_once(capsys) -> None:
 
 
 @pytest.mark.parametrize(("generators", "has_some"), [("0", False), ("2", True), ("ray:1", True)])
-def test_a_job_without_engines_says_how_long_it_waits_for_one(capsys, generators: str, has_some: bool) -> None:
+def test_a_job_says_how_long_it_waits_for_engines(capsys, generators: str, has_some: bool) -> None:
     exchange = SimpleNamespace(invite=lambda secret_file, host, about: "here:1")
     job = SimpleNamespace(
         monitor=SimpleNamespace(run_dir="/run"),
@@ -78,7 +78,8 @@ def test_a_job_without_engines_says_how_long_it_waits_for_one(capsys, generators
     assert build_async._invite(job, {}, schedule, strict=False) is None
     first, *more = capsys.readouterr().out.splitlines()
     assert first.startswith("[rl] engines may join: ") == has_some and "--join here:1 --secret-file /run/sec" in first
-    assert more == ([] if has_some else ["[rl] the job waits for an engine at most 90 s (--rl-wait-timeout)"])
+    whom = "its engines, which start now," if has_some else "an engine"
+    assert more == [f"[rl] the job waits for {whom} at most 90 s (--rl-wait-timeout)"]
 
 
 def test_their_number_is_there_in_each_rollout_and_shares_where_they_have_reported(capsys) -> None:

@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("script", nargs="?", type=Path, help="launch script (bash) with the RL flags; default: those of the run")
     add("--from", dest="runs", action="append", type=Path, default=[], metavar="RUN_DIR", help="a run to take costs "
-        "from (SAVE/rl), best of --rl-schedule sync; several times: all of them")  # fmt: skip
+        "from (SAVE/rl), best of --rl-schedule sync; for several give --from A --from B")  # fmt: skip
     add("--world", type=int, help="ranks in all (default: those of the script or run)")
     add("--node", type=int, default=8, help="ranks of a machine (default: %(default)s)")
     add("--staleness", type=int, help="--rl-max-staleness (default: that of the script or run)")
@@ -97,7 +97,7 @@ def report(options: argparse.Namespace) -> list[str]:
     sizes = setup.sizes
     return [
         f"run     {options.world or setup.world} ranks; a rollout has {sizes.prompts} prompts x {sizes.members} "
-        f"responses and {sizes.steps} optimizer steps; async with k = {setup.staleness}, {setup.order} order",
+        f"responses and {sizes.steps} optimizer steps; async would have k = {setup.staleness}, {setup.order} order",
         f"lengths {lengths}",
         *([f"prompts {PROMPTS.format(setup.prompt_tokens)}"] if from_data and setup.prompt_tokens else ()),
         *notes,
