@@ -15,6 +15,8 @@ def grade(prompt, response):
 async def score(response):
     await asyncio.sleep(0.1)
     return len(response) % 3 / 2
+def fails(response):
+    return 1 / (sum(map(ord, response)) % 8)
 async def longest(responses):
     await asyncio.sleep(0.1)
     return [float(len(r) == max(map(len, responses))) for r in responses]
@@ -28,9 +30,9 @@ CASES = {  # graders, flags, and the schedule at the start and after the resume
         TWO_RANKS,
         ("streamed", "streamed"),
     ),
-    "responses are graded, two engines, filtration": (
-        ("grade", "score=0.5"),
-        ("--rl-filtration", "best-random"),
+    "responses are graded, some of which fail, two engines, filtration": (
+        ("grade", "score=0.5", "fails=0.1"),
+        ("--rl-filtration", "best-random", "--rl-reward-on-error", "zero"),
         ("sync", "streamed"),
     ),
     "two engines that share experts": (
@@ -58,6 +60,7 @@ def test_all_numbers_are_those_of_sync(job, arithmetic, tmp_path, dense_model, m
     assert "training resumes from" in streamed.log
     assert len({line["weights/digest"] for line in sync.metrics if "weights/digest" in line}) > 1
     assert streamed.numbers == sync.numbers
+    assert any(line.get("reward/errors") for line in streamed.metrics) == ("fail" in case)
 
 
 @pytest.mark.slow
