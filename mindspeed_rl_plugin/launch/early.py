@@ -62,18 +62,26 @@ def check_flags() -> None:
 
 
 def check_rows() -> None:
-    """Check that each JSON file of prompts, but for large ones, can be read and has rows. After the import of torch,
-    before Megatron; not Parquet and saved datasets, whose readers import what MindSpeed must patch first."""
+    """Check that each JSON file of prompts, but for large ones, can be read and has rows with their fields; pairs may
+    lack them. After the import of torch, before Megatron; not Parquet and saved datasets, whose readers import what
+    MindSpeed must patch first."""
     if _args is None or not rl_enabled(_args) or _generates(config := RLConfig.from_args(_args)):
         return
+    from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
+    from mindspeed_rl_plugin.prompts.render import check_fields
     from mindspeed_rl_plugin.prompts.sources import open_source
+
+    pairs, data = learns_from_pairs(config.algorithm.algorithm), config.data
+    keys = ("", "") if pairs else (data.prompt_key, data.answer_key)
 
     def problems() -> Iterator[str]:
         for path in dict.fromkeys((*config.data.prompt_data, *config.monitor.eval_data)):
             try:
                 is_json = path.endswith((".json", ".jsonl")) and os.path.isfile(path)
                 if is_json and os.path.getsize(path) < CHECKED_BYTES:
-                    open_source(path).row(0)
+                    source = open_source(path)
+                    for row in range(len(source)):
+                        check_fields(source.row(row), source.where(row), *keys)
             except ValueError as error:
                 yield str(error)
 

@@ -46,6 +46,7 @@ REFUSED = {
     "--rl-eval-data b.jsonl": "--rl-eval-data b.jsonl: no such file or directory",
     "--rl-prompt-data empty.jsonl": "prompt data 'empty.jsonl' is empty",
     "--rl-eval-data broken.json": "broken.json is not JSON",
+    "--rl-answer-key solution": "a.jsonl line 1 has no field 'solution'; it has ",
     "--rl-reward guess": "reward 'guess' is unknown",
     "--rl-reward own.py:score.x": "'score.x' is no name of a function",
     "--rl-reward-timeout 5 5": "2 time limits (5 5) for 1 rewards",
