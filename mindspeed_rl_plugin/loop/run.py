@@ -97,7 +97,7 @@ class Run:
             self._restored = None  # the dock's rows are in it
         dump_dir, job = self.inputs.config.monitor.dump_dir, self.loop.job
         if dump_dir and job.topology.leader:
-            prepare_dumps(dump_dir, job.monitor.run_dir, job.plan.epoch, start.kind == "resume")
+            prepare_dumps(dump_dir, job.monitor.run_dir, start.iteration, start.kind == "resume")
 
     def train_iterator(self) -> Any:
         """What stands in for the pretraining iterator: nothing, for `train_step` brings the rows of its step."""

@@ -35,7 +35,8 @@ def dump_rollout(
     graders: Sequence[str] = (),
     own: Sequence[str] = (),
 ) -> Path:
-    """Write the rows of one rollout to `rollout-{epoch:06d}.parquet`, by their latest epoch, and return its path.
+    """Write the rows of one rollout to `rollout-{iteration - 1:06d}.parquet`, and return its path. (Two rollouts may
+    have groups of the same epochs.)
 
     Columns used: prompt, meta, tokens, loss_mask, reward, reward_parts, finish, version, segments, advantages, and the
     others of `TOKEN_COLUMNS` where they are there. decode: token ids to text. iteration: the training iteration that
@@ -47,7 +48,7 @@ def dump_rollout(
     table = _table(rows, decode, iteration, graders)
     for name in own:
         table = table.append_column(name, _plain(rows[name]))
-    path = dump_file(dump_dir, max(i.epoch for i in rows.ids))
+    path = dump_file(dump_dir, iteration - 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, lambda p: pq.write_table(table, p, compression="zstd"))
     return path
@@ -74,9 +75,10 @@ def read_rollout(path: str | os.PathLike[str]) -> Rows:
     return Rows(ids, out | {name: torch.tensor(columns[name].to_numpy()) for name in ("reward", "version")})
 
 
-def discard_dumps_after(dump_dir: str | os.PathLike[str], epoch: int) -> int:
-    """Remove the dumps of rollouts later than `epoch`, which a resumed run makes again; returns how many there were."""
-    late = [path for e, path in dump_files(dump_dir).items() if e > epoch]
+def discard_dumps_after(dump_dir: str | os.PathLike[str], done: int) -> int:
+    """Remove the dumps of rollouts that a run makes again which is resumed after `done` iterations; returns how many
+    there were."""
+    late = [path for before, path in dump_files(dump_dir).items() if before >= done]
     for path in late:
         path.unlink()
     return len(late)

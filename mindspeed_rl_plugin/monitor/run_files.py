@@ -14,7 +14,7 @@ A run directory holds
     events-apart.jsonl     one object per line: {"iteration", "process", "stage", "start", "end"}, of engines that are
                            no ranks; of the process WEIGHTS, PUBLISHED and a version where these went out
 
-and, where a dump directory is set, `rollout-{epoch:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run
+and, where a dump directory is set, `rollout-{done:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run
 that wrote them by its directory and its id in run.json. No torch in here: the report reads a run without it.
 """
 
@@ -50,13 +50,13 @@ def event_files(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
     return _numbered(run_dir, r"events-rank(\d+)\.jsonl")
 
 
-def dump_file(dump_dir: str | os.PathLike[str], epoch: int) -> Path:
-    """Where the rollout `epoch` is dumped."""
-    return Path(dump_dir) / f"rollout-{epoch:06d}.parquet"
+def dump_file(dump_dir: str | os.PathLike[str], done: int) -> Path:
+    """Where the rollout that is trained after `done` iterations is dumped."""
+    return Path(dump_dir) / f"rollout-{done:06d}.parquet"
 
 
 def dump_files(dump_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """Epoch -> dump, in epoch order; empty where the directory does not exist."""
+    """Iterations before it -> dump, in order; empty where the directory does not exist."""
     return _numbered(dump_dir, r"rollout-(\d+)\.parquet") if Path(dump_dir).is_dir() else {}
 
 

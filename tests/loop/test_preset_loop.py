@@ -36,7 +36,7 @@ def test_a_preset_runs_end_to_end(job, preset):
     assert ("kl/ref" in first) == (preset in ("rloo", "reinforce++"))
     assert ("seconds/logp_ref" in first) == (preset in ("rloo", "reinforce++"))
 
-    rows = pq.read_table(run.save / "dump" / "rollout-000001.parquet").to_pylist()
+    rows = pq.read_table(run.save / "dump" / "rollout-000002.parquet").to_pylist()
     advantages = [[a for a in row["advantages"] if a] for row in rows]
     if preset == "reinforce++":
         # KL in the reward of each token: with a policy that has moved, tokens of a response differ.

@@ -58,19 +58,22 @@ def test_half_a_surrogate_pair_and_no_response(rows_builder, tmp_path):
     assert table["response_tokens"].to_pylist() == [[]] and table["advantage"].to_pylist() == [0.0]
 
 
-def test_a_rollout_of_several_epochs_is_named_by_the_last(rows_builder, tmp_path):
+def test_rollouts_of_the_same_epochs_have_a_dump_each(rows_builder, tmp_path):
+    """As carried groups make them, and asynchronous ones."""
     rows = rows_builder(2, 0.5)
     mixed = Rows((SampleId(1, 9, 9), *rows.ids[1:]), rows.columns)
-    path = dump_rollout(tmp_path, mixed, decode, iteration=3)
-    assert path.name == "rollout-000002.parquet" and read_rollout(path).ids == mixed.ids
+    first, second = (dump_rollout(tmp_path, r, decode, iteration=i) for r, i in ((mixed, 3), (rows, 4)))
+    assert first.name == "rollout-000002.parquet" and read_rollout(first).ids == mixed.ids
+    assert read_rollout(second).ids == rows.ids
 
 
-def test_dumps_later_than_the_resumed_rollout_go(rows_builder, tmp_path):
-    for epoch in (0, 1, 2, 10):
-        dump_rollout(tmp_path, rows_builder(epoch, 0.5, groups=1), decode, iteration=1)
-    assert list(dump_files(tmp_path)) == [0, 1, 2, 10]
-    assert discard_dumps_after(tmp_path, 1) == 2
-    assert list(dump_files(tmp_path)) == [0, 1]
+def test_dumps_later_than_the_resumed_iteration_go(rows_builder, tmp_path):
+    """A rollout of several steps is dumped at its first."""
+    for iteration in (1, 3, 5, 13):
+        dump_rollout(tmp_path, rows_builder(iteration, 0.5, groups=1), decode, iteration=iteration)
+    assert list(dump_files(tmp_path)) == [0, 2, 4, 12]
+    assert discard_dumps_after(tmp_path, 4) == 2
+    assert list(dump_files(tmp_path)) == [0, 2]
     assert discard_dumps_after(tmp_path / "absent", 1) == 0
 
 

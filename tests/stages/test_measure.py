@@ -243,13 +243,13 @@ def test_every_metric_of_the_update_has_its_line_in_the_register():
 def test_dumps_carry_the_name_of_their_run_and_an_earlier_start_is_set_aside(tmp_path):
     run, dumps = tmp_path / "rl", tmp_path / "dumps"
     run.mkdir()
-    measure.prepare_dumps(dumps, run, -1, resumed=False)
-    for epoch in (0, 1):
-        dump_file(dumps, epoch).write_bytes(b"")
+    measure.prepare_dumps(dumps, run, 0, resumed=False)
+    for done in (0, 1):
+        dump_file(dumps, done).write_bytes(b"")
     check_dumps(dumps, run, resumed=True)
     with pytest.raises(ValueError, match="of another run"):
         check_dumps(dumps, tmp_path / "other", resumed=False)
-    measure.prepare_dumps(dumps, run, 0, resumed=True)
+    measure.prepare_dumps(dumps, run, 1, resumed=True)
     assert list(dump_files(dumps)) == [0]
-    measure.prepare_dumps(dumps, run, -1, resumed=False)
+    measure.prepare_dumps(dumps, run, 0, resumed=False)
     assert list(dump_files(dumps)) == [] and (dumps / "rollout-000000.parquet.old").exists()

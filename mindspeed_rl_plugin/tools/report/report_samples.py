@@ -23,8 +23,8 @@ MESSAGE_SIZE = 64  # characters that a message takes in the page besides its tex
 def find_dumps(
     run_dir: str | os.PathLike[str], run: dict[str, Any], dump_dir: str | os.PathLike[str] | None
 ) -> tuple[dict[int, Path], list[Path]]:
-    """Epoch -> dump, and their folder, or the folders where none is: `dump_dir` where given, else where run.json says,
-    then in or under the run directory. Raises ValueError where the given directory does not exist."""
+    """Iterations before it -> dump, and their folder, or the folders where none is: `dump_dir` where given, else where
+    run.json says, then in or under the run directory. Raises ValueError where the given directory does not exist."""
     if dump_dir is not None and not Path(dump_dir).is_dir():
         raise ValueError(f"--dump-dir {dump_dir} is not a directory; give the --rl-dump-dir of the run")
     recorded = [Path(run["dump_dir"])] if run.get("dump_dir") else []
@@ -51,8 +51,9 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
     graders: list[str] = []
     try:
         total = sum(pq.read_metadata(p).num_rows for p in dumps.values())
-        for epoch, take in _plan(dumps, limit).items():
-            file = pq.ParquetFile(dumps[epoch])
+        plan = _plan(dumps, limit)
+        for done, take in plan.items():
+            file = pq.ParquetFile(dumps[done])
             graders = json.loads((file.schema_arrow.metadata or {}).get(b"graders", b"[]"))
             table = file.read([c for c in COLUMNS if c in file.schema_arrow.names]).slice(0, take)
             rows += [_row(record, prompts, text_limit) for record in table.to_pylist()]
@@ -65,25 +66,26 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
         "graders": graders,
         "total": total,
         "rollouts": len(dumps),
-        "rollouts_shown": len({r[0] for r in rows}),
+        "rollouts_shown": len(plan),
     }
 
 
 def _plan(dumps: dict[int, Path], limit: int) -> dict[int, int]:
-    """Epoch -> leading rows to take: whole groups, evenly spaced rollouts, the first and the last among them."""
+    """Iterations before a rollout -> leading rows to take: whole groups, evenly spaced rollouts, the first and the last
+    among them."""
     import pyarrow.parquet as pq
 
-    epochs = list(dumps)
-    if not epochs or limit < 1:
+    rollouts = list(dumps)
+    if not rollouts or limit < 1:
         return {}
     names = ["epoch", "group"]  # a rollout may hold groups of several epochs
-    groups = pq.read_table(dumps[epochs[-1]], columns=names)
+    groups = pq.read_table(dumps[rollouts[-1]], columns=names)
     size = max(1, len(groups) // max(1, len(groups.group_by(names).aggregate([]))))
-    count = min(len(epochs), max(1, limit // size))
-    spread = (epochs[round(k * (len(epochs) - 1) / (count - 1))] for k in range(count))
-    chosen = list(spread) if count > 1 else epochs[-1:]
+    count = min(len(rollouts), max(1, limit // size))
+    spread = (rollouts[round(k * (len(rollouts) - 1) / (count - 1))] for k in range(count))
+    chosen = list(spread) if count > 1 else rollouts[-1:]
     take = max(1, limit // len(chosen) // size) * size
-    return {epoch: min(take, limit) for epoch in chosen}
+    return {done: min(take, limit) for done in chosen}
 
 
 def _row(record: dict[str, Any], prompts: dict[str, int], text_limit: int) -> list[Any]:
