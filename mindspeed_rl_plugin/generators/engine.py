@@ -1,4 +1,5 @@
-"""An engine that works for a job: built as the job says, on the ranks of the default group, until the job leaves."""
+"""An engine that works for a job until that leaves: built as the job says, on the ranks of the default group, or a
+server of the user's own, vLLM's, to which this process brings prompts, and takes its responses back."""
 
 from __future__ import annotations
 
@@ -13,13 +14,17 @@ from mindspeed_rl_plugin.dock.joining import here
 from mindspeed_rl_plugin.engine.engine_sizes import kv_cache_problems
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.protocol import Engine
+from mindspeed_rl_plugin.engine.server_api import Server, check_served
+from mindspeed_rl_plugin.engine.server_engine import ServerEngine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env, say
 from mindspeed_rl_plugin.generators.description import Description, job_of, welcome
 from mindspeed_rl_plugin.generators.lead import LEASE_SECONDS, Lead
 from mindspeed_rl_plugin.generators.pulling import puller_of
+from mindspeed_rl_plugin.generators.server_weights import ServerWeights
 from mindspeed_rl_plugin.generators.service import Service
 from mindspeed_rl_plugin.generators.team import Team
+from mindspeed_rl_plugin.invitation import read_secret
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 from mindspeed_rl_plugin.reshard.layout import EngineParallel
 
@@ -86,3 +91,49 @@ def sized(options: VllmOptions, ranks: int) -> VllmOptions:
             f"the engine by torchrun with --nproc-per-node {options.expert_parallel}"
         )
     return options
+
+
+def serve_at(
+    url: str,
+    address: str,
+    secret_file: str,
+    leaving: threading.Event,
+    max_running: int | None = None,
+    tokenizer: str | None = None,
+) -> None:
+    """Generate by the server at `url` for the job at `address` until it leaves. Alone in the default group.
+
+    leaving: set where the engine is to leave; max_running: most responses at once, None for the job's; tokenizer: its
+    directory here, where the job has episodes, None for the job's. Raises ValueError where the server cannot, with the
+    mend, and what `Server` raises where it fails.
+    """
+    who = f"server at {url}"
+    with closing(Dock.join(address, secret_file, lease_seconds=LEASE_SECONDS, who=who)) as dock:
+        job = job_of(dock)
+        say(welcome(dock, job, address))
+        tokenizer = tokenizer_here(job, url, tokenizer)
+        server = Server(url, job.deadline)
+        workers = server.check()
+        check_served(url, workers[0], job.engine, bool(job.sampling.stop))
+        slots = min(max_running or job.engine.max_running, workers[0].max_running)
+        engine = ServerEngine(server, job.engine.eos_token_ids, workers[0].seeds or job.engine.request_seeds)
+        machines = [worker.machine for worker in workers]
+        with closing(ServerWeights(server, address, read_secret(secret_file), machines, engine.lose)) as weights:
+            say(f"the {who} generates, up to {slots} responses at once")
+            team = Team(job.deadline)
+            over = with_episodes(engine, job, tokenizer, team)
+            Service(over, weights, job, team, Lead(dock, job, slots, 1, None, leaving)).run()
+            over.shutdown()
+
+
+def tokenizer_here(job: Description, url: str, given: str | None) -> str | None:
+    """The directory of the tokenizer by which this process renders episodes, None without. Raises ValueError."""
+    if job.episodes is None:
+        if given is not None:
+            raise ValueError(
+                f"--tokenizer {given}: the server at {url} has its own, and only episodes need one here; leave it out"
+            )
+        return None
+    path = given or job.episodes.tokenizer
+    job.check_tokenizer(path)
+    return path

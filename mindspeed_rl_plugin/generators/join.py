@@ -61,8 +61,7 @@ def _generate(options: argparse.Namespace, leaving: threading.Event) -> None:
     # Only now: they take seconds.
     import torch.distributed as dist
 
-    from mindspeed_rl_plugin.generators.at_url import serve_at
-    from mindspeed_rl_plugin.generators.engine import serve
+    from mindspeed_rl_plugin.generators.engine import serve, serve_at
     from mindspeed_rl_plugin.generators.ranks import begin, init_group, store
 
     begin()

@@ -14,7 +14,6 @@ from mindspeed_rl_plugin.dock.messages import Announced
 from mindspeed_rl_plugin.generators.beside import Beside
 from mindspeed_rl_plugin.generators.choice import Bound, Work
 from mindspeed_rl_plugin.generators.description import Description
-from mindspeed_rl_plugin.generators.spans import Spans
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows, requests_of
 
@@ -23,6 +22,10 @@ LEASE_SECONDS = 86400.0  # an engine that is gone is known by its connection, an
 REPORT_SECONDS = 0.5  # between two reports of what was counted
 ROWS_SECONDS = 0.25  # that an engine without rows waits for some at a time
 EMPTY_SECONDS = 0.02  # before it asks again where all rows are done
+Span = tuple[str, float, float]  # what, and from when to when, seconds since 1970
+GAP_SECONDS = 0.02  # between two spans of a kind that are one
+LONGEST_SECONDS = 4.0  # of one that goes on, before it is told
+MOST = 2000  # spans that are kept until they are told; then the oldest are lost
 
 
 @dataclass(frozen=True)
@@ -250,3 +253,39 @@ class Lead:
         else:
             self.announced = self.dock.exchange.news(self.announced.number, LOOK_SECONDS)
         self.spend("version", began)
+
+
+class Spans:
+    """When an engine did what, for the job's timeline: few spans, of which neighbours of one kind are one. Filled by
+    the threads of an engine, emptied by its reports."""
+
+    def __init__(self) -> None:
+        self._since_epoch = time.time() - time.monotonic()
+        self._lock = threading.Lock()
+        self._going: dict[str, tuple[float, float]] = {}  # what -> the last of its kind, which may go on
+        self._over: deque[Span] = deque(maxlen=MOST)
+
+    def add(self, what: str, began: float, ended: float) -> None:
+        """A span by the clock of `time.monotonic`."""
+        with self._lock:
+            first, last = self._going.get(what, (began, began))
+            if began - last > GAP_SECONDS:
+                self._end(what)
+                first = began
+            self._going[what] = first, ended
+            if ended - first > LONGEST_SECONDS:
+                self._end(what)
+
+    def take(self, now: float) -> list[Span]:
+        """Those that are over, which are taken away."""
+        with self._lock:
+            for what in [what for what, (_, last) in self._going.items() if now - last > GAP_SECONDS]:
+                self._end(what)
+            taken = list(self._over)
+            self._over.clear()
+        return taken
+
+    def _end(self, what: str) -> None:
+        if what in self._going:
+            first, last = self._going.pop(what)
+            self._over.append((what, first + self._since_epoch, last + self._since_epoch))

@@ -35,7 +35,7 @@ from mindspeed_rl_plugin.loop.schedules.partial import PartialSchedule
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.topology import Topology
-from mindspeed_rl_plugin.monitor import settings
+from mindspeed_rl_plugin.monitor import run_files
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import Pair
 from mindspeed_rl_plugin.ranks import Collectives
@@ -165,8 +165,8 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
             "algorithm": inputs.config.algorithm.algorithm,
             "parts": describe(inputs.algorithm),
             "flags": inputs.flags,
-            "arguments": settings.arguments(inputs.args),
-            "versions": settings.versions(),
+            "arguments": run_files.arguments(inputs.args),
+            "versions": run_files.versions(),
             "device": device.kind,
             "held_out": len(inputs.held_out or ()),
             "first_prompt": inputs.tokenizer.decode(list(first.prompt if isinstance(first, Pair) else first.tokens)),

@@ -6,14 +6,14 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
 from mindspeed_rl_plugin.environment import keep, keep_in, say
 from mindspeed_rl_plugin.monitor.console import LEGEND, ProgressBar, eval_line, iteration_line, write_line
-from mindspeed_rl_plugin.monitor.learning import LearningWatch
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.monitor.run_files import (
     APART_FILE,
@@ -34,6 +34,9 @@ TAG = "rl/"
 TEXT = 4000  # characters that are kept of a prompt or response of an evaluation
 EVALUATED = TAG + "eval/iteration"  # the axis of evaluations in W&B, whose own steps only grow
 DOCK_FILE = "dock-rank{rank}.jsonl"
+PAGE = "docs/when-something-goes-wrong.md#it-runs-but-does-not-learn"
+LATEST, IDLE = 10, 8  # rollouts that are looked at, and how many of them without a group that differs are too many
+FAR = 0.5  # nats per token that a policy may move from one iteration to the next
 
 
 class Monitor:
@@ -201,3 +204,29 @@ class Monitor:
 def _value(value: Any) -> Metric:
     """A text, or a Python int or float; one-element tensors and numpy scalars are read out."""
     return value if isinstance(value, (int, str)) else float(value)
+
+
+class LearningWatch:
+    """What the metrics say of a run that learns nothing, or in too large steps; each is said once.
+
+    Sees the metrics of one iteration after the other. compares: whether the algorithm compares the responses of a
+    prompt, so that a group of equal rewards teaches nothing."""
+
+    def __init__(self, compares: bool) -> None:
+        self._idle: deque[bool] | None = deque(maxlen=LATEST) if compares else None  # None: said, or not looked for
+        self._kl, self._far = None, False
+
+    def remarks(self, metrics: Mapping[str, Metric]) -> Iterator[str]:
+        if self._idle is not None and "groups/informative" in metrics:  # the first iteration of a rollout
+            self._idle.append(metrics["groups/informative"] == 0)
+            if (idle := sum(self._idle)) >= IDLE:
+                seen, self._idle = len(self._idle), None
+                yield (
+                    f"in {idle} of the last {seen} rollouts all responses of each prompt got one reward (differ 0, "
+                    f"solved {metrics['groups/solved']:.2f}): nothing is learned from them; {PAGE}"
+                )
+        before, self._kl = self._kl, metrics.get("kl/ref", self._kl)
+        moved = max(0.0 if before is None else self._kl - before, metrics.get("kl/old", 0.0))
+        if moved > FAR and not self._far:
+            self._far = True
+            yield f"the policy moved by {moved:.2g} nats per token at once (more than {FAR:g}); lower --lr: {PAGE}"

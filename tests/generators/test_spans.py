@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mindspeed_rl_plugin.generators.spans import LONGEST_SECONDS, MOST, Spans
+from mindspeed_rl_plugin.generators.lead import LONGEST_SECONDS, MOST, Spans
 
 
 def test_neighbours_of_a_kind_are_one_and_what_goes_on_is_not_told():
