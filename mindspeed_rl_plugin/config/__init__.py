@@ -7,9 +7,10 @@ here changes a value that the user gave. A preset (`--rl-algorithm`) fills only 
 
 from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig
 from mindspeed_rl_plugin.config.flag import as_given, flag_name
-from mindspeed_rl_plugin.config.parser import add_flags, flag_names
 from mindspeed_rl_plugin.config.rl_config import (
     RLConfig,
+    add_flags,
+    flag_names,
     given_flags,
     limit_problems,
     rl_enabled,

@@ -11,8 +11,7 @@ import textwrap
 from collections.abc import Iterator
 
 from mindspeed_rl_plugin.config import flag_name
-from mindspeed_rl_plugin.config.parser import help_text
-from mindspeed_rl_plugin.config.rl_config import group_types
+from mindspeed_rl_plugin.config.rl_config import group_types, help_text
 
 WIDTH = 100
 _ESCAPED = str.maketrans({sign: f"\\{sign}" for sign in "[|"})  # in Markdown

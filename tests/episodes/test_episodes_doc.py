@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.config.parser import add_flags
+from mindspeed_rl_plugin.config.rl_config import add_flags
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import Reply, ToolCall, Turn
 from mindspeed_rl_plugin.episodes.tools import read_calls
