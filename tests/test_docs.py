@@ -55,3 +55,8 @@ def test_what_is_not_there_is_seen(tmp_path):
     assert broken_links(page) == ["#no-heading", "gone.md"]
     page.write_text("`tests/run.sh` `stages/table.py` `stages/gone.py`")
     assert missing_files(page) == ["stages/gone.py"]
+
+
+def test_the_example_of_the_dock_runs() -> None:
+    text = (ROOT / "docs" / "dock.md").read_text()
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], {})

@@ -11,7 +11,7 @@ import torch
 from mindspeed_rl_plugin.dock import Gone, Lease, Ragged, Rows, SampleId
 from mindspeed_rl_plugin.dock.messages import Announced
 from mindspeed_rl_plugin.generators import lead as lead_module
-from mindspeed_rl_plugin.generators.lead import Lead, Turn
+from mindspeed_rl_plugin.generators.lead import LONGEST_SECONDS, MOST, Lead, Spans, Turn
 from mindspeed_rl_plugin.rows import Completion, Sampling
 
 IDS = [SampleId(0, group, 0) for group in range(3)]
@@ -240,3 +240,26 @@ def test_a_strict_share_that_does_not_come_ends_the_engine_in_time(dock) -> None
     lead.job.deadline = 0.3
     with pytest.raises(TimeoutError, match=r"5 of 6 prompts of rollout 3 did not come within 0\.3 s"):
         lead.next()
+
+
+def test_neighbours_of_a_kind_are_one_and_what_goes_on_is_not_told():
+    spans = Spans()
+    for first in (100.0, 100.2, 100.4):
+        spans.add("generate", first, first + 0.195)
+    spans.add("pull", 100.1, 100.3)  # beside it
+    spans.add("generate", 101.0, 101.2)
+    offset = time.time() - time.monotonic()
+    told = {(what, round(begin - offset, 3), round(end - offset, 3)) for what, begin, end in spans.take(101.21)}
+    assert told == {("generate", 100.0, 100.595), ("pull", 100.1, 100.3)}
+    assert [what for what, *_ in spans.take(101.3)] == ["generate"] and spans.take(200) == []
+
+
+def test_spans_are_bounded():
+    spans = Spans()
+    spans.add("generate", 0.0, LONGEST_SECONDS + 1)
+    assert len(spans.take(LONGEST_SECONDS + 1)) == 1, "a long one is told while it goes on"
+    for k in range(MOST + 10):
+        spans.add("pull", float(k), k + 0.5)
+    told = spans.take(1e9)
+    assert len(told) == MOST
+    assert told[-1][2] - told[0][2] == pytest.approx(MOST - 1)

@@ -1,8 +1,10 @@
-"""GRPO end to end: layouts, context parallel ranks, several agents."""
+"""GRPO end to end: layouts, context parallel ranks, several agents, filtration, micro-batches by tokens, a
+tokenizer with code of its own."""
 
 from pathlib import Path
 
 import pytest
+from own_tokenizer import write
 
 STAND_IN = Path(__file__).parents[1] / "update" / "ranks"
 OVERLAP = ("--overlap-param-gather", "--overlap-grad-reduce")
@@ -67,3 +69,72 @@ def test_two_agents_train_as_one(job):
     two = job(*common, name="two", ranks=1, agents=2).run()
     same = ("loss", "reward/mean", "entropy", "grad_norm", "kl/ref")
     assert [[line[k] for k in same] for line in one.metrics] == [[line[k] for k in same] for line in two.metrics]
+
+
+FILTERED = {
+    "pf-ppo": ("--rl-algorithm", "pf-ppo"),
+    "grpo-pow": ("--rl-filtration", "pow"),
+    "grpo-whole-batch": ("--rl-filtration", "best-random", "--rl-filtration-whole-batch"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FILTERED)
+def test_what_was_drawn_is_trained_and_nothing_else(job, case):
+    """Two optimizer steps per rollout: each trains as many responses as it has, some of them more than once."""
+    lines = job(*FILTERED[case], "--train-iters", "2", "--rl-rollout-prompts", "8", "--lr", "3e-3").run().metrics
+    first, second = lines
+    assert first["trained/sequences"] == second["trained/sequences"] == 16
+    assert 0 < first["filtration/distinct"] < 1 and first["ratio/mean"] == first["ratio/max"] == 1.0
+    assert second["ratio/max"] > 1.0 and all(line["grad_norm"] > 1e-3 for line in lines)
+    if case == "grpo-pow":
+        assert first["filtration/reward_mean"] > first["reward/mean"], "large rewards are sampled more often"
+
+
+BUDGET = ("--rl-max-tokens-per-microbatch", "48")
+BUDGETED = {
+    "DP2": (),
+    "DP2-packed": ("--rl-pack-sequences",),
+    "TP2-packed": ("--rl-pack-sequences", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "PPO-packed": ("--rl-pack-sequences", "--rl-algorithm", "ppo", "--rl-critic-lr", "1e-3"),
+    "PP2-packed": ("--rl-pack-sequences", "--pipeline-model-parallel-size", "2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", BUDGETED)
+def test_a_step_by_tokens_is_the_step_by_rows(job, layout):
+    common = ("--train-iters", "3", "--rl-rollout-prompts", "8", "--lr", "3e-3")
+    rows = job(*common, *BUDGETED[layout][1:], name="rows").run().metrics
+    run = job(*common, *BUDGET, *BUDGETED[layout], "--save-interval", "1", name="tokens")
+    run.stop_at(1)
+    result = run.run()  # goes on in the middle of the first rollout
+    result.check_log_probs()
+    tokens = result.metrics
+    assert [line["iteration"] for line in tokens] == [1, 2, 3]
+    for line in (tokens[0], tokens[2]):
+        assert line["ratio/mean"] == line["ratio/max"] == 1.0 and line["clip_fraction"] == line["kl/old"] == 0.0
+    assert tokens[1]["ratio/max"] > 1.0
+    for name in ("loss", "grad_norm", "entropy", "trained/tokens", "reward/mean", "lr"):
+        assert tokens[0][name] == pytest.approx(rows[0][name], rel=1e-4, abs=1e-7), name
+
+
+ASYNC = "--rl-schedule async --rl-generators 1 --rl-async-order strict --rl-correction truncate --rl-max-staleness 0"
+NUMBERS = ("loss", "grad_norm", "reward/mean", "response/length_mean", "entropy")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["", ASYNC])
+def test_a_tokenizer_of_its_own_code_trains_as_the_one_with_the_same_tokens(job, schedule, tmp_path, monkeypatch):
+    """In trainers, in the engine, which needs it for --rl-stop, and in one apart. Without the flag it is refused."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    flags = ["--train-iters", "2", "--rl-stop", "7", *schedule.split()]
+    own = ["--rl-tokenizer", str(write(tmp_path / "own"))]
+    plain = job(*flags, name="plain").run()
+    result = job(*flags, *own, "--rl-trust-remote-code", name="own").run()
+    one, other = ([[line[name] for name in NUMBERS] for line in run.metrics] for run in (plain, result))
+    assert one == other and len(one) == 2
+    if not schedule:
+        result = job(*flags, *own, name="refused").fail(120)
+        assert "code of its own (own_tokens.OwnTokenizer), which is not run" in result.log

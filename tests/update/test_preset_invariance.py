@@ -116,7 +116,7 @@ def test_every_preset_by_tokens_and_packed(assert_same, run_cases, layouts):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_preset_takes_the_same_step_in_every_layout(assert_same, layouts, variant):
     want = layouts["micro-batch 1"][variant]
-    tokens = 21 if variant == "pf-ppo" else 38
+    tokens = 18 if variant == "pf-ppo" else 29  # without the holes of conftest.py
     assert want["grad_norm"] > 1e-3 and want["metrics"]["trained/tokens"] == tokens
     for layout, steps in layouts.items():
         assert_same(steps[variant], want, layout)
