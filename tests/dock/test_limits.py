@@ -1,14 +1,18 @@
-"""How much a dock must hold: the longest rollout there may be, refused before anything runs."""
+"""How much a dock must hold: the longest rollout there may be, refused before anything runs; what a process outside of
+the job remembers of epochs."""
 
 import bisect
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from dock_help import Maker, ids
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Limits, Ragged, Rows, SampleId, StateSpec
+from mindspeed_rl_plugin.dock.calls import KEPT, Epochs
+from mindspeed_rl_plugin.dock.messages import Grant
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),
@@ -130,3 +134,34 @@ def test_text_that_a_state_writes_counts_as_long_as_it_is(make_one: Maker) -> No
     dock.clear(0, [0])
     dock.put(puts[1])
     assert house.taken()["bytes"] == row + GROUP
+
+
+def grant(*epochs: int) -> Grant:
+    """The first row of each epoch, of 4 groups x 2 members, all in warehouse 1."""
+    ids = np.array([(epoch, 0, 0) for epoch in epochs], np.int64)
+    empty = Grant.empty(1)
+    return Grant(
+        1, ids, np.full(len(ids), 1, np.int32), empty.segment, empty.offset, empty.length, [(e, 4, 2) for e in epochs]
+    )
+
+
+def test_epochs_that_are_learned_do_not_grow_without_bound() -> None:
+    """The oldest are forgotten, which reads like a cleared one, and come back with a lease."""
+    epochs = Epochs(None)
+    for number in range(3 * KEPT):
+        epochs.learn(grant(number))
+    assert list(epochs.known) == list(range(2 * KEPT, 3 * KEPT))
+    assert list(epochs.owned("read", np.array([(3 * KEPT - 1, 0, 0)]))) == [(3 * KEPT - 1, 1)]
+    old = np.array([(5, 0, 0)])
+    assert epochs.cleared("read", old).all() and not epochs.owned("commit", old)
+    epochs.learn(grant(5))
+    assert list(epochs.owned("commit", old)) == [(5, 1)] and len(epochs.known) == KEPT
+    with pytest.raises(ValueError, match="epoch 9999 was not opened"):
+        epochs.opened("read", 9999)
+
+
+def test_what_one_lease_brings_is_all_known() -> None:
+    epochs = Epochs(None)
+    epochs.learn(grant(*range(KEPT)))
+    epochs.learn(grant(0, *range(KEPT, 2 * KEPT)))
+    assert {0, *range(KEPT, 2 * KEPT)} == epochs.known.keys()

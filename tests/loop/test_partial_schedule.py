@@ -1,4 +1,4 @@
-"""A round of partial rollouts, with stages by hand."""
+"""A round of partial rollouts, with stages by hand; prompts whose responses were long come first."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -7,9 +7,10 @@ import pytest
 
 from mindspeed_rl_plugin.loop.schedules import partial
 from mindspeed_rl_plugin.loop.schedules.colocated import SyncSchedule
+from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.schedules.making import Making
 from mindspeed_rl_plugin.loop.schedules.partial import PartialSchedule
-from mindspeed_rl_plugin.rows import Completion, SampleId
+from mindspeed_rl_plugin.rows import Completion, Prompt, SampleId
 
 PROMPTS, MEMBERS, MOST = 2, 2, 5
 
@@ -98,3 +99,26 @@ def test_what_is_dropped_is_counted_whether_it_was_finished_or_not(monkeypatch) 
 def test_what_is_begun_comes_back_from_a_checkpoint_whole() -> None:
     begun = Completion(SampleId(3, 1, 0), (5, 6, 7), (-0.1, -0.2, -0.3), "abort", ((0, 4), (2, 5)))
     assert partial._unpacked(partial._packed(begun)) == begun
+
+
+def prompts(*rows: int) -> list[Prompt]:
+    return [Prompt(tokens=(1, 2, 3), text="", answer="", row=row, record={}) for row in rows]
+
+
+def test_longest_first_within_a_step_and_unknown_ones_as_the_mean():
+    order = LongestFirst(step=3)
+    rows = lambda epoch, *given: [p.row for p in order.order(epoch, prompts(*given))]  # noqa: E731
+    assert rows(0, 0, 1, 2, 3, 4, 5) == [0, 1, 2, 3, 4, 5], "nothing is known"
+    order.finished({(0, 0): (13, 13), (0, 1): (43, 83), (0, 2): (3 + 30, 3 + 30), (0, 4): (3, 203)})
+    # Means without the prompt: 10, 60, 30, 100; of all 50.
+    assert rows(1, 0, 1, 2, 3, 4, 5) == [1, 2, 0, 4, 3, 5]
+    assert rows(2, 9, 4, 0, 1) == [4, 9, 0, 1], "the last step is a short one"
+    order.finished({(2, 0): (3,), (7, 0): (99,)})  # (2, 0) is row 4 now; the other one is of a former start
+    assert rows(3, 3, 4, 9) == [3, 9, 4]
+
+
+def test_where_a_step_trains_on_a_part_of_a_group_prompts_stay_in_their_order():
+    order = LongestFirst(step=0)
+    assert [p.row for p in order.order(0, prompts(0, 1))] == [0, 1]
+    order.finished({(0, 0): (4,), (0, 1): (9,)})
+    assert [p.row for p in order.order(1, prompts(0, 1))] == [0, 1]

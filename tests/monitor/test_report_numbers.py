@@ -86,12 +86,8 @@ def test_lanes_are_labelled_as_the_log_calls_generators_and_by_number_the_engine
 
 def test_samples_are_whole_groups_of_evenly_spread_rollouts(rows_builder, tmp_path):
     for epoch in range(10):
-        dump_rollout(
-            tmp_path,
-            rows_builder(epoch, 0.5, groups=6, members=4),
-            lambda t: "".join(map(chr, t)),
-            iteration=epoch + 1,
-        )
+        rows = rows_builder(epoch, 0.5, groups=6, members=4)
+        dump_rollout(tmp_path, rows, lambda t: "".join(map(chr, t)), iteration=epoch + 1)
     got = sample_data(dump_files(tmp_path), limit=40)
     assert (got["total"], got["rollouts"], got["rollouts_shown"], len(got["rows"])) == (240, 10, 10, 40)
     for epoch in range(10):
