@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.monitor.monitor import Monitor
 
 BLOCK = 32 << 10
 SLOW = Path(__file__).with_name("slow_grader.py")
-ASYNC = "--rl-schedule async --rl-generators 1 --rl-correction truncate --rl-reward-workers 6 --rl-reward-timeout 60"
+ASYNC = "--rl-schedule async --rl-generators 1 --rl-correction truncate --rl-reward-workers 6"
 
 
 @pytest.mark.slow
@@ -24,7 +24,7 @@ def test_trackers_get_every_number(schedule, job, tmp_path, monkeypatch):
     (tmp_path / "late.jsonl").write_text('{"prompt": "1+1=", "answer": "late"}\n' * 2)
     where = ("--wandb-project", "rl", "--wandb-exp-name", "grpo", "--wandb-save-dir", str(tmp_path))
     board = ("--tensorboard-dir", str(tmp_path / "board"))
-    data = ("--rl-eval-data", f"{tmp_path}/late.jsonl", "--rl-reward", f"{SLOW}:grade")
+    data = ("--rl-eval-data", f"{tmp_path}/late.jsonl", "--rl-reward", f"{SLOW}:grade", "--rl-reward-timeout", "60")
     result = job("--train-iters", "4", "--rl-eval-every", "2", *where, *board, *data, *schedule.split()).run()
     check_wandb(tmp_path, result.metrics, result.evaluations)
     check_board(tmp_path / "board", result.metrics, result.evaluations)
