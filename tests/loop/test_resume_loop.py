@@ -81,7 +81,7 @@ def check_rollouts(run, result, epochs: int) -> list[dict]:
     for path in dumps:
         rows = pq.read_table(path).to_pylist()
         assert len(rows) == 4 * ROLLOUT and all(int(row["prompt"].split("*")[0]) % 2 for row in rows)
-        assert path.stem == f"rollout-{max(row['epoch'] for row in rows):06d}"
+        assert {row["iteration"] - 1 for row in rows} == {int(path.stem.removeprefix("rollout-"))}
         trained += sorted({(row["epoch"], row["group"]) for row in rows})
     assert len(set(trained)) == len(trained) and trained == sorted(trained), "each group once, oldest first"
     return rollouts
