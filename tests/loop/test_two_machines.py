@@ -119,8 +119,9 @@ def test_a_generator_and_a_trainer_on_a_machine_each_end_together(job, machines,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [2, 3])
-def test_a_rank_of_an_engine_of_two_that_stands_still_ends_the_job(job, machines, tmp_path, stopped):
-    """Two trainers on the one machine, one engine on the other: all three other ranks name it."""
+def test_a_stopped_rank(job, machines, tmp_path, stopped):
+    """Of an engine of two. Two trainers on the one machine, the engine on the other: all other ranks name it. The name
+    is short, as vLLM's sockets lie in the test's folder."""
     both = running(job, machines, tmp_path, *APART, "--rl-generators", "2", "--rl-generate-tp", "2", ranks=4)
     os.kill(both.rank_pid(stopped), signal.SIGSTOP)
     log = both.wait(HEARTBEAT + 2 * ENDING).log  # the second agent kills it after 30 s
