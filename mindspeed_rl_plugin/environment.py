@@ -92,12 +92,12 @@ def environment_apart() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ranks and not k.startswith(ours)}
 
 
-def say(line: str) -> None:
-    """Print a line on the job's first rank, as far as stdout can."""
+def say(text: str) -> None:
+    """Print a text on the job's first rank, each of its lines marked, as far as stdout can."""
     if launch_env()["rank"] == 0:
-        encoding = sys.stdout.encoding or "utf-8"
-        print(f"[rl] {line}".encode(encoding, "backslashreplace").decode(encoding), flush=True)
-        keep(f"[rl] {line}")
+        encoding, marked = sys.stdout.encoding or "utf-8", "\n".join(f"[rl] {line}" for line in text.splitlines())
+        print(marked.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        keep(marked)
 
 
 def keep(line: str) -> None:

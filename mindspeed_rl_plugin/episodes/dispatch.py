@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
 from mindspeed_rl_plugin.episodes.tools import Answer
 from mindspeed_rl_plugin.workers.calls import CallWorker
-from mindspeed_rl_plugin.workers.process import wait_for
+from mindspeed_rl_plugin.workers.process import LATE, wait_for
 
 GRACE = 0.5  # seconds beyond which an asynchronous call that should have been cancelled is stuck
 MOST = 256  # coroutines in the making in a process
@@ -227,7 +227,7 @@ class Dispatcher:
         home, why, seconds = call.home, answer, time.monotonic() - call.began
         unmade = home is not None and home.known < len(home.asked)
         if isinstance(answer, Answer):
-            why, seconds = f"ran longer than {self._timeout:g} s and was cancelled", answer.seconds
+            why, seconds = f"{LATE} {self._timeout:g} s and was cancelled", answer.seconds
             if home is not None:
                 self.close_home(home)
         return Lost(f"{why} when it was replayed" if unmade else why, seconds, unmade)

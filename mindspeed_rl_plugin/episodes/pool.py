@@ -34,7 +34,7 @@ from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.specs import locate
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.calls import CallWorker, load_all
-from mindspeed_rl_plugin.workers.process import Program
+from mindspeed_rl_plugin.workers.process import LATE, Program
 
 KILL_SECONDS = 5.0  # in which the keeper of a worker kills all that a user's code has started
 SERVES = Program(
@@ -299,7 +299,8 @@ class EnvironmentPool:
         else:
             assert self._environment is not None
             name = call.message[2] if kind == "method" else kind
-            self._reply(opened, f"failed: {self._environment.name}.{name} {_readable(error)}")
+            limit = " (--rl-environment-timeout)" if str(error).startswith(LATE) else ""
+            self._reply(opened, f"failed: {self._environment.name}.{name} {_readable(error)}{limit}")
             return
         self._go_on(opened)
 

@@ -119,4 +119,5 @@ def _row(data: Any) -> dict[str, Any]:
     """prompt: text to read; verifiers renders its own from `verifiers`."""
     text = data.prompt_text or data.description or data.name or f"task {data.idx}"
     fields = data.model_dump(mode="json", exclude_defaults=True)
-    return {"prompt": text, "answer": fields.get("answer", ""), ROW: fields}
+    answer = fields.get("answer")
+    return {"prompt": text, "answer": "" if answer is None else answer, ROW: fields}

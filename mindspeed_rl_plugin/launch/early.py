@@ -26,7 +26,8 @@ from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 
 ALGORITHM = "--rl-algorithm"
 ALIKE = 0.75  # of a flag that is ours but for its spelling, by `difflib`
-CHECKED_BYTES = 16 << 20  # of a file of prompts; a larger one is read once, later
+CHECKED_BYTES = 16 << 20  # of files of prompts; those beyond are read once, later
+OURS = re.compile(r"\brl_[a-z]")  # a flag of ours by its name in Python
 # Imports make two million objects that stay, and no cycle worth collecting: by Python's own thresholds a sixth of the
 # time from the launch to the first iteration is the collector's (benchmarks/startup.py).
 THRESHOLDS = (100_000, 50, 100)
@@ -62,26 +63,29 @@ def check_flags() -> None:
 
 
 def check_rows() -> None:
-    """Check that each JSON file of prompts, but for large ones, can be read and has rows with their fields; pairs may
-    lack them. After the import of torch, before Megatron; not Parquet and saved datasets, whose readers import what
-    MindSpeed must patch first."""
-    if _args is None or not rl_enabled(_args) or _generates(config := RLConfig.from_args(_args)):
+    """Check that JSON files of prompts, but for large ones, can be read and have rows with their fields; pairs may lack
+    them. After the import of torch, before Megatron; not Parquet and saved datasets, whose readers import what
+    MindSpeed must patch first, and nothing where the script itself names flags of ours."""
+    if _args is None or not rl_enabled(_args) or not _reads(config := RLConfig.from_args(_args)):
+        return
+    if OURS.search(_text(Path(sys.argv[0]))):
         return
     from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
-    from mindspeed_rl_plugin.prompts.render import check_fields
+    from mindspeed_rl_plugin.prompts.render import check_keys
     from mindspeed_rl_plugin.prompts.sources import open_source
 
     pairs, data = learns_from_pairs(config.algorithm.algorithm), config.data
     keys = ("", "") if pairs else (data.prompt_key, data.answer_key)
 
     def problems() -> Iterator[str]:
-        for path in dict.fromkeys((*config.data.prompt_data, *config.monitor.eval_data)):
+        left = CHECKED_BYTES
+        for path in dict.fromkeys((*data.prompt_data, *config.monitor.eval_data)):
             try:
                 is_json = path.endswith((".json", ".jsonl")) and os.path.isfile(path)
-                if is_json and os.path.getsize(path) < CHECKED_BYTES:
+                if is_json and (left := left - os.path.getsize(path)) > 0:
                     source = open_source(path)
                     for row in range(len(source)):
-                        check_fields(source.row(row), source.where(row), *keys)
+                        check_keys(source.row(row), source.where(row), *keys)
             except ValueError as error:
                 yield str(error)
 
@@ -145,10 +149,14 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _generates(config: RLConfig) -> bool:
-    """Whether this rank will be a generator, which reads no prompts and no graders."""
-    env = launch_env()
-    return config.schedule.apart and env["rank"] >= env["world_size"] - config.schedule.generator_ranks
+def _reads(config: RLConfig) -> bool:
+    """Whether this rank reads files of prompts, which are there by now: no generator does, and a script that changes
+    directory, or names one of them, may look elsewhere or write it first."""
+    env, script = launch_env(), _text(Path(sys.argv[0]))
+    if config.schedule.apart and env["rank"] >= env["world_size"] - config.schedule.generator_ranks:
+        return False
+    names = map(os.path.basename, (*config.data.prompt_data, *config.monitor.eval_data))
+    return "chdir" not in script and not any(name in script for name in names)
 
 
 def _end_if(problems: Iterable[str]) -> None:
@@ -164,9 +172,8 @@ def _end_if(problems: Iterable[str]) -> None:
 def _problems(args: Any, config: RLConfig) -> Iterator[str]:
     yield from limit_problems(*vars(config).values())
     yield from lengths(args, config)
-    script, names = _text(Path(sys.argv[0])), map(os.path.basename, config.data.prompt_data)
-    if _generates(config) or "chdir" in script or any(name in script for name in names):
-        return  # the files may be elsewhere, or not written yet
+    if not _reads(config):
+        return
     yield from prompt_data(args, config)
     if config.graders:
         yield from rewards(args, config)

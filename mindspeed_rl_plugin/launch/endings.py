@@ -33,7 +33,7 @@ class Refusal(ValueError):
 def lines_of(error: ValueError) -> list[str]:
     """The lines of an error's text, as a list of problems shows them; those of a traceback stay below their line. A
     heading takes a single line behind it up."""
-    head, *more = re.split(r"\n(?!    )", str(error).strip() or repr(error))
+    head, *more = re.split(r"\s*\n(?!    )", str(error).strip() or repr(error))
     more = [line.strip().replace("\n", "\n  ") for line in more]
     return [f"{head} {more[0]}"] if len(more) == 1 and head.endswith(":") else [head.replace("\n", "\n  "), *more]
 

@@ -184,8 +184,7 @@ def timing_setup(inputs: Inputs, ranks: int) -> dict[str, Any]:
     does not know. ranks: that train."""
     if inputs.algorithm.from_pairs or inputs.config.schedule.partial:
         return {}
-    setup = dataclasses.replace(Setup.of(inputs.config, inputs.sizes, ranks), together=inputs.graders.together)
-    return {SETUP: dataclasses.asdict(setup)}
+    return {SETUP: dataclasses.asdict(Setup.of(inputs.config, inputs.sizes, ranks))}
 
 
 def host_memory_budget(inputs: Inputs) -> HostMemoryBudget:

@@ -124,8 +124,10 @@ def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: b
     else:
         what = "engines may join" if has_some else "this job has no engine yet, and waits for one to join"
         say(f"{what}: {sys.executable} -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
-    whom = "its engines, which start now," if has_some else "an engine"
-    say(f"the job waits for {whom} at most {job.ranks.deadline:g} s (--rl-wait-timeout)")
+    what = "an engine"
+    if has_some:
+        what = "a first response, for engines may take minutes to start,"
+    say(f"the job waits for {what} at most {job.ranks.deadline:g} s (--rl-wait-timeout)")
     if not job.topology.leader:
         return None
     if ranks:

@@ -17,17 +17,15 @@ class Setup:
     """A run's flags, as far as time depends on them.
 
     sizes: with `data_parallel` trainers and `engines`; trainer_ranks, engine_ranks: of one of these; slots: sequences
-    that an engine decodes at once; graders: reward workers, of all ranks; together: grading calls at once in each, as
-    no flag says; prompt_tokens: of a prompt; limit: most tokens of a response; rounds: of dynamic sampling, 0 without
-    it; old_read: whether more than the loss reads old log-probs; ruled_out: schedules that other flags exclude, each
-    with the flag.
+    that an engine decodes at once; graders: reward workers, of all ranks; prompt_tokens: of a prompt; limit: most
+    tokens of a response; rounds: of dynamic sampling, 0 without it; old_read: whether more than the loss reads old
+    log-probs; ruled_out: schedules that other flags exclude, each with the flag.
     """
 
     sizes: Arithmetic
     schedule: str = "sync"
     slots: int = 256
     graders: int = 2
-    together: int = 1
     staleness: int = 1
     order: str = "free"
     inflight: str = "keep"
@@ -66,11 +64,6 @@ class Setup:
         """Ranks of the job."""
         trainers, engines = self.sizes.data_parallel * self.trainer_ranks, self.sizes.engines * self.engine_ranks
         return trainers + engines if self.schedule == "async" else trainers
-
-    @property
-    def grading(self) -> int:
-        """Grading calls at once."""
-        return self.graders * self.together
 
     @property
     def old_logps(self) -> bool:

@@ -63,7 +63,7 @@ class Renderer:
     def read(self, source: Source, index: int, row: int) -> Prompt:
         """The prompt of row `index` of `source`; `row` numbers it over all sources."""
         fields, where = source.row(index), source.where(index)
-        check_fields(fields, where, self._prompt_key, self._answer_key)
+        check_keys(fields, where, self._prompt_key, self._answer_key)
         if half := HALF.search(json.dumps(fields, ensure_ascii=False, default=str)):
             found = half.string[: half.end()][-40:]
             raise ValueError(f"{where} holds half of a surrogate pair, the end of {found!r}; correct or remove the row")
@@ -139,13 +139,14 @@ class Renderer:
             say(f"note: {repair.format(*of)} ({where}, and rows like it)")
 
 
-def check_fields(fields: Mapping[str, Any], where: str, prompt_key: str, answer_key: str) -> None:
+def check_keys(fields: Mapping[str, Any], where: str, prompt_key: str, answer_key: str) -> None:
     """Raises ValueError for a row without prompt or answer, see `Renderer`."""
     flags = {prompt_key: "--rl-prompt-key", answer_key: "--rl-answer-key ('' for data without answers)"}
     if absent := {key: flag for key, flag in flags.items() if key and find(fields, key) is None}:
         keys, set_them = " and no ".join(map(repr, absent)), " and ".join(absent.values())
         raise ValueError(
-            f"{where} has no field {keys}; it has {names(fields)}; set {set_them}, or correct or remove the row"
+            f"{where} has no field {keys}; it has {names(fields)}; set {set_them}, or correct the row "
+            '("" is an answer, null is none) or remove it'
         )
 
 

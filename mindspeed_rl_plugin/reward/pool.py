@@ -137,7 +137,7 @@ class RewardPool:
         self._closed = False
         self._waiting: deque[Call] = deque()
         self._began: dict[Call, float] = {}  # of those in the making
-        self._spent = (0.0, 0)  # seconds of calls, and responses that are graded, since `take_seconds`
+        self._spent = [0.0, 0.0, 0]  # since `take_seconds`, see there; and responses that are graded
         self._batches: dict[Batch, None] = {}  # those with grades that are missing, by their ends
         self._finished: list[Batch] = []
         setup = self._specs, self._timeouts, regex, device, trust_remote_code
@@ -238,16 +238,12 @@ class RewardPool:
         left = self._limit - sum(costs) * (3 if self._batches else 1)  # others are before them, and may wait once
         return max(0, int(len(self._workers) * left / sum(c / share for c, share in zip(costs, shares, strict=True))))
 
-    @property
-    def together(self) -> int:
-        """Most calls in the making in a worker, of the grader that allows the fewest."""
-        return min(map(_together, self._kinds))
-
-    def take_seconds(self) -> float | None:
-        """Seconds of a response's calls, added, mean of those graded since the last call of this; None where none was.
-        A call of a group is shared among its responses."""
-        (seconds, responses), self._spent = self._spent, (0.0, 0)
-        return seconds / responses if responses else None
+    def take_seconds(self) -> tuple[float, float] | None:
+        """Of a response, mean of those graded since the last call of this: seconds of the calls that graded it, added,
+        and seconds that it took a worker, of which calls that may be made beside each other take a share. None where
+        none was graded."""
+        (calls, worker, responses), self._spent = self._spent, [0.0, 0.0, 0]
+        return (calls / responses, worker / responses) if responses else None
 
     def take_failures(self) -> dict[str, str]:
         """Grader -> the first of its failures as a message, of those that failed since the last call; of a built-in
@@ -304,10 +300,11 @@ class RewardPool:
             for worker in self._workers:
                 for call, outcomes in worker.answers():
                     took = time.monotonic() - self._began.pop(call)
+                    self._spent[0] += took * len(call.items)
+                    self._spent[1] += took / _together(self._kinds[call.grader])
                     if isinstance(outcomes, int):
                         self._waiting.appendleft(replace(call, most=outcomes))
                     else:
-                        self._spent = self._spent[0] + took, self._spent[1]
                         self._record(call, outcomes)
         except BaseException:
             self.give_up()
@@ -334,7 +331,7 @@ class RewardPool:
             batch.record(index, call.grader, *outcome)
         for batch in dict.fromkeys(batch for batch, _ in call.items):
             if not batch.left:
-                self._spent = self._spent[0], self._spent[1] + len(batch.items)
+                self._spent[2] += len(batch.items)
                 del self._batches[batch]
                 self._finished.append(batch)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock import ColumnSpec
+from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.reward import Grade, GradeItem, RewardPool
 from mindspeed_rl_plugin.rows import Rows, SampleId, unpack_json
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
@@ -126,6 +127,5 @@ class FailureLog:
         """failures: of each rank, by grader; show: whether this rank prints."""
         for name, text in (pair for part in failures for pair in part.items()):
             if name not in self.said and show:
-                warning = f"warning: a grader failed, for the first time in {self.what}: {text}"
-                print("\n".join(f"[rl] {line}" for line in warning.splitlines()), flush=True)
+                say(f"warning: a grader failed, for the first time in {self.what}: {text}")
             self.said.add(name)

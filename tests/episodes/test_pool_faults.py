@@ -16,6 +16,7 @@ from pool_parts import FILE, FUNCTIONS, act, begin, below, call, contents, repli
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, begin_once
 
+LIMIT = " (--rl-environment-timeout)"
 # What the model sees of a fault of a tool.
 SEEN = {
     "raises": "error: ValueError: two lines!!!",
@@ -154,7 +155,7 @@ def test_a_coroutine_of_an_environment_that_runs_too_long(started) -> None:
     """As any other one; a time limit of its own is an error of its own."""
     pool = started("Slow")
     pool.begin(sample(0), task(), 7)
-    assert replies(pool)[0].failure == "failed: Slow.reset ran longer than 0.5 s and was cancelled"
+    assert replies(pool)[0].failure == f"failed: Slow.reset ran longer than 0.5 s and was cancelled{LIMIT}"
     pool.begin(sample(1), task(own=0.1), 7)
     assert replies(pool)[1].failure == "failed: Slow.reset ran out of time"
 
@@ -168,7 +169,7 @@ def test_a_method_that_is_lost_in_replay_is_a_failure_of_its_environment(started
     home.asked[1] = ((*message[:2], "fail", {"kind": "loops"}), answer)
     os.kill(below(slot.worker), signal.SIGKILL)
     failure = act(pool, 0, "", call("buy", item="milk")).failure
-    assert failure == "failed: Shop.buy ran longer than 0.5 s and was killed when it was replayed"
+    assert failure == f"failed: Shop.buy ran longer than 0.5 s and was killed when it was replayed{LIMIT}"
 
 
 # What is said of a fault of an environment; None where it is none.
@@ -234,7 +235,7 @@ def test_a_fault_in_replay_is_that_of_its_environment(started, tmp_path: Path) -
     answered = pool.answered
     failure = act(pool, 0, "two").failure
     assert pool.answered == answered + 2, "its reset, and the call that was lost"
-    assert failure == "failed: Count.step ran longer than 0.5 s and was killed when it was replayed"
+    assert failure == f"failed: Count.step ran longer than 0.5 s and was killed when it was replayed{LIMIT}"
     assert contents(act(pool, 1, "one"))[0].startswith("1 one")
 
 

@@ -19,12 +19,17 @@ def first_time(monkeypatch, tmp_path):
     """As in a rank that has checked nothing; files of prompts: a.jsonl, empty.jsonl, broken.json."""
     monkeypatch.setattr(early, "_args", None)
     monkeypatch.chdir(tmp_path)
-    Path("a.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    row = json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n"
+    Path("a.jsonl").write_text(row)
+    Path("late.jsonl").write_text(row + '{"prompt": "1+1=", "answer": null}\n')
+    Path("made.jsonl").write_text("{}")  # of a former start
+    Path("pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
     Path("empty.jsonl").write_text("")
     Path("broken.json").write_text("[{")
     Path("own.py").write_text("import flags_of_it, os\nos.chdir('elsewhere')\n")
     Path("flags_of_it.py").write_text('parser.add_argument("--rl-rewards")\n')
     Path("makes.py").write_text("open('made.jsonl', 'w')\n")
+    Path("sets.py").write_text("pretrain(args_defaults={'rl_answer_key': 'chosen'})\n")
     usual = gc.get_threshold()
     yield
     gc.set_threshold(*usual)
@@ -47,6 +52,8 @@ REFUSED = {
     "--rl-prompt-data empty.jsonl": "prompt data 'empty.jsonl' is empty",
     "--rl-eval-data broken.json": "broken.json is not JSON",
     "--rl-answer-key solution": "a.jsonl line 1 has no field 'solution'; it has ",
+    "--rl-prompt-data late.jsonl": "late.jsonl line 2 has no field 'answer'; it has ",
+    "--rl-eval-data late.jsonl": "late.jsonl line 2 has no field 'answer'; it has ",
     "--rl-reward guess": "reward 'guess' is unknown",
     "--rl-reward own.py:score.x": "'score.x' is no name of a function",
     "--rl-reward-timeout 5 5": "2 time limits (5 5) for 1 rewards",
@@ -74,7 +81,9 @@ def test_what_needs_no_megatron_is_refused(words, monkeypatch, capsys):
         (f"{GOOD} --rl-eval-data there.jsonl", "own.py"),  # from another directory
         (f"{GOOD} --rl-prompt-data made.jsonl", "makes.py"),
         (f"{GOOD} --seq-length 4k", SCRIPT),  # Megatron's parser says what is wrong
-        ("--rl-algorithm dpo --rl-prompt-data a.jsonl --lr 1e-5", SCRIPT),
+        (f"{GOOD} --rl-prompt-data made.jsonl", "own.py"),  # that of another directory has its fields
+        (f"{GOOD} --rl-prompt-data pairs.jsonl", "sets.py"),  # which names its fields itself
+        ("--rl-algorithm dpo --rl-prompt-data pairs.jsonl --lr 1e-5", SCRIPT),
     ],
 )
 def test_what_may_be_right_passes(words, script, monkeypatch, capsys):

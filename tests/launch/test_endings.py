@@ -93,7 +93,7 @@ def test_a_refusal_is_said_once_a_machine_and_marked_once(monkeypatch):
 
 def test_every_line_of_a_refusal_is_found_by_its_beginning():
     for text, expected in (
-        ("different models:\n  theta: 1, 2", "  - different models: theta: 1, 2"),
+        ("different models: \r\n  theta: 1, 2", "  - different models: theta: 1, 2"),
         ('raised\n    File "x"\n      code\n  (advice)', '  - raised\n      File "x"\n        code\n  - (advice)'),
         ("different models:\n  theta: 1, 2\n  heads: 3, 4", "  - different models:\n  - theta: 1, 2\n  - heads: 3, 4"),
     ):

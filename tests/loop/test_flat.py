@@ -63,7 +63,7 @@ class Made:
             next=lambda count: [Prompt((5, 6), "p", "a", next(rows)) for _ in range(count)],
             read_rows=lambda what, given: [Prompt((7, 8), "p", "a", next(offered)) for _ in given],
         )
-        graders = SimpleNamespace(weights=[1.0], take_failures=dict, take_seconds=lambda: 0.0)
+        graders = SimpleNamespace(weights=[1.0], take_failures=dict, take_seconds=lambda: (0.0, 0.0))
         self.reward = reward.Reward(TABLE[2], self.dock, 60.0, graders, str)
         idle = SimpleNamespace(run=lambda *_: None)
         measure = SimpleNamespace(dock=self.dock, run=lambda *_: Rollout({}, 1))

@@ -78,8 +78,8 @@ def test_a_job_says_how_long_it_waits_for_engines(capsys, generators: str, has_s
     assert build_async._invite(job, {}, schedule, strict=False) is None
     first, *more = capsys.readouterr().out.splitlines()
     assert first.startswith("[rl] engines may join: ") == has_some and "--join here:1 --secret-file /run/sec" in first
-    whom = "its engines, which start now," if has_some else "an engine"
-    assert more == [f"[rl] the job waits for {whom} at most 90 s (--rl-wait-timeout)"]
+    what = "a first response, for engines may take minutes to start," if has_some else "an engine"
+    assert more == [f"[rl] the job waits for {what} at most 90 s (--rl-wait-timeout)"]
 
 
 def test_their_number_is_there_in_each_rollout_and_shares_where_they_have_reported(capsys) -> None:

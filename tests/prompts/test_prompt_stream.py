@@ -168,7 +168,7 @@ BAD_DATA = [
     ({"a.jsonl": '{"prompt": "a", "solution": "1"}'}, "line 1 has no field 'answer'; .*set --rl-answer-key"),
     (
         {"a.jsonl": '{"prompt": null, "answer": null}'},
-        r"no field 'prompt' and no 'answer'; it has 'prompt' \(null\), .*, or correct or remove the row",
+        r"no field 'prompt' and no 'answer'; it has 'prompt' \(null\), .*, or correct the row \(\"\" is an answer",
     ),
     ({"a.jsonl": '{"q": "a"}'}, "'prompt' and no 'answer'; it has 'q'; set --rl-prompt-key and --rl-answer-key"),
     ({"a.jsonl": '{"prompt": "", "answer": "1"}'}, "line 1: field 'prompt' gives no tokens"),

@@ -160,7 +160,7 @@ def test_copies_go_on_beside_a_stage(tmp_path, monkeypatch):
     sizes = Arithmetic(1, 8, 8, 1, 1, 1, 1, 1)
     inputs = SimpleNamespace(args=args, config=config, algorithm=resolve(config.algorithm), flags=flags, sizes=sizes)
     inputs.data, inputs.held_out = SimpleNamespace(at=lambda place: SimpleNamespace(tokens=(1,))), None
-    inputs.tokenizer, inputs.graders = SimpleNamespace(decode=str), SimpleNamespace(together=1)
+    inputs.tokenizer = SimpleNamespace(decode=str)
     start = Start("fresh", None, 0, None, None)
     monitor = build.make_monitor(inputs, SimpleNamespace(rank=0, world=1), start)
     ended = []

@@ -44,7 +44,7 @@ def record(folder, setup, costs=TRUE, rollouts=12, spread=0.3, seed=0):
                 "iteration": number + 1,
                 "response/length_mean": sum(lengths) / len(lengths),
                 "response/length_max": max(lengths),
-                "reward/call_seconds": 0.025,
+                "reward/worker_seconds": 0.025,
                 "tokens_per_second_total": tokens / stages["iteration"],
                 **{f"seconds/{name}": value for name, value in stages.items()},
             }
@@ -64,7 +64,7 @@ def test_known_costs_come_back(tmp_path):
     assert costs.token == pytest.approx(TRUE.token, rel=0.05)
     assert costs.old_token == pytest.approx(costs.token / 3)  # no run has it
     assert costs.rollout == pytest.approx(0.3) and costs.reshard == pytest.approx(0.7)
-    assert run.mean("reward/call_seconds") == 0.025
+    assert run.calls == (0.025, 1.0), "as runs of older versions say it"
     again = simulate(run.setup, costs, run.responses)
     assert again.iteration == pytest.approx(run.iteration - 0.8, rel=0.05)
 

@@ -25,12 +25,13 @@ def script(folder, more=""):
     return path
 
 
-def run_of(folder, grading=1.0, call=1.0 * 4 / 64, together=1):
+def run_of(folder, grading=1.0, call=1.0 * 4 / 64, together=1.0):
     """Three counted rollouts of a colocated run on two ranks: 8 s of generation, `grading` of grading, 3 of update."""
-    setup = Setup(Arithmetic(8, 8, 64, 1, 1, 2, 2, 5), "sync", graders=4, together=together, limit=512)
+    setup = Setup(Arithmetic(8, 8, 64, 1, 1, 2, 2, 5), "sync", graders=4, limit=512)
     seconds = {"generate": 8.0, "reward": grading, "update": 3.0, "reshard": 0.5, "iteration": 11.5 + grading}
     line = {"response/length_mean": 200.0, "response/length_max": 512.0, "tokens_per_second_total": 64 * 216 / 12.5}
-    line |= {"reward/call_seconds": call} | {f"seconds/{name}": value for name, value in seconds.items()}
+    line |= {"reward/call_seconds": call, "reward/worker_seconds": call / together}
+    line |= {f"seconds/{name}": value for name, value in seconds.items()}
     folder.mkdir()
     lines = [json.dumps({"kind": "train", "iteration": n + 1, **line}) + "\n" for n in range(5)]
     (folder / "metrics.jsonl").write_text("".join(lines))
@@ -110,7 +111,10 @@ def test_calls_at_once_are_modelled_and_a_model_that_misses_a_run_says_so(tmp_pa
     out = capsys.readouterr().out
     sync = next(line.split() for line in out.splitlines() if line.startswith("sync"))
     assert f"measured 13.50 s an iteration, sync; by this model {said.format(float(sync[1]))}" in out
-    assert f"a grading call takes 2 s, {4 * together} at once" in out
+    assert f"grading a response takes 2 s, {4 * together} at once" in out
+    for cost in ("--step-ms", "--grade-s", "--reshard-s"):  # of other machines: the run is compared without
+        assert plan.main(["--schedule", "--from", str(folder), cost, "60"]) == 0
+        assert f"by this model {said.format(float(sync[1]))}" in capsys.readouterr().out
 
 
 def test_a_script_with_the_flags_of_the_run_has_its_table(tmp_path, capsys):
@@ -143,6 +147,8 @@ def test_what_is_assumed_is_said_at_the_advice_and_what_is_given_or_measured_is_
     assert lines[at + 1].startswith("if your costs are these: take ") and lines[at + 2].startswith(
         "To measure yours: run"
     )
+    assert ", --grade-together 1, --response-tokens" in "".join(said(script(tmp_path), "--grade-s", 2))
+    assert "2 s, 2048 at once" in "".join(said(script(tmp_path), "--grade-s", 2, "--grade-together", 64))
     given = [word for pair in costs.split(", ") for word in pair.split()]
     lines = said(
         script(tmp_path), *given, "--grade-s", 0, "--response-tokens", 400, "--tail", 0.8, "--prompt-tokens", 90
@@ -192,7 +198,7 @@ def test_a_run_that_tells_nothing_of_decode_steps_and_one_whose_engines_change(t
     (folder / "metrics.jsonl").write_text("".join(lines))
     assert plan.main(["--schedule", "--from", str(folder), "--step-ms", "30"]) == 0
     assert f"note    {folder} had 2 to 3 engines at work; taken: 2" in (said := capsys.readouterr().out)
-    assert f"note    {folder} measured " in said and " s an iteration, async; by this model " in said
+    assert f"note    {folder} measured " in said and " s an iteration, async\n" in said
     assert "--reshard-s 0, " in said and "--step-ms" not in said
 
 

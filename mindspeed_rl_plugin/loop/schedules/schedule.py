@@ -176,7 +176,7 @@ class RolloutSchedule(Schedule):
         """The passes over a rollout that is sampled and selected. transfer, sampling: as of `Measure.run`."""
         job, plan, stages, clock = self.job, self.job.plan, self.stages, self.job.monitor.stage
         if (seconds := stages.reward.graders.take_seconds()) is not None:
-            sampling = {**sampling, "reward/call_seconds": seconds}
+            sampling = {**sampling, **dict(zip(("reward/call_seconds", "reward/worker_seconds"), seconds, strict=True))}
         job.ranks.barrier("log-probs")
         batches = plan.batches(job.topology.dp_rank)
         for forward in stages.passes:

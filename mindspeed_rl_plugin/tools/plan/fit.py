@@ -61,6 +61,15 @@ class Observed:
         return sum(self.mean(f"seconds/{stage}") or 0.0 for stage in stages)
 
     @property
+    def calls(self) -> tuple[float, float] | None:
+        """Seconds of the calls that grade a response, and how many are made at once in a reward worker; None where no
+        response was graded. Runs of older versions say the worker's seconds alone."""
+        if (worker := self.mean("reward/worker_seconds")) is None:
+            return None
+        calls = self.mean("reward/call_seconds") or worker
+        return calls, calls / worker if worker else 1.0
+
+    @property
     def iteration(self) -> float:
         """Mean seconds of an optimizer step."""
         return self.seconds("iteration") / self.setup.sizes.steps

@@ -44,6 +44,7 @@ PROMPTS = f"mean {{}} tokens, of at most the first {ROWS} rows of each file of -
 MOST = 8  # numbers of generators that are tried, spread over those that divide
 WORTH = 1.02  # gain below which the simpler schedule is advised
 MISS = 1.25  # factor between the model and a run beyond which its advice is doubted
+MISSES = ": IT MISSES THIS RUN, so its advice may be wrong"
 TAIL, FILL = 0.8, 0.4  # assumed lengths: sigma of the lognormal, mean over the limit
 HEAD = ("schedule", "generators", "s an iteration", "speed (sync = 1)", "trainers starved", "engines starved")
 HEAD += ("back-pressure", "waiting for a version", "lag")
@@ -65,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, help="mean length of a prompt (default: the run's, else that of the script's "
         "data, or 0)")  # fmt: skip
     add("--tail", type=float, help=f"sigma of lognormal lengths (default: the run's, or {TAIL:g})")
-    add("--grade-s", type=float, help="mean seconds of a grading call (default: those of the run, or 0)")
+    add("--grade-s", type=float, help="mean seconds of grading a response (default: those of the run, or 0)")
+    add("--grade-together", type=float, help="responses graded at once in a reward worker, such as 64 by an "
+        "asynchronous grader (default: those of the run, or 1)")  # fmt: skip
     for name, (value, what) in ASSUMED.items():
         add(spelt(name), type=float, help=f"{what} (default: the run's, or {value:g})")
     return made
@@ -73,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 def report(options: argparse.Namespace) -> list[str]:
     """Lines of the plan. Raises ValueError where something is missing or does not divide."""
-    check_least(options, 1, "world", "node", "response_tokens")
+    check_least(options, 1, "world", "node", "response_tokens", "grade_together")
     check_least(options, 0, "tail", "grade_s", "staleness", "prompt_tokens", *ASSUMED)
     if options.train_tokens == 0:
         raise ValueError("--train-tokens must be greater than 0")
@@ -82,13 +85,12 @@ def report(options: argparse.Namespace) -> list[str]:
         raise ValueError("give a launch script with RL flags, or a run of yours by --from RUN_DIR")
     from_data = not runs and options.prompt_tokens is None
     setup = script_setup(options.script, prompts=from_data) if options.script else runs[0].setup
-    unsaid = ("prompt_tokens", "together")  # by a script
-    of_run = {name: getattr(runs[0].setup, name) for name in unsaid} if runs else {}
+    of_run = {"prompt_tokens": runs[0].setup.prompt_tokens} if runs else {}  # which a script does not say
     by_hand = {"prompt_tokens": options.prompt_tokens, "staleness": options.staleness}
     setup = replace(setup, **of_run | {name: value for name, value in by_hand.items() if value is not None})
     costs, notes, assumed = _costs(options, runs)
     responses, lengths, assumed_too = _responses(options, setup, runs)
-    notes += _compared(options.runs, runs, costs, responses)
+    notes += _compared(options.runs, runs)
     if from_data and not setup.prompt_tokens:
         assumed_too["prompt_tokens"] = setup.prompt_tokens
     setups = list(candidates(setup, options.world or setup.world, options.node))
@@ -264,17 +266,17 @@ def _in_use(name: str, costs: Costs) -> float:
     return getattr(costs, cost) * (1e3 if unit == "ms" else 1)
 
 
-def _compared(
-    folders: Sequence[Path], runs: Sequence[fit.Observed], costs: Costs, responses: Responses
-) -> Iterator[str]:
-    """What runs measured and the model makes of them, and those that are not as it takes them."""
+def _compared(folders: Sequence[Path], runs: Sequence[fit.Observed]) -> Iterator[str]:
+    """What runs measured and the model makes of them by what is fitted to them, without any cost by hand; and those
+    that are not as it takes them."""
+    costs = fit.fit(runs) if runs else Costs()
     for folder, run in zip(folders, runs, strict=True):
-        model = simulate(run.setup, costs, replace(run.responses, grading=responses.grading)).iteration
-        off = max(model, run.iteration) / max(min(model, run.iteration), 1e-9)
-        yield (
-            f"note    {folder} measured {run.iteration:.2f} s an iteration, {run.setup.schedule}; by this model "
-            f"{model:.2f}" + (": IT MISSES THIS RUN, so its advice may be wrong" if off > MISS else "")
-        )
+        said = f"note    {folder} measured {run.iteration:.2f} s an iteration, {run.setup.schedule}"
+        if costs.step + costs.sequence:
+            model = simulate(run.setup, costs, _graded(run.responses, *run.calls or (0.0, 1.0))).iteration
+            off = max(model, run.iteration) / max(min(model, run.iteration), 1e-9)
+            said += f"; by this model {model:.2f}" + MISSES * (off > MISS)
+        yield said
         low, high = run.engines
         if low < high:
             yield f"note    {folder} had {low} to {high} engines at work; taken: {run.setup.sizes.engines}"
@@ -284,15 +286,18 @@ def _responses(
     options: argparse.Namespace, setup: Setup, runs: Sequence[fit.Observed]
 ) -> tuple[Responses, str, dict[str, float]]:
     """What responses are like, a line about that, and what of it is assumed, by its options."""
-    measured = [seconds for run in runs if (seconds := run.mean("reward/call_seconds")) is not None]
-    grade = options.grade_s if options.grade_s is not None else (max(measured) if measured else 0.0)
-    grading = f"; a grading call takes {grade:.2g} s, {setup.grading} at once"
+    measured = max((calls for run in runs if (calls := run.calls)), default=None)
+    grade, together = measured or (0.0, 1.0)
+    grade = grade if options.grade_s is None else options.grade_s
+    together = together if options.grade_together is None else options.grade_together
+    grading = f"; grading a response takes {grade:.2g} s, {max(int(setup.graders * together), 1)} at once"
     by_hand = options.response_tokens is not None or options.tail is not None
-    assumed = {} if measured or options.grade_s is not None else {"grade_s": 0.0}
+    assumed = {} if measured or options.grade_s is not None else {"grade_s": grade}
+    assumed |= {"grade_together": together} if grade and not measured and options.grade_together is None else {}
     if runs and not by_hand:
         mean, longest = (runs[0].mean(f"response/length_{name}") for name in ("mean", "max"))
         return (
-            replace(runs[0].responses, grading=lambda rng: grade),
+            _graded(runs[0].responses, grade, together),
             f"as in {options.runs[0]}: mean {mean:.0f}, longest {longest:.0f} tokens{grading}",
             assumed,
         )
@@ -301,10 +306,14 @@ def _responses(
     assumed |= {} if runs or options.response_tokens else {"response_tokens": mean}
     assumed |= {} if options.tail is not None else {"tail": tail}
     return (
-        Responses(lognormal(mean, tail, setup.limit), lambda rng: grade),
+        _graded(Responses(lognormal(mean, tail, setup.limit)), grade, together),
         f"lognormal, mean {mean:.0f} of at most {setup.limit}, sigma {tail:g}{grading}",
         assumed,
     )
+
+
+def _graded(responses: Responses, seconds: float, together: float) -> Responses:
+    return replace(responses, grading=lambda rng: seconds, together=together)
 
 
 def _generators(setup: Setup) -> int:

@@ -112,6 +112,10 @@ class _Job:
             self.lengths[i] = self.responses.length(prompts[i.group].row, i.member, self._random)
         return ids
 
+    def _graders(self, ranks: int = 1) -> Graders:
+        """Of one of so many ranks."""
+        return Graders(max(int(self.setup.graders * self.responses.together / ranks), 1))
+
     def _grading(self) -> float:
         return self.responses.grading(self._random)
 
@@ -186,7 +190,7 @@ class _Colocated(_Job):
         return graded
 
     def _streamed(self, ends: Mapping[SampleId, float]) -> float:
-        graders = Graders(self.setup.grading)
+        graders = self._graders()
         notice = self.costs.notice
         return max(graders.grade(end + notice, self._grading()) for end in sorted(ends.values())) + notice
 
@@ -198,7 +202,7 @@ class _Colocated(_Job):
         for rank in range(ranks):
             mine = self.plan.ids(g for g, part in zip(groups, parts, strict=True) if part == rank)
             ready = max([done[rank // self.setup.engine_ranks], *(ends[i] for i in mine)])
-            graders = Graders(max(self.setup.grading // ranks, 1))
+            graders = self._graders(ranks)
             result = max([result, ready, *(graders.grade(ready, self._grading()) for _ in mine)])
         return result
 
@@ -290,7 +294,7 @@ class _Apart(_Job):
     def __init__(self, setup: Setup, costs: Costs, responses: Responses, rollouts: int) -> None:
         super().__init__(setup, costs, responses, rollouts)
         sizes = setup.sizes
-        self.clock, self.graders = Clock(), Graders(setup.grading)
+        self.clock, self.graders = Clock(), self._graders()
         self.admission = Admission(sizes.prompts, setup.staleness, rollouts)
         self.longest = LongestFirst(max(sizes.global_batch // sizes.members, 1))
         self.announced = -1

@@ -42,12 +42,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Responses:
-    """What is sampled. length: (row of the data, member, random numbers) -> tokens; grading: seconds of a call; rows:
-    of the data, which come in another order in each of its epochs, 0: none comes twice; informative: share of groups
-    whose rewards differ."""
+    """What is sampled. length: (row of the data, member, random numbers) -> tokens; grading: seconds of a call;
+    together: calls at once in a reward worker; rows: of the data, which come in another order in each of its epochs, 0:
+    none comes twice; informative: share of groups whose rewards differ."""
 
     length: Callable[[int, int, Random], int]
     grading: Callable[[Random], float] = lambda rng: 0.0
+    together: float = 1.0
     rows: int = 0
     informative: float = 1.0
     seed: int = 0
