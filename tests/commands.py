@@ -1,11 +1,15 @@
-"""Commands that tests run to their end, and scripts that they import."""
+"""Commands that tests run to their end, scripts that they import, and what they wait for."""
 
 import importlib.util
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
+
+from mindspeed_rl_plugin.processes import began
 
 
 def ended(*words: object, code: int = 0, timeout: float = 300, more: dict[str, str] | None = None, **options):
@@ -23,3 +27,21 @@ def imported(script: Path) -> ModuleType:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait for what must come; the test fails where it does not within so many seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def gone(processes: Iterable[int], seconds: float = 10.0) -> bool:
+    """Whether all of them have ended, or do within so many seconds."""
+    end = time.monotonic() + seconds
+    while left := [process for process in processes if began(process) is not None]:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return not left

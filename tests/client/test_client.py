@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from commands import until
 from dock_help import SMALL, make_members, together
 from publish_help import chunks_of
 from reshard_reference import megatron_weights, random_weights
@@ -330,10 +330,7 @@ def test_a_program_that_takes_rows_counts_as_an_engine_until_it_leaves_and_an_ob
     job.take(1, deadline=0)
     assert reports() == {name: {"seconds": 2.0}}
     job.close()
-    end = time.monotonic() + 20
-    while reports() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert reports() == {}
+    until(lambda: reports() == {}, 20)
 
 
 def test_an_engine_says_which_job_it_has_joined(trainers) -> None:

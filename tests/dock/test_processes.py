@@ -15,6 +15,7 @@ from pathlib import Path
 import dock_ranks
 import numpy as np
 import pytest
+from commands import until
 from dock_help import ids
 
 from mindspeed_rl_plugin.dock import messages as m
@@ -224,9 +225,7 @@ def test_strangers_and_garbage_are_refused_and_counted(start, tmp_path: Path) ->
         assert isinstance(rpc.ask(stream, address, odd)[0], m.Failed)
     silent = socket.socket(socket.AF_UNIX)
     silent.connect("\0" + address.unix)
-    wanted, deadline = {"stranger": 1, "malformed": 5}, time.monotonic() + 10
-    while rank.call("served")["refused"] != wanted:  # counted when its end is out
-        assert time.monotonic() < deadline, rank.call("served")
+    until(lambda: rank.call("served")["refused"] == {"stranger": 1, "malformed": 5})  # counted when its end is out
 
 
 def secret_of(rank: Process, folder: Path) -> str:
@@ -261,9 +260,7 @@ def test_rows_of_a_consumer_outside_come_again_when_it_is_killed(
     token, again = second.call("lease", "generate", None, 10.0)
     assert again == held, "exactly those of the dead one"
     second.call("commit", token)
-    until = time.monotonic() + 10
-    while job[0].call("remaining", "generate") != 2:  # a commit's news travels behind it
-        assert time.monotonic() < until
+    until(lambda: job[0].call("remaining", "generate") == 2)  # a commit's news travels behind it
     assert second.call("read", again) and job[0].call("read", [*done, *again])
     assert second.call("where") | first_read == where
     assert all(rank.process.is_alive() for rank in job.ranks), "the job goes on"

@@ -1,12 +1,12 @@
 """Pools of tools and environments that leave nothing behind."""
 
 import contextlib
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from commands import until
 from pool_parts import FILE, schemas
 
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
@@ -29,10 +29,7 @@ def started(monkeypatch: pytest.MonkeyPatch, request) -> Iterator[Callable[..., 
     yield begin
     for pool in pools:
         pool.close()
-    end = time.monotonic() + 10
-    while (left := alive(mark)) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not left
+    until(lambda: not alive(mark))
 
 
 def alive(mark: str) -> set[int]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import until
 from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, task, turn, unread
 
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
@@ -184,11 +185,8 @@ def test_environments_that_end_together_are_closed_together(started, tmp_path: P
     (slot,) = pool._dispatcher._slots
     wait_for([slot.worker], time.monotonic() + 5)
     assert pool.poll(0) == [] and not slot.closing
-    closed, end = [], time.monotonic() + 5
-    while closed != [1] * 8 and time.monotonic() < end:  # asked in one or several calls, none of which is read here
-        closed = [log.read_text().count("close") for log in logs]
-        time.sleep(0.01)
-    assert closed == [1] * 8
+    # Asked in one or several calls, none of which is read here.
+    until(lambda: [log.read_text().count("close") for log in logs] == [1] * 8)
 
 
 def test_one_that_does_not_close_is_told_once_and_one_that_hangs_is_killed(started, tmp_path: Path, capsys) -> None:

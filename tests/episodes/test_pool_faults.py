@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from commands import until
 from pool_parts import FILE, FUNCTIONS, act, begin, below, call, contents, replies, sample, task, turn, unread
 
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
@@ -41,10 +42,7 @@ SEEN = {
 
 def test_a_worker_that_takes_all_memory_is_ended_before_the_job_is(started) -> None:
     (slot,) = started()._dispatcher._slots
-    score, end = Path(f"/proc/{below(slot.worker)}/oom_score_adj"), time.monotonic() + 5
-    while score.read_text() != "1000\n" and time.monotonic() < end:
-        time.sleep(0.01)
-    assert score.read_text() == "1000\n"
+    until(lambda: Path(f"/proc/{below(slot.worker)}/oom_score_adj").read_text() == "1000\n")
 
 
 WHY = {

@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+from commands import until
 
 from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.generators import guests
@@ -90,10 +91,7 @@ def test_a_version_that_is_gone_is_said(weights):
 
 
 def test_the_server_hears_of_its_client_until_it_has_another_one(weights):
-    end = time.monotonic() + 10
-    while weights.server.stays < 3:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: weights.server.stays >= 3)
     weights.server.holder = "another"
     assert "serves another client" in str(weights.server.lost.get(timeout=10))
     with pytest.raises(ValueError, match="serves another client"):
@@ -132,11 +130,8 @@ def test_a_server_that_fails_is_tried_again(tmp_path, monkeypatch, capsys, worke
     monkeypatch.setattr(guests, "AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(guests, "WORKED_SECONDS", worked)
     kept = Guests("h:1", tmp_path / "secret", lambda: None, None, ["http://a:1"], tmp_path)
-    end = time.monotonic() + 30
-    while not (tries := tmp_path / "tries").exists() or len(tries.read_text()) < 4:
-        assert time.monotonic() < end
-        kept.check()
-        time.sleep(0.02)
+    tries = tmp_path / "tries"
+    until(lambda: kept.check() or (tries.exists() and len(tries.read_text()) == 4), 30)
     kept.check()
     assert kept._kept[0].process.poll() is None
     assert kept.text().startswith("; the server at http://a:1 generates no more (")
@@ -150,9 +145,6 @@ def test_a_job_ends_where_ray_runs_no_engines_any_more(tmp_path, monkeypatch):
     words = "import sys; print('[rl] engine 0 given up'); sys.exit(1)"
     monkeypatch.setattr(guests, "_ray", lambda wanted: [sys.executable, "-c", words])
     kept = Guests("h:1", tmp_path / "secret", lambda: None, object(), [], tmp_path)
-    end = time.monotonic() + 30
     with pytest.raises(RuntimeError, match=r"Ray runs no engines any more .*engine 0 given up"):
-        while time.monotonic() < end:
-            kept.check()
-            time.sleep(0.02)
+        until(kept.check, 30)
     kept.close()

@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from commands import until
 
 from mindspeed_rl_plugin.launch import one_job
 from mindspeed_rl_plugin.processes import began
@@ -83,11 +84,9 @@ def test_the_owner_beats_until_it_ends_and_ends_where_another_has_taken_over(sav
     monkeypatch.setattr(one_job, "os", SimpleNamespace(**vars(os) | {"_exit": lambda code: ended.set()}))
     one_job.own(str(save))
     for cleaned_up in (False, True):
-        before, end = path.stat().st_mtime_ns, time.monotonic() + 10
+        before = path.stat().st_mtime_ns
         path.unlink() if cleaned_up else None
-        while not path.exists() or path.stat().st_mtime_ns <= before:
-            time.sleep(0.01)
-            assert time.monotonic() < end
+        until(lambda before=before: path.exists() and path.stat().st_mtime_ns > before)
     owned(save, 1, "another")
     assert ended.wait(10)
     assert (

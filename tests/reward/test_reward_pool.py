@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import gone
 
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
 from mindspeed_rl_plugin.reward.calling import lacking
@@ -246,7 +247,7 @@ def test_a_batch_that_takes_too_long_ends_all(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(RewardError, match="grading took longer than 1.8 s, with .* of 12 .*prompt 3"):
             while not pool.poll(1):
                 pass
-        assert any(map(gone, pids)) and pool.wanted == 2 and pool.poll(0) == []
+        assert any(gone([pid]) for pid in pids) and pool.wanted == 2 and pool.poll(0) == []
         assert [g.total for g in pool.grade(naps(0.1))] == [0.1]
 
 
@@ -309,19 +310,19 @@ def test_a_kill_reaches_what_the_grader_started(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("RL_TEST_PID_FILE", str(tmp_path / "pid"))
     with pytest.raises(RewardError, match="longer than 1 s"):
         grade(own("child"), items("bad"), timeout=1.0)
-    assert gone(int((tmp_path / "pid").read_text()))
+    assert gone([int((tmp_path / "pid").read_text())])
 
 
 def test_close_ends_the_workers_and_an_idle_death_is_survived() -> None:
     pool = RewardPool(["exact"], workers=2)
     pids = [w.pid for w in pool._workers]
     os.kill(pids[0], 9)
-    assert gone(pids[0])
+    assert gone(pids[:1])
     assert [g.total for g in pool.grade(items("a", "b"))] == [1.0, 0.0]
     pids += [w.pid for w in pool._workers]
     pool.close()
     pool.close()
-    assert all(gone(pid) for pid in pids)
+    assert gone(pids)
     with pytest.raises(RewardError, match="closed"):
         pool.grade(items("a"))
 
@@ -362,9 +363,9 @@ def test_workers_do_not_outlive_a_killed_parent() -> None:
     command = [sys.executable, "-c", code, own("stubborn"), own("sleep")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(p) for p in parent.stdout.readline().split()]
-        assert len(pids) == 2 and not any(gone(p, 0) for p in pids)
+        assert len(pids) == 2 and not any(gone([p], 0) for p in pids)
         parent.kill()
-    assert all(gone(pid) for pid in pids)
+    assert gone(pids)
 
 
 def test_a_rank_with_many_open_files_grades() -> None:
@@ -375,17 +376,6 @@ def test_a_rank_with_many_open_files_grades() -> None:
         for _ in range(1024):
             files.enter_context(open(os.devnull))
         assert [g.total for g in grade("exact", items("a", "b"), workers=2)] == [1.0, 0.0]
-
-
-def gone(pid: int, seconds: float = 10) -> bool:
-    end = time.monotonic() + seconds
-    while True:
-        status = Path(f"/proc/{pid}/stat")
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
 
 
 def test_workers_start_without_torch() -> None:

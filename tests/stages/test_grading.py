@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import until
 
 from mindspeed_rl_plugin.dock import Dock, make_docks
 from mindspeed_rl_plugin.reward import RewardError, RewardPool
@@ -69,13 +70,6 @@ def rewards(stage: Reward) -> dict[int, list[float]]:
             undone -= 1
     assert not undone, "what is there is acknowledged"
     return graded
-
-
-def until(condition, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_groups_are_graded_as_they_are_finished_and_a_slow_one_holds_nobody_up(stage: Reward) -> None:

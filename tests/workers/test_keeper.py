@@ -6,21 +6,11 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
+from commands import gone
 from kept import PARENT, made
 
 from mindspeed_rl_plugin.workers.process import wait_for
-
-
-def gone(ids, seconds=10.0):
-    """Whether all of them are, or soon."""
-    end = time.monotonic() + seconds
-    while left := [i for i in ids if psutil.pid_exists(i) and psutil.Process(i).status() != psutil.STATUS_ZOMBIE]:
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return not left
 
 
 @pytest.mark.parametrize("how, code", [("exit", "exited with code 3"), ("signal", "died of signal 11 (SIGSEGV)")])
