@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindspeed_rl_plugin.device.meters import StorageMeter, Temporary
 from mindspeed_rl_plugin.forward.chunked import chunked_token_logps
 from mindspeed_rl_plugin.forward.head import token_logps
 
@@ -159,28 +158,6 @@ def test_accumulates_into_main_grad(dtype, zeroed):
         assert not zeroed or (weight.grad == 0).all()
 
 
-class Meter(TorchDispatchMode):
-    """Most bytes that the tensors made under it held at once, besides those given."""
-
-    def __init__(self, *given):
-        super().__init__()
-        self._given = {tensor.untyped_storage().data_ptr() for tensor in given}
-
-    def __enter__(self):
-        self._live, self.peak = {}, 0
-        return super().__enter__()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (list, tuple)) else (out,):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage.data_ptr() not in self._given:
-                self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
-        return out
-
-
 def test_peak_memory():
     """Two buffers of one chunk and what the gradients take, where the logits alone are sixteen chunks."""
     tokens, vocab, hidden_size, chunk = 128, 4096, 8, 8
@@ -189,7 +166,8 @@ def test_peak_memory():
     labels = torch.randint(0, vocab, (tokens,))
 
     def peak(function):
-        with Meter(hidden, weight, labels) as meter:
+        meter = Temporary(StorageMeter())
+        with meter.measured(hidden, weight, labels):
             logp, entropy = function(hidden, weight, labels, vocab_size=vocab, entropy_grad=True)
             torch.autograd.grad((logp + entropy).sum(), (hidden, weight))
         return meter.peak
