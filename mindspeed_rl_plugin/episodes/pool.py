@@ -201,7 +201,6 @@ class EnvironmentPool:
                 raise self._parser_error(result, "the empty turn, on which it is tried")
 
     def _parser_error(self, result: Answer | Lost, where: str) -> EpisodeError:
-        assert self._parser is not None
         why = _readable(result.why if isinstance(result, Lost) else result.error)
         return EpisodeError(f"--rl-tool-parser {self._parser.given} {why}\n  on {where}")
 
@@ -214,7 +213,6 @@ class EnvironmentPool:
     def _answer_turn(self, opened: OpenEpisode, text: str, attempts: Sequence[Attempt]) -> None:
         opened.left += [self._attempt(opened, attempt) for attempt in attempts]
         if not attempts and self._offer.steps:
-            assert opened.home is not None
             opened.left.append(("step", opened.home.key, text))
         elif not attempts:
             self._conclude(opened)
@@ -234,7 +232,6 @@ class EnvironmentPool:
         elif name in self._offer.tools:
             return "tool", name, dict(attempt.arguments)
         else:
-            assert opened.home is not None
             return "method", opened.home.key, name, dict(attempt.arguments)
         return {"role": "tool", "name": name, "content": content}
 
@@ -242,7 +239,6 @@ class EnvironmentPool:
         """The reply in the making is the last."""
         opened.reply.done = True
         if self._offer.rewards:
-            assert opened.home is not None
             opened.left.append(("get_reward", opened.home.key))
 
     def _go_on(self, opened: OpenEpisode) -> None:
@@ -297,7 +293,6 @@ class EnvironmentPool:
             if kind == "step" and result.done:
                 self._conclude(opened)
         else:
-            assert self._environment is not None
             name = call.message[2] if kind == "method" else kind
             limit = " (--rl-environment-timeout)" if str(error).startswith(LATE) else ""
             self._reply(opened, f"failed: {self._environment.name}.{name} {_readable(error)}{limit}")
@@ -310,7 +305,6 @@ class EnvironmentPool:
             self._error = self._parser_error(result, f"the turn {text!r:.300} of {place(opened.id)}")
             return
         found = [UNREAD if call is None else ToolCall(*call) for call in json.loads(result.texts[0])]
-        assert opened.turn is not None and isinstance(opened.turn.attempts, Unread)
         self._answer_turn(opened, opened.turn.text, at_most(found, opened.turn.attempts.most))
 
     def _tool_result(self, opened: OpenEpisode, name: str, result: Answer | Lost) -> None:
@@ -330,7 +324,6 @@ class EnvironmentPool:
     def _warn(self, error: str | None) -> None:
         """Of the first environment that does not close."""
         if error is not None and not self._warned:
-            assert self._environment is not None
             self._warned = True
             say(f"warning: {self._environment.name}.close {error}; the run goes on, and what it holds may stay open")
 

@@ -125,7 +125,6 @@ class Desk:
 
     async def parse(self, text: str) -> Answer:
         """The calls in a turn, as `read_calls` has them."""
-        assert self.parser is not None
         calls = read_calls(self.parser(text))
         if len(calls) > LONGEST:
             raise ValueError(f"it returned calls of {len(calls)} characters; at most {LONGEST} are read")
@@ -139,7 +138,6 @@ class Desk:
 
     async def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Answer:
         """A new environment begins. episode: its name, which a user's code may give to what it rents elsewhere."""
-        assert self.environment is not None
         name_to_users("EPISODE", episode)
         environment = self._made[key] = self.environment()
         return read_reset(await self._settled(environment.reset(**reset_arguments(environment.reset, task, seed))))

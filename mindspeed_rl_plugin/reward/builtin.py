@@ -20,7 +20,6 @@ def make_builtin(name: str, regex: str | None) -> Callable[..., float]:
     if name == "environment":
         return environment
     if name == "regex":
-        assert regex is not None
         return _make_regex(regex)
     assert name == "math", name
     return _make_math()
