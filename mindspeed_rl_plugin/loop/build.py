@@ -221,16 +221,15 @@ def _colocation(
     if critic is not None:
         critic.state.budget, critic.state.verify = budget, config.reshard.verify_weights
     # The engine measures the free memory when it starts: the training state must not be in its way.
-    state.offload(config.reshard.offloaded)
-    if critic is not None:
-        critic.offload(config.reshard.offloaded)
+    trained = (state,) if critic is None else (state, critic)
+    for one in trained:
+        one.offload(config.reshard.offloaded)
     engine: Engine = VllmEngine(engine_options.options(inputs, dtype))
     if (setup := EpisodeSetup.of(config, inputs.tokenizer_path)) is not None:
         engine = setup.over(engine, inputs.tokenizer, inputs.environments, docks.engines.peers)
     engine.sleep()
-    state.onload()
-    if critic is not None:
-        critic.onload()
+    for one in trained:
+        one.onload()
     return Colocation(model, state, critic, engine, resharder, config.reshard.offloaded, monitor.stage)
 
 

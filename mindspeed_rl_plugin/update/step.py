@@ -155,12 +155,13 @@ class PolicyStep(MegatronStep):
         Collective on its first call after a step; later calls return the same numbers.
         """
         if self._metrics is None:
-            self._metrics = to_metrics(self._reduced(), self._totals)
-            if "logp_rollout" not in self._measured:
-                self._metrics = {k: v for k, v in self._metrics.items() if not k.startswith(("logp_diff/", "rollout/"))}
-            if "logp_ref" not in self._measured:
-                self._metrics.pop("kl/ref")
+            self._metrics = self._measure()
         return dict(self._metrics)
+
+    def _measure(self) -> dict[str, float]:
+        left_out = () if "logp_rollout" in self._measured else ("logp_diff/", "rollout/")
+        left_out += () if "logp_ref" in self._measured else ("kl/ref",)
+        return {k: v for k, v in to_metrics(self._reduced(), self._totals).items() if not k.startswith(left_out)}
 
     def _weigh(self, counts: Tensor, totals: Totals) -> Tensor:
         """Weight of a trained token of each row, `[mb]`."""

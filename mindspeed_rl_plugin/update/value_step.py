@@ -29,15 +29,8 @@ class ValueStep(PolicyStep):
 
     inputs = ("values", "returns", "scored")
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the step, exact over the global batch and the same on all ranks (see `value_metrics`).
-
-        Collective on its first call after a step; later calls return the same numbers.
-        """
-        if self._metrics is None:
-            tally = self._reduced(len(SUMS))
-            self._metrics = value_metrics(dict(zip(SUMS, tally.tolist(), strict=True)), self._totals.tokens)
-        return dict(self._metrics)
+    def _measure(self) -> dict[str, float]:
+        return value_metrics(dict(zip(SUMS, self._reduced(len(SUMS)).tolist(), strict=True)), self._totals.tokens)
 
     def _needed(self, rows: Rows) -> list[str]:
         return ["values", "returns"]
