@@ -40,7 +40,7 @@ Eq. 2: everything through one buffer. Eq. 4: each of S warehouses. Both padded, 
 here: GRPO with a reference, unpadded, of all machines: written once, read by every state that declares it, more often
 than the equations' three times, in the memory of the machine where a row is sampled and trained.
 between: prompts, which one rank puts, and the numbers that one rank logs, where pipelines lie within machines and
-batches are not chosen or balanced by tokens (docs/dock.md says what those add).
+batches are not chosen or balanced by tokens (docs/many-machines.md says what those add).
 records: what controllers on other machines learn of every cell and of every row that is done; the seconds are of both,
 over all machines. Not counted: heads of messages, places in the answer to a lease (28 bytes per row, 16 per cell)."""
 
