@@ -13,8 +13,10 @@ from mindspeed_rl_plugin.rows import Ragged, Rows
 class Trainer(Protocol):
     """This rank's part of a model that is trained. All ranks of the trainer make each call, in the same order.
 
-    Its implementation is Megatron's: `loop.megatron_trainer.MegatronTrainer`. docs/service.md says what else a job
-    takes from Megatron.
+    Its implementation is Megatron's: `loop.megatron_trainer.MegatronTrainer`. The rest of a job is Megatron's too,
+    whoever implements this: its launch script and flags, its train loop, its checkpoints, and its model-parallel
+    layout, from which the dock knows which rank trains which row. With engines in the trainers' ranks weights move by
+    a plan of their own, and a critic has its own passes.
     """
 
     @property
