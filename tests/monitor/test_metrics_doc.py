@@ -18,10 +18,11 @@ TABLE = re.compile(r"(?<=<!-- from monitor/names.py -->\n).*?(?=<!-- end -->)", 
 
 def table():
     rows = {**dict.fromkeys(NAMES), **FAMILIES}
-    lines = ["| name | unit | meaning |", "|---|---|---|"]
+    lines = ["| name | meaning (unit) |", "|---|---|"]
     for name, example in rows.items():
         unit, text = meaning(example or name)
-        lines.append(f"| `{name}` | {unit} | {text.replace('|', chr(92) + '|')} |")
+        said = f"{text} ({unit})" if unit else text
+        lines.append(f"| `{name}` | {said.replace('|', chr(92) + '|')} |")
     return "\n".join(lines) + "\n"
 
 
