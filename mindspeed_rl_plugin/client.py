@@ -28,9 +28,9 @@ from mindspeed_rl_plugin.dock.api import numbers
 from mindspeed_rl_plugin.dock.joining import here
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
-from mindspeed_rl_plugin.reshard.pull import pull_tensors
 from mindspeed_rl_plugin.rows import FINISH, Column, Completion, GenerateRequest, Ragged, Rows, Sampling
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
+from mindspeed_rl_plugin.weights.pull import pull_tensors
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

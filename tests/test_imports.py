@@ -13,18 +13,19 @@ PACKAGE = Path(__file__).parents[1] / "mindspeed_rl_plugin"
 NAME = PACKAGE.name
 
 # Rows from the base up; a folder may import those in earlier rows, never those in its own row or a later one.
-# A module may stand in a row of its own (`reshard.plan`), else its folder's row counts.
-UPPER = ("transfer", "allgather", "offload", "live", "resharder", "shares", "publish", "pull")
+# A module may stand in a row of its own (`episodes.rendering`), else its folder's row counts.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("__init__", "rows", "config", "environment", "invitation", "device", "processes", "ranks"),
     ("workers", "episodes.rendering"),
-    ("dock", "algorithms", "reward", "prompts", "monitor", "reshard"),
-    ("engine", "forward", *(f"reshard.{m}" for m in UPPER)),
+    ("dock", "algorithms", "reward", "prompts", "monitor", "layout"),
+    ("weights",),
+    ("engine", "forward"),
     ("episodes",),
     ("critic", "update"),
     ("stages",),
     ("generators",),
     ("loop", "client"),
+    ("checkpoints",),
     ("launch",),
     ("tools",),
     ("adaptor",),
@@ -37,7 +38,7 @@ HOST_MAY = {"rows", "config", "environment", "device"}
 # library -> folders that may import it (a module name narrows a folder).
 LIBRARIES: dict[str, set[str]] = {
     "megatron": {"launch", "host", "forward", "stages", "critic", "update", "adaptor", "loop", "tools"}
-    | {f"reshard.{module}" for module in ("layout", "parallel", "transfer", "offload")},
+    | {"weights.transfer", "weights.offload"},
     "mindspeed": {"launch", "host", "tools"},
     "mindspeed_llm": {"launch", "host", "tools"},
     "vllm": {"engine", "host"},
@@ -171,9 +172,9 @@ def test_every_folder_is_in_the_table():
         ("dock.client", "dock.api", True),
         ("dock.client", "reward.pool", False),
         ("algorithms.losses", "update.step", False),
-        ("reshard.plan", "reshard.layout", True),
-        ("reshard.plan", "reshard.offload", False),
-        ("reshard.offload", "reshard.plan", True),
+        ("weights.transfer", "layout.transfer_plan", True),
+        ("layout.transfer_plan", "weights.offload", False),
+        ("layout.layout", "layout.cuts", True),
         ("rows", "config", True),
         ("rows", "dock.api", False),
         ("launch.launch", "loop.loop", True),

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.allgather import AllgatherPlan, post_bucket
-from mindspeed_rl_plugin.reshard.p2p import Batch, P2PChannel
-from mindspeed_rl_plugin.reshard.transfer import copy_pieces
+from mindspeed_rl_plugin.weights.allgather import AllgatherPlan, post_bucket
+from mindspeed_rl_plugin.weights.p2p import Batch, P2PChannel
+from mindspeed_rl_plugin.weights.transfer import copy_pieces
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
+from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel
 
 
 def received(

@@ -23,9 +23,7 @@ from naive import naive  # noqa: E402
 from mindspeed_rl_plugin.device import get_device  # noqa: E402
 from mindspeed_rl_plugin.dock import Dock, make_docks  # noqa: E402
 from mindspeed_rl_plugin.dock.peers import GroupPeers  # noqa: E402
-from mindspeed_rl_plugin.reshard.allgather import allgather, make_allgather_plan  # noqa: E402
-from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget  # noqa: E402
-from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
+from mindspeed_rl_plugin.layout.layout import (
     ModelShape,
     canonical_tensors,
     engine_layout,
@@ -33,15 +31,17 @@ from mindspeed_rl_plugin.reshard.layout import (  # noqa: E402
     megatron_layout,
     megatron_shapes,
 )
-from mindspeed_rl_plugin.reshard.offload import TrainState  # noqa: E402
-from mindspeed_rl_plugin.reshard.p2p import P2PChannel  # noqa: E402
-from mindspeed_rl_plugin.reshard.plan import make_plan  # noqa: E402
-from mindspeed_rl_plugin.reshard.publish import Publisher  # noqa: E402
-from mindspeed_rl_plugin.reshard.pull import Puller  # noqa: E402
-from mindspeed_rl_plugin.reshard.shares import TrainerWeights  # noqa: E402
-from mindspeed_rl_plugin.reshard.transfer import stream  # noqa: E402
+from mindspeed_rl_plugin.layout.transfer_plan import make_plan  # noqa: E402
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout  # noqa: E402
 from mindspeed_rl_plugin.tools.plan.flow import Cells  # noqa: E402
+from mindspeed_rl_plugin.weights.allgather import allgather, make_allgather_plan  # noqa: E402
+from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget  # noqa: E402
+from mindspeed_rl_plugin.weights.offload import TrainState  # noqa: E402
+from mindspeed_rl_plugin.weights.p2p import P2PChannel  # noqa: E402
+from mindspeed_rl_plugin.weights.publish import Publisher  # noqa: E402
+from mindspeed_rl_plugin.weights.pull import Puller  # noqa: E402
+from mindspeed_rl_plugin.weights.shares import TrainerWeights  # noqa: E402
+from mindspeed_rl_plugin.weights.transfer import stream  # noqa: E402
 
 DTYPE = torch.bfloat16
 DEADLINE = 600.0

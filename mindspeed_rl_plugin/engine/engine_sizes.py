@@ -12,8 +12,8 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.device.meters import host_total
 from mindspeed_rl_plugin.host.engine_env import engines_share_experts
-from mindspeed_rl_plugin.reshard.families import GROUP_LIMITED
-from mindspeed_rl_plugin.reshard.shape import ModelShape
+from mindspeed_rl_plugin.layout.families import GROUP_LIMITED
+from mindspeed_rl_plugin.layout.shape import ModelShape
 
 CPU_LOWEST_HEAD_DIM = 32
 CPU_LATENT_SIZE = 576  # vllm/v1/attention/backends/mla/cpu_mla.py has this size only

@@ -1,6 +1,6 @@
 """The engine's Hugging Face config, derived from Megatron's own arguments, and its check against a given one.
 
-What differs between families stands in their tables (`reshard.families`).
+What differs between families stands in their tables (`layout.families`).
 What changes the model and that no family has is refused by `ModelShape.from_megatron_args`, never ignored.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 from mindspeed_rl_plugin.engine.hf_moe import expert_config
 from mindspeed_rl_plugin.engine.hf_rope import YARN_TURNS, rope_scaling
+from mindspeed_rl_plugin.layout.families import FAMILIES, family_of
+from mindspeed_rl_plugin.layout.family_table import Family
+from mindspeed_rl_plugin.layout.shape import LATENT_FIELDS, ModelShape, rotated_share, same_names
 from mindspeed_rl_plugin.prompts.tokenizer import read_json
-from mindspeed_rl_plugin.reshard.families import FAMILIES, family_of
-from mindspeed_rl_plugin.reshard.family_table import Family
-from mindspeed_rl_plugin.reshard.shape import LATENT_FIELDS, ModelShape, rotated_share, same_names
 
 # What a config.json leaves out, and what all families then take.
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}

@@ -1,6 +1,6 @@
 """What a config.json of a model with experts, or with latent attention, has besides the fields of a dense one.
 
-What differs between families stands in their tables (`reshard.families`). `routing_problems` names what trainer and
+What differs between families stands in their tables (`layout.families`). `routing_problems` names what trainer and
 engine would do differently; the rest is refused by `ModelShape`.
 Sources: Megatron's router (topk_routing_with_score_function) and MLA (multi_latent_attention.py), transformers'
 modeling_qwen3_moe.py and modeling_deepseek_v3.py, vLLM's qwen3_moe.py and deepseek_v2.py.
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl_plugin.config.upstream import ROUTING, refusals
-from mindspeed_rl_plugin.reshard.families import GROUP_LIMITED
-from mindspeed_rl_plugin.reshard.shape import LATENT_FIELDS, ModelShape
+from mindspeed_rl_plugin.layout.families import GROUP_LIMITED
+from mindspeed_rl_plugin.layout.shape import LATENT_FIELDS, ModelShape
 
 
 def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:

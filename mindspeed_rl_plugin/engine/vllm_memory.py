@@ -21,8 +21,8 @@ import torch.distributed as dist
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.host import engine_env
-from mindspeed_rl_plugin.reshard.p2p import P2PChannel
-from mindspeed_rl_plugin.reshard.storages import bytes_of, distinct
+from mindspeed_rl_plugin.weights.p2p import P2PChannel
+from mindspeed_rl_plugin.weights.storages import bytes_of, distinct
 
 # Of the device's memory, and at least so many bytes: for what vLLM's profile of its first steps does not see, graphs
 # that it captures later, communicators and workspaces that the trainer makes in its first update and keeps.

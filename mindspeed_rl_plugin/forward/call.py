@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.forward.swapped import swapped
-from mindspeed_rl_plugin.reshard.storages import unwrap
+from mindspeed_rl_plugin.weights.storages import unwrap
 
 
 def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:

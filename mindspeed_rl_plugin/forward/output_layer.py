@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.forward.chunked import chunked_token_logps
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
 from mindspeed_rl_plugin.forward.swapped import swapped
-from mindspeed_rl_plugin.reshard.storages import unwrap
+from mindspeed_rl_plugin.weights.storages import unwrap
 
 
 def forward_scored(

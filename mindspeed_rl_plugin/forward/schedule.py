@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.forward.head import token_logps
 from mindspeed_rl_plugin.forward.output_layer import forward_scored
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
 from mindspeed_rl_plugin.forward.swapped import swapped
-from mindspeed_rl_plugin.reshard.storages import unwrap
+from mindspeed_rl_plugin.weights.storages import unwrap
 
 Model = Sequence[torch.nn.Module]
 
@@ -131,7 +131,7 @@ def run_forward_only(
 ) -> list[Any] | None:
     """Forward pass without gradient over all micro-batches, by Megatron's schedule (PP and VPP included).
 
-    model: this rank's chunks, as Megatron holds them, complete (`reshard.offload.gathered`); collect: called
+    model: this rank's chunks, as Megatron holds them, complete (`weights.offload.gathered`); collect: called
     on the last stage with the model's output and the micro-batch; scored: that output is for `head_of`.
     Returns its results in micro-batch order on the last stage, None on the others. The model is in eval
     mode meanwhile, and as it was afterwards. Collective over the model parallel ranks.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.forward.batching import TokenBudget, padded
-from mindspeed_rl_plugin.reshard.placement_flags import folds
+from mindspeed_rl_plugin.layout.placement_flags import folds
 
 # fp32 logits of one chunk: on an accelerator as many as matrix products need to run at full speed, on a host what its
 # caches hold, but so many columns for every token that its matrix products are not the slower for it

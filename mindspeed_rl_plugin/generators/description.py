@@ -13,8 +13,8 @@ from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
-from mindspeed_rl_plugin.reshard.publish import TrainerWeights
 from mindspeed_rl_plugin.rows import Sampling
+from mindspeed_rl_plugin.weights.publish import TrainerWeights
 
 JOB, WEIGHTS = "job", "weights"  # what the dock's directory has of the job
 

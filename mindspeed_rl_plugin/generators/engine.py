@@ -25,8 +25,8 @@ from mindspeed_rl_plugin.generators.server_weights import ServerWeights
 from mindspeed_rl_plugin.generators.service import Service
 from mindspeed_rl_plugin.generators.team import Team
 from mindspeed_rl_plugin.invitation import read_secret
+from mindspeed_rl_plugin.layout.layout import EngineParallel
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
-from mindspeed_rl_plugin.reshard.layout import EngineParallel
 
 
 def serve(

@@ -11,8 +11,8 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.generators.beside import Beside
 from mindspeed_rl_plugin.generators.description import Description, weights_of
-from mindspeed_rl_plugin.reshard.layout import EngineParallel
-from mindspeed_rl_plugin.reshard.pull import Puller
+from mindspeed_rl_plugin.layout.layout import EngineParallel
+from mindspeed_rl_plugin.weights.pull import Puller
 
 
 def puller_of(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.engine.server_api import ASK_SECONDS, Server
-from mindspeed_rl_plugin.reshard.pull import Applied, Pulled
+from mindspeed_rl_plugin.weights.pull import Applied, Pulled
 
 LOOK_SECONDS = 0.1  # between two looks at a pull
 STAY_SECONDS = 5.0  # between two words to the server, which waits `server_worker.HELD_SECONDS` for one

@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.engine.server_api import PROCESSED, Served
 from mindspeed_rl_plugin.engine.vllm_engine import keep_weights_live
 from mindspeed_rl_plugin.generators.description import job_of
 from mindspeed_rl_plugin.generators.pulling import Weights, puller_of
-from mindspeed_rl_plugin.reshard.layout import EngineParallel
+from mindspeed_rl_plugin.layout.layout import EngineParallel
 
 HELD_SECONDS = 30.0  # that a server stays with a client which says nothing, while the client's job goes on
 

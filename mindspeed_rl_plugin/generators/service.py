@@ -12,8 +12,8 @@ from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.lead import Lead, Turn
 from mindspeed_rl_plugin.generators.pulling import Weights
 from mindspeed_rl_plugin.generators.team import Team
-from mindspeed_rl_plugin.reshard.pull import Puller
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
+from mindspeed_rl_plugin.weights.pull import Puller
 
 POLL_SECONDS = 0.2  # of the engine's steps, at most, before its first rank looks for rows again
 STEPS = 8  # the same, of engines that share experts: all take as many

@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from torch.nn import Module
 
+from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
+from mindspeed_rl_plugin.checkpoints.critic_files import MARK, source_folder
+from mindspeed_rl_plugin.checkpoints.start_decision import WHOLE, weights_arguments
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.critic.value_head import give_value_head
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch.critic_files import MARK, source_folder
 from mindspeed_rl_plugin.launch.megatron_setup import on_each_chunk, overridden, recording
 from mindspeed_rl_plugin.launch.mtp import report_unused_embeddings
-from mindspeed_rl_plugin.launch.start_decision import WHOLE, weights_arguments
 from mindspeed_rl_plugin.loop.start import Start
-from mindspeed_rl_plugin.reshard.offload import gathered
+from mindspeed_rl_plugin.weights.offload import gathered
 
 # Megatron sets these while it loads a checkpoint: the policy's values stand.
 _COUNTERS = (

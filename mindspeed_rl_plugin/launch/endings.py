@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
+from mindspeed_rl_plugin.checkpoints.disk import full_disk
 from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, record_failure
-from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch.disk import full_disk
 from mindspeed_rl_plugin.processes import attend
 
 LINES = 8  # of an error, beside its first

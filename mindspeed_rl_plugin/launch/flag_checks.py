@@ -18,6 +18,11 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs, unread
+from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
+from mindspeed_rl_plugin.checkpoints import conversion, critic_files, disk
+from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles
+from mindspeed_rl_plugin.checkpoints.saved_args import other_layout, other_order, other_sizes
+from mindspeed_rl_plugin.checkpoints.start_decision import NOT_SAVED, decide
 from mindspeed_rl_plugin.config import RLConfig, limit_problems
 from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
@@ -28,29 +33,16 @@ from mindspeed_rl_plugin.engine.hf_moe import routing_problems
 from mindspeed_rl_plugin.engine.hf_rope import rope_scaling
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
-from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import (
-    conversion,
-    critic_files,
-    disk,
-    early,
-    episode_checks,
-    schedule_checks,
-    taken_over,
-    upstream_checks,
-)
-from mindspeed_rl_plugin.launch.dist_files import DistFiles
+from mindspeed_rl_plugin.launch import early, episode_checks, schedule_checks, taken_over, upstream_checks
 from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
-from mindspeed_rl_plugin.launch.saved_args import other_layout, other_order, other_sizes
-from mindspeed_rl_plugin.launch.start_decision import NOT_SAVED, decide
+from mindspeed_rl_plugin.layout.parallel import Parallel
+from mindspeed_rl_plugin.layout.shape import ModelShape
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.run_files import check_dumps
 from mindspeed_rl_plugin.prompts.tokenizer import chosen_tokenizer, own_code, same_vocabulary, tokenizer_path
-from mindspeed_rl_plugin.reshard.parallel import Parallel
-from mindspeed_rl_plugin.reshard.shape import ModelShape
-from mindspeed_rl_plugin.reshard.storages import unwrap
 from mindspeed_rl_plugin.reward.reward_model import KIND, same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs
+from mindspeed_rl_plugin.weights.storages import unwrap
 
 Check = Callable[[Any, RLConfig], Iterator[str] | None]
 

@@ -13,12 +13,24 @@ from typing import Any
 from mindspeed_rl_plugin import ranks
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
+from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
+from mindspeed_rl_plugin.checkpoints import conversion
+from mindspeed_rl_plugin.checkpoints.disk import small_disk
+from mindspeed_rl_plugin.checkpoints.reference_digest import CheckpointDigest
+from mindspeed_rl_plugin.checkpoints.saved_args import check_rows
+from mindspeed_rl_plugin.checkpoints.start_decision import (
+    NOT_SAVED,
+    decide,
+    describe,
+    load_arguments,
+    not_saved,
+    weights_arguments,
+)
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic import value_head
 from mindspeed_rl_plugin.environment import keep, say
 from mindspeed_rl_plugin.launch import (
     build_critic,
-    conversion,
     early,
     flag_checks,
     lr_schedule,
@@ -28,22 +40,10 @@ from mindspeed_rl_plugin.launch import (
     patching,
     taken_over,
 )
-from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch.disk import small_disk
 from mindspeed_rl_plugin.launch.endings import refusing, stopping
 from mindspeed_rl_plugin.launch.megatron_setup import overridden
 from mindspeed_rl_plugin.launch.mtp import freeze_mtp, report_unused_embeddings
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
-from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
-from mindspeed_rl_plugin.launch.saved_args import check_rows
-from mindspeed_rl_plugin.launch.start_decision import (
-    NOT_SAVED,
-    decide,
-    describe,
-    load_arguments,
-    not_saved,
-    weights_arguments,
-)
 from mindspeed_rl_plugin.launch.weights_fit import must_fit
 from mindspeed_rl_plugin.loop import arithmetic, run
 from mindspeed_rl_plugin.loop.start import TRAINED, Start

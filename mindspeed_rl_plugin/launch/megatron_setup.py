@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl_plugin.reshard import aliases
+from mindspeed_rl_plugin.weights import aliases
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def overridden(args: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def recording(args: Any) -> contextlib.AbstractContextManager[None]:
-    """For the time in which optimizers are built: what MindSpeed then lets share memory, `reshard.aliases` keeps."""
+    """For the time in which optimizers are built: what MindSpeed then lets share memory, `weights.aliases` keeps."""
     return aliases.recording() if getattr(args, "reuse_fp32_param", False) else contextlib.nullcontext()
 
 

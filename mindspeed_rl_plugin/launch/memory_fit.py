@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.device.meters import host_total
 from mindspeed_rl_plugin.environment import launch_env
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, megatron_shapes
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, megatron_shapes
 
 # By the bytes of a weight: float32 moments of Adam, and a main parameter where the weight is none. Under these flags
 # they are elsewhere, smaller or fewer, and not counted.

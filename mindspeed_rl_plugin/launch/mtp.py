@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl_plugin.reshard.storages import unwrap
+from mindspeed_rl_plugin.weights.storages import unwrap
 
 
 def freeze_mtp(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl_plugin.checkpoints.checkpoint_files import mend_tracker
 from mindspeed_rl_plugin.dock.joining import here, machine
 from mindspeed_rl_plugin.environment import last_words, launch_name, say
-from mindspeed_rl_plugin.launch.checkpoint_files import mend_tracker
 from mindspeed_rl_plugin.monitor.run_files import write_json
 from mindspeed_rl_plugin.processes import began
 

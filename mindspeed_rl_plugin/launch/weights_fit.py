@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.reshard.live import differences, mtp_only, raise_if, sizes_of
-from mindspeed_rl_plugin.reshard.storages import unwrap
+from mindspeed_rl_plugin.weights.live import differences, mtp_only, raise_if, sizes_of
+from mindspeed_rl_plugin.weights.storages import unwrap
 
 _EXTRA = "_extra_state"  # TransformerEngine's, which versions add and leave out
 _MEND = (

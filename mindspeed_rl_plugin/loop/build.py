@@ -19,6 +19,7 @@ from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.episodes.protocol import tool_names
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
+from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel
 from mindspeed_rl_plugin.loop import engine_options
 from mindspeed_rl_plugin.loop.arithmetic import reads_old_logps
 from mindspeed_rl_plugin.loop.build_async import build_schedule, make_publisher
@@ -39,12 +40,6 @@ from mindspeed_rl_plugin.monitor import run_files
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import Pair
 from mindspeed_rl_plugin.ranks import Collectives
-from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget
-from mindspeed_rl_plugin.reshard.host_weights import HostWeights
-from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel
-from mindspeed_rl_plugin.reshard.offload import TrainState
-from mindspeed_rl_plugin.reshard.resharder import Resharder
-from mindspeed_rl_plugin.reshard.storages import unwrap
 from mindspeed_rl_plugin.reward.specs import ENVIRONMENT
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.stages.advantages import Advantages
@@ -62,6 +57,11 @@ from mindspeed_rl_plugin.stages.update import CriticUpdate, Update
 from mindspeed_rl_plugin.stages.user import UserStage
 from mindspeed_rl_plugin.update.step import PolicyStep
 from mindspeed_rl_plugin.update.value_step import ValueStep
+from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
+from mindspeed_rl_plugin.weights.host_weights import HostWeights
+from mindspeed_rl_plugin.weights.offload import TrainState
+from mindspeed_rl_plugin.weights.resharder import Resharder
+from mindspeed_rl_plugin.weights.storages import unwrap
 
 
 def build_loop(

@@ -17,6 +17,7 @@ from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
 from mindspeed_rl_plugin.generators.guests import Guests
 from mindspeed_rl_plugin.generators.ranks import publish_address, publish_end
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.loop import engine_options
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
@@ -25,13 +26,12 @@ from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
 from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.ranks import Collectives
-from mindspeed_rl_plugin.reshard.host_memory import HostMemoryBudget
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
-from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.incoming import READS, STATE, Incoming
 from mindspeed_rl_plugin.stages.trainer import Trainer
+from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
+from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
 
 FEWER = "keep fewer versions (--rl-max-staleness with --rl-async-order strict), or spread trainers over more machines"
 

@@ -17,13 +17,13 @@ from mindspeed_rl_plugin.loop.schedules.schedule import Job, PairSchedule
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.ranks import Collectives, on_rank_0, weights_digest
-from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.stages.evaluate import Due, EvaluatePairs
 from mindspeed_rl_plugin.stages.measure import IterationLog
 from mindspeed_rl_plugin.stages.pairs import Pairs
 from mindspeed_rl_plugin.stages.references import PairScorer, cache_file, cache_key, read_cache, write_cache
 from mindspeed_rl_plugin.stages.update import PairUpdate
 from mindspeed_rl_plugin.update.pair_step import PairStep
+from mindspeed_rl_plugin.weights.host_weights import HostWeights
 
 
 @dataclass(frozen=True)

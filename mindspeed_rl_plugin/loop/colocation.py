@@ -9,8 +9,8 @@ import torch
 
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.engine.protocol import Engine
-from mindspeed_rl_plugin.reshard.offload import TrainState, gathered
-from mindspeed_rl_plugin.reshard.resharder import Resharder, Transfer
+from mindspeed_rl_plugin.weights.offload import TrainState, gathered
+from mindspeed_rl_plugin.weights.resharder import Resharder, Transfer
 
 
 class Colocation:

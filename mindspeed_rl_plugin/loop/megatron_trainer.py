@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch.nn import Module
 
 from mindspeed_rl_plugin.forward import ForwardSettings
-from mindspeed_rl_plugin.reshard.publish import Published, Publisher
-from mindspeed_rl_plugin.reshard.shares import TrainerWeights
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.stages.logprobs import compute_logps
 from mindspeed_rl_plugin.stages.update import OPTIMIZER, TrainStep, grad_norm, learning_rate
 from mindspeed_rl_plugin.update.step import PolicyStep
+from mindspeed_rl_plugin.weights.publish import Published, Publisher
+from mindspeed_rl_plugin.weights.shares import TrainerWeights
 
 
 @dataclass

@@ -25,12 +25,12 @@ from mindspeed_rl_plugin.loop.build_pairs import Reference, build_pair_loop
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
-from mindspeed_rl_plugin.reshard.host_weights import HostWeights
 from mindspeed_rl_plugin.rows import Group
 from mindspeed_rl_plugin.stages import update
 from mindspeed_rl_plugin.stages.measure import Rollout, prepare_dumps
 from mindspeed_rl_plugin.stages.stage import columns_of
 from mindspeed_rl_plugin.stages.update import TrainStep
+from mindspeed_rl_plugin.weights.host_weights import HostWeights
 
 _run: Run | None = None
 

@@ -110,8 +110,10 @@ class Renderer:
     def _messages(self, value: Any, key: str, source: Source, where: str) -> list[dict[str, Any]]:
         """Chat messages in one form, see `Renderer`."""
         where = f"{where}: field {key!r}"
-        if not value or not isinstance(value, list) or not all(
-            _has(m, "role") and ("content" in m or m.get("tool_calls")) for m in value
+        if (
+            not value
+            or not isinstance(value, list)
+            or not all(_has(m, "role") and ("content" in m or m.get("tool_calls")) for m in value)
         ):
             raise ValueError(
                 f"{where} is neither a string nor a list of messages with 'role' and 'content', but {str(value)[:80]!r}"

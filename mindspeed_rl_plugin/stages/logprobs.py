@@ -13,9 +13,9 @@ from torch import Tensor
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
-from mindspeed_rl_plugin.reshard.offload import gathered
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
+from mindspeed_rl_plugin.weights.offload import gathered
 
 # What every pipeline stage needs of its rows: what feeds the model, and what says which rows count.
 FEEDS = ("tokens", "loss_mask", "valid", "multiplicity")

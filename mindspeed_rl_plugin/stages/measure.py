@@ -18,12 +18,12 @@ from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.monitor.run_files import claim_dumps, dump_files, set_aside
 from mindspeed_rl_plugin.ranks import Collectives
-from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.reward import RewardPool, solved
 from mindspeed_rl_plugin.rows import EPISODE_COUNTS, FINISH, Rows, SampleId
 from mindspeed_rl_plugin.stages import advantages
 from mindspeed_rl_plugin.stages.generate import Episodes, digest_number
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
+from mindspeed_rl_plugin.weights.resharder import Transfer
 
 # One rank reads these of all rows: single numbers, so that it never becomes the place where all data goes.
 NUMBERS = ("length", "response_length", "finish", "version", "weights_digest", "reward", "reward_parts", "valid")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from mindspeed_rl_plugin.reshard.publish import Published
-from mindspeed_rl_plugin.reshard.shares import TrainerWeights
 from mindspeed_rl_plugin.rows import Ragged, Rows
+from mindspeed_rl_plugin.weights.publish import Published
+from mindspeed_rl_plugin.weights.shares import TrainerWeights
 
 
 class Trainer(Protocol):

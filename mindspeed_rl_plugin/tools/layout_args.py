@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.config.flag import spelt
+from mindspeed_rl_plugin.layout.families import family_of
+from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel, engine_layout, megatron_layout
 from mindspeed_rl_plugin.prompts.tokenizer import read_json
-from mindspeed_rl_plugin.reshard.families import family_of
-from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape, Parallel, engine_layout, megatron_layout
 
 TRAIN = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first", "last")
 _GENERATE = ("tp", "ep", "dp")

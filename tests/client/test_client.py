@@ -30,13 +30,13 @@ from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description, welcome
 from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
-from mindspeed_rl_plugin.reshard.publish import Publisher, TrainerWeights
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.stages.incoming import READS, STATE, Incoming
 from mindspeed_rl_plugin.stages.prompts import ordered, prompt_rows
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 from mindspeed_rl_plugin.stages.table import stage_table
+from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
 
 GROUPS, MEMBERS, LONGEST, END = 2, 2, 4, 9
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)

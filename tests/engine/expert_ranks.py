@@ -23,10 +23,10 @@ from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY, ExpertGroup  # 
 from mindspeed_rl_plugin.engine.options import VllmOptions  # noqa: E402
 from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine  # noqa: E402
+from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape  # noqa: E402
 from mindspeed_rl_plugin.ranks import HardDeadline  # noqa: E402
-from mindspeed_rl_plugin.reshard.layout import EngineParallel, ModelShape  # noqa: E402
-from mindspeed_rl_plugin.reshard.live import engine_storage  # noqa: E402
 from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling  # noqa: E402
+from mindspeed_rl_plugin.weights.live import engine_storage  # noqa: E402
 
 AGREEMENT = 2e-5  # nats, fp32
 LONGEST = 12

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.engine.hf_config import (
     write_config,
 )
 from mindspeed_rl_plugin.engine.hf_rope import check_rotary, rope_frequencies
-from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
+from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
 
 
 def megatron(**changes) -> Namespace:

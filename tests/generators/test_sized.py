@@ -9,7 +9,7 @@ from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.generators import engine as joined
 from mindspeed_rl_plugin.generators import pulling, server_worker
 from mindspeed_rl_plugin.generators.engine import sized
-from mindspeed_rl_plugin.reshard.layout import EngineParallel
+from mindspeed_rl_plugin.layout.layout import EngineParallel
 
 OPTIONS = VllmOptions({}, 24)
 

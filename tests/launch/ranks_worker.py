@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl_plugin import ranks
-from mindspeed_rl_plugin.launch import reference_digest
-from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
+from mindspeed_rl_plugin.checkpoints import reference_digest
+from mindspeed_rl_plugin.checkpoints.reference_digest import CheckpointDigest
 
 folder, out = sys.argv[1:]
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))

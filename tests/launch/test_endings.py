@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin import environment
-from mindspeed_rl_plugin.launch import checkpoint_files, disk, endings
+from mindspeed_rl_plugin.checkpoints import checkpoint_files, disk
+from mindspeed_rl_plugin.launch import endings
 
 PROCESS = """
 import hashlib, io, os, signal, sys, threading, types

@@ -9,10 +9,11 @@ import types
 import pytest
 import torch
 
+from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
+from mindspeed_rl_plugin.checkpoints import reference_digest
+from mindspeed_rl_plugin.checkpoints.reference_digest import CheckpointDigest
 from mindspeed_rl_plugin.config import add_flags
-from mindspeed_rl_plugin.launch import checkpoint_files as files
-from mindspeed_rl_plugin.launch import flag_checks, launch, reference_digest
-from mindspeed_rl_plugin.launch.reference_digest import CheckpointDigest
+from mindspeed_rl_plugin.launch import flag_checks, launch
 
 
 class Loop:

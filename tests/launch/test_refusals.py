@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.config.upstream import OWN_RL, ROUTING, RUN, UPSTREAM, 
 from mindspeed_rl_plugin.engine.engine_sizes import engine_problems
 from mindspeed_rl_plugin.launch import flag_checks
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
-from mindspeed_rl_plugin.reshard.shape import ModelShape
+from mindspeed_rl_plugin.layout.shape import ModelShape
 
 MODELS = Path(__file__).parents[2] / "docs" / "bring-your-model.md"
 # A model with experts instead, and one with multi-latent attention besides.

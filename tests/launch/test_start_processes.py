@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from mindspeed_rl_plugin.launch import checkpoint_files as files
+from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
 
 LAYOUTS = {
     "distributed": ["--use-distributed-optimizer", "--bf16"],

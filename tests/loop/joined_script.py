@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.messages import Put
 from mindspeed_rl_plugin.dock.sources import VersionSource
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
-from mindspeed_rl_plugin.reshard.pull import Puller
+from mindspeed_rl_plugin.weights.pull import Puller
 
 
 def die(*_, **__):

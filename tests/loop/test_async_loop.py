@@ -16,9 +16,9 @@ import pytest
 import torch
 from last_parts import LAST_PART, check_log_probs, dumped
 
+from mindspeed_rl_plugin.checkpoints.checkpoint_files import read_state, read_tracker
 from mindspeed_rl_plugin.client import Client
 from mindspeed_rl_plugin.dock.places import DONE
-from mindspeed_rl_plugin.launch.checkpoint_files import read_state, read_tracker
 from mindspeed_rl_plugin.monitor.run_files import read_apart
 
 LAGGED, SLOW = (Path(__file__).with_name(f"{name}.py") for name in ("lagged_script", "slow_grader"))

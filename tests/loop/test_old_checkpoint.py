@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import make_docks
-from mindspeed_rl_plugin.launch import checkpoint_files as files
 from mindspeed_rl_plugin.loop.resume import check_columns, choices, renamed
 from mindspeed_rl_plugin.rows import Ragged, SampleId
 from mindspeed_rl_plugin.stages import update

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
+from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER
 
 PPO = ("--rl-algorithm", "ppo", "--rl-critic-lr", "3e-3")
 

@@ -6,7 +6,7 @@ import shlex
 import pytest
 from family_models import HOST, random_model
 
-from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
+from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
 from mindspeed_rl_plugin.tools.convert import to_megatron
 

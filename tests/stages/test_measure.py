@@ -13,13 +13,13 @@ from mindspeed_rl_plugin.dock import Lease, Traffic
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import meaning
 from mindspeed_rl_plugin.monitor.run_files import check_dumps, dump_file, dump_files, read_jsonl, read_metrics
-from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.reward import Grade, GradeItem
 from mindspeed_rl_plugin.rows import Completion, Episode, Prompt, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages import evaluate, measure, update
 from mindspeed_rl_plugin.stages.generate import digest_number
 from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.update import objective, value_step
+from mindspeed_rl_plugin.weights.resharder import Transfer
 
 RESULT = ({}, 0, False, 0, 0, 2.0)  # of Megatron's train_step: the gradient norm is used
 WEIGHTS = (1.0, -0.5)  # a grader of the answer, and a penalty

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.checkpoints.checkpoint_files import outline
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, add_flags
 from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.dock import make_docks
-from mindspeed_rl_plugin.launch.checkpoint_files import outline
 from mindspeed_rl_plugin.loop import docks
 from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of
 from mindspeed_rl_plugin.loop.build import dock_size, table_of

@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from mindspeed_rl_plugin.reshard.families import FAMILIES
-from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
+from mindspeed_rl_plugin.layout.families import FAMILIES
+from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
 from mindspeed_rl_plugin.tools.convert.checkpoint import FILE
 

@@ -2,7 +2,7 @@
 
 A random model is imported; Megatron's log-probs are those of transformers. Trained and exported, transformers has
 Megatron's log-probs again; after a vanishing optimizer step what is exported is bitwise what it was. Engines of such
-models: tests/loop/test_family_loop.py, tests/reshard/test_reshard_pairs.py.
+models: tests/loop/test_family_loop.py, tests/weights/test_reshard_pairs.py.
 """
 
 import shlex

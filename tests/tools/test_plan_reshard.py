@@ -8,11 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import cases, slices
 
-from mindspeed_rl_plugin.reshard.layout import (
-    ModelShape,
-    canonical_tensors,
-)
-from mindspeed_rl_plugin.reshard.plan import make_plan
+from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
+from mindspeed_rl_plugin.layout.transfer_plan import make_plan
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, train_layout
 from mindspeed_rl_plugin.tools.plan.estimate import Run, estimate
 from mindspeed_rl_plugin.tools.plan.flow import Cells

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mindspeed_rl_plugin.reshard.layout import ModelShape
+from mindspeed_rl_plugin.layout.layout import ModelShape
 from mindspeed_rl_plugin.tools.plan import plan
 from mindspeed_rl_plugin.tools.plan.script_args import read_arguments, read_script
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags

@@ -15,9 +15,9 @@ import pytest
 from flag_table import SUPPORTED
 from test_capture import written
 
+from mindspeed_rl_plugin.checkpoints import conversion
+from mindspeed_rl_plugin.checkpoints.start_decision import decide
 from mindspeed_rl_plugin.engine.engine_sizes import CPU_LATENT_SIZE
-from mindspeed_rl_plugin.launch import conversion
-from mindspeed_rl_plugin.launch.start_decision import decide
 from mindspeed_rl_plugin.tools.rehearse import absent_modules, outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch, capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags

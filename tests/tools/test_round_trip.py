@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mindspeed_rl_plugin.checkpoints import pickles
+from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles, Stored
 from mindspeed_rl_plugin.engine.hf_config import compare_configs
-from mindspeed_rl_plugin.launch import pickles
-from mindspeed_rl_plugin.launch.dist_files import DistFiles, Stored
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.tools.convert.checkpoint import FILE, Checkpoint, rank_folder
 from mindspeed_rl_plugin.tools.convert.files import write_shards
 

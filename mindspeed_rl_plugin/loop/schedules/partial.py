@@ -19,12 +19,12 @@ from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
 from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.ranks import Stall
-from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.rows import Completion, Group, SampleId
 from mindspeed_rl_plugin.stages.grading import Grader
 from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.stages.select import GroupStats
+from mindspeed_rl_plugin.weights.resharder import Transfer
 
 WINDOWS = 64  # looks at what is finished, in the time of the longest response
 MOST_STEPS = 16  # of an engine between two looks

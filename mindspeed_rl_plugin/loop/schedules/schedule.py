@@ -14,7 +14,6 @@ from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.ranks import Collectives
-from mindspeed_rl_plugin.reshard.resharder import Transfer
 from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.advantages import Advantages
 from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate, EvaluatePairs
@@ -25,6 +24,7 @@ from mindspeed_rl_plugin.stages.prompts import Prompts
 from mindspeed_rl_plugin.stages.reward import FailureLog, Reward
 from mindspeed_rl_plugin.stages.select import GroupStats, Rounds, Select, group_stats
 from mindspeed_rl_plugin.stages.user import UserStage
+from mindspeed_rl_plugin.weights.resharder import Transfer
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.engine.hf_config import normalized
-from mindspeed_rl_plugin.reshard.families import GROUP_LIMITED
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
+from mindspeed_rl_plugin.layout.families import GROUP_LIMITED
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 
 # What a run has without a flag, or from others; and attributes whose flag is spelt otherwise.
 _NO_FLAG = ("add_position_embedding", "world_size", "padded_vocab_size", "hf_tokens")

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER, iteration_dir, read_tracker
-from mindspeed_rl_plugin.launch.dist_files import INDEX, DistFiles, Stored
-from mindspeed_rl_plugin.launch.pickles import load
-from mindspeed_rl_plugin.reshard.cuts import Segment
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout
-from mindspeed_rl_plugin.reshard.live import mtp_only, table_name, trainer_storage
-from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
+from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, iteration_dir, read_tracker
+from mindspeed_rl_plugin.checkpoints.dist_files import INDEX, DistFiles, Stored
+from mindspeed_rl_plugin.checkpoints.pickles import load
+from mindspeed_rl_plugin.layout.cuts import Segment
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, canonical_tensors, megatron_layout
+from mindspeed_rl_plugin.layout.parallel import chunk_prefix
+from mindspeed_rl_plugin.weights.live import mtp_only, table_name, trainer_storage
 
 FILE = "model_optim_rng.pt"
 # In the state of a model, but not of its weights: states of single modules, counters.

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.engine.hf_config import derive_config, write_config
+from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.prompts.ends import GENERATION, config_tokens, model_tokens
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_size
-from mindspeed_rl_plugin.reshard.layout import ModelShape, canonical_tensors
-from mindspeed_rl_plugin.reshard.live import differences, raise_if
 from mindspeed_rl_plugin.tools.convert.checkpoint import Assembled, Checkpoint
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, UNFINISHED, make_parser, run, size
 from mindspeed_rl_plugin.tools.convert.files import CONFIG, check_loads, open_tensors, tokenizer_files, write_shards
 from mindspeed_rl_plugin.tools.layout_args import read_config, shape_of
+from mindspeed_rl_plugin.weights.live import differences, raise_if
 
 
 def main(argv: list[str]) -> int:

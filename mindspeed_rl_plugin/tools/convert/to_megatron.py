@@ -16,21 +16,21 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
-from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
+from mindspeed_rl_plugin.layout.cuts import Segment
+from mindspeed_rl_plugin.layout.family_rows import HEAD
+from mindspeed_rl_plugin.layout.family_table import EXPERTS, IMPLS
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
+from mindspeed_rl_plugin.layout.parallel import chunk_prefix
+from mindspeed_rl_plugin.layout.placement_flags import noop_layers
 from mindspeed_rl_plugin.prompts.ends import model_tokens
-from mindspeed_rl_plugin.reshard.cuts import Segment
-from mindspeed_rl_plugin.reshard.family_rows import HEAD
-from mindspeed_rl_plugin.reshard.family_table import EXPERTS, IMPLS
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
-from mindspeed_rl_plugin.reshard.live import SHOWN, differences, raise_if
-from mindspeed_rl_plugin.reshard.parallel import chunk_prefix
-from mindspeed_rl_plugin.reshard.placement_flags import noop_layers
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.convert.checkpoint import FILE, rank_folders
 from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run
 from mindspeed_rl_plugin.tools.convert.files import open_tensors
 from mindspeed_rl_plugin.tools.layout_args import TRAIN, check_train, parse_sizes, read_config, shape_of, train_layout
+from mindspeed_rl_plugin.weights.live import SHOWN, differences, raise_if
 
 # Beside the weights: layers that predict further tokens, numbered after the others; frequencies that old files keep.
 _LAYER, _FREQUENCIES = re.compile(r"model\.layers\.(\d+)\."), "rotary_emb.inv_freq"

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mindspeed_rl_plugin.launch.memory_fit import ADAM_BYTES
-from mindspeed_rl_plugin.reshard.family_table import LayerType, Split
-from mindspeed_rl_plugin.reshard.layout import (
+from mindspeed_rl_plugin.layout.family_table import LayerType, Split
+from mindspeed_rl_plugin.layout.layout import (
     EngineParallel,
     ModelShape,
     Parallel,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_rl_plugin.reshard.layout import Canonical, Layout
+from mindspeed_rl_plugin.layout.layout import Canonical, Layout
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from mindspeed_rl_plugin.config.flag import spelt
-from mindspeed_rl_plugin.reshard.layout import EngineParallel
+from mindspeed_rl_plugin.layout.layout import EngineParallel
 from mindspeed_rl_plugin.tools.layout_args import (
     check_engine,
     check_experts,

@@ -16,8 +16,8 @@ from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
 from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM, refusals
 from mindspeed_rl_plugin.engine.hf_config import load_reference
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.prompts.tokenizer import TOKENIZER_FLAGS, vocabulary_size
-from mindspeed_rl_plugin.reshard.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.tools.plan.dock_volume import rollout_bytes
 from mindspeed_rl_plugin.tools.plan.estimate import Run
 from mindspeed_rl_plugin.tools.rehearse.capture import capture

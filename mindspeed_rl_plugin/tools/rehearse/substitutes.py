@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
-from mindspeed_rl_plugin.launch.checkpoint_files import TRACKER
+from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.shrink import VOCABULARY
 

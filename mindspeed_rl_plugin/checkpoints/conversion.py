@@ -1,0 +1,169 @@
+"""MindSpeed-LLM's conversions: of the Hugging Face weights under `--load` before a start, of a checkpoint after a save.
+
+It converts `--load` in every process group's initialisation, at a resume of the policy too, which needs no weights of
+--load; so our hook asks `needless` first. Sources: features_manager/convert_checkpoint, training/initialize.py and
+training/checkpointing.py of MindSpeed-LLM 2.3.0 and 26.1.0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
+from mindspeed_rl_plugin.checkpoints import disk
+from mindspeed_rl_plugin.config.flag import spelt
+from mindspeed_rl_plugin.environment import launch_env
+from mindspeed_rl_plugin.prompts.tokenizer import read_if_there
+
+ITERATION = 1  # under which the converter writes
+# What the converter does not compare: a model of other sizes fails after it has been converted.
+_SIZES = ("hidden_size", "num_attention_heads")
+# model_type of config.json -> names of --model-type-hf that convert it.
+_MODEL_TYPES = {
+    "llama": ("llama2",),
+    "qwen3": ("qwen3",),
+    "qwen3_moe": ("qwen3-moe",),
+    "deepseek_v3": ("deepseek3",),
+    "glm4_moe": ("glm45-air", "glm45", "glm45-moe"),
+    "seed_oss": ("seed-oss",),
+    "deepseek_v2": ("deepseek2-lite",),
+    "bailing_moe": ("bailing_mini",),
+    "mistral": ("magistral", "llama2"),
+}
+
+
+def converts(args: Any) -> bool:
+    """Whether MindSpeed-LLM converts `--load`: it is asked to, or, from 26.1.0 on, finds Hugging Face weights there."""
+    asked = getattr(args, "enable_hf2mg_convert", None)
+    return bool(asked) or (getattr(args, "enable_mg2hf_convert", True) is False and bool(_weights(args.load)))
+
+
+def converted_to(args: Any) -> str:
+    """Directory of the converted checkpoint, before it is there."""
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    tp, pp, ep = (getattr(args, name, None) or 1 for name in sizes)
+    return _place(args)[1] or os.path.join(args.load, f"megatron_cache_tp{tp}pp{pp}ep{ep}")
+
+
+def problems(args: Any) -> Iterator[str]:
+    """What keeps MindSpeed-LLM from converting. Arguments need not be validated: its own validation asserts."""
+    if getattr(args, "enable_mg2hf_convert", False) and not args.save:
+        yield "--enable-mg2hf-convert converts what --save holds: give --save"
+    if not converts(args):
+        return
+    folder = args.load
+    config = read_if_there(Path(folder, "config.json")) if folder else {}
+    if not config or not _weights(folder):
+        yield (
+            f"--enable-hf2mg-convert: --load {folder} is no Hugging Face model (config.json and *.safetensors or "
+            "pytorch_model*.bin); give one, or remove the flag to load a Megatron checkpoint"
+        )
+        return
+    if args.enable_hf2mg_convert and getattr(args, "ckpt_format", None) == "torch_dist":
+        yield "--enable-hf2mg-convert writes --ckpt-format torch, and that is torch_dist; give --ckpt-format torch"
+    if getattr(args, "ckpt_step", None):
+        yield f"--ckpt-step {args.ckpt_step}: what is converted from --load {folder} has no other steps; remove it"
+    if launch_env()["rank"] == 0 and files.read_tracker(args.save) is None:  # which converts
+        yield from _no_place(args)
+        yield from _other_model(args, config)
+
+
+def notes(args: Any) -> Iterator[str]:
+    """What should be known of the conversions, one line each."""
+    if converts(args):
+        yield (
+            "--enable-hf2mg-convert: the first rank converts at each start, but at a resume; the others wait as long "
+            f"as --distributed-timeout-minutes {args.distributed_timeout_minutes} lets them"
+        )
+    if not getattr(args, "enable_mg2hf_convert", False):
+        return
+    if getattr(args, "ckpt_format", None) == "torch_dist":
+        yield "--enable-mg2hf-convert does nothing with --ckpt-format torch_dist: MindSpeed-LLM converts torch only"
+    elif not args.only_convert_last_checkpoint:
+        yield (
+            "--enable-mg2hf-convert: each checkpoint is converted too, by the first rank while the others wait, which "
+            "takes time and another copy of the weights on the disk; --only-convert-last-checkpoint converts the last"
+        )
+
+
+def needless(args: Any) -> str | None:
+    """Why this start needs no weights of `--load`; None where it needs them. Reads files.
+
+    A resume needs those of its reference, where they are no longer there and converting makes them again.
+    """
+    saved = files.read_tracker(args.save)
+    if saved is None or not files.has_state(args.save, saved):
+        return None
+    reference = files.read_state(args.save, saved)[0]["reference"]["path"]
+    gone = reference is not None and not os.path.isdir(reference)
+    again = files.iteration_dir(os.path.abspath(converted_to(args)), ITERATION)
+    if gone and reference == again:
+        return None
+    return f"{args.save} holds a checkpoint to resume from: --load {args.load} is not converted"
+
+
+def _place(args: Any) -> tuple[str, str | None]:
+    """The flag that says where the converted checkpoint goes, and its value."""
+    name = "mg_cache_dir" if hasattr(args, "mg_cache_dir") else "mg_save_dir"  # 2.3.0 and 26.1.0
+    return f"--{name.replace('_', '-')}", getattr(args, name, None)
+
+
+def _no_place(args: Any) -> Iterator[str]:
+    """What keeps the converted checkpoint from being written."""
+    target, (name, given) = converted_to(args), _place(args)
+    flag = f"{name} {given}" if given else f"--load {args.load}"
+    if not disk.writable(target):
+        yield (
+            f"{flag} may not be written, and the converted weights go to {target}; give {name} with a directory that "
+            "may"
+        )
+    elif not os.path.isdir(files.iteration_dir(target, ITERATION)):
+        need, free = sum(os.path.getsize(path) for path in _weights(args.load)), disk.free_bytes(target)
+        if free < need:
+            yield (
+                f"{flag}: {free / 1e9:.3g} GB free, and the converted weights take {need / 1e9:.3g} GB; give "
+                f"{name} with a directory on another disk"
+            )
+
+
+def _other_model(args: Any, config: dict[str, Any]) -> Iterator[str]:
+    """Where config.json describes another model than the flags."""
+    pairs = [(name, config.get(name), getattr(args, name, None)) for name in _SIZES]
+    wrong = [f"{spelt(n)} {ours}, there {theirs}" for n, theirs, ours in pairs if _differ(theirs, ours)]
+    layers, there = _real_layers(args), config.get("num_hidden_layers")
+    if there and layers > there:
+        wrong.append(f"--num-layers {layers} without noop layers, there {there}")
+    known = _MODEL_TYPES.get(config.get("model_type", ""))
+    if known and args.model_type_hf and args.model_type_hf not in known:
+        wrong.append(f"--model-type-hf {args.model_type_hf}, there {config['model_type']}: give {' or '.join(known)}")
+    if args.model_type_hf == "llama2" and _differ(config.get("head_dim"), args.hidden_size // args.num_attention_heads):
+        wrong.append(f"--model-type-hf llama2, there heads of {config['head_dim']}: give magistral")
+    newer = {"torch_dtype": config.get("dtype"), "rope_theta": (config.get("rope_parameters") or {}).get("rope_theta")}
+    if lacks := {name: value for name, value in newer.items() if value is not None and name not in config}:
+        yield (
+            f"--load {args.load}: config.json is as transformers 5 writes it, and MindSpeed-LLM reads the fields of "
+            f"before; add {json.dumps(lacks)[1:-1]}"
+        )
+    if wrong:
+        yield f"--load {args.load} is another model than the flags describe: {'; '.join(wrong)}"
+
+
+def _real_layers(args: Any) -> int:
+    """Layers that are no noop layers, which are text before MindSpeed's validation and a set after it."""
+    noop = getattr(args, "noop_layers", None) or ()
+    return (args.num_layers or 0) - len(noop.split(",") if isinstance(noop, str) else noop)
+
+
+def _differ(theirs: Any, ours: Any) -> bool:
+    return None not in (theirs, ours) and theirs != ours
+
+
+def _weights(folder: str | None) -> list[Path]:
+    """Files of weights, as MindSpeed-LLM recognises them."""
+    if not folder or not os.path.isdir(folder):
+        return []
+    return [*Path(folder).glob("*.safetensors"), *Path(folder).glob("pytorch_model*.bin")]

@@ -1,0 +1,130 @@
+"""The files of one checkpoint of `--ckpt-format torch_dist`, read without Megatron and without running their code.
+
+FOLDER/.metadata          every tensor: its whole shape, and which file holds which box of it
+FOLDER/__0_0.distcp       the boxes that rank 0 wrote, one after the other, each as torch.save writes it
+FOLDER/common.pt          arguments and counters; from core 0.19 on an entry `common_state` of the others
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.checkpoints import pickles
+
+INDEX, COMMON = ".metadata", "common.pt"
+_COMMON_ENTRY = "common_state/"
+Box = tuple[tuple[int, int], ...]  # of each axis: start, stop
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in the files of a checkpoint, `read` when it is asked for.
+
+    box: which part of the entry `name` it is; its leading axes, of one layer or expert each, are no axes of the tensor.
+    """
+
+    files: DistFiles
+    name: str
+    box: Box
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """The tensor. Raises ValueError where the files do not hold all of it."""
+        out = torch.empty([stop - start for start, stop in self.box], dtype=self.dtype)
+        missing = out.numel()
+        for entry, (offsets, sizes) in self.files.boxes(self.name, self.box):
+            low = [max(start, at) for (start, _), at in zip(self.box, offsets, strict=True)]
+            high = [min(stop, at + n) for (_, stop), at, n in zip(self.box, offsets, sizes, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                there = self.files.load(entry).view(sizes)
+                _cut(out, low, high, [start for start, _ in self.box]).copy_(_cut(there, low, high, offsets))
+                missing -= prod(b - a for a, b in zip(low, high, strict=True))
+        if missing:
+            raise ValueError(f"{self.files.folder} does not hold all of {self.name}: {missing} numbers are missing")
+        return out.view(self.shape)
+
+
+class DistFiles:
+    """What the index of an iteration folder names. Raises ValueError for an index that is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @staticmethod
+    def are_in(folder: Path) -> bool:
+        """Whether an iteration folder is of this format."""
+        return (folder / INDEX).is_file()
+
+    def are_whole(self) -> bool:
+        """Whether the files are as long as the index says."""
+        ends: dict[str, int] = {}
+        for where in self._index.storage_data.values():
+            ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
+        return all((path := self.folder / name).is_file() and path.stat().st_size >= end for name, end in ends.items())
+
+    @cached_property
+    def _index(self) -> Any:
+        return pickles.load_index(self.folder / INDEX)
+
+    @cached_property
+    def _entries(self) -> dict[str, list[Any]]:
+        out: dict[str, list[Any]] = {}
+        for key, where in self._index.storage_data.items():
+            out.setdefault(key.fqn, []).append((key, where))
+        return out
+
+    @cached_property
+    def _boxes(self) -> dict[str, dict[tuple[int, int], list[Any]]]:
+        """Stored boxes of each tensor, by start and stop of the first axis. Of experts there are tens of thousands, of
+        which those of one layer are few."""
+        out: dict[str, dict[tuple[int, int], list[Any]]] = {}
+        for name in self.tensors():
+            sizes = {tuple(c.offsets): tuple(c.sizes) for c in self._index.state_dict_metadata[name].chunks}
+            for key, where in self._entries.get(name, []):
+                at, size = tuple(key.offset), sizes[tuple(key.offset)]
+                first = (at[0], at[0] + size[0]) if at else (0, 1)
+                out.setdefault(name, {}).setdefault(first, []).append((where, (at, size)))
+        return out
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Whole shape and dtype of each tensor, by name."""
+        known = ((n, t) for n, t in self._index.state_dict_metadata.items() if hasattr(t, "chunks"))
+        return {name: (tuple(t.size), t.properties.state[0]) for name, t in known}
+
+    def boxes(self, name: str, box: Box) -> Iterator[tuple[Any, tuple[tuple[int, ...], tuple[int, ...]]]]:
+        """Where the stored boxes of a tensor lie that may share numbers with `box`, with their offsets and sizes."""
+        low, high = box[0] if box else (0, 1)
+        for (start, stop), stored in self._boxes.get(name, {}).items():
+            if start < high and low < stop:
+                yield from stored
+
+    def load(self, where: Any) -> Any:
+        """What an entry's bytes hold. Raises ValueError for a file that is missing or cut short."""
+        path = self.folder / where.relative_path
+        size = path.stat().st_size if path.is_file() else 0
+        if size < where.offset + where.length:
+            raise ValueError(f"{path} is missing or cut short: {size} bytes, {INDEX} says it has more; put it back")
+        with open(path, "rb") as file:
+            file.seek(where.offset)
+            return pickles.load_content(io.BytesIO(file.read(where.length)), path)
+
+    def common(self) -> dict[str, Any]:
+        """What is no tensor of one rank: arguments, iteration. Empty where the files hold none."""
+        if (self.folder / COMMON).is_file():
+            return pickles.load(self.folder / COMMON)
+        names = [name for name in self._entries if name.startswith(_COMMON_ENTRY)] if self.are_in(self.folder) else []
+        return self.load(self._entries[names[0]][0][1])[0] if names else {}
+
+
+def _cut(tensor: Tensor, low: list[int], high: list[int], start: Any) -> Tensor:
+    return tensor[tuple(slice(a - at, b - at) for a, b, at in zip(low, high, start, strict=True))]

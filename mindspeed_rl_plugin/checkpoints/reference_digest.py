@@ -1,0 +1,85 @@
+"""The digest of the reference's checkpoint: SHA-256 over its files, read by all ranks in the background."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindspeed_rl_plugin.checkpoints.checkpoint_files import CRITIC, STATE_FILE
+from mindspeed_rl_plugin.ranks import combine_hashes, gather_all, rank_of_job
+
+# Never read when weights are loaded; ours is written after the fact. A user may delete all of these.
+_NOT_WEIGHTS = (STATE_FILE, "rl_dock", "distrib_optim", "layer_wise_optimizer")
+_CHUNK = 16 << 20  # bytes
+
+
+class CheckpointDigest:
+    """SHA-256 over every file that a weights-only load of `folder` may read, read in the background.
+
+    The ranks share the reading, each in a thread of its own, for a large checkpoint takes minutes. Building it and
+    `result` are collective. Raises ValueError on every rank when no rank sees a file there.
+    """
+
+    def __init__(self, folder: str) -> None:
+        listings = gather_all(weight_files(folder))
+        if not any(listings):
+            raise ValueError(f"{folder} holds no checkpoint files")
+        self._folder = folder
+        self._mine = assign_files(listings)[rank_of_job()]
+        self._result: dict[str, str] | str = "was not read"
+        self._thread = threading.Thread(target=self._read, name="rl-reference-digest", daemon=True)
+        self._thread.start()
+
+    def result(self, deadline: float) -> str:
+        """The digest, waited for; `deadline`: seconds. Raises ValueError on every rank for a file that went missing."""
+        self._thread.join(deadline)
+        who = f"rank {rank_of_job()}"
+        late = f"{who} has not read its share of {self._folder} within {deadline:g} s (--rl-wait-timeout)"
+        parts = gather_all(late if self._thread.is_alive() else self._result)
+        problems = [part for part in parts if isinstance(part, str)]
+        if problems:
+            raise ValueError(problems[0])
+        return combine_hashes({path: digest for part in parts for path, digest in part.items()})
+
+    def _read(self) -> None:
+        try:
+            self._result = {path: hash_file(os.path.join(self._folder, path)) for path in self._mine}
+        except OSError as error:
+            self._result = f"{self._folder}: {error}"
+
+
+def weight_files(folder: str) -> dict[str, int]:
+    """Size in bytes of each file that a weights-only load may read, by path relative to `folder`, sorted.
+
+    The state of the distributed optimizer lies in files of its own and is left out, as it may be deleted.
+    """
+    files = (path for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith(_NOT_WEIGHTS))
+    sizes = {path.relative_to(folder): path.stat().st_size for path in files}
+    return dict(sorted((str(path), size) for path, size in sizes.items() if path.parts[0] != CRITIC))
+
+
+def assign_files(listings: Sequence[dict[str, int]]) -> list[list[str]]:
+    """Which rank hashes which file, from what each rank can see: the largest first, to the least loaded rank.
+
+    Nodes without shared storage see only their own ranks' files; so a file goes to a rank that lists it.
+    """
+    sizes = {path: size for listing in listings for path, size in listing.items()}
+    load = [0] * len(listings)
+    mine: list[list[str]] = [[] for _ in listings]
+    for path in sorted(sizes, key=lambda p: (-sizes[p], p)):
+        rank = min((r for r, listing in enumerate(listings) if path in listing), key=lambda r: (load[r], r))
+        load[rank] += sizes[path]
+        mine[rank].append(path)
+    return mine
+
+
+def hash_file(path: str) -> str:
+    """SHA-256 of a file's whole content, streamed."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

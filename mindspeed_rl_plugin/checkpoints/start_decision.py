@@ -1,0 +1,128 @@
+"""Where training starts: a pure decision on the arguments and the files of `--save` and `--load`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
+from mindspeed_rl_plugin.checkpoints import conversion
+from mindspeed_rl_plugin.config.flag import spelt
+from mindspeed_rl_plugin.loop.start import Start
+
+# Megatron's names of the arguments that govern a load, with the value that makes it weights only.
+WEIGHTS_ONLY = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
+WHOLE = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
+# Flags that leave parts out of a checkpoint -> the argument without which Megatron would look for that part, and what a
+# resume does instead.
+NOT_SAVED = {
+    "no_save_optim": ("no_load_optim", "Adam's moments start at zero, the main parameters at the saved weights"),
+    "no_save_rng": ("no_load_rng", "Megatron's random generators start at --seed, which RL does not draw from"),
+}
+
+
+def decide(args: Any) -> Start:
+    """Look at `--save`, `--load` and `--pretrained-checkpoint`, and say where to start. Reads files, changes nothing.
+
+    Where MindSpeed-LLM converts --load, it is the checkpoint that will be there when it has.
+    The digest is still None for "pretrained" and "fresh"; for "resume" both reference fields are None
+    until the RL state has been read. Raises ValueError when --save holds a checkpoint without RL state,
+    and when a given --load holds no checkpoint.
+    """
+    saved = files.read_tracker(args.save)
+    if saved is not None:
+        if isinstance(saved, int) and files.has_state(args.save, saved):
+            return Start("resume", os.path.abspath(args.save), saved, None, None)
+        raise ValueError(
+            f"--save {args.save} holds a checkpoint ({saved}) that has no RL state: RL would write over it; "
+            "give --save a directory of its own and name this one with --load"
+        )
+    source, iteration = _source(args)
+    if source is None:
+        return Start("fresh", None, 0, None, None)
+    source = os.path.abspath(source)
+    return Start("pretrained", source, 0, files.iteration_dir(source, iteration), None)
+
+
+def not_saved(state: Mapping[str, Any] | None) -> dict[str, bool]:
+    """Arguments with which Megatron does not look for what was left out of the checkpoint of this RL state."""
+    return {NOT_SAVED[name][0]: True for name in (state or {}).get("not_saved", ())}
+
+
+def describe(start: Start, args: Any, absent: Collection[str] = ()) -> str:
+    """The one line that rank 0 prints. absent: of a resume, the arguments of `not_saved`."""
+    if start.kind == "fresh":
+        return "training starts from random weights: no --load was given"
+    if start.kind == "pretrained":
+        return (
+            f"training starts from the weights of {start.reference_path} at iteration 0; its optimizer, "
+            "iteration, samples and learning-rate state are not loaded"
+        )
+    names = [name for name in WHOLE if getattr(args, name, False)]
+    names += [name for name in ("load", "pretrained_checkpoint", "ckpt_step") if _differs(args, name)]
+    aside = ", ".join(spelt(name) for name in names)
+    note = f" ({aside} of the command line: ignored, only the first start takes it)" if aside else ""
+    where = f"{start.load_dir} at iteration {start.iteration}"
+    last = getattr(args, "train_iters", None)
+    done = f"; all {last} iterations are done, raise --train-iters to go on" if last and start.iteration >= last else ""
+    kept = "RL state included" if "no_load_optim" in absent else "optimizer and RL state included"
+    without = [f"; {spelt(name)} left a part out: {then}" for name, (load, then) in NOT_SAVED.items() if load in absent]
+    return f"training resumes from {where}, {kept}{note}{''.join(without)}{done}"
+
+
+def load_arguments(start: Start, args: Any) -> dict[str, Any]:
+    """Arguments as Megatron must see them while it loads what `start` says."""
+    if start.kind == "resume":
+        return {"load": start.load_dir, "pretrained_checkpoint": None, "ckpt_step": None, **WHOLE}
+    if start.kind == "fresh":
+        return {"load": None, "pretrained_checkpoint": None}
+    return weights_arguments(start.reference_path)
+
+
+def weights_arguments(path: str) -> dict[str, Any]:
+    """Arguments as Megatron must see them to load only the weights of the iteration folder `path`.
+
+    Raises ValueError when the tracker file beside it does not let Megatron reach that folder.
+    """
+    directory, iteration = files.split_iteration_dir(path)
+    tracked = files.read_tracker(directory)
+    if (iteration == "release") != (tracked == "release") or files.is_empty(directory):
+        holds = "is empty" if files.is_empty(directory) else f"holds {tracked!r}"
+        raise ValueError(
+            f"{os.path.join(directory, files.TRACKER)} {holds}, so Megatron cannot load {path}; "
+            f"put {iteration!r} back into it while this run needs its weights"
+        )
+    step = None if iteration == "release" else iteration
+    return {"load": directory, "pretrained_checkpoint": None, "ckpt_step": step, **WEIGHTS_ONLY}
+
+
+def _source(args: Any) -> tuple[str | None, int | str]:
+    if conversion.converts(args):
+        return conversion.converted_to(args), conversion.ITERATION
+    names = ("load", "pretrained_checkpoint")
+    given = {spelt(name): path for name in names if (path := getattr(args, name, None))}
+    for directory in given.values():
+        tracked = files.read_tracker(directory)
+        if tracked is not None:
+            step = getattr(args, "ckpt_step", None)
+            return directory, step if step and tracked != "release" else tracked
+    for flag, directory in given.items():
+        if os.path.isfile(os.path.join(directory, "config.json")):
+            raise ValueError(
+                f"{flag} {directory} is a Hugging Face folder: run `python -m mindspeed_rl_plugin import` first "
+                "(--help says how), and load what it writes"
+            )
+    if given:
+        raise ValueError(
+            f"{' and '.join(map(' '.join, given.items()))} holds no checkpoint ({files.TRACKER} is missing); point "
+            "--load at the model to train, or leave it out to train from random weights"
+        )
+    return None, 0
+
+
+def _differs(args: Any, name: str) -> bool:
+    value = getattr(args, name, None)
+    if not value:
+        return False
+    return name != "load" or os.path.abspath(value) != os.path.abspath(args.save)

@@ -1,0 +1,220 @@
+"""How ranks are divided: `Parallel` as Megatron does it, pipeline chunks too; `EngineParallel` as vLLM does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count
+from typing import NamedTuple
+
+from mindspeed_rl_plugin.layout.placement_flags import count_layers, folds, listed_layers, noop_layers, spread_experts
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands on each axis. etp, ep, edp: its place for experts, on the grid of their own."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Sizes of every parallel axis. Data parallel sizes follow from the world; they are never given.
+
+    vpp: model chunks per rank (1: no interleaving); etp: tensor parallel size of experts (None: tp).
+    order: Megatron's rank order, fastest axis first.
+    first_layers, last_layers: layers of the first and last stage where they differ from the others;
+    embedding_counts, loss_counts: the embedding or the loss takes the place of one layer;
+    chunk_layers: layers of every chunk in execution order, when given outright.
+    noop: numbers of MindSpeed's layers that do nothing, which stages count and the model has not.
+    tp_in_ep: `ep` counts the tensor parallel ranks too, over which MindSpeed's --moe-tp-extend-ep spreads experts.
+    folded: MindSpeed's --schedules-method dualpipev: the order of chunks turns round at the last stage and ends on the
+    first, which has chunks 0 and 2 x pp - 1 (`vpp` is 2).
+    Raises ValueError when the sizes do not divide the world.
+    Source: RankGenerator of megatron/core/parallel_state.py, alike in core 0.12.1, 0.16.1 and 0.19.
+    """
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    order: str = "tp-cp-ep-dp-pp"
+    first_layers: int | None = None
+    last_layers: int | None = None
+    embedding_counts: bool = False
+    loss_counts: bool = False
+    chunk_layers: tuple[int, ...] | None = None
+    noop: tuple[int, ...] = ()
+    tp_in_ep: bool = False
+    folded: bool = False
+
+    def __post_init__(self) -> None:
+        experts = self.expert_tp * self.ep * self.pp
+        for what, size in (("tp x pp x cp", self.tp * self.pp * self.cp), ("etp x ep x pp", experts)):
+            if self.world % size:
+                raise ValueError(f"{what} = {size} does not divide the world of {self.world} ranks")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"{self.vpp} virtual stages need more than one pipeline stage")
+        assert self.vpp == 2 or not self.folded, f"{self.vpp} chunks of a folded pipeline"
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    def in_megatron(self, ep: int) -> int:
+        """An expert parallel size, or rank, as Megatron's own groups have it."""
+        return ep // self.tp if self.tp_in_ep else ep
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size of everything but the experts."""
+        return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def edp(self) -> int:
+        """Data parallel size of the experts."""
+        return self.world // (self.expert_tp * self.ep * self.pp)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Place of a rank. Raises ValueError outside the world."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is outside the world of {self.world} ranks")
+        dense = self._unravel(rank, {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp})
+        expert = self._unravel(rank, {"tp": self.expert_tp, "cp": 1, "ep": self.ep, "dp": self.edp, "pp": self.pp})
+        return Coordinates(dense["tp"], dense["cp"], dense["dp"], dense["pp"], expert["tp"], expert["ep"], expert["dp"])
+
+    def _unravel(self, rank: int, sizes: dict[str, int]) -> dict[str, int]:
+        place = {}
+        for axis in self.order.split("-"):
+            rank, place[axis] = divmod(rank, sizes[axis])
+        return place
+
+    @property
+    def last_stage(self) -> int:
+        """The stage that holds the end of the model."""
+        return 0 if self.folded else self.pp - 1
+
+    def _chunks(self, pp_rank: int) -> Sequence[int]:
+        if self.folded:
+            return pp_rank, 2 * self.pp - 1 - pp_rank
+        return range(pp_rank, self.pp * self.vpp, self.pp)
+
+    def chunk_sizes(self, layers: int) -> tuple[int, ...]:
+        """Layers of each chunk in execution order, those that do nothing among them. layers: of the model.
+
+        Raises ValueError when the layers do not divide. Source: get_num_layers_to_build of
+        megatron/core/transformer/transformer_block.py.
+        """
+        layers += len(self.noop)
+        sizes = self.chunk_layers or self._derived_sizes(layers)
+        if len(sizes) != self.pp * self.vpp or sum(sizes) != layers or min(sizes) < 0:
+            raise ValueError(f"{layers} layers do not fit pp={self.pp} vpp={self.vpp} as chunks of {list(sizes)}")
+        return tuple(sizes)
+
+    def _derived_sizes(self, layers: int) -> list[int]:
+        if self.pp == 1:
+            return [layers]
+        total = layers + self.embedding_counts + self.loss_counts
+        given = {0: self.first_layers, self.pp - 1: self.last_layers}
+        given = {stage: count for stage, count in given.items() if count is not None}
+        left, stages = total - sum(given.values()), self.pp - len(given)
+        if stages and left % stages:
+            raise ValueError(f"{left} layers do not divide over {stages} pipeline stages")
+        counts = [given[p] if p in given else left // stages for p in range(self.pp)]
+        if any(count % self.vpp for count in counts):
+            raise ValueError(f"layers per pipeline stage {counts} do not divide into {self.vpp} virtual stages")
+        sizes = [counts[p] // self.vpp for _ in range(self.vpp) for p in range(self.pp)]
+        sizes[0] -= self.embedding_counts
+        sizes[-1] -= self.loss_counts
+        return sizes
+
+    def stage_layers(self, layers: int, pp_rank: int) -> tuple[dict[int, int], ...]:
+        """Of each chunk of a pipeline stage: the model's layer -> its number within the chunk, where all layers count.
+
+        layers: of the model.
+        """
+        sizes, numbers = self.chunk_sizes(layers), count()
+        model = [None if i in self.noop else next(numbers) for i in range(sum(sizes))]
+        ends = list(accumulate(sizes))
+        chunks = (model[ends[i] - sizes[i] : ends[i]] for i in self._chunks(pp_rank))
+        return tuple({layer: at for at, layer in enumerate(chunk) if layer is not None} for chunk in chunks)
+
+    @classmethod
+    def from_megatron_args(cls, args: argparse.Namespace) -> Parallel:
+        """The layout that Megatron's validated arguments describe. Raises ValueError for what it cannot express."""
+        folded = folds(args)
+        layout = getattr(args, "pipeline_model_parallel_layout", None)
+        listed = getattr(args, "num_layer_list", None)
+        spread = spread_experts(args)
+        return cls(
+            world=args.world_size,
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            vpp=2 if folded else getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+            cp=args.context_parallel_size,
+            ep=args.expert_model_parallel_size * spread,
+            etp=1 if spread > 1 else args.expert_tensor_parallel_size,
+            order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+            first_layers=args.decoder_first_pipeline_num_layers,
+            last_layers=args.decoder_last_pipeline_num_layers,
+            embedding_counts=args.account_for_embedding_in_pipeline_split,
+            loss_counts=args.account_for_loss_in_pipeline_split,
+            chunk_layers=listed_layers(listed, args) if listed else count_layers(str(layout)) if layout else None,
+            noop=noop_layers(args),
+            tp_in_ep=spread > 1,
+            folded=folded,
+        )
+
+
+@dataclass(frozen=True)
+class EngineParallel:
+    """One engine of vLLM: sizes, and what differs between versions and platforms in how it stores experts.
+
+    tp: tensor parallel size of everything but experts; ep: ranks over which whole experts are spread (1: every rank
+    stores its share of every expert); an engine has `ranks` consecutive ranks, in `ranks / tp` data parallel groups.
+    nested: parameters of experts sit in a module `routed_experts` (vLLM from 0.20 on); fused_down: the down
+    projections of latent attention are one parameter (vLLM from 0.10 on); transposed: experts are stored
+    transposed (vllm-ascend); whole_shared: each rank stores all of the shared experts (vLLM on CUDA and CPU where
+    tensor parallel engines share experts: its ranks then have other tokens, `use_sequence_parallel_moe`).
+    Raises ValueError for sizes that vLLM cannot combine.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    nested: bool = True
+    fused_down: bool = True
+    transposed: bool = False
+    whole_shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tp < 1 or self.ep < 1:
+            raise ValueError(f"engine sizes must be at least 1, got tp={self.tp} ep={self.ep}")
+        if self.ep > 1 and self.ep % self.tp:
+            raise ValueError(
+                f"engine with tp={self.tp} cannot spread experts over ep={self.ep} ranks: vLLM spreads them over all "
+                "tensor and data parallel ranks of an engine; choose a multiple of tp"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return max(self.tp, self.ep)
+
+    def experts(self, total: int, rank: int) -> range:
+        """Experts of which a rank stores something. Source: determine_expert_map of vllm fused_moe (linear)."""
+        each, more = divmod(total, self.ep)
+        at = rank if self.ep > 1 else 0
+        return range(at * each + min(at, more), (at + 1) * each + min(at + 1, more))
+
+
+def chunk_prefix(chunk: int, chunks: int) -> str:
+    """What tells apart the equal parameter names of a rank's model chunks; "" where there is one chunk."""
+    return f"chunk{chunk}." if chunks > 1 else ""

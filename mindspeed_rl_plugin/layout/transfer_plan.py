@@ -1,0 +1,294 @@
+"""The plan: which slices every rank copies, sends and receives so that each engine rank holds its weights. Pure.
+
+Source ranks (trainer) and destination ranks (engine) are independent sets: equal, overlapping or
+disjoint. Every rank computes the plan alone from the layouts of all ranks; `Plan.fingerprint` lets
+them check that they agree. Ranks with one layout share one object (layout.py), so that the
+intersection is done once a layout and only the choice of sources once a rank.
+
+**Buckets.** A move belongs to a numbered bucket. In any bucket no rank sends, or receives, more than
+half of `bucket_bytes`: the executor keeps two buckets in flight, each with a send and a receive
+buffer, two times `bucket_bytes` in all. Both ends know a move's bucket, and every rank works through
+its buckets in rising order, so that ranks need no other agreement and cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+from mindspeed_rl_plugin.layout.layout import Canonical, Layout, Segment
+
+
+class Place(NamedTuple):
+    """A segment and the stored parameter that it belongs to."""
+
+    param: str
+    segment: Segment
+
+
+class Piece(NamedTuple):
+    """Slices `[start, start + size)` of a canonical tensor: where a source and where a destination store them."""
+
+    start: int
+    size: int
+    nbytes: int
+    source: Place
+    destination: Place
+
+    def inside(self, params: Mapping[str, Any], place: Place) -> Any:
+        """The view of the slices in one of the stored parameters `params`; place: the piece's source or destination."""
+        return place.segment.view(params[place.param], self.start, self.size)
+
+
+class Copy(NamedTuple):
+    """A piece that a rank takes from itself."""
+
+    rank: int
+    piece: Piece
+
+
+class Move(NamedTuple):
+    """A piece that goes from one rank to another, in a bucket."""
+
+    bucket: int
+    source: int
+    destination: int
+    piece: Piece
+
+
+@dataclass
+class Traffic:
+    """Bytes of one rank on the wire; off_node counts the part of `received` that crosses nodes."""
+
+    copied: int = 0
+    sent: int = 0
+    received: int = 0
+    off_node: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `make_plan` found.
+
+    copies, moves: everyone's, or one rank's, in rising bucket order; traffic: bytes of every rank; unused: canonical
+    tensors that trainer ranks hold and no engine rank wants; fingerprint: equal on ranks that planned the same.
+    """
+
+    copies: tuple[Copy, ...]
+    moves: tuple[Move, ...]
+    traffic: Mapping[int, Traffic]
+    unused: tuple[str, ...]
+    fingerprint: int
+
+    def buckets_of(self, rank: int) -> list[list[Move]]:
+        """The moves in which a rank takes part, bucket by bucket."""
+        mine = (m for m in self.moves if rank in (m.source, m.destination))
+        return [list(moves) for _, moves in groupby(mine, key=lambda m: m.bucket)]
+
+
+def make_plan(
+    sources: Mapping[int, Layout],
+    destinations: Mapping[int, Layout],
+    tensors: Mapping[str, Canonical],
+    *,
+    itemsize: int,
+    bucket_bytes: int,
+    rank: int | None = None,
+    node_size: int | None = None,
+) -> Plan:
+    """Plan the way from `sources` to `destinations`, both rank -> layout.
+
+    tensors: the canonical tensors; itemsize: bytes of an element on the wire; node_size: consecutive
+    ranks that share a node (None: all do); rank: keep only this rank's copies and moves.
+    A rank that holds a slice copies it from itself; else it comes from a holder on its node where
+    there is one, among equals from the one that has sent the least; from another node's, on the one whose link to
+    other nodes has sent the least.
+    Raises ValueError naming tensor, range and rank when a destination slice has no holder or a bucket cannot hold one
+    slice; AssertionError when a layout stores what the model has not, or twice at one place.
+    """
+    holders = Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
+    wanted = [(_places(layout, ranks[0], tensors), ranks) for layout, ranks in _classes(destinations)]
+    build = _Builder(holders.node_size, bucket_bytes, rank, {*sources, *destinations})
+    missing = sorted({name for places, _ in wanted for name in places} - set(holders.order))
+    for name in [*holders.order, *missing]:
+        for places, ranks in wanted:
+            for place in places.get(name, ()):
+                at = place.segment.start
+                for start, stop, pool in holders.find(place, ranks[0]):
+                    assert start == at, f"{name}: [{at}, {start}) is not delivered to {place.param}"
+                    build.add(start, stop, tensors[name].slice_bytes(itemsize), pool, place, ranks)
+                    at = stop
+                assert at == place.segment.stop, f"{name}: not delivered to {place.param} from {at} on"
+    unused = tuple(name for name in holders.order if not any(name in places for places, _ in wanted))
+    return build.plan(unused)
+
+
+def _classes(layouts: Mapping[int, Layout]) -> list[tuple[Layout, tuple[int, ...]]]:
+    """Ranks grouped by layout object, in rank order."""
+    groups: dict[int, tuple[Layout, list[int]]] = {}
+    for rank in sorted(layouts):
+        groups.setdefault(id(layouts[rank]), (layouts[rank], []))[1].append(rank)
+    return [(layout, tuple(ranks)) for layout, ranks in groups.values()]
+
+
+class _Pool:
+    """Ranks that hold one range, each with the place where it does."""
+
+    def __init__(self, held: Sequence[tuple[Place, tuple[int, ...]]], node_size: int) -> None:
+        self.place: dict[int, Place] = {}
+        self.near: dict[int, list[int]] = {}
+        for place, ranks in held:
+            for r in ranks:
+                if r not in self.place:
+                    self.place[r] = place
+                    self.near.setdefault(r // node_size, []).append(r)
+        self.ranks = sorted(self.place)
+
+
+class Holders:
+    """Who holds which slices of every canonical tensor on the source side."""
+
+    def __init__(self, sources: Mapping[int, Layout], tensors: Mapping[str, Canonical], node_size: int) -> None:
+        self.node_size = node_size
+        self._held: dict[str, dict[Place, tuple[int, ...]]] = {}
+        self._found: dict[tuple[str, int, int], list[tuple[int, int, _Pool]]] = {}
+        depth: dict[str, int] = {}
+        for layout, ranks in _classes(sources):
+            for position, (param, segments) in enumerate(layout.items()):
+                for s in segments:
+                    _check_bounds(s, tensors, f"trainer rank {ranks[0]}")
+                    places = self._held.setdefault(s.name, {})
+                    place = Place(param, s)
+                    places[place] = places.get(place, ()) + ranks
+                    depth.setdefault(s.name, position)
+        # Tensors at equal depth of their pipeline stage follow each other, so that all stages send at once.
+        self.order = sorted(self._held, key=lambda name: depth[name])
+
+    def find(self, want: Place, who: int) -> list[tuple[int, int, _Pool]]:
+        """`(start, stop, holders)` that tile what `want` asks for, of engine rank `who`."""
+        s = want.segment
+        tiles = self._found.setdefault((s.name, s.start, s.size), [])
+        if tiles:
+            return tiles
+        everyone = self._held.get(s.name, {}).items()
+        held = [(p, ranks) for p, ranks in everyone if p.segment.start < s.stop and s.start < p.segment.stop]
+        inner = {edge for p, _ in held for edge in (p.segment.start, p.segment.stop) if s.start < edge < s.stop}
+        for start, stop in pairwise([s.start, *sorted(inner), s.stop]):
+            cover = [(p, r) for p, r in held if p.segment.start <= start and stop <= p.segment.stop]
+            if not cover:
+                raise ValueError(
+                    f"{s.name}: no trainer rank holds slices [{start}, {stop}) of axis {s.axis}, "
+                    f"which engine rank {who} needs for {want.param}"
+                )
+            tiles.append((start, stop, _Pool(cover, self.node_size)))
+        return tiles
+
+
+def _places(layout: Layout, rank: int, tensors: Mapping[str, Canonical]) -> dict[str, list[Place]]:
+    """Canonical tensor -> where an engine rank stores slices of it."""
+    places: dict[str, list[Place]] = {}
+    for param, segments in layout.items():
+        for s in segments:
+            _check_bounds(s, tensors, f"engine rank {rank}")
+            places.setdefault(s.name, []).append(Place(param, s))
+        _check_disjoint(param, segments, rank)
+    return places
+
+
+def _check_bounds(s: Segment, tensors: Mapping[str, Canonical], who: str) -> None:
+    tensor = tensors.get(s.name)
+    inside = tensor is not None and s.axis == tensor.axis and 0 <= s.start < s.stop <= tensor.slices
+    assert inside, f"{who} stores {s}; the tensor is {tensor}"
+
+
+def _check_disjoint(param: str, segments: Iterable[Segment], rank: int) -> None:
+    for a, b in pairwise(sorted(segments, key=lambda s: (s.slot, s.offset))):
+        assert a.slot < b.slot or a.offset + a.size <= b.offset, f"{param} of engine rank {rank}: {b} overlaps {a}"
+
+
+@dataclass
+class _Builder:
+    """Chooses sources and buckets, move by move, alike on every rank."""
+
+    node_size: int
+    bucket_bytes: int
+    rank: int | None
+    ranks: Iterable[int]
+    copies: list[Copy] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    fingerprint: int = 0
+
+    def __post_init__(self) -> None:
+        self.limit = self.bucket_bytes // 2
+        self.traffic = {r: Traffic() for r in sorted(self.ranks)}
+        self.sent = dict.fromkeys(self.traffic, 0)
+        self.node_sent = dict.fromkeys((r // self.node_size for r in self.traffic), 0)  # to other nodes
+        # Bucket that a rank fills now and the bytes in it, as a sender and as a receiver.
+        self.sending = {r: [0, 0] for r in self.traffic}
+        self.receiving = {r: [0, 0] for r in self.traffic}
+
+    def add(self, start: int, stop: int, slice_bytes: int, pool: _Pool, want: Place, ranks: Sequence[int]) -> None:
+        """Deliver `[start, stop)` of `want` to every one of `ranks`."""
+        pieces: dict[Place, list[Piece]] = {}
+        nbytes, tag = (stop - start) * slice_bytes, zlib.crc32(want.segment.name.encode())
+        for rank in ranks:
+            own = pool.place.get(rank)
+            if own is not None:
+                self.traffic[rank].copied += nbytes
+                self.fingerprint = hash((self.fingerprint, tag, start, nbytes, rank))
+                if self.rank is None or self.rank == rank:
+                    self.copies.append(Copy(rank, Piece(start, stop - start, nbytes, own, want)))
+                continue
+            near = pool.near.get(rank // self.node_size)
+            if near:
+                source = min(near, key=self.sent.__getitem__)
+            else:  # where the link to other nodes has sent least
+                source = min(pool.ranks, key=lambda r: (self.node_sent[r // self.node_size], self.sent[r]))
+            place = pool.place[source]
+            if place not in pieces:
+                pieces[place] = list(self._split(start, stop, slice_bytes, place, want))
+            for piece in pieces[place]:
+                self._move(source, rank, piece, near is not None, tag)
+
+    def _split(self, start: int, stop: int, slice_bytes: int, source: Place, want: Place) -> Iterator[Piece]:
+        step = self.limit // slice_bytes
+        if step == 0:
+            raise ValueError(
+                f"a bucket of {self.bucket_bytes} bytes cannot hold two slices of {slice_bytes} bytes of "
+                f"{want.segment.name}; raise --rl-reshard-bucket-mb"
+            )
+        for at in range(start, stop, step):
+            size = min(step, stop - at)
+            yield Piece(at, size, size * slice_bytes, source, want)
+
+    def _move(self, source: int, destination: int, piece: Piece, near: bool, tag: int) -> None:
+        send, receive, nbytes = self.sending[source], self.receiving[destination], piece.nbytes
+        bucket = max(send[0], receive[0])
+        # The bucket of the one that is ahead may be full; the other's is then an earlier one, or full as well.
+        if (send[0] == bucket and send[1] + nbytes > self.limit) or (
+            receive[0] == bucket and receive[1] + nbytes > self.limit
+        ):
+            bucket += 1
+        for queue in (send, receive):
+            if queue[0] < bucket:
+                queue[0], queue[1] = bucket, nbytes
+            else:
+                queue[1] += nbytes
+        self.sent[source] += nbytes
+        arrived = self.traffic[destination]
+        arrived.received += nbytes
+        if not near:
+            arrived.off_node += nbytes
+            self.node_sent[source // self.node_size] += nbytes
+        self.fingerprint = hash((self.fingerprint, tag, piece.start, nbytes, source, destination, bucket))
+        if self.rank is None or self.rank == source or self.rank == destination:
+            self.moves.append(Move(bucket, source, destination, piece))
+
+    def plan(self, unused: tuple[str, ...]) -> Plan:
+        copies, moves = tuple(self.copies), tuple(sorted(self.moves, key=lambda m: m.bucket))
+        for rank, traffic in self.traffic.items():
+            traffic.sent = self.sent[rank]
+        return Plan(copies, moves, self.traffic, unused, self.fingerprint)

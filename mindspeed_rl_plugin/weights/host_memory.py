@@ -1,0 +1,119 @@
+"""Host memory for what an offload keeps: reserved by all ranks of a machine together, taken in powers of two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_rl_plugin.device import Device, get_device
+from mindspeed_rl_plugin.weights.p2p import P2PChannel
+from mindspeed_rl_plugin.weights.storages import bytes_of
+
+GRANULE = 1 << 20  # bytes; a request is rounded up to it, and what is smaller to a power of two
+LESS = "offload less (for example --rl-swap grads,optimizer), or run fewer ranks per machine"
+_ALIGNMENT = 512  # bytes, of a copy on the host
+
+Place = list[Tensor]  # of a storage on the host: its bytes, on one piece of memory or several
+
+
+class HostMemoryBudget:
+    """Host memory of the machine that this rank is on.
+
+    channel: of the ranks of this job on the machine, over gloo; None: this rank asks for itself alone.
+    """
+
+    def __init__(self, device: Device | None = None, channel: P2PChannel | None = None, ranks: int = 1) -> None:
+        self._device, self._channel, self.ranks = device or get_device(), channel, ranks
+
+    @classmethod
+    def of_machine(cls, ranks: int, deadline: float, device: Device | None = None) -> HostMemoryBudget:
+        """The budget of each machine. Collective over the world.
+
+        ranks: on each machine, which follow each other (where they do not divide the world each asks for itself);
+        deadline: seconds that they wait for each other.
+        """
+        if ranks == 1 or not dist.is_initialized() or dist.get_world_size() % ranks:
+            return cls(device)
+        group, _ = dist.new_subgroups(ranks, backend="gloo")
+        return cls(device, P2PChannel(dist.get_rank(), group=group, deadline=deadline), ranks)
+
+    def reserve(self, nbytes: int, what: str, mend: str = LESS) -> None:
+        """Ask for bytes on this rank. Collective over the machine's ranks, so that all look at what is free before one
+        of them takes any.
+
+        Raises MemoryError, on all of them alike, where less is free than they ask for together.
+        """
+        total, free = nbytes, self._device.host_available()
+        if self._channel is not None:
+            each = self._channel.share("host memory for the offload", (nbytes, free), 2, torch.device("cpu"))
+            total, free = sum(n for n, _ in each), min(f for _, f in each)
+        if total > free:
+            raise MemoryError(
+                f"{what} needs {nbytes} more bytes of host memory on this rank, {total} on the {self.ranks} ranks of "
+                f"this machine together, and {free} are free; {mend}"
+            )
+
+    def places(
+        self, memories: Mapping[str, HostPieces], sizes: Mapping[str, Sequence[int]], what: str
+    ) -> dict[str, list[Place]]:
+        """Places in the memories for copies of these sizes: in what they have already, and in new memory only where
+        there is enough for all. Collective as `reserve`, and raises what it does."""
+        lacking = {name: memories[name].lacking(each) for name, each in sizes.items()}
+        self.reserve(sum(map(sum, lacking.values())), what)
+        for name, pieces in lacking.items():
+            memories[name].take(pieces)
+        return {name: memories[name].places(each) for name, each in sizes.items()}
+
+
+class HostPieces:
+    """Host memory in pieces that are used as one, from the first byte of the first to the last of the last.
+
+    Each is a power of two of bytes, since torch rounds every request for pinned memory up to one: a single buffer of
+    65 GiB would take 128.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pieces: list[Tensor] = []
+
+    def lacking(self, sizes: Sequence[int]) -> list[int]:
+        """Bytes of the pieces to take until copies of these sizes fit."""
+        return powers_of_two(sum(map(_aligned, sizes)) - sum(piece.numel() for piece in self._pieces))
+
+    def take(self, pieces: Sequence[int]) -> None:
+        """Take pieces of so many bytes. Raises MemoryError where there are none; what was taken by then is kept."""
+        for nbytes in pieces:
+            self._pieces.append(self._device.host_empty((nbytes,), torch.uint8))
+
+    def places(self, sizes: Sequence[int]) -> list[Place]:
+        """A place for each copy, in order: its bytes, on as many pieces as it lies on."""
+        copies = zip(accumulate(map(_aligned, sizes), initial=0), sizes, strict=False)
+        pieces = list(zip(accumulate((p.numel() for p in self._pieces), initial=0), self._pieces, strict=False))
+        return [
+            [piece[max(at - low, 0) : at + size - low] for low, piece in pieces if low - size < at < low + len(piece)]
+            for at, size in copies
+        ]
+
+
+def beside(host: Place, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
+    """A storage's place on the host and its bytes, part by part."""
+    if host:
+        yield from zip(host, bytes_of(storage).split([part.numel() for part in host]), strict=True)
+
+
+def powers_of_two(nbytes: int) -> list[int]:
+    """Fewest powers of two that add up to so many bytes, rounded up as GRANULE says; the largest first."""
+    if nbytes <= 0:
+        return []
+    if nbytes <= GRANULE:
+        return [1 << (nbytes - 1).bit_length()]
+    nbytes = -(-nbytes // GRANULE) * GRANULE
+    return [1 << bit for bit in reversed(range(nbytes.bit_length())) if nbytes >> bit & 1]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,144 @@
+"""Live models against the layouts: their tensors by name, and which of the known ways of storing them they use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from mindspeed_rl_plugin.layout.families import FAMILIES
+from mindspeed_rl_plugin.layout.family_table import ENGINE, EXPERTS, IMPLS
+from mindspeed_rl_plugin.layout.layout import (
+    Canonical,
+    EngineParallel,
+    Layout,
+    ModelShape,
+    Parallel,
+    Shapes,
+    engine_shapes,
+    megatron_shapes,
+)
+from mindspeed_rl_plugin.layout.parallel import chunk_prefix
+from mindspeed_rl_plugin.weights.storages import unwrap
+
+SHOWN = 12  # differences that an error lists
+# What follows the layer's number in the names of Megatron's buffers that belong to the weights.
+_BUFFERS = tuple(
+    {
+        name.rpartition("}")[2]
+        for family in FAMILIES.values()
+        for row in family.rows
+        if row.buffer
+        for side, name in row.names.items()
+        if side != ENGINE
+    }
+)
+# MindSpeed-LLM moves the last norm out of the decoder where layers for multi-token prediction follow it.
+_MOVED = {"final_layernorm.weight": "decoder.final_layernorm.weight"}
+
+
+def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
+    """Name -> tensor of all weights of Megatron's chunks, named as `megatron_layout` names them.
+
+    Parameters, and the buffers that a family's table lists (the router's expert bias). Layers that predict further
+    tokens are left out, and so is the last pipeline stage's copy of the embedding for them: no engine generates with
+    them.
+    """
+    out = {}
+    for i, chunk in enumerate(model_chunks):
+        model, prefix = unwrap(chunk), chunk_prefix(i, len(model_chunks))
+        skipped = mtp_only(getattr(model, "mtp", None) is not None, getattr(model, "pre_process", True))
+        buffers = ((name, t) for name, t in model.named_buffers() if name.endswith(_BUFFERS))
+        named = (*model.named_parameters(), *buffers)
+        out |= {prefix + table_name(name): tensor.data for name, tensor in named if not name.startswith(skipped)}
+    return out
+
+
+def table_name(name: str) -> str:
+    """The name that a family's table has for a tensor of a Megatron chunk or of its file."""
+    return _MOVED.get(name, name)
+
+
+def mtp_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
+    """Beginnings of a chunk's names that serve layers for multi-token prediction only.
+
+    predicts: whether it has some; embeds: whether it is the first chunk, whose embedding serves all layers.
+    """
+    return ("mtp.", "embedding.") if predicts and not embeds else ("mtp.",)
+
+
+def trainer_storage(
+    shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor], file: str = ""
+) -> tuple[str, str]:
+    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: where its tensors were read.
+
+    Raises ValueError that lists what differs from the nearest one when none fits.
+    """
+    kinds = EXPERTS if shape.moe_layers else EXPERTS[:1]
+    known = [(impl, kind) for impl in IMPLS for kind in kinds]
+    sizes = sizes_of(live)
+    wrong = {k: differences(megatron_shapes(shape, parallel, rank, *k), sizes) for k in known}
+    best = min(known, key=lambda k: len(wrong[k]))
+    ours = f"Megatron's parameters on rank {rank} are not those of {shape}"
+    raise_if(wrong[best], f"{file} is not what its arguments say" if file else ours)
+    return best
+
+
+def engine_storage(
+    shape: ModelShape, engine: EngineParallel, rank: int, own_head: bool | None, live: Mapping[str, Tensor]
+) -> EngineParallel:
+    """The engine with its version's way of storing experts and latent attention, read off the live names and shapes.
+
+    rank: within the engine. Raises ValueError that lists what differs when no way fits.
+    """
+    if shape.moe_layers:
+        engine = replace(engine, nested=any(".routed_experts." in name for name in live))
+    if shape.table.mla:
+        engine = replace(engine, fused_down=any("fused_qkv_a_proj" in name for name in live))
+    transposed = (False, True) if shape.moe_layers else (False,)
+    whole = (False, True) if shape.shared_ffn and engine.ep > engine.tp > 1 else (False,)
+    ways = [replace(engine, transposed=t, whole_shared=w) for t in transposed for w in whole]
+    wrong = [differences(engine_shapes(shape, way, rank, own_head), sizes_of(live)) for way in ways]
+    best = min(range(len(ways)), key=lambda i: len(wrong[i]))
+    raise_if(wrong[best], f"the engine's parameters on rank {rank} of it are not those of {shape}")
+    return ways[best]
+
+
+def narrowed(
+    layout: Layout, live: Mapping[str, Tensor], tensors: Mapping[str, Canonical], dtype: torch.dtype, whose: str
+) -> dict[str, Canonical]:
+    """Canonical tensors that are float32 in the trainer, and that an engine of `dtype` keeps in its own dtype.
+
+    layout, live: of an engine rank. Raises ValueError for parameters of another dtype; whose: ends its first line.
+    """
+    wide = {name for name, segments in layout.items() if any(tensors[s.name].wide for s in segments)}
+    problems = [
+        f"{name} is {tensor.dtype}, not {dtype}" + (" or torch.float32" if name in wide else "")
+        for name, tensor in live.items()
+        if tensor.dtype != dtype and not (name in wide and tensor.dtype == torch.float32)
+    ]
+    raise_if(problems, f"the engine's parameters on {whose}")
+    names = {s.name for name in wide if live[name].dtype != torch.float32 for s in layout[name]}
+    return {name: replace(tensors[name], wide=False) for name in names}
+
+
+def sizes_of(live: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in live.items()}
+
+
+def differences(expected: Shapes, live: Shapes) -> list[str]:
+    """What of names and shapes is not as expected, one line each; empty when all is."""
+    out = [f"{name} {shape} is missing" for name, shape in expected.items() if name not in live]
+    out += [f"{name} {shape} is unknown" for name, shape in live.items() if name not in expected]
+    both = ((name, shape) for name, shape in expected.items() if name in live and live[name] != shape)
+    return out + [f"{name} has shape {live[name]}, not {shape}" for name, shape in both]
+
+
+def raise_if(problems: Sequence[str], what: str) -> None:
+    """Raises ValueError that lists the first problems, if there are any."""
+    if problems:
+        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise ValueError(f"{what}:\n  " + "\n  ".join(problems[:SHOWN]) + more)

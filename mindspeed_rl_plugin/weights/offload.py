@@ -1,0 +1,265 @@
+"""Offload: training state leaves the device and returns, by resizing storages, so that every view stays valid.
+
+Megatron keeps many views of the same memory: parameters, buckets, gradients, shards of main
+parameters. Moving tensors would break them. A storage that is resized to zero bytes gives its memory
+back, and when it is resized again all its views see the restored bytes.
+
+Copies pass beside other work (`Device.copier`): `start_offload` and `start_onload` only begin them. Until
+`finish_offload` what leaves may be read but not written; until `wait` what returns may not be touched at all.
+
+Parameters of a model whose parameter gather is overlapped with the forward pass are complete only
+inside `gathered`: enter it before exporting, offloading or scoring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from mindspeed_rl_plugin.device import Device, get_device
+from mindspeed_rl_plugin.device.copies import Copying
+from mindspeed_rl_plugin.weights import aliases, storages
+from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget, HostPieces, Place, beside
+from mindspeed_rl_plugin.weights.storages import bytes_of, keep_wide
+from mindspeed_rl_plugin.weights.verify import BLOCK_BYTES, WeightMismatch, storage_digests
+
+CATEGORIES = ("params", "grads", "optimizer")
+SHOWN = 4  # names that an error lists
+
+
+@dataclass
+class _Saved:
+    """A storage that gave its memory back, the host copy of its bytes (None: nothing is kept), and their digests
+    (None: not verified)."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    host: Place | None
+    digests: Tensor | None
+
+
+_InFlight = tuple[list[_Saved], Copying]  # the storages of a category on their way, and the copies that carry them
+
+
+class TrainState:
+    """Everything a training rank keeps on its device: parameters, gradients, optimizer state.
+
+    Methods take names of CATEGORIES: params are the parameters, buffers and Megatron's parameter buffers;
+    optimizer are main parameters and moments that do not share memory with params; grads are freed without a copy and
+    come back as zeros. Host memory is kept for the next time. budget: of the machine, asked before any memory is
+    taken; then `start_offload` is collective over the machine's ranks. verify: compare what returns with what left, bit
+    by bit.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[Module],
+        optimizer: Any = None,
+        device: Device | None = None,
+        *,
+        budget: HostMemoryBudget | None = None,
+        verify: bool = False,
+    ) -> None:
+        self.chunks, self.optimizer, self.device = list(model_chunks), optimizer, device or get_device()
+        self.budget, self.verify = budget or HostMemoryBudget(self.device), verify
+        self._copier = self.device.copier()
+        self._offloading: dict[str, _InFlight] = {}
+        keep_wide(self.chunks)
+        self._offloaded: dict[str, list[_Saved]] = {}
+        self._onloading: dict[str, _InFlight] = {}
+        self._host = {name: HostPieces(self.device) for name in CATEGORIES}
+
+    @property
+    def off_device(self) -> frozenset[str]:
+        """Categories that may not be touched: away, or on their way back."""
+        return frozenset(self._offloaded) | frozenset(self._onloading)
+
+    def offload(self, what: Iterable[str] = CATEGORIES) -> int:
+        """Free the device memory of categories. Returns its bytes. Raises what `start_offload` does."""
+        self.start_offload(what)
+        return self.finish_offload()
+
+    def ensure_offloading(self, what: Iterable[str]) -> None:
+        """`start_offload` of those of `what` that have not begun to leave."""
+        self.start_offload(set(what) - set(self._offloading))
+
+    @torch.no_grad()
+    def start_offload(self, what: Iterable[str] = CATEGORIES) -> None:
+        """Begin to copy categories to the host. Where they are not to leave after all, `start_onload` keeps them.
+
+        None of them may be out already. Raises MemoryError where the host has no memory for the copies; the training
+        state is then as it was.
+        """
+        names = _ordered(what)
+        assert not {*names} & {*self._offloaded, *self._offloading}, f"of {names} some are offloaded already"
+        if not names:
+            return
+        self.wait(set(names) & set(self._onloading))
+        if "grads" in names:
+            storages.drop_grads(self.chunks, self.optimizer)
+        by_name = {name: list(self._find(name).values()) for name in names}
+        sizes = {n: [s.nbytes() for s in by_name[n]] for n in names if n != "grads"}
+        hosts = self.budget.places(self._host, sizes, "--rl-swap")
+        for name in names:
+            places = hosts.get(name, [None] * len(by_name[name]))
+            checked = self.verify and name != "grads"
+            parts = [
+                _Saved(s, s.nbytes(), host, storage_digests(s) if checked else None)
+                for s, host in zip(by_name[name], places, strict=True)
+            ]
+            self._offloading[name] = parts, self._copier.start(lambda parts=parts: _to_host(parts))
+
+    def finish_offload(self) -> int:
+        """Free what `start_offload` began to copy. Returns its bytes."""
+        total = 0
+        if self._offloading:
+            self.device.synchronize()  # MindSpeed's --swap-optimizer copies on streams of its own
+        for name, (parts, copies) in self._offloading.items():
+            copies.synchronize()
+            self._offloaded[name] = parts
+            for part in parts:
+                _release(part.storage)
+                total += part.nbytes
+        self._offloading = {}
+        self.device.empty_cache()
+        return total
+
+    def onload(self, what: Iterable[str] | None = None) -> int:
+        """Bring categories back and wait for them (None: all that are out). Returns the bytes that were away."""
+        total = self.start_onload(what)
+        self.wait(what)
+        return total
+
+    @torch.no_grad()
+    def start_onload(self, what: Iterable[str] | None = None) -> int:
+        """Begin to bring categories back (None: all that are away), parameters first. Returns their bytes.
+
+        What only began to leave stays. All of them must be out.
+        """
+        away, total = {*self._offloaded, *self._offloading}, 0
+        names = _ordered(away if what is None else what)
+        assert away >= {*names}, f"of {names} only {away} are offloaded"
+        for name in names:
+            if name in self._offloading:
+                _, copies = self._offloading.pop(name)
+                copies.synchronize()
+                continue
+            parts = self._offloaded.pop(name)
+            for part in parts:
+                _revive(part.storage, part.nbytes)
+                total += part.nbytes
+            aliases.repoint(part.storage for part in parts)
+            self._onloading[name] = parts, self._copier.start(lambda parts=parts: _from_host(parts))
+        return total
+
+    def wait(self, what: Iterable[str] | None = None) -> None:
+        """What was started back (None: all of it) is there for whatever is done next.
+
+        Raises WeightMismatch naming tensors, rank and range where it is verified and not what left.
+        """
+        for name in _ordered(self._onloading if what is None else what):
+            if name in self._onloading:
+                parts, copies = self._onloading.pop(name)
+                copies.wait()
+                for part in parts:
+                    if part.digests is not None:
+                        self._compare(name, part)
+
+    def discard(self) -> None:
+        """Free the device memory of everything without a copy, at the end of a run: nothing of it comes back."""
+        for _, copies in (*self._offloading.values(), *self._onloading.values()):
+            copies.synchronize()
+        self._offloading, self._onloading = {}, {}
+        storages.drop_grads(self.chunks, self.optimizer)
+        for name in CATEGORIES:
+            for storage in self._find(name).values():
+                _release(storage)
+        self.device.empty_cache()
+
+    def _compare(self, name: str, part: _Saved) -> None:
+        wrong = (storage_digests(part.storage) != part.digests).nonzero().flatten().tolist()
+        if wrong:
+            low, high = wrong[0] * BLOCK_BYTES, min((wrong[0] + 1) * BLOCK_BYTES, part.nbytes)
+            named = storages.optimizer_state(self.chunks, self.optimizer) if name == "optimizer" else None
+            inside = storages.names_within(named or storages.weights(self.chunks), part.storage, low, high)
+            more = f" and {len(inside) - SHOWN} more" if len(inside) > SHOWN else ""
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise WeightMismatch(
+                f"{', '.join(inside[:SHOWN])}{more}: bytes [{low}, {high}) of {part.nbytes} of their storage on "
+                f"trainer rank {rank} came back from the host with other values; "
+                "resume from the last checkpoint"
+            )
+
+    def _find(self, name: str) -> storages.Storages:
+        params = storages.distinct(tensor for _, tensor in storages.weights(self.chunks))
+        if name == "params":
+            return params
+        if name == "grads":
+            state = storages.distinct(storages.gradients(self.chunks))
+        else:
+            state = storages.distinct(tensor for _, tensor in storages.optimizer_state(self.chunks, self.optimizer))
+        # Main parameters may be views of the parameter buffer, and gradients may share its storage. State
+        # that an optimizer keeps on the host anyway (CPU offload) stays there.
+        return {k: s for k, s in state.items() if k not in params and s.device.type == self.device.kind}
+
+
+def _to_host(parts: Sequence[_Saved]) -> None:
+    for part in parts:
+        for mine, live in beside(part.host or [], part.storage):
+            mine.copy_(live, non_blocking=True)
+
+
+def _from_host(parts: Sequence[_Saved]) -> None:
+    for part in parts:
+        if part.host is None:
+            bytes_of(part.storage).zero_()
+        else:
+            for mine, live in beside(part.host, part.storage):
+                live.copy_(mine, non_blocking=True)
+
+
+def _release(storage: torch.UntypedStorage) -> None:
+    """Give a storage's memory back; its views stay."""
+    storage.resize_(0)
+
+
+def _revive(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Give a storage its memory again; what it holds is undefined until the copies have been waited for."""
+    storage.resize_(nbytes)
+
+
+@contextlib.contextmanager
+def gathered(model_chunks: Sequence[Module]) -> Iterator[None]:
+    """Inside, all parameters of the chunks are complete, whether or not their gather is overlapped.
+
+    Megatron's distributed optimizer with --overlap-param-gather leaves parameters stale until the next
+    forward pass gathers them in a pre-hook. Here the hooks are taken off, which gathers at once, and
+    put back at the end. In the first iteration of a process Megatron itself has taken them off: after its step
+    parameters are as stale. Collective over data parallel ranks.
+    """
+    gathering = [chunk for chunk in model_chunks if getattr(chunk, "use_forward_hook", False)]
+    hooked = [chunk for chunk in gathering if chunk.remove_forward_pre_hook_handles]
+    for chunk in gathering:
+        if chunk.remove_forward_pre_hook_handles:
+            chunk.disable_forward_pre_hook()
+        else:
+            chunk.start_param_sync(force_sync=True)
+    try:
+        yield
+    finally:
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
+
+
+def _ordered(what: Iterable[str]) -> list[str]:
+    """Names in the order of CATEGORIES: parameters come back before what the next stages do not need."""
+    asked = set(what)
+    assert asked <= {*CATEGORIES}, f"unknown categories: {asked}"
+    return [name for name in CATEGORIES if name in asked]

@@ -1,0 +1,322 @@
+"""The engine's side of published weights: pull what this machine's engine ranks need, and apply it between two steps.
+
+A pull is no collective. It reads only host memory, of trainer ranks into this machine's staging, and may pass beside
+the engine's steps; `apply` then copies the staging into the live parameters. Both sides plan alone, from the trainer's
+description.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.dock.sharing import Fill, Shared
+from mindspeed_rl_plugin.dock.sources import VersionSource
+from mindspeed_rl_plugin.dock.versions import Span, view
+from mindspeed_rl_plugin.layout.family_rows import HEAD
+from mindspeed_rl_plugin.layout.layout import EngineParallel, Segment, engine_layout
+from mindspeed_rl_plugin.layout.transfer_plan import Piece, Plan, make_plan
+from mindspeed_rl_plugin.weights.live import engine_storage, narrowed
+from mindspeed_rl_plugin.weights.shares import Block, Packed, TrainerWeights
+from mindspeed_rl_plugin.weights.verify import WeightMismatch, segment_digest, slice_digests, weights_digest
+
+CHUNK = 32 << 20  # bytes of a read; between two of them the deadline is looked at
+SEEK_SECONDS = 60.0  # of one question for a version; between two of them a wait can be ended
+THREADS = 8  # that read from as many trainer ranks at once
+_WRAP = 1 << 64
+
+
+class Pulled(NamedTuple):
+    """seconds: of this call; nbytes: that this process read from trainers, 0 where another of its machine did."""
+
+    version: int
+    seconds: float
+    nbytes: int
+
+
+class Applied(NamedTuple):
+    """seconds: that the engine stood still; digest: of the whole model, where weights are verified."""
+
+    version: int
+    seconds: float
+    digest: str | None
+
+
+class Reader:
+    """Reads slices of published weights into packed memory. ranges: (tensor, start, stop) of the slices; sources: of
+    each trainer rank. Raises ValueError where these are not as many as the trainer has ranks."""
+
+    def __init__(
+        self, weights: TrainerWeights, ranges: Iterable[tuple[str, int, int]], sources: Sequence[VersionSource]
+    ) -> None:
+        if len(sources) != weights.parallel.world:
+            raise ValueError(f"{len(sources)} sources for weights of {weights.parallel.world} trainer ranks")
+        self.weights, self._sources = weights, sources
+        self.staging = Packed.of(ranges, weights.tensors, weights.engine_dtype, weights.verify)
+        self.plan = plan_of(weights, self.staging)
+        self._left: Countdown | None = None
+
+    def fill(self, version: int, seconds: float, memory: np.ndarray) -> bytes:
+        """Read a version into `[nbytes]` uint8; the digest of the whole model where weights are verified."""
+        self._left = left = Countdown(version, seconds)
+        moves: dict[int, list[Piece]] = {}
+        for move in self.plan.moves:
+            moves.setdefault(move.source, []).append(move.piece)
+        everyone = range(len(self._sources)) if self.weights.verify else list(moves)
+        with ThreadPoolExecutor(min(THREADS, max(len(everyone), 1)), "rl-pull") as pool:
+            work = [pool.submit(self._read, rank, version, moves.get(rank, ()), memory, left) for rank in everyone]
+            failed = [one for one in wait(work, return_when=FIRST_EXCEPTION).done if one.exception() is not None]
+            if failed:
+                left.end()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise failed[0].exception()
+        return self._digest([one.result() for one in work]).encode() if self.weights.verify else b""
+
+    def end(self) -> None:
+        """End a read that another thread is at."""
+        if self._left is not None:
+            self._left.end()
+
+    def _read(
+        self, rank: int, version: int, pieces: Iterable[Piece], memory: np.ndarray, left: Callable[[], float]
+    ) -> bytes:
+        """All pieces of one trainer rank."""
+        source, share = self._sources[rank], self.weights.shares[rank]
+        about = _sought(source, version, left)
+        for spans, into in _chunks(pieces, share.blocks, self.staging.blocks):
+            source.read(version, spans, [view(memory, span) for span in into], left())
+        source.check(version, left())
+        return about
+
+    def _digest(self, abouts: Sequence[bytes]) -> str:
+        totals: dict[str, int] = {}
+        for share, about in zip(self.weights.shares, abouts, strict=True):
+            for block, digest in zip(share.blocks, np.frombuffer(about, np.int64).tolist(), strict=True):
+                totals[block.segment.name] = (totals.get(block.segment.name, 0) + digest) % _WRAP
+        return weights_digest(totals)
+
+
+class Puller:
+    """Brings published weights into the parameters of one engine rank.
+
+    weights: the trainer's description; engine: sizes of this engine; parameters: name -> live tensor, to see how this
+    version of the engine stores them; sources: of each trainer rank; rank: of this process within its engine; ranks:
+    those of the engine on this machine; deadline: seconds of a pull; sharing: makes the staging, which
+    processes of one machine that give the same key may share.
+    Raises ValueError where the parameters are not those of the model.
+    """
+
+    def __init__(
+        self,
+        weights: TrainerWeights,
+        engine: EngineParallel,
+        parameters: Mapping[str, Tensor],
+        sources: Sequence[VersionSource],
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        deadline: float,
+        sharing: Callable[[str, int, Fill], Shared],
+    ) -> None:
+        self.weights, self.rank, self.deadline = weights, rank, deadline
+        live, shape = {name: t.data for name, t in parameters.items()}, weights.shape
+        own_head = HEAD in live if shape.tied else None
+        self.engine = engine_storage(shape, engine, rank, own_head, live)
+        self.layout = engine_layout(shape, self.engine, rank, own_head)
+        whose = f"rank {rank} of it are not those of {shape}"
+        self._narrow = narrowed(self.layout, live, weights.tensors, weights.engine_dtype, whose)
+        here = sorted({rank, *ranks})
+        wanted = [engine_layout(shape, self.engine, r, own_head) for r in here]
+        ranges = union(s for layout in wanted for segments in layout.values() for s in segments)
+        self._reader = Reader(weights, ranges, sources)
+        self.staging, self.plan = self._reader.staging, self._reader.plan
+        grouped = groupby(self.staging.blocks, lambda block: block.segment.name)
+        self._blocks = {name: list(blocks) for name, blocks in grouped}
+        key = hashlib.blake2b(f"{weights.text()} {self.engine} {own_head} {here}".encode(), digest_size=16).hexdigest()
+        self._shared = sharing(key, self.staging.nbytes, self._reader.fill)
+        self._held: tuple[int, Tensor, bytes] | None = None
+
+    def pull(self, version: int) -> Pulled:
+        """Bring a version into the staging; waits for one that is not published yet.
+
+        Raises what `VersionSource` does; the staging is empty then. May run beside the engine's steps, not beside
+        `apply`.
+        """
+        begin, self._held = time.perf_counter(), None
+        array, about, nbytes = self._shared.get(version, self.deadline)
+        get_device().page_lock(array)
+        self._held = version, torch.from_numpy(array), about
+        return Pulled(version, time.perf_counter() - begin, nbytes)
+
+    @torch.no_grad()
+    def apply(self, parameters: Mapping[str, Tensor]) -> Applied:
+        """Write the version that was pulled last into the engine's parameters, in place; between two of its steps.
+
+        Raises ValueError where none was pulled, and WeightMismatch, naming the tensor, where the engine's weights are
+        then not those that were published.
+        """
+        if self._held is None:
+            raise ValueError("apply: no version is staged, or the last pull failed; pull one first")
+        begin, (version, memory, about) = time.perf_counter(), self._held
+        live = {name: t.data for name, t in parameters.items()}
+        for name, segments in self.layout.items():
+            for s in segments:
+                block, at = self._inside(s)
+                values = block.values(memory).narrow(s.axis, at, s.size)
+                s.view(live[name], s.start, s.size).copy_(values, non_blocking=True)
+        get_device().synchronize_stream()
+        if self.weights.verify:
+            self._verify(live, memory)
+        return Applied(version, time.perf_counter() - begin, about.decode() or None)
+
+    def close(self) -> None:
+        """Free the staging, and end a pull that another thread is at. Idempotent."""
+        self._held = None
+        self._shared.close()  # first, so that processes that share it do not take the end for theirs
+        self._reader.end()
+
+    def _verify(self, live: Mapping[str, Tensor], memory: Tensor) -> None:
+        for name, segments in self.layout.items():
+            for s in segments:
+                block, at = self._inside(s)
+                narrow = s.name in self._narrow
+                expected = int(block.table(memory)[-1 if narrow else 0, at : at + s.size].sum())
+                got = segment_digest(
+                    s.view(live[name], s.start, s.size), s, self.weights.tensors[s.name], self._kind(s)
+                )
+                if int(got) != expected:
+                    raise WeightMismatch(
+                        f"{s.name} [{s.start}, {s.stop}) of axis {s.axis}: {name} of engine rank {self.rank} differs "
+                        "from what the trainer published"
+                    )
+
+    def _inside(self, s: Segment) -> tuple[Block, int]:
+        """The staged block that a segment of the engine lies in, and the first of its slices there."""
+        each = self._blocks[s.name]
+        block = next(b for b in each if b.segment.start <= s.start and s.stop <= b.segment.stop)
+        return block, s.start - block.segment.start
+
+    def _kind(self, s: Segment) -> torch.dtype:
+        wide = self.weights.tensors[s.name].wide and s.name not in self._narrow
+        return torch.float32 if wide else self.weights.engine_dtype
+
+
+def pull_tensors(
+    weights: TrainerWeights,
+    sources: Sequence[VersionSource],
+    version: int | None = None,
+    names: Sequence[str] | None = None,
+    deadline: float = 600.0,
+) -> tuple[int, dict[str, Tensor], str | None]:
+    """Whole tensors of a version (None: the newest) by their Hugging Face names, in the engine's dtype,
+    on the host; and the digest of the model where weights are verified. Waits for a version that is not published yet.
+
+    Raises ValueError for names that the model has not, WeightMismatch, and what `VersionSource` does.
+    """
+    tensors = weights.tensors
+    if unknown := [name for name in names or () if name not in tensors]:
+        raise ValueError(
+            f"the model has no tensors {unknown[:4]}; it has {len(tensors)}, such as {next(iter(tensors))}"
+        )
+    wanted = tensors if names is None else names
+    reader = Reader(weights, [(name, 0, tensors[name].slices) for name in wanted], sources)
+    end = time.monotonic() + deadline  # from now on others are waited for
+    if version is None:
+        version, _ = sources[0].seek(None, deadline)
+    memory = torch.empty(reader.staging.nbytes, dtype=torch.uint8)
+    digest = reader.fill(version, end - time.monotonic(), memory.numpy()).decode() or None
+    out = {}
+    for block in reader.staging.blocks:
+        values, segment = block.values(memory), block.segment
+        if weights.verify and not slice_digests(values, segment, tensors[segment.name], block.dtype).equal(
+            block.table(memory)[0]
+        ):
+            raise WeightMismatch(f"{segment.name}: what was read of version {version} is not what was published")
+        out[segment.name] = values
+    return version, out, digest
+
+
+class Countdown:
+    """Seconds that a pull has left; raises TimeoutError where there are none, or where it has been ended."""
+
+    def __init__(self, version: int, seconds: float) -> None:
+        self._version, self._seconds, self._until = version, seconds, time.monotonic() + seconds
+
+    def __call__(self) -> float:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            why = "was ended" if self._until == 0 else f"was not done within {self._seconds:g} s"
+            raise TimeoutError(f"the pull of version {self._version} {why}")
+        return left
+
+    def end(self) -> None:
+        """Nothing is left."""
+        self._until = 0.0
+
+
+def union(segments: Iterable[Segment]) -> list[tuple[str, int, int]]:
+    """(name, start, stop) of all slices that the segments have, each once, those of a tensor by rising start."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for s in segments:
+        spans.setdefault(s.name, []).append((s.start, s.stop))
+    out: list[tuple[str, int, int]] = []
+    for name, each in spans.items():
+        low, high = min(each)[0], min(each)[0]
+        for start, stop in sorted(each):
+            if start > high:
+                out.append((name, low, high))
+                low = start
+            high = max(high, stop)
+        out.append((name, low, high))
+    return out
+
+
+def plan_of(weights: TrainerWeights, staging: Packed) -> Plan:
+    """What comes from which trainer rank into which block of the staging, whose rank is the one after the trainer's."""
+    here = weights.parallel.world
+    return make_plan(
+        {rank: share.layout for rank, share in enumerate(weights.shares)},
+        {here: staging.layout},
+        weights.tensors,
+        itemsize=weights.engine_dtype.itemsize,
+        bucket_bytes=2 * CHUNK,
+        rank=here,
+    )
+
+
+def _sought(source: VersionSource, version: int, left: Callable[[], float]) -> bytes:
+    """What the publisher says of a version, once it is there; the wait ends soon after `left` does."""
+    while True:
+        seconds = left()
+        try:
+            return source.seek(version, min(seconds, SEEK_SECONDS))[1]
+        except TimeoutError:
+            if seconds <= SEEK_SECONDS:
+                raise
+
+
+def _chunks(
+    pieces: Iterable[Piece], theirs: Sequence[Block], mine: Sequence[Block]
+) -> Iterator[tuple[list[Span], list[Span]]]:
+    """Spans to read and where to, of about CHUNK bytes a time."""
+    spans: list[Span] = []
+    into: list[Span] = []
+    nbytes = 0
+    for piece in pieces:
+        spans += theirs[int(piece.source.param)].spans(piece.start, piece.size)
+        into += mine[int(piece.destination.param)].spans(piece.start, piece.size)
+        nbytes += piece.nbytes
+        if nbytes >= CHUNK:
+            yield spans, into
+            spans, into, nbytes = [], [], 0
+    if spans:
+        yield spans, into

@@ -1,0 +1,209 @@
+"""Resharder: the way of the weights from the live trainer into the live engine, in one object, in one of MODES.
+
+Engine replica e lives on world ranks [e x g, (e + 1) x g) where an engine has g ranks (`EngineParallel.ranks`); the
+rank within it is `rank % g`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.layout.family_rows import HEAD
+from mindspeed_rl_plugin.layout.layout import (
+    EngineParallel,
+    Layout,
+    ModelShape,
+    Parallel,
+    canonical_tensors,
+    engine_layout,
+    megatron_layout,
+    megatron_shapes,
+)
+from mindspeed_rl_plugin.layout.transfer_plan import Plan, make_plan
+from mindspeed_rl_plugin.weights.allgather import AllgatherPlan, allgather, make_allgather_plan
+from mindspeed_rl_plugin.weights.live import SHOWN, engine_storage, narrowed, stored_parameters, trainer_storage
+from mindspeed_rl_plugin.weights.p2p import P2PChannel
+from mindspeed_rl_plugin.weights.transfer import stream
+from mindspeed_rl_plugin.weights.verify import (
+    Held,
+    WeightMismatch,
+    compare,
+    first_broken,
+    layout_digests,
+    refuse_broken,
+    tensors_in,
+    weights_digest,
+)
+
+MODES = ("stream", "allgather")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one reshard did on this rank. Bytes; seconds; digest of the weights where they were verified.
+
+    sent, received: counted on the wire; copied: of weights that the rank had itself, by the plan; temporary: most
+    memory that the transfer took besides the weights of both sides, by a meter.
+    """
+
+    copied: int
+    sent: int
+    received: int
+    temporary: int
+    seconds: float
+    digest: str | None
+
+
+class Resharder:
+    """Builds both layouts and the plan once, checks them against the live models, and moves weights.
+
+    shape, train: the model and its training layout; generate: sizes of the engine, or its tensor parallel size;
+    engine_dtype: dtype of its weights, in which they travel; mode: one of MODES; node_size: consecutive ranks on one
+    node; verify: compare digests of both sides after each transfer; deadline: seconds one bucket may take.
+    Every method is collective over `group` (None: the world), and raises ValueError when the layouts cannot be built.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        train: Parallel,
+        generate: int | EngineParallel,
+        *,
+        rank: int,
+        engine_dtype: torch.dtype,
+        mode: str = "stream",
+        bucket_bytes: int = 256 << 20,
+        node_size: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        verify: bool = False,
+        deadline: float = 600.0,
+    ) -> None:
+        engine = EngineParallel(generate) if isinstance(generate, int) else generate
+        assert mode in MODES and train.world % engine.ranks == 0, f"{mode}: {engine.ranks} of {train.world} ranks"
+        self.shape, self.train, self.engine, self.rank = shape, train, engine, rank
+        self.dtype, self.bucket_bytes, self.node_size = engine_dtype, bucket_bytes, node_size
+        self.group, self.verify, self.deadline = group, verify, deadline
+        self.device = get_device().current()
+        self.tensors = canonical_tensors(shape)
+        self.mode = mode
+        self.plan: Plan | AllgatherPlan | None = None
+        self._exported: list[int] = []
+        self._compared = self.tensors  # as both sides are compared: wide where the engine has them wide
+        self._temporary = get_device().temporary()
+        self._sources: dict[int, Layout] = {}
+        self._destinations: dict[int, Layout] = {}
+
+    def to_engine(
+        self, model_chunks: Sequence[Module], engine_parameters: Mapping[str, Tensor], version: int
+    ) -> Transfer:
+        """Write the trainer's weights into the engine's parameters, in place.
+
+        model_chunks: Megatron's, complete (`offload.gathered`) and on the device; engine_parameters: name ->
+        live tensor of this rank's engine. Raises ValueError where names, shapes or dtypes are not what
+        the layouts say, BrokenWeights where a weight is not finite, WeightMismatch when verification fails,
+        TimeoutError past the deadline, ConnectionError where a rank is lost.
+        """
+        begin = time.perf_counter()
+        source = stored_parameters(model_chunks)
+        destination = {name: tensor.data for name, tensor in engine_parameters.items()}
+        plan = self._bind(source, destination)
+        self._refuse_broken(source, f"after {version} updates")
+        exported = self._held(source, self._sources) if self.verify else None
+        self._exported = self._as_stored(source) if self.verify else []
+        channel = self._channel()
+        options = dict(channel=channel, dtype=self.dtype, device=self.device)
+        with self._temporary.measured(*source.values(), *destination.values()):
+            transfer = stream if isinstance(plan, Plan) else allgather
+            transfer(plan, source, destination, **options)
+        digest = None
+        if exported is not None:
+            arrived = self._held(destination, self._destinations)
+            digest = weights_digest(compare(exported, arrived, self.tensors))
+        get_device().synchronize_stream()
+        copied, seconds = plan.traffic[self.rank].copied, time.perf_counter() - begin
+        return Transfer(copied, channel.sent, channel.received, self._temporary.peak, seconds, digest)
+
+    def check_return(self, model_chunks: Sequence[Module]) -> None:
+        """After generation: the trainer has the weights that it exported, bit by bit as it stores them, whether or not
+        they left the device. Not collective; does nothing unless `verify`. Raises WeightMismatch naming parameter, rank
+        and tensors."""
+        if not self._exported:
+            return
+        now = self._as_stored(stored_parameters(model_chunks))
+        stored = [name for name, segments in self._sources[self.rank].items() for _ in segments]
+        for name, before, after in zip(stored, self._exported, now, strict=True):
+            if before != after:
+                raise WeightMismatch(
+                    f"{name} of trainer rank {self.rank} ({tensors_in(self._sources[self.rank], name)}) has other "
+                    "values after generation than before it; resume from the last checkpoint"
+                )
+
+    def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
+        """Before a checkpoint: raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
+        source = stored_parameters(model_chunks)
+        self._bind_source(source)
+        self._refuse_broken(source, "before a checkpoint")
+
+    def _bind(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> Plan | AllgatherPlan:
+        self._bind_source(source)
+        own_head = HEAD in destination if self.shape.tied else None
+        size, here = self.engine.ranks, self.rank % self.engine.ranks
+        engine = engine_storage(self.shape, self.engine, here, own_head, destination)
+        layout = engine_layout(self.shape, engine, here, own_head)
+        whose = f"rank {self.rank} are not those of {self.shape}"
+        narrow = narrowed(layout, destination, self.tensors, self.dtype, whose)
+        if self.plan is None:
+            world = range(self.train.world)
+            self._destinations = {w: engine_layout(self.shape, engine, w % size, own_head) for w in world}
+            options = dict(itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
+            options |= dict(rank=self.rank, node_size=self.node_size)
+            plan = make_plan(self._sources, self._destinations, self.tensors, **options)
+            assert not plan.unused, f"the engine has no place for {plan.unused[:SHOWN]}"
+            self._compared = {**self.tensors, **narrow}
+            self._agree(plan.fingerprint, len(narrow))
+            if self.mode == "allgather":
+                shapes = {w: megatron_shapes(self.shape, self.train, w, *self._kinds) for w in world}
+                plan = make_allgather_plan(self._sources, shapes, self._destinations, self.tensors, **options)
+            self.plan = plan
+        return self.plan
+
+    def _bind_source(self, source: Mapping[str, Tensor]) -> None:
+        self._kinds = trainer_storage(self.shape, self.train, self.rank, source)
+        if not self._sources:
+            world = range(self.train.world)
+            self._sources = {w: megatron_layout(self.shape, self.train, w, *self._kinds) for w in world}
+
+    def _agree(self, *plan: int) -> None:
+        """All ranks compare their plans; on nccl and hccl this also opens the communicator for all of them."""
+        prints = self._share(plan, len(plan), "the comparison of plans")
+        if any(row != prints[0] for row in prints):
+            raise RuntimeError(f"ranks planned differently, by fingerprint: {dict(enumerate(prints))}")
+
+    def _refuse_broken(self, source: Mapping[str, Tensor], when: str) -> None:
+        first = first_broken(source[name] for name in self._sources[self.rank])
+        firsts = self._share([first], 1, "the check of the weights")
+        refuse_broken([broken for (broken,) in firsts], self._sources, when)
+
+    def _as_stored(self, source: Mapping[str, Tensor]) -> list[int]:
+        """Digests of this rank's weights in the dtype in which the trainer has them."""
+        return layout_digests(source, self._sources[self.rank], self.tensors, None)
+
+    def _channel(self) -> P2PChannel:
+        return P2PChannel(self.rank, group=self.group, deadline=self.deadline)
+
+    def _share(self, mine: Sequence[int], length: int, what: str) -> list[list[int]]:
+        return [[*mine]] if self.train.world == 1 else self._channel().share(what, mine, length, self.device)
+
+    def _held(self, params: Mapping[str, Tensor], layouts: Mapping[int, Layout]) -> list[Held]:
+        mine = layout_digests(params, layouts[self.rank], self._compared, self.dtype)
+        counts = {r: sum(len(segments) for segments in layout.values()) for r, layout in layouts.items()}
+        rows = self._share(mine, max(counts.values()), "digests")
+        return [Held(r, layouts[r], rows[i][: counts[r]]) for i, r in enumerate(sorted(layouts))]

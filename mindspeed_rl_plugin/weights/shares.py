@@ -1,0 +1,220 @@
+"""Which rank of the trainer publishes what, where it lies in host memory, and the description that other processes plan
+from. Pure.
+
+Each slice of a canonical tensor is published by one rank, whoever else has it: host memory holds one model over the job
+for each version. Memory is packed in blocks of canonical slices, in the engine's dtype; where weights are verified the
+digests of the slices lie behind each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from mindspeed_rl_plugin.dock.versions import Span
+from mindspeed_rl_plugin.layout.layout import (
+    Canonical,
+    Layout,
+    ModelShape,
+    Parallel,
+    Segment,
+    canonical_tensors,
+    megatron_layout,
+)
+from mindspeed_rl_plugin.layout.transfer_plan import Holders, Place
+from mindspeed_rl_plugin.weights.live import stored_parameters, trainer_storage
+
+_ALIGNMENT = 64  # bytes, of a block
+_DIGEST = 8  # bytes
+
+Gather = Callable[[Any], list[Any]]  # value -> that of every rank
+
+
+class Held(NamedTuple):
+    """Slices `[start, stop)` of a canonical tensor, and the stored parameter that has them."""
+
+    place: Place
+    start: int
+    stop: int
+
+
+class Block(NamedTuple):
+    """Slices of a canonical tensor in host memory. segment: which; shape: of the block; dtype: of its elements; at,
+    digests: byte offsets of its elements and of the digests of its slices, int64 `[2, slices]` for a tensor that is
+    always float32 (as such, and in the engine's dtype), else `[1, slices]`; digests is 0 where there are none."""
+
+    segment: Segment
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    at: int
+    digests: int
+    tables: int
+
+    def values(self, memory: Tensor) -> Tensor:
+        """The block's elements in canonical orientation, a view of the bytes `memory`."""
+        return memory[self.at : self.at + prod(self.shape) * self.dtype.itemsize].view(self.dtype).view(self.shape)
+
+    def table(self, memory: Tensor) -> Tensor:
+        """The digests of its slices, a view of the bytes `memory`."""
+        size = self.segment.size
+        flat = memory[self.digests : self.digests + self.tables * size * _DIGEST]
+        return flat.view(torch.int64).view(self.tables, size)
+
+    def spans(self, start: int, size: int) -> list[Span]:
+        """Where slices `[start, start + size)` lie, and their digests where there are some."""
+        first, each = start - self.segment.start, self.segment.size
+        width = prod(self.shape) // each * self.dtype.itemsize  # bytes of a slice
+        if self.segment.axis == 0:
+            out = [(self.at + first * width, 1, size * width, size * width)]
+        else:
+            item = self.dtype.itemsize
+            out = [(self.at + first * item, self.shape[0], size * item, each * item)]
+        if self.digests:
+            out.append((self.digests + first * _DIGEST, self.tables, size * _DIGEST, each * _DIGEST))
+        return out
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Blocks one behind the other, of `nbytes` in all."""
+
+    blocks: tuple[Block, ...]
+    nbytes: int
+
+    @property
+    def layout(self) -> Layout:
+        """What `make_plan` takes: the number of a block -> its slices."""
+        return {str(i): (block.segment,) for i, block in enumerate(self.blocks)}
+
+    @classmethod
+    def of(
+        cls, ranges: Iterable[tuple[str, int, int]], tensors: Mapping[str, Canonical], dtype: torch.dtype, verify: bool
+    ) -> Packed:
+        """Blocks for slices `[start, stop)` of tensors, by (name, start, stop); dtype: of the engine."""
+        blocks, end = [], 0
+        for name, start, stop in ranges:
+            tensor, size = tensors[name], stop - start
+            kind = torch.float32 if tensor.wide else dtype
+            shape = tuple(size if axis == tensor.axis else n for axis, n in enumerate(tensor.shape))
+            digests = _aligned(end + prod(shape) * kind.itemsize) if verify else 0
+            tables = 2 if tensor.wide else 1
+            blocks.append(Block(Segment(name, tensor.axis, start, size, 0), shape, kind, end, digests, tables))
+            end = _aligned(digests + tables * size * _DIGEST if verify else end + prod(shape) * kind.itemsize)
+        return cls(tuple(blocks), end)
+
+
+@dataclass(frozen=True)
+class Share(Packed):
+    """What one rank publishes. parts: of each block, where the rank stores it."""
+
+    parts: tuple[tuple[Held, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainerWeights:
+    """All that another process needs to know of a trainer to plan what it pulls.
+
+    kinds: how each rank stores the model, as `live.trainer_storage` says; dtype: name of the engine's, in which weights
+    are published; verify: whether digests are published with them.
+    """
+
+    shape: ModelShape
+    parallel: Parallel
+    kinds: tuple[tuple[str, str], ...]
+    dtype: str
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.kinds) != self.parallel.world:
+            raise ValueError(f"{len(self.kinds)} ways of storing for {self.parallel.world} trainer ranks")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"dtype {self.dtype!r} of published weights is unknown")
+
+    @classmethod
+    def of(
+        cls,
+        shape: ModelShape,
+        parallel: Parallel,
+        rank: int,
+        model_chunks: Sequence[Module],
+        engine_dtype: torch.dtype,
+        gather: Gather,
+        verify: bool = False,
+    ) -> TrainerWeights:
+        """Of a live trainer; collective over its ranks through `gather`. Raises ValueError where the model is not as
+        the shape says."""
+        mine = trainer_storage(shape, parallel, rank, stored_parameters(model_chunks))
+        kinds = tuple(tuple(kind) for kind in gather(mine))
+        return cls(shape, parallel, kinds, str(engine_dtype).removeprefix("torch."), verify)
+
+    def text(self) -> str:
+        """JSON, for other processes."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def parse(cls, text: str) -> TrainerWeights:
+        """Inverse of `text`. Raises ValueError for what is none."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"malformed description of a trainer's weights: {error}") from error
+
+    @property
+    def engine_dtype(self) -> torch.dtype:
+        """In which weights are published."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def tensors(self) -> Mapping[str, Canonical]:
+        return canonical_tensors(self.shape)
+
+    @cached_property
+    def layouts(self) -> dict[int, Layout]:
+        """Trainer rank -> what it stores."""
+        return {r: megatron_layout(self.shape, self.parallel, r, *kinds) for r, kinds in enumerate(self.kinds)}
+
+    @cached_property
+    def shares(self) -> tuple[Share, ...]:
+        """What each rank publishes: together every slice once, about as many bytes each."""
+        parts = _deal(self.layouts, self.tensors, self.engine_dtype.itemsize)
+        return tuple(self._share(parts[rank]) for rank in self.layouts)
+
+    def _share(self, held: Sequence[Held]) -> Share:
+        """Slices that follow each other become one block."""
+        runs: list[list[Held]] = []
+        for part in held:
+            last = runs[-1][-1] if runs else None
+            joined = last and last.place.segment.name == part.place.segment.name and last.stop == part.start
+            runs[-1].append(part) if joined else runs.append([part])
+        ranges = [(run[0].place.segment.name, run[0].start, run[-1].stop) for run in runs]
+        packed = Packed.of(ranges, self.tensors, self.engine_dtype, self.verify)
+        return Share(packed.blocks, packed.nbytes, tuple(map(tuple, runs)))
+
+
+def _deal(layouts: Mapping[int, Layout], tensors: Mapping[str, Canonical], itemsize: int) -> dict[int, list[Held]]:
+    """Rank -> what it publishes, of the ranks that have the same slices the one with the fewest bytes so far."""
+    holders, load = Holders(layouts, tensors, len(layouts)), dict.fromkeys(layouts, 0)
+    out: dict[int, list[Held]] = {rank: [] for rank in layouts}
+    for name in holders.order:
+        tensor, chosen = tensors[name], dict[tuple[int, ...], int]()
+        everything = Place(name, Segment(name, tensor.axis, 0, tensor.slices, 0))
+        for start, stop, pool in holders.find(everything, 0):
+            same = tuple(pool.ranks)  # all that they share of one tensor comes from one of them, in one block
+            if same not in chosen:
+                chosen[same] = min(same, key=load.__getitem__)
+            rank = chosen[same]
+            load[rank] += (stop - start) * tensor.slice_bytes(itemsize)
+            out[rank].append(Held(pool.place[rank], start, stop))
+    return out
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,150 @@
+"""What of a training rank lies on its device: storages of parameters, gradients and optimizer state, with names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from mindspeed_rl_plugin.weights.aliases import places
+
+Storages = dict[int, torch.UntypedStorage]
+Named = Iterator[tuple[str, Tensor]]
+
+
+def unwrap(chunk: Module) -> Module:
+    """The model inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
+    while isinstance(getattr(chunk, "module", None), Module):
+        chunk = chunk.module
+    return chunk
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """`[nbytes]` uint8, all of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def distinct(tensors: Iterable[Tensor]) -> Storages:
+    """The different storages that are not empty, in the place of an alias its owner.
+
+    By identity: an address says nothing once memory is freed.
+    """
+    out, owners = Storages(), places()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storage, _ = owners.get(storage._cdata, (storage, 0))
+        if storage.nbytes():
+            out.setdefault(storage._cdata, storage)
+    return out
+
+
+def weights(chunks: Sequence[Module]) -> Named:
+    """Parameter buffers, parameters and buffers of the chunks."""
+    for i, chunk in enumerate(chunks):
+        model = unwrap(chunk)
+        for j, buffer in enumerate(_ddp_buffers(chunk)):
+            if buffer.param_data is not None:
+                yield f"chunk {i} parameter buffer {j}", buffer.param_data
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            yield f"chunk {i} {name}", tensor.data
+
+
+def _ddp_buffers(chunk: Module) -> list[Any]:
+    """Megatron's parameter and gradient buffers; a plain module's `buffers` is a method."""
+    each = (getattr(chunk, name, None) for name in ("buffers", "expert_parallel_buffers"))
+    return [buffer for buffers in each if isinstance(buffers, list) for buffer in buffers]
+
+
+def gradients(chunks: Sequence[Module]) -> Iterator[Tensor]:
+    """Gradient buffers, and gradients outside of them."""
+    for chunk in chunks:
+        for buffer in _ddp_buffers(chunk):
+            yield buffer.grad_data
+            yield from getattr(buffer, "extra_main_grads", ())
+        for param in chunk.parameters():
+            main_grad = getattr(param, "main_grad", None)
+            if main_grad is not None:
+                yield main_grad
+
+
+def drop_grads(chunks: Sequence[Module], optimizer: Any) -> None:
+    """Megatron sets every `.grad` again in each step; those outside its buffers own memory meanwhile."""
+    for chunk in chunks:
+        for param in chunk.parameters():
+            param.grad = None
+    for inner in _inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+
+def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
+    """The torch optimizers inside Megatron's: distributed, mixed precision or fp32."""
+    for part in _parts(optimizer):
+        if getattr(part, "optimizer", None) is not None and not getattr(part, "is_stub_optimizer", False):
+            yield part.optimizer
+
+
+def _parts(optimizer: Any) -> Iterator[Any]:
+    """Megatron's optimizers in a chain of them, which may hold chains, or the one without a chain."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        yield optimizer
+    else:
+        for part in chained:
+            yield from _parts(part)
+
+
+def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> Named:
+    """Main parameters, what --reuse-fp32-param keeps of them beside the weights, and moments.
+
+    Parameters of an optimizer are shards without a name: they have numbers.
+    """
+    for part in _parts(optimizer):
+        for i, residual in enumerate(getattr(part, "shard_main_param_res_buffers", ())):
+            yield f"residual {i} of main parameters", residual
+    for i, inner in enumerate(_inner_optimizers(optimizer)):
+        numbers = {}
+        for group in inner.param_groups:
+            for param in group["params"]:
+                numbers[param] = len(numbers)
+                yield f"main parameter {numbers[param]} of optimizer {i}", param.data
+        for param, state in inner.state.items():
+            # One-element tensors are step counters, not worth a copy.
+            for name, t in state.items():
+                if isinstance(t, Tensor) and t.numel() > 1:
+                    yield f"{name} of parameter {numbers.get(param, '?')} of optimizer {i}", t
+    for i, chunk in enumerate(chunks):
+        for name, param in chunk.named_parameters():
+            main_param = getattr(param, "main_param", None)
+            if isinstance(main_param, Tensor):
+                yield f"main parameter of chunk {i} {name}", main_param.data
+
+
+def names_within(named: Named, storage: torch.UntypedStorage, low: int, high: int) -> list[str]:
+    """Those of the tensors that have bytes in `[low, high)` of a storage, the smallest first."""
+    spans, owners = [], places()
+    for name, t in named:
+        mine = t.untyped_storage()
+        owner, at = owners.get(mine._cdata, (mine, 0))
+        at, size = at + t.storage_offset() * t.element_size(), t.numel() * t.element_size()
+        if owner._cdata == storage._cdata and at < high and at + size > low:
+            spans.append((size, name))
+    return [name for _, name in sorted(spans)]
+
+
+def keep_wide(chunks: Iterable[Module]) -> None:
+    """Give every router's expert bias the one tensor that it will be, float32 however narrow the model is, so that it
+    can be captured and offloaded.
+
+    Megatron narrows it with the model and replaces it by a float32 one in the first forward pass (core 0.12), or
+    while it builds the model (later cores).
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            widen = getattr(module, "_maintain_float32_expert_bias", None)
+            if widen is not None:
+                widen()

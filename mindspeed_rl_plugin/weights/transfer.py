@@ -1,0 +1,125 @@
+"""Executing a plan: local copies, then buckets of sends and receives, straight into the engine's parameters.
+
+Works on gloo, nccl and hccl alike: only batched point-to-point messages, at most one each way between
+two ranks in a bucket. Two buckets are in flight, so that packing one overlaps the other's transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.layout.transfer_plan import Copy, Move, Plan
+from mindspeed_rl_plugin.weights.p2p import Batch, Message, P2PChannel
+
+
+@torch.no_grad()
+def stream(
+    plan: Plan,
+    source: Mapping[str, Tensor],
+    destination: Mapping[str, Tensor],
+    *,
+    channel: P2PChannel,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Bring this rank's share of the plan about. Collective over all ranks that the plan names.
+
+    source, destination: stored parameters of this rank by name, either may be empty; dtype: what travels, of the plan's
+    itemsize (values are converted before they are sent, and on arrival where the engine's differs). Temporary memory:
+    four buffers of at most half of the plan's `bucket_bytes`. Raises what `Batch.wait` does.
+    """
+    rank = channel.rank
+    copy_pieces((copy for copy in plan.copies if copy.rank == rank), source, destination)
+    buckets = plan.buckets_of(rank)
+    buffers = [_Buffers(buckets[i::2], channel, source, destination, dtype, device) for i in (0, 1)]
+    flying: _Buffers | None = None
+    for i, moves in enumerate(buckets):
+        buffers[i % 2].start(moves)
+        if flying is not None:
+            flying.finish()
+        flying = buffers[i % 2]
+    if flying is not None:
+        flying.finish()
+
+
+def copy_pieces(copies: Iterable[Copy], source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
+    """Write pieces that this rank has into its engine's parameters."""
+    for _, piece in copies:
+        piece.inside(destination, piece.destination).copy_(piece.inside(source, piece.source))
+
+
+class _Buffers:
+    """One send and one receive buffer, used by every other bucket of a rank."""
+
+    def __init__(
+        self,
+        buckets: Sequence[list[Move]],
+        channel: P2PChannel,
+        source: Mapping[str, Tensor],
+        destination: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.channel, self.rank, self.source, self.destination = channel, channel.rank, source, destination
+        loads = [[sum(m.piece.nbytes for m in moves if m[end] == self.rank) for moves in buckets] for end in (1, 2)]
+        self.outbox, self.inbox = (
+            torch.empty(max(load, default=0) // dtype.itemsize, dtype=dtype, device=device) for load in loads
+        )
+        self.batch: Batch | None = None
+        self.arrivals: list[tuple[Tensor, Tensor]] = []
+
+    def start(self, moves: Sequence[Move]) -> None:
+        """Pack what this rank sends in the bucket and post all its messages."""
+        number, out, into = moves[0].bucket, [], []
+        for m in moves:
+            if m.source == self.rank:
+                out.append((m.destination, m.piece.nbytes, m.piece.inside(self.source, m.piece.source)))
+            else:
+                into.append((m.source, m.piece.nbytes, m.piece.inside(self.destination, m.piece.destination)))
+        departures, sends = _slots(self.outbox, out, number)
+        self.arrivals, receives = _slots(self.inbox, into, number)
+        for inside, slot in departures:
+            _pack(inside, slot)
+        self.batch = self.channel.post(f"bucket {number}", sends, receives)
+
+    def finish(self) -> None:
+        """Wait for the bucket and write what arrived into the engine's parameters."""
+        self.batch.wait()
+        for inside, slot in self.arrivals:
+            _unpack(slot, inside)
+        self.batch, self.arrivals = None, []
+
+
+def _slots(
+    buffer: Tensor, pieces: Sequence[tuple[int, int, Tensor]], tag: int
+) -> tuple[list[tuple[Tensor, Tensor]], list[Message]]:
+    """Every view of `(peer, bytes, view)` with its place in the buffer, and the messages: one per peer."""
+    slots, messages, at = [], [], 0
+    for peer, theirs in groupby(sorted(pieces, key=itemgetter(0)), key=itemgetter(0)):
+        begin = at
+        for _, nbytes, inside in theirs:
+            slots.append((inside, buffer[at : at + nbytes // buffer.itemsize]))
+            at += nbytes // buffer.itemsize
+        messages.append((buffer[begin:at], peer, tag))
+    return slots, messages
+
+
+def _pack(values: Tensor, slot: Tensor) -> None:
+    """Write values into a flat slot of a message. A wide tensor goes as the bits of its float32 numbers."""
+    if slot.numel() == values.numel():
+        slot.view(values.shape).copy_(values)
+    else:
+        slot.copy_(values.float().flatten().view(slot.dtype))
+
+
+def _unpack(slot: Tensor, values: Tensor) -> None:
+    """The inverse of `_pack`. The copy of a wide slot starts where float32 numbers may."""
+    if slot.numel() == values.numel():
+        values.copy_(slot.view(values.shape))
+    else:
+        values.copy_(slot.clone().view(torch.float32).view(values.shape))

@@ -1,0 +1,212 @@
+"""Digests of weights that do not depend on how they are split, and the comparison of both sides.
+
+The digest of a slice is a sum, modulo 2**64, over its elements of (bits + c) x w(i), where i is the
+element's index in the *canonical* tensor and w mixes it. Sums over the parts of any split therefore
+add up to the same number, and a value at a wrong place changes it. The check uses only the layout
+tables, never the plan: a mistake of the plan shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl_plugin.layout.layout import Canonical, Layout, Segment
+from mindspeed_rl_plugin.weights.storages import bytes_of
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD, _MIX, _SHIFT = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 29
+_CHUNK = 1 << 20  # elements whose int64 temporaries exist at once
+_WRAP = 1 << 64
+BLOCK_BYTES = 4 << 20  # of a storage, under one digest
+
+
+class WeightMismatch(RuntimeError):
+    """Engine and trainer, or two replicas of one of them, hold different weights."""
+
+
+class BrokenWeights(RuntimeError):
+    """The trainer's weights hold NaN or infinity."""
+
+
+class Held(NamedTuple):
+    """One rank's segments of its layout, in order, with their digests."""
+
+    rank: int
+    layout: Layout
+    digests: Sequence[int]
+
+
+@torch.no_grad()
+def slice_digests(values: Tensor, segment: Segment, tensor: Canonical, dtype: torch.dtype) -> Tensor:
+    """`[slices]` int64: digest of each slice of what a rank stores for a segment, on the tensor's device.
+
+    values: the slices in canonical orientation, 1-D or 2-D; dtype: the dtype in which bits are compared.
+    """
+    columns = tensor.shape[1] if len(tensor.shape) == 2 else 1
+    row0, column0 = (segment.start, 0) if segment.axis == 0 else (0, segment.start)
+    grid = values if values.dim() == 2 else values[:, None]
+    across = torch.arange(column0, column0 + grid.shape[1], device=grid.device)
+    each = torch.zeros(grid.shape[segment.axis], dtype=torch.int64, device=grid.device)
+    step = max(1, _CHUNK // max(1, grid.shape[1]))
+    for low, rows in zip(range(0, grid.shape[0], step), grid.split(step), strict=True):
+        bits = rows.to(dtype).contiguous().view(_BITS[dtype.itemsize]).to(torch.int64)
+        down = torch.arange(row0 + low, row0 + low + rows.shape[0], device=grid.device)
+        weight = (down[:, None] * columns + across + 1) * _ODD
+        weight = (weight ^ (weight >> _SHIFT)) * _MIX
+        mixed = ((bits + _ODD) * weight).sum(1 - segment.axis)
+        at = 0 if segment.axis else low
+        each[at : at + len(mixed)] += mixed
+    return each
+
+
+def segment_digest(values: Tensor, segment: Segment, tensor: Canonical, dtype: torch.dtype) -> Tensor:
+    """Digest of what a rank stores for a segment, int64 scalar: the sum over its slices. See `slice_digests`."""
+    return slice_digests(values, segment, tensor, dtype).sum()
+
+
+@torch.no_grad()
+def storage_digests(storage: torch.UntypedStorage) -> Tensor:
+    """`[blocks]` int64: a digest of the bits of each BLOCK_BYTES of a storage, on its device."""
+    kind = torch.int32 if storage.nbytes() % 4 == 0 else torch.uint8
+    blocks = bytes_of(storage).view(kind).split(BLOCK_BYTES // kind.itemsize)
+    size = len(blocks[0])
+    whole, every = Segment("", 0, 0, size, 0), Canonical((size,), 0)
+    return torch.stack([segment_digest(block, whole, every, kind) for block in blocks])
+
+
+def layout_digests(
+    params: Mapping[str, Tensor], layout: Layout, tensors: Mapping[str, Canonical], dtype: torch.dtype | None
+) -> list[int]:
+    """Digest of every segment of a rank's layout, in its order; dtype None: of the bits as they are stored."""
+    out = []
+    for name, segments in layout.items():
+        for s in segments:
+            tensor = tensors[s.name]
+            kind = params[name].dtype if dtype is None else torch.float32 if tensor.wide else dtype
+            out.append(segment_digest(s.view(params[name], s.start, s.size), s, tensor, kind))
+    return torch.stack(out).tolist() if out else []
+
+
+def compare(sources: Sequence[Held], destinations: Sequence[Held], tensors: Mapping[str, Canonical]) -> dict[str, int]:
+    """Digest of every canonical tensor of the sources, after checking that all replicas and both sides agree.
+
+    Raises WeightMismatch naming tensor, ranks and range.
+    """
+    ours, theirs = _by_tensor(sources), _by_tensor(destinations)
+    totals = {}
+    for name, spans in ours.items():
+        values = {span: _agreed(name, span, held, "trainer") for span, held in spans.items()}
+        totals[name] = sum(_tiles(values, 0, tensors[name].slices, name)) % _WRAP
+        if name in theirs:
+            _compare_tensor(name, values, theirs[name], tensors[name])
+    return totals
+
+
+def weights_digest(totals: Mapping[str, int]) -> str:
+    """16 hexadecimal digits for a whole model; equal for equal weights however they were split."""
+    text = "\n".join(f"{name} {totals[name]:016x}" for name in sorted(totals))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+Span = tuple[int, int]
+Spans = dict[Span, list[tuple[int, int]]]  # span -> (rank, digest) of each holder
+
+
+def _by_tensor(side: Sequence[Held]) -> dict[str, Spans]:
+    out: dict[str, Spans] = {}
+    for held in side:
+        segments = [s for segments in held.layout.values() for s in segments]
+        for s, digest in zip(segments, held.digests, strict=True):
+            out.setdefault(s.name, {}).setdefault((s.start, s.stop), []).append((held.rank, digest % _WRAP))
+    return out
+
+
+def _agreed(name: str, span: Span, held: list[tuple[int, int]], side: str) -> int:
+    """The one digest that all holders of a span report."""
+    if len({digest for _, digest in held}) > 1:
+        ranks = ", ".join(f"{rank} ({digest:016x})" for rank, digest in held)
+        raise WeightMismatch(f"{name} [{span[0]}, {span[1]}): {side} ranks hold different values: {ranks}")
+    return held[0][1]
+
+
+def _tiles(values: Mapping[Span, int], low: int, high: int, name: str) -> list[int]:
+    """Digests of the spans that tile `[low, high)`."""
+    at, out = low, []
+    for (start, stop), digest in sorted(values.items()):
+        if start >= low and stop <= high:
+            assert start == at, f"{name}: spans {sorted(values)} do not tile [{low}, {high})"
+            at, out = stop, [*out, digest]
+    assert at == high, f"{name}: spans {sorted(values)} do not tile [{low}, {high})"
+    return out
+
+
+def _compare_tensor(name: str, ours: Mapping[Span, int], spans: Spans, tensor: Canonical) -> None:
+    edges = {edge for span in ours for edge in span}
+    for span, held in spans.items():
+        if edges.issuperset(span):
+            expected = sum(_tiles(ours, *span, name)) % _WRAP
+            wrong = [rank for rank, digest in held if digest != expected]
+            if wrong:
+                raise WeightMismatch(f"{name} {_range(*span, tensor)}: engine ranks {wrong} differ from the trainer")
+    # Where the engine cuts finer than the trainer, only what lies between common edges can be compared.
+    theirs = {span: _agreed(name, span, held, "engine") for span, held in spans.items()}
+    for low, high in pairwise(sorted(edges & {edge for span in theirs for edge in span})):
+        if sum(_tiles(ours, low, high, name)) % _WRAP != sum(_tiles(theirs, low, high, name)) % _WRAP:
+            ranks = sorted({rank for s, held in spans.items() if s[0] >= low and s[1] <= high for rank, _ in held})
+            raise WeightMismatch(f"{name} {_range(low, high, tensor)}: engine ranks {ranks} differ from the trainer")
+
+
+def _range(low: int, high: int, tensor: Canonical) -> str:
+    return f"[{low}, {high}) of axis {tensor.axis}"
+
+
+@torch.no_grad()
+def first_broken(tensors: Iterable[Tensor]) -> int:
+    """Place of the first tensor that holds NaN or infinity, counted from 1; 0 without.
+
+    Reads everything once and takes no memory beside where minimum and maximum carry NaN; one wait for the device.
+    """
+    ends = [_ends(t) if t.numel() else torch.zeros(2, device=t.device) for t in tensors]
+    if not ends:
+        return 0
+    bad = ~torch.stack(ends).isfinite().all(1)
+    return int(bad.nonzero()[0]) + 1 if bad.any() else 0
+
+
+def _ends(t: Tensor) -> Tensor:
+    """`[2]` fp32, finite where all of t is."""
+    if _carries_nan(t.device, t.dtype):
+        return torch.stack(torch.aminmax(t)).float()
+    return torch.where(t.isfinite().all(), 0.0, torch.inf).expand(2)
+
+
+@functools.cache
+def _carries_nan(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether minimum and maximum of numbers among which is NaN are NaN on a device."""
+    odd = torch.tensor([1.0, torch.nan, -1.0], device=device, dtype=dtype)
+    return bool(torch.stack(torch.aminmax(odd)).isnan().all())
+
+
+def refuse_broken(firsts: Sequence[int], layouts: Mapping[int, Layout], when: str) -> None:
+    """Raises BrokenWeights where the weights of a trainer rank hold NaN or infinity. firsts: `first_broken` of each
+    rank's weights, in the order of its layout."""
+    for rank, broken in enumerate(firsts):
+        if broken:
+            name = list(layouts[rank])[broken - 1]
+            raise BrokenWeights(
+                f"{name} of trainer rank {rank} holds NaN or infinity {when} ({tensors_in(layouts[rank], name)}); they "
+                "go neither to the engine nor into a checkpoint; resume from the last one, with a smaller --lr or "
+                "--clip-grad"
+            )
+
+
+def tensors_in(layout: Layout, name: str) -> str:
+    """What of which canonical tensors a stored parameter holds."""
+    return ", ".join(f"{s.name} [{s.start}, {s.stop})" for s in layout[name])
