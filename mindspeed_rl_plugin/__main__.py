@@ -83,7 +83,7 @@ def run_script(script: str, arguments: list[str]) -> None:
     Exits with a message when Megatron cannot be imported.
     """
     sys.argv = [script, *arguments]
-    from mindspeed_rl_plugin.launch import early
+    from mindspeed_rl_plugin.checks import early
 
     early.check_flags()  # where the adaptor was imported before
     import mindspeed_rl_plugin.adaptor  # noqa: F401

@@ -6,7 +6,7 @@ nothing changes. The last ranks of a job with `--rl-generators` work here until 
 or a patch from `patches/` has attached already.
 """
 
-from mindspeed_rl_plugin.launch import early
+from mindspeed_rl_plugin.checks import early
 
 early.check_flags()  # before torch is imported, which takes seconds
 

@@ -14,8 +14,9 @@ NAME = PACKAGE.name
 
 # Rows from the base up; a folder may import those in earlier rows, never those in its own row or a later one.
 # A module may stand in a row of its own (`episodes.rendering`), else its folder's row counts.
+TABLES = ("checks.refusal", "checks.refused_flags", "checks.flag_support", "checks.unsupported_models")
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("__init__", "rows", "config", "environment", "invitation", "device", "processes", "ranks"),
+    ("__init__", "rows", "config", "environment", "invitation", "device", "processes", "ranks", *TABLES),
     ("workers", "episodes.rendering"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "layout"),
     ("weights",),
@@ -26,6 +27,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("generators",),
     ("loop", "client"),
     ("checkpoints",),
+    ("checks",),
     ("launch",),
     ("tools",),
     ("adaptor",),
@@ -37,7 +39,7 @@ HOST_MAY = {"rows", "config", "environment", "device"}
 
 # library -> folders that may import it (a module name narrows a folder).
 LIBRARIES: dict[str, set[str]] = {
-    "megatron": {"launch", "host", "forward", "stages", "critic", "update", "adaptor", "loop", "tools"}
+    "megatron": {"launch", "checks", "host", "forward", "stages", "critic", "update", "adaptor", "loop", "tools"}
     | {"weights.transfer", "weights.offload"},
     "mindspeed": {"launch", "host", "tools"},
     "mindspeed_llm": {"launch", "host", "tools"},

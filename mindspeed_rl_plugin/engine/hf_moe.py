@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from mindspeed_rl_plugin.config.upstream import ROUTING, refusals
+from mindspeed_rl_plugin.checks.refused_flags import ROUTING, refusals
 from mindspeed_rl_plugin.layout.families import GROUP_LIMITED
 from mindspeed_rl_plugin.layout.shape import LATENT_FIELDS, ModelShape
 

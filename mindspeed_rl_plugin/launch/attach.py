@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from mindspeed_rl_plugin.checks.taken_over import from_command_line
 from mindspeed_rl_plugin.host.on_import import after_import, before_import
 from mindspeed_rl_plugin.launch.patches import OF_MINDSPEED_LLM, PATCHES
 from mindspeed_rl_plugin.launch.patching import BASE_ADAPTOR, MINDSPEED_ADAPTORS, apply, revert
-from mindspeed_rl_plugin.launch.taken_over import from_command_line
 
 MEGATRON = "megatron.training"
 

@@ -6,36 +6,19 @@ torchrun's own summary, the last lines of a job.
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
 from mindspeed_rl_plugin.checkpoints.disk import full_disk
+from mindspeed_rl_plugin.checks.refusal import Refusal, lines_of
 from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, record_failure
 from mindspeed_rl_plugin.processes import attend
 
 LINES = 8  # of an error, beside its first
-
-
-class Refusal(ValueError):
-    """What the user gave cannot work; its text says all, so it is shown without a traceback."""
-
-    @classmethod
-    def of_arguments(cls, problems: Iterable[str]) -> Refusal:
-        """All that is wrong with the arguments, one line each."""
-        return cls("RL cannot run with these arguments:\n  - " + "\n  - ".join(dict.fromkeys(problems)))
-
-
-def lines_of(error: ValueError) -> list[str]:
-    """The lines of an error's text, as a list of problems shows them; those of a traceback stay below their line. A
-    heading takes a single line behind it up."""
-    head, *more = re.split(r"\s*\n(?!    )", str(error).strip() or repr(error))
-    more = [line.strip().replace("\n", "\n  ") for line in more]
-    return [f"{head} {more[0]}"] if len(more) == 1 and head.endswith(":") else [head.replace("\n", "\n  "), *more]
 
 
 _args: Any = None

@@ -11,10 +11,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from mindspeed_rl_plugin.checks import early
 from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.environment import is_part, last_words, launch_env, leave_to_first_rank
 from mindspeed_rl_plugin.generators.ranks import Split, begin, has_ended, join_group, part, ranks_text, wait_for_address
-from mindspeed_rl_plugin.launch import early
 from mindspeed_rl_plugin.monitor.run_files import GENERATOR
 from mindspeed_rl_plugin.processes import attend
 

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from mindspeed_rl_plugin.checks import taken_over
+from mindspeed_rl_plugin.checks.early import refuse_misspelt
 from mindspeed_rl_plugin.config import RLConfig, add_flags, given_flags, rl_enabled
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.launch import endings, taken_over
-from mindspeed_rl_plugin.launch.early import refuse_misspelt
+from mindspeed_rl_plugin.launch import endings
 
 
 def add_megatron_arguments(original: Callable, parser: Any) -> Any:
@@ -34,7 +35,7 @@ def validate_args(original: Callable, args: Any, *rest: Any, **named: Any) -> An
     if not rl_enabled(args):
         _warn_of_unused(args)
         return original(args, *rest, **named)
-    from mindspeed_rl_plugin.launch.flag_checks import check_args, check_unvalidated
+    from mindspeed_rl_plugin.checks.flag_checks import check_args, check_unvalidated
     from mindspeed_rl_plugin.ranks import wait_at_most
 
     endings.watch(args)

@@ -26,20 +26,11 @@ from mindspeed_rl_plugin.checkpoints.start_decision import (
     not_saved,
     weights_arguments,
 )
+from mindspeed_rl_plugin.checks import early, flag_checks, taken_over
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic import value_head
 from mindspeed_rl_plugin.environment import keep, say
-from mindspeed_rl_plugin.launch import (
-    build_critic,
-    early,
-    flag_checks,
-    lr_schedule,
-    megatron_setup,
-    memory_fit,
-    one_job,
-    patching,
-    taken_over,
-)
+from mindspeed_rl_plugin.launch import build_critic, lr_schedule, megatron_setup, memory_fit, one_job, patching
 from mindspeed_rl_plugin.launch.endings import refusing, stopping
 from mindspeed_rl_plugin.launch.megatron_setup import overridden
 from mindspeed_rl_plugin.launch.mtp import freeze_mtp, report_unused_embeddings

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from mindspeed_rl_plugin.config.upstream import model_refusals
+from mindspeed_rl_plugin.checks.refused_flags import model_refusals
 from mindspeed_rl_plugin.layout.families import FAMILIES, GROUP_LIMITED, family_of, find_family
 from mindspeed_rl_plugin.layout.family_rows import HEAD
 from mindspeed_rl_plugin.layout.family_table import Family, LayerType, Part, Row

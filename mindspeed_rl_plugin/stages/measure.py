@@ -255,7 +255,7 @@ def _totals(moved: Sequence[Moved]) -> dict[str, int]:
 
 def prepare_dumps(dump_dir: str, run_dir: Any, done: int, resumed: bool) -> None:
     """Dumps that a run makes again, resumed after `done` iterations, are removed; those of its start before, which
-    saved no checkpoint, become `.old` like its metrics. Another run's were refused at start (`launch.flag_checks`)."""
+    saved no checkpoint, become `.old` like its metrics. Another run's were refused at start (`checks.flag_checks`)."""
     if resumed:
         discard_dumps_after(dump_dir, done)
     else:

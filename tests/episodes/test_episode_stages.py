@@ -10,10 +10,10 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import RewardBatch, resolve
 from mindspeed_rl_plugin.algorithms.estimators import gae, reinforce_plus_plus
+from mindspeed_rl_plugin.checks.episode_checks import notes, problems
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
-from mindspeed_rl_plugin.launch.episode_checks import notes, problems
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import (
     EPISODE_COUNTS,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl_plugin.launch import early
+from mindspeed_rl_plugin.checks import early
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
@@ -141,7 +141,7 @@ def test_a_misspelt_flag_is_answered_before_torch_is_imported(runner):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
     assert done.returncode == 2 and "did you mean --rl-reward?" in done.stderr
-    assert "mindspeed_rl_plugin.launch.early" in imported and not {"torch", "transformers", "megatron"} & imported
+    assert "mindspeed_rl_plugin.checks.early" in imported and not {"torch", "transformers", "megatron"} & imported
 
 
 def test_a_misspelt_flag_is_answered_in_few_lines_by_torchrun():

@@ -10,7 +10,7 @@ import pytest
 from checkouts import checkouts
 from flag_table import verdict
 
-from mindspeed_rl_plugin.config.upstream import UPSTREAM
+from mindspeed_rl_plugin.checks.refused_flags import UPSTREAM
 
 REASON = "read only with a flag that is refused"
 REFUSED = {row.name for row in UPSTREAM}

@@ -7,8 +7,9 @@ import types
 
 import pytest
 
+from mindspeed_rl_plugin.checks import flag_checks
 from mindspeed_rl_plugin.config import add_flags
-from mindspeed_rl_plugin.launch import endings, flag_checks, launch
+from mindspeed_rl_plugin.launch import endings, launch
 from mindspeed_rl_plugin.launch import patching as applying
 from mindspeed_rl_plugin.launch.patches import PATCHES
 

@@ -12,8 +12,9 @@ import torch
 from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
 from mindspeed_rl_plugin.checkpoints import reference_digest
 from mindspeed_rl_plugin.checkpoints.reference_digest import CheckpointDigest
+from mindspeed_rl_plugin.checks import flag_checks
 from mindspeed_rl_plugin.config import add_flags
-from mindspeed_rl_plugin.launch import flag_checks, launch
+from mindspeed_rl_plugin.launch import launch
 
 
 class Loop:

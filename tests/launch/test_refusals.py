@@ -13,10 +13,10 @@ import pytest
 from checkouts import checkouts
 
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
+from mindspeed_rl_plugin.checks import flag_checks
+from mindspeed_rl_plugin.checks.refused_flags import OWN_RL, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
 from mindspeed_rl_plugin.config import RLConfig, flag_name, flag_names, limit_problems
-from mindspeed_rl_plugin.config.upstream import OWN_RL, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
 from mindspeed_rl_plugin.engine.engine_sizes import engine_problems
-from mindspeed_rl_plugin.launch import flag_checks
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 from mindspeed_rl_plugin.layout.shape import ModelShape
 

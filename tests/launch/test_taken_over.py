@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from checkouts import checkouts, cores
 
+from mindspeed_rl_plugin.checks import flag_checks, taken_over
+from mindspeed_rl_plugin.checks.flag_support import TAKEN_OVER
+from mindspeed_rl_plugin.checks.taken_over import take_over
 from mindspeed_rl_plugin.config.flag import spelt
-from mindspeed_rl_plugin.config.verdicts import TAKEN_OVER
-from mindspeed_rl_plugin.launch import flag_checks, taken_over
-from mindspeed_rl_plugin.launch.taken_over import take_over
 
 RL = ["--rl-algorithm", "grpo"]
 SAMPLES = "--train-samples 1000 --lr-decay-samples 900 --lr-warmup-samples 39"

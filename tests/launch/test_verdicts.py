@@ -18,8 +18,8 @@ import pytest
 from checkouts import checkouts, cores
 from flag_table import verdict
 
-from mindspeed_rl_plugin.config import verdicts
-from mindspeed_rl_plugin.config.upstream import UPSTREAM
+from mindspeed_rl_plugin.checks import flag_support as verdicts
+from mindspeed_rl_plugin.checks.refused_flags import UPSTREAM
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -20,8 +20,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from mindspeed_rl_plugin.checks import flag_checks
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.launch import flag_checks
 from mindspeed_rl_plugin.prompts import PromptStream, Renderer
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
 from mindspeed_rl_plugin.reward import reward_model as model_module

@@ -10,8 +10,8 @@ import launch_scripts as scripts
 import pytest
 from flag_table import SUPPORTED
 
-from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
-from mindspeed_rl_plugin.config.verdicts import untested
+from mindspeed_rl_plugin.checks.flag_support import untested
+from mindspeed_rl_plugin.checks.unsupported_models import unbuilt_family
 from mindspeed_rl_plugin.tools.rehearse import outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags

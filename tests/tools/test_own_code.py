@@ -8,9 +8,9 @@ import pytest
 from own_tokenizer import write
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
+from mindspeed_rl_plugin.checks.flag_checks import _code_of_rewards
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.run_flags import DataConfig, RewardConfig
-from mindspeed_rl_plugin.launch.flag_checks import _code_of_rewards
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, vocabulary_digest
 from mindspeed_rl_plugin.reward.specs import Spec
 from mindspeed_rl_plugin.reward.worker import _load

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from commands import ended, imported
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "weights.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "reshard.py"
 benchmark = imported(SCRIPT)
 
 

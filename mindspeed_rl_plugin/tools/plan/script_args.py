@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
+from mindspeed_rl_plugin.checks.refused_flags import RUN, UPSTREAM, refusals
+from mindspeed_rl_plugin.checks.unsupported_models import unbuilt_family
 from mindspeed_rl_plugin.config import RLConfig, add_flags, limit_problems
 from mindspeed_rl_plugin.config.flag import spelt
-from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
-from mindspeed_rl_plugin.config.upstream import RUN, UPSTREAM, refusals
 from mindspeed_rl_plugin.engine.hf_config import load_reference
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.prompts.tokenizer import TOKENIZER_FLAGS, vocabulary_size

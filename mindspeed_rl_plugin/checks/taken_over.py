@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from mindspeed_rl_plugin.config.verdicts import (
+from mindspeed_rl_plugin.checks.flag_support import (
     BATCH_SCHEDULES,
     BY_EXPERTS,
     IN_SAMPLES,

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from mindspeed_rl_plugin.checkpoints import critic_files
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, write_state
 from mindspeed_rl_plugin.checkpoints.saved_args import check_rows
-from mindspeed_rl_plugin.launch import flag_checks
+from mindspeed_rl_plugin.checks import flag_checks
 from mindspeed_rl_plugin.launch.weights_fit import must_fit
 
 

@@ -1,4 +1,4 @@
-"""Conditions over several of upstream's flags, and over these and ours; single flags stand in `config.upstream`."""
+"""Conditions over several of upstream's flags, and over these and ours; single flags stand in `refused_flags`."""
 
 from __future__ import annotations
 

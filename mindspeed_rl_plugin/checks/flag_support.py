@@ -1,6 +1,6 @@
 """Flags of Megatron-LM, MindSpeed and MindSpeed-LLM that RL takes over, and those that nothing shows under RL.
 
-`config.upstream` refuses flags, where the result would be wrong with these values; `config.unbuilt` families. All
+`refused_flags` refuses flags, where the result would be wrong with these values; `unsupported_models` families. All
 others are supported, as a test or script shows, or neutral: docs/upstream-flags.toml. tests/launch walks the real
 parsers: each of their flags has one of these verdicts.
 """

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl_plugin.checks.refusal import Refusal
+from mindspeed_rl_plugin.checks.refused_flags import OWN_RL
 from mindspeed_rl_plugin.config import RLConfig, add_flags, limit_problems, rl_enabled
 from mindspeed_rl_plugin.config.flag import spelt, valued
-from mindspeed_rl_plugin.config.upstream import OWN_RL
 from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, record_failure, say
-from mindspeed_rl_plugin.launch.endings import Refusal
 from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 
 ALGORITHM = "--rl-algorithm"

@@ -1,6 +1,6 @@
 """What cannot work under RL is refused here, after Megatron's own validation and before anything is built.
 
-What single flags may be stands beside them (`config`), and what upstream's flags mean for RL in `config.upstream`; both
+What single flags may be stands beside them (`config`), and what upstream's flags mean for RL in `refused_flags`; both
 are walked here. `CHECKS` are conditions over several arguments, or over files: small functions that read Megatron's
 arguments and the RL config and yield one message a problem: the value, the limit, the fix; or raise a ValueError with
 them. All are reported at once.
@@ -23,18 +23,18 @@ from mindspeed_rl_plugin.checkpoints import conversion, critic_files, disk
 from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles
 from mindspeed_rl_plugin.checkpoints.saved_args import other_layout, other_order, other_sizes
 from mindspeed_rl_plugin.checkpoints.start_decision import NOT_SAVED, decide
+from mindspeed_rl_plugin.checks import early, episode_checks, schedule_checks, taken_over, upstream_checks
+from mindspeed_rl_plugin.checks.refusal import Refusal, lines_of
+from mindspeed_rl_plugin.checks.refused_flags import RUN, WHOLE, refusals
+from mindspeed_rl_plugin.checks.unsupported_models import unbuilt_family
 from mindspeed_rl_plugin.config import RLConfig, limit_problems
 from mindspeed_rl_plugin.config.flag import spelt
-from mindspeed_rl_plugin.config.unbuilt import unbuilt_family
-from mindspeed_rl_plugin.config.upstream import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine.engine_sizes import engine_problems, kv_cache_problems
 from mindspeed_rl_plugin.engine.hf_moe import routing_problems
 from mindspeed_rl_plugin.engine.hf_rope import rope_scaling
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward.settings import length_multiple, takes_boundaries
-from mindspeed_rl_plugin.launch import early, episode_checks, schedule_checks, taken_over, upstream_checks
-from mindspeed_rl_plugin.launch.endings import Refusal, lines_of
 from mindspeed_rl_plugin.layout.parallel import Parallel
 from mindspeed_rl_plugin.layout.shape import ModelShape
 from mindspeed_rl_plugin.loop import arithmetic

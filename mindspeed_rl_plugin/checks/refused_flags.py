@@ -1,7 +1,7 @@
 """The flags of Megatron-LM, MindSpeed and MindSpeed-LLM that RL refuses, with values or without.
 
-What it does with all others say `config.verdicts` and docs/upstream-flags.toml. Conditions over several flags are
-functions of `launch.upstream_checks`; how a model is laid out and routed is checked by `layout.shape` and
+What it does with all others say `checks.flag_support` and docs/upstream-flags.toml. Conditions over several flags are
+functions of `checks.upstream_checks`; how a model is laid out and routed is checked by `layout.shape` and
 `engine.hf_moe`.
 """
 
