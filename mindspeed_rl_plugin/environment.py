@@ -95,7 +95,7 @@ def environment_apart() -> dict[str, str]:
 def say(text: str) -> None:
     """Print a text on the job's first rank, each of its lines marked, as far as stdout can."""
     if launch_env()["rank"] == 0:
-        encoding, marked = sys.stdout.encoding or "utf-8", "\n".join(f"[rl] {line}" for line in text.splitlines())
+        encoding, marked = sys.stdout.encoding or "utf-8", "\n".join(f"[rl] {line}" for line in text.split("\n"))
         print(marked.encode(encoding, "backslashreplace").decode(encoding), flush=True)
         keep(marked)
 

@@ -81,8 +81,9 @@ def check_rows() -> None:
         left = CHECKED_BYTES
         for path in dict.fromkeys((*data.prompt_data, *config.monitor.eval_data)):
             try:
-                is_json = path.endswith((".json", ".jsonl")) and os.path.isfile(path)
-                if is_json and (left := left - os.path.getsize(path)) > 0:
+                is_json = path.endswith((".json", ".jsonl")) and os.path.isfile(path) and not _may_make(path)
+                if is_json and os.path.getsize(path) <= left:
+                    left -= os.path.getsize(path)
                     source = open_source(path)
                     for row in range(len(source)):
                         check_keys(source.row(row), source.where(row), *keys)
@@ -150,13 +151,17 @@ def _text(path: Path) -> str:
 
 
 def _reads(config: RLConfig) -> bool:
-    """Whether this rank reads files of prompts, which are there by now: no generator does, and a script that changes
-    directory, or names one of them, may look elsewhere or write it first."""
-    env, script = launch_env(), _text(Path(sys.argv[0]))
-    if config.schedule.apart and env["rank"] >= env["world_size"] - config.schedule.generator_ranks:
-        return False
-    names = map(os.path.basename, (*config.data.prompt_data, *config.monitor.eval_data))
-    return "chdir" not in script and not any(name in script for name in names)
+    """Whether this rank reads files by the paths as they are given: no generator reads any, and a script that changes
+    directory looks elsewhere."""
+    env = launch_env()
+    generates = config.schedule.apart and env["rank"] >= env["world_size"] - config.schedule.generator_ranks
+    return not generates and "chdir" not in _text(Path(sys.argv[0]))
+
+
+def _may_make(path: str) -> bool:
+    """Whether the script names this file, in quotes or as the end of a path in quotes: then it may write it first."""
+    name = re.escape(os.path.basename(path.rstrip("/")))
+    return bool(name) and re.search(rf"""["'/]{name}/?["']""", _text(Path(sys.argv[0]))) is not None
 
 
 def _end_if(problems: Iterable[str]) -> None:
@@ -174,18 +179,18 @@ def _problems(args: Any, config: RLConfig) -> Iterator[str]:
     yield from lengths(args, config)
     if not _reads(config):
         return
-    yield from prompt_data(args, config)
+    yield from prompt_data(args, config, made=_may_make)
     if config.graders:
         yield from rewards(args, config)
 
 
-def prompt_data(args: Any, config: RLConfig) -> Iterator[str]:
-    """Files of prompts that are not there."""
+def prompt_data(args: Any, config: RLConfig, made: Callable[[str], bool] = lambda path: False) -> Iterator[str]:
+    """Files of prompts that are not there, but for those that are perhaps made later."""
     if not config.data.prompt_data:
         yield "--rl-prompt-data is missing: give JSONL, JSON or Parquet files or saved dataset directories"
     for flag, paths in (("--rl-prompt-data", config.data.prompt_data), ("--rl-eval-data", config.monitor.eval_data)):
         for path in paths:
-            if not os.path.exists(path):
+            if not os.path.exists(path) and not made(path):
                 yield f"{flag} {path}: no such file or directory"
 
 

@@ -51,7 +51,7 @@ _PARTS = (
     (("pull {:.2f}s", "weights/pull_seconds"), ("pause {:.2f}s", "weights/pause_seconds")),
     (("{:6,.0f} tok/s", "tokens_per_second"),),
     (("{}", "stages"),),
-    (("grader errors {:.0f}", "errors"), ("dropped {:.2g} of the groups", "dropped")),
+    (("grader errors {:.0f}", "errors"), ("dropped {:.1%} of the groups", "dropped")),
 )
 
 

@@ -146,9 +146,10 @@ def check_keys(fields: Mapping[str, Any], where: str, prompt_key: str, answer_ke
     flags = {prompt_key: "--rl-prompt-key", answer_key: "--rl-answer-key ('' for data without answers)"}
     if absent := {key: flag for key, flag in flags.items() if key and find(fields, key) is None}:
         keys, set_them = " and no ".join(map(repr, absent)), " and ".join(absent.values())
+        null = '("" is an answer, null is none) ' if answer_key in absent else ""
         raise ValueError(
-            f"{where} has no field {keys}; it has {names(fields)}; set {set_them}, or correct the row "
-            '("" is an answer, null is none) or remove it'
+            f"{where} has no field {keys}; it has {names(fields)}; set {set_them}, or correct the row {null}"
+            "or remove it"
         )
 
 

@@ -300,12 +300,12 @@ class RewardPool:
             for worker in self._workers:
                 for call, outcomes in worker.answers():
                     took = time.monotonic() - self._began.pop(call)
-                    self._spent[0] += took * len(call.items)
-                    self._spent[1] += took / _together(self._kinds[call.grader])
                     if isinstance(outcomes, int):
                         self._waiting.appendleft(replace(call, most=outcomes))
-                    else:
-                        self._record(call, outcomes)
+                        continue
+                    self._spent[0] += took * len(call.items)
+                    self._spent[1] += took / self._most(call)
+                    self._record(call, outcomes)
         except BaseException:
             self.give_up()
             raise

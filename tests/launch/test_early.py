@@ -61,6 +61,32 @@ REFUSED = {
 }
 
 
+# A name in another word or as a variable is no file that the script makes; the path that it makes is left out alone.
+OF_SCRIPTS = {
+    "--rl-prompt-data b.jsonl sets/test": REFUSED["--rl-prompt-data b.jsonl"],
+    "--rl-prompt-data b.jsonl sets/data/": REFUSED["--rl-prompt-data b.jsonl"],
+    "--rl-prompt-data late.jsonl --rl-eval-data made.jsonl": REFUSED["--rl-prompt-data late.jsonl"],
+    "--rl-prompt-data made.jsonl --rl-reward guess": REFUSED["--rl-reward guess"],
+}
+
+
+@pytest.mark.parametrize("words", OF_SCRIPTS)
+def test_what_a_script_makes_is_left_to_it_and_no_more(words, monkeypatch, capsys):
+    Path("makes.py").write_text(Path("makes.py").read_text() + "def train_valid_test_datasets(data): ...\n")
+    with pytest.raises(SystemExit):
+        checked(monkeypatch, f"{GOOD} {words}", "makes.py")
+    assert OF_SCRIPTS[words] in capsys.readouterr().err
+
+
+def test_small_files_are_checked_behind_a_large_one(monkeypatch):
+    monkeypatch.setattr(early, "CHECKED_BYTES", Path("late.jsonl").stat().st_size)
+    Path("large.jsonl").write_text(Path("late.jsonl").read_text() + "\n")
+    checked(monkeypatch, f"{GOOD} --rl-prompt-data large.jsonl")
+    monkeypatch.setattr(early, "_args", None)
+    with pytest.raises(SystemExit):
+        checked(monkeypatch, f"{GOOD} --rl-prompt-data large.jsonl late.jsonl")
+
+
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_needs_no_megatron_is_refused(words, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:

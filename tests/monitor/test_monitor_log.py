@@ -70,7 +70,8 @@ CRITIC = {"critic/loss": 0.25, "critic/explained_variance": 0.4}
     [
         ({}, "rl 1"),
         ({"reward/mean": math.nan}, "rl 1 | reward    nan"),
-        ({"reward/errors": 3, "groups/dropped": 1 / 512}, "rl 1 | grader errors 3 dropped 0.002 of the groups"),
+        ({"reward/errors": 3, "groups/dropped": 1 / 512}, "rl 1 | grader errors 3 dropped 0.2% of the groups"),
+        ({"reward/errors": 0, "groups/dropped": 1.0}, "rl 1 | dropped 100.0% of the groups"),
         (CRITIC, "rl 1 | critic 0.25 explains 0.40 alone"),
         (CRITIC | {"loss": 1.0}, "rl 1 | critic 0.25 explains 0.40"),
         ({"loss": 0.6931, "dpo/margin": 0.125, "dpo/accuracy": 0.75}, "rl 1 | loss 0.6931 margin  0.125 right 0.75"),

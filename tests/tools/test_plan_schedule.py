@@ -10,7 +10,8 @@ from small_tokenizers import make
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.run_setup import Setup
-from mindspeed_rl_plugin.tools.plan import plan, schedule
+from mindspeed_rl_plugin.tools.plan import fit, plan, schedule
+from mindspeed_rl_plugin.tools.plan.virtual import Graders
 
 SCRIPT = """
 torchrun --nproc_per_node 8 -m mindspeed_rl_plugin pretrain_gpt.py --tensor-model-parallel-size 2 \
@@ -115,6 +116,25 @@ def test_calls_at_once_are_modelled_and_a_model_that_misses_a_run_says_so(tmp_pa
     for cost in ("--step-ms", "--grade-s", "--reshard-s"):  # of other machines: the run is compared without
         assert plan.main(["--schedule", "--from", str(folder), cost, "60"]) == 0
         assert f"by this model {said.format(float(sync[1]))}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("at_once", "seconds"), [(1.5, 8.0), (6.0 - 1e-9, 2.0), (1.0, 12.0)])
+def test_a_capacity_need_be_no_whole_number(at_once, seconds):
+    graders = Graders(at_once)
+    assert max(graders.grade(0.0, 1.0) for _ in range(12)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("measured", ["reward/call_seconds", "reward/worker_seconds"])
+def test_a_run_of_an_older_version_is_read(tmp_path, measured):
+    """It has one of the two times, and its setup said how many calls were made at once."""
+    folder = run_of(tmp_path / "rl", call=2.0)
+    run, lines = json.loads((folder / "run.json").read_text()), (folder / "metrics.jsonl").read_text().splitlines()
+    run["setup"]["together"] = 1
+    (folder / "run.json").write_text(json.dumps(run))
+    others = {"reward/call_seconds", "reward/worker_seconds"} - {measured}
+    kept = [{k: v for k, v in json.loads(line).items() if k not in others} for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    assert fit.observed(folder).calls == (2.0, 1.0)
 
 
 def test_a_script_with_the_flags_of_the_run_has_its_table(tmp_path, capsys):

@@ -63,10 +63,11 @@ class Observed:
     @property
     def calls(self) -> tuple[float, float] | None:
         """Seconds of the calls that grade a response, and how many are made at once in a reward worker; None where no
-        response was graded. Runs of older versions say the worker's seconds alone."""
-        if (worker := self.mean("reward/worker_seconds")) is None:
+        response was graded. Runs of older versions say one of the two, and made one call at once."""
+        calls, worker = self.mean("reward/call_seconds"), self.mean("reward/worker_seconds")
+        if calls is None and worker is None:
             return None
-        calls = self.mean("reward/call_seconds") or worker
+        calls, worker = calls or worker, worker or calls
         return calls, calls / worker if worker else 1.0
 
     @property
@@ -83,7 +84,9 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
         raise ValueError(
             f"{run_dir}: run.json has no {SETUP!r}: an older version of this package, DPO, or partial rollouts"
         )
-    setup = Setup(**{**run[SETUP], "sizes": Arithmetic(**run[SETUP]["sizes"])})
+    known = {field.name for field in dataclasses.fields(Setup)}
+    said = {name: value for name, value in run[SETUP].items() if name in known}  # other versions said more
+    setup = Setup(**{**said, "sizes": Arithmetic(**said["sizes"])})
     rollouts: list[dict[str, float]] = []
     for line in lines:
         if "seconds/iteration" not in line:
@@ -95,7 +98,8 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
     counted = [r for r in rollouts[WARM_UP:] if all(name in r for name in NEEDED)]  # the last one may not be whole
     if not counted:
         raise ValueError(
-            f"{run_dir} has {len(rollouts)} rollouts; the first {WARM_UP} are not counted, give a run with more"
+            f"{run_dir} has {len(rollouts)} rollouts; the first {WARM_UP} are not counted: give a run of at least "
+            f"{WARM_UP + 1}, by a larger --train-iters"
         )
     tokens = statistics.fmean(r["tokens_per_second_total"] * r["seconds/iteration"] for r in counted)
     prompt = tokens / setup.sizes.samples - statistics.fmean(r["response/length_mean"] for r in counted)

@@ -286,11 +286,11 @@ def _responses(
     options: argparse.Namespace, setup: Setup, runs: Sequence[fit.Observed]
 ) -> tuple[Responses, str, dict[str, float]]:
     """What responses are like, a line about that, and what of it is assumed, by its options."""
-    measured = max((calls for run in runs if (calls := run.calls)), default=None)
+    measured = max((calls for run in runs if (calls := run.calls)), key=lambda calls: calls[0] / calls[1], default=None)
     grade, together = measured or (0.0, 1.0)
     grade = grade if options.grade_s is None else options.grade_s
     together = together if options.grade_together is None else options.grade_together
-    grading = f"; grading a response takes {grade:.2g} s, {max(int(setup.graders * together), 1)} at once"
+    grading = f"; grading a response takes {grade:.2g} s, {max(setup.graders * together, 1):.4g} at once"
     by_hand = options.response_tokens is not None or options.tail is not None
     assumed = {} if measured or options.grade_s is not None else {"grade_s": grade}
     assumed |= {"grade_together": together} if grade and not measured and options.grade_together is None else {}

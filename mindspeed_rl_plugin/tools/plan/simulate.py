@@ -114,7 +114,7 @@ class _Job:
 
     def _graders(self, ranks: int = 1) -> Graders:
         """Of one of so many ranks."""
-        return Graders(max(int(self.setup.graders * self.responses.together / ranks), 1))
+        return Graders(max(self.setup.graders * self.responses.together / ranks, 1.0))
 
     def _grading(self) -> float:
         return self.responses.grading(self._random)

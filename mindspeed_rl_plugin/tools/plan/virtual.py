@@ -14,6 +14,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.rows import SampleId
 
+ROUNDING = 1e-6  # of a capacity that is a quotient of sums
 _NORMAL = NormalDist()
 
 
@@ -208,13 +209,15 @@ class Decoder:
 
 
 class Graders:
-    """So many grading calls at once, first come first served."""
+    """So many grading calls at once, first come first served. Where that is no whole number, the next one makes them,
+    each slower by as much, so that they grade as many a second."""
 
-    def __init__(self, slots: int) -> None:
-        self._free = [0.0] * slots
+    def __init__(self, at_once: float) -> None:
+        slots = math.ceil(at_once - ROUNDING)
+        self._free, self._slower = [0.0] * slots, slots / at_once
 
     def grade(self, ready: float, seconds: float) -> float:
         """When a response that is ready at that time is graded. Calls come in the order of `ready`."""
-        end = max(ready, heapq.heappop(self._free)) + seconds
+        end = max(ready, heapq.heappop(self._free)) + seconds * self._slower
         heapq.heappush(self._free, end)
         return end
