@@ -4,7 +4,7 @@ Small jobs run on both trees, on one machine and with one Python, and every numb
 but for those that the machine's state decides (`IGNORED`). Both trees are driven by their command lines only, and
 share data, graders and the checkpoint that some cases start from.
 
-    .venv/bin/python tests/golden.py                             # all cases: commit bca148e against this tree
+    .venv/bin/python tests/golden.py                             # all cases: commit db917938 against this tree
     .venv/bin/python tests/golden.py --case grpo-tp2 --case ppo  # two of them; --list names all
     .venv/bin/python tests/golden.py --record DIR                # run the former commit only, keep its numbers in DIR
     .venv/bin/python tests/golden.py --baseline DIR              # run this tree only, against those numbers
@@ -33,9 +33,13 @@ sys.path.append(str(Path(__file__).with_name("warm")))
 from ports import free_port  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMER = "bca148e"
-# Times, rates, and what depends on the machine or on how the dock moves rows.
-IGNORED = re.compile(r"time|seconds/.*|.*_seconds|tokens_per_second.*|dock/.*|peak_bytes/.*|reshard/temporary_bytes")
+FORMER = "db917938"
+# Times, rates, and what depends on the machine or on how the dock moves rows. With generators: shares of time, and what
+# engines had reported when the trainers looked, which is earlier or later in their work from run to run.
+IGNORED = re.compile(
+    r"time|seconds/.*|.*[_/]seconds|(engines/)?tokens_per_second.*|dock/.*|peak_bytes/.*|reshard/temporary_bytes"
+    r"|idle/.*|engines/length_mean|weights/bytes_pulled"
+)
 TIMEOUT = 600  # seconds of one launch
 SHOWN = 5  # differences of a case
 SAID = re.compile(r"^\[rl\]|Error|^Traceback|error:")  # lines of a log that tell why a launch failed
@@ -64,6 +68,18 @@ ROLLOUT = (
     "--rl-wait-timeout 120 --rl-reward-workers 1 --no-rl-progress"
 )
 EVALUATE = "--rl-eval-data {shared}/data/heldout.jsonl --rl-eval-every 2 --rl-eval-pass-k 4"
+# An untrained model ends a response, or a turn, by one token in four: some are short, some reach the limit.
+STOPS = f"--rl-stop-token-ids {' '.join(map(str, range(0, 97, 4)))}"
+CARRY = (
+    f"{STOPS} --rl-schedule streamed --rl-carry-unfinished --rl-oversample 1.5 --rl-correction truncate "
+    "--rl-rollout-prompts 8 --rl-max-response-length 16 --rl-max-running 12"
+)
+EPISODES = (
+    f"{STOPS} --seq-length 64 --max-position-embeddings 64 --rl-max-response-length 30 --rl-max-turn-length 8 "
+    "--rl-max-turns 4 --rl-environment {shared}/graders.py:Talk --rl-environment-workers 1 --rl-environment-lockstep "
+    "--rl-tools {shared}/graders.py:shout --rl-tool-parser {shared}/graders.py:calls "
+    "--rl-reward environment {shared}/graders.py:by_characters=0.5"
+)
 PAIRS = (
     "--rl-prompt-data {shared}/prompts-pairs.jsonl --rl-eval-data {shared}/heldout-pairs.jsonl --no-rl-progress "
     "--rl-max-prompt-length 16 --rl-max-response-length 8"
@@ -78,17 +94,41 @@ def by_characters(prompt, response, answer):
 def odd_only(prompt, response, answer):
     """All responses to an even number earn the same: dynamic sampling replaces their groups."""
     return by_characters(prompt, response, answer) if int(prompt.split("*")[0]) % 2 else 1.0
+
+
+class Talk:
+    """An environment that answers anything with a number, and rewards each turn by its characters."""
+
+    def reset(self, seed: int):
+        self.turns = seed % 2
+
+    def step(self, text: str):
+        self.turns += 1
+        return f"[{self.turns}]", sum(map(ord, text)) % 5 / 4, self.turns >= 4
+
+
+def shout(text: str) -> str:
+    """Say it loudly.
+
+    Args:
+        text: What to say.
+    """
+    return text.upper()
+
+
+def calls(text: str) -> list:
+    """Read a turn of an odd number of characters as a call of `shout`."""
+    return [{"name": "shout", "arguments": {"text": text}}] if len(text) % 2 else []
 '''
 
 
 @dataclass(frozen=True)
 class Case:
-    """A job of two ranks. flags: beside MODEL and TRAIN; stop: iteration at which it exits and is resumed; handed:
-    what resumes is this tree, from the former tree's checkpoint."""
+    """A job of two ranks."""
 
-    flags: str
-    stop: int | None = None
-    handed: bool = False
+    flags: str  # beside MODEL and TRAIN
+    stop: int | None = None  # iteration at which it exits and is resumed
+    saved_by: str | None = None  # commit whose tree runs to `stop`; both trees go on from that checkpoint
 
 
 CASES = {
@@ -124,7 +164,38 @@ CASES = {
         f"{DENSE} {ROLLOUT} --rl-algorithm dapo --rl-reward {{shared}}/graders.py:odd_only --rl-rollout-prompts 8 "
         "--rl-kl-loss-coef 0.05 --load {shared}/pretrained --train-iters 6 --save-interval 1",
         stop=3,
-        handed=True,
+        saved_by="bca148e",
+    ),
+    "streamed": Case(
+        f"{DENSE} {ROLLOUT} {EVALUATE} --rl-algorithm dapo --rl-reward {{shared}}/graders.py:odd_only "
+        "--rl-schedule streamed --rl-rollout-prompts 8 --rl-verify-weights --train-iters 6"
+    ),
+    "partial": Case(
+        f"{DENSE} {ROLLOUT} {EVALUATE} {CARRY} --rl-algorithm grpo --rl-kl-loss-coef 0.05 --load {{shared}}/pretrained "
+        "--rl-verify-weights --train-iters 8 --save-interval 1",
+        stop=3,
+    ),
+    "async-strict": Case(
+        f"{DENSE} {ROLLOUT} {EVALUATE} --rl-algorithm grpo --rl-schedule async --rl-generators 1 "
+        "--rl-async-order strict --rl-max-staleness 1 --rl-correction truncate --rl-rollout-prompts 8 "
+        "--rl-verify-weights --train-iters 10 --save-interval 5",
+        stop=5,
+    ),
+    "episodes": Case(
+        f"{DENSE} {ROLLOUT} {EVALUATE} {EPISODES} --rl-algorithm grpo --rl-rollout-prompts 8 --rl-verify-weights "
+        "--train-iters 6 --save-interval 1",
+        stop=3,
+    ),
+    "torch-dist": Case(
+        f"{DENSE} {ROLLOUT} --rl-algorithm ppo --rl-critic-lr 3e-3 --ckpt-format torch_dist "
+        "--tensor-model-parallel-size 2 --rl-generate-tp 2 --rl-rollout-prompts 8 --train-iters 6 --save-interval 3",
+        stop=3,
+    ),
+    "resume-455e3d5": Case(
+        f"{DENSE} {ROLLOUT} {CARRY} --rl-algorithm dapo --rl-reward {{shared}}/graders.py:odd_only "
+        "--rl-verify-weights --train-iters 6 --save-interval 1",
+        stop=3,
+        saved_by="455e3d5",
     ),
 }
 
@@ -194,23 +265,23 @@ def prepare(tree: Path, shared: Path) -> None:
 # cases
 
 
-def run_case(name: str, tree: Path, shared: Path, save: Path) -> Path:
-    """Run a case on `tree`, from start to end; returns its metrics.jsonl."""
+def run_case(name: str, tree: Path, baseline: Path, save: Path) -> Path:
+    """Run a case on `tree`, from start to end, or from the checkpoint in `baseline`; returns its metrics.jsonl."""
+    shared, case = baseline / "shared", CASES[name]
     if name == "quickstart":
         shutil.rmtree(tree / "runs", ignore_errors=True)
         execute(tree, ["bash", "examples/quickstart.sh", "--smoke"], save / "quickstart.log")
         return tree / "runs" / "quickstart-smoke" / "tuned" / "rl" / "metrics.jsonl"
-    flags, stop = launch_flags(name, shared), CASES[name].stop
-    if stop:
-        train(tree, f"{flags} --exit-interval {stop}", save)
-        shutil.copytree(save, save.with_name(save.name + "-stopped"))
-    return resume(name, tree, shared, save)
-
-
-def resume(name: str, tree: Path, shared: Path, save: Path) -> Path:
-    """Go on with a case in `save`; returns its metrics.jsonl."""
+    if case.saved_by:
+        shutil.copytree(baseline / name / "stopped", save)
+    elif case.stop:
+        run_to_stop(name, tree, shared, save)
     train(tree, launch_flags(name, shared), save)
     return save / "rl" / "metrics.jsonl"
+
+
+def run_to_stop(name: str, tree: Path, shared: Path, save: Path) -> None:
+    train(tree, f"{launch_flags(name, shared)} --exit-interval {CASES[name].stop}", save)
 
 
 def launch_flags(name: str, shared: Path) -> str:
@@ -218,15 +289,14 @@ def launch_flags(name: str, shared: Path) -> str:
 
 
 def record(name: str, tree: Path, baseline: Path, work: Path) -> None:
-    """Run a case on the former tree; keep its numbers, and the checkpoint where this tree is to go on from it."""
-    metrics = run_case(name, tree, baseline / "shared", work / name)
-    kept = baseline / name
+    """Run a case on the former tree; keep its numbers, and the checkpoint where both trees go on from a saved one."""
+    kept, saved_by = baseline / name, CASES[name].saved_by
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir()
-    shutil.copy(metrics, kept / "metrics.jsonl")
+    if saved_by:
+        run_to_stop(name, unpacked(saved_by, work / f"{name}-saved-by"), baseline / "shared", kept / "stopped")
+    shutil.copy(run_case(name, tree, baseline, work / name), kept / "metrics.jsonl")
     (kept / "flags.txt").write_text(launch_flags(name, Path("DIR")))
-    if CASES[name].handed:
-        shutil.move(work / f"{name}-stopped", kept / "stopped")
 
 
 def compare(name: str, tree: Path, baseline: Path, work: Path) -> Differences:
@@ -234,11 +304,7 @@ def compare(name: str, tree: Path, baseline: Path, work: Path) -> Differences:
     flags = baseline / name / "flags.txt"
     if not flags.is_file() or flags.read_text() != launch_flags(name, Path("DIR")):
         raise ValueError(f"{baseline} has no run of {name} with today's flags: --record {baseline} --case {name}")
-    if CASES[name].handed:
-        shutil.copytree(baseline / name / "stopped", work / name)
-        metrics = resume(name, tree, baseline / "shared", work / name)
-    else:
-        metrics = run_case(name, tree, baseline / "shared", work / name)
+    metrics = run_case(name, tree, baseline, work / name)
     return Differences.of(read(baseline / name / "metrics.jsonl"), read(metrics))
 
 

@@ -14,11 +14,11 @@ FORMER = (
 def test_all_but_times_rates_and_the_dock_is_compared():
     ignored = {name for name in NAMES if golden.IGNORED.fullmatch(name)}
     rates = {"tokens_per_second", "tokens_per_second_total"}
-    others = {name for name in ignored - rates if not name.startswith("dock/")}
-    apart = {f"weights/{name}_seconds" for name in ("pull", "pause")}
-    more = {"reward/call_seconds", "reward/worker_seconds", "seconds/iteration"}
-    more |= {"reshard/transfer_seconds", "reshard/temporary_bytes"}
-    assert others == more | apart
+    others = {name for name in ignored - rates if not name.startswith(("dock/", "idle/"))}
+    times = {"seconds/iteration", "reward/call_seconds", "reward/worker_seconds", "episode/seconds"}
+    times |= {"reshard/transfer_seconds", "weights/pull_seconds", "weights/pause_seconds"}
+    reported = {"engines/tokens_per_second", "engines/length_mean", "weights/bytes_pulled"}
+    assert others == times | reported | {"reshard/temporary_bytes"}
 
 
 @pytest.mark.parametrize(
