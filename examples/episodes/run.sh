@@ -7,7 +7,7 @@
 #
 # SEED is of the RL run; all of a task begin with one pretrained model. Further flags go to the RL run:
 # FLAGS="--train-iters 4". PRETRAIN_ITERS: of pretraining, above the 20 of its warm-up. With neither of them the
-# held-out accuracy before and after RL is held to the claim of docs/episodes.md.
+# held-out accuracy before and after RL is held to the claim of docs/learning-results.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
