@@ -31,7 +31,7 @@ from mindspeed_rl_plugin.loop.megatron_trainer import MegatronTrainer
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
 from mindspeed_rl_plugin.loop.run_setup import SETUP, Setup
 from mindspeed_rl_plugin.loop.schedules.colocated import SCHEDULES, SyncSchedule
-from mindspeed_rl_plugin.loop.schedules.making import Making
+from mindspeed_rl_plugin.loop.schedules.in_flight import InFlight
 from mindspeed_rl_plugin.loop.schedules.partial import PartialSchedule
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
 from mindspeed_rl_plugin.loop.start import Start
@@ -115,10 +115,10 @@ def _colocated(inputs: Inputs, job: Job, stages: Stages, colocation: Colocation,
     if not flags.partial:
         return SCHEDULES[flags.schedule](job, stages, colocation, rounds)
     staleness = flags.max_staleness if flags.carry_unfinished else 0
-    making = Making(sizes.prompts, sizes.members, flags.in_the_making(sizes.prompts), staleness)
+    in_flight = InFlight(sizes.prompts, sizes.members, flags.in_the_making(sizes.prompts), staleness)
     longest = inputs.config.rollout.max_response_length
     return PartialSchedule(
-        job, stages, colocation, rounds, making=making, carries=flags.carry_unfinished, longest=longest
+        job, stages, colocation, rounds, in_flight=in_flight, carries=flags.carry_unfinished, longest=longest
     )
 
 

@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
-from mindspeed_rl_plugin.stages.incoming import READS, STATE, Incoming
+from mindspeed_rl_plugin.stages.response_validator import READS, STATE, ResponseValidator
 from mindspeed_rl_plugin.stages.trainer import Trainer
 from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
 from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
@@ -60,8 +60,8 @@ def build_schedule(
         episodes=EpisodeSetup.of(config, inputs.tokenizer_path),
     )
     about = {JOB: description.to_json(), WEIGHTS: trainer.weights.text()}
-    incoming = Incoming(inputs.vocab, config.rollout.max_response_length, config.episodes.on)
-    job.dock.exchange.guard({STATE: Opening(incoming.check, READS)})
+    validator = ResponseValidator(inputs.vocab, config.rollout.max_response_length, config.episodes.on)
+    job.dock.exchange.guard({STATE: Opening(validator.check, READS)})
     job.monitor.on_record = job.dock.exchange.record
     offers = Offers(inputs.data, inputs.check_fields, sizes.prompts, resumes, inputs.check_answers)
     if not strict:
@@ -82,7 +82,7 @@ def build_schedule(
         evaluation=evaluation,
         members=max(sizes.members, samples + 1),
         guests=guests,
-        published=incoming.published,
+        published=validator.published,
         offers=offers,
     )
 

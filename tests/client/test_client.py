@@ -32,8 +32,8 @@ from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
 from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.rows import Sampling
-from mindspeed_rl_plugin.stages.incoming import READS, STATE, Incoming
 from mindspeed_rl_plugin.stages.prompts import ordered, prompt_rows
+from mindspeed_rl_plugin.stages.response_validator import READS, STATE, ResponseValidator
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
@@ -51,9 +51,10 @@ class Trainers:
     def __init__(self, folder: Path, nodes: list[str], description: Description) -> None:
         table = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1, by_group=False, apart=True)
         self.members = make_members(columns_of(table), states_of(table), nodes, limits=replace(SMALL, max_tokens=99))
-        self.docks, self.incoming = [m.dock(deadline=20) for m in self.members], Incoming(SHAPE.vocab, LONGEST)
+        self.docks = [m.dock(deadline=20) for m in self.members]
+        self.validator = ResponseValidator(SHAPE.vocab, LONGEST)
         for dock in self.docks:
-            dock.exchange.guard({STATE: Opening(self.incoming.check, READS)})
+            dock.exchange.guard({STATE: Opening(self.validator.check, READS)})
         self.canonical, parallel = random_weights(SHAPE), Parallel(2, tp=2)
         stored = {r: chunks_of(megatron_weights(SHAPE, parallel, r, self.canonical)) for r in range(2)}
         gather = [m.peers.gather for m in self.members]
@@ -64,7 +65,7 @@ class Trainers:
         self.address = together(2, lambda r: self.docks[r].exchange.invite(self.secret, "127.0.0.1", about))[0]
 
     def publish(self, version: int) -> None:
-        self.incoming.published.add(version)
+        self.validator.published.add(version)
         together(2, lambda r: self.publishers[r].publish(self.chunks[r], version))
         self.docks[0].exchange.announce(version)
 

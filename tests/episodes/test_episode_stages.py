@@ -27,8 +27,8 @@ from mindspeed_rl_plugin.rows import (
     pack_json,
 )
 from mindspeed_rl_plugin.stages import advantages, generate, measure, reward
-from mindspeed_rl_plugin.stages.incoming import Incoming
 from mindspeed_rl_plugin.stages.measure import FAILING, check_environments, check_tools, episode_metrics
+from mindspeed_rl_plugin.stages.response_validator import ResponseValidator
 
 COUNTS = dict.fromkeys(EPISODE_COUNTS, 0)
 
@@ -184,33 +184,33 @@ WRONG = [
 
 
 @pytest.fixture
-def gate() -> Incoming:
-    made = Incoming(99, 12, episodes=True)
+def gate() -> ResponseValidator:
+    made = ResponseValidator(99, 12, episodes=True)
     made.published.add(4)
     return made
 
 
-def test_the_gate_takes_episodes_that_are_right(gate: Incoming) -> None:
+def test_the_gate_takes_episodes_that_are_right(gate: ResponseValidator) -> None:
     gate.check(outside(episode_rows(TWO, ONE)))
     gate.check(changed(outside(episode_rows(TWO)), "finish", 3))
 
 
 @pytest.mark.parametrize("data", [(1,), (1, 9), (1, 9, 3)])
-def test_the_gate_takes_a_prompt_that_an_environment_changed(gate: Incoming, data: tuple[int, ...]) -> None:
+def test_the_gate_takes_a_prompt_that_an_environment_changed(gate: ResponseValidator, data: tuple[int, ...]) -> None:
     """Longer than the data's, or as long: what it says may merge with the last token of the prompt."""
     rows = outside(episode_rows(TWO, data=data))
     assert rows["environment_began"].tolist() == [1]
     gate.check(rows.with_columns(prompt=Ragged.from_rows([torch.tensor(data, dtype=torch.int32)])))
 
 
-def test_rewards_of_one_row_never_come_to_another(gate: Incoming) -> None:
+def test_rewards_of_one_row_never_come_to_another(gate: ResponseValidator) -> None:
     rewards = Ragged.from_rows([torch.tensor([1.0]), torch.tensor([0.5, 7.0])])
     with pytest.raises(ValueError, match=r"row \(0, 0, 0\): turn_reward has 1 entries for 2 turns"):
         gate.check(outside(episode_rows(TWO, ONE)).with_columns(turn_reward=rewards))
 
 
 @pytest.mark.parametrize(("name", "value", "message"), WRONG, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(WRONG)])
-def test_the_gate_refuses_episodes_that_are_none(gate: Incoming, name: str, value, message: str) -> None:
+def test_the_gate_refuses_episodes_that_are_none(gate: ResponseValidator, name: str, value, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gate.check(changed(outside(episode_rows(TWO)), name, value))
 

@@ -12,7 +12,7 @@ import torch
 from mindspeed_rl_plugin.generators.choice import Bound, Choice, Work, choose
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages.generate import completion_rows
-from mindspeed_rl_plugin.stages.incoming import Incoming
+from mindspeed_rl_plugin.stages.response_validator import ResponseValidator
 
 FREE = Bound(1)
 
@@ -109,7 +109,7 @@ def test_every_row_is_sampled_by_weights_that_may_sample_it(seed):
     assert len(done) == admitted > 0
     assert all(row.bound.allows(version) for row in done for _, version in row.parts)
     assert all(len(row.parts) == 1 for row in done if row.bound.pinned or drain)
-    job = Incoming(vocab=8, max_response=30)
+    job = ResponseValidator(vocab=8, max_response=30)
     job.published = set(range(newest + 1))
     job.check(incoming(done))
     with pytest.raises(ValueError, match="may not sample this row"):

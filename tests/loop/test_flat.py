@@ -30,8 +30,8 @@ from mindspeed_rl_plugin.reward import Grade
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, Sampling
 from mindspeed_rl_plugin.stages import generate, prompts, reward
 from mindspeed_rl_plugin.stages.evaluate import Due, EvaluateApart
-from mindspeed_rl_plugin.stages.incoming import READS, Incoming
 from mindspeed_rl_plugin.stages.measure import IterationLog, Rollout
+from mindspeed_rl_plugin.stages.response_validator import READS, ResponseValidator
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 
 GROUPS, MEMBERS, STEPS, STALENESS = 4, 2, 2, 2  # prompts of a rollout, responses of one, optimizer steps of a rollout
@@ -77,7 +77,7 @@ class Made:
             prompts.Prompts(self.dock, self.data, MEMBERS, True),
             Due(True, 25, self.args.train_iters),
         )
-        self.incoming = Incoming(100, 8)
+        self.validator = ResponseValidator(100, 8)
         self.offers = Offers(self.data, lambda fields: None, GROUPS)
         held_out = [Prompt((9,), "p", "a", row) for row in range(3)]
         self.schedule = AsyncSchedule(
@@ -92,7 +92,7 @@ class Made:
             evaluation=EvaluateApart(self.dock, self.reward, held_out, Ranks(), self.monitor, 1),
             members=MEMBERS,
             guests=None,
-            published=self.incoming.published,
+            published=self.validator.published,
             offers=self.offers,
         )
         self.schedule.grader = SimpleNamespace(start=lambda: None, check=lambda: None, stop=lambda: None)
@@ -118,11 +118,11 @@ class Made:
             requests, answers = [], []
             for i, oldest in zip(lease.rows.ids, beside["order"][:, 0].tolist(), strict=True):
                 self.sampled += 1
-                length, turn = self.sampled * 7 % 5 + 1, max(oldest, min(self.incoming.published))
+                length, turn = self.sampled * 7 % 5 + 1, max(oldest, min(self.validator.published))
                 requests.append(GenerateRequest(i, tuple(beside["prompt"].row(len(requests)).tolist()), Sampling(8), 0))
                 answers.append(Completion(i, (11,) * length, (-1.0,) * length, "stop", ((0, turn),)))
             rows = generate.completion_rows(requests, answers)
-            self.incoming.check(rows.with_columns(**beside.columns))
+            self.validator.check(rows.with_columns(**beside.columns))
             self.dock.commit(lease, rows)
         while len(lease := self.dock.lease("reward", max_rows=8, deadline=0)):
             grades = [Grade(g := float(i.member and (i.epoch + i.group) % 3), (g,)) for i in lease.rows.ids]
@@ -155,14 +155,14 @@ def test_a_long_job_holds_what_a_short_one_holds(tmp_path, monkeypatch, rollouts
         most = 0
         for _ in range(50):
             made.train(1)
-            most = max(most, held(made.loop, made.incoming, made.offers))
+            most = max(most, held(made.loop, made.validator, made.offers))
         gc.collect()
         seen.append((most, sys.getallocatedblocks()))
     made.monitor.close()
     (entries, blocks), (later, then) = seen
     print(f"entries of containers: {entries}, then {later}; blocks of memory: {blocks}, then {then}")
     assert later <= entries + 40 and then <= blocks + 2000
-    assert made.schedule.admission.dropped >= rollouts and made.incoming.published
+    assert made.schedule.admission.dropped >= rollouts and made.validator.published
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) > rollouts * STEPS, "of evaluations too"
 
 

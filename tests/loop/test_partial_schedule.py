@@ -7,8 +7,8 @@ import pytest
 
 from mindspeed_rl_plugin.loop.schedules import partial
 from mindspeed_rl_plugin.loop.schedules.colocated import SyncSchedule
+from mindspeed_rl_plugin.loop.schedules.in_flight import InFlight
 from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
-from mindspeed_rl_plugin.loop.schedules.making import Making
 from mindspeed_rl_plugin.loop.schedules.partial import PartialSchedule
 from mindspeed_rl_plugin.rows import Completion, Prompt, SampleId
 
@@ -49,8 +49,8 @@ class Dropping(PartialSchedule):
         )
         self.generate = SimpleNamespace(engine=self.engine, deadline=9.0, begun={}, until=self.engine.until)
         stages = SimpleNamespace(generate=self.generate, reward=SimpleNamespace(graded=None))
-        making = Making(PROMPTS, MEMBERS, MOST, staleness=0)
-        super().__init__(job, stages, None, rounds=10, making=making, carries=False, longest=16)
+        in_flight = InFlight(PROMPTS, MEMBERS, MOST, staleness=0)
+        super().__init__(job, stages, None, rounds=10, in_flight=in_flight, carries=False, longest=16)
 
     def _compare(self, groups, graded, failures):
         return dict.fromkeys(groups)
@@ -59,19 +59,19 @@ class Dropping(PartialSchedule):
 def test_new_groups_stay_where_what_dynamic_sampling_deferred_is_enough(monkeypatch) -> None:
     """The round ends before they begin: nothing was sampled of them, and nothing of them is dropped."""
     schedule = Dropping(monkeypatch)
-    making = schedule.making
-    making.begin(0)
+    in_flight = schedule.in_flight
+    in_flight.begin(0)
     first = [(0, group) for group in range(MOST)]
-    making.start(first, engines=1)
+    in_flight.start(first, engines=1)
     assert list(schedule._round(None)) == first, "all have finished in the time of two"
-    making.end(first[:PROMPTS])  # trained; the others are deferred
-    making.begin(1)
-    second = [(1, group) for group in range(making.wanted(None))]
-    making.start(second, engines=1)
+    in_flight.end(first[:PROMPTS])  # trained; the others are deferred
+    in_flight.begin(1)
+    second = [(1, group) for group in range(in_flight.wanted(None))]
+    in_flight.start(second, engines=1)
     assert list(schedule._round(None)) == [] and len(schedule.engine.asked) == 1
-    assert schedule.forgotten == schedule._dropped == [] and sorted(making.left) == second
-    making.end(first[PROMPTS : 2 * PROMPTS])
-    making.begin(2)
+    assert schedule.forgotten == schedule._dropped == [] and sorted(in_flight.unfinished) == second
+    in_flight.end(first[PROMPTS : 2 * PROMPTS])
+    in_flight.begin(2)
     assert list(schedule._round(None)) == second, "now it is their turn"
 
 
@@ -88,8 +88,8 @@ def test_what_is_dropped_is_counted_whether_it_was_finished_or_not(monkeypatch) 
     schedule.generate.until, schedule.rounds = until, 0
     for epoch in range(2):  # counts begin anew
         groups = [(epoch, group) for group in range(MOST)]
-        schedule.making.begin(epoch)
-        schedule.making.start(groups, engines=1)
+        schedule.in_flight.begin(epoch)
+        schedule.in_flight.start(groups, engines=1)
         schedule.job.plan.groups = groups[:PROMPTS]
         metrics = schedule._sample()
         assert (metrics["dropped/responses"], metrics["dropped/length_mean"]) == (6.0, (4 + 5 * 7) / 6)

@@ -1,4 +1,4 @@
-"""What a run tells about itself whose weights change while responses are in the making: the lag of tokens, and what
+"""What a run tells about itself whose weights change while responses are in flight: the lag of tokens, and what
 engines apart did."""
 
 from __future__ import annotations

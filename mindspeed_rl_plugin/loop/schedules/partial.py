@@ -1,4 +1,4 @@
-"""Partial rollouts: generation stops when enough groups are finished, whatever else is still in the making.
+"""Partial rollouts: generation stops when enough groups are finished, whatever else is still in flight.
 
 Each rollout begins with more groups than it needs. What is not finished in time goes on in the next rollout, under new
 weights; or it is dropped. All engines stop after the same number of steps, so that a run does not depend on clocks.
@@ -14,7 +14,7 @@ import torch
 from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.schedules.colocated import SyncSchedule
-from mindspeed_rl_plugin.loop.schedules.making import Making
+from mindspeed_rl_plugin.loop.schedules.in_flight import InFlight
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
 from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.monitor.names import Metric
@@ -31,7 +31,7 @@ MOST_STEPS = 16  # of an engine between two looks
 
 
 class PartialSchedule(SyncSchedule):
-    """making: what is in the making; carries: whether what is not finished goes on, or else is dropped; longest:
+    """in_flight: groups over rollouts; carries: whether what is not finished goes on, or else is dropped; longest:
     response [tokens]."""
 
     def __init__(
@@ -41,12 +41,12 @@ class PartialSchedule(SyncSchedule):
         colocation: Colocation,
         rounds: int,
         *,
-        making: Making,
+        in_flight: InFlight,
         carries: bool,
         longest: int,
     ) -> None:
         super().__init__(job, stages, colocation, rounds)
-        self.making, self.carries = making, carries
+        self.in_flight, self.carries = in_flight, carries
         self.steps = min(max(longest // WINDOWS, 1), MOST_STEPS)
         self.grader = Grader(stages.reward, job.plan.sizes.members)
         self._wait = GradeWait(job.ranks, stages.reward, self.grader)
@@ -57,27 +57,27 @@ class PartialSchedule(SyncSchedule):
     def collect(self, done: int) -> Rollout:
         """A rollout that is ready to train on, and an evaluation where one is due."""
         sizes = self.job.plan.sizes
-        self.making.begin(done)
+        self.in_flight.begin(done)
         self._rollouts = -(-(sizes.train_iters - done) // sizes.steps) if self.carries else None
         self.grader.start()
         return super().collect(done)
 
     def state(self) -> dict[str, Any]:
-        """What is in the making, with the tokens of what is begun."""
+        """What is in flight, with the tokens of what is begun."""
         begun = self.stages.generate.begun if self.stages.generate.engine.leader else {}
         whole = {sample: c for sample, c in begun.items() if c.episode is None}  # environments are in no checkpoint
         begun = [_packed(c) for part in self.job.ranks.gather(whole) for c in part.values()]
-        return {"making": {**self.making.state(), "begun": begun}}
+        return {"making": {**self.in_flight.state(), "begun": begun}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take it over; what another schedule deferred is as old as the first rollout."""
-        job, making, engine = self.job, self.making, self.job.topology.engine
+        job, in_flight, engine = self.job, self.in_flight, self.job.topology.engine
         if "making" not in state:
-            making.started = dict.fromkeys(job.plan.deferred, making.rollout)
+            in_flight.started = dict.fromkeys(job.plan.deferred, in_flight.rollout)
             return
-        making.load(state["making"], job.plan.deferred, job.topology.engines)
+        in_flight.load(state["making"], job.plan.deferred, job.topology.engines)
         begun = [_unpacked(c) for c in state["making"]["begun"]]
-        self.stages.generate.begun = {c.id: c for c in begun if making.places[c.id] == engine}
+        self.stages.generate.begun = {c.id: c for c in begun if in_flight.engine_of[c.id] == engine}
 
     def stop(self) -> None:
         self.grader.stop()
@@ -85,23 +85,24 @@ class PartialSchedule(SyncSchedule):
     # inside
 
     def _admit(self) -> None:
-        job, plan, making = self.job, self.job.plan, self.making
+        job, plan, in_flight = self.job, self.job.plan, self.in_flight
         with job.monitor.stage("prompts"):
-            while groups := min(making.wanted(self._rollouts), plan.sizes.prompts):
+            while groups := min(in_flight.wanted(self._rollouts), plan.sizes.prompts):
                 plan.epoch = plan.open_next(groups)
                 job.prompts.run(plan.epoch, groups)
-                making.start(of_epoch(plan.epoch, groups), job.topology.engines)
+                in_flight.start(of_epoch(plan.epoch, groups), job.topology.engines)
 
     def _drop(self, groups: Sequence[Group]) -> None:
         self.job.forget(groups)
-        self.making.end(groups)
+        self.in_flight.end(groups)
 
     def _sample(self) -> dict[str, float]:
         """Sample and grade; see `RolloutSchedule`."""
         self._dropped = []
-        metrics, making = super()._sample(), self.making
-        making.end(self.job.plan.groups)
-        metrics |= {"making/groups": float(len(making.started)), "making/responses": float(len(making.places))}
+        metrics, in_flight = super()._sample(), self.in_flight
+        in_flight.end(self.job.plan.groups)
+        groups, responses = len(in_flight.started), len(in_flight.engine_of)
+        metrics |= {"making/groups": float(groups), "making/responses": float(responses)}
         if not self.carries:
             count = len(self._dropped)
             metrics |= {"dropped/responses": float(count)}
@@ -111,10 +112,10 @@ class PartialSchedule(SyncSchedule):
     def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
         """Generate until enough groups are finished, and grade what is finished meanwhile. The statistics of those that
         are trained, or under dynamic sampling of all that are finished."""
-        stages, clock, making = self.stages, self.job.monitor.stage, self.making
+        stages, clock, in_flight = self.stages, self.job.monitor.stage, self.in_flight
         with clock("generate"):
-            cut = None if making.enough() else self._generate()
-        groups = making.take(None if self.rounds else making.prompts)
+            cut = None if in_flight.enough() else self._generate()
+        groups = in_flight.take(None if self.rounds else in_flight.prompts)
         with clock("reward"):
             self._wait.until_graded(self.job.plan.ids(groups))
             stats = self._compare(groups, stages.reward.graded, failures)
@@ -124,7 +125,7 @@ class PartialSchedule(SyncSchedule):
 
     def _generate(self) -> dict[SampleId, int]:
         """Until enough groups are finished. Tokens of each response that is not."""
-        job, generate, making = self.job, self.stages.generate, self.making
+        job, generate, in_flight = self.job, self.stages.generate, self.in_flight
         stall = Stall(generate.deadline)
 
         def enough(finished: Sequence[Completion]) -> bool:
@@ -132,22 +133,22 @@ class PartialSchedule(SyncSchedule):
             mine = [(c.id, c.sampled) for c in finished] if generate.engine.leader else []
             parts = job.ranks.gather((mine, generate.engine.progress))
             rows = {sample: tokens for part, _ in parts for sample, tokens in part}
-            making.finish(rows)
+            in_flight.finish(rows)
             self._sampled |= {} if self.carries else rows
-            if stall.seen((len(making.places), *(progress for _, progress in parts))):
+            if stall.seen((len(in_flight.engine_of), *(progress for _, progress in parts))):
                 raise TimeoutError(
-                    f"generation: {len(making.places)} responses are missing, and none has finished for "
+                    f"generation: {len(in_flight.engine_of)} responses are missing, and none has finished for "
                     f"{generate.deadline:g} s; raise --rl-wait-timeout or lower --rl-max-response-length"
                 )
-            return making.enough()
+            return in_flight.enough()
 
-        cut = generate.until(making.rows_of(job.topology.engine), self.steps, enough)
+        cut = generate.until(in_flight.rows_of(job.topology.engine), self.steps, enough)
         parts = job.ranks.gather(cut if generate.engine.leader else {})
         return {sample: tokens for part in parts for sample, tokens in part.items()}
 
     def _drop_rest(self, cut: Mapping[SampleId, int]) -> None:
         """What was not taken is dropped. cut: tokens of what is not finished."""
-        rest = tuple(self.making.left)
+        rest = tuple(self.in_flight.unfinished)
         tokens = {**self._sampled, **cut}
         self._dropped += [tokens[sample] for sample in self.job.plan.ids(rest)]
         self._drop(rest)
@@ -161,7 +162,7 @@ class PartialSchedule(SyncSchedule):
         self.grader.start()
 
     def _prepare(self, done: int, transfer: Transfer | None, sampling: Mapping[str, Metric]) -> Rollout:
-        old = self._lags(self.making.lag, self.making.staleness) if self.carries else {}
+        old = self._lags(self.in_flight.lag, self.in_flight.staleness) if self.carries else {}
         return super()._prepare(done, transfer, {**sampling, **old})
 
 

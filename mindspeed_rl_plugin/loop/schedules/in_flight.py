@@ -1,5 +1,5 @@
-"""Which groups are in the making over rollouts, when enough of them are finished, and how old they are. Pure, the same
-on every rank."""
+"""Which groups are in flight over rollouts, when enough of them are finished, and how old they are. Pure, the same on
+every rank."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from mindspeed_rl_plugin.rows import Group, SampleId
 
 
 @dataclass
-class Making:
+class InFlight:
     """Bounds the age of what a rollout trains to `staleness` rollouts: generation goes on until that is certain.
 
     Rollout number r trains `prompts` groups, the oldest that are finished. A group that began in rollout s is trained
     in rollout s + staleness at latest. So after rollout r no more than d x prompts groups may be left that must be
     trained by rollout r + d, for each d below `staleness`; for d = staleness that holds because at most `most` groups,
-    which is at most (staleness + 1) x prompts, are in the making at once. With staleness 0 what is not finished in time
+    which is at most (staleness + 1) x prompts, are in flight at once. With staleness 0 what is not finished in time
     is not to go on, so nothing is waited for.
 
-    prompts: groups of a rollout; members: rows of a group; most: groups that are in the making at once; rollout: number
-    of the one that is collected; versions: weights of the newest rollouts, as many as a token may have seen; started:
-    rollout in which each group began, of those that are not trained or dropped; left: of each of them that nobody has
-    taken its members that are not finished; places: engine that samples each row that is not finished.
+    prompts: groups of a rollout.
+    members: rows of a group.
+    most: groups that are in flight at once.
+    rollout: number of the one that is collected.
+    versions: weights of the newest rollouts, as many as a token may have seen.
+    started: rollout in which each group began, of those that are not trained or dropped.
+    unfinished: the members that are not finished, of each group that `take` has not returned.
+    engine_of: engine that samples each row that is not finished.
     """
 
     prompts: int
@@ -33,8 +37,8 @@ class Making:
     rollout: int = -1
     versions: list[int] = field(default_factory=list)
     started: dict[Group, int] = field(default_factory=dict)
-    left: dict[Group, set[int]] = field(default_factory=dict)
-    places: dict[SampleId, int] = field(default_factory=dict)
+    unfinished: dict[Group, set[int]] = field(default_factory=dict)
+    engine_of: dict[SampleId, int] = field(default_factory=dict)
 
     def begin(self, version: int) -> None:
         """A rollout begins, with these weights."""
@@ -50,43 +54,43 @@ class Making:
     def start(self, groups: Sequence[Group], engines: int) -> None:
         """New groups. Engines get equally many rows, with those that they have."""
         for group in groups:
-            self.started[group], self.left[group] = self.rollout, set(range(self.members))
+            self.started[group], self.unfinished[group] = self.rollout, set(range(self.members))
         held = [0] * engines
-        for engine in self.places.values():
+        for engine in self.engine_of.values():
             held[engine] += 1
         rows = [SampleId(*group, member) for group in groups for member in range(self.members)]
-        self.places |= dict(zip(rows, level(held, len(rows)), strict=True))
+        self.engine_of |= dict(zip(rows, level(held, len(rows)), strict=True))
 
     def rows_of(self, engine: int) -> list[SampleId]:
         """Rows that an engine goes on with, the oldest first."""
-        return sorted(row for row, place in self.places.items() if place == engine)
+        return sorted(row for row, its in self.engine_of.items() if its == engine)
 
     def finish(self, rows: Iterable[SampleId]) -> None:
         """These rows are finished."""
         for row in rows:
-            del self.places[row]
-            self.left[row[:2]].remove(row.member)
+            del self.engine_of[row]
+            self.unfinished[row[:2]].remove(row.member)
 
     def enough(self) -> bool:
         """Whether the rollout can be trained, and those after it without anything that is too old."""
-        if not self.places:
+        if not self.engine_of:
             return True
-        finished = [group for group in self.started if not self.left.get(group)]
+        finished = [group for group in self.started if not self.unfinished.get(group)]
         return len(finished) >= self.prompts and all(self._late(d) <= d * self.prompts for d in range(self.staleness))
 
     def take(self, most: int | None) -> tuple[Group, ...]:
         """The oldest groups that are finished, so many or all."""
-        groups = sorted(group for group, left in self.left.items() if not left)[:most]
+        groups = sorted(group for group, left in self.unfinished.items() if not left)[:most]
         for group in groups:
-            del self.left[group]
+            del self.unfinished[group]
         return tuple(groups)
 
     def end(self, groups: Iterable[Group]) -> None:
         """These groups are trained, or dropped."""
         for group in groups:
             del self.started[group]
-            for member in self.left.pop(group, ()):
-                del self.places[SampleId(*group, member)]
+            for member in self.unfinished.pop(group, ()):
+                del self.engine_of[SampleId(*group, member)]
 
     def lag(self, version: int) -> int:
         """Rollouts that began with newer weights than `version`; past the bound it is one more than that."""
@@ -95,7 +99,7 @@ class Making:
     def _late(self, later: int) -> int:
         """Groups that would be left after this rollout, of those that must be trained so many rollouts later."""
         due = [group for group, begun in self.started.items() if begun + self.staleness <= self.rollout + later]
-        finished = sum(not self.left.get(group) for group in due)
+        finished = sum(not self.unfinished.get(group) for group in due)
         return len(due) - min(finished, self.prompts)
 
     # checkpoint
@@ -107,20 +111,20 @@ class Making:
             "rollout": self.rollout,
             "versions": list(self.versions),
             "started": [[*group, begun] for group, begun in self.started.items()],
-            "left": [[*group, *sorted(left)] for group, left in self.left.items()],
-            "places": [[*row, engine] for row, engine in self.places.items()],
+            "left": [[*group, *sorted(left)] for group, left in self.unfinished.items()],
+            "places": [[*row, engine] for row, engine in self.engine_of.items()],
         }
 
     def load(self, state: Mapping[str, Any], deferred: Collection[Group], engines: int) -> None:
         """Take `state` over. deferred: groups that are finished and taken, but not trained. Rows stay with their
         engines, or are dealt anew where one of these is no more."""
         self.rollout, self.versions = state["rollout"], list(state["versions"])[-(self.staleness + 1) :]
-        self.left = {(epoch, group): set(left) for epoch, group, *left in state["left"]}
+        self.unfinished = {(epoch, group): set(left) for epoch, group, *left in state["left"]}
         started = {(epoch, group): begun for epoch, group, begun in state["started"]}
-        self.started = {group: begun for group, begun in started.items() if group in {*self.left, *deferred}}
-        self.places = {SampleId(*row): engine for *row, engine in state["places"]}
-        if any(engine >= engines for engine in self.places.values()):
-            self.places = dict(zip(sorted(self.places), level([0] * engines, len(self.places)), strict=True))
+        self.started = {group: begun for group, begun in started.items() if group in {*self.unfinished, *deferred}}
+        self.engine_of = {SampleId(*row): engine for *row, engine in state["places"]}
+        if any(engine >= engines for engine in self.engine_of.values()):
+            self.engine_of = dict(zip(sorted(self.engine_of), level([0] * engines, len(self.engine_of)), strict=True))
 
 
 def level(held: Sequence[int], items: int) -> list[int]:

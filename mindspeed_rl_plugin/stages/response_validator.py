@@ -19,7 +19,7 @@ ENDS = torch.tensor([FINISH.index(name) for name in ("stop", "length", "turns")]
 TOP_LOGP = 1e-3  # nats: a log-prob above 0 by more than rounding is none
 
 
-class Incoming:
+class ResponseValidator:
     """vocab: tokens that the model may produce; max_response: longest response [tokens]; episodes: whether responses
     are some.
 
