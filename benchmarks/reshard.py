@@ -102,14 +102,14 @@ def plan_rows() -> list[dict]:
     import published
 
     from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, train_layout
-    from mindspeed_rl_plugin.tools.plan.estimate import Run, estimate, weights_by_layer
+    from mindspeed_rl_plugin.tools.plan.estimate import PlannedRun, estimate, weights_by_layer
 
     rows = []
     for case, (model, train, world, generate, _) in PLANS.items():
         parallel = train_layout(train, world)
         engine, engines = engine_layout_of(generate, parallel.world)
         shape = model_shape(model, parallel.tp)
-        planned = estimate(Run(shape, parallel, far=0.3e9, host=50e9), engine, engines)
+        planned = estimate(PlannedRun(shape, parallel, far=0.3e9, host=50e9), engine, engines)
         for mode, flow in planned.flows.items():
             values = {
                 "received_bytes": (float(flow.received.max()), "B"),

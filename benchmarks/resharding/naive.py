@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.weights.allgather import AllgatherPlan, post_bucket
-from mindspeed_rl_plugin.weights.p2p import Batch, P2PChannel
+from mindspeed_rl_plugin.weights.p2p import MessageBatch, P2PChannel
 from mindspeed_rl_plugin.weights.transfer import copy_pieces
 
 
@@ -43,7 +43,9 @@ def naive(
             )
 
 
-def _finish(plan: AllgatherPlan, batch: Batch, held: dict[str, Tensor], destination: Mapping[str, Tensor]) -> None:
+def _finish(
+    plan: AllgatherPlan, batch: MessageBatch, held: dict[str, Tensor], destination: Mapping[str, Tensor]
+) -> None:
     """Wait for a bucket, copy what the engine needs out of it, and forget it."""
     batch.wait()
     for number, tensor in held.items():

@@ -33,7 +33,7 @@ from mindspeed_rl_plugin.layout.layout import (
 )
 from mindspeed_rl_plugin.layout.transfer_plan import make_plan  # noqa: E402
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout  # noqa: E402
-from mindspeed_rl_plugin.tools.plan.flow import Cells  # noqa: E402
+from mindspeed_rl_plugin.tools.plan.flow import FlowCells  # noqa: E402
 from mindspeed_rl_plugin.weights.allgather import allgather, make_allgather_plan  # noqa: E402
 from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget  # noqa: E402
 from mindspeed_rl_plugin.weights.offload import TrainState  # noqa: E402
@@ -86,7 +86,7 @@ class Rank:
         plan = dict(itemsize=DTYPE.itemsize, rank=self.rank, bucket_bytes=bucket_bytes)
         self.stream = make_plan(sources, wanted, self.tensors, **plan)
         self.shards = make_allgather_plan(sources, shapes, wanted, self.tensors, **plan)
-        cells = Cells(sources, wanted, self.tensors, itemsize=DTYPE.itemsize, node_size=world)
+        cells = FlowCells(sources, wanted, self.tensors, itemsize=DTYPE.itemsize, node_size=world)
         self.least = cells.flow().received
         self.everything = cells.flow(everything=True).received
         self.temporary = get_device().temporary()

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairBatch:
     """P pairs. Log-probs are summed over trained tokens, `[P]`; policy ones carry the gradient.
 
     tokens_chosen, tokens_rejected: `[P]` trained tokens of each response.
@@ -57,7 +57,7 @@ def ipo(h: Tensor, config: AlgorithmConfig) -> Tensor:
 PAIR_LOSSES: dict[str, Callable[[Tensor, AlgorithmConfig], Tensor]] = {"sigmoid": sigmoid, "hinge": hinge, "ipo": ipo}
 
 
-def pair_terms(pairs: Pairs, config: AlgorithmConfig) -> PairTerms:
+def pair_terms(pairs: PairBatch, config: AlgorithmConfig) -> PairTerms:
     """The loss `dpo_loss` of each pair, from `h = (chosen - rejected) - (ref_chosen - ref_rejected)`.
 
     With `dpo_length_norm` every log-prob is divided by its response's trained tokens (0 for a response with none).

@@ -26,7 +26,7 @@ Box = tuple[tuple[int, int], ...]  # of each axis: start, stop
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in the files of a checkpoint, `read` when it is asked for.
 
     box: which part of the entry `name` it is; its leading axes, of one layer or expert each, are no axes of the tensor.

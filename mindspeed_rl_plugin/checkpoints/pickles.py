@@ -46,7 +46,7 @@ class Inert:
     __setstate__ = __setitem__ = append = extend = __call__  # what else a pickle may do to an object
 
 
-class Kept:
+class IndexRecord:
     """Stands for a record of an index of torch's distributed checkpoints: the fields that its pickle holds."""
 
     def __setstate__(self, state: Any) -> None:
@@ -59,7 +59,7 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        return Kept if (module, name) in _INDEX else Inert
+        return IndexRecord if (module, name) in _INDEX else Inert
 
 
 _MODULE = SimpleNamespace(Unpickler=_Unpickler, __name__=__name__)
@@ -82,8 +82,8 @@ def load_content(source: str | IO[bytes], path: Path, mmap: bool = False) -> Any
         raise ValueError(f"{path} is no file of torch.save, or is cut short: {error}") from error
 
 
-def load_index(path: Path) -> Kept:
-    """The index of a distributed checkpoint: the Metadata of torch.distributed.checkpoint, as `Kept` records.
+def load_index(path: Path) -> IndexRecord:
+    """The index of a distributed checkpoint: the Metadata of torch.distributed.checkpoint, as `IndexRecord` records.
 
     Raises ValueError when it is something else.
     """
@@ -92,6 +92,6 @@ def load_index(path: Path) -> Kept:
             index = _Unpickler(file).load()
     except _DAMAGED as error:
         raise ValueError(f"{path} is no index of a distributed checkpoint, or is cut short: {error}") from error
-    if not isinstance(index, Kept) or not hasattr(index, "storage_data"):
+    if not isinstance(index, IndexRecord) or not hasattr(index, "storage_data"):
         raise ValueError(f"{path} is no index of a distributed checkpoint, but a {type(index).__name__}")
     return index

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl_plugin.config.flag import Reader, flag
+from mindspeed_rl_plugin.config.flag import FlagReader, flag
 
 _ADVANTAGES = ("group-norm", "group-mean", "rloo", "reinforce++", "reinforce++-baseline", "gae")
 _LOSSES = ("clip", "clip-higher", "gspo", "cispo", "sapo", "reinforce")
 _AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-norm")
 _KL = ("k1", "k2", "k3", "k3-unbiased")
-_REFERENCE = Reader("a KL to the reference, --rl-kl-loss-coef or --rl-kl-reward-coef,", lambda a: a.needs_reference)
-_KL_REWARD = Reader("--rl-kl-reward-coef above 0", lambda a: a.kl_reward_coef != 0)
-_GROUP_NORM = Reader("--rl-advantage group-norm", lambda a: a.advantage == "group-norm")
-_GAMMA = Reader("--rl-advantage gae or reinforce++", lambda a: a.advantage in ("gae", "reinforce++"))
-_GAE = Reader("--rl-advantage gae", lambda a: a.advantage == "gae")
-_CRITIC = Reader("a critic, --rl-advantage gae,", lambda a: a.needs_critic)
+_REFERENCE = FlagReader("a KL to the reference, --rl-kl-loss-coef or --rl-kl-reward-coef,", lambda a: a.needs_reference)
+_KL_REWARD = FlagReader("--rl-kl-reward-coef above 0", lambda a: a.kl_reward_coef != 0)
+_GROUP_NORM = FlagReader("--rl-advantage group-norm", lambda a: a.advantage == "group-norm")
+_GAMMA = FlagReader("--rl-advantage gae or reinforce++", lambda a: a.advantage in ("gae", "reinforce++"))
+_GAE = FlagReader("--rl-advantage gae", lambda a: a.advantage == "gae")
+_CRITIC = FlagReader("a critic, --rl-advantage gae,", lambda a: a.needs_critic)
 _CLIP = "a --rl-loss that clips the ratio there"
-_CLIP_LOW = Reader(_CLIP, lambda a: a.loss_spec.clip_low is not None)
-_CLIP_HIGH = Reader(_CLIP, lambda a: a.loss_spec.clip_high is not None)
-_DUAL = Reader("a --rl-loss with dual clip", lambda a: a.loss_spec.dual)
-_SAPO = Reader("--rl-loss sapo", lambda a: a.loss_spec.gate)
-_CORRECTION = Reader("a --rl-correction other than off", lambda a: a.correction != "off")
-_OVERLONG = Reader("--rl-overlong-buffer above 0", lambda a: a.buffer(1) > 0)
-_DYNAMIC = Reader("--rl-dynamic-sampling", lambda a: a.dynamic_sampling)
-_POW = Reader("--rl-filtration pow", lambda a: a.filtration == "pow")
-_FILTRATION = Reader("a --rl-filtration other than none", lambda a: a.filters)
-_PAIRS = Reader("--rl-algorithm dpo", lambda a: a.from_pairs)
+_CLIP_LOW = FlagReader(_CLIP, lambda a: a.loss_spec.clip_low is not None)
+_CLIP_HIGH = FlagReader(_CLIP, lambda a: a.loss_spec.clip_high is not None)
+_DUAL = FlagReader("a --rl-loss with dual clip", lambda a: a.loss_spec.dual)
+_SAPO = FlagReader("--rl-loss sapo", lambda a: a.loss_spec.gate)
+_CORRECTION = FlagReader("a --rl-correction other than off", lambda a: a.correction != "off")
+_OVERLONG = FlagReader("--rl-overlong-buffer above 0", lambda a: a.buffer(1) > 0)
+_DYNAMIC = FlagReader("--rl-dynamic-sampling", lambda a: a.dynamic_sampling)
+_POW = FlagReader("--rl-filtration pow", lambda a: a.filtration == "pow")
+_FILTRATION = FlagReader("a --rl-filtration other than none", lambda a: a.filters)
+_PAIRS = FlagReader("--rl-algorithm dpo", lambda a: a.from_pairs)
 
 
 @dataclass(frozen=True)

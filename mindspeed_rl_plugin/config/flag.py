@@ -12,7 +12,7 @@ PREFIX = "rl_"
 
 
 @dataclass(frozen=True)
-class Reader:
+class FlagReader:
     """What reads a flag that not every algorithm reads. what: its name in messages; reads: whether a resolved
     `Algorithm` has it."""
 
@@ -30,7 +30,7 @@ def flag(
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
-    reader: Reader | None = None,
+    reader: FlagReader | None = None,
     pairs: bool = False,
     form: Callable[[str], Any] | None = None,
 ) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl_plugin.config.flag import Reader, flag, split_words
+from mindspeed_rl_plugin.config.flag import FlagReader, flag, split_words
 
 # vLLM raises lower temperatures to this one, and then reports log-probs of a temperature nobody asked for.
 LOWEST_TEMPERATURE = 0.01
-_PAIRS = Reader("--rl-algorithm dpo", lambda a: a.from_pairs)
+_PAIRS = FlagReader("--rl-algorithm dpo", lambda a: a.from_pairs)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
     _after.setdefault(name, []).append(action)
 
 
-class _Finder(MetaPathFinder):
+class _WatchedFinder(MetaPathFinder):
     """Finds a watched module by the other finders, and wraps the loader that they name."""
 
     def find_spec(
@@ -71,7 +71,7 @@ class _ActingLoader(Loader):
             action(module)
 
 
-_finder = _Finder()
+_finder = _WatchedFinder()
 
 
 def _watch() -> None:

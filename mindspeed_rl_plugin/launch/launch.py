@@ -41,7 +41,7 @@ from mindspeed_rl_plugin.loop.start import TRAINED, Start
 
 
 @dataclasses.dataclass
-class _Launch:
+class _ProcessStart:
     """What one process knows about its start. digest: of the reference, while it is still being read."""
 
     start: Start
@@ -54,7 +54,7 @@ class _Launch:
     schedule: Mapping[str, Any] | None = None  # of the checkpoint that it resumes from
 
 
-_launch: _Launch | None = None
+_launch: _ProcessStart | None = None
 
 
 def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
@@ -80,7 +80,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     digest = CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
     recorded = state.get("schedule") if state else None
     absent, untrained = not_saved(state), _untrained(state)
-    _launch = _Launch(start, loop, args, algorithm, digest, schedule=None if absent or untrained else recorded)
+    _launch = _ProcessStart(start, loop, args, algorithm, digest, schedule=None if absent or untrained else recorded)
     settled = lr_schedule.settled(recorded, args)
     values = load_arguments(start, args) | settled | absent | untrained
     with overridden(args, values), megatron_setup.recording(args):
@@ -250,7 +250,7 @@ def _untrained(state: Mapping[str, Any] | None) -> dict[str, bool]:
     return {"no_load_optim": True} if state is not None and not state["loop"].get(TRAINED, True) else {}
 
 
-def _load_reference(original: Callable, model: Any, at: _Launch) -> None:
+def _load_reference(original: Callable, model: Any, at: _ProcessStart) -> None:
     start = at.start
     if start.reference_path is None:
         if ranks.weights_digest(_parameters(model)) != start.reference_digest:
@@ -284,7 +284,7 @@ def _or_without(algorithm: Algorithm) -> str:
     return f", or resume with {' '.join(f'{flag} 0' for flag, value in coefficients.items() if value)}"
 
 
-def _digest(at: _Launch) -> str:
+def _digest(at: _ProcessStart) -> str:
     """Digest of the reference, with a line for one that took long to read; a missing one is a ValueError."""
     began = time.monotonic()
     try:
@@ -299,7 +299,7 @@ def _digest(at: _Launch) -> str:
     return digest
 
 
-def _first_digest(at: _Launch) -> str | None:
+def _first_digest(at: _ProcessStart) -> str | None:
     """The digest that was begun at the start. None, and a line, where it cannot be had: training has gone on since."""
     try:
         return at.digest.result(at.args.rl_wait_timeout)

@@ -1,7 +1,7 @@
 """The plan: which slices every rank copies, sends and receives so that each engine rank holds its weights. Pure.
 
 Source ranks (trainer) and destination ranks (engine) are independent sets: equal, overlapping or
-disjoint. Every rank computes the plan alone from the layouts of all ranks; `Plan.fingerprint` lets
+disjoint. Every rank computes the plan alone from the layouts of all ranks; `TransferPlan.fingerprint` lets
 them check that they agree. Ranks with one layout share one object (layout.py), so that the
 intersection is done once a layout and only the choice of sources once a rank.
 
@@ -60,7 +60,7 @@ class Move(NamedTuple):
 
 
 @dataclass
-class Traffic:
+class PlannedTraffic:
     """Bytes of one rank on the wire; off_node counts the part of `received` that crosses nodes."""
 
     copied: int = 0
@@ -70,7 +70,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     """What `make_plan` found.
 
     copies, moves: everyone's, or one rank's, in rising bucket order; traffic: bytes of every rank; unused: canonical
@@ -79,7 +79,7 @@ class Plan:
 
     copies: tuple[Copy, ...]
     moves: tuple[Move, ...]
-    traffic: Mapping[int, Traffic]
+    traffic: Mapping[int, PlannedTraffic]
     unused: tuple[str, ...]
     fingerprint: int
 
@@ -98,7 +98,7 @@ def make_plan(
     bucket_bytes: int,
     rank: int | None = None,
     node_size: int | None = None,
-) -> Plan:
+) -> TransferPlan:
     """Plan the way from `sources` to `destinations`, both rank -> layout.
 
     tensors: the canonical tensors; itemsize: bytes of an element on the wire; node_size: consecutive
@@ -223,7 +223,7 @@ class _Builder:
 
     def __post_init__(self) -> None:
         self.limit = self.bucket_bytes // 2
-        self.traffic = {r: Traffic() for r in sorted(self.ranks)}
+        self.traffic = {r: PlannedTraffic() for r in sorted(self.ranks)}
         self.sent = dict.fromkeys(self.traffic, 0)
         self.node_sent = dict.fromkeys((r // self.node_size for r in self.traffic), 0)  # to other nodes
         # Bucket that a rank fills now and the bytes in it, as a sender and as a receiver.
@@ -287,8 +287,8 @@ class _Builder:
         if self.rank is None or self.rank == source or self.rank == destination:
             self.moves.append(Move(bucket, source, destination, piece))
 
-    def plan(self, unused: tuple[str, ...]) -> Plan:
+    def plan(self, unused: tuple[str, ...]) -> TransferPlan:
         copies, moves = tuple(self.copies), tuple(sorted(self.moves, key=lambda m: m.bucket))
         for rank, traffic in self.traffic.items():
             traffic.sent = self.sent[rank]
-        return Plan(copies, moves, self.traffic, unused, self.fingerprint)
+        return TransferPlan(copies, moves, self.traffic, unused, self.fingerprint)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
-from mindspeed_rl_plugin.algorithms.pair_losses import Pairs, pair_terms
+from mindspeed_rl_plugin.algorithms.pair_losses import PairBatch, pair_terms
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate
 from mindspeed_rl_plugin.forward.schedule import head_of
 from mindspeed_rl_plugin.rows import Rows
@@ -28,7 +28,7 @@ def pair_objective(algorithm: Algorithm, logp: Tensor, mask: Tensor, reference: 
     """
     sums = torch.where(mask, logp, 0.0).sum(1)
     counts = mask.sum(1).to(sums)
-    pairs = Pairs(sums[0::2], sums[1::2], reference[0::2], reference[1::2], counts[0::2], counts[1::2])
+    pairs = PairBatch(sums[0::2], sums[1::2], reference[0::2], reference[1::2], counts[0::2], counts[1::2])
     terms = pair_terms(pairs, algorithm)
     gains = algorithm.dpo_beta * (sums - reference).detach()
     if algorithm.dpo_length_norm:

@@ -20,7 +20,7 @@ _OPERATOR = "reuse_data_ptr"
 
 
 @dataclass(frozen=True)
-class _Call:
+class _AliasCall:
     """One call of the operator. offset: from the start of source's storage, in elements of alias."""
 
     operator: Callable[[Tensor, Tensor, int], None]
@@ -29,7 +29,7 @@ class _Call:
     offset: int
 
 
-_calls: list[_Call] = []  # of this process, in order
+_calls: list[_AliasCall] = []  # of this process, in order
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ class _Recorded:
 
     def reuse_data_ptr(self, alias: Tensor, source: Tensor, offset: int) -> None:
         self._operator(alias, source, offset)
-        _calls.append(_Call(self._operator, alias, source, offset))
+        _calls.append(_AliasCall(self._operator, alias, source, offset))
 
 
 def repoint(revived: Iterable[torch.UntypedStorage]) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.layout.layout import Canonical, Layout, Segment, Shapes
-from mindspeed_rl_plugin.layout.transfer_plan import Copy, Move, Plan, Traffic, make_plan
-from mindspeed_rl_plugin.weights.p2p import Batch, P2PChannel
+from mindspeed_rl_plugin.layout.transfer_plan import Copy, Move, PlannedTraffic, TransferPlan, make_plan
+from mindspeed_rl_plugin.weights.p2p import MessageBatch, P2PChannel
 from mindspeed_rl_plugin.weights.transfer import copy_pieces
 
 _ALIGNMENT = 64  # bytes, of a shard in the buffer
@@ -50,11 +50,11 @@ class AllgatherPlan:
     out of it, nothing where it has none."""
 
     shards: tuple[Shard, ...]
-    gather: Plan
+    gather: TransferPlan
     copies: tuple[tuple[Copy, ...], ...]
 
     @property
-    def traffic(self) -> Mapping[int, Traffic]:
+    def traffic(self) -> Mapping[int, PlannedTraffic]:
         return self.gather.traffic
 
     def places(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ def allgather(
 ) -> None:
     """Bring the plan about on this rank. Collective over all ranks that it names.
 
-    dtype: what travels. Raises what `Batch.wait` does.
+    dtype: what travels. Raises what `MessageBatch.wait` does.
     """
     rank, flying = channel.rank, None
     places = plan.places(device, dtype) if any(plan.copies) else {}
@@ -169,7 +169,7 @@ def post_bucket(
     places: Mapping[str, Tensor],
     channel: P2PChannel,
     dtype: torch.dtype,
-) -> Batch:
+) -> MessageBatch:
     """Post the messages of a bucket: shards into the places of those that arrive, and out of the places of those that
     are sent, or out of `source` where these have none."""
     rank, sends, receives = channel.rank, [], []

@@ -26,7 +26,7 @@ class P2PChannel:
         self.rank, self.group, self.deadline = rank, group, deadline
         self.sent = self.received = 0
 
-    def post(self, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> Batch:
+    def post(self, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> MessageBatch:
         """Start the messages together; `what` names them in errors. On nccl and hccl, where tags mean nothing, both
         ends must list the messages between them in one order."""
         for tensor, _, _ in sends:
@@ -36,21 +36,21 @@ class P2PChannel:
         self.sent += sum(t.nbytes for t, _, _ in sends)
         self.received += sum(t.nbytes for t, _, _ in receives)
         start = partial(dist.batch_isend_irecv, ops) if ops else list
-        return Batch(self, what, {op.peer for op in ops}, start, [op.tensor for op in ops])
+        return MessageBatch(self, what, {op.peer for op in ops}, start, [op.tensor for op in ops])
 
     def share(self, what: str, mine: Sequence[int], length: int, device: torch.device) -> list[list[int]]:
         """Every rank's row of at most `length` 64-bit integers, padded with 0, in the group's rank order; not counted.
-        Collective. Raises what `Batch.wait` does."""
+        Collective. Raises what `MessageBatch.wait` does."""
         row = torch.zeros(length, dtype=torch.int64, device=device)
         row[: len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         rows = [torch.empty_like(row) for _ in ranks]
         start = partial(dist.all_gather, rows, row, group=self.group, async_op=True)
-        Batch(self, what, {*ranks} - {self.rank}, lambda: [start()], [row, *rows]).wait()
+        MessageBatch(self, what, {*ranks} - {self.rank}, lambda: [start()], [row, *rows]).wait()
         return [r.tolist() for r in rows]
 
 
-class Batch:
+class MessageBatch:
     """Messages in flight. tensors: what they carry, alive until they have been sent."""
 
     def __init__(

@@ -24,9 +24,9 @@ from mindspeed_rl_plugin.dock.sources import VersionSource
 from mindspeed_rl_plugin.dock.versions import Span, view
 from mindspeed_rl_plugin.layout.family_rows import HEAD
 from mindspeed_rl_plugin.layout.layout import EngineParallel, Segment, engine_layout
-from mindspeed_rl_plugin.layout.transfer_plan import Piece, Plan, make_plan
+from mindspeed_rl_plugin.layout.transfer_plan import Piece, TransferPlan, make_plan
 from mindspeed_rl_plugin.weights.live import engine_storage, narrowed
-from mindspeed_rl_plugin.weights.shares import Block, Packed, TrainerWeights
+from mindspeed_rl_plugin.weights.shares import Packed, PublishedBlock, TrainerWeights
 from mindspeed_rl_plugin.weights.verify import WeightMismatch, segment_digest, slice_digests, weights_digest
 
 CHUNK = 32 << 20  # bytes of a read; between two of them the deadline is looked at
@@ -51,7 +51,7 @@ class Applied(NamedTuple):
     digest: str | None
 
 
-class Reader:
+class SliceReader:
     """Reads slices of published weights into packed memory. ranges: (tensor, start, stop) of the slices; sources: of
     each trainer rank. Raises ValueError where these are not as many as the trainer has ranks."""
 
@@ -137,7 +137,7 @@ class Puller:
         here = sorted({rank, *ranks})
         wanted = [engine_layout(shape, self.engine, r, own_head) for r in here]
         ranges = union(s for layout in wanted for segments in layout.values() for s in segments)
-        self._reader = Reader(weights, ranges, sources)
+        self._reader = SliceReader(weights, ranges, sources)
         self.staging, self.plan = self._reader.staging, self._reader.plan
         grouped = groupby(self.staging.blocks, lambda block: block.segment.name)
         self._blocks = {name: list(blocks) for name, blocks in grouped}
@@ -199,7 +199,7 @@ class Puller:
                         "from what the trainer published"
                     )
 
-    def _inside(self, s: Segment) -> tuple[Block, int]:
+    def _inside(self, s: Segment) -> tuple[PublishedBlock, int]:
         """The staged block that a segment of the engine lies in, and the first of its slices there."""
         each = self._blocks[s.name]
         block = next(b for b in each if b.segment.start <= s.start and s.stop <= b.segment.stop)
@@ -228,7 +228,7 @@ def pull_tensors(
             f"the model has no tensors {unknown[:4]}; it has {len(tensors)}, such as {next(iter(tensors))}"
         )
     wanted = tensors if names is None else names
-    reader = Reader(weights, [(name, 0, tensors[name].slices) for name in wanted], sources)
+    reader = SliceReader(weights, [(name, 0, tensors[name].slices) for name in wanted], sources)
     end = time.monotonic() + deadline  # from now on others are waited for
     if version is None:
         version, _ = sources[0].seek(None, deadline)
@@ -280,7 +280,7 @@ def union(segments: Iterable[Segment]) -> list[tuple[str, int, int]]:
     return out
 
 
-def plan_of(weights: TrainerWeights, staging: Packed) -> Plan:
+def plan_of(weights: TrainerWeights, staging: Packed) -> TransferPlan:
     """What comes from which trainer rank into which block of the staging, whose rank is the one after the trainer's."""
     here = weights.parallel.world
     return make_plan(
@@ -305,7 +305,7 @@ def _sought(source: VersionSource, version: int, left: Callable[[], float]) -> b
 
 
 def _chunks(
-    pieces: Iterable[Piece], theirs: Sequence[Block], mine: Sequence[Block]
+    pieces: Iterable[Piece], theirs: Sequence[PublishedBlock], mine: Sequence[PublishedBlock]
 ) -> Iterator[tuple[list[Span], list[Span]]]:
     """Spans to read and where to, of about CHUNK bytes a time."""
     spans: list[Span] = []

@@ -27,13 +27,13 @@ from mindspeed_rl_plugin.layout.layout import (
     megatron_layout,
     megatron_shapes,
 )
-from mindspeed_rl_plugin.layout.transfer_plan import Plan, make_plan
+from mindspeed_rl_plugin.layout.transfer_plan import TransferPlan, make_plan
 from mindspeed_rl_plugin.weights.allgather import AllgatherPlan, allgather, make_allgather_plan
 from mindspeed_rl_plugin.weights.live import SHOWN, engine_storage, narrowed, stored_parameters, trainer_storage
 from mindspeed_rl_plugin.weights.p2p import P2PChannel
 from mindspeed_rl_plugin.weights.transfer import stream
 from mindspeed_rl_plugin.weights.verify import (
-    Held,
+    RankDigests,
     WeightMismatch,
     compare,
     first_broken,
@@ -94,7 +94,7 @@ class Resharder:
         self.device = get_device().current()
         self.tensors = canonical_tensors(shape)
         self.mode = mode
-        self.plan: Plan | AllgatherPlan | None = None
+        self.plan: TransferPlan | AllgatherPlan | None = None
         self._exported: list[int] = []
         self._compared = self.tensors  # as both sides are compared: wide where the engine has them wide
         self._temporary = get_device().temporary()
@@ -121,7 +121,7 @@ class Resharder:
         channel = self._channel()
         options = dict(channel=channel, dtype=self.dtype, device=self.device)
         with self._temporary.measured(*source.values(), *destination.values()):
-            transfer = stream if isinstance(plan, Plan) else allgather
+            transfer = stream if isinstance(plan, TransferPlan) else allgather
             transfer(plan, source, destination, **options)
         digest = None
         if exported is not None:
@@ -152,7 +152,7 @@ class Resharder:
         self._bind_source(source)
         self._refuse_broken(source, "before a checkpoint")
 
-    def _bind(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> Plan | AllgatherPlan:
+    def _bind(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> TransferPlan | AllgatherPlan:
         self._bind_source(source)
         own_head = HEAD in destination if self.shape.tied else None
         size, here = self.engine.ranks, self.rank % self.engine.ranks
@@ -202,8 +202,8 @@ class Resharder:
     def _share(self, mine: Sequence[int], length: int, what: str) -> list[list[int]]:
         return [[*mine]] if self.train.world == 1 else self._channel().share(what, mine, length, self.device)
 
-    def _held(self, params: Mapping[str, Tensor], layouts: Mapping[int, Layout]) -> list[Held]:
+    def _held(self, params: Mapping[str, Tensor], layouts: Mapping[int, Layout]) -> list[RankDigests]:
         mine = layout_digests(params, layouts[self.rank], self._compared, self.dtype)
         counts = {r: sum(len(segments) for segments in layout.values()) for r, layout in layouts.items()}
         rows = self._share(mine, max(counts.values()), "digests")
-        return [Held(r, layouts[r], rows[i][: counts[r]]) for i, r in enumerate(sorted(layouts))]
+        return [RankDigests(r, layouts[r], rows[i][: counts[r]]) for i, r in enumerate(sorted(layouts))]

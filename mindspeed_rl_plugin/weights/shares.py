@@ -38,7 +38,7 @@ _DIGEST = 8  # bytes
 Gather = Callable[[Any], list[Any]]  # value -> that of every rank
 
 
-class Held(NamedTuple):
+class HeldSlices(NamedTuple):
     """Slices `[start, stop)` of a canonical tensor, and the stored parameter that has them."""
 
     place: Place
@@ -46,7 +46,7 @@ class Held(NamedTuple):
     stop: int
 
 
-class Block(NamedTuple):
+class PublishedBlock(NamedTuple):
     """Slices of a canonical tensor in host memory. segment: which; shape: of the block; dtype: of its elements; at,
     digests: byte offsets of its elements and of the digests of its slices, int64 `[2, slices]` for a tensor that is
     always float32 (as such, and in the engine's dtype), else `[1, slices]`; digests is 0 where there are none."""
@@ -86,7 +86,7 @@ class Block(NamedTuple):
 class Packed:
     """Blocks one behind the other, of `nbytes` in all."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[PublishedBlock, ...]
     nbytes: int
 
     @property
@@ -106,7 +106,7 @@ class Packed:
             shape = tuple(size if axis == tensor.axis else n for axis, n in enumerate(tensor.shape))
             digests = _aligned(end + prod(shape) * kind.itemsize) if verify else 0
             tables = 2 if tensor.wide else 1
-            blocks.append(Block(Segment(name, tensor.axis, start, size, 0), shape, kind, end, digests, tables))
+            blocks.append(PublishedBlock(Segment(name, tensor.axis, start, size, 0), shape, kind, end, digests, tables))
             end = _aligned(digests + tables * size * _DIGEST if verify else end + prod(shape) * kind.itemsize)
         return cls(tuple(blocks), end)
 
@@ -115,7 +115,7 @@ class Packed:
 class Share(Packed):
     """What one rank publishes. parts: of each block, where the rank stores it."""
 
-    parts: tuple[tuple[Held, ...], ...] = ()
+    parts: tuple[tuple[HeldSlices, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ class TrainerWeights:
         parts = _deal(self.layouts, self.tensors, self.engine_dtype.itemsize)
         return tuple(self._share(parts[rank]) for rank in self.layouts)
 
-    def _share(self, held: Sequence[Held]) -> Share:
+    def _share(self, held: Sequence[HeldSlices]) -> Share:
         """Slices that follow each other become one block."""
-        runs: list[list[Held]] = []
+        runs: list[list[HeldSlices]] = []
         for part in held:
             last = runs[-1][-1] if runs else None
             joined = last and last.place.segment.name == part.place.segment.name and last.stop == part.start
@@ -199,10 +199,12 @@ class TrainerWeights:
         return Share(packed.blocks, packed.nbytes, tuple(map(tuple, runs)))
 
 
-def _deal(layouts: Mapping[int, Layout], tensors: Mapping[str, Canonical], itemsize: int) -> dict[int, list[Held]]:
+def _deal(
+    layouts: Mapping[int, Layout], tensors: Mapping[str, Canonical], itemsize: int
+) -> dict[int, list[HeldSlices]]:
     """Rank -> what it publishes, of the ranks that have the same slices the one with the fewest bytes so far."""
     holders, load = Holders(layouts, tensors, len(layouts)), dict.fromkeys(layouts, 0)
-    out: dict[int, list[Held]] = {rank: [] for rank in layouts}
+    out: dict[int, list[HeldSlices]] = {rank: [] for rank in layouts}
     for name in holders.order:
         tensor, chosen = tensors[name], dict[tuple[int, ...], int]()
         everything = Place(name, Segment(name, tensor.axis, 0, tensor.slices, 0))
@@ -212,7 +214,7 @@ def _deal(layouts: Mapping[int, Layout], tensors: Mapping[str, Canonical], items
                 chosen[same] = min(same, key=load.__getitem__)
             rank = chosen[same]
             load[rank] += (stop - start) * tensor.slice_bytes(itemsize)
-            out[rank].append(Held(pool.place[rank], start, stop))
+            out[rank].append(HeldSlices(pool.place[rank], start, stop))
     return out
 
 

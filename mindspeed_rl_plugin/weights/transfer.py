@@ -13,13 +13,13 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.layout.transfer_plan import Copy, Move, Plan
-from mindspeed_rl_plugin.weights.p2p import Batch, Message, P2PChannel
+from mindspeed_rl_plugin.layout.transfer_plan import Copy, Move, TransferPlan
+from mindspeed_rl_plugin.weights.p2p import Message, MessageBatch, P2PChannel
 
 
 @torch.no_grad()
 def stream(
-    plan: Plan,
+    plan: TransferPlan,
     source: Mapping[str, Tensor],
     destination: Mapping[str, Tensor],
     *,
@@ -31,7 +31,7 @@ def stream(
 
     source, destination: stored parameters of this rank by name, either may be empty; dtype: what travels, of the plan's
     itemsize (values are converted before they are sent, and on arrival where the engine's differs). Temporary memory:
-    four buffers of at most half of the plan's `bucket_bytes`. Raises what `Batch.wait` does.
+    four buffers of at most half of the plan's `bucket_bytes`. Raises what `MessageBatch.wait` does.
     """
     rank = channel.rank
     copy_pieces((copy for copy in plan.copies if copy.rank == rank), source, destination)
@@ -70,7 +70,7 @@ class _Buffers:
         self.outbox, self.inbox = (
             torch.empty(max(load, default=0) // dtype.itemsize, dtype=dtype, device=device) for load in loads
         )
-        self.batch: Batch | None = None
+        self.batch: MessageBatch | None = None
         self.arrivals: list[tuple[Tensor, Tensor]] = []
 
     def start(self, moves: Sequence[Move]) -> None:

@@ -35,7 +35,7 @@ class BrokenWeights(RuntimeError):
     """The trainer's weights hold NaN or infinity."""
 
 
-class Held(NamedTuple):
+class RankDigests(NamedTuple):
     """One rank's segments of its layout, in order, with their digests."""
 
     rank: int
@@ -94,7 +94,9 @@ def layout_digests(
     return torch.stack(out).tolist() if out else []
 
 
-def compare(sources: Sequence[Held], destinations: Sequence[Held], tensors: Mapping[str, Canonical]) -> dict[str, int]:
+def compare(
+    sources: Sequence[RankDigests], destinations: Sequence[RankDigests], tensors: Mapping[str, Canonical]
+) -> dict[str, int]:
     """Digest of every canonical tensor of the sources, after checking that all replicas and both sides agree.
 
     Raises WeightMismatch naming tensor, ranks and range.
@@ -119,7 +121,7 @@ Span = tuple[int, int]
 Spans = dict[Span, list[tuple[int, int]]]  # span -> (rank, digest) of each holder
 
 
-def _by_tensor(side: Sequence[Held]) -> dict[str, Spans]:
+def _by_tensor(side: Sequence[RankDigests]) -> dict[str, Spans]:
     out: dict[str, Spans] = {}
     for held in side:
         segments = [s for segments in held.layout.values() for s in segments]

@@ -1,7 +1,7 @@
 """A user's files as modules below this one: `NAME.f_HEX`, HEX the file's path.
 
 So what a user's code pickles by reference is found in every process that has this package: processes that it starts
-itself (`multiprocessing` with spawn) import this module for its name, and the file through `Finder`.
+itself (`multiprocessing` with spawn) import this module for its name, and the file through `UserFileFinder`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 __path__: list[str] = []  # a package for the import system
 
 
-class Finder:
+class UserFileFinder:
     """Of `sys.meta_path`."""
 
     @staticmethod
@@ -49,4 +49,4 @@ def load_function(file: str, function: str) -> Callable[..., Any]:
     return member
 
 
-sys.meta_path.append(Finder)
+sys.meta_path.append(UserFileFinder)

@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.algorithms import AGGREGATIONS, LOSSES, Totals, Trained
 from mindspeed_rl_plugin.algorithms.aggregate import sequence_weights
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl_plugin.algorithms.losses import Bounds
-from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES, Pairs, pair_terms
+from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES, PairBatch, pair_terms
 from mindspeed_rl_plugin.algorithms.value_loss import value_loss
 from mindspeed_rl_plugin.config import AlgorithmConfig
 
@@ -243,7 +243,7 @@ def test_pair_losses_are_the_loops(kind, length_norm):
         tokens = torch.randint(0, 9, (2, count), generator=g)
         chosen, rejected = (row.clone().requires_grad_() for row in sums[:2])
         flags = dict(dpo_beta=beta, dpo_label_smoothing=smoothing, dpo_length_norm=length_norm)
-        terms = pair_terms(Pairs(chosen, rejected, *sums[2:], *tokens), AlgorithmConfig(dpo_loss=kind, **flags))
+        terms = pair_terms(PairBatch(chosen, rejected, *sums[2:], *tokens), AlgorithmConfig(dpo_loss=kind, **flags))
         terms.loss.sum().backward()
         for p in range(count):
             per = [max(int(n), 1) if length_norm else 1 for n in tokens[:, p]]

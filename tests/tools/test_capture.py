@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rl_plugin.tools.plan import plan
 from mindspeed_rl_plugin.tools.rehearse import confine
-from mindspeed_rl_plugin.tools.rehearse.capture import Launch, capture
+from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture
 from mindspeed_rl_plugin.tools.rehearse.entry_script import find_entry
 
 
@@ -20,7 +20,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def captured(tmp_path: Path, text: str) -> Launch:
+def captured(tmp_path: Path, text: str) -> CapturedLaunch:
     return capture(written(tmp_path / "train.sh", text), tmp_path / "scratch", 60)
 
 

@@ -11,8 +11,8 @@ from plan_cases import cases, slices
 from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.layout.transfer_plan import make_plan
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, model_shape, train_layout
-from mindspeed_rl_plugin.tools.plan.estimate import Run, estimate
-from mindspeed_rl_plugin.tools.plan.flow import Cells
+from mindspeed_rl_plugin.tools.plan.estimate import PlannedRun, estimate
+from mindspeed_rl_plugin.tools.plan.flow import FlowCells
 
 GB = 1e9
 MACHINE = dict(far=0.3 * GB, host=50 * GB)
@@ -21,7 +21,7 @@ MACHINE = dict(far=0.3 * GB, host=50 * GB)
 def run(model, train, generate, world=None):
     parallel = train_layout(train, world)
     engine, engines = engine_layout_of(generate, parallel.world)
-    return estimate(Run(model_shape(model, parallel.tp), parallel, **MACHINE), engine, engines)
+    return estimate(PlannedRun(model_shape(model, parallel.tp), parallel, **MACHINE), engine, engines)
 
 
 def test_figure_10_of_the_paper():
@@ -49,7 +49,7 @@ def test_a_critic_takes_what_its_parameters_take(train, tied):
     shape = ModelShape("qwen2", layers, hidden, 2, 2, 4, ffn, vocab, vocab, tied)
     parallel = train_layout(train, None)
     engine, engines = engine_layout_of("tp1", parallel.world)
-    plain, planned = (estimate(Run(shape, parallel, critic=critic), engine, engines) for critic in (False, True))
+    plain, planned = (estimate(PlannedRun(shape, parallel, critic=critic), engine, engines) for critic in (False, True))
     attention = hidden * (3 * hidden + hidden) // parallel.tp + 3 * hidden // parallel.tp
     layer = attention + 3 * hidden * ffn // parallel.tp + 2 * hidden
     rows = vocab * hidden // parallel.tp
@@ -71,7 +71,7 @@ def test_a_float32_weight_is_its_own_main_parameter():
     shape, parallel = model_shape("qwen2.5-0.5b", 2), train_layout("tp2,dp1", None)
     engine, engines = engine_layout_of("tp1", 2)
     two, four, mixed = (
-        estimate(Run(shape, parallel, itemsize=n, engine_itemsize=m), engine, engines)
+        estimate(PlannedRun(shape, parallel, itemsize=n, engine_itemsize=m), engine, engines)
         for n, m in ((2, 2), (4, 4), (4, 2))
     )
     parameters = two.policy.weights // 2
@@ -96,7 +96,7 @@ def test_engines_on_ranks_of_their_own():
     """Nothing is released where nothing is shared, and every byte of the engine's weights travels."""
     parallel = train_layout("tp4,dp2", None)
     engine, engines = engine_layout_of("tp2", 8)
-    run = Run(model_shape("qwen3-8b", 1), parallel)
+    run = PlannedRun(model_shape("qwen3-8b", 1), parallel)
     planned = f = estimate(run, engine, engines, first=8)
     assert not f.shared
     assert f.peak("stream") == f.generate + (256 << 20)  # they send nothing
@@ -122,7 +122,7 @@ def test_671_b_parameters_in_seconds():
 def test_bytes_are_those_of_the_executors_plan(case, node_size):
     case = case._replace(own_head=None)  # a plan takes the engine's default
     sources, destinations, tensors = case.sources(), case.destinations(), canonical_tensors(case.shape)
-    cells = Cells(sources, destinations, tensors, itemsize=2, node_size=node_size)
+    cells = FlowCells(sources, destinations, tensors, itemsize=2, node_size=node_size)
     flow = cells.flow()
     made = make_plan(sources, destinations, tensors, itemsize=2, bucket_bytes=1 << 20, node_size=node_size)
     for rank, traffic in made.traffic.items():

@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.checkpoints import conversion
 from mindspeed_rl_plugin.checkpoints.start_decision import decide
 from mindspeed_rl_plugin.engine.engine_sizes import CPU_LATENT_SIZE
 from mindspeed_rl_plugin.tools.rehearse import absent_modules, outcome
-from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch, capture
+from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, Done, capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry, find_entry, pretraining
 from mindspeed_rl_plugin.tools.rehearse.outcome import tail
@@ -59,7 +59,7 @@ def test_which_entry_script_runs_on_what(there, script, platform, note, tmp_path
             written(tmp_path / name / path, text)
             if variable:
                 monkeypatch.setenv(variable, str(tmp_path / name))
-    launch = Launch(SCRIPT, (), 8, 1, tmp_path / "own", {}, {}, (), 1)
+    launch = CapturedLaunch(SCRIPT, (), 8, 1, tmp_path / "own", {}, {}, (), 1)
     entry = find_entry(launch, DENSE, tmp_path)
     assert entry.script == tmp_path / script / SCRIPT and entry.platform == f"{platform}, Megatron Core 0.12"
     assert entry.note.startswith(note) and bool(entry.note) == bool(note)
@@ -76,14 +76,14 @@ def test_a_checkout_that_is_not_there_is_refused(name, tmp_path, monkeypatch):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, f"{tmp_path}{os.pathsep}{tmp_path / 'gone'}")
     with pytest.raises(ValueError, match=f"{name}={tmp_path / 'gone'} "):
-        find_entry(Launch(SCRIPT, (), 8, 1, tmp_path, {}, {}, (), 1), DENSE, tmp_path)
+        find_entry(CapturedLaunch(SCRIPT, (), 8, 1, tmp_path, {}, {}, (), 1), DENSE, tmp_path)
 
 
 @pytest.mark.parametrize("given", ["--enable-hf2mg-convert", "--stage"])
 def test_what_only_mindspeed_llm_has_is_not_rehearsed_on_another(given, tmp_path, monkeypatch):
     for name in CHECKOUTS:
         monkeypatch.delenv(name, raising=False)
-    launch = Launch("posttrain_gpt.py", (given, "sft"), 8, 1, tmp_path, {}, {}, (), 1)
+    launch = CapturedLaunch("posttrain_gpt.py", (given, "sft"), 8, 1, tmp_path, {}, {}, (), 1)
     with pytest.raises(ValueError, match=f"posttrain_gpt.py is not here, .* {given}: set .*MINDSPEED_LLM_PATH"):
         find_entry(launch, DENSE, tmp_path)
 
@@ -106,7 +106,7 @@ def test_the_checkpoint_to_load_is_made_by_pretraining(tmp_path):
 
 
 def test_skipped_commands_are_shown(tmp_path):
-    launch = Launch("a.py", (), 8, 1, tmp_path, {}, {}, (), 1, ("rm -rf /data/run", "ray stop"), False)
+    launch = CapturedLaunch("a.py", (), 8, 1, tmp_path, {}, {}, (), 1, ("rm -rf /data/run", "ray stop"), False)
     lines = outcome.not_exercised(launch, Entry(tmp_path / "a.py", ()), Flags.parse([]), 2)
     at = lines.index("commands of the script that were not run:")
     assert [line.strip() for line in lines[at + 1 : at + 3]] == ["rm -rf /data/run", "ray stop"]

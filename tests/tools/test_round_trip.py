@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mindspeed_rl_plugin.checkpoints import pickles
-from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles, Stored
+from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles, StoredTensor
 from mindspeed_rl_plugin.engine.hf_config import compare_configs
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.tools.convert.checkpoint import FILE, Checkpoint, rank_folder
@@ -119,7 +119,7 @@ def test_a_tensor_is_read_out_of_the_boxes_that_hold_it(tmp_path):
     files = DistFiles(tmp_path)
     assert [len([*files.boxes(name, box)]) for name, box in (("w", ((0, 2), (0, 4), (0, 3))), ("n", ()))] == [4, 1]
     files.load = lambda at: boxes[tuple(entries[int(at.relative_path)].offset)].clone()
-    stored = Stored(files, "w", ((1, 2), (0, 4), (0, 3)), (4, 3), whole.dtype)
+    stored = StoredTensor(files, "w", ((1, 2), (0, 4), (0, 3)), (4, 3), whole.dtype)
     assert torch.equal(stored.read(), whole[1])
     files._boxes["w"][1, 2].pop()
     with pytest.raises(ValueError, match="w: 6 numbers are missing"):

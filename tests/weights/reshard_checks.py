@@ -6,7 +6,7 @@ import torch
 from mindspeed_rl_plugin.device import StorageMeter
 from mindspeed_rl_plugin.layout.layout import engine_layout, megatron_layout
 from mindspeed_rl_plugin.tools.plan.estimate import weights_by_layer
-from mindspeed_rl_plugin.tools.plan.flow import Cells
+from mindspeed_rl_plugin.tools.plan.flow import FlowCells
 from mindspeed_rl_plugin.weights.offload import gathered
 from mindspeed_rl_plugin.weights.resharder import Resharder
 from mindspeed_rl_plugin.weights.storages import unwrap
@@ -20,7 +20,7 @@ def check_modes(job, engines):
     for stream, engine in engines:
         sources = {r: megatron_layout(job.shape, job.parallel, r) for r in range(job.parallel.world)}
         wanted = {r: engine_layout(job.shape, stream.engine.tp, r % stream.engine.tp) for r in sources}
-        cells = Cells(sources, wanted, stream.tensors, itemsize=itemsize, node_size=len(sources))
+        cells = FlowCells(sources, wanted, stream.tensors, itemsize=itemsize, node_size=len(sources))
         with gathered(job.chunks):
             streamed = stream.to_engine(job.chunks, engine, 0)
             assert streamed.received == cells.flow().received[stream.rank]

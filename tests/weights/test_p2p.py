@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mindspeed_rl_plugin.weights.p2p import Batch, P2PChannel
+from mindspeed_rl_plugin.weights.p2p import MessageBatch, P2PChannel
 
 
 class Work:
@@ -24,9 +24,9 @@ class Work:
         return True
 
 
-def batch(*works: Work, deadline: float = 5.0) -> Batch:
+def batch(*works: Work, deadline: float = 5.0) -> MessageBatch:
     on_device = torch.empty(4, device="meta")
-    return Batch(P2PChannel(3, deadline=deadline), "bucket 7", {5, 4}, lambda: list(works), [on_device])
+    return MessageBatch(P2PChannel(3, deadline=deadline), "bucket 7", {5, 4}, lambda: list(works), [on_device])
 
 
 def test_the_stream_waits_for_what_has_arrived() -> None:

@@ -23,8 +23,8 @@ from mindspeed_rl_plugin.layout.layout import (
 )
 from mindspeed_rl_plugin.layout.transfer_plan import make_plan
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout
-from mindspeed_rl_plugin.tools.plan.estimate import Run, estimate
-from mindspeed_rl_plugin.tools.plan.flow import Cells
+from mindspeed_rl_plugin.tools.plan.estimate import PlannedRun, estimate
+from mindspeed_rl_plugin.tools.plan.flow import FlowCells
 from mindspeed_rl_plugin.weights.allgather import allgather, make_allgather_plan
 from mindspeed_rl_plugin.weights.transfer import stream
 
@@ -65,7 +65,7 @@ def test_both_transfers_write_the_engines_weights(case, narrow, node_size):
     live, dtype = case.trainer(weights), torch.bfloat16 if narrow else torch.float32
     kept = {n: t if tensors[n].wide else t.to(dtype) for n, t in weights.items()}
     sizes = dict(itemsize=dtype.itemsize, node_size=node_size)
-    flow = Cells(sources, wanted, tensors, **sizes).flow(everything=True)
+    flow = FlowCells(sources, wanted, tensors, **sizes).flow(everything=True)
     plans = {}
 
     def run(rank, channel):
@@ -124,7 +124,7 @@ def test_the_plan_counts_what_stream_has_in_flight(train, generate, first, bucke
     parallel, tensors = train_layout(train, 2), canonical_tensors(shape)
     engine, engines = engine_layout_of(generate, 2)
     sizes = dict(itemsize=4, bucket_bytes=bucket)
-    run = Run(shape, parallel, itemsize=4, engine_itemsize=4, bucket_bytes=bucket)
+    run = PlannedRun(shape, parallel, itemsize=4, engine_itemsize=4, bucket_bytes=bucket)
     planned = estimate(run, engine, engines, first)
     sources = {r: megatron_layout(shape, parallel, r) for r in range(2)}
     wanted = {first + r: engine_layout(shape, engine, r % engine.ranks) for r in range(2)}

@@ -6,7 +6,7 @@ import torch
 from mindspeed_rl_plugin.layout.layout import Canonical, Segment
 from mindspeed_rl_plugin.weights import verify as module
 from mindspeed_rl_plugin.weights.verify import (
-    Held,
+    RankDigests,
     WeightMismatch,
     compare,
     layout_digests,
@@ -60,7 +60,7 @@ def sides(damage=None, trainer_damage=None):
             params = {name: model[s.name][s.start : s.stop].clone() for name, (s,) in layout.items()}
             if hit and hit[0] == rank:
                 params[hit[1]][hit[2]] += 1
-            held.append(Held(rank, layout, layout_digests(params, layout, TENSORS, torch.float32)))
+            held.append(RankDigests(rank, layout, layout_digests(params, layout, TENSORS, torch.float32)))
         out.append(held)
     return out
 

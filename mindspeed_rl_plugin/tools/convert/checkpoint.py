@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, iteration_dir, read_tracker
-from mindspeed_rl_plugin.checkpoints.dist_files import INDEX, DistFiles, Stored
+from mindspeed_rl_plugin.checkpoints.dist_files import INDEX, DistFiles, StoredTensor
 from mindspeed_rl_plugin.checkpoints.pickles import load
 from mindspeed_rl_plugin.layout.cuts import Segment
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, canonical_tensors, megatron_layout
@@ -91,7 +91,7 @@ class Checkpoint:
         self.args = args
         self.parallel = Parallel(1) if self._whole else Parallel.from_megatron_args(args)
 
-    def tensors(self, folder: str, first_stage: bool) -> Mapping[str, Tensor | Stored]:
+    def tensors(self, folder: str, first_stage: bool) -> Mapping[str, Tensor | StoredTensor]:
         """The model's tensors in the file of some ranks, which are those of the first pipeline stage or not."""
         if self._whole:
             return {name: t for name, t in whole_model(self._whole).items() if not _OTHER.match(name)}
@@ -110,7 +110,7 @@ class Checkpoint:
         return out
 
 
-_Part = tuple[str, Tensor | Stored, Segment]  # folder, stored parameter, the segment in it
+_Part = tuple[str, Tensor | StoredTensor, Segment]  # folder, stored parameter, the segment in it
 
 
 class Assembled:
@@ -151,14 +151,14 @@ class Assembled:
 
 def _values(part: _Part) -> Tensor:
     _, stored, segment = part
-    return segment.view(stored.read() if isinstance(stored, Stored) else stored, segment.start, segment.size)
+    return segment.view(stored.read() if isinstance(stored, StoredTensor) else stored, segment.start, segment.size)
 
 
 def _holds_weights(folder: Path) -> bool:
     return any(folder.glob("mp_rank_*")) or DistFiles.are_in(folder)
 
 
-def whole_model(files: DistFiles) -> dict[str, Stored]:
+def whole_model(files: DistFiles) -> dict[str, StoredTensor]:
     """Tensors of `--ckpt-format torch_dist`, as one rank that holds the whole model would store them: parameter name of
     the plain implementation, with experts one by one -> tensor, which is read when it is used.
 
@@ -168,7 +168,7 @@ def whole_model(files: DistFiles) -> dict[str, Stored]:
     return dict(_each(files))
 
 
-def _each(files: DistFiles) -> Iterator[tuple[str, Stored]]:
+def _each(files: DistFiles) -> Iterator[tuple[str, StoredTensor]]:
     for name, (size, dtype) in files.tensors().items():
         if name.startswith(_OTHER_STATE):
             continue
@@ -176,7 +176,7 @@ def _each(files: DistFiles) -> Iterator[tuple[str, Stored]]:
         leading = layered + (_EXPERTS in name)  # an axis of layers, one of experts
         for at in product(*map(range, size[:leading])):
             box = tuple((i, i + 1) for i in at) + tuple((0, n) for n in size[leading:])
-            yield _plain(name, list(at), layered), Stored(files, name, box, size[leading:], dtype)
+            yield _plain(name, list(at), layered), StoredTensor(files, name, box, size[leading:], dtype)
 
 
 def _plain(name: str, at: list[int], layered: bool) -> str:

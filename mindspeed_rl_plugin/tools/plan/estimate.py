@@ -23,14 +23,14 @@ from mindspeed_rl_plugin.layout.layout import (
     megatron_layout,
     megatron_shapes,
 )
-from mindspeed_rl_plugin.tools.plan.flow import Cells, Flow
+from mindspeed_rl_plugin.tools.plan.flow import Flow, FlowCells
 
 MODES = ("allgather", "stream")
 TENSOR, EXPERT, COMMON = range(3)  # kinds of weights: TW, EW and CW of the paper's Eq. 3
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """What is planned; its defaults are those of a model and a layout alone.
 
     itemsize, engine_itemsize: bytes of a weight of the trainer, and of the engine, as which it travels; grad_bytes: of
@@ -67,7 +67,7 @@ class Run:
     refused: tuple[str, ...] = ()
 
 
-class Held(NamedTuple):
+class TrainerBytes(NamedTuple):
     """Bytes of a model on a trainer's device, and of its optimizer's state that MindSpeed keeps on the host."""
 
     weights: int = 0
@@ -96,11 +96,11 @@ class Estimate:
     engine; gdp, gep: of Eq. 3.
     """
 
-    run: Run
+    run: PlannedRun
     weights: np.ndarray
     flows: dict[str, Flow]
-    policy: Held
-    critic: Held
+    policy: TrainerBytes
+    critic: TrainerBytes
     generate: int
     whole: int
     in_flight: int
@@ -146,7 +146,7 @@ class Estimate:
         return float(near) / self.run.near, float(max(flow.node_in.max(), flow.node_out.max())) / self.run.far
 
 
-def estimate(run: Run, engine: EngineParallel, engines: int, first: int = 0) -> Estimate:
+def estimate(run: PlannedRun, engine: EngineParallel, engines: int, first: int = 0) -> Estimate:
     """Figures of all modes. The engines live on ranks [first, first + engines x engine.ranks).
 
     In `allgather` every engine rank receives the whole model but what it holds; in `stream` only what it lacks.
@@ -156,7 +156,7 @@ def estimate(run: Run, engine: EngineParallel, engines: int, first: int = 0) -> 
     ranks = range(first, first + engines * engine.ranks)
     sources = {r: megatron_layout(shape, train, r) for r in range(train.world)}
     destinations = {r: engine_layout(shape, engine, (r - first) % engine.ranks) for r in ranks}
-    cells = Cells(sources, destinations, canonical_tensors(shape), itemsize=itemsize, node_size=run.node)
+    cells = FlowCells(sources, destinations, canonical_tensors(shape), itemsize=itemsize, node_size=run.node)
     flows = {mode: cells.flow(everything=mode == "allgather") for mode in MODES}
     return Estimate(
         run,
@@ -188,17 +188,17 @@ def weights_by_layer(shape: ModelShape, itemsize: int) -> np.ndarray:
     return out
 
 
-def _fullest(run: Run) -> tuple[Held, Held]:
+def _fullest(run: PlannedRun) -> tuple[TrainerBytes, TrainerBytes]:
     """Policy and critic of the trainer's fullest device. Where the policy has its output layer, or shares it with the
     embedding, a critic has one row of it, whole on every rank."""
     train = run.train
     spread, expert_spread = (train.dp * train.cp, train.edp) if run.distributed else (1, 1)
     state_bytes = ADAM_BYTES[run.itemsize] - (run.reused if run.itemsize == 2 else 0)
 
-    def held(numel: int, experts: int) -> Held:
+    def held(numel: int, experts: int) -> TrainerBytes:
         state = state_bytes * (-(-(numel - experts) // spread) + -(-experts // expert_spread))
         parked = state if run.pieces else 0
-        return Held(numel * run.itemsize, numel * run.grad_bytes, -(-state // (run.pieces or 1)), parked)
+        return TrainerBytes(numel * run.itemsize, numel * run.grad_bytes, -(-state // (run.pieces or 1)), parked)
 
     devices = []
     of_ranks = (megatron_shapes(run.shape, train, rank) for rank in range(train.world))
@@ -207,5 +207,7 @@ def _fullest(run: Run) -> tuple[Held, Held]:
         experts = sum(prod(s) for name, s in shapes.items() if ".mlp.experts." in name)
         head = prod(shapes.get("output_layer.weight", (0,)))
         value_head = run.shape.hidden if "decoder.final_layernorm.weight" in shapes else 0
-        devices.append((held(numel, experts), held(numel - head + value_head, experts) if run.critic else Held()))
+        devices.append(
+            (held(numel, experts), held(numel - head + value_head, experts) if run.critic else TrainerBytes())
+        )
     return max(devices, key=lambda pair: pair[0].device + pair[1].device)

@@ -38,7 +38,7 @@ class Flow:
         return int(np.ceil(sum(boxes)).max())
 
 
-class Cells:
+class FlowCells:
     """Both sides of a reshard as booleans `[nodes, ranks per node, cells]`.
 
     sources, destinations: rank -> layout, of all ranks, so that every cell has a source; itemsize: bytes of an element;

@@ -30,7 +30,7 @@ from mindspeed_rl_plugin.tools.layout_args import (
     train_layout,
 )
 from mindspeed_rl_plugin.tools.plan import dock_volume, schedule
-from mindspeed_rl_plugin.tools.plan.estimate import COMMON, EXPERT, MODES, TENSOR, Estimate, Run, estimate
+from mindspeed_rl_plugin.tools.plan.estimate import COMMON, EXPERT, MODES, TENSOR, Estimate, PlannedRun, estimate
 from mindspeed_rl_plugin.tools.plan.script_args import read_script
 from mindspeed_rl_plugin.tools.text_table import aligned
 
@@ -110,7 +110,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
     check_least(options, 0, "generate_first")
 
 
-def _run(options: argparse.Namespace) -> Run:
+def _run(options: argparse.Namespace) -> PlannedRun:
     """What is planned: the script's run, or one of a model and a layout, with what other options say."""
     if options.script and (options.model or options.train or options.world):
         raise ValueError("a script has its own model, layout and world; leave out --model, --train and --world")
@@ -132,7 +132,7 @@ def _run(options: argparse.Namespace) -> Run:
     )
 
 
-def _run_of_model(options: argparse.Namespace) -> Run:
+def _run_of_model(options: argparse.Namespace) -> PlannedRun:
     if not options.model:
         raise ValueError("give a launch script, or --model and --train")
     shape = model_shape(options.model, 1)  # an unknown name is said before a layout is asked for
@@ -142,10 +142,10 @@ def _run_of_model(options: argparse.Namespace) -> Run:
         raise ValueError("--vocab is for a launch script; a model has its own")
     check_experts(shape, options.train, f"--train {options.train}")
     train = train_layout(options.train, options.world)
-    return Run(model_shape(options.model, train.tp), train)
+    return PlannedRun(model_shape(options.model, train.tp), train)
 
 
-def _engines(options: argparse.Namespace, run: Run) -> tuple[EngineParallel, int, list[str]]:
+def _engines(options: argparse.Namespace, run: PlannedRun) -> tuple[EngineParallel, int, list[str]]:
     """One engine, how many (of the option, else the script's, else what a run without flags has), and notes."""
     text, notes = options.generate or run.generate, []
     if text is None and not options.script:

@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.engine.hf_config import load_reference
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.prompts.tokenizer import TOKENIZER_FLAGS, vocabulary_size
 from mindspeed_rl_plugin.tools.plan.dock_volume import rollout_bytes
-from mindspeed_rl_plugin.tools.plan.estimate import Run
+from mindspeed_rl_plugin.tools.plan.estimate import PlannedRun
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
@@ -59,7 +59,7 @@ _NO_FLAGS = {
 _ENGINE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # else the trainer's
 
 
-def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> Run:
+def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> PlannedRun:
     """Run the script up to its torchrun and read the arguments.
 
     vocab: real vocabulary, where it is not in the script or its tokenizer's files. Raises ValueError for what no
@@ -74,7 +74,7 @@ def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> 
     return replace(script, node=launch.nproc)
 
 
-def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: Path = Path()) -> Run:
+def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: Path = Path()) -> PlannedRun:
     """The same from arguments that are at hand, for a world of ranks. folder: where their relative paths begin."""
     args = _namespace(flags)
     args.world_size = world
@@ -98,7 +98,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
             f"the script leaves the vocabulary to a tokenizer whose tokenizer.json is not here ({named}); give its "
             "size with --vocab"
         )
-    return Run(
+    return PlannedRun(
         shape=ModelShape.from_megatron_args(args, vocab),
         train=Parallel.from_megatron_args(args),
         itemsize=itemsize,
@@ -107,7 +107,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
         distributed=bool(args.use_distributed_optimizer),
         pieces=pieces,
         generate=f"tp{config.rollout.generate_tp},ep{config.rollout.generate_ep}" if engines else None,
-        bucket_bytes=bucket_mb << 20 if bucket_mb >= 1 else Run.bucket_bytes,
+        bucket_bytes=bucket_mb << 20 if bucket_mb >= 1 else PlannedRun.bucket_bytes,
         critic=algorithm is not None and algorithm.needs_critic,
         reference=algorithm and (algorithm.needs_reference or algorithm.from_pairs),
         dock_bytes=rollout_bytes(config, algorithm, args.global_batch_size) if algorithm else 0,

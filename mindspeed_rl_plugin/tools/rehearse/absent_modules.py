@@ -35,7 +35,7 @@ class _Name(type):
         return _name(f"{cls.__module__}.{cls.__qualname__}", name)
 
     def __call__(cls, *args: Any, **named: Any) -> Any:
-        if cls.__module__.partition(".")[0] not in _Finder.modules:  # another's, which inherits from one
+        if cls.__module__.partition(".")[0] not in _StandInFinder.modules:  # another's, which inherits from one
             return super().__call__(*args, **named)
         if sys._getframe(1).f_code.co_flags & CO_OPTIMIZED:  # in a function, not in a module's or a class's own lines
             raise RuntimeError(
@@ -56,7 +56,7 @@ class _StandIn(ModuleType):
         return _name(self.__name__, name)
 
 
-class _Finder(MetaPathFinder, Loader):
+class _StandInFinder(MetaPathFinder, Loader):
     """The last finder: whatever another finds is not asked for here."""
 
     modules: set[str] = set()
@@ -109,7 +109,7 @@ def _catches(handler: ast.ExceptHandler) -> bool:
 
 def install() -> None:
     """From now on an import of a module that is not here may get a stand-in."""
-    sys.meta_path.append(_Finder())
+    sys.meta_path.append(_StandInFinder())
 
 
 if __name__ == "__main__":

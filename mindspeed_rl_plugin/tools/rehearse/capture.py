@@ -43,7 +43,7 @@ _OURS = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV", "TMPDIR")
 
 
 @dataclass(frozen=True)
-class Launch:
+class CapturedLaunch:
     """What a script would have started on this node.
 
     script: entry script as written, arguments: its own; nproc: ranks per node, nnodes: nodes; cwd, env: where
@@ -85,7 +85,7 @@ class Done:
         return self.code == 0
 
 
-def capture(script: Path, scratch: Path, timeout: float) -> Launch:
+def capture(script: Path, scratch: Path, timeout: float) -> CapturedLaunch:
     """Run `script` with the stand-ins. Raises ValueError when it is not there, fails, hangs or starts no training."""
     if not script.is_file():
         raise ValueError(f"{script}: no such file; give a launch script (bash) that calls torchrun")
@@ -102,7 +102,7 @@ def capture(script: Path, scratch: Path, timeout: float) -> Launch:
     args = _torchrun_arguments(launches[0]["argv"], script)
     words = [args.training_script, *args.training_script_args][1 if args.module else 0 :]
     env = {k: v for k, v in launches[0]["env"].items() if k not in _OURS}
-    return Launch(
+    return CapturedLaunch(
         script=words[0],
         arguments=tuple(words[1:]),
         # Words such as "auto" mean a node's eight NPUs.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mindspeed_rl_plugin.checks.flag_support import TAKEN_OVER
 from mindspeed_rl_plugin.tools.patch import core_version
-from mindspeed_rl_plugin.tools.rehearse.capture import Launch
+from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 MINDSPEED_CORE = (0, 12)  # the core that MindSpeed 2.x patches
@@ -54,7 +54,7 @@ class Entry:
         return f"{on}, Megatron Core {core[0]}.{core[1]}{other}"
 
 
-def find_entry(launch: Launch, launch_script: Path, scratch: Path) -> Entry:
+def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> Entry:
     """Find the entry script and its libraries. Raises ValueError when there is nothing to run, or a checkout is absent.
 
     MEGATRON_LM_PATH (one or several checkouts, colon separated), MINDSPEED_PATH, MINDSPEED_LLM_PATH and the

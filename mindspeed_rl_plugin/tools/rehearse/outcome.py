@@ -11,7 +11,7 @@ from pathlib import Path
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.checks.flag_support import TAKEN_OVER
 from mindspeed_rl_plugin.tools.rehearse.absent_modules import STANDIN
-from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch
+from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, Done
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
 from mindspeed_rl_plugin.tools.rehearse.shrink import NOT_HERE
@@ -118,7 +118,9 @@ def absent_modules(lines: Iterable[str]) -> set[str]:
     return {line.removeprefix(STANDIN).split()[0] for line in lines if line.startswith(STANDIN)}
 
 
-def not_exercised(launch: Launch, entry: Entry, flags: Flags, ranks: int, absent: Collection[str] = ()) -> list[str]:
+def not_exercised(
+    launch: CapturedLaunch, entry: Entry, flags: Flags, ranks: int, absent: Collection[str] = ()
+) -> list[str]:
     """What may still go wrong on the real machine, because nothing of it was tried here. absent: Python modules."""
     kernels = [c.flag for c in flags.changes if c.why.startswith(NOT_HERE) and c.old is not None]
     variables = sorted(name for name in launch.exported if _VARIABLES.match(name))

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mindspeed_rl_plugin.tools.rehearse import absent_modules, accept, outcome
-from mindspeed_rl_plugin.tools.rehearse.capture import Done, Launch, capture, run
+from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, Done, capture, run
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, Entry, find_entry, pretraining
 from mindspeed_rl_plugin.tools.rehearse.shrink import ranks_of_split, remove_unavailable, replace_mindspeed_llm, shrink
@@ -100,7 +100,7 @@ class _Rehearsal:
 
     options: argparse.Namespace
     scratch: Path
-    launch: Launch
+    launch: CapturedLaunch
     entry: Entry
     flags: Flags
     facts: outcome.Facts
