@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.api import Traffic, listed
 from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.memory import Segments
-from mindspeed_rl_plugin.dock.rpc import PATIENCE, Closed, Lost, Process, Stream, ask, connect
+from mindspeed_rl_plugin.dock.rpc import REPLY_TIMEOUT, Closed, Lost, Process, Stream, ask, connect
 
 KEPT = 256  # epochs that are remembered, by a process of the job when they are cleared: leases are of later ones
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
@@ -185,7 +185,7 @@ class Calls:
                 idle.pop().close()
 
     def _ask(
-        self, address: m.Address, message: m.Message, bulk: np.ndarray | None, patience: float = PATIENCE
+        self, address: m.Address, message: m.Message, bulk: np.ndarray | None, patience: float = REPLY_TIMEOUT
     ) -> tuple[m.Message, Any]:
         if self.core is not None and address.rank == self.me.rank:
             answer, got = self.core.call(self.me.name, message, bulk)[0], None

@@ -174,7 +174,6 @@ class Dock:
         *,
         ids: Sequence[SampleId] | None = None,
         max_rows: int | None = None,
-        max_tokens: int | None = None,
         deadline: float,
         columns: Sequence[str] | None = None,
         epoch: int | None = None,
@@ -183,11 +182,10 @@ class Dock:
         """Wait for ready rows and take them; their rows hold the columns that the state reads, or those of them that
         are asked for.
 
-        ids: exactly these, in this order, once all are ready (plain triples or a `[B, 3]` tensor will do): the design's
-        `order=id`. None, its `order=ready`: whatever is ready, in the order of ids, rows of this machine first, at
-        most `max_rows` and `max_tokens`, but one row (or whole group) at least. The empty lease says that every row is
-        acknowledged, to a process outside of the job that the job has left (`ended`); with deadline 0, which only
-        tries, also that there is nothing to be had now.
+        ids: exactly these, in this order, once all are ready (plain triples or a `[B, 3]` tensor will do). None:
+        whatever is ready, in the order of ids, rows of this machine first, at most `max_rows`, whole groups where the
+        state takes these. The empty lease says that every row is acknowledged, to a process outside of the job that
+        the job has left (`ended`); with deadline 0, which only tries, also that there is nothing to be had now.
 
         epoch: of what is ready only rows of this one; share: (i, n), only the i-th of n equal parts of each epoch's
         rows.
@@ -199,7 +197,7 @@ class Dock:
             calls.epochs.cleared(f"lease of state {state!r}", wanted)
             if len(set(ids_tuple(wanted))) != len(wanted):
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids_tuple(wanted))}")
-        bounds = (max_rows, max_tokens, calls.warehouse, epoch, share)
+        bounds = (max_rows, calls.warehouse, epoch, share)
         ask = partial(calls.query, m.Ask, state, wanted, deadline, calls.lease_seconds, *bounds)
         try:
             grant = self._granted(ask, state, wanted)

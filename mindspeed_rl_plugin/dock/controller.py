@@ -202,8 +202,8 @@ def _listed(ids: np.ndarray) -> str:
 def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | None:
     """The rows to give out; [] where every row is acknowledged; None to wait for more.
 
-    Raises ValueError for ids that are cleared, done, or a part of a group where groups are whole, and for bounds below
-    one group.
+    Raises ValueError for ids that are cleared, done, or a part of a group where groups are whole, and for `max_rows`
+    below one group.
     """
     if ask.ids is not None:
         asked = rows_of(epochs, ask.ids)
@@ -216,7 +216,7 @@ def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | None:
         raise ValueError(f"lease of state {name!r}: max_rows {ask.max_rows} is less than one group of {unit}")
     if ask.epoch is not None:
         epochs = {ask.epoch: epochs[ask.epoch]} if ask.epoch in epochs else {}
-    batch = _bounded(epochs, _ready(epochs, ask), ask)
+    batch = _first_rows(epochs, _ready(epochs, ask), ask.max_rows)
     if not batch and any(epoch.undone().any() for epoch in epochs.values()):
         return None  # others hold rows that may come back
     return batch
@@ -245,24 +245,16 @@ def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> Picked:
     return out
 
 
-def _bounded(epochs: Mapping[int, EpochView], ready: Picked, ask: Ask) -> Picked:
-    """No more than the ask's bounds, but one unit at least."""
-    taken, tokens = 0, 0
+def _first_rows(epochs: Mapping[int, EpochView], ready: Picked, most: int | None) -> Picked:
+    """The first `most` rows, None for all, without the rest of a group where groups are whole."""
     out: Picked = []
     for number, rows in ready:
-        epoch = epochs[number]
-        units = rows.reshape(-1, epoch.unit)
-        kept = len(units) if ask.max_rows is None else min((ask.max_rows - taken) // epoch.unit, len(units))
-        if ask.max_tokens is not None:
-            length = tokens + epoch.lengths(units).cumsum()
-            kept = min(kept, int((length <= ask.max_tokens).sum()))  # no length is negative: those that fit come first
-            tokens = int(length[-1])
-        kept = kept or int(taken == 0)
+        kept = len(rows) if most is None else min(most, len(rows)) // epochs[number].unit * epochs[number].unit
         if kept:
-            out.append((number, units[:kept].reshape(-1)))
-            taken += kept * epoch.unit
-        if kept < len(units):
+            out.append((number, rows[:kept]))
+        if kept < len(rows):
             break
+        most = None if most is None else most - kept
     return out
 
 

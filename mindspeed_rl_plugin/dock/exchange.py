@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.core import Offers
 from mindspeed_rl_plugin.dock.gate import Gate, Opening, called
 from mindspeed_rl_plugin.dock.places import ids_tuple
-from mindspeed_rl_plugin.dock.rpc import PATIENCE
+from mindspeed_rl_plugin.dock.rpc import REPLY_TIMEOUT
 from mindspeed_rl_plugin.dock.sharing import Fill, Shared
 from mindspeed_rl_plugin.dock.sources import VersionSource
 from mindspeed_rl_plugin.dock.versions import Versions
@@ -95,12 +95,12 @@ class Exchange:
 
     def records(self, after: int, deadline: float) -> m.Told:
         """The job's records behind the first `after`; waits for one, at most `deadline` seconds."""
-        return self._calls.ask_rank(self._calls.directory.ranks[0], m.Follow(after, deadline), PATIENCE)
+        return self._calls.ask_rank(self._calls.directory.ranks[0], m.Follow(after, deadline), REPLY_TIMEOUT)
 
     def offer_rows(self, rows: Sequence[str], deadline: float) -> list[int]:
         """Give rows, as JSON, to the job, which has room for them within `deadline` seconds. Their numbers."""
         offer = m.Offer(list(rows), deadline)
-        return self._calls.ask_rank(self._calls.directory.ranks[0], offer, PATIENCE).numbers
+        return self._calls.ask_rank(self._calls.directory.ranks[0], offer, REPLY_TIMEOUT).numbers
 
     def once_a_machine(self, key: str, nbytes: int, fill: Fill) -> Shared:
         """Bytes under a version that one process of this machine reads by `fill`, for all there that give the same
@@ -110,9 +110,9 @@ class Exchange:
     def report(self, counts: Mapping[str, float], spans: Sequence[tuple[str, float, float]] = ()) -> m.Announced:
         """For the leader: what this process has counted since it joined, and what it did since its last report, see
         `take_spans`. What the leader announced last."""
-        return self._calls.ask_rank(self._calls.directory.ranks[0], m.Report(dict(counts), list(spans)), PATIENCE)
+        return self._calls.ask_rank(self._calls.directory.ranks[0], m.Report(dict(counts), list(spans)), REPLY_TIMEOUT)
 
-    def news(self, after: int, deadline: float, patience: float = PATIENCE) -> m.Announced:
+    def news(self, after: int, deadline: float, patience: float = REPLY_TIMEOUT) -> m.Announced:
         """What the leader announced last; waits until its number is above `after`, at most `deadline` seconds, and so
         many more for its answer."""
         return self._calls.ask_rank(self._calls.directory.ranks[0], m.News(after, deadline), patience)

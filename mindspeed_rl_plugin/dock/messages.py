@@ -74,14 +74,13 @@ class Query(Message):
 
 class Ask(Query):
     """A lease. ids: `[B, 3]` exactly these, in this order; None: what is ready, by rising id, rows of warehouse `near`
-    first. The bounds are those of `Dock.lease`; deadline: seconds to wait; seconds: life of the lease, of a process
+    first. max_rows: as of `Dock.lease`; deadline: seconds to wait; seconds: life of the lease, of a process
     outside of the job; epoch: only rows of it; share: (i, n), only the i-th of n equal parts of each epoch's rows."""
 
     ids: np.ndarray | None
     deadline: float
     seconds: float | None = None
     max_rows: int | None = None
-    max_tokens: int | None = None
     near: int | None = None
     epoch: int | None = None
     share: tuple[int, int] | None = None

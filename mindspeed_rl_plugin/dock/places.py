@@ -97,7 +97,6 @@ class EpochView(Places):
         self.owner = np.full(shape.groups, -1, np.int32)  # warehouse that holds the group's cells
         self.lacking = np.full(rows, len(spec.reads), np.int16)  # columns that a row has not got yet
         self.unit = shape.members if spec.whole_groups else 1  # rows that are only given out together
-        self._tokens = next((i for i, n in enumerate(spec.reads) if columns[n].level == "token"), None)
 
     def learn(self, record: Record) -> bool:
         """Take in new cells and acknowledgements; cleared groups stay cleared. Whether a row became ready, or a whole
@@ -129,10 +128,6 @@ class EpochView(Places):
     def undone(self) -> np.ndarray:
         """`[rows]` bool: still to be acknowledged."""
         return (self.status < DONE) & self._open()
-
-    def lengths(self, units: np.ndarray) -> np.ndarray:
-        """`[units]` tokens of `[units, rows of a unit]`; zeros for a state that reads no tokens."""
-        return np.zeros(len(units), np.int64) if self._tokens is None else self.length[self._tokens][units].sum(1)
 
     def _open(self) -> np.ndarray | bool:
         if self.alive.all() and not self.retired.any():

@@ -101,25 +101,17 @@ class DockMachine(RuleBasedStateMachine):
         rows = data.draw(st.lists(st.sampled_from(sorted(self.model.alive)), unique=True, min_size=1, max_size=4))
         self.dock.put(self.rows("reward", rows))
 
-    @rule(
-        state=st.sampled_from(NAMES),
-        max_rows=st.integers(3, 8),
-        max_tokens=st.none() | st.integers(0, 6),
-        outside=st.booleans(),
-    )
-    def lease(self, state: str, max_rows: int, max_tokens: int | None, outside: bool) -> None:
+    @rule(state=st.sampled_from(NAMES), max_rows=st.integers(3, 8), outside=st.booleans())
+    def lease(self, state: str, max_rows: int, outside: bool) -> None:
         ready = self.model.ready(state)
         dock = self.outside if outside else self.dock
-        lease = dock.lease(state, max_rows=max_rows, max_tokens=max_tokens, deadline=0)
+        lease = dock.lease(state, max_rows=max_rows, deadline=0)
         got = list(lease.rows.ids)
         assert got == ready[: len(got)] and bool(got) == bool(ready) and len(got) <= max_rows
         if state == "train":
             assert all(set(self.model.group(i)) <= set(got) for i in got)
-        elif max_tokens is None:
+        else:
             assert got == ready[:max_rows]
-        if got and max_tokens is not None and state != "generate":  # which reads no tokens
-            unit = len(self.model.group(got[0])) if state == "train" else 1
-            assert sum(len(self.model.cells["tokens", i]) for i in got) <= max_tokens or len(got) == unit
         self.took(dock, lease)
 
     @rule(state=st.sampled_from(["generate", "reward"]), data=st.data())

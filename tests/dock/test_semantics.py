@@ -208,7 +208,7 @@ def test_who_is_gone_when_it_is_woken_wakes_the_next(make_one, monkeypatch) -> N
     dock = make_one()
     monkeypatch.setattr(core, "LOOK_SECONDS", 20.0)
     dock.open(0, 1, 1)
-    ask = messages.Ask("generate", [(0, 1, 1)], {}, None, 20.0, None, 1, None, None, None, None)
+    ask = messages.Ask("generate", [(0, 1, 1)], {}, None, 20.0, max_rows=1)
     with ThreadPoolExecutor(2) as pool:
         gone = pool.submit(dock._calls.core.call, "gone", ask, None, lambda: True)
         time.sleep(0.1)
