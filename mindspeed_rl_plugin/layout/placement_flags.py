@@ -14,6 +14,7 @@ _PLACING = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
+_SPELT = {"virtual_pipeline_model_parallel_size": "--num-layers-per-virtual-pipeline-stage"}  # Megatron derives it
 
 
 def folds(args: argparse.Namespace) -> bool:
@@ -29,7 +30,7 @@ def folds(args: argparse.Namespace) -> bool:
     if given != "dualpipev":
         raise ValueError(f"--schedules-method {given}: its placement of layers is unknown; give dualpipev, or none")
     if beside := [name for name in _PLACING if getattr(args, name, None)]:
-        shown = " and ".join(spelt(name) for name in beside)
+        shown = " and ".join(_SPELT.get(name) or spelt(name) for name in beside)
         raise ValueError(f"--schedules-method dualpipev gives every chunk equally many layers; remove {shown}")
     if args.pipeline_model_parallel_size == 1:
         raise ValueError("--schedules-method dualpipev needs --pipeline-model-parallel-size of at least 2; remove one")

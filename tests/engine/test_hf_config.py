@@ -263,21 +263,6 @@ def test_mindspeed_llm_scaling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rope_scaling_type": "longrope"}, "--rope-scaling-type longrope: .* Phi"),
-        ({"rope_scaling_type": "plm"}, "--rope-scaling-type plm: .* PLM"),
-        (DENSE_YARN | {"rope_scaling_original_max_position_embeddings": None}, "rope-scaling-original-max-position"),
-        (DENSE_YARN | {"rope_scaling_mscale": 0.7}, "--rope-scaling-mscale 0.7"),
-        (DEEPSEEK | MINDSPEED_YARN | {"rope_scaling_factor": None}, "needs --rope-scaling-factor"),
-    ],
-)
-def test_scaling_that_the_engine_has_not(changes, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        derive_config(megatron(**changes), vocab_size=250)
-
-
-@pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, True),
@@ -301,31 +286,10 @@ def test_weights_of_experts_add_up_as_in_the_trainer(changes, expected) -> None:
     assert derive_config(megatron(**MOE | changes), vocab_size=250)["norm_topk_prob"] is expected
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({**MOE, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor 1.0"),
-        ({**MOE, "shared_expert_gate": True}, "qwen3_moe has no gate of shared experts; .*: --shared-expert-gate"),
-        ({**QWEN2_MOE, "moe_shared_expert_gate": False}, "family qwen2_moe needs --moe-shared-expert-gate"),
-        ({**QWEN2_MOE, "shared_expert_gate_output_dimension": 128}, "--shared-expert-gate-output-dimension 128"),
-        ({**MIXTRAL, "moe_layer_freq": [1, 0]}, r"--moe-layer-freq .*\[1\]: .* mixtral"),
-        ({**MIXTRAL, "moe_router_pre_softmax": True}, "not add up to 1, those of family mixtral do"),
-        ({**LITE, "moe_router_pre_softmax": False}, "would add up to 1, those of family deepseek_v2 do not"),
-        (
-            {**DEEPSEEK, "moe_router_load_balancing_type": "pai_megatron_aux_loss"},
-            "ignores --moe-router-score-function",
-        ),
-        ({**DEEPSEEK, "num_experts": None}, "no model family has .*, multi-latent attention"),
-        ({**MOE, "fix_router": True}, "--fix-router"),
-        ({"scale_emb": 12.0}, "--scale-emb 12.0"),
-        ({"post_norm": True}, "--post-norm"),
-        ({**QWEN2_MOE, "kv_channels": 64}, "--kv-channels 64: vLLM's Qwen2MoeForCausalLM takes --hidden-size"),
-    ],
-)
-def test_models_that_the_engine_does_not_have(change, message) -> None:
-    """What is refused by the same words at a start: tests/launch/test_refusals.py."""
-    with pytest.raises(ValueError, match=message):
-        derive_config(megatron(**change), vocab_size=250)
+def test_a_head_size_that_vllm_takes_from_other_sizes() -> None:
+    """What else is refused, is at a start: tests/launch/refusals.py."""
+    with pytest.raises(ValueError, match="--kv-channels 64: .*Qwen2MoeForCausalLM"):
+        derive_config(megatron(**QWEN2_MOE, kv_channels=64), vocab_size=250)
 
 
 def test_all_problems_come_at_once() -> None:

@@ -1,17 +1,15 @@
 """Tiny Megatron jobs in torchrun, for the tests of attaching and starting; arguments of one that RL can train."""
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-
-from mindspeed_rl_plugin.config import add_flags
+from refusals import namespace
 
 HERE = Path(__file__).parent
 SCRIPT = HERE.parents[1] / "examples" / "pretrain_gpt.py"
@@ -92,47 +90,9 @@ def megatron(tmp_path_factory, request, start_flags):
     return run
 
 
-# What Megatron's validation leaves behind for a small model that RL can train.
-VALIDATED = dict(
-    **dict(train_iters=10, save="out", save_interval=5, global_batch_size=16, micro_batch_size=2, seq_length=64),
-    **dict(data_parallel_size=2, world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=1),
-    **dict(context_parallel_size=1, expert_model_parallel_size=1, expert_tensor_parallel_size=None),
-    **dict(use_tp_pp_dp_mapping=False, decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None),
-    **dict(account_for_embedding_in_pipeline_split=False, account_for_loss_in_pipeline_split=False),
-    **dict(num_layers=2, hidden_size=256, ffn_hidden_size=512, num_attention_heads=8, kv_channels=32),
-    **dict(group_query_attention=True, num_query_groups=4, max_position_embeddings=64, params_dtype=torch.float32),
-    **dict(make_vocab_size_divisible_by=16, normalization="RMSNorm", swiglu=True, add_bias_linear=False),
-    **dict(add_qkv_bias=True, qk_layernorm=False, position_embedding_type="rope", hidden_dropout=0.0),
-    **dict(untie_embeddings_and_output_weights=True, attention_dropout=0.0, tokenizer_model=None),
-)
-
-PARSER = add_flags(argparse.ArgumentParser(allow_abbrev=False))
-FLAGS = {
-    "--rl-algorithm": ["grpo"],
-    "--rl-reward": ["math"],
-    "--rl-samples-per-prompt": ["4"],
-    "--rl-max-prompt-length": ["32"],
-    "--rl-max-response-length": ["32"],
-}
-
-
 @pytest.fixture
 def build(tmp_path):
-    """A namespace like Megatron's, from changed flags (`--...`) and changed attributes."""
+    """`build(changes)`: a namespace like Megatron's (refusals.py)."""
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}))
-
-    def make(changes):
-        flags = dict(FLAGS)
-        flags["--rl-tokenizer"] = [str(tmp_path / "tokenizer")]
-        flags["--rl-prompt-data"] = [str(tmp_path / "prompts.jsonl")]
-        attributes = dict(VALIDATED)
-        for name, value in changes.items():
-            if name.startswith("--"):
-                flags[name] = value
-            else:
-                attributes[name] = value
-        words = [word for flag, values in flags.items() if values is not None for word in (flag, *values)]
-        return argparse.Namespace(**attributes, **vars(PARSER.parse_args(words)))
-
-    return make
+    return partial(namespace, tmp_path)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from flag_table import verdict
-from test_refusals import ASYNC, BAD, DEEPSEEK, DPO, FOLDED, MOE, problems_of
+from refusals import ROWS as REFUSED
+from refusals import problems_of, unbuilt
 
 from mindspeed_rl_plugin.config import flag_names
 
@@ -47,38 +48,9 @@ BY_HAND = {
 # What one process cannot try: other files, other programs.
 ELSEWHERE = "give the directory of a Megatron checkpoint|give --rl-engine-url|start with -m|make mindspeed_rl_plugin"
 NAMES = set(flag_names())
-
-# What else the checks refuse.
-TOOLS = {"--rl-tools": "a.py:f", "--rl-tool-parser": "hermes"}
-FOREIGN = {"--rl-environment": "verifiers:x", "--rl-apply-chat-template": ""}
-GATED = MOE | dict(add_qkv_bias=True, qk_layernorm=False, moe_shared_expert_intermediate_size=126)
-YARN = dict(rope_scaling_type="yarn", rope_scaling_original_max_position_embeddings=32, rope_scaling_mscale=0.7)
-ROWS = [changes for changes, _ in BAD] + [
-    {"--rl-max-turns": "3"},
-    {"--rl-reward": "environment"},
-    TOOLS | {"--rl-max-turns": "1"},
-    TOOLS | {"--rl-environment-python": "python3"},
-    TOOLS | {"--rl-ignore-eos": ""},
-    TOOLS | {"--rl-environment-timeout": "1e6"},
-    TOOLS | {"--rl-max-turn-length": "99"},
-    TOOLS | {"--rl-max-observation-length": "40"},
-    TOOLS | {"--rl-observation": "chat"},
-    TOOLS | {"--rl-observation": "raw", "--rl-apply-chat-template": ""},
-    TOOLS | {"--rl-tool-parser": None},
-    FOREIGN | {"--rl-tools": "a.py:f"},
-    FOREIGN | {"--rl-tool-parser": "hermes"},
-    FOREIGN | {"--rl-max-observation-length": "9"},
-    FOREIGN | {"--rl-apply-chat-template": None},
-    {"--rl-reward-timeout": "1e6"},
-    ASYNC | {"--rl-correction-low": "2"},
-    DPO | {"--rl-dpo-loss": "ipo", "--rl-dpo-label-smoothing": "0.1"},
-    DEEPSEEK | {"moe_router_topk": 1},
-    DEEPSEEK | {"rotary_scaling_factor": 2.0, "mscale_all_dim": 1.0},
-    DEEPSEEK | {"moe_shared_expert_intermediate_size": 200},
-    GATED | {"moe_shared_expert_gate": True, "shared_expert_gate_output_dimension": 2},
-    YARN | {"rope_scaling_mscale_all_dim": 0.0},
-    FOLDED | {"schedules_method": "other"},
-]
+DERIVED = {"--num-layers-per-virtual-pipeline-stage": "virtual_pipeline_model_parallel_size"}
+# Families that are not built are not listed: no argument makes one of them another.
+ROWS = [changes for rule, changes, _ in REFUSED if rule is not unbuilt]
 
 
 def alternatives(line):
@@ -102,7 +74,8 @@ def tries(part, head):
     if re.match("change|raise|lower|shorten|sample|set|give (fewer|more|at |an |a multiple|half|[0-9])", part):
         numbers = {int(n) for n in re.findall(r"\d+", f"{head} {part} 1 2 4")}
         numbers |= {n * 2 for n in numbers} | {n // 2 for n in numbers}
-        return [{flag: number} for flag in (named or before) for number in sorted(numbers - {0})]
+        without = [{flag: None} for flag in named if part.startswith("change --")]  # of a switch
+        return without + [{flag: number} for flag in (named or before) for number in sorted(numbers - {0})]
     pairs = re.findall(rf"({FLAG})((?: (?!and\b|instead|alone|too\b|to\b|of\b|with|in\b|N\b)[\w.:]+)*)", part)
     if pairs:
         return [{flag: value.strip() for flag, value in pairs}]
@@ -113,11 +86,11 @@ def applied(changes, change):
     """The changes with these besides. Upstream's flags must be known to a parser of theirs, ours to ours."""
     out = dict(changes)
     for flag, value in change.items():
-        name = flag[2:].replace("-", "_")
+        name = DERIVED.get(flag) or flag[2:].replace("-", "_")
         if flag in NAMES:
             out[flag] = None if value is None else str(value)
             continue
-        assert verdict([flag], name, None) or name == "world_size", f"no parser knows {flag}"
+        assert verdict([flag], flag[2:].replace("-", "_"), None) or name == "world_size", f"no parser knows {flag}"
         if name.startswith("no_"):
             name, value = name[3:], value is None
         out.pop(name, None)
