@@ -25,11 +25,11 @@ from torch import Tensor
 
 
 class SampleId(NamedTuple):
-    """Identity of one sample, never reused: rollout epoch, group within it, member of the group."""
+    """Identity of one sample, never reused."""
 
-    epoch: int
-    group: int
-    member: int
+    epoch: int  # rollout
+    group: int  # within the rollout
+    member: int  # of the group
 
 
 Group = tuple[int, int]
@@ -41,13 +41,10 @@ FINISH = ("stop", "length", "abort", "turns")
 
 @dataclass(frozen=True)
 class Ragged:
-    """B rows of different lengths, packed without padding.
+    """B rows of different lengths, packed without padding: row i is `values[offsets[i]:offsets[i + 1]]`."""
 
-    values: `[T, *trailing]`; offsets: `[B + 1]` int64, row i is `values[offsets[i]:offsets[i + 1]]`.
-    """
-
-    values: Tensor
-    offsets: Tensor
+    values: Tensor  # `[T, *trailing]`
+    offsets: Tensor  # `[B + 1]` int64
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor], dtype: torch.dtype | None = None) -> Ragged:
@@ -94,12 +91,10 @@ Column = Ragged | Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """Some columns of some samples: the one container that moves through the dock.
+    """Some columns of some samples: the one container that moves through the dock."""
 
-    ids: B sample ids; columns: name -> `Ragged` of B rows, or tensor `[B, *trailing]`.
-    """
-
-    ids: tuple[SampleId, ...]
+    ids: tuple[SampleId, ...]  # of B samples
+    # name -> `Ragged` of B rows, or tensor `[B, *trailing]`
     columns: Mapping[str, Column] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -144,30 +139,24 @@ def unpack_json(column: Ragged) -> list[object]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, ready for the engine.
+    """One prompt, ready for the engine."""
 
-    tokens: P token ids (chat template applied when asked); text: the prompt as a grader sees it;
-    answer: ground truth, "" when the data has none; row: index in the data, below 0 for one that was
-    offered; record: the other fields of its data row (JSON values), for custom rewards; messages: the chat messages
-    that the data holds in the place of a string, for a grader with a chat template of its own.
-    """
-
-    tokens: tuple[int, ...]
-    text: str
-    answer: str
-    row: int
-    record: Mapping[str, object] = field(default_factory=dict)
-    messages: Sequence[Mapping[str, object]] | None = None
+    tokens: tuple[int, ...]  # P token ids (chat template applied when asked)
+    text: str  # the prompt as a grader sees it
+    answer: str  # ground truth, "" when the data has none
+    row: int  # index in the data, below 0 for a prompt that was offered
+    record: Mapping[str, object] = field(default_factory=dict)  # other fields of its row (JSON values)
+    messages: Sequence[Mapping[str, object]] | None = None  # chat messages, where the data has them instead of a string
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled. temperature 0 is greedy; top_p in (0, 1]; top_k 0 means all tokens."""
+    """How responses are sampled."""
 
     max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0: all tokens
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -185,42 +174,34 @@ token; milliseconds: that the user's code took."""
 
 @dataclass(frozen=True)
 class Episode:
-    """What a response of several turns has beside its tokens.
+    """What a response of several turns has besides its tokens. Ranks other than an engine's first read only `turns`.
 
-    prompt: token ids before the first turn, where an environment has added to the data's own; turns: (first, end) of
-    each turn of the model, in response tokens, whatever is between them was not sampled; rewards: the environment's,
-    one for each turn; conversation: chat messages, JSON values, what the environment said last included, which the
-    model never sees; turns of the model have `turn` [tokens] and `reward`; `seconds`, that a reply of the environment
-    took, stand at its first message, and where it has none at the message before; counts: of `EPISODE_COUNTS`; tools:
-    calls that were made of each tool, and of these how many raised; failure: why the environment could not go on, None
-    where it could. On other ranks than the first of an engine only `turns` counts.
+    In `conversation`, turns of the model have `turn` [tokens] and `reward`. `seconds`, the time of the environment's
+    reply, are at the first message of the reply, or, where it has no message, at the one before.
     """
 
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # token ids before the first turn, where an environment added to the data's own
+    # (first, end) of each turn of the model, in response tokens; the tokens between were not sampled
     turns: tuple[tuple[int, int], ...]
-    rewards: tuple[float, ...] = ()
+    rewards: tuple[float, ...] = ()  # the environment's, one for each turn
+    # chat messages (JSON values), with the environment's last reply, which the model never sees
     conversation: tuple[Mapping[str, object], ...] = ()
-    counts: Mapping[str, int] = field(default_factory=dict)
-    tools: tuple[tuple[int, int], ...] = ()
-    failure: str | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)  # of `EPISODE_COUNTS`
+    tools: tuple[tuple[int, int], ...] = ()  # for each tool: its calls, and how many of them raised
+    failure: str | None = None  # why the environment could not go on; None: it could
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One response, whole or partial.
-
-    tokens: R response ids, the stop token included where one was sampled; logps: R processed log-probs
-    at the sampling temperature, 0.0 where a token was not sampled; finish: of `FINISH`; segments: (first response
-    token, version) of each part that weights of another version sampled, by rising token, the first from token 0 on;
-    episode: of a response of several turns.
-    """
+    """One response, whole or partial."""
 
     id: SampleId
-    tokens: tuple[int, ...]
-    logps: tuple[float, ...]
-    finish: str
+    tokens: tuple[int, ...]  # R response ids, with the stop token where one was sampled
+    logps: tuple[float, ...]  # R processed log-probs at the sampling temperature, 0.0 where a token was not sampled
+    finish: str  # of `FINISH`
+    # (first response token, weight version) of each part, by rising token, from token 0 on
     segments: tuple[tuple[int, int], ...]
-    episode: Episode | None = None
+    episode: Episode | None = None  # of a response of several turns
 
     @property
     def version(self) -> int:
@@ -235,22 +216,19 @@ class Completion:
 
 @dataclass(frozen=True)
 class Task:
-    """What an environment gets of a row. fields: `text`, `answer`, `record`, `messages` of its `Prompt`; seed: of its
-    group."""
+    """What an environment gets of a row."""
 
-    fields: Mapping[str, object]
-    seed: int
+    fields: Mapping[str, object]  # `text`, `answer`, `record`, `messages` of its `Prompt`
+    seed: int  # of its group
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One response asked of an engine. seed: full 63-bit seed of this very response, or of the part that is to come;
-    begun: what was sampled of it before, with which it goes on; task: for who answers the model's turns, None without.
-    """
+    """One response asked of an engine."""
 
     id: SampleId
     prompt_tokens: tuple[int, ...]
     sampling: Sampling
-    seed: int
-    begun: Completion | None = None
-    task: Task | None = None
+    seed: int  # 63 bits, of this response, or of the part of it that is still to come
+    begun: Completion | None = None  # the part sampled before, which is continued
+    task: Task | None = None  # for the environment that answers the model's turns; None: single turn

@@ -16,15 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over the global batch of one optimizer step, over all micro-batches and data parallel ranks.
+    """Counts over the global batch of one optimizer step, over all micro-batches and data parallel ranks."""
 
-    tokens: trained tokens; sequences: sequences with at least one trained token;
-    norm_length: the constant length of `token-sum-norm`, in tokens (None where it is not used).
-    """
-
-    tokens: int
-    sequences: int
-    norm_length: int | None = None
+    tokens: int  # trained tokens
+    sequences: int  # with at least one trained token
+    norm_length: int | None = None  # tokens, the constant length of `token-sum-norm`; None for other aggregations
 
 
 def token_mean(counts: Tensor, totals: Totals) -> Tensor:

@@ -21,17 +21,13 @@ from mindspeed_rl_plugin.rows import Ragged, SampleId
 
 @dataclass(frozen=True)
 class Algorithm(AlgorithmConfig):
-    """What `presets.resolve` returns: the flags, with those that were left open filled from the preset, and what
-    follows from them.
+    """What `presets.resolve` returns: all flags, those that were not given filled from the preset, and what follows
+    from them."""
 
-    bounds: of the loss, which its flags leave open; overlong_share: share of the
-    response limit that is the penalty's buffer where `overlong_buffer` is None; filtration: "none" or a rule;
-    old_logps: whether old log-probs are a column; if not, each update starts from the policy that it trains, and its
-    own log-probs are the old ones too.
-    """
-
-    bounds: Bounds = Bounds()
+    bounds: Bounds = Bounds()  # of the loss: from the flags, else the loss's own
+    # share of the response limit over which the penalty rises, where `overlong_buffer` is None
     overlong_share: float = 0.0
+    # whether old log-probs are a column; if not, the update's own log-probs, detached, are the old ones
     old_logps: bool = True
 
     @property

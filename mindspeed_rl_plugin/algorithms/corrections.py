@@ -69,13 +69,13 @@ def decoupled_clip(weights: Tensor, low: float, high: float) -> Tensor:
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """A correction and its default bounds. function None: weights are measured only; geometric: bounds at that
-    level where they are others."""
+    """A correction of the mismatch between sampling and training, and its default bounds."""
 
+    # (weights, low, high) -> factors; None: weights are only measured
     function: Callable[[Tensor, float, float], Tensor] | None
-    low: float
-    high: float
-    geometric: tuple[float, float] | None = None
+    low: float  # least weight
+    high: float  # largest weight
+    geometric: tuple[float, float] | None = None  # (low, high) at the geometric level, None: the same
 
     def bounds(self, level: str) -> tuple[float, float]:
         """Default bounds at a level."""

@@ -21,21 +21,14 @@ from mindspeed_rl_plugin.rows import Ragged, SampleId
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """What an estimator may read. Every group in it must be whole.
+    """What an estimator may read. Every group in it must be whole."""
 
-    rewards: `[B]` outcome reward of each response; groups: `[B]` int64, equal for the responses of
-    one prompt; loss_mask: ragged `[L]` uint8 per sample, or None where an estimator does not need it;
-    kl_cost: ragged `[L]`, reward taken from each trained token for its KL to the reference, None where it is
-    no part of the reward; values: ragged `[L]`, the critic's value before each token, None without one; turn_rewards:
-    ragged `[L]`, what of the reward is known to come of a turn, at its last token, None where nothing is.
-    """
-
-    rewards: Tensor
-    groups: Tensor
-    loss_mask: Ragged | None = None
-    kl_cost: Ragged | None = None
-    values: Ragged | None = None
-    turn_rewards: Ragged | None = None
+    rewards: Tensor  # `[B]`, outcome reward of each response
+    groups: Tensor  # `[B]` int64, equal for the responses of one prompt
+    loss_mask: Ragged | None = None  # `[L]` uint8 per sample; None: the estimator does not need it
+    kl_cost: Ragged | None = None  # `[L]` per sample, KL cost of each trained token; None: not in the reward
+    values: Ragged | None = None  # `[L]` per sample, the critic's value before each token; None: no critic
+    turn_rewards: Ragged | None = None  # `[L]` per sample, reward of each turn at its last token; None: no turns
 
     def __post_init__(self) -> None:
         if self.rewards.dim() != 1 or self.rewards.shape != self.groups.shape:
@@ -138,14 +131,13 @@ def returns(advantages: Ragged, values: Ragged, loss_mask: Ragged) -> Ragged:
 
 @dataclass(frozen=True)
 class AdvantageSpec:
-    """An estimator. per_token: it returns a `Ragged`; whitened: its result is whitened over the rollout;
-    members: fewest responses of a prompt that it can compare; critic: it needs values."""
+    """An estimator, and what it needs."""
 
     function: Callable[[RewardBatch, AlgorithmConfig], Tensor | Ragged]
-    per_token: bool = False
-    whitened: bool = False
-    members: int = 2
-    critic: bool = False
+    per_token: bool = False  # it returns a `Ragged`, one advantage per token
+    whitened: bool = False  # its result is whitened over the rollout
+    members: int = 2  # fewest responses of a prompt that it can compare
+    critic: bool = False  # it needs values
 
 
 ADVANTAGES: dict[str, AdvantageSpec] = {

@@ -18,42 +18,33 @@ LOG_SEQUENCE_RATIO_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """The T trained tokens of a micro-batch; masked and padded positions are not among them.
+    """The T trained tokens of a micro-batch; masked and padded positions are not among them."""
 
-    logp: `[T]` under the policy being trained, carries the gradient; logp_old: `[T]` under the policy that
-    the update starts from; advantages: `[T]`; sequence: `[T]` int64, row of each token in the micro-batch; all
-    trained tokens of a row are here; sequences: rows of the micro-batch.
-    """
-
-    logp: Tensor
-    logp_old: Tensor
-    advantages: Tensor
-    sequence: Tensor
-    sequences: int
+    logp: Tensor  # `[T]` under the policy being trained; carries the gradient
+    logp_old: Tensor  # `[T]` under the policy from which the update starts
+    advantages: Tensor  # `[T]`
+    sequence: Tensor  # `[T]` int64, the token's row in the micro-batch; all trained tokens of a row are here
+    sequences: int  # rows of the micro-batch
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits that a loss puts on the ratio.
+    """Limits that a loss puts on the ratio."""
 
-    low, high: clip range `[1 - low, 1 + high]`; dual: bound c for negative advantages, None is off;
-    tau_positive, tau_negative: temperature of SAPO's gate, by the sign of the advantage.
-    """
-
-    low: float = 0.0
+    low: float = 0.0  # the ratio is clipped to `[1 - low, 1 + high]`
     high: float = 0.0
-    dual: float | None = None
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
+    dual: float | None = None  # bound c for negative advantages; None: off
+    tau_positive: float = 1.0  # temperature of SAPO's gate for advantages above 0
+    tau_negative: float = 1.05  # the same for other advantages
 
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """loss: `[T]`; ratio: `[T]`, detached; clipped: `[T]` bool, where the bound and not the ratio gave the loss."""
+    """What a policy loss returns for each trained token."""
 
-    loss: Tensor
-    ratio: Tensor
-    clipped: Tensor
+    loss: Tensor  # `[T]`
+    ratio: Tensor  # `[T]`, detached
+    clipped: Tensor  # `[T]` bool, whether the loss comes from the bound and not from the ratio
 
 
 def clip(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
@@ -114,14 +105,13 @@ def reinforce(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A policy loss and its default bounds, None where it has none; dual: whether it
-    knows dual clip; gate: whether it has SAPO's temperatures."""
+    """A policy loss, and its default bounds."""
 
     function: Callable[[TrainedTokens, Bounds], PolicyTerms]
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual: bool = False
-    gate: bool = False
+    clip_low: float | None = None  # default bound; None: the loss has none
+    clip_high: float | None = None  # likewise
+    dual: bool = False  # whether it supports dual clip
+    gate: bool = False  # whether it has SAPO's temperatures
 
 
 LOSSES: dict[str, LossSpec] = {

@@ -14,25 +14,22 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 
 @dataclass(frozen=True)
 class PairBatch:
-    """P pairs. Log-probs are summed over trained tokens, `[P]`; policy ones carry the gradient.
-
-    tokens_chosen, tokens_rejected: `[P]` trained tokens of each response.
-    """
+    """P pairs. Log-probs are sums over trained tokens, `[P]`; those of the policy carry the gradient."""
 
     chosen: Tensor
     rejected: Tensor
     ref_chosen: Tensor
     ref_rejected: Tensor
-    tokens_chosen: Tensor
-    tokens_rejected: Tensor
+    tokens_chosen: Tensor  # `[P]`, trained tokens of each response
+    tokens_rejected: Tensor  # `[P]`
 
 
 @dataclass(frozen=True)
 class PairTerms:
-    """loss: `[P]`; margin: `[P]`, detached, `beta * h`: the implicit reward of chosen over rejected."""
+    """What a pair loss returns for each pair."""
 
-    loss: Tensor
-    margin: Tensor
+    loss: Tensor  # `[P]`
+    margin: Tensor  # `[P]`, detached, `beta * h`: the implicit reward of chosen over rejected
 
 
 def sigmoid(h: Tensor, config: AlgorithmConfig) -> Tensor:

@@ -15,21 +15,17 @@ PAIRS = "pairs"  # stands for the advantage and the aggregation of DPO, which ha
 
 @dataclass(frozen=True)
 class Preset:
-    """One row: names of the parts, the weights of the KL to the reference, and where each choice is from.
-
-    overlong: share of the response limit over which DAPO's length penalty rises, 0: none; filtration:
-    a name in `FILTRATIONS`, or none.
-    """
+    """One row of `PRESETS`: the name of each part, its coefficients, and the source of each choice."""
 
     advantage: str
     loss: str
     aggregation: str
-    source: str
+    source: str  # the paper or code that each choice comes from
     kl_loss_coef: float = 0.0
     kl_reward_coef: float = 0.0
-    overlong: float = 0.0
+    overlong: float = 0.0  # share of the response limit over which DAPO's length penalty rises; 0: no penalty
     dynamic_sampling: bool = False
-    filtration: str = "none"
+    filtration: str = "none"  # a name in `FILTRATIONS`, or "none"
     kl_estimator: str = "k3"
     kl_reward_estimator: str = "k1"
 

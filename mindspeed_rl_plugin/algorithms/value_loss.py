@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ValueTerms:
-    """loss: `[T]`; clipped: `[T]` bool, where the bound and not the value gave the loss."""
+    """What the value loss returns for each trained token."""
 
-    loss: Tensor
-    clipped: Tensor
+    loss: Tensor  # `[T]`
+    clipped: Tensor  # `[T]` bool, whether the loss comes from the bound and not from the value
 
 
 def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, clip: float | None) -> ValueTerms:

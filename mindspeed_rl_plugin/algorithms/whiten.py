@@ -11,16 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moments:
-    """Of some trained tokens: their number, mean, sum of squared deviations from it, least and largest value.
+    """Moments of some trained tokens. A rank without trained tokens has `Moments()`, and takes part in the exchange
+    too."""
 
-    A rank without a trained token has `Moments()`, and takes part in the exchange like any other.
-    """
-
-    count: int = 0
+    count: int = 0  # tokens
     mean: float = 0.0
-    squares: float = 0.0
-    low: float = float("inf")
-    high: float = float("-inf")
+    squares: float = 0.0  # sum of squared deviations from the mean
+    low: float = float("inf")  # least value
+    high: float = float("-inf")  # largest value
 
     @classmethod
     def of(cls, values: Tensor, counts: Tensor) -> Moments:

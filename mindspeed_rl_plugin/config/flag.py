@@ -13,11 +13,10 @@ PREFIX = "rl_"
 
 @dataclass(frozen=True)
 class FlagReader:
-    """What reads a flag that not every algorithm reads. what: its name in messages; reads: whether a resolved
-    `Algorithm` has it."""
+    """What reads a flag that not every algorithm reads."""
 
-    what: str
-    reads: Callable[[Any], bool]
+    what: str  # its name in messages
+    reads: Callable[[Any], bool]  # whether a resolved `Algorithm` has it
 
 
 def flag(

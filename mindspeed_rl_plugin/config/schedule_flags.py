@@ -16,14 +16,14 @@ OVERSAMPLE = 1.25  # of --rl-oversample, where it is read
 
 @dataclass(frozen=True)
 class Generators:
-    """Who generates: the last `ranks` ranks of the job; or `engines` engines of `tp` ranks that Ray places. One of
-    these two numbers is 0. device: "" for the trainers' own."""
+    """Who generates: the last `ranks` ranks of the job, or `engines` engines that Ray places. One of these numbers is
+    0."""
 
-    text: str
+    text: str  # the flag's value as given
     ranks: int = 0
     engines: int = 0
-    tp: int = 1
-    device: str = ""
+    tp: int = 1  # ranks of an engine
+    device: str = ""  # "": the trainers' own
 
     @classmethod
     def parse(cls, text: str) -> Generators:

@@ -10,11 +10,10 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Copying:
-    """Copies that were started. wait: later work on the current stream comes after them; synchronize: returns once
-    they are done."""
+    """Copies that were started."""
 
-    wait: Callable[[], None]
-    synchronize: Callable[[], None]
+    wait: Callable[[], None]  # later work on the current stream waits for them
+    synchronize: Callable[[], None]  # returns once they are done
 
 
 class StreamCopier:

@@ -14,36 +14,28 @@ NO_TOKENIZER_NEEDED = (0, 10)
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """What an engine is built from.
+    """What an engine is built from."""
 
-    config: config.json of the model (`hf_config.derive_config`); tensor_parallel: ranks of one engine; expert_parallel:
-    ranks over which whole experts are spread (1: each is cut), those of several engines where they are more than
-    `tensor_parallel`; dtype: "float32" | "bfloat16" | "float16"; max_model_len: most tokens of prompt and response
-    together; max_running: most sequences decoded at once; kv_cache_bytes: KV cache of a rank on CPU;
-    memory_utilization: share of the device's memory elsewhere (None: `free_share` when the engine is built);
-    eos_token_ids: end every response that does not ignore them; tokenizer: directory, see `needs_tokenizer`;
-    trust_remote_code: whether code of the tokenizer's own may run, in all that load it for this engine;
-    sleep_mode: whether `sleep` gives memory back on an accelerator; graph_sizes: batch sizes of the graphs on an
-    accelerator, vLLM's own where empty; request_seeds: whether each request has a generator of its own also where that
-    costs kernels for each request and step (on a CPU, and where vLLM draws for all of them in one kernel, each has);
-    deadline: seconds that ranks wait for each other while the engine is built, before vLLM waits by its own limits, and
-    that they wait for each other in any step.
-    """
-
-    config: Mapping[str, Any]
-    max_model_len: int
-    tensor_parallel: int = 1
+    config: Mapping[str, Any]  # config.json of the model (`hf_config.derive_config`)
+    max_model_len: int  # most tokens of prompt and response together
+    tensor_parallel: int = 1  # ranks of one engine
+    # ranks over which whole experts are spread, of several engines where more than `tensor_parallel`; 1: each expert is
+    # split
     expert_parallel: int = 1
-    dtype: str = "float32"
-    max_running: int = 256
-    kv_cache_bytes: int = 1 << 30
+    dtype: str = "float32"  # "float32" | "bfloat16" | "float16"
+    max_running: int = 256  # most sequences decoded at once
+    kv_cache_bytes: int = 1 << 30  # of each rank, on CPU
+    # share of an accelerator's memory; None: `free_share` when the engine is built
     memory_utilization: float | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    tokenizer: str | None = None
-    trust_remote_code: bool = False
-    sleep_mode: bool = True
-    graph_sizes: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()  # end every response that does not ignore them
+    tokenizer: str | None = None  # directory, see `needs_tokenizer`
+    trust_remote_code: bool = False  # whether code that comes with the tokenizer may run
+    sleep_mode: bool = True  # whether `sleep` frees memory on an accelerator
+    graph_sizes: tuple[int, ...] = ()  # batch sizes of an accelerator's graphs; empty: vLLM's own
+    # whether each request has its own generator even where that costs kernels per request and step; it costs nothing on
+    # a CPU, and where vLLM draws for all requests in one kernel
     request_seeds: bool = False
+    # seconds that ranks wait for each other in any step, and in the build before vLLM's own limits apply
     deadline: float = 1800.0
 
     @property

@@ -26,21 +26,15 @@ PARTS = ("weights", "kv_cache")
 
 
 class Engine(Protocol):
-    """One replica of the policy that generates responses. Times are seconds.
+    """One replica of the policy that generates responses. Times are seconds."""
 
-    replica, replicas: which of how many independent engines of the world this is; leader: whether this rank is
-    the first of its engine; version: the weight version that it generates with, -1 before the first weights; digest: of
-    these weights, 16 hexadecimal digits, None where they were not verified; shares_experts: whether it steps together
-    with others; progress: when something was last finished, by the clock of `time.monotonic`.
-    """
-
-    replica: int
-    replicas: int
-    leader: bool
-    version: int
-    digest: str | None
-    shares_experts: bool
-    progress: float
+    replica: int  # which of the world's independent engines this is
+    replicas: int  # how many there are
+    leader: bool  # whether this rank is the first of its engine
+    version: int  # of the weights that it generates with, -1 before the first ones
+    digest: str | None  # of these weights, 16 hexadecimal digits; None: not verified
+    shares_experts: bool  # whether it steps together with other engines
+    progress: float  # when something was last finished, by `time.monotonic`
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Queue responses, those that have begun with what was sampled of them. Returns at once.

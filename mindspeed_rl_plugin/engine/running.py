@@ -9,14 +9,13 @@ from mindspeed_rl_plugin.rows import GenerateRequest
 
 @dataclass
 class Running:
-    """A response in the making. segments: as of `Completion`; late: how many of its next tokens older weights may have
-    sampled, in steps that were in flight when the newest ones came."""
+    """A response in generation."""
 
     request: GenerateRequest
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
-    segments: list[tuple[int, int]] = field(default_factory=list)
-    late: int = 0
+    segments: list[tuple[int, int]] = field(default_factory=list)  # as of `Completion`
+    late: int = 0  # how many of its next tokens older weights may have sampled, in steps in flight when the newest came
 
     @classmethod
     def of(cls, request: GenerateRequest) -> Running:

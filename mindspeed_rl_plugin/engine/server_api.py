@@ -29,26 +29,21 @@ SHOWN = 500  # characters of an answer that an error shows
 
 @dataclass(frozen=True)
 class Served:
-    """What a worker of the server says of itself and of how the server was started.
+    """What a server's worker tells about itself and about how the server was started."""
 
-    machine: its name; rank: among the workers of an engine; config: of the model, as transformers reads it; plugin:
-    version of this package there; tokenizer: whether there is one; seeds: whether a request may have a seed of its own
-    at no cost; pipeline, replicas: sizes of those kinds of parallelism; held: for whom it works, if for anybody.
-    """
-
-    machine: str
-    rank: int
-    plugin: str
-    config: Mapping[str, Any]
+    machine: str  # its name
+    rank: int  # among the workers of an engine
+    plugin: str  # version of this package there
+    config: Mapping[str, Any]  # of the model, as transformers reads it
     dtype: str
     logprobs_mode: str
     max_model_len: int
     max_running: int
-    tokenizer: bool
-    seeds: bool
-    pipeline: int
-    replicas: int
-    held: str = ""
+    tokenizer: bool  # whether the server has one
+    seeds: bool  # whether a request may have its own seed at no cost
+    pipeline: int  # pipeline parallel size
+    replicas: int  # data parallel size
+    held: str = ""  # why it cannot be taken, where another job has it
 
 
 class Server:

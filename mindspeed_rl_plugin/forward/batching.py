@@ -15,12 +15,9 @@ SLACK = 0.01  # share of the fullest rank's tokens that rows may cost for being 
 
 @dataclass(frozen=True)
 class Step:
-    """Rows of one optimizer step.
+    """Rows of one optimizer step."""
 
-    micro_batches: `[data parallel rank][micro-batch]` -> ids of its rows.
-    """
-
-    micro_batches: tuple[tuple[MicroBatchIds, ...], ...]
+    micro_batches: tuple[tuple[MicroBatchIds, ...], ...]  # `[data parallel rank][micro-batch]` -> ids of its rows
 
     @property
     def ids(self) -> tuple[SampleId, ...]:
@@ -64,17 +61,12 @@ def plan_batches(ids: Sequence[SampleId], *, global_batch_size: int, micro_batch
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Micro-batches by tokens in the place of a fixed number of rows.
+    """Micro-batches bounded by tokens instead of a fixed number of rows."""
 
-    tokens: most that a micro-batch may hold, padding included; packed: its rows stand behind each other, so there is no
-    padding; multiple: padded lengths are multiples of it; rounds_of: the number of micro-batches is a multiple of it
-    (interleaved pipelines).
-    """
-
-    tokens: int
-    packed: bool = False
-    multiple: int = 1
-    rounds_of: int = 1
+    tokens: int  # most of a micro-batch, padding included
+    packed: bool = False  # its rows are concatenated without padding
+    multiple: int = 1  # padded lengths are multiples of it
+    rounds_of: int = 1  # the number of micro-batches is a multiple of it (interleaved pipelines)
 
     def cost(self, lengths: Sequence[int]) -> int:
         """Tokens that the model runs through for rows of these lengths."""

@@ -20,30 +20,22 @@ from mindspeed_rl_plugin.rows import Ragged, Rows
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch, padded on the right to S; packed: all rows behind each other in one of S, see `segments`.
+    """One micro-batch of `mb` rows, padded on the right to S tokens, or packed into one row of S.
 
-    index: position among the rank's micro-batches of the pass; tokens, labels, position_ids: `[mb, S]`
-    int64; explicit_mask: whether the model is handed an attention mask; mask: `[mb, S]` bool, True where
-    the predicted token is trained; lengths: `[mb]` int64, tokens of each row, on the host; columns: further
-    per-token columns `[mb, S]`, shifted like `labels`, 0 on padding; segments: where packed `[1, S]` int64, row that
-    each position belongs to, and `len(lengths)` on padding; None where every row has one of its own; bounded: the
-    model is handed the boundaries of packed rows in the place of a mask; ranks: over how many the positions are split,
-    whose S together make the whole one.
-
-    Rows are padded on the right, so a causal mask alone keeps real tokens from seeing padding.
+    Since padding is on the right, a causal mask alone keeps real tokens from attending to it.
     """
 
-    index: int
-    tokens: Tensor
-    labels: Tensor
-    position_ids: Tensor
-    explicit_mask: bool
-    mask: Tensor
-    lengths: Tensor
-    columns: Mapping[str, Tensor]
-    segments: Tensor | None = None
-    bounded: bool = False
-    ranks: int = 1
+    index: int  # position among the rank's micro-batches of the pass
+    tokens: Tensor  # `[mb, S]` int64
+    labels: Tensor  # `[mb, S]` int64
+    position_ids: Tensor  # `[mb, S]` int64
+    explicit_mask: bool  # whether the model is handed an attention mask
+    mask: Tensor  # `[mb, S]` bool, True where the predicted token is trained
+    lengths: Tensor  # `[mb]` int64 on the host, tokens of each row
+    columns: Mapping[str, Tensor]  # further per-token columns `[mb, S]`, shifted like `labels`, 0 on padding
+    segments: Tensor | None = None  # packed: `[1, S]` int64, row of each position, `len(lengths)` on padding
+    bounded: bool = False  # packed: the model is handed row boundaries instead of a mask
+    ranks: int = 1  # over which the sequence is split (context parallel); each holds S of its tokens
 
     @property
     def sequence(self) -> Tensor:

@@ -19,31 +19,21 @@ NARROWEST = 1024
 
 @dataclass(frozen=True)
 class ForwardSettings:
-    """What every micro-batch of a run has in common. The log-prob pass and the update must share one.
+    """What all micro-batches of a run have in common. The log-prob pass and the update must share one."""
 
-    micro_batch_size: rows of a micro-batch; seq_length: longest row [tokens]; vocab_size: rows of the
-    embedding that are real tokens, the rest is padding; temperature: logits are divided by it;
-    multiple: padded lengths are multiples of it; fixed_length: pad every micro-batch to `seq_length`
-    (Megatron's pipeline transfers have one shape), else to its own longest row; causal_mask: hand the
-    model an explicit mask (else its attention makes its own); chunk_tokens: log-probs are taken from the
-    hidden states with the logits of so many tokens at once, 0: from all logits; max_tokens: micro-batches hold any
-    number of rows with at most so many tokens, None: `micro_batch_size` rows; packed: their rows stand behind each
-    other without padding, under a block-diagonal mask, or, where bounded, kept apart by their boundaries; rounds_of:
-    then the number of micro-batches is a multiple of it.
-    """
-
-    micro_batch_size: int
-    seq_length: int
-    vocab_size: int
-    temperature: float = 1.0
-    multiple: int = 1
-    fixed_length: bool = False
-    causal_mask: bool = True
+    micro_batch_size: int  # rows
+    seq_length: int  # tokens of the longest row
+    vocab_size: int  # rows of the embedding that are real tokens; the rest is padding
+    temperature: float = 1.0  # logits are divided by it
+    multiple: int = 1  # padded lengths are multiples of it
+    fixed_length: bool = False  # pad to `seq_length` (pipeline transfers have one shape), else to the longest row
+    causal_mask: bool = True  # hand the model an explicit mask; else its attention makes its own
+    # log-probs come from hidden states, with logits of so many tokens at once; 0: from all logits
     chunk_tokens: int = 0
-    max_tokens: int | None = None
-    packed: bool = False
-    bounded: bool = False
-    rounds_of: int = 1
+    max_tokens: int | None = None  # most of a micro-batch of any number of rows; None: `micro_batch_size` rows
+    packed: bool = False  # rows are concatenated without padding, under a block-diagonal mask
+    bounded: bool = False  # packed rows are separated by their boundaries instead of a mask
+    rounds_of: int = 1  # with `max_tokens`: the number of micro-batches is a multiple of it
 
     def __post_init__(self) -> None:
         if self.seq_length % self.multiple:

@@ -29,13 +29,13 @@ from mindspeed_rl_plugin.host.optimizer import HostAdam
 
 @dataclass(frozen=True)
 class Gap:
-    """One gap: the module it is in, the name there, and the function that closes it on that module and says why."""
+    """One gap of some versions of Megatron."""
 
-    module: str
-    name: str
+    module: str  # where it is
+    name: str  # of what is missing or wrong there
     versions: str
     remove_when: str
-    close: Callable[[ModuleType], None]
+    close: Callable[[ModuleType], None]  # closes it on that module; its docstring says why
 
 
 GAPS: list[Gap] = []

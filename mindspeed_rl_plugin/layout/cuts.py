@@ -12,19 +12,16 @@ ENGINE_VOCAB_MULTIPLE = 64  # vllm/model_executor/layers/vocab_parallel_embeddin
 
 
 class Segment(NamedTuple):
-    """Slices `[start, start + size)` of canonical tensor `name` along `axis`, stored from slice `offset` on.
+    """Slices `[start, start + size)` of a canonical tensor along `axis`, as a parameter stores them."""
 
-    Where experts are stacked in one parameter: grid: the shape `[experts, ...]` to see it in (None: its own);
-    slot: the expert's place there (-1: not stacked); transposed: the two last axes are exchanged.
-    """
-
-    name: str
+    name: str  # of the canonical tensor
     axis: int
     start: int
     size: int
-    offset: int
-    slot: int = -1
-    transposed: bool = False
+    offset: int  # slice of the parameter at which they begin
+    slot: int = -1  # index of the expert where experts are stacked in one parameter; -1: not stacked
+    transposed: bool = False  # stacked experts: the two last axes are exchanged
+    # stacked experts: shape `[experts, ...]` in which the parameter is viewed; None: its own
     grid: tuple[int, ...] | None = None
 
     @property
@@ -46,14 +43,14 @@ Stored = tuple[tuple[Segment, ...], tuple[int, ...]]
 
 
 class Cut(NamedTuple):
-    """What one rank stores of a row is asked for: `names` are the canonical names of its parts, impl whose it is."""
+    """One rank's part of a row, of which the segments are asked for."""
 
     shape: ModelShape
     row: Row
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # canonical names of the row's parts
     tp: int
     rank: int
-    impl: str
+    impl: str  # of IMPLS, or ENGINE
 
     def part(self, i: int = 0) -> tuple[int, ...]:
         return self.shape.shape_of(self.row.parts[i])

@@ -56,106 +56,87 @@ class LayerType(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """One canonical tensor: its name and its shape in the sizes that `ModelShape.size` resolves.
-
-    wide: it stays float32 whatever the dtype of the model.
-    """
+    """One canonical tensor."""
 
     name: str
-    shape: tuple[str, ...]
-    wide: bool = False
+    shape: tuple[str, ...]  # names of sizes that `ModelShape.size` resolves
+    wide: bool = False  # it stays float32 whatever the dtype of the model
 
 
 @dataclass(frozen=True)
 class Row:
-    """One stored parameter. names: by an entry of IMPLS (of EXPERTS in an expert's row) or ENGINE; a side without a
-    name stores the parts in another row.
+    """One stored parameter, as each side names and splits it.
 
-    In names "{layer}" is the global layer number, but in Megatron's the one within its chunk; "{expert}" is the
-    number within the rank, and in canonical names the global one. parts: the canonical tensors inside, in the order
-    in which the split stacks them. buffer: in Megatron it is no parameter; unfused: the engine's names of the single
-    parts where its version does not fuse them. of_head: sizes of what comes before in a head ("": nothing), and of what
-    is meant; without: a size of which a model has none where it has this row.
+    In names "{layer}" is the global layer number (in Megatron's: the one within its chunk), "{expert}" the expert's
+    number within the rank (in canonical names: the global one).
     """
 
     layer_type: LayerType
+    # by an entry of IMPLS (EXPERTS in an expert's row) or ENGINE; a side not named stores the parts in another row
     names: Mapping[str, str]
     split: Split
-    parts: tuple[Part, ...]
-    buffer: bool = False
-    unfused: tuple[str, ...] | None = None
+    parts: tuple[Part, ...]  # the canonical tensors inside, in the order in which the split stacks them
+    buffer: bool = False  # in Megatron it is a buffer, no parameter
+    unfused: tuple[str, ...] | None = None  # the engine's names of the single parts, in versions that do not fuse them
+    # sizes, within a head, of what precedes the rows meant ("": nothing) and of these rows
     of_head: tuple[str, str] = ("", "")
-    without: str = ""
+    without: str = ""  # a size that must be 0 for a model to have this row
 
 
 @dataclass(frozen=True)
 class Router:
-    """How a family sends tokens to experts, as far as families differ.
+    """How a family routes tokens to experts, as far as families differ."""
 
-    score: "softmax" or "sigmoid" of the logits; bias: a bias for each expert, updated from its load, counts in the
-    choice; grouped: groups of experts are chosen first; by_best: these are ranked by their best expert, not by the sum
-    of their best two; scaled: a factor multiplies the weights of a token's experts.
-    """
-
-    score: str = "softmax"
-    bias: bool = False
-    grouped: bool = False
-    by_best: bool = False
-    scaled: bool = False
+    score: str = "softmax"  # "softmax" or "sigmoid" of the logits
+    bias: bool = False  # each expert has a bias, updated from its load, that counts in the choice
+    grouped: bool = False  # groups of experts are chosen first
+    by_best: bool = False  # groups are ranked by their best expert, not by the sum of their best two
+    scaled: bool = False  # a factor multiplies the weights of a token's experts
 
 
 @dataclass(frozen=True)
 class HfConfig:
-    """What of a family's config.json does not follow from its rows. Fields by name.
+    """What of a family's config.json does not follow from its rows. Keys are fields of config.json."""
 
-    defaults: what they are where a file leaves them out; fixed: the one value with which the model is this family's
-    (another is refused); code: what the engine's code takes whatever a file says; written: what the engine's file has
-    besides, and another's may have otherwise; synonyms: other name of a field -> its name.
-    engine: what the engine's file has instead, where the engine computes the family by the code of another.
-    experts: the field with the number of routed experts; expert_ffn: that with their width; shared: that with the
-    number of shared experts, or with their width (`shared_expert_intermediate_size`); dense: that of the layers without
-    experts, a list of their numbers (`mlp_only_layers`) or how many come first (`first_k_dense_replace`), "" where all
-    have experts; own_head_dim: whether the head's size may be another than hidden size / heads; partial: whether
-    `partial_rotary_factor` says which share of a head is rotated; window: whether a `sliding_window` that is there is
-    one, and not only where `use_sliding_window` says so; mtp: the field of the layers for multi-token prediction, ""
-    where the family has none.
-    """
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values where a file leaves them out
+    # the only value that this family supports; others are refused
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    code: Mapping[str, Any] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
-    synonyms: Mapping[str, str] = field(default_factory=dict)
+    code: Mapping[str, Any] = field(default_factory=dict)  # what the engine's code uses whatever a file says
+    written: Mapping[str, Any] = field(default_factory=dict)  # written for the engine too; files may say otherwise
+    synonyms: Mapping[str, str] = field(default_factory=dict)  # other name of a field -> its name
+    # written instead where the engine runs another family's code
     engine: Mapping[str, Any] = field(default_factory=dict)
-    experts: str = "num_experts"
-    expert_ffn: str = "moe_intermediate_size"
+    experts: str = "num_experts"  # field of the number of routed experts
+    expert_ffn: str = "moe_intermediate_size"  # field of their width
+    # field of the number of shared experts, or of their width (`shared_expert_intermediate_size`)
     shared: str = "n_shared_experts"
+    # field of the layers without experts: a list of numbers (`mlp_only_layers`) or how many come first
+    # (`first_k_dense_replace`); "": all layers have experts
     dense: str = "mlp_only_layers"
-    own_head_dim: bool = True
-    partial: bool = False
-    window: bool = False
-    mtp: str = ""
+    own_head_dim: bool = True  # whether the head size may differ from hidden size / heads
+    partial: bool = False  # whether `partial_rotary_factor` says which share of a head is rotated
+    window: bool = False  # `sliding_window` holds by itself, without `use_sliding_window`
+    mtp: str = ""  # field of the number of multi-token prediction layers; "": none
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family; its key in `families.FAMILIES` is the config's `model_type`, where this field is empty.
+    """A model family.
 
-    architecture: what a Hugging Face config calls it; qkv_bias, qk_norm, experts, mla: what its rows hold, by which
-    Megatron's flags tell families apart, and the router's score where these do not; hf: its config.json.
-    twin: the family that it is in every number, so that its files are read as that one's.
+    Megatron's flags tell families apart by `qkv_bias`, `qk_norm`, `experts` and `mla`, which say what the rows hold,
+    and where these agree by the router's score.
     """
 
-    architecture: str
+    architecture: str  # its name in a Hugging Face config
     rows: tuple[Row, ...]
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
     mla: bool = False
     router: Router = Router()
-    hf: HfConfig = HfConfig()
-    twin: str = ""
-    model_type: str = ""
+    hf: HfConfig = HfConfig()  # its config.json
+    twin: str = ""  # a family with the same numbers throughout, as which its files are read
+    model_type: str = ""  # of the config, where it is not the key in `families.FAMILIES`
 
     @property
     def embedding(self) -> str:

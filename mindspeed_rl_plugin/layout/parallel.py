@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.layout.placement_flags import count_layers, folds, list
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands on each axis. etp, ep, edp: its place for experts, on the grid of their own."""
+    """Where a rank stands on each axis. Experts have a grid of their own: `etp`, `ep`, `edp`."""
 
     tp: int
     cp: int
@@ -27,15 +27,6 @@ class Coordinates(NamedTuple):
 class Parallel:
     """Sizes of every parallel axis. Data parallel sizes follow from the world; they are never given.
 
-    vpp: model chunks per rank (1: no interleaving); etp: tensor parallel size of experts (None: tp).
-    order: Megatron's rank order, fastest axis first.
-    first_layers, last_layers: layers of the first and last stage where they differ from the others;
-    embedding_counts, loss_counts: the embedding or the loss takes the place of one layer;
-    chunk_layers: layers of every chunk in execution order, when given outright.
-    noop: numbers of MindSpeed's layers that do nothing, which stages count and the model has not.
-    tp_in_ep: `ep` counts the tensor parallel ranks too, over which MindSpeed's --moe-tp-extend-ep spreads experts.
-    folded: MindSpeed's --schedules-method dualpipev: the order of chunks turns round at the last stage and ends on the
-    first, which has chunks 0 and 2 x pp - 1 (`vpp` is 2).
     Raises ValueError when the sizes do not divide the world.
     Source: RankGenerator of megatron/core/parallel_state.py, alike in core 0.12.1, 0.16.1 and 0.19.
     """
@@ -43,18 +34,20 @@ class Parallel:
     world: int
     tp: int = 1
     pp: int = 1
-    vpp: int = 1
+    vpp: int = 1  # model chunks per rank; 1: no interleaving
     cp: int = 1
     ep: int = 1
-    etp: int | None = None
-    order: str = "tp-cp-ep-dp-pp"
-    first_layers: int | None = None
-    last_layers: int | None = None
-    embedding_counts: bool = False
-    loss_counts: bool = False
-    chunk_layers: tuple[int, ...] | None = None
-    noop: tuple[int, ...] = ()
-    tp_in_ep: bool = False
+    etp: int | None = None  # tensor parallel size of experts; None: tp
+    order: str = "tp-cp-ep-dp-pp"  # Megatron's rank order, fastest axis first
+    first_layers: int | None = None  # layers of the first stage where it differs from the others
+    last_layers: int | None = None  # layers of the last one, likewise
+    embedding_counts: bool = False  # the embedding takes the place of one layer
+    loss_counts: bool = False  # the loss takes the place of one layer
+    chunk_layers: tuple[int, ...] | None = None  # layers of every chunk in execution order, where given outright
+    noop: tuple[int, ...] = ()  # numbers of MindSpeed's no-op layers: stages count them, the model has none
+    tp_in_ep: bool = False  # `ep` counts tensor parallel ranks too (MindSpeed's --moe-tp-extend-ep)
+    # MindSpeed's --schedules-method dualpipev: chunks run down the stages and back, so that the first stage has chunks
+    # 0 and 2 x pp - 1 (`vpp` is 2)
     folded: bool = False
 
     def __post_init__(self) -> None:
@@ -177,22 +170,18 @@ class Parallel:
 
 @dataclass(frozen=True)
 class EngineParallel:
-    """One engine of vLLM: sizes, and what differs between versions and platforms in how it stores experts.
+    """One engine of vLLM: `ranks` consecutive ranks, in `ranks / tp` data parallel groups.
 
-    tp: tensor parallel size of everything but experts; ep: ranks over which whole experts are spread (1: every rank
-    stores its share of every expert); an engine has `ranks` consecutive ranks, in `ranks / tp` data parallel groups.
-    nested: parameters of experts sit in a module `routed_experts` (vLLM from 0.20 on); fused_down: the down
-    projections of latent attention are one parameter (vLLM from 0.10 on); transposed: experts are stored
-    transposed (vllm-ascend); whole_shared: each rank stores all of the shared experts (vLLM on CUDA and CPU where
-    tensor parallel engines share experts: its ranks then have other tokens, `use_sequence_parallel_moe`).
-    Raises ValueError for sizes that vLLM cannot combine.
+    The flags say how its version and platform store experts. Raises ValueError for sizes that vLLM cannot combine.
     """
 
-    tp: int = 1
-    ep: int = 1
-    nested: bool = True
-    fused_down: bool = True
-    transposed: bool = False
+    tp: int = 1  # tensor parallel size of all but experts
+    ep: int = 1  # ranks over which whole experts are spread; 1: every rank stores its share of every expert
+    nested: bool = True  # expert parameters are in a module `routed_experts` (vLLM from 0.20 on)
+    fused_down: bool = True  # latent attention has one down projection parameter (vLLM from 0.10 on)
+    transposed: bool = False  # experts are stored transposed (vllm-ascend)
+    # each rank stores all of the shared experts (vLLM on CUDA and CPU where tensor parallel engines share experts: its
+    # ranks then have different tokens, `use_sequence_parallel_moe`)
     whole_shared: bool = False
 
     def __post_init__(self) -> None:

@@ -27,11 +27,11 @@ LATENT_FIELDS = {
 
 @dataclass(frozen=True)
 class Canonical:
-    """A canonical tensor: its shape, the axis along which both sides cut it, and whether it is always float32."""
+    """A canonical tensor."""
 
     shape: tuple[int, ...]
-    axis: int
-    wide: bool = False
+    axis: int  # along which both sides cut it
+    wide: bool = False  # whether it is always float32
 
     @property
     def slices(self) -> int:
@@ -43,37 +43,27 @@ class Canonical:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model of one family.
-
-    hidden: H; heads, groups: query heads and key heads; head_dim: size of one query head; ffn: MLP width;
-    vocab: rows of the canonical embedding; padded_vocab: rows of Megatron's, all tensor parallel
-    ranks together; tied: the head shares the embedding's weight.
-    experts: routed experts of a layer, each of width expert_ffn; shared_ffn: width of the shared experts together;
-    dense_layers: numbers of the layers without experts.
-    q_lora, kv_lora: ranks of latent attention (q_lora 0: queries are not compressed); nope, rope: sizes of a head
-    without and with position; value: of its value.
-    Raises ValueError for an unknown family or sizes that do not fit together.
-    """
+    """Sizes of a model of one family. Raises ValueError for an unknown family or sizes that do not fit together."""
 
     family: str
     layers: int
     hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    padded_vocab: int
-    tied: bool = False
-    experts: int = 0
-    expert_ffn: int = 0
-    shared_ffn: int = 0
-    dense_layers: tuple[int, ...] = ()
-    q_lora: int = 0
-    kv_lora: int = 0
-    nope: int = 0
-    rope: int = 0
-    value: int = 0
+    heads: int  # query heads
+    groups: int  # key heads
+    head_dim: int  # of one query head
+    ffn: int  # width of the MLP
+    vocab: int  # rows of the canonical embedding
+    padded_vocab: int  # rows of Megatron's, on all tensor parallel ranks together
+    tied: bool = False  # the head shares the embedding's weight
+    experts: int = 0  # routed experts of a layer
+    expert_ffn: int = 0  # width of each
+    shared_ffn: int = 0  # width of the shared experts together
+    dense_layers: tuple[int, ...] = ()  # numbers of the layers without experts
+    q_lora: int = 0  # rank of latent attention's queries; 0: not compressed
+    kv_lora: int = 0  # rank of its keys and values
+    nope: int = 0  # size of the part of a head without position
+    rope: int = 0  # size of the part with position
+    value: int = 0  # size of a head's value
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:

@@ -61,27 +61,23 @@ class Move(NamedTuple):
 
 @dataclass
 class PlannedTraffic:
-    """Bytes of one rank on the wire; off_node counts the part of `received` that crosses nodes."""
+    """Bytes of one rank on the wire."""
 
     copied: int = 0
     sent: int = 0
     received: int = 0
-    off_node: int = 0
+    off_node: int = 0  # part of `received` that crosses nodes
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """What `make_plan` found.
+    """What `make_plan` returns."""
 
-    copies, moves: everyone's, or one rank's, in rising bucket order; traffic: bytes of every rank; unused: canonical
-    tensors that trainer ranks hold and no engine rank wants; fingerprint: equal on ranks that planned the same.
-    """
-
-    copies: tuple[Copy, ...]
-    moves: tuple[Move, ...]
-    traffic: Mapping[int, PlannedTraffic]
-    unused: tuple[str, ...]
-    fingerprint: int
+    copies: tuple[Copy, ...]  # everyone's, or one rank's, in rising bucket order
+    moves: tuple[Move, ...]  # likewise
+    traffic: Mapping[int, PlannedTraffic]  # rank -> bytes
+    unused: tuple[str, ...]  # canonical tensors of the trainer that no engine rank wants
+    fingerprint: int  # equal on ranks that planned the same
 
     def buckets_of(self, rank: int) -> list[list[Move]]:
         """The moves in which a rank takes part, bucket by bucket."""

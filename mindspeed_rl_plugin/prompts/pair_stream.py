@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pair:
-    """prompt: P token ids; chosen, rejected: R token ids of each response, its end included; row: index in the data."""
+    """One prompt with a chosen and a rejected response."""
 
-    prompt: tuple[int, ...]
-    chosen: tuple[int, ...]
-    rejected: tuple[int, ...]
-    row: int
+    prompt: tuple[int, ...]  # P token ids
+    chosen: tuple[int, ...]  # R token ids, its end included
+    rejected: tuple[int, ...]  # likewise
+    row: int  # index in the data
 
 
 class PairRenderer(Renderer):

@@ -19,17 +19,13 @@ SCRIPT = "pretrain_gpt.py"
 
 
 class Tree(NamedTuple):
-    """One upstream release whose entry script can carry the line.
+    """One upstream release whose entry script can carry the line."""
 
-    kind: "Megatron-LM" or "MindSpeed-LLM"; release: its branch or tag; anchor: the line of
-    `pretrain_gpt.py` that ours follows; line: its number in that release, from 1; diff: name in `patches/`.
-    """
-
-    kind: str
-    release: str
-    anchor: str
-    line: int
-    diff: str
+    kind: str  # "Megatron-LM" or "MindSpeed-LLM"
+    release: str  # branch or tag
+    anchor: str  # the line of `pretrain_gpt.py` that ours follows
+    line: int  # its number in that release, from 1
+    diff: str  # name in `patches/`
 
 
 _TORCH = "import torch"  # before MindSpeed's adaptor, which reads the command line

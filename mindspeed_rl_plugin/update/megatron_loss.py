@@ -29,18 +29,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossScaling:
-    """How this job scales losses.
+    """How this job scales losses."""
 
-    micro_batches: of one optimizer step on one rank; dp_size: data parallel ranks, context parallel ones
-    not counted; per_token: Megatron's `calculate_per_token_loss`; total_tokens: trained tokens of the
-    global batch; counted: how often Megatron counts each of them.
-    """
-
-    micro_batches: int
-    dp_size: int
-    per_token: bool
-    total_tokens: int
-    counted: int = 1
+    micro_batches: int  # of one optimizer step on one rank
+    dp_size: int  # data parallel ranks, without context parallel ones
+    per_token: bool  # Megatron's `calculate_per_token_loss`
+    total_tokens: int  # trained tokens of the global batch
+    counted: int = 1  # how often Megatron counts each of them
 
     def result(self, loss: Tensor, trained: Tensor, metrics: Mapping[str, Tensor]) -> tuple:
         """What the loss function returns to Megatron.

@@ -21,12 +21,12 @@ _OPERATOR = "reuse_data_ptr"
 
 @dataclass(frozen=True)
 class _AliasCall:
-    """One call of the operator. offset: from the start of source's storage, in elements of alias."""
+    """One call of the operator."""
 
     operator: Callable[[Tensor, Tensor, int], None]
     alias: Tensor
     source: Tensor
-    offset: int
+    offset: int  # from the start of source's storage, in elements of alias
 
 
 _calls: list[_AliasCall] = []  # of this process, in order

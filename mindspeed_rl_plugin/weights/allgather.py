@@ -27,13 +27,12 @@ _ALIGNMENT = 64  # bytes, of a shard in the buffer
 
 
 class Shard(NamedTuple):
-    """A stored parameter: its segments, its shape without the padding behind them, whether it is float32 whatever the
-    model's dtype, and trainer rank -> name of the parameter."""
+    """A stored parameter."""
 
     segments: tuple[Segment, ...]
-    shape: tuple[int, ...]
-    wide: bool
-    names: Mapping[int, str]
+    shape: tuple[int, ...]  # without the padding behind the segments
+    wide: bool  # whether it is float32 whatever the model's dtype
+    names: Mapping[int, str]  # trainer rank -> name of the parameter
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """As what the shard of a model of `dtype` travels."""
@@ -46,12 +45,11 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class AllgatherPlan:
-    """gather: brings every shard, by its number, to every engine rank; copies: per shard, what this rank's engine takes
-    out of it, nothing where it has none."""
+    """What `allgather` moves."""
 
     shards: tuple[Shard, ...]
-    gather: TransferPlan
-    copies: tuple[tuple[Copy, ...], ...]
+    gather: TransferPlan  # brings every shard, by its number, to every engine rank
+    copies: tuple[tuple[Copy, ...], ...]  # per shard, what this rank's engine takes of it; empty without an engine
 
     @property
     def traffic(self) -> Mapping[int, PlannedTraffic]:

@@ -36,13 +36,12 @@ SHOWN = 4  # names that an error lists
 
 @dataclass
 class _Saved:
-    """A storage that gave its memory back, the host copy of its bytes (None: nothing is kept), and their digests
-    (None: not verified)."""
+    """A storage whose memory was freed."""
 
     storage: torch.UntypedStorage
     nbytes: int
-    host: Place | None
-    digests: Tensor | None
+    host: Place | None  # copy of its bytes on the host; None: not kept
+    digests: Tensor | None  # of its bytes; None: not verified
 
 
 _InFlight = tuple[list[_Saved], Copying]  # the storages of a category on their way, and the copies that carry them

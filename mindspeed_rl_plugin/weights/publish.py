@@ -25,11 +25,11 @@ from mindspeed_rl_plugin.weights.verify import first_broken, refuse_broken, slic
 
 @dataclass(frozen=True)
 class Published:
-    """What one `publish` did on this rank: bytes of its share; seconds that training stood still for it."""
+    """What one `publish` did on this rank."""
 
     version: int
-    seconds: float
-    nbytes: int
+    seconds: float  # for which training stood still
+    nbytes: int  # of the rank's share
 
 
 class Publisher:

@@ -36,19 +36,19 @@ _WRAP = 1 << 64
 
 
 class Pulled(NamedTuple):
-    """seconds: of this call; nbytes: that this process read from trainers, 0 where another of its machine did."""
+    """A version that was read from the trainers."""
 
     version: int
-    seconds: float
-    nbytes: int
+    seconds: float  # of this call
+    nbytes: int  # that this process read; 0 where another process of its machine did
 
 
 class Applied(NamedTuple):
-    """seconds: that the engine stood still; digest: of the whole model, where weights are verified."""
+    """A version that the engine now has."""
 
     version: int
-    seconds: float
-    digest: str | None
+    seconds: float  # for which the engine stood still
+    digest: str | None  # of the whole model, where weights are verified
 
 
 class SliceReader:

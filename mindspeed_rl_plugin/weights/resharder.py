@@ -48,18 +48,14 @@ MODES = ("stream", "allgather")
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one reshard did on this rank. Bytes; seconds; digest of the weights where they were verified.
+    """What one reshard did on this rank, in bytes."""
 
-    sent, received: counted on the wire; copied: of weights that the rank had itself, by the plan; temporary: most
-    memory that the transfer took besides the weights of both sides, by a meter.
-    """
-
-    copied: int
-    sent: int
-    received: int
-    temporary: int
+    copied: int  # of weights that the rank had itself, by the plan
+    sent: int  # counted on the wire
+    received: int  # likewise
+    temporary: int  # most memory besides the weights of both sides, measured
     seconds: float
-    digest: str | None
+    digest: str | None  # of the weights, where they were verified
 
 
 class Resharder:

@@ -47,16 +47,14 @@ class HeldSlices(NamedTuple):
 
 
 class PublishedBlock(NamedTuple):
-    """Slices of a canonical tensor in host memory. segment: which; shape: of the block; dtype: of its elements; at,
-    digests: byte offsets of its elements and of the digests of its slices, int64 `[2, slices]` for a tensor that is
-    always float32 (as such, and in the engine's dtype), else `[1, slices]`; digests is 0 where there are none."""
+    """Slices of a canonical tensor in host memory. Digests are int64 `[tables, slices]`."""
 
-    segment: Segment
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    at: int
-    digests: int
-    tables: int
+    segment: Segment  # which slices
+    shape: tuple[int, ...]  # of the block
+    dtype: torch.dtype  # of its elements
+    at: int  # byte offset of its elements
+    digests: int  # byte offset of its digests; 0: none
+    tables: int  # 2 for a tensor that is always float32 (as such, and in the engine's dtype), else 1
 
     def values(self, memory: Tensor) -> Tensor:
         """The block's elements in canonical orientation, a view of the bytes `memory`."""
@@ -113,24 +111,20 @@ class Packed:
 
 @dataclass(frozen=True)
 class Share(Packed):
-    """What one rank publishes. parts: of each block, where the rank stores it."""
+    """What one rank publishes."""
 
-    parts: tuple[tuple[HeldSlices, ...], ...] = ()
+    parts: tuple[tuple[HeldSlices, ...], ...] = ()  # per block, where the rank stores it
 
 
 @dataclass(frozen=True)
 class TrainerWeights:
-    """All that another process needs to know of a trainer to plan what it pulls.
-
-    kinds: how each rank stores the model, as `live.trainer_storage` says; dtype: name of the engine's, in which weights
-    are published; verify: whether digests are published with them.
-    """
+    """What another process must know of a trainer to plan its pull."""
 
     shape: ModelShape
     parallel: Parallel
-    kinds: tuple[tuple[str, str], ...]
-    dtype: str
-    verify: bool = False
+    kinds: tuple[tuple[str, str], ...]  # how each rank stores the model, see `live.trainer_storage`
+    dtype: str  # the engine's, in which weights are published
+    verify: bool = False  # whether digests are published too
 
     def __post_init__(self) -> None:
         if len(self.kinds) != self.parallel.world:

@@ -47,19 +47,15 @@ over all machines. Not counted: heads of messages, places in the answer to a lea
 
 @dataclass(frozen=True)
 class Load:
-    """One rollout, in the paper's letters.
+    """One rollout, in the paper's letters."""
 
-    groups G, members N, prompt PL and response SL tokens (the longest), items n of a response's length, scalars M;
-    fill: mean length over longest, what packing saves.
-    """
-
-    groups: float
-    members: int
-    prompt: int
-    response: int
-    items: int = 5
-    scalars: int = 3
-    fill: float = 1.0
+    groups: float  # G
+    members: int  # N
+    prompt: int  # PL, tokens of the longest
+    response: int  # SL, tokens of the longest
+    items: int = 5  # n, of a response's length
+    scalars: int = 3  # M
+    fill: float = 1.0  # mean length over longest: what packing saves
 
     @property
     def rows(self) -> int:

@@ -31,49 +31,37 @@ TENSOR, EXPERT, COMMON = range(3)  # kinds of weights: TW, EW and CW of the pape
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What is planned; its defaults are those of a model and a layout alone.
-
-    itemsize, engine_itemsize: bytes of a weight of the trainer, and of the engine, as which it travels; grad_bytes: of
-    a gradient; reused: of a parameter's optimizer state, that a 2-byte weight itself holds; distributed: whether that
-    state is spread over the data parallel ranks; pieces: in how many it visits the device from the host, None where it
-    stays there; generate: the
-    engines as `layout_args.engine_layout_of` reads them; bucket_bytes: of `--rl-reshard-bucket-mb`; critic: whether
-    the trainer has one beside the policy; reference: whether the run has one, None where nothing says so; dock_bytes:
-    of a rollout's samples on all machines, at their longest; node: ranks per node; near, far, host: bytes per second
-    from rank to rank in a node, over a node's link to others each way, and between a device and its host each way;
-    device_bytes: memory of a device. Of a script, notes: what the plan takes otherwise than it says; refused: what a
-    run refuses of its arguments, though the plan does not need them.
-    """
+    """What is planned; its defaults are those of a model and a layout alone."""
 
     shape: ModelShape
     train: Parallel
-    itemsize: int = 2
-    engine_itemsize: int = 2
-    grad_bytes: int = 4
-    reused: int = 0
-    distributed: bool = True
-    pieces: int | None = None
-    generate: str | None = None
-    bucket_bytes: int = 256 << 20
-    critic: bool = False
-    reference: bool | None = None
-    dock_bytes: float = 0
-    node: int = 8
-    near: float = 50e9
-    far: float = 100e9
-    host: float = 25e9
-    device_bytes: float = 64e9
-    notes: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
+    itemsize: int = 2  # bytes of a weight of the trainer
+    engine_itemsize: int = 2  # bytes of a weight of the engine, as which it travels
+    grad_bytes: int = 4  # of one gradient
+    reused: int = 0  # bytes of a parameter's optimizer state that a 2-byte weight itself holds
+    distributed: bool = True  # whether optimizer state is spread over the data parallel ranks
+    pieces: int | None = None  # in which optimizer state visits the device from the host; None: it stays on the device
+    generate: str | None = None  # the engines, as `layout_args.engine_layout_of` reads them
+    bucket_bytes: int = 256 << 20  # of --rl-reshard-bucket-mb
+    critic: bool = False  # whether the trainer has one besides the policy
+    reference: bool | None = None  # whether the run has one; None: not known
+    dock_bytes: float = 0  # of a rollout's samples on all machines, at their longest
+    node: int = 8  # ranks per node
+    near: float = 50e9  # bytes per second from rank to rank in a node
+    far: float = 100e9  # over a node's link to others, each way
+    host: float = 25e9  # between a device and its host, each way
+    device_bytes: float = 64e9  # memory of a device
+    notes: tuple[str, ...] = ()  # where the plan assumes otherwise than the script says
+    refused: tuple[str, ...] = ()  # arguments of the script that a run refuses, though the plan does not need them
 
 
 class TrainerBytes(NamedTuple):
-    """Bytes of a model on a trainer's device, and of its optimizer's state that MindSpeed keeps on the host."""
+    """Bytes of a model on a trainer's device."""
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-    parked: int = 0
+    parked: int = 0  # of its optimizer state that MindSpeed keeps on the host instead
 
     @property
     def device(self) -> int:
@@ -88,25 +76,19 @@ class TrainerBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Figures of a run; bytes on a device are those of the fullest one.
-
-    weights: `[3]` bytes of the model as the trainer has them, by kind; flows: of each mode; policy, critic: of the
-    trainer (critic: 0 without one); generate: the engine's weights; whole: the model, as it travels; in_flight: what
-    `stream` takes besides the weights of both sides (`Flow.in_flight`); shared: whether a device has both trainer and
-    engine; gdp, gep: of Eq. 3.
-    """
+    """Figures of a run; bytes on a device are those of the fullest one."""
 
     run: PlannedRun
-    weights: np.ndarray
-    flows: dict[str, Flow]
-    policy: TrainerBytes
-    critic: TrainerBytes
-    generate: int
-    whole: int
-    in_flight: int
-    shared: bool
-    gdp: int
-    gep: int
+    weights: np.ndarray  # `[3]` bytes of the model on the trainer, by kind
+    flows: dict[str, Flow]  # by mode
+    policy: TrainerBytes  # of the trainer
+    critic: TrainerBytes  # likewise, 0 without one
+    generate: int  # bytes of the engine's weights
+    whole: int  # bytes of the model, as it travels
+    in_flight: int  # bytes of `stream` besides the weights of both sides (`Flow.in_flight`)
+    shared: bool  # whether a device has both trainer and engine
+    gdp: int  # of Eq. 3
+    gep: int  # likewise
 
     @property
     def update(self) -> int:

@@ -45,13 +45,12 @@ ALIKE = 1e-3  # of the square of the sine between steps and sequences of all rol
 
 @dataclass(frozen=True)
 class Observed:
-    """A run that was measured. rollouts: of each after the first ones its metrics, seconds of its iterations added;
-    responses: like those of the run, graded at once; engines: fewest and most engines apart that were at work."""
+    """A run that was measured."""
 
     setup: Setup
-    rollouts: Sequence[Mapping[str, float]]
-    responses: Responses
-    engines: tuple[int, int] = (0, 0)
+    rollouts: Sequence[Mapping[str, float]]  # metrics of each after the first ones, seconds of its iterations summed
+    responses: Responses  # like those of the run, graded at once
+    engines: tuple[int, int] = (0, 0)  # fewest and most engines outside the trainers that were at work
 
     def mean(self, name: str) -> float | None:
         """Of a metric over the rollouts that have it."""

@@ -17,19 +17,15 @@ from mindspeed_rl_plugin.layout.layout import Canonical, Layout
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes of a reshard, `[ranks]` each, int or float64, and of its nodes `[nodes]`; the last node is filled up with
-    ranks that move nothing.
-
-    received, sent: between ranks; received_far: what of `received` comes from another node; sent_far likewise;
-    node_in, node_out: over a node's link.
+    """Bytes of a reshard per rank, `[ranks]` int or float64; the last node is filled up with ranks that move nothing.
     """
 
-    received: np.ndarray
-    received_far: np.ndarray
-    sent: np.ndarray
-    sent_far: np.ndarray
-    node_in: np.ndarray
-    node_out: np.ndarray
+    received: np.ndarray  # from other ranks
+    received_far: np.ndarray  # part of `received`, from other nodes
+    sent: np.ndarray  # to other ranks
+    sent_far: np.ndarray  # part of `sent`, to other nodes
+    node_in: np.ndarray  # `[nodes]`, over a node's link
+    node_out: np.ndarray  # `[nodes]`
 
     def in_flight(self, ranks: Sequence[int], bucket_bytes: int) -> int:
         """Most bytes of buffers that `transfer.stream` takes on any of `ranks`: two for what the rank sends and two for

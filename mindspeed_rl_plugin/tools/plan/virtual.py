@@ -20,38 +20,29 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, all of them.
+    """Seconds, all of them."""
 
-    step, sequence: one decode step of an engine, and more for each sequence in it; token: training on one token,
-    prompts included, on a data parallel rank; old_token: its old log-prob; rollout: what a rollout takes of the
-    trainers whatever its size; reshard: weights to colocated engines and back; publish: the trainers' copy of weights;
-    pull: an engine reads them, beside its steps; apply: it puts them in, and makes no step; notice: from the end of a
-    response to the start of its grading, and again to a trainer that waits.
-    """
-
-    step: float = 0.0
-    sequence: float = 0.0
-    token: float = 0.0
-    old_token: float = 0.0
-    rollout: float = 0.0
-    reshard: float = 0.0
-    publish: float = 0.0
-    pull: float = 0.0
-    apply: float = 0.0
-    notice: float = 0.0
+    step: float = 0.0  # one decode step of an engine
+    sequence: float = 0.0  # more for each sequence in the step
+    token: float = 0.0  # training on one token, prompts included, on a data parallel rank
+    old_token: float = 0.0  # its old log-prob
+    rollout: float = 0.0  # of the trainers for each rollout, whatever its size
+    reshard: float = 0.0  # weights to colocated engines and back
+    publish: float = 0.0  # the trainers' copy of weights
+    pull: float = 0.0  # an engine reads them, during its steps
+    apply: float = 0.0  # it loads them, and makes no step meanwhile
+    notice: float = 0.0  # from a response's end until its grading starts, and again until a trainer that waits starts
 
 
 @dataclass(frozen=True)
 class Responses:
-    """What is sampled. length: (row of the data, member, random numbers) -> tokens; grading: seconds of a call;
-    together: calls at once in a reward worker; rows: of the data, which come in another order in each of its epochs, 0:
-    none comes twice; informative: share of groups whose rewards differ."""
+    """What is sampled."""
 
-    length: Callable[[int, int, Random], int]
-    grading: Callable[[Random], float] = lambda rng: 0.0
-    together: float = 1.0
-    rows: int = 0
-    informative: float = 1.0
+    length: Callable[[int, int, Random], int]  # (row of the data, member, random numbers) -> tokens
+    grading: Callable[[Random], float] = lambda rng: 0.0  # seconds of a call
+    together: float = 1.0  # concurrent calls in a reward worker
+    rows: int = 0  # of the data, shuffled in each epoch; 0: no row comes twice
+    informative: float = 1.0  # share of groups whose rewards differ
     seed: int = 0
 
 

@@ -44,27 +44,20 @@ _OURS = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV", "TMPDIR")
 
 @dataclass(frozen=True)
 class CapturedLaunch:
-    """What a script would have started on this node.
+    """What a script would have started on this node."""
 
-    script: entry script as written, arguments: its own; nproc: ranks per node, nnodes: nodes; cwd, env: where
-    and with which environment; exported: variables that the script set or changed; missing: files that it
-    sources and folders that it enters, and that are not here; started: how many launches it made (this is the first);
-    skipped: commands that it called and that were not run; confined: whether it could write only in scratch; attached:
-    whether it names this plugin before its entry script.
-    """
-
-    script: str
-    arguments: tuple[str, ...]
-    nproc: int
-    nnodes: int
+    script: str  # entry script as written
+    arguments: tuple[str, ...]  # of the entry script
+    nproc: int  # ranks per node
+    nnodes: int  # nodes
     cwd: Path
     env: dict[str, str]
-    exported: dict[str, str]
-    missing: tuple[str, ...]
-    started: int
-    skipped: tuple[str, ...] = ()
-    confined: bool = True
-    attached: bool = False
+    exported: dict[str, str]  # variables that the script set or changed
+    missing: tuple[str, ...]  # files that it sources and folders that it enters, and that are not here
+    started: int  # launches that it made, of which this is the first
+    skipped: tuple[str, ...] = ()  # commands that it called and that were not run
+    confined: bool = True  # whether it could write only in scratch
+    attached: bool = False  # whether it names this plugin before its entry script
 
     @property
     def world(self) -> int:
@@ -73,12 +66,12 @@ class CapturedLaunch:
 
 @dataclass
 class Done:
-    """One finished process (or torchrun). code: exit status, None when it was ended at its deadline; lines: its log."""
+    """One finished process (or torchrun)."""
 
     name: str
-    code: int | None
+    code: int | None  # exit status; None: it was ended at its deadline
     seconds: float
-    lines: list[str]
+    lines: list[str]  # its log
 
     @property
     def ok(self) -> bool:

@@ -11,11 +11,11 @@ _RULE = re.compile(r"([^=~<]+)(=|~|<=|)(.*)")
 
 
 class Change(NamedTuple):
-    """One changed argument. old, new: its values as written; None where the flag was, or is, not there."""
+    """One changed argument."""
 
     flag: str
-    old: str | None
-    new: str | None
+    old: str | None  # value as written; None: the flag was not given
+    new: str | None  # value as written; None: the flag is removed
     why: str
 
 

@@ -30,17 +30,13 @@ runpy.run_path({script!r}, run_name="__main__")
 
 @dataclass(frozen=True)
 class Entry:
-    """What runs.
+    """What runs."""
 
-    script: entry script; path: folders put on PYTHONPATH; note: what had to be chosen, and why; mindspeed,
-    mindspeed_llm: whether the script imports them and they are here.
-    """
-
-    script: Path
-    path: Sequence[Path]
-    note: str = ""
-    mindspeed: bool = False
-    mindspeed_llm: bool = False
+    script: Path  # entry script
+    path: Sequence[Path]  # folders put on PYTHONPATH
+    note: str = ""  # what had to be chosen, and why
+    mindspeed: bool = False  # whether the script imports it and it is here
+    mindspeed_llm: bool = False  # likewise
 
     @property
     def platform(self) -> str:

@@ -31,15 +31,14 @@ _OWNERS = {"mindspeed_llm": "MindSpeed-LLM", "mindspeed": "MindSpeed", "megatron
 
 @dataclass
 class Facts:
-    """A rehearsal for a program. shown: what ran, of iteration, evaluation, dump, save, resume and conversion; removed:
-    flags that were taken out, so not shown; modules: Python modules with a stand-in; seconds: of each process; failed:
-    the lines that say why it ended early."""
+    """A rehearsal's result, for programs to read."""
 
+    # what ran: of iteration, evaluation, dump, save, resume and conversion
     shown: list[str] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
-    modules: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)  # flags that were removed, so not shown to work
+    modules: list[str] = field(default_factory=list)  # Python modules with a stand-in
+    seconds: dict[str, float] = field(default_factory=dict)  # of each process
+    failed: list[str] = field(default_factory=list)  # lines that say why it ended early
 
 
 def shown(name: str, lines: Iterable[str], flags: Flags) -> list[str]:
