@@ -1,6 +1,6 @@
 """docs/metrics.md holds the register of names, the console's words and the summary's keys.
 
-python tests/monitor/test_metrics_doc.py        writes its table of names again, from monitor/names.py
+python tests/monitor/test_metrics_doc.py        writes its list of names again, from monitor/names.py
 """
 
 import re
@@ -13,21 +13,21 @@ from mindspeed_rl_plugin.monitor.run_summary import summarize
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 FAMILIES = {"seconds/STAGE": "seconds/x", "peak_bytes/STAGE": "peak_bytes/x", "eval/pass@K": "eval/pass@8"}
 FAMILIES |= {"reward/mean/GRADER": "reward/mean/exact"}
-TABLE = re.compile(r"(?<=<!-- from monitor/names.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
+LIST = re.compile(r"(?<=<!-- from monitor/names.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
-def table():
+def listed():
     rows = {**dict.fromkeys(NAMES), **FAMILIES}
-    lines = ["| name | meaning (unit) |", "|---|---|"]
+    lines = []
     for name, example in rows.items():
         unit, text = meaning(example or name)
-        said = f"{text} ({unit})" if unit else text
-        lines.append(f"| `{name}` | {said.replace('|', chr(92) + '|')} |")
+        shown = f" ({unit})" if unit and unit not in text.split() else ""
+        lines.append(f"- `{name}`: {text}{shown}")
     return "\n".join(lines) + "\n"
 
 
-def test_the_table_is_the_register():
-    assert TABLE.search(DOC.read_text())[0] == table(), f"run python {Path(__file__).name}"
+def test_the_list_is_the_register():
+    assert LIST.search(DOC.read_text())[0] == listed(), f"run python {Path(__file__).name}"
 
 
 def test_stages_and_summary_are_explained(run_builder, tmp_path):
@@ -38,4 +38,4 @@ def test_stages_and_summary_are_explained(run_builder, tmp_path):
 
 
 if __name__ == "__main__":
-    DOC.write_text(TABLE.sub(lambda _: table(), DOC.read_text()))
+    DOC.write_text(LIST.sub(lambda _: listed(), DOC.read_text()))
