@@ -84,42 +84,7 @@ PAIRS = (
     "--rl-prompt-data {shared}/prompts-pairs.jsonl --rl-eval-data {shared}/heldout-pairs.jsonl --no-rl-progress "
     "--rl-max-prompt-length 16 --rl-max-response-length 8"
 )
-GRADERS = '''"""Rewards that an untrained model earns differently from response to response."""
-
-
-def by_characters(prompt, response, answer):
-    return sum(map(ord, response)) % 5 / 4
-
-
-def odd_only(prompt, response, answer):
-    """All responses to an even number earn the same: dynamic sampling replaces their groups."""
-    return by_characters(prompt, response, answer) if int(prompt.split("*")[0]) % 2 else 1.0
-
-
-class Talk:
-    """An environment that answers anything with a number, and rewards each turn by its characters."""
-
-    def reset(self, seed: int):
-        self.turns = seed % 2
-
-    def step(self, text: str):
-        self.turns += 1
-        return f"[{self.turns}]", sum(map(ord, text)) % 5 / 4, self.turns >= 4
-
-
-def shout(text: str) -> str:
-    """Say it loudly.
-
-    Args:
-        text: What to say.
-    """
-    return text.upper()
-
-
-def calls(text: str) -> list:
-    """Read a turn of an odd number of characters as a call of `shout`."""
-    return [{"name": "shout", "arguments": {"text": text}}] if len(text) % 2 else []
-'''
+GRADERS = Path(__file__).with_name("golden_graders.py")
 
 
 @dataclass(frozen=True)
@@ -253,7 +218,7 @@ def prepare(tree: Path, shared: Path) -> None:
     """Make what both trees read: data, graders, preference pairs, and a model that was pretrained a little."""
     made = ["--out", str(shared / "data"), "--documents", "2000", "--prompts", "64", "--heldout", "16"]
     execute(tree, [sys.executable, "examples/arithmetic/prepare.py", *made], shared / "prepare.log")
-    (shared / "graders.py").write_text(GRADERS)
+    shutil.copy(GRADERS, shared / "graders.py")
     for name in ("prompts", "heldout"):
         rows = [json.loads(line) for line in (shared / "data" / f"{name}.jsonl").read_text().splitlines()]
         pairs = [{"prompt": r["prompt"], "chosen": r["answer"], "rejected": str(int(r["answer"]) - 10)} for r in rows]
