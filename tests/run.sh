@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# The tests. Default: the tier for every change. --full: the long ones too, those on upstream's checkouts included;
-# --without-upstream leaves these out. --browser: fail without a browser instead of leaving its tests out.
+# The tests. Default: the tier for every change. --quick: the linter and a choice of two minutes, for each save.
+# --full: the long ones too, those on upstream's checkouts included; --without-upstream leaves these out. --browser: fail
+# without a browser instead of leaving its tests out.
 # --setup-only: stop after the set-up. Further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 full=no
+quick=no
 upstream=yes
 setup_only=no
 browser=no
@@ -13,6 +15,7 @@ pass=()
 for argument in "$@"; do
     case "$argument" in
         --full) full=yes ;;
+        --quick) quick=yes ;;
         --without-upstream) upstream=no ;;
         --setup-only) setup_only=yes ;;
         --browser) browser=yes ;;
@@ -26,13 +29,15 @@ install_browser() {
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium
 }
 installing=""
-if ! has_browser && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+if [ "$quick" = no ] && ! has_browser && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     install_browser >/dev/null 2>&1 &
     installing=$!
 fi
 bash setup.sh
-.venv/bin/python tests/ascend/fetch.py
-PYTHONPATH=tests/ascend .venv/bin/python tests/episodes/trl_wheel.py
+if [ "$quick" = no ]; then
+    .venv/bin/python tests/ascend/fetch.py
+    PYTHONPATH=tests/ascend .venv/bin/python tests/episodes/trl_wheel.py
+fi
 if [ -n "$installing" ]; then wait "$installing" || true; fi
 if [ "$browser" = yes ] && ! has_browser; then
     echo "tests/run.sh --browser: there is no working chromium, and apt-get could not install it" >&2
@@ -53,10 +58,15 @@ if [ "$full" = yes ]; then
     marks="not gpu"
     examples=full
 fi
+if [ "$quick" = yes ]; then
+    marks="quick and $marks"
+    mapfile -t marked < <(grep -rl --include='test_*.py' 'mark\.quick$' tests)  # the others need not even be imported
+    pass=(${marked[@]+"${marked[@]}"} ${pass[@]+"${pass[@]}"})
+fi
 if [ -z "${MEGATRON_LM_PATH:-}" ] || [ "$upstream" = no ]; then marks="$marks and not upstream"; fi
 if ! has_browser; then
     marks="$marks and not browser"
-    echo "tests/run.sh leaves out the report in a browser: there is no chromium here (apt-get install chromium)"
+    [ "$quick" = yes ] || echo "tests/run.sh leaves out the report in a browser: there is no chromium here (apt-get install chromium)"
 fi
 
 left_out=()

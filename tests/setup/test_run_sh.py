@@ -28,7 +28,8 @@ def run(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
-    script(".venv/bin/python", '[ "$1" != -m ] || { echo "marks: $4"; echo "$5" > examples; exit $TESTS; }')
+    asked = 'echo "marks: $4"; echo "$5" > examples; echo "${@:7}" > words'
+    script(".venv/bin/python", f'[ "$1" != -m ] || {{ {asked}; exit $TESTS; }}')
     script(".venv/bin/ruff", "")
 
     def call(*words: str, have=(), tests: int = 0, browser: bool = True, user: int = 7) -> tuple[int, str]:
@@ -62,6 +63,14 @@ def test_the_ordinary_tier_asks_for_no_checkout(run):
 
 def test_full_is_green_with_all_checkouts(run):
     assert run("--full", have=CHECKOUTS) == (0, "marks: not gpu\n")
+
+
+def test_quick_asks_for_the_files_that_are_marked_and_needs_no_browser(run, tmp_path):
+    """Others are not even imported."""
+    for name, text in ("test_a.py", "pytestmark = pytest.mark.quick"), ("test_b.py", "@pytest.mark.quickly"):
+        (tmp_path / "tests" / name).write_text(f"{text}\n")
+    assert run("--quick", "-x", browser=False, user=0) == (0, f"marks: quick and {ORDINARY} and not browser\n")
+    assert (tmp_path / "words").read_text() == "tests/test_a.py -x\n"
 
 
 @pytest.mark.parametrize("absent", CHECKOUTS)
