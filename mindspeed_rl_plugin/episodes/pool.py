@@ -14,7 +14,6 @@ from typing import Any
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.arguments import fits, takes
-from mindspeed_rl_plugin.episodes.dispatch import Call, Dispatcher, Home, Lost
 from mindspeed_rl_plugin.episodes.protocol import (
     UNREAD,
     Attempt,
@@ -28,19 +27,22 @@ from mindspeed_rl_plugin.episodes.protocol import (
     at_most,
     place,
 )
+from mindspeed_rl_plugin.episodes.replay import EnvironmentInstance, LostCall, result_of
 from mindspeed_rl_plugin.episodes.tools import RESET, Answer, Offer
 from mindspeed_rl_plugin.episodes.worker import CLOSE_SECONDS, Source
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.specs import locate
 from mindspeed_rl_plugin.rows import SampleId
-from mindspeed_rl_plugin.workers.calls import CallWorker, load_all
+from mindspeed_rl_plugin.workers.pool import WorkerPool
+from mindspeed_rl_plugin.workers.pool_worker import WorkerCall
 from mindspeed_rl_plugin.workers.process import LATE, Program
 
+TOGETHER = 256  # most coroutines in the making in a process
 KILL_SECONDS = 5.0  # in which the keeper of a worker kills all that a user's code has started
 SERVES = Program(
     "mindspeed_rl_plugin.episodes.worker:main",
     Offer | None,
-    tuple[int, Answer],
+    tuple[int, Answer | str],
     "an environment worker",
     EpisodeError,
     patience=KILL_SECONDS,
@@ -58,15 +60,15 @@ class OpenEpisode:
     making."""
 
     id: SampleId
-    home: Home | None
+    home: EnvironmentInstance | None
     reply: Reply
     left: deque[Message | tuple] = field(default_factory=deque)
     turn: Turn | None = None
-    call: Call | None = None
+    call: WorkerCall | None = None
 
 
 class EnvironmentPool:
-    """`Environments` of a user's files, in `workers` processes, see `dispatch`. For one thread at a time.
+    """`Environments` of a user's files, in `workers` processes, see `replay`. For one thread at a time.
 
     tools, environment: as --rl-tools and --rl-environment have them; parser: as --rl-tool-parser has one of the user's;
     see `tools`. timeout: seconds of one call; wait_timeout: seconds that other ranks wait for this one.
@@ -92,18 +94,18 @@ class EnvironmentPool:
             raise EpisodeError(f"--rl-tools {' '.join(tools)}: {', '.join(twice)} is there twice; rename one of them")
         self._timeout, self._wait_timeout = timeout, wait_timeout
         self._opened: dict[SampleId, OpenEpisode] = {}
-        self._asked: set[SampleId] = set()  # whose reply is due
         self._replies: list[Reply] = []
         self._error: EpisodeError | None = None  # for `poll`
         self._warned = self._closed = False
-        offer, started = self._load(SERVES, workers)
-        self._offer: Offer = offer
-        self._dispatcher = Dispatcher(started, timeout, offer.concurrent)
-        self.begins = environment is not None
-        self.check_fields = functools.partial(_check_fields, environment, offer.fields)
+        self.answered, self.begins = 0, environment is not None
+        self._pool = self._load(SERVES, workers)
+        self._offer: Offer = self._pool.loaded
+        self.check_fields = functools.partial(_check_fields, environment, self._offer.fields)
         try:
             self._try_parser()
-            self.tools: Sequence[Mapping[str, Any]] = self._describe() if offer.tools or offer.methods else ()
+            self.tools: Sequence[Mapping[str, Any]] = ()
+            if self._offer.tools or self._offer.methods:
+                self.tools = self._describe()
         except BaseException:
             self.close()
             raise
@@ -113,14 +115,10 @@ class EnvironmentPool:
 
     @property
     def pending(self) -> bool:
-        return bool(self._asked or self._replies)
-
-    @property
-    def answered(self) -> int:
-        return self._dispatcher.answered
+        return bool(self._replies) or any(opened.call is not None for opened in self._opened.values())
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
-        home = self._dispatcher.home() if self.begins else None
+        home = EnvironmentInstance() if self.begins else None
         opened = self._opened[episode] = OpenEpisode(episode, home, Reply(episode))
         if home is not None:
             opened.left.append(("reset", home.key, dict(task), seed, "{}/{}/{}".format(*episode)))
@@ -150,8 +148,7 @@ class EnvironmentPool:
         opened = self._opened.pop(episode, None)
         if opened is None:
             return
-        self._asked.discard(episode)
-        if opened.call is None or self._dispatcher.withdraw(opened.call):  # else when it is over, see `_result`
+        if opened.call is None or self._pool.withdraw(opened.call):  # else when it is over, see `_result`
             self._leave(opened)
         self._give()
 
@@ -161,9 +158,8 @@ class EnvironmentPool:
             if self._closed:
                 raise EpisodeError("the environments are closed")
             self._give()
-            self._dispatcher.wait(time.monotonic() if self._replies or not self.pending else end)
-            for call, result in self._dispatcher.take():
-                self._result(call, result)
+            self._pool.wait(time.monotonic() if self._replies or not self.pending else end)
+            self._take()
             self._give()
             if self._error is not None:
                 raise self._error
@@ -176,39 +172,37 @@ class EnvironmentPool:
         """See `Environments`. Those that do not close themselves in time are killed."""
         if not self._closed:
             self._closed = True
-            self._dispatcher.close(min(CLOSE_SECONDS, self._timeout))
+            self._pool.close(min(CLOSE_SECONDS, self._timeout))
 
     # inside
 
-    def _load(self, program: Program, count: int) -> tuple[Any, list[CallWorker]]:
-        """What the workers of a program answer first, and these. Raises EpisodeError where they cannot load."""
+    def _load(self, program: Program, count: int) -> WorkerPool:
+        """Processes of a program. Raises EpisodeError where they cannot load."""
         setup = self._sources, self._environment, self._parser, self._timeout
         sources = (*self._sources, self._environment, self._parser)
         loads = ", ".join(source.given for source in sources if source is not None)
-        workers = [CallWorker(program, setup, loads, self._wait_timeout) for _ in range(count)]
-        load_all(workers)
-        return workers[0].loaded, workers
+        return WorkerPool(program, setup, loads, count, self._wait_timeout, self._timeout)
 
     def _try_parser(self) -> None:
         """On an empty turn. Raises EpisodeError where it goes wrong already there."""
         if self._parser is not None:
-            self._dispatcher.put(Call(("parse", ""), self))
-            while not (made := [*self._dispatcher.take()]):
-                self._dispatcher.give()
-                self._dispatcher.wait(math.inf)
-            ((_, result),) = made
-            if isinstance(result, Lost) or result.error is not None:
+            self._pool.put(self._call(("parse", ""), self))
+            while not (made := [*self._pool.take()]):
+                self._pool.give()
+                self._pool.wait(math.inf)
+            result = result_of(*made[0])
+            if isinstance(result, LostCall) or result.error is not None:
                 raise self._parser_error(result, "the empty turn, on which it is tried")
 
-    def _parser_error(self, result: Answer | Lost, where: str) -> EpisodeError:
-        why = _readable(result.why if isinstance(result, Lost) else result.error)
+    def _parser_error(self, result: Answer | LostCall, where: str) -> EpisodeError:
+        why = _readable(result.why if isinstance(result, LostCall) else result.error)
         return EpisodeError(f"--rl-tool-parser {self._parser.given} {why}\n  on {where}")
 
     def _describe(self) -> Sequence[Mapping[str, Any]]:
         """The schemas of the tools, from a process that may import what that takes, and ends then."""
-        schemas, workers = self._load(DESCRIBES, 1)
-        workers[0].close()
-        return schemas
+        pool = self._load(DESCRIBES, 1)
+        pool.close()
+        return pool.loaded
 
     def _answer_turn(self, opened: OpenEpisode, text: str, attempts: Sequence[Attempt]) -> None:
         opened.left += [self._attempt(opened, attempt) for attempt in attempts]
@@ -247,16 +241,20 @@ class EnvironmentPool:
             opened.reply.messages.append(opened.left.popleft())
         if opened.left:
             message = opened.left.popleft()
-            opened.call = Call(message, opened, None if message[0] in ("parse", "tool") else opened.home)
-            self._asked.add(opened.id)
-            self._dispatcher.put(opened.call)
+            opened.call = self._call(message, opened, None if message[0] in ("parse", "tool") else opened.home)
+            self._pool.put(opened.call)
         else:
             self._reply(opened)
+
+    def _call(self, message: tuple, owner: Any, home: EnvironmentInstance | None = None) -> WorkerCall:
+        """message: kind and arguments, as `worker.Desk` takes them."""
+        kind, *arguments = message
+        name = f"{kind} {arguments[-2]}" if kind in ("tool", "method") else kind
+        return WorkerCall(message, self._timeout, name in self._offer.concurrent, TOGETHER, owner, home)
 
     def _reply(self, opened: OpenEpisode, failure: str | None = None) -> None:
         reply, opened.reply = opened.reply, Reply(opened.id)
         reply.failure = failure
-        self._asked.discard(opened.id)
         self._replies.append(reply)
         if failure is not None or reply.done:
             del self._opened[opened.id]
@@ -264,16 +262,26 @@ class EnvironmentPool:
 
     def _leave(self, opened: OpenEpisode) -> None:
         if opened.home is not None:
-            self._dispatcher.close_home(opened.home)
+            self._pool.end(opened.home)
 
     def _give(self) -> None:
         try:
-            self._dispatcher.give()
+            self._pool.give()
         except EpisodeError as error:
             self._error = error
 
-    def _result(self, call: Call, result: Answer | Lost) -> None:
-        opened, error = call.owner, result.why if isinstance(result, Lost) else result.error
+    def _take(self) -> None:
+        """What was answered."""
+        for call, answer in self._pool.take():
+            self.answered += 1
+            result = result_of(call, answer)
+            if result is None:
+                self._pool.put_again(call)
+            else:
+                self._result(call, result)
+
+    def _result(self, call: WorkerCall, result: Answer | LostCall) -> None:
+        opened, error = call.owner, result.why if isinstance(result, LostCall) else result.error
         if opened is None:
             self._warn(error)
             return
@@ -285,7 +293,7 @@ class EnvironmentPool:
         kind = call.message[0]
         if kind == "parse":
             self._parsed(opened, call.message[1], result)
-        elif kind in ("tool", "method") and not (isinstance(result, Lost) and result.unmade):
+        elif kind in ("tool", "method") and not (isinstance(result, LostCall) and result.unmade):
             self._tool_result(opened, call.message[-2], result)
         elif isinstance(result, Answer) and error is None:
             opened.reply.reward += result.reward
@@ -299,16 +307,16 @@ class EnvironmentPool:
             return
         self._go_on(opened)
 
-    def _parsed(self, opened: OpenEpisode, text: str, result: Answer | Lost) -> None:
+    def _parsed(self, opened: OpenEpisode, text: str, result: Answer | LostCall) -> None:
         """What a user's parser has found in a turn. The run stops where it went wrong, which is not the model's."""
-        if isinstance(result, Lost) or result.error is not None:
+        if isinstance(result, LostCall) or result.error is not None:
             self._error = self._parser_error(result, f"the turn {text!r:.300} of {place(opened.id)}")
             return
         found = [UNREAD if call is None else ToolCall(*call) for call in json.loads(result.texts[0])]
         self._answer_turn(opened, opened.turn.text, at_most(found, opened.turn.attempts.most))
 
-    def _tool_result(self, opened: OpenEpisode, name: str, result: Answer | Lost) -> None:
-        reply, lost, error = opened.reply, isinstance(result, Lost), None
+    def _tool_result(self, opened: OpenEpisode, name: str, result: Answer | LostCall) -> None:
+        reply, lost, error = opened.reply, isinstance(result, LostCall), None
         if lost or result.error is not None:
             error = result.why if lost else result.error
             reply.raised.setdefault(name, error)

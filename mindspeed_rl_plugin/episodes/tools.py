@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.reward.calling import number
-from mindspeed_rl_plugin.workers.calls import is_async
+from mindspeed_rl_plugin.workers.call_loop import is_async
 from mindspeed_rl_plugin.workers.user_files import load_function
 
 NOT_TOOLS = ("reset", "get_reward", "close")  # public methods that are something else
@@ -42,8 +42,7 @@ class Offer(NamedTuple):
 
 class Answer(NamedTuple):
     """What came of a call. texts: that the model reads, each a message; done: the episode is over; brief: what was
-    raised, in one line; error: that, and where; seconds: that the user's code took; late: a coroutine was cancelled at
-    the limit."""
+    raised, in one line; error: that, and where; seconds: that the user's code took."""
 
     texts: tuple[str, ...] = ()
     reward: float = 0.0
@@ -51,7 +50,6 @@ class Answer(NamedTuple):
     brief: str | None = None
     error: str | None = None
     seconds: float = 0.0
-    late: bool = False
 
 
 def load_tool(file: str, name: str) -> Callable[..., Any]:

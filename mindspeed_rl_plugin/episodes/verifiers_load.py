@@ -9,7 +9,7 @@ import itertools
 import sys
 from typing import Any, NamedTuple
 
-from mindspeed_rl_plugin.workers.child import Parent, outcome, why_not_loaded
+from mindspeed_rl_plugin.workers.child import Parent, outcome
 
 SUPPORTED = "0.4."
 BATCH = 256  # rows of one answer
@@ -51,8 +51,8 @@ def main(connection: int, lifeline: int) -> None:
     are none; then for every message the next rows, at last none."""
     parent = Parent(connection, lifeline)
     environment, most = parent.receive()
-    rows, error = outcome(_rows, environment, most)
-    parent.send((None, why_not_loaded(error)) if error else ("", None))
+    rows = parent.load("", _rows, environment, most)
+    parent.send(("", None))
     while True:
         parent.receive()
         parent.send(outcome(lambda: [*itertools.islice(rows, BATCH)]))

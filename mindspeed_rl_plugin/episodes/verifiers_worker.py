@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from mindspeed_rl_plugin.episodes.verifiers_load import Loaded, load, task_of
-from mindspeed_rl_plugin.workers.child import Parent, describe, outcome, why_not_loaded
+from mindspeed_rl_plugin.workers.child import Parent, describe, why_not_loaded
 from mindspeed_rl_plugin.workers.keeper import keep
 
 CLEAN_UP_SECONDS = 10.0  # in which verifiers may clean up once the job has ended
@@ -32,10 +32,7 @@ def main(connection: int, lifeline: int) -> None:
     keep(connection, lifeline, CLEAN_UP_SECONDS)
     parent = Parent(connection, None)
     environment, tokenizer, trusted = parent.receive()
-    loaded, error = outcome(load, environment)
-    if error:
-        parent.send((None, why_not_loaded(error)))
-        return
+    loaded = parent.load("", load, environment)
     if trusted:
         import renderers.base
 

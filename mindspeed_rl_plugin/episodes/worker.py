@@ -30,8 +30,8 @@ from mindspeed_rl_plugin.episodes.tools import (
     schema_of,
 )
 from mindspeed_rl_plugin.reward.calling import number
-from mindspeed_rl_plugin.workers.calls import Calls, TooLong, settled
-from mindspeed_rl_plugin.workers.child import Parent, describe, outcome, why_not_loaded
+from mindspeed_rl_plugin.workers.call_loop import CallLoop, TooLong, settled
+from mindspeed_rl_plugin.workers.child import Parent, describe
 from mindspeed_rl_plugin.workers.keeper import keep
 from mindspeed_rl_plugin.workers.user_files import load_function
 
@@ -51,8 +51,7 @@ class Source(NamedTuple):
 def main(connection: int, lifeline: int) -> None:
     """Serve until the parent closes its end; then environments close themselves. Arguments: file descriptors."""
     parent, desk, calls = _loaded(connection, lifeline)
-    offer, error = outcome(offer_of, desk.tools, desk.environment)
-    parent.send((offer, error and why_not_loaded(error)))
+    parent.send((parent.load("", offer_of, desk.tools, desk.environment), None))
     with contextlib.suppress(OSError):  # a user's code that takes all memory is ended before the job is
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
@@ -66,32 +65,23 @@ def main(connection: int, lifeline: int) -> None:
 def describe_tools(connection: int, lifeline: int) -> None:
     """Answer the first message with the schemas of all tools. Arguments: file descriptors."""
     parent, desk, _ = _loaded(connection, lifeline)
-    schemas, error = outcome(desk.schemas)
-    parent.send((schemas, error and why_not_loaded(error)))
+    parent.send((parent.load("", desk.schemas), None))
 
 
-def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk, Calls]:
+def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk, CallLoop]:
     """The parent, what it asks for, and who makes the calls; ends this process where that cannot be loaded."""
     keep(connection, lifeline, CLOSE_SECONDS)
     signal.signal(signal.SIGTERM, lambda *_: None)  # of the keeper: the call that is running comes to its end
     parent = Parent(connection, None)
-    calls = Calls(parent)
+    calls = CallLoop(parent)
     tools, environment, parser, seconds = parent.receive()
-    desk = Desk({}, None, seconds)
-    others = (("--rl-environment", environment), ("--rl-tool-parser", parser))
-    for flag, source in (*(("--rl-tools", tool) for tool in tools), *others):
-        if source is None:
-            continue
-        loaded, error = outcome(_load, flag, source)
-        if error:
-            parent.send((None, f"{flag} {source.given}: {why_not_loaded(error)}"))
-            raise SystemExit
-        if flag == "--rl-tools":
-            desk.tools[source.name] = loaded
-        elif flag == "--rl-environment":
-            desk.environment = loaded
-        else:
-            desk.parser = loaded
+
+    def load(flag: str, source: Source | None) -> Any:
+        return source and parent.load(f"{flag} {source.given}: ", _load, flag, source)
+
+    functions = {tool.name: load("--rl-tools", tool) for tool in tools}
+    desk = Desk(functions, load("--rl-environment", environment), seconds)
+    desk.parser = load("--rl-tool-parser", parser)
     return parent, desk, calls
 
 
@@ -104,13 +94,13 @@ class Desk:
         self._made: dict[int, Any] = {}  # environments, by their keys
 
     async def answer(self, kind: str, *arguments: Any) -> Answer:
-        """A call, and what came of it, whatever it raised."""
+        """A call, and what came of it, whatever it raised. Raises TooLong."""
         began = time.perf_counter()
         try:
             said: Answer = await getattr(self, kind)(*arguments)
             said = said._replace(texts=tuple(map(_shortened, said.texts)))
         except TooLong:
-            said = Answer(late=True)
+            raise
         except BaseException as error:  # noqa: BLE001 - whatever user code raises is reported to the parent
             said = Answer(brief=_brief(error), error=describe(error))
         return said._replace(seconds=time.perf_counter() - began)

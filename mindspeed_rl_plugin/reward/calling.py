@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import Any
 
-from mindspeed_rl_plugin.workers.calls import is_async
+from mindspeed_rl_plugin.workers.call_loop import is_async
 
 SINGLE = ("prompt", "response", "answer", "record")
 BATCH = ("prompts", "responses", "answers", "records")

@@ -4,96 +4,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError, opening
 from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 from mindspeed_rl_plugin.reward.worker import Kind
-from mindspeed_rl_plugin.workers.calls import CallWorker, load_all
-from mindspeed_rl_plugin.workers.process import LATE, SHARE_OF_WAIT, Program, wait_for
+from mindspeed_rl_plugin.workers.pool import WorkerPool
+from mindspeed_rl_plugin.workers.pool_worker import WorkerCall
+from mindspeed_rl_plugin.workers.process import SHARE_OF_WAIT, Program
 
 if TYPE_CHECKING:
     from mindspeed_rl_plugin.rows import Prompt
     from mindspeed_rl_plugin.workers.child import Outcome
 
-GRACE = 1.0  # seconds beyond which an asynchronous call that should have been cancelled is stuck
 TOGETHER = 64  # most calls of asynchronous graders that are in the making in a worker
 WORKER = Program(
     main="mindspeed_rl_plugin.reward.worker:main",
-    first=tuple[Kind, ...],
-    then=tuple[int, list[tuple[float | None, str | None]]],
+    first=tuple[Kind, ...] | None,
+    then=tuple[int, list[tuple[float | None, str | None]] | str],
     who="a reward worker",
     raises=RewardError,
 )
-
-
-class Batch:
-    """Items, and the results so far. names: of the graders, as errors show them; weights, on_error: of the graders;
-    failures: where the first of each grader is noted; where: what errors say of an item's place, None for its sample.
-
-    texts: what workers get of each item; left: grades that are missing; end: until when all must be there, on the
-    monotonic clock.
-    """
-
-    def __init__(
-        self,
-        items: Sequence[GradeItem],
-        names: Sequence[str],
-        weights: Sequence[float],
-        on_error: Sequence[str],
-        failures: dict[str, str],
-        where: str | None = None,
-    ) -> None:
-        self.items, self.failures, self.left, self.end = items, failures, 0, math.inf
-        self._names, self._weights, self._on_error, self._where = names, weights, on_error, where
-        self.texts = [vars(item) | {"record": dict(item.record), "id": None} for item in items]
-        self._parts = [[0.0] * len(names) for _ in items]
-        self._errors: list[list[str]] = [[] for _ in items]
-        self._dropped = [False] * len(items)
-
-    def record(self, index: int, grader: int, value: float | None, error: str | None) -> None:
-        """One grade, or why there is none. Raises RewardError for an error that stops the run."""
-        self.left -= 1
-        if error is None:
-            self._parts[index][grader] = value
-            return
-        limit = " (--rl-reward-timeout)" if error.startswith(LATE) else ""
-        text = f"reward {self._names[grader]!r} {error}{limit}\n  {self.place(index)}"
-        text += "\n  (the grade is 0, and reward/errors counts it)" * (self._on_error[grader] == "zero")
-        self.failures.setdefault(self._names[grader], text)
-        self._errors[index].append(text)
-        self._dropped[index] |= self._on_error[grader] == "drop"
-        if self._on_error[grader] == "stop":
-            raise RewardError(f"{text}\n  (--rl-reward-on-error zero or drop: the run goes on and counts such samples)")
-
-    def place(self, index: int) -> str:
-        """Which item, with its texts."""
-        item = self.items[index]
-        rollout = "the evaluation" if item.id.epoch < 0 else f"rollout {item.id.epoch}"  # as `stages.evaluate` numbers
-        where = self._where or f"on {rollout}, prompt {item.id.group}, response {item.id.member}"
-        texts = (f"{name} {_shortened(getattr(item, name))}" for name in ("prompt", "response", "answer"))
-        return f"{where}: {', '.join(texts)}"
-
-    def grades(self) -> list[Grade]:
-        """The results in the order of the items, parts weighted into totals."""
-        totals = [sum(w * p for w, p in zip(self._weights, parts, strict=True)) for parts in self._parts]
-        return [
-            Grade(total, tuple(parts), "\n".join(errors) or None, dropped)
-            for total, parts, errors, dropped in zip(totals, self._parts, self._errors, self._dropped, strict=True)
-        ]
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A call of a grader. items: (batch, number of the item in it); most: of a coroutine: see `CallWorker.next_of`."""
-
-    grader: int
-    items: Sequence[tuple[Batch, int]]
-    most: int = TOGETHER
 
 
 class RewardPool:
@@ -135,17 +70,14 @@ class RewardPool:
         self._failures: dict[str, str] = {}
         self._said: set[str] = set()  # built-in graders of which a failure was taken
         self._closed = False
-        self._waiting: deque[Call] = deque()
-        self._began: dict[Call, float] = {}  # of those in the making
         self._spent = [0.0, 0.0, 0]  # since `take_seconds`, see there; and responses that are graded
         self._batches: dict[Batch, None] = {}  # those with grades that are missing, by their ends
         self._finished: list[Batch] = []
         setup = self._specs, self._timeouts, regex, device, trust_remote_code
-        began, loads = time.monotonic(), ", ".join(self.names)
-        self._workers = [CallWorker(WORKER, setup, loads, wait_timeout) for _ in range(workers)]
-        load_all(self._workers)
+        began = time.monotonic()
+        self._pool = WorkerPool(WORKER, setup, ", ".join(self.names), workers, wait_timeout)
         self._loading = time.monotonic() - began
-        self._kinds: Sequence[Kind] = self._workers[0].loaded
+        self._kinds: Sequence[Kind] = self._pool.loaded
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
         """Raises ValueError where a grader cannot be called on some row; rows: place in the data -> its fields."""
@@ -173,7 +105,7 @@ class RewardPool:
         on_error = [self._on_error] * len(names)
         batch = Batch([item] * members, names, self.weights, on_error, {}, f"when it was tried on {where}")
         calls = [
-            Call(grader, [(batch, i) for i in range(members if kind.batch else 1)])
+            self._call(grader, batch, range(members if kind.batch else 1))
             for grader, kind in enumerate(self._kinds)
             if self._device == "cpu" or not self._specs[grader].is_model
         ]
@@ -211,12 +143,9 @@ class RewardPool:
 
     def give_up(self) -> None:
         """Drop all batches; no call of them is left in a worker."""
-        for worker in self._workers:
-            if worker.calls:
-                worker.close()
-                worker.calls.clear()
-        for kept in (self._began, self._waiting, self._batches, self._finished):
-            kept.clear()
+        self._pool.give_up()
+        self._batches.clear()
+        self._finished.clear()
 
     @property
     def by_group(self) -> bool:
@@ -227,8 +156,8 @@ class RewardPool:
     def wanted(self) -> int:
         """How many further responses keep the workers busy: who shares responses with other pools takes no more."""
         together = [1 if k.batch else _together(k) for k in self._kinds]
-        waiting = sum(1 / together[call.grader] for call in self._waiting)
-        return max(0, math.ceil((len(self._workers) - waiting) * min(together)))
+        waiting = sum(1 / together[_grader(call)] for call in self._pool.waiting)
+        return max(0, math.ceil((len(self._pool.workers) - waiting) * min(together)))
 
     def most(self, members: int) -> int:
         """How many further responses, in groups of `members`, are graded in time, though each call takes all of its
@@ -236,7 +165,8 @@ class RewardPool:
         costs = [timeout + self._loading for timeout in self._timeouts]
         shares = [members if k.batch else _together(k) for k in self._kinds]
         left = self._limit - sum(costs) * (3 if self._batches else 1)  # others are before them, and may wait once
-        return max(0, int(len(self._workers) * left / sum(c / share for c, share in zip(costs, shares, strict=True))))
+        each = sum(cost / share for cost, share in zip(costs, shares, strict=True))
+        return max(0, int(len(self._pool.workers) * left / each))
 
     def take_seconds(self) -> tuple[float, float] | None:
         """Of a response, mean of those graded since the last call of this: seconds of the calls that graded it, added,
@@ -256,27 +186,32 @@ class RewardPool:
     def close(self) -> None:
         """End the workers. Idempotent."""
         self._closed = True
-        for worker in self._workers:
-            worker.close()
+        self._pool.close()
 
-    def _calls(self, batch: Batch) -> Iterator[Call]:
+    def _calls(self, batch: Batch) -> Iterator[WorkerCall]:
         """A batch grader is called with whole groups, others with one item."""
         groups: dict[tuple[int, int], list[int]] = {}
         for index, item in enumerate(batch.items):
             groups.setdefault((item.id.epoch, item.id.group), []).append(index)
         for grader, kind in enumerate(self._kinds):
             cuts = groups.values() if kind.batch else ([i] for i in range(len(batch.items)))
-            yield from (Call(grader, [(batch, i) for i in cut]) for cut in cuts)
+            yield from (self._call(grader, batch, cut) for cut in cuts)
 
-    def _begin(self, batch: Batch, calls: Iterable[Call]) -> None:
+    def _call(self, grader: int, batch: Batch, cut: Sequence[int]) -> WorkerCall:
+        """A call of a grader, whose owner is [(batch, number of the item in it)] of what it grades."""
+        message, concurrent = (grader, [batch.texts[i] for i in cut]), self._kinds[grader].asynchronous
+        return WorkerCall(message, self._timeouts[grader], concurrent, TOGETHER, [(batch, i) for i in cut])
+
+    def _begin(self, batch: Batch, calls: Iterable[WorkerCall]) -> None:
         if self._closed:
             raise RewardError("the reward pool is closed")
         calls = list(calls)
-        batch.left, batch.end = sum(len(call.items) for call in calls), time.monotonic() + self._limit
-        self._waiting.extend(calls)
+        batch.left, batch.end = sum(len(call.owner) for call in calls), time.monotonic() + self._limit
+        for call in calls:
+            self._pool.put(call)
         self._batches[batch] = None
 
-    def _complete(self, batch: Batch, calls: Iterable[Call]) -> None:
+    def _complete(self, batch: Batch, calls: Iterable[WorkerCall]) -> None:
         """Wait for one batch. Raises RewardError for the first failure that stops the run, and where all of it takes
         too long."""
         self._begin(batch, calls)
@@ -292,52 +227,33 @@ class RewardPool:
             raise RewardError("the reward pool is closed")
         first = next(iter(self._batches))  # all have the same time
         try:
-            while any([self._give(worker) for worker in self._workers]):  # in turns, so that they have equally many
-                pass
-            wait_for(self._workers, min(end, first.end))
+            self._pool.give()
+            self._pool.wait(min(end, first.end))
             if time.monotonic() >= first.end:
                 raise RewardError(self._too_late(first))
-            for worker in self._workers:
-                for call, outcomes in worker.answers():
-                    took = time.monotonic() - self._began.pop(call)
-                    if isinstance(outcomes, int):
-                        self._waiting.appendleft(replace(call, most=outcomes))
-                        continue
-                    self._spent[0] += took * len(call.items)
-                    self._spent[1] += took / self._most(call)
-                    self._record(call, outcomes)
+            for call, outcomes in self._pool.take():
+                self._record(call, outcomes)
         except BaseException:
             self.give_up()
             raise
 
-    def _give(self, worker: CallWorker) -> bool:
-        """Let a worker begin a call; whether there was one that it can take."""
-        call = worker.next_of(self._waiting, self._most)
-        if call is not None:
-            self._waiting.remove(call)
-            self._began[call] = time.monotonic()
-            grace = GRACE if self._kinds[call.grader].asynchronous else 0.0
-            texts = [batch.texts[i] for batch, i in call.items]
-            worker.make(call, (call.grader, texts), self._timeouts[call.grader], grace, self._most(call))
-        return call is not None
-
-    def _most(self, call: Call) -> int:
-        return min(call.most, _together(self._kinds[call.grader]))
-
-    def _record(self, call: Call, outcomes: Sequence[Outcome] | str) -> None:
+    def _record(self, call: WorkerCall, outcomes: Sequence[Outcome] | str) -> None:
+        grader, items, took = _grader(call), call.owner, time.monotonic() - call.began
+        self._spent[0] += took * len(items)
+        self._spent[1] += took / call.together
         if isinstance(outcomes, str):
-            outcomes = [(None, outcomes)] * len(call.items)
-        for (batch, index), outcome in zip(call.items, outcomes, strict=True):
-            batch.record(index, call.grader, *outcome)
-        for batch in dict.fromkeys(batch for batch, _ in call.items):
+            outcomes = [(None, outcomes)] * len(items)
+        for (batch, index), outcome in zip(items, outcomes, strict=True):
+            batch.record(index, grader, *outcome)
+        for batch in dict.fromkeys(batch for batch, _ in items):
             if not batch.left:
                 self._spent[2] += len(batch.items)
                 del self._batches[batch]
                 self._finished.append(batch)
 
     def _too_late(self, batch: Batch) -> str:
-        calls = (*self._began, *self._waiting)
-        left = [(call.grader, index) for call in calls for whose, index in call.items if whose is batch]
+        calls = self._pool.unfinished
+        left = [(_grader(call), index) for call in calls for whose, index in call.owner if whose is batch]
         grader, index = left[0]
         return (
             f"grading took longer than {self._limit:g} s, with {len({i for _, i in left})} of {len(batch.items)} "
@@ -348,12 +264,10 @@ class RewardPool:
         )
 
 
+def _grader(call: WorkerCall) -> int:
+    return call.message[0]
+
+
 def _together(kind: Kind) -> int:
     """Most calls of a grader that are in the making in a worker."""
     return TOGETHER if kind.asynchronous else 1
-
-
-def _shortened(text: str, limit: int = 160) -> str:
-    """Head and tail: the question begins, the answer ends a text."""
-    half = limit // 2
-    return repr(text if len(text) <= limit else f"{text[:half]} [...] {text[-half:]}")

@@ -1,7 +1,7 @@
 """The process in which graders run: it takes calls from a connection, and answers each with the outcome of every item.
 
 First message in: (specs, seconds of one call of each, regex of the regex grader, device of reward models, whether to
-run their code); first out: (what its graders are, None) or ((), error). Then calls `(grader, items)`. The time limit
+run their code); first out: (what its graders are, None) or (None, error). Then calls `(grader, items)`. The time limit
 is the parent's: it kills this process group. Imports no torch, so that it starts in a moment.
 """
 
@@ -14,8 +14,8 @@ from mindspeed_rl_plugin.reward.builtin import make_builtin
 from mindspeed_rl_plugin.reward.calling import Grader, number
 from mindspeed_rl_plugin.reward.reward_model import RewardModel
 from mindspeed_rl_plugin.reward.specs import Spec
-from mindspeed_rl_plugin.workers.calls import Calls, TooLong, settled
-from mindspeed_rl_plugin.workers.child import Outcome, Parent, describe, outcome, why_not_loaded
+from mindspeed_rl_plugin.workers.call_loop import CallLoop, TooLong, settled
+from mindspeed_rl_plugin.workers.child import Outcome, Parent, describe, outcome
 from mindspeed_rl_plugin.workers.user_files import load_function
 
 Items = list[dict[str, Any]]
@@ -32,26 +32,22 @@ class Kind(NamedTuple):
 def main(connection: int, lifeline: int) -> None:
     """Serve until the parent closes its end. Arguments: file descriptors."""
     parent = Parent(connection, lifeline)
-    calls = Calls(parent)
+    calls = CallLoop(parent)
     specs, timeouts, regex, *of_models = parent.receive()
-    graders = []
-    for spec in specs:
-        loaded, error = outcome(_load, spec, regex, *of_models)
-        if error:
-            parent.send(((), f"reward {spec.given!r} cannot be loaded: {why_not_loaded(error)}"))
-            return
-        graders.append(loaded)
+    graders = [
+        parent.load(f"reward {spec.given!r} cannot be loaded: ", _load, spec, regex, *of_models) for spec in specs
+    ]
     parent.send(([Kind(g.batch, g.asynchronous, g.fields) for g in graders], None))
     calls.serve(lambda grader, items: grade(graders[grader], items, timeouts[grader]))
 
 
 async def grade(grader: Grader, items: Items, timeout: float) -> list[Outcome]:
-    """The outcome of each item: of the one of a call, or of a group."""
+    """The outcome of each item: of the one of a call, or of a group. Raises TooLong."""
     try:
         value = await settled(grader.many(items) if grader.batch else grader.single(*items), timeout)
         values = _values(value, len(items)) if grader.batch else [value]
-    except TooLong as error:
-        return [(None, str(error))] * len(items)
+    except TooLong:
+        raise
     except BaseException as error:  # noqa: BLE001 - whatever user code raises is reported to the parent
         return [(None, describe(error))] * len(items)
     return [outcome(number, value) for value in values]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from mindspeed_rl_plugin.dock import Lease
 from mindspeed_rl_plugin.ranks import Stall
-from mindspeed_rl_plugin.reward.pool import Batch
+from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.stages.reward import Reward
 
 IDLE_SECONDS = 0.5  # a lease waits for responses, where nothing is in grading

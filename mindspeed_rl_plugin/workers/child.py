@@ -44,6 +44,15 @@ class Parent:
         """Readable when a message is there, or the parent has closed its end."""
         return self._connection.fileno()
 
+    def load(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a call gives that loads something of the user's. Where it raises, the first message is answered with
+        `what`, which comes before the reason, and this process ends."""
+        value, error = outcome(function, *arguments)
+        if error is not None:
+            self.send((None, what + why_not_loaded(error)))
+            sys.exit()
+        return value
+
     def send(self, answer: Any) -> None:
         """As JSON, which the parent reads without running anything; half a surrogate pair becomes "?". A process that
         a user's code forked, and let go on, ends here."""

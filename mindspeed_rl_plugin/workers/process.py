@@ -135,6 +135,11 @@ class Worker:
                 self.unread = 0 if self._taken else self.unread + 1
         return answer
 
+    @property
+    def ended(self) -> bool:
+        """Whether its process was ended, and no other one was started."""
+        return self._connection.closed
+
     def close(self) -> None:
         """End the process group, and let go of everything. Idempotent."""
         if not self._connection.closed:

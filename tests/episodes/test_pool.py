@@ -161,7 +161,7 @@ def test_every_environment_is_closed(started, tmp_path: Path, capsys) -> None:
     pool.begin(sample(6), task(log=str(logs[6])), 7)
     pool.act(sample(4), turn("two"))
     asked = pool._opened[sample(3)].call
-    while asked not in [whose for whose, _, _ in pool._dispatcher._slots[0].worker.calls.values()]:
+    while asked not in pool._pool.workers[0].calls.values():
         assert pool.poll(0.01) == []
     for number in (3, 6, 4):  # at work, not begun, and waiting for its turn
         pool.end(sample(number))
@@ -182,9 +182,9 @@ def test_environments_that_end_together_are_closed_together(started, tmp_path: P
     replies(pool)
     for number in range(8):
         pool.end(sample(number))
-    (slot,) = pool._dispatcher._slots
-    wait_for([slot.worker], time.monotonic() + 5)
-    assert pool.poll(0) == [] and not slot.closing
+    (worker,) = pool._pool.workers
+    wait_for([worker], time.monotonic() + 5)
+    assert pool.poll(0) == [] and not worker.closing
     # Asked in one or several calls, none of which is read here.
     until(lambda: [log.read_text().count("close") for log in logs] == [1] * 8)
 
@@ -195,7 +195,7 @@ def test_one_that_does_not_close_is_told_once_and_one_that_hangs_is_killed(start
     for number in (0, 1):
         pool.finish(sample(number))
     assert len(replies(pool)) == 2
-    while pool._dispatcher._slots[0].worker.calls or pool._dispatcher._slots[0].closing:
+    while pool._pool.workers[0].calls or pool._pool.workers[0].closing:
         pool.poll(0.1)
     assert capsys.readouterr().out.count("warning: BadClose.close raised OSError: no such sandbox") == 1
     pool, logs = started("SlowClose", timeout=0.5), [tmp_path / str(number) for number in range(2)]

@@ -8,6 +8,7 @@ import socket
 import time
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,8 @@ SEEN = {
 
 
 def test_a_worker_that_takes_all_memory_is_ended_before_the_job_is(started) -> None:
-    (slot,) = started()._dispatcher._slots
-    until(lambda: Path(f"/proc/{below(slot.worker)}/oom_score_adj").read_text() == "1000\n")
+    (worker,) = started()._pool.workers
+    until(lambda: Path(f"/proc/{below(worker)}/oom_score_adj").read_text() == "1000\n")
 
 
 WHY = {
@@ -87,10 +88,10 @@ def test_where_the_engines_process_ends_environments_close_themselves(started, t
     for number, log in enumerate(logs):
         pool.begin(sample(number), task(log=str(log)), 7)
     replies(pool)
-    worker = pool._dispatcher._slots[0].worker
+    worker = pool._pool.workers[0]
     assert contents(act(pool, 0, "", call("fault", kind="leaves a session"))) == ["left"]
     pool.act(sample(1), turn("nap 0.3"))
-    while pool._dispatcher._slots[0].worker.calls == {}:
+    while worker.calls == {}:
         pool.poll(0.0)
     time.sleep(0.1)
     with socket.socket(fileno=os.dup(worker._connection.fileno())) as ours:  # as the kernel does it
@@ -162,10 +163,10 @@ def test_a_method_that_is_lost_in_replay_is_a_failure_of_its_environment(started
     pool = started("Shop")
     begin(pool, [0], money=5)
     act(pool, 0, "", call("buy", item="tea"))
-    home, (slot,) = pool._opened[sample(0)].home, pool._dispatcher._slots
-    message, answer = home.asked[1]
-    home.asked[1] = ((*message[:2], "fail", {"kind": "loops"}), answer)
-    os.kill(below(slot.worker), signal.SIGKILL)
+    home, (worker,) = pool._opened[sample(0)].home, pool._pool.workers
+    former, answer = home.asked[1]
+    home.asked[1] = (replace(former, message=(*former.message[:2], "fail", {"kind": "loops"})), answer)
+    os.kill(below(worker), signal.SIGKILL)
     failure = act(pool, 0, "", call("buy", item="milk")).failure
     assert failure == f"failed: Shop.buy ran longer than 0.5 s and was killed when it was replayed{LIMIT}"
 
@@ -224,12 +225,12 @@ def test_a_fault_in_replay_is_that_of_its_environment(started, tmp_path: Path) -
     """What is slow only the second time."""
     pool = started()
     begin(pool, (0, 1))
-    (slot,) = pool._dispatcher._slots
+    (worker,) = pool._pool.workers
     home = pool._opened[sample(0)].home
     assert act(pool, 0, "one").reward == 0.5
-    message, answer = home.asked[1]
-    home.asked[1] = ((*message[:2], "loops"), answer)
-    os.kill(below(slot.worker), signal.SIGKILL)
+    former, answer = home.asked[1]
+    home.asked[1] = (replace(former, message=(*former.message[:2], "loops")), answer)
+    os.kill(below(worker), signal.SIGKILL)
     answered = pool.answered
     failure = act(pool, 0, "two").failure
     assert pool.answered == answered + 2, "its reset, and the call that was lost"
@@ -254,7 +255,7 @@ def test_a_file_that_loads_only_once_stops_the_run_in_poll(started, tmp_path: Pa
     with closing(EnvironmentPool([], f"{tmp_path}/once.py:E", **given)) as pool:
         begin(pool, (0, 1))
         assert act(pool, 0, "x").failure
-        pool._dispatcher._slots[0].worker._process.wait()
+        pool._pool.workers[0]._process.wait()
         pool.act(sample(1), turn("x"))
         with pytest.raises(EpisodeError, match=r"(?s)--rl-environment \S*once.py:E: it raised OSError: gone.*line 2"):
             replies(pool)

@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.reward.pool import TOGETHER
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.reward.worker import Kind
 from mindspeed_rl_plugin.rows import Prompt, SampleId
-from mindspeed_rl_plugin.workers.calls import RESTARTS
+from mindspeed_rl_plugin.workers.pool_worker import RESTARTS
 from mindspeed_rl_plugin.workers.process import Worker
 
 FILE = Path(__file__).with_name("graders_for_tests.py")
@@ -220,9 +220,8 @@ def test_most_responses_are_graded_in_time_though_every_call_runs_into_its_limit
     count, members, load = rng.randint(1, 4), rng.randint(1, 8), rng.choice([0.0, 1.0])
     kinds = [Kind(rng.random() < 0.3, rng.random() < 0.3, ()) for _ in range(rng.randint(1, 3))]
     times, limit = [float(rng.randint(1, 20)) for _ in kinds], 400.0
-    pool = SimpleNamespace(
-        _timeouts=times, _kinds=kinds, _loading=load, _limit=limit, _workers=[0] * count, _batches={}
-    )
+    pool = SimpleNamespace(_timeouts=times, _kinds=kinds, _loading=load, _limit=limit, _batches={})
+    pool._pool = SimpleNamespace(workers=[0] * count)
     most = RewardPool.most(pool, members)
     groups = most // members
     assert groups
@@ -232,14 +231,15 @@ def test_most_responses_are_graded_in_time_though_every_call_runs_into_its_limit
         for _ in range(-(-groups * members // together)):
             heapq.heapreplace(ends, ends[0] + seconds + load)
     assert max(ends) <= limit
-    pool = SimpleNamespace(_timeouts=[10.0], _kinds=[Kind(False, False, ())], _loading=1.0, _limit=100.0, _workers="ab")
+    pool = SimpleNamespace(_timeouts=[10.0], _kinds=[Kind(False, False, ())], _loading=1.0, _limit=100.0)
+    pool._pool = SimpleNamespace(workers="ab")
     assert [RewardPool.most(SimpleNamespace(_batches=b, **vars(pool)), 4) for b in ({}, {1: 1})] == [16, 12]
 
 
 def test_a_batch_that_takes_too_long_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time runs from when it was submitted, not that of the first."""
     with closing(RewardPool([own("nap")], workers=2, timeout=1.7, wait_timeout=2)) as pool:
-        pids = {worker.pid for worker in pool._workers}
+        pids = {worker.pid for worker in pool._pool.workers}
         for group in range(3):
             pool.submit(naps(0.65, 0.65, group=group))
             assert pool.poll(20)
@@ -315,11 +315,11 @@ def test_a_kill_reaches_what_the_grader_started(tmp_path: Path, monkeypatch: pyt
 
 def test_close_ends_the_workers_and_an_idle_death_is_survived() -> None:
     pool = RewardPool(["exact"], workers=2)
-    pids = [w.pid for w in pool._workers]
+    pids = [w.pid for w in pool._pool.workers]
     os.kill(pids[0], 9)
     assert gone(pids[:1])
     assert [g.total for g in pool.grade(items("a", "b"))] == [1.0, 0.0]
-    pids += [w.pid for w in pool._workers]
+    pids += [w.pid for w in pool._pool.workers]
     pool.close()
     pool.close()
     assert gone(pids)
@@ -357,7 +357,7 @@ def test_workers_do_not_outlive_a_killed_parent() -> None:
         "from mindspeed_rl_plugin.reward import GradeItem, RewardPool\n"
         "pool = RewardPool(sys.argv[1:], workers=2, timeout=100)\n"
         "sample = namedtuple('SampleId', 'epoch group member')(0, 0, 0)\n"
-        "threading.Timer(1.0, lambda: print(*(w.pid for w in pool._workers), flush=True)).start()\n"
+        "threading.Timer(1.0, lambda: print(*(w.pid for w in pool._pool.workers), flush=True)).start()\n"
         "pool.grade([GradeItem('', 'bad', '', {}, sample)])\n"
     )
     command = [sys.executable, "-c", code, own("stubborn"), own("sleep")]

@@ -1,0 +1,142 @@
+"""One pool of worker processes with one queue, for all code of the user's: graders, tools, environments, parsers.
+
+A process makes one call at a time, or coroutines together. A call that runs too long, or ends its process, is lost;
+where a process ends while it makes several, they are made again, fewer at a time, until it is found which one ended it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_rl_plugin.workers.pool_worker import AGAIN, PoolWorker, Session, WorkerCall
+from mindspeed_rl_plugin.workers.process import Program, wait_for
+
+CLOSE = "close"  # the message that closes sessions: of these keys, or all
+
+
+class WorkerPool:
+    """`count` workers of a program, all of which have loaded. For one thread at a time.
+
+    setup, loads, wait: as `Worker` takes them; close_seconds: in which a session may close itself. loaded: what the
+    program answered first; waiting: calls that have not begun, in their order. Raises the program's error where it
+    cannot load.
+    """
+
+    def __init__(
+        self, program: Program, setup: Any, loads: str, count: int, wait: float, close_seconds: float = 0.0
+    ) -> None:
+        self._close_seconds = close_seconds
+        self.waiting: list[WorkerCall] = []
+        self._numbers = itertools.count()
+        self.workers = [PoolWorker(program, setup, loads, wait) for _ in range(count)]
+        try:
+            while not all([worker.ready() for worker in self.workers]):
+                self.wait(math.inf)
+        except BaseException:
+            self.close()
+            raise
+        self.loaded = self.workers[0].loaded
+
+    @property
+    def unfinished(self) -> Iterator[WorkerCall]:
+        """Calls in the making, then those that wait."""
+        return itertools.chain(*(worker.calls.values() for worker in self.workers), self.waiting)
+
+    def put(self, call: WorkerCall) -> None:
+        """A call to make."""
+        call.number = next(self._numbers)
+        self.waiting.append(call)
+
+    def put_again(self, call: WorkerCall) -> None:
+        """A call that is over is made again, in its former place in the queue."""
+        bisect.insort(self.waiting, call, key=lambda other: other.number)
+
+    def withdraw(self, call: WorkerCall) -> bool:
+        """Whether a call had not begun; then it will not."""
+        if waits := call in self.waiting:
+            self.waiting.remove(call)
+        return waits
+
+    def end(self, session: Session) -> None:
+        """A session is over, and is to be closed. It has no call in the making."""
+        if session.worker is not None:
+            session.worker.end(session)
+
+    def give(self) -> None:
+        """Calls to workers that can take one, new sessions to those that have the fewest. Raises the program's error
+        where a worker cannot be started again."""
+        while any([self._give(worker) for worker in sorted(self.workers, key=lambda worker: worker.load)]):
+            pass
+
+    def wait(self, end: float) -> bool:
+        """Until something is answered, at most a second, and at most until `end`, on the monotonic clock. Returns
+        whether that is still to come."""
+        return wait_for(self.workers, end)
+
+    def take(self) -> Iterator[tuple[WorkerCall, Any]]:
+        """Calls that are over, each with its answer, a text where it is lost. Raises as `PoolWorker.answers` does."""
+        for worker in self.workers:
+            for call, answer in worker.answers():
+                if answer is not AGAIN:
+                    yield call, answer
+                elif call.owner is not None:  # else sessions that the process no longer has were to be closed
+                    self.put_again(call)
+
+    def give_up(self) -> None:
+        """Drop all calls; none is left in a process."""
+        self.waiting.clear()
+        for worker in self.workers:
+            if worker.calls:
+                worker.close()
+                worker.calls.clear()
+
+    def close(self, seconds: float = 0.0) -> None:
+        """End the processes. Sessions may close themselves before, within `seconds`. Idempotent."""
+        end = time.monotonic() + seconds
+        left = [worker for worker in self.workers if worker.sessions or worker.closing]
+        told: set[PoolWorker] = set()
+        try:
+            while left := [worker for worker in left if self._closes(worker, told, end)]:
+                if not wait_for(left, end):
+                    break
+        finally:
+            for worker in self.workers:
+                worker.close()
+
+    def _give(self, worker: PoolWorker) -> bool:
+        """The next call for a worker; whether there was one that it can take."""
+        if not worker.calls and not worker.ready():
+            return False
+        waiting = [self._closing(worker)] if worker.closing else self.waiting
+        call = worker.next_of(waiting)
+        if call is None:
+            return False
+        if worker.closing:
+            worker.closing.clear()
+        else:
+            self.waiting.remove(call)
+        worker.begin(call)
+        return True
+
+    def _closing(self, worker: PoolWorker) -> WorkerCall:
+        """The call that closes all sessions of a worker that are over, which may be made together with any number."""
+        seconds, number = len(worker.closing) * self._close_seconds, next(self._numbers)
+        return WorkerCall((CLOSE, [*worker.closing]), seconds, concurrent=True, most=sys.maxsize, number=number)
+
+    def _closes(self, worker: PoolWorker, told: set[PoolWorker], end: float) -> bool:
+        """Whether a worker still ends its calls, or closes its sessions."""
+        for _ in worker.answers():
+            pass
+        if worker.ended:
+            return False
+        if not worker.calls and worker not in told:
+            told.add(worker)
+            seconds = max(end - time.monotonic(), 0.0)
+            worker.begin(WorkerCall((CLOSE,), seconds, concurrent=False, most=1, number=next(self._numbers)))
+        return bool(worker.calls)
