@@ -2,10 +2,11 @@
 
     python benchmarks/control_plane.py [--json OUT.json] [--trainers 16] [--engines 16] [--rows 4096] [--seconds 60]
 
-The dock, admission, weights' announcements and an engine's first rank (generators/lead.py) are the real ones, with the
-stage table of GRPO; model, graders and the transfer of weights are sleeps. Measured is the wall time of their calls,
-less what these wait for rows and weights: on trainers of what comes between two sleeps of the main thread, on engines
-of what comes between two decode steps. All processes share this machine's cores. See README.md beside this file.
+The dock, admission, weights' announcements and an engine's first rank (generators/scheduler.py) are the real ones,
+with the stage table of GRPO; model, graders and the transfer of weights are sleeps. Measured is the wall time of their
+calls, less what these wait for rows and weights: on trainers of what comes between two sleeps of the main thread, on
+engines of what comes between two decode steps. All processes share this machine's cores. See README.md beside this
+file.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock, make_docks
-from mindspeed_rl_plugin.generators.lead import Lead
+from mindspeed_rl_plugin.generators.scheduler import Scheduler
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.rows import Completion, Prompt, Ragged, Rows, SampleId, Sampling
@@ -47,7 +48,7 @@ BATCHES = 16  # micro-batches of a rank and pass
 LIMIT_SHARE = 0.02
 WARM_UP = 1  # iterations that are not counted
 DEADLINE = 600.0
-POLL = 0.2  # seconds of decode steps between two looks, as generators/service.py
+POLL = 0.2  # seconds of decode steps between two looks, as generators/engine_loop.py
 TABLE = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1, by_group=False, apart=True)
 
 
@@ -107,7 +108,7 @@ class Trainer:
         self.groups = args.rows // MEMBERS
         self.admission = Admission(self.groups, 1, args.iterations + WARM_UP)
         self.epochs, self.ended = 0, threading.Event()
-        self.grading = threading.Thread(target=self.grade, args=(self.dock.beside(),), daemon=True)
+        self.grading = threading.Thread(target=self.grade, args=(self.dock.for_thread(),), daemon=True)
 
     def run(self) -> dict[str, Any]:
         """Seconds of each iteration, and of the calls in it."""
@@ -209,7 +210,7 @@ def engine(number: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
     meter, random, length = Meter(), Random(number), lognormal(MEAN, 0.6, LIMIT)
     dock = Dock.join((folder / "address").read_text(), folder / "secret")
     job = SimpleNamespace(sampling=Sampling(LIMIT), seed=0, inflight="keep", strict=False, deadline=DEADLINE)
-    lead = Lead(dock, job, args.slots, 1, None, threading.Event())
+    lead = Scheduler(dock, job, args.slots, 1, None, threading.Event())
     # Half of a response's mean of steps is added by its tail; all slots full, a rollout takes 0.8 of an iteration.
     steps = args.rows / args.engines / args.slots * MEAN
     decoder, tokens = Decoder(Costs(step=0.8 * args.seconds / steps), args.slots, time.monotonic()), {}

@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE))
 import workload  # noqa: E402
 
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine  # noqa: E402
-from mindspeed_rl_plugin.generators import service  # noqa: E402
+from mindspeed_rl_plugin.generators import engine_loop  # noqa: E402
 
 at = sys.argv.index("--workload")
 LENGTHS = workload.lengths(workload.read(Path(sys.argv[at + 1])))
@@ -49,7 +49,7 @@ def imposed(self, requests):
 VllmEngine.submit = imposed
 if "--discard-stale" in sys.argv:
     sys.argv.remove("--discard-stale")
-    service.continued = lambda job, request, begun: request
+    engine_loop.continued = lambda job, request, begun: request
 
 import mindspeed_rl_plugin.adaptor  # noqa: E402, F401, I001 - before Megatron
 from megatron.training import training  # noqa: E402

@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.config.flag import as_given, flag_name, valued
 from mindspeed_rl_plugin.config.rl_config import given
 from mindspeed_rl_plugin.config.schedule_flags import OF_ASYNC, OF_COLOCATED, OF_STREAMED
 from mindspeed_rl_plugin.environment import is_part, launch_env
-from mindspeed_rl_plugin.generators.guests import check_ray, check_servers
+from mindspeed_rl_plugin.generators.external_engines import check_ray, check_servers
 
 CORRECTIONS = "give --rl-correction truncate, mask, decoupled or decoupled-clip"
 

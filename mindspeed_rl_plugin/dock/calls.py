@@ -136,7 +136,7 @@ class Calls:
         self.closed = self.ended = False
         self._others: list[Calls] = []  # of other threads
 
-    def beside(self) -> Calls:
+    def for_thread(self) -> Calls:
         """Calls of another thread, with connections, leases and mapped segments of its own. It knows the epochs that
         this one opens and clears, and their bytes count together."""
         other = Calls(

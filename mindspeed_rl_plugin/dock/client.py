@@ -308,10 +308,10 @@ class Dock:
         declared, calls = joining.join(address, secret, lease_seconds, who=who)
         return Dock(declared, calls, leader=False)
 
-    def beside(self) -> Dock:
-        """The same dock for another thread of this rank, which leases, writes and reads alone; this one opens epochs,
-        clears them, and closes both."""
-        return Dock(self._declared, self._calls.beside(), leader=False, deadline=self._deadline)
+    def for_thread(self) -> Dock:
+        """The same dock for another thread of this rank, which leases, writes and reads by itself; this one opens
+        epochs, clears them, and closes both."""
+        return Dock(self._declared, self._calls.for_thread(), leader=False, deadline=self._deadline)
 
     def close(self) -> None:
         """Leave the dock and free what this process holds of it. Its memory on a machine goes with the lowest rank

@@ -61,8 +61,8 @@ def _generate(options: argparse.Namespace, leaving: threading.Event) -> None:
     # Only now: they take seconds.
     import torch.distributed as dist
 
-    from mindspeed_rl_plugin.generators.engine import serve, serve_at
-    from mindspeed_rl_plugin.generators.ranks import begin, init_group, store
+    from mindspeed_rl_plugin.generators.launcher_ranks import begin, init_group, store
+    from mindspeed_rl_plugin.generators.serving import serve, serve_at
 
     begin()
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.generators.beside import Beside
+from mindspeed_rl_plugin.generators.background_task import BackgroundTask
 from mindspeed_rl_plugin.generators.description import Description, weights_of
 from mindspeed_rl_plugin.layout.layout import EngineParallel
 from mindspeed_rl_plugin.weights.pull import Puller
@@ -24,7 +24,7 @@ def puller_of(
     return Puller(weights_of(dock), parallel, parameters, dock.exchange.sources(), rank=rank, ranks=here, **limits)
 
 
-class Weights(Beside):
+class Weights(BackgroundTask):
     """Pulls beside the engine's steps. ready: called when a pull is over, well or not. cost: seconds of all pulls that
     went well, and bytes that this process read for them, since `take_cost`."""
 

@@ -21,10 +21,12 @@ FAILURES = (ConnectionError, RuntimeError, TimeoutError, ValueError)  # of a ser
 
 
 class ServerWeights:
-    """What a `Service` needs of a `Puller`. address, secret: of the job's dock, which each worker joins; machines: of
-    the workers, in their order; lost: called, in a thread, where the server has another client, or is silent
-    for half of its deadline. Raises ValueError where
-    it has one already, or a worker cannot have the job's weights."""
+    """What an `EngineLoop` needs of a `Puller`.
+
+    address, secret: of the job's dock, which each worker joins; machines: of the workers, in their order; lost: called,
+    in a thread, where the server has another client, or is silent for half of its deadline. Raises ValueError where it
+    has a client already, or a worker cannot have the job's weights.
+    """
 
     def __init__(
         self,

@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from mindspeed_rl_plugin.checks import early
 from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.environment import is_part, last_words, launch_env, leave_to_first_rank
-from mindspeed_rl_plugin.generators.ranks import Split, begin, has_ended, join_group, part, ranks_text, wait_for_address
+from mindspeed_rl_plugin.generators.launcher_ranks import (
+    Split,
+    begin,
+    has_ended,
+    join_group,
+    part,
+    ranks_text,
+    wait_for_address,
+)
 from mindspeed_rl_plugin.monitor.run_files import GENERATOR
 from mindspeed_rl_plugin.processes import attend
 
@@ -62,7 +70,7 @@ def _generate(split: Split, engine: int) -> None:
     attend()
     from mindspeed_rl_plugin.dock.joining import linked
     from mindspeed_rl_plugin.dock.watch import heartbeat_of
-    from mindspeed_rl_plugin.generators.engine import serve
+    from mindspeed_rl_plugin.generators.serving import serve
 
     first = split.trainers + engine * split.engine
     rank = first + launch_env()["rank"]

@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.episodes.parsers import make_parser
 from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments, begin_once, row_of, tool_names
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.forward import ForwardSettings
-from mindspeed_rl_plugin.generators.guests import check_servers
+from mindspeed_rl_plugin.generators.external_engines import check_servers
 from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
 from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of
 from mindspeed_rl_plugin.loop.build import dock_size, table_of

@@ -15,8 +15,8 @@ from mindspeed_rl_plugin.dock.joining import own_address
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
-from mindspeed_rl_plugin.generators.guests import Guests
-from mindspeed_rl_plugin.generators.ranks import publish_address, publish_end
+from mindspeed_rl_plugin.generators.external_engines import ExternalEngines
+from mindspeed_rl_plugin.generators.launcher_ranks import publish_address, publish_end
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.loop import engine_options
 from mindspeed_rl_plugin.loop.inputs import Inputs
@@ -66,7 +66,7 @@ def build_schedule(
     offers = Offers(inputs.data, inputs.check_fields, sizes.prompts, resumes, inputs.check_answers)
     if not strict:
         job.dock.exchange.take_offers(offers.add)
-    guests = _invite(job, about, schedule, strict)
+    external_engines = _invite(job, about, schedule, strict)
     evaluation = None
     if inputs.held_out:
         evaluation = EvaluateApart(job.dock, stages.reward, inputs.held_out, job.ranks, job.monitor, samples)
@@ -81,7 +81,7 @@ def build_schedule(
         whole=strict or schedule.exact_resume,
         evaluation=evaluation,
         members=max(sizes.members, samples + 1),
-        guests=guests,
+        external_engines=external_engines,
         published=validator.published,
         offers=offers,
     )
@@ -111,7 +111,7 @@ def make_publisher(
     return Publisher(weights, rank, dock.exchange.offer, versions=versions, gather=ranks.gather)
 
 
-def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: bool) -> Guests | None:
+def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: bool) -> ExternalEngines | None:
     """Engines may join from now on, and must where the job has none of its own; those of its launcher hear of it, and
     Ray starts its own. On the leader: what it keeps for them."""
     folder, ranks = Path(job.monitor.run_dir).absolute(), schedule.generator_ranks
@@ -134,4 +134,4 @@ def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: b
         job.dock.exchange.expect(range(job.ranks.world, job.ranks.world + ranks))
         publish_address(address, str(secret_file))
     ended = publish_end if ranks else lambda: None
-    return Guests(address, secret_file, ended, on_ray, schedule.engine_url, folder)
+    return ExternalEngines(address, secret_file, ended, on_ray, schedule.engine_url, folder)

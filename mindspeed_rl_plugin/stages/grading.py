@@ -28,7 +28,7 @@ class Grader:
     def __init__(
         self, stage: Reward, members: int, failed: Callable[[BaseException], None] = lambda error: None
     ) -> None:
-        self.stage = stage.beside()
+        self.stage = stage.for_thread()
         self.members = members
         self._leases: dict[Batch, Lease] = {}
         self._stall = Stall(stage.deadline)

@@ -48,9 +48,9 @@ class Reward(Stage):
     decode: Callable[[Sequence[int]], str]
     drops: bool = False
 
-    def beside(self) -> Reward:
+    def for_thread(self) -> Reward:
         """The same for another thread."""
-        return replace(self, dock=self.dock.beside())
+        return replace(self, dock=self.dock.for_thread())
 
     def compute(self, rows: Rows) -> Rows | None:
         """Grades of B responses; None where there are none. Raises RewardError where a failure stops the run."""

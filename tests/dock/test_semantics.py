@@ -116,7 +116,7 @@ def test_rows_of_a_lease_are_committed_as_they_are_finished(make) -> None:
 
 def test_a_dock_for_another_thread_has_leases_of_its_own_and_the_same_epochs(make) -> None:
     dock = make()
-    beside = dock.beside()
+    beside = dock.for_thread()
     dock.open(0, 8, 2)
     dock.put(prompts(8))
 
@@ -167,7 +167,7 @@ def test_who_waits_is_woken_by_what_is_ready_and_nothing_else(make_one, monkeypa
     monkeypatch.setattr(Controller, "take", lambda self, *given: looks.append(self.spec.name) or take(self, *given))
     dock.open(0, 2, 2)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(dock.beside().lease, "update", deadline=20)
+        waiting = pool.submit(dock.for_thread().lease, "update", deadline=20)
         dock.put(prompts(2))
         dock.commit(dock.lease("generate", deadline=5), tokens(ids(2, 2)))
         dock.commit(dock.lease("logp", deadline=5), Rows(ids(2, 2), {"logp": ragged(*[2] * 4, dtype=torch.float32)}))
@@ -194,7 +194,7 @@ def test_of_many_who_wait_for_any_rows_one_is_woken_for_each(make_one, monkeypat
         return rows
 
     with ThreadPoolExecutor(12) as pool:
-        consumers = [pool.submit(consume, dock.beside()) for _ in range(12)]
+        consumers = [pool.submit(consume, dock.for_thread()) for _ in range(12)]
         time.sleep(0.3)
         monkeypatch.setattr(Controller, "take", lambda self, *given: looks.append(self.spec.name) or take(self, *given))
         for group in range(4):
@@ -212,7 +212,7 @@ def test_who_is_gone_when_it_is_woken_wakes_the_next(make_one, monkeypatch) -> N
     with ThreadPoolExecutor(2) as pool:
         gone = pool.submit(dock._calls.core.call, "gone", ask, None, lambda: True)
         time.sleep(0.1)
-        waiting = pool.submit(dock.beside().lease, "generate", max_rows=1, deadline=20)
+        waiting = pool.submit(dock.for_thread().lease, "generate", max_rows=1, deadline=20)
         time.sleep(0.1)
         dock.put(prompts(1))
         assert len(waiting.result(5)) == 1 and isinstance(gone.exception(5), EOFError)
@@ -311,7 +311,7 @@ def test_what_another_rank_holds_when_it_has_cleared_all_of_an_epoch_is_acknowle
     for epoch in (0, 1):
         leader.open(epoch, 2, 1), other.open(epoch, 2, 1)
         leader.put(prompts(2, epoch=epoch))
-    grader = other.beside()
+    grader = other.for_thread()
     lease = grader.lease("generate", ids=[*ids(2, 1), *ids(2, 1, 1)], deadline=5)
     other.clear(0)
     with ThreadPoolExecutor(1) as pool:

@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import Elsewhere, EpisodeError
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
-from mindspeed_rl_plugin.generators import engine as generators
+from mindspeed_rl_plugin.generators import serving
 from mindspeed_rl_plugin.launch import read_inputs
 from mindspeed_rl_plugin.loop.run import Run
 
@@ -146,17 +146,17 @@ def test_a_run_that_stops_by_an_error_closes_its_environments(monkeypatch) -> No
 
 def test_an_engine_apart_closes_its_environments_when_its_process_ends(monkeypatch) -> None:
     at_exit: list[Any] = []
-    monkeypatch.setattr(generators.atexit, "register", at_exit.append)
+    monkeypatch.setattr(serving.atexit, "register", at_exit.append)
     Ranks(monkeypatch, 0, {})
     monkeypatch.setattr(EpisodeSetup, "over", lambda self, *_: self)
-    monkeypatch.setattr(generators, "load_tokenizer", lambda *_: None)
+    monkeypatch.setattr(serving, "load_tokenizer", lambda *_: None)
     job = SimpleNamespace(episodes=setup_of(environment="a.py:A"), run="/runs/a", deadline=9.0)
     team = SimpleNamespace(of_replica=lambda *_: None)
-    made = generators.with_episodes(SimpleNamespace(leader=True), job, "t", team)
+    made = serving.with_episodes(SimpleNamespace(leader=True), job, "t", team)
     (close,) = at_exit
     close()
     assert close.__self__.closed == 1 and made.run == "/runs/a"
-    generators.with_episodes(SimpleNamespace(leader=False), job, "t", team)
+    serving.with_episodes(SimpleNamespace(leader=False), job, "t", team)
     assert len(at_exit) == 1
 
 

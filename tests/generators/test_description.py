@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl_plugin.engine.options import VllmOptions
-from mindspeed_rl_plugin.generators import engine
+from mindspeed_rl_plugin.generators import serving
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.rows import Sampling
@@ -49,11 +49,11 @@ def test_a_tokenizer_with_other_tokens_is_refused(tmp_path):
 def test_a_process_that_asks_a_server_needs_the_jobs_tokenizer_for_episodes_only(tmp_path):
     mine, theirs = tokenizer(tmp_path / "mine", a=0, b=1), tokenizer(tmp_path / "theirs", a=1, b=0)
     job = replace(JOB, vocabulary=vocabulary_digest(mine), episodes=SimpleNamespace(tokenizer="/of/the/job"))
-    assert engine.tokenizer_here(job, "http://b:1", mine) == mine
+    assert serving.tokenizer_here(job, "http://b:1", mine) == mine
     with pytest.raises(ValueError, match="'/of/the/job': there is no such directory here; give --tokenizer"):
-        engine.tokenizer_here(job, "http://b:1", None)
+        serving.tokenizer_here(job, "http://b:1", None)
     with pytest.raises(ValueError, match="theirs has other tokens"):
-        engine.tokenizer_here(job, "http://b:1", theirs)
-    assert engine.tokenizer_here(JOB, "http://b:1", None) is None
+        serving.tokenizer_here(job, "http://b:1", theirs)
+    assert serving.tokenizer_here(JOB, "http://b:1", None) is None
     with pytest.raises(ValueError, match="--tokenizer mine: the server at http://b:1 has its own, .* leave it out"):
-        engine.tokenizer_here(JOB, "http://b:1", "mine")
+        serving.tokenizer_here(JOB, "http://b:1", "mine")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.generators import engine, join, ranks, team
+from mindspeed_rl_plugin.generators import join, launcher_ranks, serving, team
 from mindspeed_rl_plugin.invitation import SECRET_BYTES, read_secret, write_secret
 
 SECRET = "ab" * SECRET_BYTES
@@ -76,9 +76,9 @@ def test_it_is_said_before_torch_is_imported(tmp_path) -> None:
 def test_a_bridge_to_a_server_touches_no_device(monkeypatch) -> None:
     taken, made = [], []
     device = SimpleNamespace(kind="cuda", api=SimpleNamespace(set_device=taken.append))
-    monkeypatch.setattr(ranks, "get_device", lambda: device)
-    monkeypatch.setattr(ranks.dist, "init_process_group", lambda backend, **named: made.append(backend))
-    monkeypatch.setattr(engine, "serve_at", lambda *given: None)
+    monkeypatch.setattr(launcher_ranks, "get_device", lambda: device)
+    monkeypatch.setattr(launcher_ranks.dist, "init_process_group", lambda backend, **named: made.append(backend))
+    monkeypatch.setattr(serving, "serve_at", lambda *given: None)
     monkeypatch.setattr(join.signal, "signal", lambda *given: None)
     argv = ["--join", "machine:1", "--secret-file", "f"]
     join._generate(join._options([*argv, "--engine-url", "http://b:1"]), threading.Event())

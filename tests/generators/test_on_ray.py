@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl_plugin.config.schedule_flags import Generators
-from mindspeed_rl_plugin.generators.guests import check_ray
+from mindspeed_rl_plugin.generators.external_engines import check_ray
 from mindspeed_rl_plugin.generators.join import LEFT
 from mindspeed_rl_plugin.generators.on_ray import FAILURES, GOOD_SECONDS, SAY_SECONDS, command, keep_all
 from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
@@ -184,7 +184,7 @@ def test_a_cluster_that_is_not_there_is_refused(monkeypatch):
 
 
 def test_without_ray_the_line_that_installs_it_is_said(monkeypatch):
-    monkeypatch.setattr("mindspeed_rl_plugin.generators.guests.find_spec", lambda name: None)
+    monkeypatch.setattr("mindspeed_rl_plugin.generators.external_engines.find_spec", lambda name: None)
     assert [*check_ray(Generators.parse("ray:1"), 1)] == [
         "--rl-generators ray:1 needs Ray: pip install ray, in the version of the cluster"
     ]

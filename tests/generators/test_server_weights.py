@@ -8,8 +8,8 @@ import pytest
 from commands import until
 
 from mindspeed_rl_plugin.dock import Gone
-from mindspeed_rl_plugin.generators import guests
-from mindspeed_rl_plugin.generators.guests import Guests
+from mindspeed_rl_plugin.generators import external_engines
+from mindspeed_rl_plugin.generators.external_engines import ExternalEngines
 from mindspeed_rl_plugin.generators.server_weights import ServerWeights
 
 
@@ -126,14 +126,14 @@ time.sleep(100)
 @pytest.mark.parametrize(("worked", "times"), [(60.0, 2), (0.0, 3)])
 def test_a_server_that_fails_is_tried_again(tmp_path, monkeypatch, capsys, worked, times):
     """Each new reason is said once, an old one where it had worked since; an error of the job has the last one."""
-    monkeypatch.setattr(guests, "AT_URL", (sys.executable, "-c", FAILS.format(mark=str(tmp_path / "tries"))))
-    monkeypatch.setattr(guests, "AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr(guests, "WORKED_SECONDS", worked)
-    kept = Guests("h:1", tmp_path / "secret", lambda: None, None, ["http://a:1"], tmp_path)
+    monkeypatch.setattr(external_engines, "AT_URL", (sys.executable, "-c", FAILS.format(mark=str(tmp_path / "tries"))))
+    monkeypatch.setattr(external_engines, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(external_engines, "WORKED_SECONDS", worked)
+    kept = ExternalEngines("h:1", tmp_path / "secret", lambda: None, None, ["http://a:1"], tmp_path)
     tries = tmp_path / "tries"
     until(lambda: kept.check() or (tries.exists() and len(tries.read_text()) == 4), 30)
     kept.check()
-    assert kept._kept[0].process.poll() is None
+    assert kept._supervisors[0].process.poll() is None
     assert kept.text().startswith("; the server at http://a:1 generates no more (")
     assert kept.text().endswith("engine-at-url-0.log): [rl] generate: it serves another model")
     said = capsys.readouterr().out
@@ -143,8 +143,8 @@ def test_a_server_that_fails_is_tried_again(tmp_path, monkeypatch, capsys, worke
 
 def test_a_job_ends_where_ray_runs_no_engines_any_more(tmp_path, monkeypatch):
     words = "import sys; print('[rl] engine 0 given up'); sys.exit(1)"
-    monkeypatch.setattr(guests, "_ray", lambda wanted: [sys.executable, "-c", words])
-    kept = Guests("h:1", tmp_path / "secret", lambda: None, object(), [], tmp_path)
+    monkeypatch.setattr(external_engines, "_ray", lambda wanted: [sys.executable, "-c", words])
+    kept = ExternalEngines("h:1", tmp_path / "secret", lambda: None, object(), [], tmp_path)
     with pytest.raises(RuntimeError, match=r"Ray runs no engines any more .*engine 0 given up"):
         until(kept.check, 30)
     kept.close()

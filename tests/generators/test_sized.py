@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_rl_plugin.engine.options import VllmOptions
-from mindspeed_rl_plugin.generators import engine as joined
-from mindspeed_rl_plugin.generators import pulling, server_worker
-from mindspeed_rl_plugin.generators.engine import sized
+from mindspeed_rl_plugin.generators import pulling, server_worker, serving
+from mindspeed_rl_plugin.generators.serving import sized
 from mindspeed_rl_plugin.layout.layout import EngineParallel
 
 OPTIONS = VllmOptions({}, 24)
@@ -35,19 +34,19 @@ def pullers(monkeypatch):
     gone.exchange = SimpleNamespace(sources=list, once_a_machine=None)
     job = SimpleNamespace(engine=replace(OPTIONS, tensor_parallel=2, expert_parallel=4), episodes=None, deadline=9.0)
     job.check_tokenizer = lambda path: None
-    for module in (joined, server_worker):
+    for module in (serving, server_worker):
         monkeypatch.setattr(module, "Dock", SimpleNamespace(join=lambda *_, **__: gone))
         monkeypatch.setattr(module, "job_of", lambda *_, **__: job)
     monkeypatch.setattr(pulling, "Puller", lambda *given, **more: made.append((given[1], more["rank"])) or gone)
     monkeypatch.setattr(pulling, "weights_of", lambda dock: None)
-    monkeypatch.setattr(joined, "VllmEngine", lambda options: gone)
-    monkeypatch.setattr(joined, "Service", lambda *_: gone)
-    monkeypatch.setattr(joined, "Team", lambda deadline: SimpleNamespace(size=4, rank=3, here=[2, 3], leads=False))
+    monkeypatch.setattr(serving, "VllmEngine", lambda options: gone)
+    monkeypatch.setattr(serving, "EngineLoop", lambda *_: gone)
+    monkeypatch.setattr(serving, "Team", lambda deadline: SimpleNamespace(size=4, rank=3, here=[2, 3], leads=False))
     return made
 
 
 def test_an_engine_pulls_for_its_own_sizes(pullers):
-    joined.serve("a:1", b"", share=(0, 1))
+    serving.serve("a:1", b"", share=(0, 1))
     assert pullers == [(EngineParallel(tp=2, ep=4), 3)]
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from mindspeed_rl_plugin.dock import joining
 from mindspeed_rl_plugin.environment import begin_start, environment_apart, is_part, launch_env, launcher_store
-from mindspeed_rl_plugin.generators import ranks
-from mindspeed_rl_plugin.generators.ranks import Split, agree, begin, part
+from mindspeed_rl_plugin.generators import launcher_ranks
+from mindspeed_rl_plugin.generators.launcher_ranks import Split, agree, begin, part
 from mindspeed_rl_plugin.launch.generator_ranks import split_of
 
 FLAGS = "--rl-algorithm grpo --rl-schedule async --rl-generators"
@@ -110,8 +110,8 @@ def test_ranks_that_do_not_divide(rank, split: Split, says: str) -> None:
 def test_the_ranks_of_each_start_agree_whatever_the_last_ones_left(monkeypatch, capfd) -> None:
     """One store for three starts. The ranks of the second end while rank 0 has answered nobody: their questions, and
     the answers to those of the first, are still there. Those of the first that still run end when they see others."""
-    monkeypatch.setattr(ranks, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(ranks, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(launcher_ranks, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(launcher_ranks, "WATCH_SECONDS", 0.05)
     keys, ended = dist.HashStore(), queue.Queue()
 
     def start(world: int, place: str) -> set[tuple[str, str]]:
@@ -127,7 +127,7 @@ def test_the_ranks_of_each_start_agree_whatever_the_last_ones_left(monkeypatch, 
     with pytest.raises(queue.Empty):
         ended.get(timeout=0.3)
     with monkeypatch.context() as short, pytest.raises(TimeoutError, match="rank 0 did not start within 0.1 s"):
-        short.setattr(ranks, "BEGIN_SECONDS", 0.1)
+        short.setattr(launcher_ranks, "BEGIN_SECONDS", 0.1)
         agree(keys, 2, 3, "")
     assert ended.get(timeout=5) == 0, "rank 2 has asked again"
     ((last, place),) = start(4, "a 1003")
@@ -159,7 +159,7 @@ def test_where_ranks_may_start_again_they_have_a_store_of_each_start(
     assert os.environ["MASTER_ADDR"] == ("0.0.0.0" if changes else "127.0.0.1")
     host, port, name = launcher_store()
     assert (host, port, bool(name)) == ("127.0.0.1", launcher.port, changes)
-    assert ranks.store().check(["dock"]) == (not changes)
+    assert launcher_ranks.store().check(["dock"]) == (not changes)
     assert "MINDSPEED_RL_START" not in environment_apart()
     begin_start("next", "b", "5")
     assert launcher_store() == ("127.0.0.1", launcher.port, "next")

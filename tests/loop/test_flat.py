@@ -91,7 +91,7 @@ class Made:
             whole=False,
             evaluation=EvaluateApart(self.dock, self.reward, held_out, Ranks(), self.monitor, 1),
             members=MEMBERS,
-            guests=None,
+            external_engines=None,
             published=self.validator.published,
             offers=self.offers,
         )

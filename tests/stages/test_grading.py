@@ -136,7 +136,7 @@ def test_no_more_is_taken_at_once_than_is_graded_in_time(most: int, unit: str, a
 
     pool = SimpleNamespace(wanted=2, most=lambda members: most, submit=lambda items: object())
     stage = SimpleNamespace(graders=pool, spec=SimpleNamespace(unit=unit), deadline=5.0, lease=Lease, items=list)
-    stage.beside = lambda: stage
+    stage.for_thread = lambda: stage
     grader = Grader(stage, 8)
     for _ in asked:
         assert grader._take()

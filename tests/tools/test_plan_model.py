@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.generators.choice import Bound
+from mindspeed_rl_plugin.generators.engine_state import Bound
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.run_setup import Setup
 from mindspeed_rl_plugin.rows import SampleId

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from mindspeed_rl_plugin.environment import flush_output, last_words
-from mindspeed_rl_plugin.generators.guests import Guests
+from mindspeed_rl_plugin.generators.external_engines import ExternalEngines
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.lags import Engines
@@ -40,7 +40,7 @@ RAISE_SECONDS = 3.0  # for the main thread to raise what ended the grader's
 class AsyncSchedule(RolloutSchedule):
     """trainer: of this rank, which publishes its weights and keeps the `kept` newest; strict: whether each
     rollout must be sampled by the newest version at its admission; whole: whether a checkpoint waits until all that is
-    admitted is graded; evaluation: None without data; members: most rows of a group; guests: on the leader;
+    admitted is graded; evaluation: None without data; members: most rows of a group; external_engines: on the leader;
     published: versions that engines may have, for who checks their rows; offers: prompts that come before the data's,
     those of the leader."""
 
@@ -57,7 +57,7 @@ class AsyncSchedule(RolloutSchedule):
         whole: bool,
         evaluation: EvaluateApart | None,
         members: int,
-        guests: Guests | None,
+        external_engines: ExternalEngines | None,
         published: set[int],
         offers: Offers,
     ) -> None:
@@ -65,7 +65,7 @@ class AsyncSchedule(RolloutSchedule):
         self.admission, self.trainer, self.kept = admission, trainer, kept
         self.strict, self.whole = strict, whole
         self.evaluation, self.grader = evaluation, Grader(stages.reward, members, self._end)
-        self.guests, self.published, self.offers = guests, published, offers
+        self.external_engines, self.published, self.offers = external_engines, published, offers
         self._closing = threading.Event()
         self._published: dict[str, float] = {}
         self._versions: list[int] = []  # that this process has published, and the trainer keeps
@@ -138,13 +138,13 @@ class AsyncSchedule(RolloutSchedule):
         self._closing.set()
         self._tell_spans()
         self.grader.stop()
-        if self.guests is not None:
-            self.guests.close()
+        if self.external_engines is not None:
+            self.external_engines.close()
 
     def close(self) -> None:
         """Engines of the launcher that are still on their way hear that they are too late."""
-        if self.guests is not None:
-            self.guests.ended()
+        if self.external_engines is not None:
+            self.external_engines.ended()
 
     # inside
 
@@ -234,13 +234,13 @@ class AsyncSchedule(RolloutSchedule):
 
     def _look_at_engines(self) -> None:
         """Who generates; raises where there will be no engines any more."""
-        if self.guests is not None:
-            self.guests.check()
+        if self.external_engines is not None:
+            self.external_engines.check()
         self._engines.look()
 
     def _who_generates(self) -> str:
         """For an error."""
-        return self._engines.text() + (self.guests.text() if self.guests is not None else "")
+        return self._engines.text() + (self.external_engines.text() if self.external_engines is not None else "")
 
     @property
     def _evaluating(self) -> list[int]:

@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from mindspeed_rl_plugin.forward import TokenBudget
-from mindspeed_rl_plugin.generators.choice import Bound, Work
+from mindspeed_rl_plugin.generators.engine_state import Bound, EngineState
 from mindspeed_rl_plugin.loop.placement import Placement, deal
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, of_epoch
 from mindspeed_rl_plugin.loop.run_setup import Setup
@@ -23,8 +23,8 @@ from mindspeed_rl_plugin.stages.select import GroupStats, Rounds
 from mindspeed_rl_plugin.tools.plan.virtual import Actor, Clock, Costs, Decoder, Graders, Responses
 
 WARM_UP = 2  # rollouts that are not counted, more where more are sampled ahead; of these the last ones are not, too
-# Of steps before an engine looks for news, as in generators.service: rows, which tell it of the weights that they are
-# for. An engine without a free slot hears of weights by its reports, up to 0.5 s later than here.
+# Of steps before an engine looks for rows and news, as in generators.engine_loop. An engine without a free slot hears
+# of weights by its reports, up to 0.5 s later than here.
 POLL_SECONDS = 0.2
 
 
@@ -218,7 +218,7 @@ class Row(NamedTuple):
 
 
 class Engine(Actor):
-    """An engine apart: what `generators.choice.choose` says. number: its place among those of the job.
+    """An engine apart: what `generators.engine_state.choose` says. number: its place among those of the job.
 
     idle: seconds without work by cause: "version", it waits for weights; "back-pressure", for admission.
     """
@@ -227,7 +227,7 @@ class Engine(Actor):
         super().__init__(job.clock, self._turns_of_work())
         self.job, self.number, setup = job, number, job.setup
         self.decoder = Decoder(job.costs, setup.slots)
-        self.work = Work(setup.slots, setup.inflight == "drain", setup.order == "strict")
+        self.work = EngineState(setup.slots, setup.inflight == "drain", setup.order == "strict")
         self.idle: Counter[str] = Counter()
         self._cause, self._since = "", 0.0  # of what it waits for
         self._looked = 0.0  # when it looked for news last

@@ -1,4 +1,4 @@
-"""Work in a thread beside an engine's steps, one thing at a time."""
+"""Work in a thread of its own, one task at a time: an engine goes on with its steps meanwhile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-class Beside:
+class BackgroundTask:
     """name: of the thread."""
 
     def __init__(self, name: str) -> None:

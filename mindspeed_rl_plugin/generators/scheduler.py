@@ -11,9 +11,9 @@ from functools import partial
 
 from mindspeed_rl_plugin.dock import Dock, Lease
 from mindspeed_rl_plugin.dock.messages import Announced
-from mindspeed_rl_plugin.generators.beside import Beside
-from mindspeed_rl_plugin.generators.choice import Bound, Work
+from mindspeed_rl_plugin.generators.background_task import BackgroundTask
 from mindspeed_rl_plugin.generators.description import Description
+from mindspeed_rl_plugin.generators.engine_state import Bound, EngineState
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows, requests_of
 
@@ -49,7 +49,7 @@ class _Row:
     replica: int = -1
 
 
-class Lead:
+class Scheduler:
     """slots: responses that a replica samples at once; replicas: engines that share experts, and work for the job as
     one, else 1; share: of each rollout under a strict order, (i, n); leaving: set where the engine is to leave.
 
@@ -68,11 +68,11 @@ class Lead:
     ) -> None:
         self.dock, self.job, self.share, self.leaving = dock, job, share, leaving
         self.replicas = replicas
-        self.work = Work(slots * replicas, job.inflight == "drain", job.strict)
+        self.work = EngineState(slots * replicas, job.inflight == "drain", job.strict)
         self.announced = Announced()
         self.counts: dict[str, float] = {}
         self.spans = Spans()
-        self._writing = Beside("write")
+        self._writing = BackgroundTask("write")
         self._pulled = threading.Event()
         self._began = self._pull_began = time.monotonic()
         self._reported = -REPORT_SECONDS  # at once: who hangs in its first step is known, too

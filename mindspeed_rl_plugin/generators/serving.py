@@ -19,10 +19,10 @@ from mindspeed_rl_plugin.engine.server_engine import ServerEngine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env, say
 from mindspeed_rl_plugin.generators.description import Description, job_of, welcome
-from mindspeed_rl_plugin.generators.lead import LEASE_SECONDS, Lead
+from mindspeed_rl_plugin.generators.engine_loop import EngineLoop
 from mindspeed_rl_plugin.generators.pulling import puller_of
+from mindspeed_rl_plugin.generators.scheduler import LEASE_SECONDS, Scheduler
 from mindspeed_rl_plugin.generators.server_weights import ServerWeights
-from mindspeed_rl_plugin.generators.service import Service
 from mindspeed_rl_plugin.generators.team import Team
 from mindspeed_rl_plugin.invitation import read_secret
 from mindspeed_rl_plugin.layout.layout import EngineParallel
@@ -57,11 +57,11 @@ def serve(
         puller = puller_of(dock, job, parallel, engine.parameters(), team.rank, team.here)
         lead = None
         if team.leads:
-            lead = Lead(dock, job, options.max_running, engine.replicas, share, leaving or threading.Event())
+            lead = Scheduler(dock, job, options.max_running, engine.replicas, share, leaving or threading.Event())
             if share is None:
                 say(f"the engine generates, up to {options.max_running} responses at once")
         with closing(puller):
-            Service(engine, puller, job, team, lead).run()
+            EngineLoop(engine, puller, job, team, lead).run()
         engine.shutdown()
 
 
@@ -122,7 +122,7 @@ def serve_at(
             say(f"the {who} generates, up to {slots} responses at once")
             team = Team(job.deadline)
             over = with_episodes(engine, job, tokenizer, team)
-            Service(over, weights, job, team, Lead(dock, job, slots, 1, None, leaving)).run()
+            EngineLoop(over, weights, job, team, Scheduler(dock, job, slots, 1, None, leaving)).run()
             over.shutdown()
 
 

@@ -1,6 +1,7 @@
-"""What the first trainer keeps for engines that are no ranks of it: a file with the secret, and processes that bring
-those to work which Ray runs, and servers of the user's. A server that fails costs the time of its rows, as an engine
-does that joined: it is tried again until nobody has generated for --rl-wait-timeout."""
+"""Engines that are no ranks of the launcher, as the first trainer keeps them: the file with the secret by which they
+join, and a process that supervises those that Ray runs, and one for each of the user's servers. A server that fails
+costs the time of its rows, as a joined engine does: it is tried again until nobody has generated for
+--rl-wait-timeout."""
 
 from __future__ import annotations
 
@@ -67,17 +68,16 @@ def check_servers(config: RLConfig, model: Mapping[str, Any], dtype: str) -> Ite
 
 
 @dataclass
-class _Kept:
-    """A process that brings engines to work. without: said where it has failed; again: whether it is started again
-    then; due: when, 0 while it runs; said: of its last end; began: when it was started last."""
+class _Supervisor:
+    """A process that supervises engines."""
 
-    without: str
-    log: Path
+    without: str  # said where it has failed
+    log: Path  # its output
     command: Sequence[str]
-    again: bool
-    due: float = 0.0
-    said: str = ""
-    began: float = 0.0
+    again: bool  # whether it is started again where it has failed
+    due: float = 0.0  # when it is, by `time.monotonic`; 0 while it runs
+    said: str = ""  # of its last end
+    began: float = 0.0  # when it was started last, by `time.monotonic`
 
     def start(self) -> None:
         with self.log.open("ab") as log:
@@ -100,9 +100,12 @@ class _Kept:
         self.due = time.monotonic() + AGAIN_SECONDS
 
 
-class Guests:
-    """On the leader. secret_file: with which engines join until `close`; ended: called when the job has ended well;
-    ray: engines that Ray is to run; urls: of servers that generate; folder: of the run."""
+class ExternalEngines:
+    """Supervisors of Ray's engines and of the user's servers, on the leader.
+
+    secret_file: with which engines join until `close`; ended: called when the job has ended well; ray: engines that Ray
+    is to run; urls: of servers that generate; folder: of the run.
+    """
 
     def __init__(
         self,
@@ -115,7 +118,7 @@ class Guests:
     ) -> None:
         self.secret_file, self.ended, self._folder = secret_file, ended, folder
         self._join = ["--join", address, "--secret-file", str(secret_file)]
-        self._kept: list[_Kept] = []
+        self._supervisors: list[_Supervisor] = []
         if ray is not None:
             self._start("Ray runs no engines any more", "engines-on-ray", _ray(ray), again=False)
         for number, url in enumerate(urls):
@@ -123,17 +126,17 @@ class Guests:
 
     def check(self) -> None:
         """To be called now and then. Raise RuntimeError where Ray runs no engines any more."""
-        for one in self._kept:
+        for one in self._supervisors:
             one.look()
 
     def text(self) -> str:
         """Which servers have failed, for an error."""
-        return "".join(f"; {one.said}" for one in self._kept if one.said)
+        return "".join(f"; {one.said}" for one in self._supervisors if one.said)
 
     def close(self) -> None:
         """Nobody can join any more. Idempotent."""
         self.secret_file.unlink(missing_ok=True)
-        running = [one.process for one in self._kept if one.process.poll() is None]
+        running = [one.process for one in self._supervisors if one.process.poll() is None]
         for process in running:
             process.terminate()
         for process in running:
@@ -143,5 +146,5 @@ class Guests:
                 process.kill()
 
     def _start(self, without: str, name: str, command: Sequence[str], again: bool) -> None:
-        self._kept.append(_Kept(without, self._folder / f"{name}.log", [*command, *self._join], again))
-        self._kept[-1].start()
+        self._supervisors.append(_Supervisor(without, self._folder / f"{name}.log", [*command, *self._join], again))
+        self._supervisors[-1].start()

@@ -9,8 +9,8 @@ from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.description import Description
-from mindspeed_rl_plugin.generators.lead import Lead, Turn
 from mindspeed_rl_plugin.generators.pulling import Weights
+from mindspeed_rl_plugin.generators.scheduler import Scheduler, Turn
 from mindspeed_rl_plugin.generators.team import Team
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 from mindspeed_rl_plugin.weights.pull import Puller
@@ -20,14 +20,14 @@ STEPS = 8  # the same, of engines that share experts: all take as many
 
 
 @dataclass
-class Service:
+class EngineLoop:
     """lead: of the first rank of the engine, None on the others."""
 
     engine: Engine
     puller: Puller
     job: Description
     team: Team
-    lead: Lead | None
+    lead: Scheduler | None
 
     def run(self) -> None:
         """Work until the job leaves, or until this engine is to leave."""

@@ -26,7 +26,7 @@ class Bound(NamedTuple):
         return self.oldest <= version and (not self.pinned or version <= self.newest)
 
 
-class Choice(NamedTuple):
+class Action(NamedTuple):
     """One of: apply, pull, a version; or else resume, how many held rows go on, and take, how many more may be leased
     then. wait: nothing can be done without news of weights."""
 
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
 
 
 @dataclass
-class Work:
+class EngineState:
     """What an engine has. Versions, each -1 for none: `version` of its weights; `pulled`, that lie ready to be put in;
     `pulling`, on their way; `announced`, the newest of the job.
 
@@ -57,7 +57,7 @@ class Work:
     running: dict[SampleId, Any] = field(default_factory=dict)
     held: deque[Any] = field(default_factory=deque)
 
-    def choose(self, announced: int) -> Choice:
+    def choose(self, announced: int) -> Action:
         """The next thing to do, where `announced` is the newest version. A pull may end meanwhile."""
         return choose(replace(self, announced=announced))
 
@@ -83,20 +83,20 @@ class Work:
         return fit
 
 
-def choose(w: Work) -> Choice:
+def choose(w: EngineState) -> Action:
     """The next thing to do."""
     wanted = _wanted(w)
     if w.pulled >= 0 and _may_apply(w, wanted):
-        return Choice(apply=w.pulled)
+        return Action(apply=w.pulled)
     draining = w.drain and w.running and w.pulled > w.version  # a pull would write over what these rows end for
     if wanted not in (-1, w.version, w.pulled) and w.pulling < 0 and not draining:
-        return Choice(pull=wanted)
+        return Action(pull=wanted)
     resume = sum(1 for _ in takewhile(lambda row: row.bound.allows(w.version), w.held))
     take = w.slots - len(w.running) - resume if _may_take(w, resume) else 0
-    return Choice(resume=resume, take=max(take, 0), wait=not w.running and not resume and take <= 0)
+    return Action(resume=resume, take=max(take, 0), wait=not w.running and not resume and take <= 0)
 
 
-def _wanted(w: Work) -> int:
+def _wanted(w: EngineState) -> int:
     """The version to work with: what rows pin, else the newest."""
     if any(row.bound.pinned for row in w.running.values()):
         return w.version
@@ -105,13 +105,13 @@ def _wanted(w: Work) -> int:
     return w.version if w.strict else w.announced
 
 
-def _may_apply(w: Work, wanted: int) -> bool:
+def _may_apply(w: EngineState, wanted: int) -> bool:
     """Whether to put in now what is pulled: what is wanted, or newer than the engine's where the newest is."""
     fits = w.pulled == wanted or (wanted == w.announced and w.pulled > w.version)
     return fits and not (w.drain and w.running) and all(row.bound.allows(w.pulled) for row in w.running.values())
 
 
-def _may_take(w: Work, resumed: int) -> bool:
+def _may_take(w: EngineState, resumed: int) -> bool:
     """Not while rows wait for other weights, nor while those in the making are to end before newer ones."""
     if resumed < len(w.held) or (w.drain and w.pulled > w.version) or (w.strict and (w.running or resumed)):
         return False

@@ -10,8 +10,8 @@ import torch
 
 from mindspeed_rl_plugin.dock import Gone, Lease, Ragged, Rows, SampleId
 from mindspeed_rl_plugin.dock.messages import Announced
-from mindspeed_rl_plugin.generators import lead as lead_module
-from mindspeed_rl_plugin.generators.lead import LONGEST_SECONDS, MOST, Lead, Spans, Turn
+from mindspeed_rl_plugin.generators import scheduler as scheduler_module
+from mindspeed_rl_plugin.generators.scheduler import LONGEST_SECONDS, MOST, Scheduler, Spans, Turn
 from mindspeed_rl_plugin.rows import Completion, Sampling
 
 IDS = [SampleId(0, group, 0) for group in range(3)]
@@ -64,7 +64,7 @@ def dock() -> Dock:
 
 
 @pytest.fixture
-def lead(dock) -> Lead:
+def lead(dock) -> Scheduler:
     """With weights in, and two rows in the making."""
     lead = engine(dock)
     lead.pull_ended(pulling(lead))
@@ -73,20 +73,20 @@ def lead(dock) -> Lead:
     return lead
 
 
-def engine(dock: Dock, share: tuple[int, int] | None = None) -> Lead:
+def engine(dock: Dock, share: tuple[int, int] | None = None) -> Scheduler:
     """Which hears of version 0. share: of a strict order."""
     job = SimpleNamespace(sampling=Sampling(8), seed=0, inflight="keep", strict=share is not None, deadline=20.0)
-    return Lead(dock, job, 2, 1, share, threading.Event())
+    return Scheduler(dock, job, 2, 1, share, threading.Event())
 
 
-def pulling(lead: Lead) -> int:
+def pulling(lead: Scheduler) -> int:
     """The version whose pull begins next."""
     while (turn := lead.next()).pull < 0:
         assert turn == Turn()
     return turn.pull
 
 
-def begun(lead: Lead) -> list[SampleId]:
+def begun(lead: Scheduler) -> list[SampleId]:
     """Rows that begin in the next turn."""
     return [request.id for _, request in lead.next().requests]
 
@@ -186,8 +186,8 @@ def test_held_rows_that_were_taken_back_and_come_again_begin_once(lead, dock) ->
 
 
 def test_a_pull_that_ended_wakes_an_engine_without_weights(dock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lead_module, "LOOK_SECONDS", 30.0)
-    monkeypatch.setattr(lead_module, "REPORT_SECONDS", 60.0)  # a report takes spans away
+    monkeypatch.setattr(scheduler_module, "LOOK_SECONDS", 30.0)
+    monkeypatch.setattr(scheduler_module, "REPORT_SECONDS", 60.0)  # a report takes spans away
     lead = engine(dock)
     version = pulling(lead)
     threading.Timer(0.2, lead.pull_ended, (version,)).start()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_rl_plugin.generators.choice import Bound, Choice, Work, choose
+from mindspeed_rl_plugin.generators.engine_state import Action, Bound, EngineState, choose
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages.generate import completion_rows
 from mindspeed_rl_plugin.stages.response_validator import ResponseValidator
@@ -17,46 +17,46 @@ from mindspeed_rl_plugin.stages.response_validator import ResponseValidator
 FREE = Bound(1)
 
 
-def having(running=(), held=(), **more) -> Work:
+def having(running=(), held=(), **more) -> EngineState:
     """An engine with rows of these bounds."""
     made, waiting = ([SimpleNamespace(bound=bound) for bound in bounds] for bounds in (running, held))
-    return Work(running=dict(enumerate(made)), held=deque(waiting), **more)
+    return EngineState(running=dict(enumerate(made)), held=deque(waiting), **more)
 
 
 begun = partial(having, version=1, announced=1, slots=4)
 TABLE = {
-    "nothing is published yet": (having(), Choice(wait=True)),
-    "the first weights": (having(announced=0), Choice(pull=0)),
-    "they are on their way": (having(announced=0, pulling=0), Choice(wait=True)),
-    "they lie ready": (having(announced=0, pulled=0), Choice(apply=0)),
-    "free slots": (begun(running=[FREE]), Choice(take=3)),
-    "no free slot": (begun(running=[FREE] * 4), Choice()),
-    "newer weights are pulled beside work": (begun(running=[FREE], announced=2), Choice(pull=2)),
-    "rows are taken while they are on their way": (begun(running=[FREE], announced=2, pulling=2), Choice(take=3)),
-    "put in under rows in the making": (begun(running=[FREE], announced=2, pulled=2), Choice(apply=2)),
-    "drain: these end first, and none begins": (begun(running=[FREE], announced=2, pulled=2, drain=True), Choice()),
+    "nothing is published yet": (having(), Action(wait=True)),
+    "the first weights": (having(announced=0), Action(pull=0)),
+    "they are on their way": (having(announced=0, pulling=0), Action(wait=True)),
+    "they lie ready": (having(announced=0, pulled=0), Action(apply=0)),
+    "free slots": (begun(running=[FREE]), Action(take=3)),
+    "no free slot": (begun(running=[FREE] * 4), Action()),
+    "newer weights are pulled beside work": (begun(running=[FREE], announced=2), Action(pull=2)),
+    "rows are taken while they are on their way": (begun(running=[FREE], announced=2, pulling=2), Action(take=3)),
+    "put in under rows in the making": (begun(running=[FREE], announced=2, pulled=2), Action(apply=2)),
+    "drain: these end first, and none begins": (begun(running=[FREE], announced=2, pulled=2, drain=True), Action()),
     "drain: newer ones that come meanwhile wait for it": (
         begun(running=[FREE], announced=3, pulled=2, drain=True),
-        Choice(),
+        Action(),
     ),
-    "drain: all have ended": (begun(announced=2, pulled=2, drain=True), Choice(apply=2)),
-    "an evaluation pins its weights": (begun(running=[Bound(1, 1)], announced=2, pulled=2), Choice(take=3)),
-    "held rows wait, and none is taken": (begun(running=[FREE], held=[Bound(2)], announced=2, pulling=2), Choice()),
-    "nothing but held rows": (begun(held=[Bound(2)], announced=2, pulling=2), Choice(wait=True)),
+    "drain: all have ended": (begun(announced=2, pulled=2, drain=True), Action(apply=2)),
+    "an evaluation pins its weights": (begun(running=[Bound(1, 1)], announced=2, pulled=2), Action(take=3)),
+    "held rows wait, and none is taken": (begun(running=[FREE], held=[Bound(2)], announced=2, pulling=2), Action()),
+    "nothing but held rows": (begun(held=[Bound(2)], announced=2, pulling=2), Action(wait=True)),
     "held rows go on in their order": (
         begun(version=2, announced=2, held=[Bound(2), Bound(2, 2), Bound(3)]),
-        Choice(resume=2),
+        Action(resume=2),
     ),
-    "an evaluation of older weights": (begun(version=2, announced=2, held=[Bound(1, 1)]), Choice(pull=1)),
+    "an evaluation of older weights": (begun(version=2, announced=2, held=[Bound(1, 1)]), Action(pull=1)),
     "it does not bring them under rows that they may not sample": (
         begun(version=2, announced=2, running=[Bound(2)], held=[Bound(1, 1)], pulled=1),
-        Choice(),
+        Action(),
     ),
-    "older weights than wanted, newer than its own": (begun(announced=3, pulled=2), Choice(apply=2)),
-    "strict: no weights before rows want them": (having(announced=0, strict=True, slots=4), Choice(take=4)),
-    "strict: rows want them": (having(announced=0, strict=True, held=[Bound(0, 0)]), Choice(pull=0)),
-    "strict: newer ones are not wanted": (begun(announced=2, strict=True), Choice(take=4)),
-    "strict: one rollout after the other": (begun(strict=True, running=[Bound(1, 1)]), Choice()),
+    "older weights than wanted, newer than its own": (begun(announced=3, pulled=2), Action(apply=2)),
+    "strict: no weights before rows want them": (having(announced=0, strict=True, slots=4), Action(take=4)),
+    "strict: rows want them": (having(announced=0, strict=True, held=[Bound(0, 0)]), Action(pull=0)),
+    "strict: newer ones are not wanted": (begun(announced=2, strict=True), Action(take=4)),
+    "strict: one rollout after the other": (begun(strict=True, running=[Bound(1, 1)]), Action()),
 }
 
 
@@ -73,7 +73,7 @@ def test_every_row_is_sampled_by_weights_that_may_sample_it(seed):
     dice = random.Random(seed)
     drain, slots = dice.random() < 0.4, dice.randint(1, 5)
     dock: list[Bound] = []
-    work = Work(slots, drain)
+    work = EngineState(slots, drain)
     arrives, newest, done, admitted = -1, -1, [], 0
     for step in range(4000):
         if newest < 12 and step % dice.randint(5, 40) == 0 and len(dock) + len(work.held) < 20:
