@@ -3,7 +3,7 @@
 import golden
 import pytest
 
-from mindspeed_rl_plugin.monitor.names import NAMES
+from mindspeed_rl_plugin.monitor.names import METRICS
 
 FORMER = (
     '{"kind": "eval", "iteration": 0, "time": 1.5, "eval/accuracy": 0.25}\n'
@@ -12,7 +12,7 @@ FORMER = (
 
 
 def test_all_but_times_rates_and_the_dock_is_compared():
-    ignored = {name for name in NAMES if golden.IGNORED.fullmatch(name)}
+    ignored = {name for name in METRICS if golden.IGNORED.fullmatch(name)}
     rates = {"tokens_per_second", "tokens_per_second_total"}
     others = {name for name in ignored - rates if not name.startswith(("dock/", "idle/"))}
     times = {"seconds/iteration", "reward/call_seconds", "reward/worker_seconds", "episode/seconds"}

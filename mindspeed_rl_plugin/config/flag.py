@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-PREFIX = "rl_"
+FLAG_PREFIX = "rl_"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def spelt(name: str) -> str:
 
 def flag_name(field_name: str) -> str:
     """`samples_per_prompt` -> `--rl-samples-per-prompt`."""
-    return spelt(PREFIX + field_name)
+    return spelt(FLAG_PREFIX + field_name)
 
 
 def as_given(field_name: str, value: object) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
-from mindspeed_rl_plugin.config.flag import PREFIX, as_given, flag_name, limits_text, value_problems
+from mindspeed_rl_plugin.config.flag import FLAG_PREFIX, as_given, flag_name, limits_text, value_problems
 from mindspeed_rl_plugin.config.run_flags import (
     DataConfig,
     DockConfig,
@@ -51,7 +51,7 @@ class RLConfig:
         """Read the parsed `rl_*` attributes back into the groups."""
 
         def value(f: dataclasses.Field) -> Any:
-            value = getattr(args, PREFIX + f.name)
+            value = getattr(args, FLAG_PREFIX + f.name)
             return tuple(value) if isinstance(f.default, tuple) else value
 
         groups = group_types().items()

@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.device.meters import (
     mark_host,
 )
 
-KINDS = ("npu", "cuda", "cpu")
+DEVICES = ("npu", "cuda", "cpu")
 OVERRIDE = "MINDSPEED_RL_DEVICE"
 BASE_FORMATS = (0, 1, 2, 30)  # NCHW, NHWC, ND, NCDHW: aclFormat of CANN
 
@@ -142,8 +142,8 @@ def detect() -> str:
     """The kind of this machine, "npu", "cuda" or "cpu", from the override or from what is really there."""
     override = os.environ.get(OVERRIDE, "").strip().lower()
     if override:
-        if override not in KINDS:
-            raise ValueError(f"{OVERRIDE}={override!r} is unknown; set it to one of {', '.join(KINDS)} or unset it")
+        if override not in DEVICES:
+            raise ValueError(f"{OVERRIDE}={override!r} is unknown; set it to one of {', '.join(DEVICES)} or unset it")
         return override
     if importlib.util.find_spec("torch_npu") is not None and _torch_npu().npu.is_available():
         return "npu"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
-PARTS = ("weights", "kv_cache")
+ENGINE_PARTS = ("weights", "kv_cache")
 
 
 class Engine(Protocol):
@@ -81,7 +81,7 @@ class Engine(Protocol):
     def sleep(self) -> None:
         """Give the memory of weights and KV cache back; their content is lost. Raises ValueError while busy."""
 
-    def wake(self, parts: Sequence[str] = PARTS) -> None:
+    def wake(self, parts: Sequence[str] = ENGINE_PARTS) -> None:
         """Take the memory of "weights", "kv_cache" or both back. Weights hold nothing until they are written."""
 
     def shutdown(self) -> None:

@@ -18,13 +18,13 @@ from mindspeed_rl_plugin.engine.hf_config import compare_configs
 from mindspeed_rl_plugin.engine.options import VllmOptions
 
 EXTENSION = "mindspeed_rl_plugin.generators.server_worker.ServerWorker"
-GENERATE = "/inference/v1/generate"  # token ids in, token ids out, with log-probs and the version of each token
+GENERATE_PATH = "/inference/v1/generate"  # token ids in, token ids out, with log-probs and the version of each token
 # vLLM shows these with VLLM_SERVER_DEV_MODE=1 only.
 DEVELOPMENT = ("/collective_rpc", "/pause", "/resume", "/server_info")
 VERSIONS = "/update_weight_version"  # 0.32 has it
 PROCESSED = "processed_logprobs"
 ASK_SECONDS = 60.0  # for an answer to a question that costs little work
-SHOWN = 500  # characters of an answer that an error shows
+ERROR_CHARACTERS = 500  # characters of an answer that an error shows
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Server:
         if status == http.client.UNAUTHORIZED:
             raise RuntimeError(f"{self.url} wants a key: start the server without --api-key")
         if status != http.client.OK:
-            raise RuntimeError(f"{self.url}{path} answered {status}: {text[:SHOWN]}")
+            raise RuntimeError(f"{self.url}{path} answered {status}: {text[:ERROR_CHARACTERS]}")
         return json.loads(text) if text else None
 
     def workers(self, name: str, seconds: float | None = None, **arguments: Any) -> list[Any]:
@@ -97,8 +97,8 @@ class Server:
                 f"the server at {self.url}, vLLM {version}, has no {VERSIONS}, by which responses say which weights "
                 "sampled them; take vLLM 0.32"
             )
-        if GENERATE not in routes:
-            raise ValueError(f"the server at {self.url} has no {GENERATE}: start it with --enable-scale-out")
+        if GENERATE_PATH not in routes:
+            raise ValueError(f"the server at {self.url} has no {GENERATE_PATH}: start it with --enable-scale-out")
         # A call of a method that is not there leaves answers behind, which later calls would get.
         info = self.ask("/server_info?config_format=json", method="GET", seconds=ASK_SECONDS)
         if (extension := info["vllm_config"]["parallel_config"]["worker_extension_cls"]) != EXTENSION:

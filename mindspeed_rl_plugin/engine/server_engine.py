@@ -19,10 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_rl_plugin.engine.options import sampling_fields
-from mindspeed_rl_plugin.engine.server_api import GENERATE, Server
+from mindspeed_rl_plugin.engine.server_api import GENERATE_PATH, Server
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
-AGAIN_SECONDS = 0.2  # until a request that was still on its way is aborted again
+ABORT_AGAIN_SECONDS = 0.2  # until a request that was still on its way is aborted again
 NO_LOGP = -9999.0  # in the place of a log-prob that is not finite
 
 
@@ -69,7 +69,7 @@ class ServerEngine:
         stopped, end = list[Completion](), time.monotonic() + self.server.deadline
         while len(stopped) < len(self._running):
             self.server.ask("/pause?mode=abort&clear_cache=false")  # again, for requests that were on their way
-            stopped += self._arrived(AGAIN_SECONDS)
+            stopped += self._arrived(ABORT_AGAIN_SECONDS)
             if time.monotonic() > end:
                 raise TimeoutError(
                     f"the server at {self.server.url} did not give back {len(self._running)} responses within "
@@ -116,7 +116,7 @@ class ServerEngine:
                 "sampling_params": self._params(request),
                 "cache_salt": f"{self._salt} {changes}",  # what was computed before a change of weights serves none
             }
-            answer = self.server.ask(GENERATE, body, seconds=self.server.deadline)
+            answer = self.server.ask(GENERATE_PATH, body, seconds=self.server.deadline)
             self._done.put(completion(request, answer["choices"][0], version))
         except TimeoutError as error:
             self._done.put(TimeoutError(f"{error} (--rl-wait-timeout): raise that, or lower --rl-max-response-length"))

@@ -34,7 +34,7 @@ from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY, ExpertGroup
 from mindspeed_rl_plugin.engine.hf_config import family_table, for_engine, write_config
 from mindspeed_rl_plugin.engine.options import VllmOptions, needs_tokenizer
 from mindspeed_rl_plugin.engine.process_state import ProcessState
-from mindspeed_rl_plugin.engine.protocol import PARTS
+from mindspeed_rl_plugin.engine.protocol import ENGINE_PARTS
 from mindspeed_rl_plugin.engine.running import Running
 from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, free_share
 from mindspeed_rl_plugin.environment import say
@@ -69,7 +69,7 @@ class VllmEngine:
         self.replica, within = divmod(dist.get_rank(), options.tensor_parallel)
         self.replicas = dist.get_world_size() // options.tensor_parallel
         self.leader = within == 0
-        self._awake = set(PARTS)
+        self._awake = set(ENGINE_PARTS)
         self._running: dict[str, Running] = {}
         self.shares_experts, self.progress = options.sharing > 1, time.monotonic()
         self._steps = 0
@@ -95,8 +95,8 @@ class VllmEngine:
         self._memory = _memory(self._engine, self._device.kind) if options.sleep_mode else None
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        if self._awake != set(PARTS):
-            raise ValueError(f"submit: the engine's {sorted(set(PARTS) - self._awake)} sleep; wake() them first")
+        if self._awake != set(ENGINE_PARTS):
+            raise ValueError(f"submit: the engine's {sorted(set(ENGINE_PARTS) - self._awake)} sleep; wake() them first")
         if self.version < 0:
             raise ValueError("submit: the engine has no weights; write into parameters() and call update_weights()")
         names = [_name(r, self.version) for r in requests]
@@ -181,9 +181,9 @@ class VllmEngine:
             with self._process.lent():
                 self._memory.sleep()
 
-    def wake(self, parts: Sequence[str] = PARTS) -> None:
+    def wake(self, parts: Sequence[str] = ENGINE_PARTS) -> None:
         """Take memory again; see `Engine`. Parts that are awake are passed over."""
-        asleep = [part for part in PARTS if part in parts and part not in self._awake]
+        asleep = [part for part in ENGINE_PARTS if part in parts and part not in self._awake]
         if asleep and self._memory is not None:
             with self._process.lent():
                 self._memory.wake_up(asleep)
@@ -195,7 +195,7 @@ class VllmEngine:
             return
         with self._process.lent():
             if self._memory is not None:
-                self._memory.wake_up([part for part in PARTS if part not in self._awake])
+                self._memory.wake_up([part for part in ENGINE_PARTS if part not in self._awake])
             vllm_api.teardown(self._engine)
         self._limit.close()
         self._engine = self._memory = None

@@ -18,7 +18,7 @@ from operator import attrgetter
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.peers import Peers
-from mindspeed_rl_plugin.engine.protocol import PARTS, Engine
+from mindspeed_rl_plugin.engine.protocol import ENGINE_PARTS, Engine
 from mindspeed_rl_plugin.episodes.lead import Lead
 from mindspeed_rl_plugin.episodes.live import Plan, Unfinished
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
@@ -114,7 +114,7 @@ class EpisodeEngine:
     def sleep(self) -> None:
         self._engine.sleep()
 
-    def wake(self, parts: Sequence[str] = PARTS) -> None:
+    def wake(self, parts: Sequence[str] = ENGINE_PARTS) -> None:
         self._engine.wake(parts)
 
     def shutdown(self) -> None:

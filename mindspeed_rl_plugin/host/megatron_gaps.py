@@ -40,7 +40,7 @@ class Gap:
 
 GAPS: list[Gap] = []
 CORE_0_12 = "core 0.12 is no longer supported"
-OPTIMIZER = "megatron.core.optimizer"
+OPTIMIZER_MODULE = "megatron.core.optimizer"
 
 
 def _gap(module: str, name: str, versions: str, remove_when: str) -> Callable[[Callable], Callable]:
@@ -103,8 +103,8 @@ def _te_version(module: ModuleType) -> None:
         module._te_version = Version("0")
 
 
-@_gap(OPTIMIZER, "Adam", "all", "Megatron saves and loads torch's AdamW in it")
-@_gap(f"{OPTIMIZER}.distrib_optimizer", "Adam", "all", "Megatron saves and loads torch's AdamW in it")
+@_gap(OPTIMIZER_MODULE, "Adam", "all", "Megatron saves and loads torch's AdamW in it")
+@_gap(f"{OPTIMIZER_MODULE}.distrib_optimizer", "Adam", "all", "Megatron saves and loads torch's AdamW in it")
 def _adam(module: ModuleType) -> None:
     """torch's AdamW has no step of the group: the distributed optimizer cannot resume (KeyError 'step').
 
@@ -119,7 +119,7 @@ def _adam(module: ModuleType) -> None:
             setattr(module, flag, value)
 
 
-@_gap(f"{OPTIMIZER}.distrib_optimizer", "quantize_param_shard", "core 0.12", f"{CORE_0_12} (MindSpeed moves on)")
+@_gap(f"{OPTIMIZER_MODULE}.distrib_optimizer", "quantize_param_shard", "core 0.12", f"{CORE_0_12} (MindSpeed moves on)")
 def _quantize_param_shard(module: ModuleType) -> None:
     """Raises without TransformerEngine even when there is no FP8 parameter to quantize."""
 
@@ -130,7 +130,7 @@ def _quantize_param_shard(module: ModuleType) -> None:
 
 
 @_gap(
-    f"{OPTIMIZER}.distrib_optimizer",
+    f"{OPTIMIZER_MODULE}.distrib_optimizer",
     "DistributedOptimizer._set_main_param_and_optimizer_states",
     "all, on every device; fp32 is what hosts train in",
     "Megatron resumes an fp32 model with the distributed optimizer",

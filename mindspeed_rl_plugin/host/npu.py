@@ -25,12 +25,12 @@ _SAME = """
     device default_generators _lazy_call get_rng_state set_rng_state manual_seed memory_allocated max_memory_allocated
     memory_reserved max_memory_reserved memory_stats reset_peak_memory_stats mem_get_info
 """
-MINDSPEED = ("mindspeed", "mindspeed_llm")
+MINDSPEED_PACKAGES = ("mindspeed", "mindspeed_llm")
 
 
 def install_with_mindspeed() -> None:
     """Arrange that the stand-in appears when MindSpeed is first imported."""
-    for name in MINDSPEED:
+    for name in MINDSPEED_PACKAGES:
         before_import(name, install)
     for builder in ("builder", "atb_builder"):
         after_import(f"mindspeed.op_builder.{builder}", _replace_compiled)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.functional import linear, silu
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "mindspeed-rl-"
+SEGMENT_PREFIX = "mindspeed-rl-"
 LEFTOVER_AGE = 600.0  # seconds; younger segments may belong to a job that starts right now
 
 
@@ -126,7 +126,7 @@ def _own_shared_memory() -> None:
         return SHARED_MEMORY / f"{name[1:]}_{communicator.rank}"
 
     def make_group_name(communicator: Any) -> str:
-        name = f"/{PREFIX}{job}-{group_name(communicator).replace('/', '')}"
+        name = f"/{SEGMENT_PREFIX}{job}-{group_name(communicator).replace('/', '')}"
         # Each rank creates, and so removes, only its own segment: a peer's may be in use already.
         segment(name, communicator).unlink(missing_ok=True)
         return name
@@ -173,7 +173,7 @@ def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[
 
 def remove_leftovers(folder: Path = SHARED_MEMORY) -> None:
     """Remove segments of jobs that were killed while their engines started: those that have had their name for long."""
-    for path in folder.glob(PREFIX + "*"):
+    for path in folder.glob(SEGMENT_PREFIX + "*"):
         with contextlib.suppress(FileNotFoundError, PermissionError):  # another rank was faster, or another user's
             if path.is_file() and time.time() - path.stat().st_mtime > LEFTOVER_AGE:
                 path.unlink()

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from mindspeed_rl_plugin.layout.family_table import ENGINE, EXPERTS, IMPLS, LayerType, Part, Row, Split
 
-HEAD = "lm_head.weight"
+HEAD_WEIGHT = "lm_head.weight"
 
 _H = "model.layers.{layer}."
 _M = "decoder.layers.{layer}."
@@ -110,7 +110,7 @@ def _outer_rows(embedding: str) -> tuple[Row, ...]:
     return (
         _outer(LayerType.EMBEDDING, first, embedding, Split.VOCABULARY, "vocab", "hidden"),
         _outer(LayerType.OUTPUT, "decoder.final_layernorm.weight", "model.norm.weight", Split.REPLICATED, "hidden"),
-        _outer(LayerType.OUTPUT, "output_layer.weight", HEAD, Split.VOCABULARY, "vocab", "hidden"),
+        _outer(LayerType.OUTPUT, "output_layer.weight", HEAD_WEIGHT, Split.VOCABULARY, "vocab", "hidden"),
     )
 
 

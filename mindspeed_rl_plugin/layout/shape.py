@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.checks.refused_flags import model_refusals
 from mindspeed_rl_plugin.layout.families import FAMILIES, GROUP_LIMITED, family_of, find_family
-from mindspeed_rl_plugin.layout.family_rows import HEAD
+from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.family_table import Family, LayerType, Part, Row
 from mindspeed_rl_plugin.layout.placement_flags import noop_layers
 
@@ -110,7 +110,7 @@ class ModelShape:
 
     def names_of(self, row: Row, layer: int, expert: int = 0) -> tuple[str, ...]:
         """Canonical names of a row's parts at a global layer and expert; a tied head is the embedding."""
-        names = (self.table.embedding if self.tied and part.name == HEAD else part.name for part in row.parts)
+        names = (self.table.embedding if self.tied and part.name == HEAD_WEIGHT else part.name for part in row.parts)
         return tuple(name.format(layer=layer, expert=expert) for name in names)
 
     def rows(self, layer_type: LayerType) -> tuple[Row, ...]:

@@ -26,13 +26,13 @@ SHORT_STAGES = {
 }
 SHOWN_SECONDS = 0.05
 # Printed once, before the first line.
-LEGEND = (
+LINE_LEGEND = (
     "[rl] differ: share of groups whose rewards differ; ent: entropy; Δlogp: |engine - trainer| log-prob, mean/max; "
     "seconds: resh: weights to the engine, lp: old log-probs (docs/metrics.md)"
 )
 _ASCII = str.maketrans({"±": "+-", "Δ": "d"})
 # Parts of the line of an iteration: formats of metrics, or of what `_derived` makes of them.
-_PARTS = (
+_LINE_PARTS = (
     (("reward {:6.3f}", "reward/mean"), ("±{:5.3f}", "reward/std")),
     (("solved {:4.2f}", "groups/solved"), ("differ {:4.2f}", "groups/informative")),
     (("sampled {}", "sampled"),),
@@ -61,7 +61,7 @@ def iteration_line(iteration: int, metrics: Mapping[str, Metric], total: int | N
     Stages under 0.05 s are left out, they are in the files.
     """
     values = {**metrics, **_derived(metrics)}
-    parts = [" ".join(form.format(values[name]) for form, name in part if name in values) for part in _PARTS]
+    parts = [" ".join(form.format(values[name]) for form, name in part if name in values) for part in _LINE_PARTS]
     return " | ".join(filter(None, [_counter(iteration, total), *parts]))
 
 

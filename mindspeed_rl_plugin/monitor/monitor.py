@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mindspeed_rl_plugin.environment import keep, keep_in, say
-from mindspeed_rl_plugin.monitor.console import LEGEND, ProgressBar, eval_line, iteration_line, write_line
+from mindspeed_rl_plugin.monitor.console import LINE_LEGEND, ProgressBar, eval_line, iteration_line, write_line
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.monitor.run_files import (
     APART_FILE,
@@ -30,9 +30,9 @@ from mindspeed_rl_plugin.monitor.run_files import (
 )
 from mindspeed_rl_plugin.monitor.stage_clock import StageClock, drop_foreign_events
 
-TAG = "rl/"
+METRIC_PREFIX = "rl/"
 TEXT = 4000  # characters that are kept of a prompt or response of an evaluation
-EVALUATED = TAG + "eval/iteration"  # the axis of evaluations in W&B, whose own steps only grow
+EVALUATED = METRIC_PREFIX + "eval/iteration"  # the axis of evaluations in W&B, whose own steps only grow
 DOCK_FILE = "dock-rank{rank}.jsonl"
 PAGE = "docs/when-something-goes-wrong.md#it-runs-but-does-not-learn"
 LATEST, IDLE = 10, 8  # rollouts that are looked at, and how many of them without a group that differs are too many
@@ -79,7 +79,7 @@ class Monitor:
         self._tensorboard, self._wandb, self._stream = tensorboard_writer, wandb, stream
         self._step, self._evaluated = resume_iteration, -1  # W&B's newest, and the newest that has an evaluation
         if wandb is not None:
-            wandb.define_metric(TAG + "eval/*", step_metric=EVALUATED)
+            wandb.define_metric(METRIC_PREFIX + "eval/*", step_metric=EVALUATED)
         self._bar_shown = rank == 0 and (sys.stderr.isatty() if is_terminal is None else is_terminal)
         self.clock = StageClock(run_dir, rank, meter=meter, synchronize=synchronize, resume_iteration=resume_iteration)
         self._dock = JsonLines(self.run_dir / DOCK_FILE.format(rank=rank), resume_iteration)
@@ -172,7 +172,7 @@ class Monitor:
 
     def _emit(self, kind: str, iteration: int, metrics: dict[str, Metric], line: str) -> None:
         if self._metrics is not None:
-            for text in (line,) if self._legend_shown else (LEGEND, line):
+            for text in (line,) if self._legend_shown else (LINE_LEGEND, line):
                 write_line(text, self._stream or sys.stdout)
                 keep(text)
             self._legend_shown = True
@@ -183,7 +183,7 @@ class Monitor:
             else:
                 self._metrics.append(record)
             self.on_record(to_json(record))
-        numbers = {TAG + k: v for k, v in metrics.items() if not isinstance(v, str)}
+        numbers = {METRIC_PREFIX + k: v for k, v in metrics.items() if not isinstance(v, str)}
         if self._tensorboard is not None:
             for name, value in numbers.items():
                 self._tensorboard.add_scalar(name, value, iteration)

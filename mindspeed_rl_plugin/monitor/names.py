@@ -136,7 +136,7 @@ _UNITS_AND_TEXTS = {
     "dock/bytes_written": ("bytes", "written to the dock, by all ranks"),
     "dock/bytes_remote": ("bytes", "the part of both between machines"),
 }
-NAMES = {name: Meaning(*of) for name, of in _UNITS_AND_TEXTS.items()}
+METRICS = {name: Meaning(*of) for name, of in _UNITS_AND_TEXTS.items()}
 _PATTERNS = (
     (re.compile(r"seconds/.+"), Meaning("s", "time of the stage on its slowest rank")),
     (re.compile(r"peak_bytes/.+"), Meaning("bytes", PEAK)),
@@ -147,6 +147,6 @@ _PATTERNS = (
 
 def meaning(name: str) -> Meaning:
     """What a metric means; a name that is not registered has no unit and no text."""
-    if name in NAMES:
-        return NAMES[name]
+    if name in METRICS:
+        return METRICS[name]
     return next((m for pattern, m in _PATTERNS if pattern.fullmatch(name)), Meaning("", ""))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FIELDS, GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id"), "generation_config.json"
 SPOKEN = "what-the-model-said"  # by it the model's turn is found in a rendered conversation
-SHOWN = 400  # characters of a row that is printed
+PRINTED_CHARACTERS = 400  # characters of a row that is printed
 END, LEFT_OUT = "\ud800", "\ud801"  # places of marks in a text: no tokenizer decodes halves of surrogate pairs
 
 
@@ -59,12 +59,12 @@ def response_ends(
 
 def marked(tokenizer: PreTrainedTokenizerBase, ends: Collection[int], tokens: Sequence[int], begin: int = 0) -> str:
     """Text of the tokens from `begin`, decoded with those before them, in quotes. `*end*` stands behind each token of
-    `ends`, outside the quotes, and ` ... ` for the middle of what is longer than SHOWN characters."""
+    `ends`, outside the quotes, and ` ... ` for the middle of what is longer than PRINTED_CHARACTERS characters."""
     cuts = [begin, *(i for i in range(begin + 1, len(tokens) + 1) if tokens[i - 1] in ends), len(tokens)]
     texts = [tokenizer.decode(tokens[:cut]) for cut in cuts]
     text = END.join(text[len(os.path.commonprefix([before, text])) :] for before, text in itertools.pairwise(texts))
-    if len(text) > SHOWN:
-        text = text[: SHOWN // 2] + LEFT_OUT + text[-SHOWN // 2 :]
+    if len(text) > PRINTED_CHARACTERS:
+        text = text[: PRINTED_CHARACTERS // 2] + LEFT_OUT + text[-PRINTED_CHARACTERS // 2 :]
     marks = {END: "*end*", LEFT_OUT: "..."}
     return " ".join(marks.get(piece) or repr(piece) for piece in re.split(f"([{END}{LEFT_OUT}])", text) if piece)
 

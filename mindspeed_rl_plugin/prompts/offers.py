@@ -13,8 +13,8 @@ from mindspeed_rl_plugin.prompts.prompt_stream import PromptStream
 from mindspeed_rl_plugin.rows import Prompt
 
 ROLLOUTS = 4  # of prompts that may wait
-LONGEST = 1 << 20  # characters of a row as JSON
-LOOK_SECONDS = 1.0  # that pass between two looks whether who waits for room is still there
+ROW_SIZE = 1 << 20  # characters of a row as JSON, at most
+ROOM_CHECK_SECONDS = 1.0  # between two checks that a program that waits for room is still there
 
 
 class Offers:
@@ -49,7 +49,7 @@ class Offers:
             while not self._opened or len(self._waiting) + len(prompts) > self._most:
                 if (left := end - time.monotonic()) <= 0:
                     raise TimeoutError(f"offer: {self._why_not(len(prompts), seconds)}")
-                self._room.wait(min(left, LOOK_SECONDS))
+                self._room.wait(min(left, ROOM_CHECK_SECONDS))
                 if ended is not None and ended():
                     raise EOFError("who offered is gone")
             return self._append(rows, prompts)
@@ -104,9 +104,9 @@ class Offers:
         )
 
     def _prompts(self, rows: Sequence[str]) -> list[Prompt]:
-        if long := [(i, len(row)) for i, row in enumerate(rows) if len(row) > LONGEST]:
+        if long := [(i, len(row)) for i, row in enumerate(rows) if len(row) > ROW_SIZE]:
             number, size = long[0]
-            raise ValueError(f"offer: row {number} has {size} characters as JSON, the limit is {LONGEST}; drop fields")
+            raise ValueError(f"offer: row {number} has {size} characters as JSON, the limit is {ROW_SIZE}; drop fields")
         if len(rows) > self._most:
             raise ValueError(
                 f"offer: {len(rows)} prompts at once, and at most {self._most} ({ROLLOUTS} rollouts) may wait; offer "

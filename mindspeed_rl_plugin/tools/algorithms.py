@@ -36,7 +36,7 @@ constant length: --rl-max-response-length.
 h: logp - logp_ref of the chosen answer less that of the rejected one.
 ls: --rl-dpo-label-smoothing."""
 
-HEAD = ("preset", "advantage", "loss", "aggregation", "KL in loss", "KL in reward")
+PRESET_HEAD = ("preset", "advantage", "loss", "aggregation", "KL in loss", "KL in reward")
 WIDTH = 100  # columns of a terminal
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.parse_args(argv)
     print("--rl-algorithm NAME chooses a row; the flag of a part wins over it. KL: coefficient x estimator\n")
-    head, *rows = aligned([HEAD, *map(preset_row, ALGORITHMS)], len(HEAD))
+    head, *rows = aligned([PRESET_HEAD, *map(preset_row, ALGORITHMS)], len(PRESET_HEAD))
     print(head)
     for name, row in zip(ALGORITHMS, rows, strict=True):
         more = further_parts(resolve(AlgorithmConfig(algorithm=name)))

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parall
 from mindspeed_rl_plugin.prompts.tokenizer import read_json
 
 TRAIN = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first", "last")
-_GENERATE = ("tp", "ep", "dp")
+_ENGINE_SIZES = ("tp", "ep", "dp")
 # Sizes of published models, as their config.json has them, for plans without a checkpoint.
 _TIED = {"tied": True}
 _QWEN3_MOE = {"experts": 128, "expert_ffn": 768}
@@ -82,7 +82,7 @@ def train_layout(text: str, world: int | None) -> Parallel:
 
 def engine_layout_of(text: str, world: int, **traits: bool) -> tuple[EngineParallel, int]:
     """One engine, and how many there are. dp counts engines, or their data parallel ranks, and is only checked."""
-    sizes = parse_sizes(text, _GENERATE, "--generate")
+    sizes = parse_sizes(text, _ENGINE_SIZES, "--generate")
     dp = sizes.pop("dp", None)
     engine = EngineParallel(**sizes, **traits)
     if world % engine.ranks:

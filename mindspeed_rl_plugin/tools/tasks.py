@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.config.episode_flags import VERIFIERS
 from mindspeed_rl_plugin.episodes.verifiers_bridge import interpreter
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
-SECONDS = 3600.0  # in which the tasks are loaded; those that are downloaded take long
+LOAD_SECONDS = 3600.0  # in which the tasks are loaded; those that are downloaded take long
 
 
 def main(argv: list[str]) -> int:
@@ -64,7 +64,7 @@ def rows(environment: str, python: str | None, most: int | None) -> Iterator[dic
     main = "mindspeed_rl_plugin.episodes.verifiers_load:main"
     then = tuple[list[dict[str, Any]] | None, str | None]
     program = Program(main, str | None, then, "verifiers' process", ValueError, interpreter(python))
-    worker, end = Worker(program, (environment, most), environment), time.monotonic() + SECONDS
+    worker, end = Worker(program, (environment, most), environment), time.monotonic() + LOAD_SECONDS
     try:
         while not worker.ready():
             _wait(worker, end)
@@ -75,7 +75,7 @@ def rows(environment: str, python: str | None, most: int | None) -> Iterator[dic
 
 
 def _next(worker: Worker, end: float) -> list[dict[str, Any]]:
-    worker.call("next", SECONDS)
+    worker.call("next", LOAD_SECONDS)
     while (answer := worker.answer()) is None:
         _wait(worker, end)
     some, error = (None, answer) if isinstance(answer, str) else answer
@@ -86,4 +86,4 @@ def _next(worker: Worker, end: float) -> list[dict[str, Any]]:
 
 def _wait(worker: Worker, end: float) -> None:
     if not wait_for([worker], end):
-        raise ValueError(f"the tasks were not loaded within {SECONDS:g} s")
+        raise ValueError(f"the tasks were not loaded within {LOAD_SECONDS:g} s")

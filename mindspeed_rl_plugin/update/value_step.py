@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.update.step import PolicyStep
 
 # Sums over the trained tokens. Errors are those of the values from before the update.
 MEANS = ("critic/loss", "critic/clip_fraction", "critic/value_mean", "critic/return_mean")  # by the register's names
-SUMS = (*MEANS, "return_square", "error", "error_square")
+TALLIED = (*MEANS, "return_square", "error", "error_square")
 
 
 class ValueStep(PolicyStep):
@@ -30,7 +30,7 @@ class ValueStep(PolicyStep):
     inputs = ("values", "returns", "scored")
 
     def _measure(self) -> dict[str, float]:
-        return value_metrics(dict(zip(SUMS, self._reduced(len(SUMS)).tolist(), strict=True)), self._totals.tokens)
+        return value_metrics(dict(zip(TALLIED, self._reduced(len(TALLIED)).tolist(), strict=True)), self._totals.tokens)
 
     def _needed(self, rows: Rows) -> list[str]:
         return ["values", "returns"]
@@ -56,7 +56,7 @@ def value_objective(
     batch: with columns `values` and `returns`; weights: `[mb]` weight of a trained token of each row; values:
     `[mb, S]` of the critic that is trained, `[1, S]` where packed; multiplicity: `[mb]` how often a row counts in the
     tally, None: once.
-    Returns the scalar with its gradient, and a vector laid out as `SUMS`.
+    Returns the scalar with its gradient, and a vector laid out as `TALLIED`.
     """
     mask = batch.mask
     old, returns = batch.columns["values"][mask], batch.columns["returns"][mask]
@@ -74,7 +74,7 @@ def value_objective(
         "error": (counted * error).sum(),
         "error_square": (counted * error.square()).sum(),
     }
-    return loss, torch.stack([tally[name].detach().float() for name in SUMS])
+    return loss, torch.stack([tally[name].detach().float() for name in TALLIED])
 
 
 def value_metrics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:

@@ -24,9 +24,9 @@ from mindspeed_rl_plugin.layout.layout import (
 from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.weights.storages import unwrap
 
-SHOWN = 12  # differences that an error lists
+LISTED_DIFFERENCES = 12  # differences that an error lists
 # What follows the layer's number in the names of Megatron's buffers that belong to the weights.
-_BUFFERS = tuple(
+_ROUTER_BUFFERS = tuple(
     {
         name.rpartition("}")[2]
         for family in FAMILIES.values()
@@ -51,7 +51,7 @@ def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
     for i, chunk in enumerate(model_chunks):
         model, prefix = unwrap(chunk), chunk_prefix(i, len(model_chunks))
         skipped = mtp_only(getattr(model, "mtp", None) is not None, getattr(model, "pre_process", True))
-        buffers = ((name, t) for name, t in model.named_buffers() if name.endswith(_BUFFERS))
+        buffers = ((name, t) for name, t in model.named_buffers() if name.endswith(_ROUTER_BUFFERS))
         named = (*model.named_parameters(), *buffers)
         out |= {prefix + table_name(name): tensor.data for name, tensor in named if not name.startswith(skipped)}
     return out
@@ -140,5 +140,5 @@ def differences(expected: Shapes, live: Shapes) -> list[str]:
 def raise_if(problems: Sequence[str], what: str) -> None:
     """Raises ValueError that lists the first problems, if there are any."""
     if problems:
-        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise ValueError(f"{what}:\n  " + "\n  ".join(problems[:SHOWN]) + more)
+        more = f"\n  and {len(problems) - LISTED_DIFFERENCES} more" if len(problems) > LISTED_DIFFERENCES else ""
+        raise ValueError(f"{what}:\n  " + "\n  ".join(problems[:LISTED_DIFFERENCES]) + more)

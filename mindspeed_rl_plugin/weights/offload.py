@@ -31,7 +31,7 @@ from mindspeed_rl_plugin.weights.storages import bytes_of, keep_wide
 from mindspeed_rl_plugin.weights.verify import BLOCK_BYTES, WeightMismatch, storage_digests
 
 CATEGORIES = ("params", "grads", "optimizer")
-SHOWN = 4  # names that an error lists
+LISTED_NAMES = 4  # names that an error lists
 
 
 @dataclass
@@ -188,10 +188,10 @@ class TrainState:
             low, high = wrong[0] * BLOCK_BYTES, min((wrong[0] + 1) * BLOCK_BYTES, part.nbytes)
             named = storages.optimizer_state(self.chunks, self.optimizer) if name == "optimizer" else None
             inside = storages.names_within(named or storages.weights(self.chunks), part.storage, low, high)
-            more = f" and {len(inside) - SHOWN} more" if len(inside) > SHOWN else ""
+            more = f" and {len(inside) - LISTED_NAMES} more" if len(inside) > LISTED_NAMES else ""
             rank = dist.get_rank() if dist.is_initialized() else 0
             raise WeightMismatch(
-                f"{', '.join(inside[:SHOWN])}{more}: bytes [{low}, {high}) of {part.nbytes} of their storage on "
+                f"{', '.join(inside[:LISTED_NAMES])}{more}: bytes [{low}, {high}) of {part.nbytes} of their storage on "
                 f"trainer rank {rank} came back from the host with other values; "
                 "resume from the last checkpoint"
             )

@@ -22,14 +22,14 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock.sharing import Fill, Shared
 from mindspeed_rl_plugin.dock.sources import VersionSource
 from mindspeed_rl_plugin.dock.versions import Span, view
-from mindspeed_rl_plugin.layout.family_rows import HEAD
+from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.layout import EngineParallel, Segment, engine_layout
 from mindspeed_rl_plugin.layout.transfer_plan import Piece, TransferPlan, make_plan
 from mindspeed_rl_plugin.weights.live import engine_storage, narrowed
 from mindspeed_rl_plugin.weights.shares import Packed, PublishedBlock, TrainerWeights
 from mindspeed_rl_plugin.weights.verify import WeightMismatch, segment_digest, slice_digests, weights_digest
 
-CHUNK = 32 << 20  # bytes of a read; between two of them the deadline is looked at
+READ_BYTES = 32 << 20  # bytes of a read; between two of them the deadline is looked at
 SEEK_SECONDS = 60.0  # of one question for a version; between two of them a wait can be ended
 THREADS = 8  # that read from as many trainer ranks at once
 _WRAP = 1 << 64
@@ -129,7 +129,7 @@ class Puller:
     ) -> None:
         self.weights, self.rank, self.deadline = weights, rank, deadline
         live, shape = {name: t.data for name, t in parameters.items()}, weights.shape
-        own_head = HEAD in live if shape.tied else None
+        own_head = HEAD_WEIGHT in live if shape.tied else None
         self.engine = engine_storage(shape, engine, rank, own_head, live)
         self.layout = engine_layout(shape, self.engine, rank, own_head)
         whose = f"rank {rank} of it are not those of {shape}"
@@ -288,7 +288,7 @@ def plan_of(weights: TrainerWeights, staging: Packed) -> TransferPlan:
         {here: staging.layout},
         weights.tensors,
         itemsize=weights.engine_dtype.itemsize,
-        bucket_bytes=2 * CHUNK,
+        bucket_bytes=2 * READ_BYTES,
         rank=here,
     )
 
@@ -307,7 +307,7 @@ def _sought(source: VersionSource, version: int, left: Callable[[], float]) -> b
 def _chunks(
     pieces: Iterable[Piece], theirs: Sequence[PublishedBlock], mine: Sequence[PublishedBlock]
 ) -> Iterator[tuple[list[Span], list[Span]]]:
-    """Spans to read and where to, of about CHUNK bytes a time."""
+    """Spans to read and where to, of about READ_BYTES bytes a time."""
     spans: list[Span] = []
     into: list[Span] = []
     nbytes = 0
@@ -315,7 +315,7 @@ def _chunks(
         spans += theirs[int(piece.source.param)].spans(piece.start, piece.size)
         into += mine[int(piece.destination.param)].spans(piece.start, piece.size)
         nbytes += piece.nbytes
-        if nbytes >= CHUNK:
+        if nbytes >= READ_BYTES:
             yield spans, into
             spans, into, nbytes = [], [], 0
     if spans:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.layout.family_rows import HEAD
+from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.layout import (
     EngineParallel,
     Layout,
@@ -29,7 +29,13 @@ from mindspeed_rl_plugin.layout.layout import (
 )
 from mindspeed_rl_plugin.layout.transfer_plan import TransferPlan, make_plan
 from mindspeed_rl_plugin.weights.allgather import AllgatherPlan, allgather, make_allgather_plan
-from mindspeed_rl_plugin.weights.live import SHOWN, engine_storage, narrowed, stored_parameters, trainer_storage
+from mindspeed_rl_plugin.weights.live import (
+    LISTED_DIFFERENCES,
+    engine_storage,
+    narrowed,
+    stored_parameters,
+    trainer_storage,
+)
 from mindspeed_rl_plugin.weights.p2p import P2PChannel
 from mindspeed_rl_plugin.weights.transfer import stream
 from mindspeed_rl_plugin.weights.verify import (
@@ -150,7 +156,7 @@ class Resharder:
 
     def _bind(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> TransferPlan | AllgatherPlan:
         self._bind_source(source)
-        own_head = HEAD in destination if self.shape.tied else None
+        own_head = HEAD_WEIGHT in destination if self.shape.tied else None
         size, here = self.engine.ranks, self.rank % self.engine.ranks
         engine = engine_storage(self.shape, self.engine, here, own_head, destination)
         layout = engine_layout(self.shape, engine, here, own_head)
@@ -162,7 +168,7 @@ class Resharder:
             options = dict(itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
             options |= dict(rank=self.rank, node_size=self.node_size)
             plan = make_plan(self._sources, self._destinations, self.tensors, **options)
-            assert not plan.unused, f"the engine has no place for {plan.unused[:SHOWN]}"
+            assert not plan.unused, f"the engine has no place for {plan.unused[:LISTED_DIFFERENCES]}"
             self._compared = {**self.tensors, **narrow}
             self._agree(plan.fingerprint, len(narrow))
             if self.mode == "allgather":

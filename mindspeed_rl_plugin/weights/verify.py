@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.weights.storages import bytes_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD, _MIX, _SHIFT = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 29
-_CHUNK = 1 << 20  # elements whose int64 temporaries exist at once
+_DIGESTED_AT_ONCE = 1 << 20  # elements whose int64 temporaries exist at once
 _WRAP = 1 << 64
 BLOCK_BYTES = 4 << 20  # of a storage, under one digest
 
@@ -54,7 +54,7 @@ def slice_digests(values: Tensor, segment: Segment, tensor: Canonical, dtype: to
     grid = values if values.dim() == 2 else values[:, None]
     across = torch.arange(column0, column0 + grid.shape[1], device=grid.device)
     each = torch.zeros(grid.shape[segment.axis], dtype=torch.int64, device=grid.device)
-    step = max(1, _CHUNK // max(1, grid.shape[1]))
+    step = max(1, _DIGESTED_AT_ONCE // max(1, grid.shape[1]))
     for low, rows in zip(range(0, grid.shape[0], step), grid.split(step), strict=True):
         bits = rows.to(dtype).contiguous().view(_BITS[dtype.itemsize]).to(torch.int64)
         down = torch.arange(row0 + low, row0 + low + rows.shape[0], device=grid.device)

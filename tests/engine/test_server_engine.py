@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.engine.options import VllmOptions, sampling_fields
 from mindspeed_rl_plugin.engine.server_api import (
     DEVELOPMENT,
     EXTENSION,
-    GENERATE,
+    GENERATE_PATH,
     VERSIONS,
     Served,
     Server,
@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.engine.server_api import (
 from mindspeed_rl_plugin.engine.server_engine import ServerEngine, completion
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
-ALL = (*DEVELOPMENT, VERSIONS, GENERATE)
+ALL = (*DEVELOPMENT, VERSIONS, GENERATE_PATH)
 SERVED = Served(
     "m", 0, mindspeed_rl_plugin.__version__, {}, "float32", "processed_logprobs", 24, 8, True, True, 1, 1, ""
 )
@@ -96,7 +96,7 @@ class Fake:
         if path.path == "/collective_rpc":
             refused = "" if body["method"] == "rl_about" else "it generates for another job"
             return 200, {"results": [{"value": asdict(SERVED) | self.more, "refused": refused}]}
-        if path.path == GENERATE:
+        if path.path == GENERATE_PATH:
             if self.status != 200:
                 return self.status, {"error": "engine core is dead"}
             prompt = body["token_ids"]
@@ -141,7 +141,7 @@ def test_responses_come_back_exactly(fake):
     first, second = polled(engine, 2)
     assert first == Completion(SampleId(0, 0, 0), (2, 3, 4), (-0.5,) * 3, "stop", ((0, 4),))
     assert second.tokens == (6,) and engine.poll(0.01) == []
-    bodies = {tuple(body["token_ids"]): body for path, body in fake.asked if path == GENERATE}
+    bodies = {tuple(body["token_ids"]): body for path, body in fake.asked if path == GENERATE_PATH}
     params = bodies[5,]["sampling_params"]
     assert (params["temperature"], params["top_p"], params["top_k"], params["seed"]) == (0.5, 0.9, 3, 5)
     assert params["logprobs"] == 0 and params["ignore_eos"] and params["stop_token_ids"] == [96]
@@ -185,7 +185,7 @@ def test_an_abort_that_nobody_asked_for_and_errors_are_raised(fake):
         engine.poll(20)
     fake.status = 500
     engine.submit([request((2,))])
-    with pytest.raises(RuntimeError, match=rf"{GENERATE} answered 500.*engine core is dead"):
+    with pytest.raises(RuntimeError, match=rf"{GENERATE_PATH} answered 500.*engine core is dead"):
         engine.poll(20)
     fake.http.shutdown()
     fake.http.server_close()
@@ -201,7 +201,7 @@ def test_one_that_stands_still_has_half_of_the_deadline_but_for_tokens():
         with pytest.raises(TimeoutError, match=r"did not answer /resume within 0\.2 s"):
             engine.update_weights(4)
         engine.submit([request((1,))])
-        with pytest.raises(TimeoutError, match=rf"{GENERATE} within 0\.4 s \(--rl-wait-timeout\)"):
+        with pytest.raises(TimeoutError, match=rf"{GENERATE_PATH} within 0\.4 s \(--rl-wait-timeout\)"):
             engine.poll(20)
 
 
@@ -243,10 +243,10 @@ def test_a_server_that_fits_says_what_it_is(fake):
     ("change", "why"),
     [
         (
-            {"routes": (VERSIONS, GENERATE)},
+            {"routes": (VERSIONS, GENERATE_PATH)},
             "has no /collective_rpc, .*: start it with VLLM_SERVER_DEV_MODE=1",
         ),
-        ({"routes": (*DEVELOPMENT, GENERATE)}, rf"vLLM 0.31.0, has no {VERSIONS}.*take vLLM 0.32"),
+        ({"routes": (*DEVELOPMENT, GENERATE_PATH)}, rf"vLLM 0.31.0, has no {VERSIONS}.*take vLLM 0.32"),
         ({"routes": (*DEVELOPMENT, VERSIONS)}, "start it with --enable-scale-out"),
         ({"extension": ""}, f"have no extension; start it with --worker-extension-cls {EXTENSION}"),
         ({"extension": "a.B"}, "have the extension a.B; start it with"),

@@ -6,7 +6,8 @@ from mindspeed_rl_plugin.host import vllm_live
 
 
 def test_old_segments_are_removed(tmp_path):
-    old, new, other = (tmp_path / name for name in (f"{vllm_live.PREFIX}old_0", f"{vllm_live.PREFIX}new_0", "others"))
+    ours = (vllm_live.SEGMENT_PREFIX + name for name in ("old_0", "new_0"))
+    old, new, other = (tmp_path / name for name in (*ours, "others"))
     for path in (old, new, other):
         path.write_bytes(b"x")
     for path in (old, other):

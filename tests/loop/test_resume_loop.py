@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mindspeed_rl_plugin.monitor.monitor import TAG
+from mindspeed_rl_plugin.monitor.monitor import METRIC_PREFIX
 
 # Even numbers earn the same whatever the response, so about half of all groups carry no signal.
 GRADER = """
@@ -154,9 +154,9 @@ def test_evaluation_runs_before_every_n_and_after(whole):
     board = scalars(Path(run.extra[run.extra.index("--tensorboard-dir") + 1]))
     for name in ("reward/mean", "loss", "grad_norm", "logp_diff/max", "seconds/generate"):
         want = {line["iteration"]: line[name] for line in result.metrics if name in line}
-        assert want and board[TAG + name] == pytest.approx(want), name
+        assert want and board[METRIC_PREFIX + name] == pytest.approx(want), name
     want = {line["iteration"]: line["eval/accuracy"] for line in result.evaluations}
-    assert board[TAG + "eval/accuracy"] == pytest.approx(want)
+    assert board[METRIC_PREFIX + "eval/accuracy"] == pytest.approx(want)
 
 
 def test_a_killed_rank_ends_the_job_and_a_restart_equals_the_uninterrupted_run(shared_job, options, whole):

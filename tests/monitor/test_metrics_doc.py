@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from mindspeed_rl_plugin.monitor.console import SHORT_STAGES
-from mindspeed_rl_plugin.monitor.names import NAMES, meaning
+from mindspeed_rl_plugin.monitor.names import METRICS, meaning
 from mindspeed_rl_plugin.monitor.run_summary import summarize
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -17,7 +17,7 @@ LIST = re.compile(r"(?<=<!-- from monitor/names.py -->\n).*?(?=<!-- end -->)", r
 
 
 def listed():
-    rows = {**dict.fromkeys(NAMES), **FAMILIES}
+    rows = {**dict.fromkeys(METRICS), **FAMILIES}
     lines = []
     for name, example in rows.items():
         unit, text = meaning(example or name)

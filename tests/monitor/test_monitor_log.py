@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin import environment
-from mindspeed_rl_plugin.monitor.console import LEGEND, ProgressBar, eval_line, iteration_line, short_float, write_line
+from mindspeed_rl_plugin.monitor.console import (
+    LINE_LEGEND,
+    ProgressBar,
+    eval_line,
+    iteration_line,
+    short_float,
+    write_line,
+)
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.run_files import JsonLines, read_jsonl, read_metrics, read_run
 from mindspeed_rl_plugin.monitor.run_summary import summarize
@@ -107,7 +114,7 @@ def test_a_line_with_engines_apart_has_lag_segments_idle_time_by_cause_and_what_
 
 def test_the_legend_explains_the_words_of_a_line():
     line = iteration_line(1, FULL | {"seconds/reshard": 1.0})
-    assert all(f"{word}:" in LEGEND and f" {word} " in line for word in ("differ", "ent", "Δlogp", "resh", "lp"))
+    assert all(f"{word}:" in LINE_LEGEND and f" {word} " in line for word in ("differ", "ent", "Δlogp", "resh", "lp"))
 
 
 def test_the_line_of_an_evaluation():
@@ -151,7 +158,7 @@ def test_log_writes_a_line_of_json_and_both_writers(tmp_path):
     assert seen == [*numbers.items(), ("eval/accuracy", 0.5)]
     assert wandb.seen[1] == ({"rl/eval/accuracy": 0.5, "rl/eval/iteration": 1}, 1)
     assert "rl/weights/digest" not in wandb.seen[0][0]
-    assert out.getvalue().splitlines() == [LEGEND, "rl 1/9 | kl     nan", "rl 1/9 eval | accuracy 0.5"]
+    assert out.getvalue().splitlines() == [LINE_LEGEND, "rl 1/9 | kl     nan", "rl 1/9 eval | accuracy 0.5"]
     assert metric_series(read_metrics(tmp_path))["series"].keys() == {*numbers, "kl/ref", "eval/accuracy"}
 
 

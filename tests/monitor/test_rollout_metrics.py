@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from mindspeed_rl_plugin.monitor.names import NAMES
+from mindspeed_rl_plugin.monitor.names import METRICS
 from mindspeed_rl_plugin.monitor.rollout_metrics import filtration_metrics, largest, rollout_metrics, throughput
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
@@ -28,7 +28,7 @@ def test_rollout_metrics_equal_plain_loops(rows_builder):
             "version": 3,
         }
     )
-    assert got.keys() <= NAMES.keys(), "a metric without a line in the register"
+    assert got.keys() <= METRICS.keys(), "a metric without a line in the register"
 
 
 def of(ids, reward, solved):

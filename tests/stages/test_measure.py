@@ -234,7 +234,7 @@ def test_the_gradient_norms_of_policy_and_critic_are_told_apart():
 
 
 def test_every_metric_of_the_update_has_its_line_in_the_register():
-    critic = value_step.value_metrics(dict(dict.fromkeys(value_step.SUMS, 1.0), return_square=2.0), 1)
+    critic = value_step.value_metrics(dict(dict.fromkeys(value_step.TALLIED, 1.0), return_square=2.0), 1)
     sums = (*objective.WEIGHTED, *objective.PER_TOKEN, *objective.PER_SEQUENCE, *objective.MAXIMA)
     for name in (*sums, *critic, "trained/tokens", "trained/sequences", "lr", "critic/lr", "critic/grad_norm"):
         assert meaning(name).text, name

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from mindspeed_rl_plugin.layout.families import FAMILIES
 from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
-from mindspeed_rl_plugin.tools.convert.checkpoint import FILE
+from mindspeed_rl_plugin.tools.convert.checkpoint import MODEL_FILE
 
 SIZES = dict(vocab_size=250, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 SIZES |= dict(max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=10000.0)
@@ -92,7 +92,7 @@ class Convert:
         """Make the imported checkpoint, of one rank and TransformerEngine's names, one of torch_dist: experts stacked,
         and layers too unless they are numbered, as Megatron numbers them where they are not all alike. Returns its
         folder."""
-        (file,) = self.ckpt.glob(f"release/*/{FILE}")
+        (file,) = self.ckpt.glob(f"release/*/{MODEL_FILE}")
         state = torch.load(file, weights_only=False)
         entries = {name: tensor for name, tensor in state.pop("model").items()}
         for what, axis in ((r"(?<=mlp\.experts\.)local_experts\.(\d+)", "experts"), (r"(?<=layers)\.(\d+)", "")):
@@ -105,7 +105,7 @@ class Convert:
 
     def change(self, folder: str, edit) -> None:
         """Edit one file of the checkpoint."""
-        path = self.ckpt / "release" / folder / FILE
+        path = self.ckpt / "release" / folder / MODEL_FILE
         state = torch.load(path, weights_only=False)
         edit(state)
         torch.save(state, path)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mindspeed_rl_plugin.tools.rehearse.outcome import REFUSED, Facts
+from mindspeed_rl_plugin.tools.rehearse.outcome import REFUSAL, Facts
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "launch-scripts.md"
@@ -71,7 +71,7 @@ def end(shown: Sequence[str], said: Sequence[str], seconds: float) -> str:
     """How a rehearsal ended, by what it showed and said."""
     if not said and set(ALL) <= set(shown):
         return "trained"
-    refused = said[:1] and said[0].startswith(REFUSED) and any("is no family that RL knows" in line for line in said)
+    refused = said[:1] and said[0].startswith(REFUSAL) and any("is no family that RL knows" in line for line in said)
     return "refused" if refused and not shown and seconds < REFUSAL_SECONDS else "failed"
 
 

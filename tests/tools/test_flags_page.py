@@ -36,7 +36,7 @@ def test_words_of_other_programs_say_what_to_use(capsys):
     for word, text in (("wandb", "--wandb-project"), ("tensorboard_dir", "--tensorboard-dir"), ("LoRA", "not here")):
         assert flags.main([word]) == 0
         assert text in capsys.readouterr().out
-    named = {name for text in flags.ELSEWHERE.values() for name in re.findall(r"--[a-z][a-z0-9-]+", text)}
+    named = {name for text in flags.FLAGS_ELSEWHERE.values() for name in re.findall(r"--[a-z][a-z0-9-]+", text)}
     ours = {name for name in named if name.startswith("--rl-")}
     torchrun = {"--nproc-per-node", "--nnodes"}
     assert ours <= set(flag_names()) and all(verdict([name], "", None) for name in named - ours - torchrun)

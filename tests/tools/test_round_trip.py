@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.checkpoints import pickles
 from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles, StoredTensor
 from mindspeed_rl_plugin.engine.hf_config import compare_configs
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
-from mindspeed_rl_plugin.tools.convert.checkpoint import FILE, Checkpoint, rank_folder
+from mindspeed_rl_plugin.tools.convert.checkpoint import MODEL_FILE, Checkpoint, rank_folder
 from mindspeed_rl_plugin.tools.convert.files import write_shards
 
 
@@ -165,7 +165,7 @@ def test_damaged_checkpoints_are_named(convert, tmp_path):
     convert.exported(refused=f"mp_rank_01_002 is not what its arguments say:\n  {norm} (32,) is missing")
     convert.change("mp_rank_00_000", lambda s: s.pop("model"))
     convert.exported(refused="mp_rank_00_000/model_optim_rng.pt holds no")
-    (convert.ckpt / "release" / "mp_rank_00_000" / FILE).unlink()
+    (convert.ckpt / "release" / "mp_rank_00_000" / MODEL_FILE).unlink()
     convert.exported(refused="mp_rank_00_000/model_optim_rng.pt is missing")
     convert.change("mp_rank_00_001", lambda s: s.pop("args"))
     convert.exported(refused="was saved without Megatron's arguments")
@@ -295,7 +295,7 @@ def test_layers_that_do_nothing_are_counted_by_megatron_alone(convert):
     said = convert.imported("pp2,last2", "--noop-layers", "0,3")
     for flags in ("--num-layers 5 ", "--noop-layers 0,3 ", "--moe-layer-freq '[1,1,0,1,1]' "):
         assert flags in said
-    names = torch.load(convert.ckpt / "release" / "mp_rank_00_001" / FILE, weights_only=False)["model"]
+    names = torch.load(convert.ckpt / "release" / "mp_rank_00_001" / MODEL_FILE, weights_only=False)["model"]
     assert {name.split(".")[2] for name in names if name.startswith("decoder.layers")} == {"1"}, "of layers 3 and 4"
     assert same(convert.exported(), weights)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_objective import COUNTS, micro_batch
 
-from mindspeed_rl_plugin.update.value_step import SUMS, value_metrics, value_objective
+from mindspeed_rl_plugin.update.value_step import TALLIED, value_metrics, value_objective
 
 CLIP = 0.2
 
@@ -26,7 +26,7 @@ def test_value_objective_is_the_loop():
     loss.backward()
     assert float(loss) == pytest.approx(want) and 0 < clipped < sum(COUNTS)
     torch.testing.assert_close(values.grad, grad)
-    sums = dict(zip(SUMS, tally.tolist(), strict=True))
+    sums = dict(zip(TALLIED, tally.tolist(), strict=True))
     metrics = value_metrics(sums, sum(COUNTS))
     trained_old, trained = old[batch.mask], returns[batch.mask]
     explained = 1 - (trained - trained_old).var(unbiased=False) / trained.var(unbiased=False)
@@ -39,14 +39,14 @@ def test_a_perfect_critic_a_constant_one_and_equal_returns():
     def measured(old, returns):
         error = returns - old
         sums = (0.0, 0.0, old.sum(), returns.sum(), returns.square().sum(), error.sum(), error.square().sum())
-        return value_metrics(dict(zip(SUMS, map(float, sums), strict=True)), len(returns))
+        return value_metrics(dict(zip(TALLIED, map(float, sums), strict=True)), len(returns))
 
     returns = torch.tensor([0.0, 1.0, 1.0, 3.0])
     assert measured(returns, returns)["critic/explained_variance"] == pytest.approx(1.0)
     assert measured(torch.full((4,), 7.0), returns)["critic/explained_variance"] == pytest.approx(0.0)
     assert measured(-returns, returns)["critic/explained_variance"] == pytest.approx(-3.0)
     assert "critic/explained_variance" not in measured(returns, torch.full((4,), 0.3))
-    assert "critic/explained_variance" not in value_metrics(dict.fromkeys(SUMS, 0.0), 0)
+    assert "critic/explained_variance" not in value_metrics(dict.fromkeys(TALLIED, 0.0), 0)
 
 
 ONE_RANK = {f"micro-batch {n}": f"--micro-batch-size {n}" for n in (1, 4)}

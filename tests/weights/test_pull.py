@@ -46,7 +46,9 @@ def least(weights, layouts):
 
 
 @settings(max_examples=20, deadline=None)
-@given(cases(world_limit=8), st.booleans(), st.booleans(), st.sampled_from([512, pull.CHUNK]), st.sampled_from([1, 2]))
+@given(
+    cases(world_limit=8), st.booleans(), st.booleans(), st.sampled_from([512, pull.READ_BYTES]), st.sampled_from([1, 2])
+)
 def test_every_engine_gets_its_weights_for_the_least_bytes(case, narrow, verify, chunk, machines):
     """Each trainer layout to each engine layout; what is published is one model over the whole job. chunk: bytes of a
     read; machines: over which the engine's ranks lie."""
@@ -67,7 +69,7 @@ def test_every_engine_gets_its_weights_for_the_least_bytes(case, narrow, verify,
         live = {name: torch.zeros_like(t) for name, t in expected.items()}
         for _, memory, _ in ranks:
             memory.reads = 0
-        with patch.object(pull, "CHUNK", chunk):
+        with patch.object(pull, "READ_BYTES", chunk):
             puller = puller_of(weights, case.engine, live, [m for _, m, _ in ranks], rank=at, machines=machines)
             puller.pull(3)
         digests.add(puller.apply(live).digest)
@@ -268,7 +270,7 @@ def test_a_rank_that_is_lost_ends_the_pull_while_another_is_slow(dead):
 
     memories[dead].meanwhile = lost
     memories[1 - dead].meanwhile = lambda: (entered.set(), time.sleep(0.05))
-    with patch.object(pull, "CHUNK", 64), pytest.raises(ConnectionError, match=f"rank {dead} is gone"):
+    with patch.object(pull, "READ_BYTES", 64), pytest.raises(ConnectionError, match=f"rank {dead} is gone"):
         puller.pull(0)
     assert memories[1 - dead].reads < puller.staging.nbytes / 4, "the other has some hundred reads to go"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from family_models import FAMILIES
 
-from mindspeed_rl_plugin.host.vllm_live import PREFIX
+from mindspeed_rl_plugin.host.vllm_live import SEGMENT_PREFIX
 
 WORKER = Path(__file__).parent / "pairs_ranks.py"
 AGREEMENT = 2e-5  # nats, fp32
@@ -56,7 +56,7 @@ def test_vllm_stores_what_the_table_says(torchrun, tmp_path):
     """All families with experts, cut and spread, fewer key heads than ranks; and Seed-OSS by the code of Llama."""
     worker = WORKER.with_name("live_engine_ranks.py")
     # vLLM names its shared memory by what its own worker, which is not built here, would set. Later jobs remove this.
-    own = {"VLLM_DIST_IDENT": f"{PREFIX}{secrets.token_hex(8)}"}
+    own = {"VLLM_DIST_IDENT": f"{SEGMENT_PREFIX}{secrets.token_hex(8)}"}
     assert torchrun(worker, tmp_path, **own).stdout.count("tensors agree") == 2
 
 

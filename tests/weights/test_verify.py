@@ -21,7 +21,7 @@ def whole(name, values, axis=0):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_any_split_adds_up(axis, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", 10)  # several chunks
+    monkeypatch.setattr(module, "_DIGESTED_AT_ONCE", 10)  # several chunks
     values, tensor = torch.randn(12, 8), Canonical((12, 8), axis)
     total = int(segment_digest(values, whole("a", values, axis), tensor, torch.float32))
     for sizes in ([4, 4, tensor.slices - 8], [1, tensor.slices - 1]):

@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, canonical_te
 from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.weights.live import mtp_only, table_name, trainer_storage
 
-FILE = "model_optim_rng.pt"
+MODEL_FILE = "model_optim_rng.pt"
 # In the state of a model, but not of its weights: states of single modules, counters.
 _OTHER = re.compile(r".*(_extra_state|local_tokens_per_expert)$")
 # Names of torch_dist.
@@ -55,9 +55,9 @@ def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
         kept, other = (megatron_layout(shape, parallel, r) for r in (first, rank))
         if kept is not other and kept != other:
             raise ValueError(
-                f"ranks {first} and {rank} have different weights and the same file {folder}/{FILE}: a checkpoint of "
-                f"--ckpt-format torch cannot hold experts cut over etp {parallel.expert_tp} ranks where tp is "
-                f"{parallel.tp}; choose etp at most tp"
+                f"ranks {first} and {rank} have different weights and the same file {folder}/{MODEL_FILE}: a "
+                f"checkpoint of --ckpt-format torch cannot hold experts cut over etp {parallel.expert_tp} ranks where "
+                f"tp is {parallel.tp}; choose etp at most tp"
             )
     return first_of
 
@@ -78,11 +78,11 @@ class Checkpoint:
             there = ", ".join(sorted(p.name for p in directory.iterdir() if _holds_weights(p))) or "none"
             raise ValueError(f"there is no {self.folder}; iterations in {directory}: {there}")
         self._whole = DistFiles(self.folder) if DistFiles.are_in(self.folder) else None
-        files = sorted(self.folder.glob(f"mp_rank_*/{FILE}"))
+        files = sorted(self.folder.glob(f"mp_rank_*/{MODEL_FILE}"))
         if self._whole is None and not files:
             raise ValueError(
-                f"{self.folder} holds neither mp_rank_*/{FILE} nor {INDEX}: checkpoints of --ckpt-format torch and "
-                "torch_dist can be exported; save one more time with one of these"
+                f"{self.folder} holds neither mp_rank_*/{MODEL_FILE} nor {INDEX}: checkpoints of --ckpt-format torch "
+                "and torch_dist can be exported; save one more time with one of these"
             )
         args = (self._whole.common() if self._whole else load(files[0])).get("args")
         if not isinstance(args, argparse.Namespace):
@@ -95,7 +95,7 @@ class Checkpoint:
         """The model's tensors in the file of some ranks, which are those of the first pipeline stage or not."""
         if self._whole:
             return {name: t for name, t in whole_model(self._whole).items() if not _OTHER.match(name)}
-        path = self.folder / folder / FILE
+        path = self.folder / folder / MODEL_FILE
         if not path.is_file():
             raise ValueError(f"{path} is missing; the checkpoint was saved by {self.parallel.world} ranks")
         state, vpp, out = load(path), self.parallel.vpp, {}

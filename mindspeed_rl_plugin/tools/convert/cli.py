@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 UNFINISHED = ".unfinished"  # in --out: what is not whole, or was not loaded yet
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FLAG_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def make_parser(name: str, load: str, out: str) -> argparse.ArgumentParser:
@@ -19,7 +19,7 @@ def make_parser(name: str, load: str, out: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m mindspeed_rl_plugin {name}")
     parser.add_argument("--load", type=Path, required=True, help=load)
     parser.add_argument("--out", type=Path, required=True, help=f"{out}; must be empty or new")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
+    parser.add_argument("--dtype", choices=FLAG_DTYPES, help="of the weights (default: as they are)")
     return parser
 
 

@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.prompts.ends import GENERATION, config_tokens, model_tokens
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_size
 from mindspeed_rl_plugin.tools.convert.checkpoint import Assembled, Checkpoint
-from mindspeed_rl_plugin.tools.convert.cli import DTYPES, UNFINISHED, make_parser, run, size
+from mindspeed_rl_plugin.tools.convert.cli import FLAG_DTYPES, UNFINISHED, make_parser, run, size
 from mindspeed_rl_plugin.tools.convert.files import CONFIG, check_loads, open_tensors, tokenizer_files, write_shards
 from mindspeed_rl_plugin.tools.layout_args import read_config, shape_of
 from mindspeed_rl_plugin.weights.live import differences, raise_if
@@ -47,7 +47,7 @@ def export(options: argparse.Namespace) -> str:
     config, shape, padding = _config(checkpoint.args, options)
     tensors = canonical_tensors(shape)
     whole = Assembled(shape, checkpoint)
-    given = DTYPES.get(options.dtype)
+    given = FLAG_DTYPES.get(options.dtype)
 
     def dtype(name: str) -> torch.dtype:
         return torch.float32 if tensors[name].wide else given or whole.dtype(name)

@@ -19,18 +19,18 @@ import torch
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
 from mindspeed_rl_plugin.layout.cuts import Segment
-from mindspeed_rl_plugin.layout.family_rows import HEAD
+from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
 from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.layout.placement_flags import noop_layers
 from mindspeed_rl_plugin.prompts.ends import model_tokens
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
-from mindspeed_rl_plugin.tools.convert.checkpoint import FILE, rank_folders
-from mindspeed_rl_plugin.tools.convert.cli import DTYPES, make_parser, run
+from mindspeed_rl_plugin.tools.convert.checkpoint import MODEL_FILE, rank_folders
+from mindspeed_rl_plugin.tools.convert.cli import FLAG_DTYPES, make_parser, run
 from mindspeed_rl_plugin.tools.convert.files import open_tensors
 from mindspeed_rl_plugin.tools.layout_args import TRAIN, check_train, parse_sizes, read_config, shape_of, train_layout
-from mindspeed_rl_plugin.weights.live import SHOWN, differences, raise_if
+from mindspeed_rl_plugin.weights.live import LISTED_DIFFERENCES, differences, raise_if
 
 # Beside the weights: layers that predict further tokens, numbered after the others; frequencies that old files keep.
 _LAYER, _FREQUENCIES = re.compile(r"model\.layers\.(\d+)\."), "rotary_emb.inv_freq"
@@ -119,20 +119,20 @@ def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[st
             declared = f" and no such layer in {field}" if (field := shape.table.hf.mtp) else ""
             has = f"num_hidden_layers is {shape.layers}{declared}"
             wrong.append(f"{name} is of a layer that config.json has not: {has}")
-        elif name != HEAD or not shape.tied or embedding not in source:
+        elif name != HEAD_WEIGHT or not shape.tied or embedding not in source:
             wrong.append(f"{name} is not of this model")
         elif _same(source, embedding, shape.vocab):
             left.append(f"{name}, which repeats {embedding}")
         else:
-            wrong.append(f"{HEAD} is not {embedding}, to which tie_word_embeddings ties it")
+            wrong.append(f"{HEAD_WEIGHT} is not {embedding}, to which tie_word_embeddings ties it")
     raise_if(wrong, "the files do not hold the model of config.json")
-    if len(left) > SHOWN:
-        left[SHOWN:] = [f"{len(left) - SHOWN} more of their kind"]
+    if len(left) > LISTED_DIFFERENCES:
+        left[LISTED_DIFFERENCES:] = [f"{len(left) - LISTED_DIFFERENCES} more of their kind"]
     return left + [f"model.layers.{n}, which predicts further tokens: {ahead[n]} tensors" for n in sorted(ahead)]
 
 
 def _same(source: Mapping[str, Any], embedding: str, vocab: int) -> bool:
-    head, repeated = (source[name][:vocab] for name in (HEAD, embedding))
+    head, repeated = (source[name][:vocab] for name in (HEAD_WEIGHT, embedding))
     return head.dtype == repeated.dtype and torch.equal(head, repeated)
 
 
@@ -145,7 +145,7 @@ def _write(
 ) -> int:
     """Write a checkpoint that Megatron loads as a release: weights only, iteration 0, padding of the vocabulary 0.
     Returns the number of files; the tracker file is written last."""
-    tensors, given = canonical_tensors(shape), DTYPES.get(options.dtype)
+    tensors, given = canonical_tensors(shape), FLAG_DTYPES.get(options.dtype)
 
     def stored(segments: Sequence[Segment], size: torch.Size) -> torch.Tensor:
         name = segments[0].name if segments else next(iter(tensors))
@@ -166,7 +166,7 @@ def _write(
             names = [name for name in layout if name.startswith(prefix)]
             chunk = {name.removeprefix(prefix): stored(layout[name], shapes[name]) for name in names}
             state[f"model{i}" if parallel.vpp > 1 else "model"] = chunk
-        path = options.out / "release" / folder / FILE
+        path = options.out / "release" / folder / MODEL_FILE
         path.parent.mkdir(parents=True)
         torch.save(state, path)
     (options.out / TRACKER).write_text("release")

@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal, 
 USUAL_RATIO = 0.02
 OLD_SHARE = 1 / 3  # of the update that a forward pass takes, where no run has one
 NOTICE = 0.05  # seconds, mean of the pauses between two looks of the job
-PER_TOKEN = ("update", "logp_ref", "values")
+TOKEN_STAGES = ("update", "logp_ref", "values")
 ONCE = ("reshard", "swap_back")
 INSIDE = ("transfer", "evaluate", "iteration")  # parts of other stages, or no part of an iteration
 TURNS = 5  # of a fit whose every turn is nearer
@@ -40,7 +40,7 @@ NEEDED = (
 )
 COUNTED = 6  # rollouts of the model for each figure
 OF_APART = {"publish": "seconds/publish", "pull": "weights/pull_seconds", "apply": "weights/pause_seconds"}
-ALIKE = 1e-3  # of the square of the sine between steps and sequences of all rollouts, below which they are one figure
+COLLINEAR = 1e-3  # squared sine between steps and sequences of all rollouts, below which they are one figure
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def fit(runs: Sequence[Observed]) -> Costs:
     apart = {cost: _mean([run.mean(name) for run in runs]) for cost, name in OF_APART.items()}
     passes = [run for run in runs if run.setup.old_logps and run.mean("seconds/logp_old") is not None]
     reshard = _mean([run.seconds(*ONCE) for run in runs if run.setup.schedule != "async"]) or 0.0
-    token = _per_unit(runs, "token", *PER_TOKEN)
+    token = _per_unit(runs, "token", *TOKEN_STAGES)
     return Costs(
         token=token,
         old_token=_per_unit(passes, "old_token", "logp_old") if passes else OLD_SHARE * token,
@@ -173,7 +173,7 @@ def _per_unit(runs: Sequence[Observed], cost: str, *stages: str) -> float:
 
 def _rest(run: Observed) -> float:
     """Seconds of a rollout that belong to no other cost."""
-    known = {*PER_TOKEN, *ONCE, "logp_old", "publish", "generate", "reward", *INSIDE}
+    known = {*TOKEN_STAGES, *ONCE, "logp_old", "publish", "generate", "reward", *INSIDE}
     stages = {name.removeprefix("seconds/") for r in run.rollouts for name in r if name.startswith("seconds/")}
     return max(run.seconds("iteration") - run.seconds(*(stages & known - set(INSIDE))), 0.0)
 
@@ -198,7 +198,7 @@ def _decode(runs: Sequence[Observed]) -> dict[str, float]:
         return _decode_apart([run for run in runs if run.mean("engines/tokens_per_second")])
     both = np.array(rows)
     squares, sums = both.T @ both, both.sum(axis=0)
-    if np.linalg.det(squares) > ALIKE * squares.diagonal().prod():
+    if np.linalg.det(squares) > COLLINEAR * squares.diagonal().prod():
         step, sequence = np.linalg.solve(squares, sums).tolist()
         if min(step, sequence) < 0:  # then the other alone
             alone = (sums / squares.diagonal()).tolist()
@@ -217,7 +217,7 @@ def _decode_apart(runs: Sequence[Observed]) -> dict[str, float]:
     for run in runs:
         idle = sum(run.mean(f"idle/engines_{cause}") or 0.0 for cause in ("back_pressure", "version"))
         measured = run.mean("engines/tokens_per_second") / max(1 - idle, 1e-3)
-        token, step = run.seconds(*PER_TOKEN, "logp_old") / _units(run, token=1.0), 0.01
+        token, step = run.seconds(*TOKEN_STAGES, "logp_old") / _units(run, token=1.0), 0.01
         for _ in range(TURNS):
             costs = Costs(step=step, sequence=USUAL_RATIO * step, token=token)
             outcome = simulate(run.setup, costs, run.responses, COUNTED)

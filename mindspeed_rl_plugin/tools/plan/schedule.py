@@ -41,13 +41,13 @@ ASSUMED = {
 }
 ROWS = 100  # of a file whose prompts are rendered
 PROMPTS = f"mean {{}} tokens, of at most the first {ROWS} rows of each file of --rl-prompt-data"
-MOST = 8  # numbers of generators that are tried, spread over those that divide
+GENERATOR_COUNTS = 8  # most numbers of generators that are tried, spread over those that divide
 WORTH = 1.02  # gain below which the simpler schedule is advised
 MISS = 1.25  # factor between the model and a run beyond which its advice is doubted
 MISSES = ": IT MISSES THIS RUN, so its advice may be wrong"
 TAIL, FILL = 0.8, 0.4  # assumed lengths: sigma of the lognormal, mean over the limit
-HEAD = ("schedule", "generators", "s an iteration", "speed (sync = 1)", "trainers starved", "engines starved")
-HEAD += ("back-pressure", "waiting for a version", "lag")
+SCHEDULE_HEAD = ("schedule", "generators", "s an iteration", "speed (sync = 1)", "trainers starved", "engines starved")
+SCHEDULE_HEAD += ("back-pressure", "waiting for a version", "lag")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -104,7 +104,7 @@ def report(options: argparse.Namespace) -> list[str]:
         *([f"prompts {PROMPTS.format(setup.prompt_tokens)}"] if from_data and setup.prompt_tokens else ()),
         *notes,
         *(f"note    {flag} excludes --rl-schedule {one}" for one, flag in setup.ruled_out.items()),
-        *("", *aligned([HEAD, *rows], 1), ""),
+        *("", *aligned([SCHEDULE_HEAD, *rows], 1), ""),
         *with_care(advice(setups, outcomes), {**assumed, **assumed_too}),
         "This is a model: batches that do not fit a device's memory, slower links and noise are not in it.",
     ]
@@ -194,7 +194,7 @@ def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
         return
     unit = node if world > node else 1
     apart = [one for n in range(unit, world, unit) if (one := on(world - n, n)) is not None]
-    spread = len(apart) if len(apart) <= MOST else MOST
+    spread = len(apart) if len(apart) <= GENERATOR_COUNTS else GENERATOR_COUNTS
     for i in range(spread):
         yield replace(apart[i * (len(apart) - 1) // max(spread - 1, 1)], schedule="async")
 

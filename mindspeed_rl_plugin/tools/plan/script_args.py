@@ -50,7 +50,7 @@ _WORDS = {
     "moe_token_dispatcher_type": "allgather",
 }
 _SWAP_TIMES = 16  # MindSpeed's --swap-optimizer-times
-_NAMES = {row.spelt: row.name for row in UPSTREAM}  # some flags are not spelt like their attribute
+_ATTRIBUTES = {row.spelt: row.name for row in UPSTREAM}  # some flags are not spelt like their attribute
 # Names that Megatron's config has and its command line has not.
 _NO_FLAGS = {
     "--num-layers-in-first-pipeline-stage": "--decoder-first-pipeline-num-layers",
@@ -142,7 +142,7 @@ def _namespace(flags: Flags) -> argparse.Namespace:
     numbers = _NUMBERS.split()
     args = argparse.Namespace(**dict.fromkeys(numbers) | dict.fromkeys(_SWITCHES.split(), False) | _SIZES | _WORDS)
     for flag in flags.values:
-        setattr(args, _NAMES.get(flag) or flag[2:].replace("-", "_"), _typed(flags.get(flag) or ""))
+        setattr(args, _ATTRIBUTES.get(flag) or flag[2:].replace("-", "_"), _typed(flags.get(flag) or ""))
     args.add_bias_linear = "--disable-bias-linear" not in flags
     args.spec = flags.values.get("--spec")
     if "--use-rotary-position-embeddings" in flags:

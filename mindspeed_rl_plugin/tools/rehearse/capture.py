@@ -30,7 +30,7 @@ from mindspeed_rl_plugin.tools.rehearse import confine
 
 IN_BACKGROUND = 5.0  # seconds for a launch that the script made with & before its end
 # Commands with which a script starts others of its kind on other machines, in a container, or without torchrun.
-ELSEWHERE = "ssh pdsh clush srun sbatch mpirun docker podman nerdctl kubectl sudo su deepspeed accelerate msrun"
+OTHER_LAUNCHERS = "ssh pdsh clush srun sbatch mpirun docker podman nerdctl kubectl sudo su deepspeed accelerate msrun"
 STOOD_IN_FOR = """
     rm rmdir mkdir touch cp mv ln install dd truncate shred unlink chmod chown chgrp rsync
     kill pkill killall fuser ray tensorboard wandb mlflow
@@ -39,7 +39,7 @@ STOOD_IN_FOR = """
     npu-smi hccn_tool msnpureport pip pip3 conda apt apt-get yum dnf
 """
 # Variables of bash itself, and those that the stand-ins set: not the script's.
-_OURS = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV", "TMPDIR")
+_BASH_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV", "TMPDIR")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def capture(script: Path, scratch: Path, timeout: float) -> CapturedLaunch:
         raise ValueError(_no_launch(script, done, skipped))
     args = _torchrun_arguments(launches[0]["argv"], script)
     words = [args.training_script, *args.training_script_args][1 if args.module else 0 :]
-    env = {k: v for k, v in launches[0]["env"].items() if k not in _OURS}
+    env = {k: v for k, v in launches[0]["env"].items() if k not in _BASH_VARIABLES}
     return CapturedLaunch(
         script=words[0],
         arguments=tuple(words[1:]),
@@ -102,7 +102,7 @@ def capture(script: Path, scratch: Path, timeout: float) -> CapturedLaunch:
         nproc=int(args.nproc_per_node) if str(args.nproc_per_node).isdigit() else 8,
         nnodes=int(str(args.nnodes).split(":")[-1]),
         cwd=Path(launches[0]["cwd"]),
-        env=env | {k: v for k, v in os.environ.items() if k in _OURS},
+        env=env | {k: v for k, v in os.environ.items() if k in _BASH_VARIABLES},
         exported={k: v for k, v in env.items() if environment.get(k) != v},
         missing=_lines(record / "missing"),
         started=len(launches),
@@ -146,7 +146,7 @@ def _stand_ins(record: Path, own: Path, confined: bool) -> dict[str, str]:
     path = os.environ.get("PATH", os.defpath)
     for each in (record, own, shims):
         each.mkdir(parents=True)
-    names = f"{STOOD_IN_FOR} {ELSEWHERE}".split()
+    names = f"{STOOD_IN_FOR} {OTHER_LAUNCHERS}".split()
     named = {"names": f" {' '.join(names)} ", "python": sys.executable, "record": record, "own": own, "path": path}
     lines = [f"rehearse_{name}={shlex.quote(str(value))}" for name, value in named.items()]
     lines += [] if confined else ["set -o noclobber"]
@@ -165,7 +165,7 @@ def _lines(path: Path) -> tuple[str, ...]:
 def _no_launch(script: Path, done: Done, skipped: Sequence[str]) -> str:
     if done.code is None:
         return f"{script} did not reach torchrun within {done.seconds:.0f} s (--timeout); does it wait for something?"
-    if away := [line for line in skipped if line.split()[0] in ELSEWHERE.split()]:
+    if away := [line for line in skipped if line.split()[0] in OTHER_LAUNCHERS.split()]:
         return (
             f"{script} leaves its launch to {away[0].split()[0]} ({away[0][:200]}), which is not run here; give the "
             "script that calls torchrun on one node"

@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 MINDSPEED_CORE = (0, 12)  # the core that MindSpeed 2.x patches
 ROOT = Path(__file__).resolve().parents[3]
-_PLAIN, _FINE_TUNING = "pretrain_gpt.py", "posttrain_gpt.py"
+_PRETRAINING, _FINE_TUNING = "pretrain_gpt.py", "posttrain_gpt.py"
 _UNDER_MINDSPEED = """import runpy
 import sys
 
@@ -80,10 +80,10 @@ def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> En
             return Entry(script, [*path, *patched[:1]], note, True, "mindspeed_llm" in wanted)
         why = "MindSpeed is not installed (set MINDSPEED_PATH to a checkout)"
     if patched and _importable("mindspeed", extra):
-        script, plain = scratch / _PLAIN, patched[0] / _PLAIN
+        script, plain = scratch / _PRETRAINING, patched[0] / _PRETRAINING
         script.write_text(_UNDER_MINDSPEED.format(folder=str(patched[0]), script=str(plain)))
         return Entry(script, [patched[0], *extra], f"{why}: rehearsed with MindSpeed and {plain} instead", True)
-    script = next((m / _PLAIN for m in megatrons), ROOT / "examples" / _PLAIN)
+    script = next((m / _PRETRAINING for m in megatrons), ROOT / "examples" / _PRETRAINING)
     if not script.is_file():
         raise ValueError(f"{why}, nor is {script}; set MEGATRON_LM_PATH to a Megatron-LM checkout")
     return Entry(script, [*megatrons[:1], *extra], f"{why}: rehearsed on plain Megatron instead, with {script}")
@@ -95,7 +95,7 @@ def pretraining(script: Path, flags: Flags) -> Path:
     theirs = {flag for row in TAKEN_OVER.values() for flag in row.split()} - {"--mock-data", "--split"}
     gone = (name for name, _, value in (flag.partition("=") for flag in theirs) if value in ("", flags.get(name)))
     flags.apply("of training without RL", " ".join(("--stage", *gone)))
-    beside = script.with_name(_PLAIN)
+    beside = script.with_name(_PRETRAINING)
     return beside if script.name == _FINE_TUNING and beside.is_file() else script
 
 

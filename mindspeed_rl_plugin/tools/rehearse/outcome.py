@@ -17,16 +17,16 @@ from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
 from mindspeed_rl_plugin.tools.rehearse.shrink import NOT_HERE
 from mindspeed_rl_plugin.tools.text_table import aligned
 
-REFUSED = "[rl] RL cannot run"  # how a refusal of the plugin begins (launch.endings)
-_ITERATION = re.compile(r"iteration\s+\d+/\s*\d+ \|")
+REFUSAL = "[rl] RL cannot run"  # how a refusal of the plugin begins (launch.endings)
+_LOG_LINE = re.compile(r"iteration\s+\d+/\s*\d+ \|")
 _RL_ITERATION = re.compile(r"rl \d+/\d+ \|")
 _EVALUATION = re.compile(r"rl \d+/\d+ eval \|")
 _VARIABLES = re.compile(r"(HCCL|ASCEND|NPU|ACL|CPU_AFFINITY|TASK_QUEUE|MULTI_STREAM|COMBINED|PYTORCH_NPU|ATB|LCCL)")
 _ERROR = re.compile(r"[\w.]*(Error|Exception)(:|$)|.*: error: ")
-_LAUNCHER = re.compile(r"torch.distributed.elastic.multiprocessing")  # torchrun's own report of ranks that failed
+_TORCHRUN_REPORT = re.compile(r"torch.distributed.elastic.multiprocessing")  # torchrun's report of failed ranks
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _FRAME = re.compile(r'\s*File "([^<"][^"]*)", line (\d+)')
-_OWNERS = {"mindspeed_llm": "MindSpeed-LLM", "mindspeed": "MindSpeed", "megatron": "Megatron"}  # by package
+_PROJECTS = {"mindspeed_llm": "MindSpeed-LLM", "mindspeed": "MindSpeed", "megatron": "Megatron"}  # by package
 
 
 @dataclass
@@ -81,10 +81,10 @@ def tail(done: Done, count: int = 25) -> str:
         return f"{done.name}: ended at its deadline after {done.seconds:.0f} s; last line: {(done.lines or [''])[-1]}"
     lines = [re.sub(r"^\[rank.*?\]: ", "", line) for line in done.lines]
     lines = [line for line in lines if not line.strip().startswith("[--")]  # argparse's usage
-    refused = list(itertools.dropwhile(lambda line: not line.startswith(REFUSED), lines))
+    refused = list(itertools.dropwhile(lambda line: not line.startswith(REFUSAL), lines))
     if refused:  # the plugin's own words say it all
         return "\n".join([refused[0], *itertools.takewhile(lambda line: line.startswith("  - "), refused[1:])])
-    lines = list(itertools.takewhile(lambda line: not _LAUNCHER.search(line), lines)) or lines
+    lines = list(itertools.takewhile(lambda line: not _TORCHRUN_REPORT.search(line), lines)) or lines
     error = next((i for i, line in enumerate(lines) if _ERROR.match(line)), len(lines))
     if missing := _MISSING.match(lines[error]) if error < len(lines) else None:
         return _missing_module(missing[1], lines[:error])
@@ -95,7 +95,7 @@ def _missing_module(module: str, traceback: list[str]) -> str:
     """One line: which module, who imports it, what to do."""
     frames = [match.groups() for line in traceback if (match := _FRAME.match(line))]
     file, number = frames[-1] if frames else ("its log does not say where", "?")
-    owner = next((name for part, name in _OWNERS.items() if part in Path(file).parts), "the script")
+    owner = next((name for part, name in _PROJECTS.items() if part in Path(file).parts), "the script")
     return (
         f"the Python module {module} is not installed, and {owner} needs it ({file}, line {number}): "
         "install it here, or put a folder that holds it on PYTHONPATH"
@@ -107,7 +107,7 @@ def iterations(done: Done, rl: bool) -> list[str]:
     iteration was logged, of RL or of pretraining."""
     lines = [line for line in done.lines if line.startswith("[rl]") and "RL is attached" not in line]
     rounds = [line for line in done.lines if _RL_ITERATION.match(line)]
-    logged = [re.sub(r"\s+", " ", line[line.index("iteration") :]) for line in done.lines if _ITERATION.search(line)]
+    logged = [re.sub(r"\s+", " ", line[line.index("iteration") :]) for line in done.lines if _LOG_LINE.search(line)]
     held_out = [line for line in done.lines if _EVALUATION.match(line)]
     return [*lines, *held_out, *rounds, *logged] if done.ok and (rounds if rl else logged) else []
 

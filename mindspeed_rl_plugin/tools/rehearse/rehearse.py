@@ -31,7 +31,7 @@ from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, Entry, find_en
 from mindspeed_rl_plugin.tools.rehearse.shrink import ranks_of_split, remove_unavailable, replace_mindspeed_llm, shrink
 from mindspeed_rl_plugin.tools.rehearse.substitutes import converted, substitute
 
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
 def main(argv: list[str]) -> int:
@@ -191,7 +191,7 @@ class _Rehearsal:
         return self._run(name, [*torchrun, "-m", module, str(script or self.entry.script), *flags.argv()])
 
     def _run(self, name: str, arguments: list[str], **more: object) -> Done:
-        env = {"OMP_NUM_THREADS": "1"} | {k: v for k, v in self.launch.env.items() if k not in _LAUNCHER}
+        env = {"OMP_NUM_THREADS": "1"} | {k: v for k, v in self.launch.env.items() if k not in _RANK_VARIABLES}
         path = os.pathsep.join(map(str, (*self.entry.path, ROOT)))
         env |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         env |= {k: str(v) for k, v in more.items()}

@@ -38,7 +38,7 @@ EVERYWHERE = {
     "the fusion is a compiled kernel": "--no-gradient-accumulation-fusion= --no-masked-softmax-fusion=",
 }
 # Under MindSpeed, whose other switches run here: its fused operators have stand-ins (`host.npu_ops`).
-MINDSPEED = {
+WITH_MINDSPEED = {
     "its kernel is compiled for the NPU": """
         --use-ascend-coc --use-ascend-mc2 --coc-fused-kernel --coc-parallel-num
         --use-fused-moe-token-permute-and-unpermute --use-fused-ring-attention-update --use-fused-mlp
@@ -51,7 +51,7 @@ MINDSPEED = {
     "sets the NPU's deterministic mode": "--npu-deterministic",
 }
 # On plain Megatron.
-PLAIN = {
+PLAIN_MEGATRON = {
     "the fusion is TransformerEngine's": "--no-rope-fusion=",
     "the fusion is Apex's": "--no-persist-layer-norm=",
     "flash attention is a GPU kernel": "--use-flash-attn",
@@ -61,7 +61,7 @@ PLAIN = {
     "TransformerEngine's norm, which no engine has: RL refuses it": "--apply-layernorm-1p",
 }
 # Reason -> how a flag of MindSpeed-LLM's begins, and the rule.
-OF_MINDSPEED_LLM = {
+MINDSPEED_LLM_FLAGS = {
     "a layer spec of MindSpeed-LLM": ("--spec mindspeed", "--spec"),
     "alltoall_seq is MindSpeed's": ("--moe-token-dispatcher-type alltoall_seq", "--moe-token-dispatcher-type=alltoall"),
     "-1 has a meaning in MindSpeed-LLM only": ("--moe-layer-freq -1", "--moe-layer-freq"),
@@ -74,13 +74,13 @@ OF_MINDSPEED_LLM = {
 
 def remove_unavailable(flags: Flags, *, mindspeed: bool) -> None:
     """Take out what no host can run, with MindSpeed or on plain Megatron."""
-    for why, rules in (EVERYWHERE | (MINDSPEED if mindspeed else PLAIN)).items():
+    for why, rules in (EVERYWHERE | (WITH_MINDSPEED if mindspeed else PLAIN_MEGATRON)).items():
         flags.apply(NOT_HERE + why, rules)
 
 
 def replace_mindspeed_llm(flags: Flags) -> None:
     """Without MindSpeed-LLM: put Megatron's own values for its. Flags that only it has, the parser names later."""
-    for why, (words, rule) in OF_MINDSPEED_LLM.items():
+    for why, (words, rule) in MINDSPEED_LLM_FLAGS.items():
         flag = words.split()[0]
         if f"{flag} {flags.get(flag)}".startswith(words):
             flags.apply(why, rule)
