@@ -49,8 +49,8 @@ class RewardBatch:
         return rewards if self.kl_cost is None else rewards - row_sums(self.kl_cost)
 
     def token_rewards(self) -> Ragged:
-        """Ragged `[L]` float64: the rewards of turns where they are, the rest of R on the last trained token, less each
-        token's KL cost."""
+        """Ragged `[L]` float64: each turn's reward at its last token, the rest of R on the last trained token, minus
+        each token's KL cost."""
         return token_rewards(self.rewards, self.loss_mask, self.kl_cost, self.turn_rewards)
 
 
@@ -176,7 +176,7 @@ class _Groups:
         names, self.member = batch.groups.unique(return_inverse=True)
         self.count = torch.bincount(self.member, minlength=names.numel()).double()
         centred = outcome - (self.sum(outcome) / self.count)[self.member]
-        # Rounding leaves a mean of equal rewards a hair beside them, which a small eps would blow up.
+        # Rounding moves the mean of equal rewards slightly off them, which a small eps would blow up.
         self.centred = torch.where(all_equal(outcome, self.member, names.numel())[self.member], 0.0, centred)
 
     def sum(self, values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ PAIRS = "pairs"  # stands for the advantage and the aggregation of DPO, which ha
 
 @dataclass(frozen=True)
 class Preset:
-    """One row of `PRESETS`: the name of each part, its coefficients, and the source of each choice."""
+    """One row of `ALGORITHMS`: the name of each part, its coefficients, and the source of each choice."""
 
     advantage: str
     loss: str

@@ -24,11 +24,11 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) ->
 def token_rewards(
     rewards: Tensor, loss_mask: Ragged, kl_cost: Ragged | None = None, turn_rewards: Ragged | None = None
 ) -> Ragged:
-    """Reward of each token: R on the last trained token of the response, less the KL cost of every trained one.
+    """Reward of each token: R on the last trained token of the response, minus the KL cost of every trained one.
 
-    rewards: `[B]`; loss_mask, kl_cost, turn_rewards: ragged `[L]`; the last is a part of R that stays where it is.
-    Returns ragged `[L]` float64, 0 where the mask is 0; the reward of a response without a trained token is nowhere.
-    Source: InstructGPT, arXiv 2203.02155, Eq. 2.
+    rewards: `[B]`; loss_mask, kl_cost, turn_rewards: ragged `[L]`; turn_rewards: the part of R that keeps its own
+    token. Returns ragged `[L]` float64, 0 where the mask is 0; the reward of a response without a trained token is
+    dropped. Source: InstructGPT, arXiv 2203.02155, Eq. 2.
     """
     rewards = rewards.double()
     trained = loss_mask.values.bool()

@@ -49,9 +49,9 @@ def resample(rewards: Tensor, groups: Tensor, draws: Tensor, *, rule: str, power
     """PF-PPO: each row is replaced by one of its group, chosen with replacement by the weights of `rule`.
 
     rewards: `[B]`; groups: `[B]` int64; draws: `[B]` uniform in [0, 1), one per row (`uniform_draws`); rule: a name in
-    `FILTRATIONS`. All rows as one group is verl's way; rewards of 0 and 1 then filter next to nothing.
-    Returns `[B]` int64, the row that stands in each row's place. Rows of a group may come in any order as long as
-    `draws` come in the same. Source: PF-PPO, arXiv 2409.06957; verl, compute_pf_ppo_reweight_data.
+    `FILTRATIONS`. verl takes all rows as one group; rewards of 0 and 1 are then hardly filtered. Returns `[B]` int64,
+    the row that replaces each row. Rows of a group may come in any order as long as `draws` come in the same. Source:
+    PF-PPO, arXiv 2409.06957; verl, compute_pf_ppo_reweight_data.
     """
     chosen = torch.empty(len(rewards), dtype=torch.int64)
     for name in groups.unique().tolist():

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.weights.storages import unwrap
 
 
 class Critic:
-    """model: this rank's chunks, wrapped as the policy's; optimizer, scheduler: Megatron's own, apart from the
+    """model: this rank's chunks, wrapped as the policy's; optimizer, scheduler: Megatron's own, not the
     policy's; config: of the model, prepared for training; state: what leaves the device during generation."""
 
     def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any, config: Any) -> None:
@@ -71,5 +71,5 @@ class Critic:
             self.state.offload(what)
 
     def onload(self) -> None:
-        """Bring back what is away."""
+        """Bring back to the device what was offloaded."""
         self.state.onload()

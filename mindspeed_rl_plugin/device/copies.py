@@ -1,4 +1,4 @@
-"""Copies between a device and its host that pass beside other work."""
+"""Copies between a device and its host that overlap other work."""
 
 from __future__ import annotations
 

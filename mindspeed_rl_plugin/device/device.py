@@ -79,7 +79,7 @@ class Device:
             self.api.empty_cache()
 
     def copier(self) -> StreamCopier | ThreadCopier:
-        """Starts copies that pass beside other work: a side stream, or on CPU a thread."""
+        """Starts copies that overlap other work: a side stream, or on CPU a thread."""
         return ThreadCopier() if self.is_cpu else StreamCopier(self.api)
 
     def temporary(self) -> Temporary:
@@ -96,9 +96,9 @@ class Device:
         return host_available()
 
     def page_lock(self, memory: np.ndarray) -> None:
-        """Make copies between the device and host memory that torch has not made, such as a shared file's, as fast as
-        from pinned memory, where the platform can (CUDA); such copies are right without it. It stays so until the
-        array is gone, which ends it before the memory under it. Idempotent."""
+        """Page-lock host memory that torch has not made, such as a shared file's: copies to and from the device are
+        then as fast as with pinned memory, where the platform can (CUDA), and right without it. It ends when the
+        array is freed, before the memory under it is. Idempotent."""
         address = memory.ctypes.data
         if self.kind != "cuda" or not memory.nbytes or address in self._locked:
             return

@@ -27,7 +27,7 @@ class ExpertGroup:
         self.ranks, self._handle = groups[rank // size], handles[rank // size]
 
     def any_works(self, works: bool) -> bool:
-        """Whether an engine of the group has responses in the making, or had at the last agreement.
+        """Whether an engine of the group has responses in generation, or had at the last agreement.
 
         Every rank asks before every step. works: whether this one has. Where one has, all take AGREE_EVERY steps before
         they agree again. Raises TimeoutError where a rank of the group does not come to an agreement in time, or is

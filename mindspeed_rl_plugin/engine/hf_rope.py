@@ -112,9 +112,9 @@ def rope_frequencies(config: Mapping[str, Any], *, scaled: bool = True) -> Tenso
 def check_rotary(config: Mapping[str, Any], rotary: torch.nn.Module) -> None:
     """Compare a normalized config with the built Megatron model's rotary embedding, by its `inv_freq`.
 
-    That is what training really uses: core's pretrain_gpt.py, say, never hands `--rope-scaling-factor` on. Megatron's
-    own YaRN keeps there what it starts from, MindSpeed-LLM the result.
-    Raises ValueError naming the first frequency that differs by more than 1e-5 of its size.
+    The model is what training really uses: core's pretrain_gpt.py, for example, never hands `--rope-scaling-factor` on.
+    Megatron's own YaRN keeps there the frequencies that it starts from, MindSpeed-LLM the result. Raises ValueError
+    naming the first frequency that differs by more than 1e-5 of its size.
     """
     megatrons = hasattr(rotary, "inv_freq_extra")
     if megatrons and (scaling := config["rope_scaling"]):

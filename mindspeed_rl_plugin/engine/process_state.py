@@ -1,4 +1,4 @@
-"""What the engine has to itself while it works: random generators, the current stream, names of torch."""
+"""What the engine does not share with the trainer: random generators, the current stream, names of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ProcessState:
     vLLM seeds all generators when it is built, and samples from torch's. On CUDA it makes a stream of its own the
     current one, for good (0.18 to 0.32: `current_stream` of its torch_utils), on which the trainer would then run. And
     it replaces public names of torch, for good too: vllm-ascend 0.18 to 0.23 leaves a torch.cuda.Event that does
-    nothing (model_runner_v1.py, `_torch_cuda_wrapper`), by which a trainer would order nothing.
+    nothing (model_runner_v1.py, `_torch_cuda_wrapper`), with which a trainer could order nothing.
     """
 
     def __init__(self, device: Device) -> None:
@@ -77,7 +77,8 @@ class ProcessState:
                 api.set_stream(stream)
 
     def _enter(self, stream: object) -> None:
-        """The engine's stream, after what the trainer queued on its own, and its numbers where they stopped."""
+        """Switch to the engine's stream, after what the trainer queued on its own, and to its random numbers where they
+        stopped."""
         api = self._device.api
         if self._stream is not None and self._stream != stream:
             self._stream.wait_stream(stream)

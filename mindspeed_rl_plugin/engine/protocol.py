@@ -51,8 +51,8 @@ class Engine(Protocol):
         """
 
     def step_along(self, steps: int) -> list[Completion]:
-        """Exactly so many steps, dummy ones where nothing is queued here, and the responses that are finished. Engines
-        that share experts call it together, whoever of them has responses queued."""
+        """Exactly so many steps, dummy ones where nothing is queued here; returns the responses that are finished.
+        Engines that share experts call it together, whichever of them has responses queued."""
 
     def keep_step(self) -> None:
         """Step along with the engines that share experts with this one until none of them has responses queued.
@@ -64,7 +64,7 @@ class Engine(Protocol):
     def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
         """Stop the given responses, or all, and return what they hold so far with finish "abort".
 
-        Ids that are not queued (already returned, say) are passed over.
+        Ids that are not queued (already returned, for example) are ignored.
         """
 
     def parameters(self) -> dict[str, Tensor]:
@@ -73,9 +73,9 @@ class Engine(Protocol):
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
         """Say that `parameters()` now hold `version`: what was computed with older weights serves no later request.
 
-        digest: recorded for who compares; in_flight: queued responses go on, with what older weights computed for their
-        tokens so far (KV cache); each records which version sampled which part. Without it raises ValueError while
-        responses are queued.
+        digest: recorded for those who compare it; in_flight: queued responses go on, with what older weights computed
+        for their tokens so far (KV cache); each records which version sampled which part. Without it raises ValueError
+        while responses are queued.
         """
 
     def sleep(self) -> None:
@@ -108,13 +108,12 @@ def generate(
 def stream(
     engine: Engine, requests: Sequence[GenerateRequest], *, deadline: float, pause: float = math.inf
 ) -> Iterator[list[Completion]]:
-    """Generate all responses, maybe none: those that are finished, as they finish. Collective over the engines that
-    share experts.
+    """Generate all responses, maybe none; yields them as they finish. Collective over the engines that share experts.
 
-    deadline: seconds in which at least one response (of an episode: a turn, or an observation) must be finished, again
-    and again: long rollouts may take longer as long as they come along; pause: after so many seconds without a response
-    an empty list lets the caller look at something else. Raises TimeoutError that says how many are missing; those are
-    aborted, so that the engine is left idle.
+    deadline: seconds within which at least one response (of an episode: a turn, or an observation) must be finished,
+    again and again: a long rollout may take longer while it makes progress; pause: after so many seconds without a
+    response an empty list lets the caller look at something else. Raises TimeoutError that says how many are missing;
+    those are aborted, so that the engine is left idle.
     """
     missing, end = {r.id: r for r in requests}, time.monotonic() + deadline
     engine.submit(requests)

@@ -1,4 +1,4 @@
-"""A response in the making."""
+"""A response in generation, token by token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mindspeed_rl_plugin.rows import GenerateRequest
 
 @dataclass
 class Running:
-    """A response in generation."""
+    """A response, as far as it is sampled."""
 
     request: GenerateRequest
     tokens: list[int] = field(default_factory=list)

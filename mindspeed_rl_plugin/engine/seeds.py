@@ -1,4 +1,4 @@
-"""What is asked of an engine for a sample, its seed too: never by when or where it is sampled."""
+"""What is asked of an engine for a sample, its seed too: it never depends on when or where the sample is generated."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def response_seed(base: int, epoch: int, group: int, member: int, begun: int = 0
     """63-bit seed of one response; the same integers give the same seed on every machine and version.
 
     base: the run's `--rl-rollout-seed`; epoch, group, member: the sample's id, each a signed 64-bit integer; begun:
-    tokens sampled before, where it goes on after an interruption: with its first seed it would repeat its numbers.
-    It is the first 63 bits of BLAKE2b over these packed little-endian, so neighbouring ids share no
-    structure that a weak generator could carry into its first numbers.
+    tokens sampled before an interruption: with its first seed the rest would repeat the same random numbers. It is the
+    first 63 bits of BLAKE2b over these packed little-endian, so neighbouring ids share no structure that a weak
+    generator could carry into its first numbers.
     """
     parts = (base, epoch, group, member, *([begun] if begun else ()))
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()

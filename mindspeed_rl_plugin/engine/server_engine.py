@@ -1,7 +1,7 @@
 """`ServerEngine`: vLLM's own server as an engine of one process, which sends prompts and gets responses by HTTP.
 
 Each response is one request to the server, in a thread of its own. Its tokens, their log-probs, and which weights
-sampled which of them are the server's own words. The weights come another way: `generators.server_weights`.
+sampled which of them are what the server says. The weights come another way: `generators.server_weights`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ServerEngine:
         """See `Engine`. The server goes on: the next job may have it."""
 
     def lose(self, error: Exception) -> None:
-        """The server is another's: `poll` raises this."""
+        """Another job has taken the server: `poll` raises this."""
         self._done.put(error)
 
     def _arrived(self, timeout: float) -> list[Completion]:

@@ -170,8 +170,8 @@ def has_batched_seeds(engine: Any) -> bool:
 
 
 def demand_plain_experts(engine: Any) -> None:
-    """Refuse kernels that permute the expert weights in place, under unchanged names and shapes: whoever writes the
-    canonical weights afterwards, as a reshard does, would leave other experts than he thinks.
+    """Refuse kernels that permute the expert weights in place, under unchanged names and shapes: canonical weights
+    written afterwards, as by a reshard, would be other experts than meant.
 
     vLLM 0.32 takes FlashInfer's on sm100 by itself (model_executor/layers/fused_moe/oracle/unquantized.py), before 0.14
     it took them, and AITER's, by variables of the environment. Raises ValueError naming the layer and the kernels.

@@ -1,9 +1,9 @@
 """`VllmEngine`: vLLM inside the training ranks, as an `Engine`.
 
 vLLM's external launcher runs one engine core in every rank; ranks r*n .. r*n+n-1 form replica r of tensor
-parallel size n over vLLM's own process groups, beside Megatron's. Replicas are coupled while the engine
+parallel size n over vLLM's own process groups, next to Megatron's. Replicas are coupled while the engine
 is built (its groups are made by the whole world); afterwards each steps on its own, except those that share experts
-(`expert_group`), which are data parallel ranks of vLLM: one that has no requests runs dummy steps beside the others.
+(`expert_group`), which are data parallel ranks of vLLM: one that has no requests runs dummy steps with the others.
 
 **Log-probs** are vLLM's processed ones: of the distribution from which the token was really sampled, after
 temperature, top-p and top-k; at temperature 0 (greedy) those of temperature 1.
@@ -340,7 +340,8 @@ def _graphs(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def _say_graphs(count: int) -> None:
-    """How many graphs were captured: one a size and piece of the model. None is a fault that only speed would show."""
+    """Print how many graphs were captured: one per size and piece of the model. None is a fault that shows only as
+    slowness."""
     none = "no graphs: it decodes step by step, several times slower; look for warnings of vLLM above"
     say(f"the engine captured {f'{count} graphs' if count else none}")
 
@@ -353,8 +354,8 @@ def _prepare(kind: str, options: VllmOptions) -> None:
 
 
 def keep_weights_live(kind: str | None = None) -> None:
-    """What is written into the weights of models that vLLM loads from now on is what they compute with. kind: of
-    device, None for this process's."""
+    """Models that vLLM loads from now on compute with what is written into their weights. kind: of device, None for
+    this process's."""
     if (kind or get_device().kind) == "cpu":
         vllm_live.apply()
 
@@ -369,6 +370,6 @@ def _step_of(options: VllmOptions) -> str:
 
 
 def _name(request: GenerateRequest, version: int) -> str:
-    """Another one for each turn and each part of a response: a step in flight may still answer to the one before."""
+    """A name for each turn and each part of a response: a step in flight may still answer to the name before."""
     turn = f"/{len(request.prompt_tokens)}" if request.task else ""
     return "-".join(map(str, request.id)) + turn + (f"@{version}" if request.begun else "")

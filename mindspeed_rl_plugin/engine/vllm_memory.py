@@ -30,13 +30,13 @@ RESERVE, LEAST_RESERVE = 0.1, 2 << 30
 
 
 def free_share(device: Device, deadline: float) -> float:
-    """Share of a device's memory that an engine may use: what is free now, less a reserve; the least of all ranks.
+    """Share of a device's memory that an engine may use: what is free now, minus a reserve; the least of all ranks.
 
     Collective over the world, for a device whose trainer is offloaded; deadline: seconds that ranks wait for each
-    other. vLLM asks its device for no more than this share of the total, and gives its KV cache what its weights and
-    its largest step leave of it (0.32: v1/worker/utils.py, `request_memory`, and v1/worker/gpu_worker.py,
-    `determine_available_memory`; vllm-ascend from 0.15 on: worker/worker.py, alike). Raises ValueError on every rank
-    where nothing is left, and what `Batch.wait` does.
+    other. vLLM takes no more than this share of the total, and its KV cache gets what weights and the largest step
+    leave of it (0.32: v1/worker/utils.py, `request_memory`, and v1/worker/gpu_worker.py, `determine_available_memory`;
+    vllm-ascend from 0.15 on: worker/worker.py, alike). Raises ValueError on every rank where nothing is left, and what
+    `MessageBatch.wait` does.
     """
     gc.collect()
     device.synchronize()
@@ -62,11 +62,11 @@ def free_share(device: Device, deadline: float) -> float:
 class PoolMemory:
     """vLLM's sleep mode on an accelerator at level 2: no copy of weights that the next reshard overwrites.
 
-    What level 2 loses besides comes back from here. Everything else in the pool of the weights (rotary tables, expert
-    maps, scales) is copied to the host and back: vLLM saves the model's buffers at most, vllm-ascend 0.9 not even
-    those. And parameters become the objects that they were, which captured graphs know: waking in vllm-ascend 0.18 to
-    0.23 puts transposed views in the place of experts (worker/worker.py, `wake_up`), for a loader of checkpoints; its
-    forward multiplies by them as they were. What is derived from weights is made again by `refresh_derived`.
+    This class restores what else level 2 loses. Everything else in the pool of the weights (rotary tables, expert maps,
+    scales) is copied to the host and back: vLLM saves the model's buffers at most, vllm-ascend 0.9 not even those. And
+    parameters become the objects that they were, which captured graphs know: waking in vllm-ascend 0.18 to 0.23
+    replaces experts by transposed views (worker/worker.py, `wake_up`), for a loader of checkpoints; its forward
+    multiplies by them as they were. `refresh_derived` makes anew what is derived from weights.
     """
 
     def __init__(self, engine: Any, pool: Sequence[range]) -> None:

@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.rows import SampleId
 
 MicroBatchIds = tuple[SampleId, ...]
 Near = Mapping[SampleId, Collection[int]]  # data parallel ranks that would read a row from their own machine
-SLACK = 0.01  # share of the fullest rank's tokens that rows may cost for being trained near where they lie
+SLACK = 0.01  # how much the fullest rank may grow, as a share of its tokens, so that rows are trained where they lie
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget, nea
 def _balanced(
     rows: Sequence[SampleId], lengths: Mapping[SampleId, int], parts: int, near: Near | None = None
 ) -> list[list[SampleId]]:
-    """Equally many rows per part. Rows come by falling length; each goes to the part with the fewest tokens that is not
-    full, and near it where there is one."""
+    """Equally many rows per part. Rows come by falling length; each goes to the part with the fewest tokens that has
+    room, preferably one near it."""
     limit = len(rows) // parts
     dealt: list[list[SampleId]] = [[] for _ in range(parts)]
     tokens = [0] * parts
@@ -126,8 +126,8 @@ def _balanced(
 
 
 def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: Near) -> list[list[SampleId]]:
-    """Parts as full as `plain`, up to SLACK, with more of their rows near: all of them first, then the fullest and the
-    emptiest part swap the two rows that level them best, until the fullest is full no more."""
+    """Parts with more of their rows near, none fuller than the fullest of `plain` by more than SLACK. All rows start
+    near; then the fullest and the emptiest part swap the two rows that level them best, until no part is too full."""
 
     def order(row: SampleId) -> tuple[int, SampleId]:
         return -lengths[row], row

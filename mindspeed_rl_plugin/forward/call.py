@@ -64,7 +64,7 @@ def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.Abstr
 
     def restarted(*positional: Any, **named: Any) -> Any:
         embeddings = forward(*positional, **named | whole)
-        if isinstance(embeddings, tuple):  # YaRN's factor beside it
+        if isinstance(embeddings, tuple):  # with YaRN's factor
             return embeddings[0][batch.position_ids[0]], *embeddings[1:]
         return embeddings[batch.position_ids[0]]
 
@@ -74,9 +74,8 @@ def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.Abstr
 def packed_seq_params(boundaries: list[int], device: torch.device | str) -> PackedSeqParams:
     """Boundaries of the packed rows as Megatron's attention wants them (core 0.12.1 to 0.19 alike).
 
-    Padding is a row of its own, so every position of the micro-batch is in one, and there is none between rows: the
-    boundaries in memory are those of the tokens. MindSpeed hands them to the NPU's kernel with the 0 in front, where
-    they read as one more row, of no token.
+    Padding is a row of its own at the end, and rows follow each other without gaps. MindSpeed hands the boundaries to
+    the NPU's kernel with their leading 0, which there reads as one more, empty row.
     """
     longest = max(end - start for start, end in pairwise(boundaries))
     each = torch.tensor(boundaries, dtype=torch.int32, device=device)

@@ -56,7 +56,7 @@ def kernels_for(hidden: Tensor) -> ModuleType | None:
 def _kernels() -> ModuleType | None:
     try:
         from mindspeed_rl_plugin.forward import kernels
-    except ImportError:  # no triton beside this torch
+    except ImportError:  # no triton with this torch
         return None
     return kernels
 
@@ -120,8 +120,8 @@ class _ChunkedLogps(torch.autograd.Function):
 
 
 def _sums(slices: _Slices) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of every token over this rank's rows: the largest scaled logit, sum e^x and sum e^x x of the logits less it, and
-    the logit at the label, 0 where another rank holds it."""
+    """Per token, over this rank's rows of the vocabulary: the largest scaled logit m, sum e^(x-m) and sum e^(x-m) (x-m)
+    of the scaled logits x, and the logit at the label, 0 where another rank holds it."""
     # Finite, for the difference of two maxima is multiplied with sums that may be 0.
     peak = slices.column(torch.finfo(slices.wide).min / 2)
     total, spread, picked = slices.column(0.0), slices.column(0.0), slices.column(0.0)
@@ -233,8 +233,8 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _accumulated(weight: Tensor) -> Tensor | None:
-    """What a gradient that already is in `main_grad` leaves for autograd, by Megatron's convention
-    (core/tensor_parallel/layers.py): DDP's hook wants a gradient, and adds it only with `zero_out_wgrad`."""
+    """What autograd returns for a weight whose gradient was added to `main_grad`, by Megatron's convention
+    (core/tensor_parallel/layers.py): DDP's hook expects a gradient, and adds it only with `zero_out_wgrad`."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -22,9 +22,9 @@ from mindspeed_rl_plugin.forward.collate import MicroBatch
 def positions(length: int, device: torch.device | str = "cpu") -> Tensor | None:
     """`[S / cp]` int64, which positions of rows of `length` this rank holds, in its order; None where it holds all.
 
-    The host's own function says it, by what it makes of the positions in the place of the tokens. So it is the split
-    that attention and rotary embeddings of this job expect: both ends of the row in Megatron and in MindSpeed's ring,
-    one piece of it under its ulysses, both mixed in its hybrid.
+    The host's own function is given the positions instead of tokens, and splits them. So the split is the one that
+    attention and rotary embeddings of this job expect: both ends of the row in Megatron and in MindSpeed's ring, one
+    piece of it under its ulysses, both mixed in its hybrid.
     """
     if parallel_state.get_context_parallel_world_size() <= 1:
         return None
@@ -54,8 +54,8 @@ def of_this_rank(batch: MicroBatch) -> MicroBatch:
 def of_all_ranks(values: Tensor, batch: MicroBatch) -> Tensor:
     """`[mb, S / cp, ...]` of this rank's positions to `[mb, S, ...]`, the same on all context parallel ranks.
 
-    batch: the whole micro-batch. Backward gives each rank the gradient of its own positions, so every rank must go on
-    to the same loss.
+    batch: the whole micro-batch. Backward gives each rank the gradient of its own positions, so every rank must compute
+    the same loss.
     """
     length = batch.tokens.shape[1]
     at = positions(length, values.device)
@@ -66,7 +66,7 @@ class _AllPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, at, length):
         ctx.save_for_backward(at)
-        # Every position is one rank's, so the sum puts each number in its place as it is.
+        # Each position belongs to one rank, so the sum is exact.
         every = values.new_zeros(values.shape[0], length, *values.shape[2:]).index_copy_(1, at, values)
         dist.all_reduce(every, group=parallel_state.get_context_parallel_group())
         return every

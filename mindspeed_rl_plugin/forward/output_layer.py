@@ -19,15 +19,14 @@ from mindspeed_rl_plugin.weights.storages import unwrap
 def forward_scored(
     model: torch.nn.Module, batch: MicroBatch, settings: ForwardSettings, *, entropy_grad: bool = False
 ) -> Tensor:
-    """One model chunk on one micro-batch: `[mb, S, 2]` log-prob and entropy where the model ends, 0 where nothing is
-    trained; hidden states where it does not.
+    """One model chunk on one micro-batch: `[mb, S, 2]` log-prob and entropy on the last stage, 0 where nothing is
+    trained; hidden states on the others.
 
-    For the length of the call, `forward` of the module `output_layer` is another one, which has the hidden states, the
-    weight (tied or not) and this micro-batch's labels at hand. It is still called as a module, so that its hooks run
-    (Megatron's DDP awaits the gather of its parameters in one), and whatever surrounds it is the user's own model:
-    pipeline stages, virtual stages, 16-bit wrappers and schedules need not know. Layers of multi-token prediction are
-    left out (`launch/mtp.py`), so the layer is called once. Raises ValueError for a model whose output layer this
-    cannot stand for.
+    During the call, `forward` of the module `output_layer` is replaced by one that takes the hidden states, the weight
+    (tied or not) and this micro-batch's labels. It is still called as a module, so that its hooks run (Megatron's DDP
+    awaits the gather of its parameters in one). Everything around it stays the user's own model: pipeline stages,
+    virtual stages, 16-bit wrappers and schedules. Layers of multi-token prediction are left out (`launch/mtp.py`), so
+    the layer is called once. Raises ValueError for an output layer that cannot be replaced so.
     """
     inner = unwrap(model)
     layer = getattr(inner, "output_layer", None)
@@ -52,9 +51,9 @@ def forward_scored(
 
 
 def _same(output: Tensor, given: Tensor) -> bool:
-    """Whether all numbers are equal, NaN too: a run that diverges is for Megatron to report, and no fault of the model.
+    """Whether all numbers are equal, NaN too: a run that diverges is reported by Megatron and is no fault of the model.
 
-    The model may have copied them, so that storages would not tell.
+    The model may have copied them, so comparing storages is not enough.
     """
     if (output.shape, output.dtype) != (given.shape, given.dtype):
         return False

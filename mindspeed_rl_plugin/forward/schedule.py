@@ -175,7 +175,7 @@ def run_forward_only(
 
 
 def _free(tensor: Tensor | None) -> None:
-    """Give up what the folded schedule would keep of every micro-batch up to its end, as if for a backward pass."""
+    """Free what the folded schedule would keep of every micro-batch until its end, as if a backward pass followed."""
     if tensor is not None:
         tensor.untyped_storage().resize_(0)
 
@@ -194,9 +194,9 @@ def _evaluating(model: Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncounted(model: Model) -> Iterator[None]:
-    """Routers keep their counts of tokens, by which the update moves the expert bias.
+    """Restores routers' token counts afterwards: from them the update moves the expert bias.
 
-    They count where gradients are taken, and MindSpeed's layers with overlapped communication (a forward pass that
+    Routers count where gradients are taken, and MindSpeed's layers with overlapped communication (a forward pass that
     makes its own graph, moe_layer_overlap_all2all.py) run the router with gradients everywhere.
     """
     routers = (module for chunk in model for module in chunk.modules())

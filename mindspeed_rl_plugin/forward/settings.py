@@ -9,9 +9,8 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.forward.batching import TokenBudget, padded
 from mindspeed_rl_plugin.layout.placement_flags import folds
 
-# fp32 logits of one chunk: on an accelerator as many as matrix products need to run at full speed, on a host what its
-# caches hold, but so many columns for every token that its matrix products are not the slower for it
-# (benchmarks/logprob.py).
+# fp32 logits of one chunk: on an accelerator enough for matrix products at full speed, on a host what its caches hold;
+# but at least NARROWEST columns per token, or the host's matrix products are slower (benchmarks/logprob.py).
 CHUNK_BYTES = 128 << 20
 CHUNK_BYTES_ON_HOST = 4 << 20
 NARROWEST = 1024
@@ -94,8 +93,8 @@ class ForwardSettings:
 
 
 def length_multiple(args: argparse.Namespace) -> int:
-    """What padded lengths are a multiple of: every context parallel rank holds two pieces of a row, of one length, and
-    under sequence parallelism every tensor parallel rank an equal part of those."""
+    """Padded lengths are multiples of it: each context parallel rank holds two equally long pieces of a row, and under
+    sequence parallelism each tensor parallel rank an equal part of them."""
     pieces = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
     return pieces * (args.tensor_model_parallel_size if getattr(args, "sequence_parallel", False) else 1)
 

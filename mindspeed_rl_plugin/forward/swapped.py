@@ -9,8 +9,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def swapped(names: dict[str, Any], **values: Any) -> Iterator[None]:
-    """Inside, the names of an object or a module (its `vars`) have these values; afterwards they are what they were,
-    and those that were not there are gone."""
+    """Inside, the names of an object or a module (its `vars`) have these values; afterwards they have their old ones,
+    and names that did not exist are removed."""
     before = {name: names[name] for name in values if name in names}
     names.update(values)
     try:

@@ -27,8 +27,8 @@ def install() -> None:
 
 
 def _leave() -> None:
-    """End gloo's threads at a normal end. Older Megatron leaves them running, and now and then one that the end of the
-    interpreter catches inside C++ aborts a process that had finished its work."""
+    """End gloo's threads at a normal exit. Older Megatron leaves them running, and sometimes the interpreter's end
+    catches one inside C++, which aborts a process that had finished its work."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
 

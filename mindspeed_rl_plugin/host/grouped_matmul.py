@@ -1,4 +1,4 @@
-"""MindSpeed's matrix products of experts side by side (--moe-grouped-gemm), and those that add to a gradient
+"""MindSpeed's grouped matrix products of experts (--moe-grouped-gemm), and those that add to a gradient
 (--gemm-gradient-accumulation-fusion), with torch operators.
 
 Signatures are those of MindSpeed's C++ (ops/csrc), which gives everything by its place.

@@ -251,7 +251,7 @@ def _length(t: Tensor, layout: str) -> int:
 
 
 def _to_heads(t: Tensor, layout: str, heads: int) -> Tensor:
-    """`[B, heads, S, D]` of a layout; SBH has its heads side by side."""
+    """`[B, heads, S, D]` of a layout; SBH has its heads in one dimension."""
     if layout == "SBH":
         return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
     return t.transpose(1, 2) if layout == "BSND" else t

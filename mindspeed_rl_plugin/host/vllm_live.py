@@ -111,9 +111,9 @@ def _rotary_by_heads() -> None:
 
 
 def _own_shared_memory() -> None:
-    """A segment's name is the same in every job of stock vLLM: two jobs collide, and so do a job and what a killed one
-    left. Here it is this job's own, and goes as soon as every rank has mapped it: no end of a process leaves it behind.
-    """
+    """Give shared memory segments a name of this job, removed as soon as every rank has mapped them, so that no killed
+    process leaves them behind. In stock vLLM the name is the same in every job: two jobs collide, and so do a job
+    and what a killed one left."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shm
 
     group_name, init = Shm.make_group_name, Shm._init_cpu_shm

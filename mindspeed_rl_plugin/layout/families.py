@@ -45,10 +45,10 @@ from mindspeed_rl_plugin.layout.family_rows import (
 )
 from mindspeed_rl_plugin.layout.family_table import Family, HfConfig, Router
 
-GROUP_LIMITED = "group_limited_greedy"  # how DeepSeek and MindSpeed-LLM call it where the best expert ranks a group
+GROUP_LIMITED = "group_limited_greedy"  # DeepSeek's and MindSpeed-LLM's name for ranking groups by their best expert
 _GROUPS = {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
 _BIASED_ROUTER = Router("sigmoid", bias=True, grouped=True, scaled=True)
-# What GLM, Ling and DeepSeek call alike.
+# Names that GLM, Ling and DeepSeek share.
 _OF_DEEPSEEK = HfConfig(
     defaults=_GROUPS,
     written={"num_nextn_predict_layers": 0},
@@ -194,14 +194,14 @@ FAMILIES["deepseek_v2_236b"] = replace(
     ),
     model_type="deepseek_v2",
 )
-# The same models in every number under names of their own.
+# The same models throughout, under names of their own.
 FAMILIES["mistral"] = replace(FAMILIES["llama"], hf=HfConfig(window=True), twin="llama")
 FAMILIES["kimi_k2"] = replace(FAMILIES["deepseek_v3"], twin="deepseek_v3")
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """Family of a config.json: of those with its `model_type` the one from whose fixed fields it differs least, as far
-    as it has them; "" for a type of no family."""
+    """Family of a config.json: among those with its `model_type`, the one whose fixed fields differ least from those
+    that the config has; "" where no family has the type."""
     named = [n for n, f in FAMILIES.items() if (f.model_type or n) == config.get("model_type")]
 
     def differ(name: str) -> int:
@@ -224,8 +224,8 @@ def find_family(
     """Name of the one family with these traits.
 
     score: of the router; partial: whether only a part of a head is rotated; own_head_dim: whether the head's size is
-    another than hidden size / heads; by_best: as in `Router`. These decide between families that are else alike. Raises
-    ValueError when no table has them, or several have.
+    another than hidden size / heads; by_best: as in `Router`. These decide between families that are otherwise alike.
+    Raises ValueError when no table has them, or several have.
     """
     wanted = (qkv_bias, qk_norm, experts, mla)
     alike = [n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm, f.experts, f.mla) == wanted and not f.twin]

@@ -150,7 +150,7 @@ class Family:
 
     @property
     def shared_gate(self) -> bool:
-        """Whether a gate weighs what the shared experts say."""
+        """Whether a gate weighs the output of the shared experts."""
         return self._has("one")
 
     def _has(self, size: str) -> bool:

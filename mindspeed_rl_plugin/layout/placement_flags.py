@@ -20,9 +20,8 @@ _SPELT = {"virtual_pipeline_model_parallel_size": "--num-layers-per-virtual-pipe
 def folds(args: argparse.Namespace) -> bool:
     """Whether MindSpeed's `--schedules-method dualpipev` places the layers.
 
-    Raises ValueError for flags beside it that would place them otherwise, whatever MindSpeed says of them.
-    Source: features_manager/pipeline_parallel/dualpipev_feature.py and core/pipeline_parallel/dualpipev of MindSpeed
-    26.1.0.
+    Raises ValueError for further flags that would place them otherwise, whatever MindSpeed does with them. Source:
+    features_manager/pipeline_parallel/dualpipev_feature.py and core/pipeline_parallel/dualpipev of MindSpeed 26.1.0.
     """
     given = getattr(args, "schedules_method", None)
     if given is None:

@@ -1,4 +1,4 @@
-"""ModelShape: the sizes of a model, apart from any parallel layout, and how they follow from Megatron's arguments."""
+"""ModelShape: the sizes of a model, whatever its parallel layout, and how they follow from Megatron's arguments."""
 
 from __future__ import annotations
 

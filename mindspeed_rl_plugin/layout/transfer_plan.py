@@ -97,13 +97,12 @@ def make_plan(
 ) -> TransferPlan:
     """Plan the way from `sources` to `destinations`, both rank -> layout.
 
-    tensors: the canonical tensors; itemsize: bytes of an element on the wire; node_size: consecutive
-    ranks that share a node (None: all do); rank: keep only this rank's copies and moves.
-    A rank that holds a slice copies it from itself; else it comes from a holder on its node where
-    there is one, among equals from the one that has sent the least; from another node's, on the one whose link to
-    other nodes has sent the least.
-    Raises ValueError naming tensor, range and rank when a destination slice has no holder or a bucket cannot hold one
-    slice; AssertionError when a layout stores what the model has not, or twice at one place.
+    tensors: the canonical tensors; itemsize: bytes of an element on the wire; node_size: consecutive ranks that share a
+    node (None: all do); rank: keep only this rank's copies and moves. A rank that holds a slice copies it from itself.
+    Else it comes from a holder on its own node, or, where there is none, from the node whose link to other nodes has
+    sent the least; of several holders there, from the one that has sent the least. Raises ValueError naming tensor,
+    range and rank when a destination slice has no holder or a bucket cannot hold one slice; AssertionError when a
+    layout stores what the model has not, or twice at one place.
     """
     holders = Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
     wanted = [(_places(layout, ranks[0], tensors), ranks) for layout, ranks in _classes(destinations)]

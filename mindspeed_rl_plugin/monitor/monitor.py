@@ -207,10 +207,11 @@ def _value(value: Any) -> Metric:
 
 
 class LearningWatch:
-    """What the metrics say of a run that learns nothing, or in too large steps; each is said once.
+    """Warnings where metrics show a run that learns nothing, or in too large steps; each is given once.
 
     Sees the metrics of one iteration after the other. compares: whether the algorithm compares the responses of a
-    prompt, so that a group of equal rewards teaches nothing."""
+    prompt, so that a group of equal rewards teaches nothing.
+    """
 
     def __init__(self, compares: bool) -> None:
         self._idle: deque[bool] | None = deque(maxlen=LATEST) if compares else None  # None: said, or not looked for

@@ -9,7 +9,7 @@ Metric = float | str  # a text (a digest) is written to metrics.jsonl only
 
 
 class Meaning(NamedTuple):
-    """Unit ("" for a pure number) and a sentence that says what the metric is."""
+    """Unit ("" for a pure number) and meaning of a metric."""
 
     unit: str
     text: str

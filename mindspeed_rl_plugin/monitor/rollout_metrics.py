@@ -39,8 +39,8 @@ def rollout_metrics(rows: Rows, solved: Sequence[bool]) -> dict[str, float]:
 
 
 def grader_metrics(parts: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Mean of each column of the grades `[B, n]`, before weights, by the names of the n graders; of one alone nothing,
-    for that says what the reward says."""
+    """Mean of each column of the grades `[B, n]`, before weights, by the names of the n graders; empty for a single
+    grader, whose grade is the reward."""
     means = parts.double().mean(0).tolist()
     return {f"reward/mean/{name}": mean for name, mean in zip(names, means, strict=True)} if len(names) > 1 else {}
 

@@ -18,10 +18,12 @@ ROOM_CHECK_SECONDS = 1.0  # between two checks that a program that waits for roo
 
 
 class Offers:
-    """On the leader, for several threads. data: the run's, whose rows offered ones are like; check_fields,
-    check_answers: raise ValueError for fields and answers (by place of the row) that graders cannot work with; rollout:
-    prompts of one; resumes: whether the run goes on from a checkpoint: programs wait then until `load` has put in what
-    that holds, or, where it holds nothing, until the first `take`.
+    """Offered prompts that wait, on the leader, for several threads.
+
+    data: of the run, whose format offered rows have; check_fields, check_answers: raise ValueError for fields and
+    answers (by place of the row) that graders cannot work with; rollout: prompts of one rollout; resumes: whether the
+    run resumes from a checkpoint: programs then wait until `load` has restored its prompts, or, where it has none,
+    until the first `take`.
 
     Each prompt has a number below 0, its `Prompt.row`: -1, -2, ... in the order of the offers.
     """
@@ -41,9 +43,12 @@ class Offers:
         self._room = threading.Condition()
 
     def add(self, rows: Sequence[str], seconds: float, ended: Callable[[], bool] | None = None) -> list[int]:
-        """Rows as JSON, all of them or none; waits for room, `seconds` at most. ended: whether who offers them is gone,
-        and does not learn of it. Returns their numbers. Raises ValueError for rows that the data may not have either,
-        and for more than may ever wait; TimeoutError where there is no room; EOFError where he is gone."""
+        """Add rows (JSON), all of them or none; waits for room, `seconds` at most. Returns their numbers.
+
+        ended: whether the program that offers them has ended, so that it never learns of it. Raises ValueError for rows
+        that the data may not have either, and for more than may ever wait; TimeoutError where there is no room;
+        EOFError where the program has ended.
+        """
         prompts, end = self._prompts(rows), time.monotonic() + seconds
         with self._room:
             while not self._opened or len(self._waiting) + len(prompts) > self._most:
@@ -68,8 +73,8 @@ class Offers:
             return {"taken": self._taken, "waiting": [row for row, _ in self._waiting]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take `state` over; its prompts come before those that are offered meanwhile. Raises ValueError for rows that
-        this run would not take."""
+        """Restore `state`; its prompts come before those offered meanwhile. Raises ValueError for rows that this run
+        would not take."""
         rows = state["waiting"]
         try:
             prompts = self._prompts(rows)
@@ -84,7 +89,7 @@ class Offers:
             self._room.notify_all()
 
     def _append(self, rows: Sequence[str], prompts: Sequence[Prompt]) -> list[int]:
-        """Behind those that wait. Their numbers."""
+        """Put them behind those that wait. Returns their numbers."""
         first = -1 - self._taken - len(self._waiting)
         numbers = list(range(first, first - len(prompts), -1))
         numbered = [dataclasses.replace(p, row=n) for p, n in zip(prompts, numbers, strict=True)]

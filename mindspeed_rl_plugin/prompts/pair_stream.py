@@ -31,15 +31,14 @@ class Pair:
 class PairRenderer(Renderer):
     """Turns rows into pairs.
 
-    A prompt is one as `Renderer` says. A response is a string, which is the whole answer and gets the end-of-text
-    token, behind a prompt that is rendered already the template's end of a turn; with `chat_template` it is an
-    assistant message (a string, or a list with one), rendered and ended by the template. Prompt and response are
-    tokenized as one text: `Pair.prompt` is the tokens that both texts have in common with the prompt alone, so a
-    response begins, and its loss, at the first token that is not the prompt's own. An end that the data writes itself
-    stands there once, and stays where nothing else writes one. What a template drops of an answer is trained as the
-    data has it.
+    Prompts are as `Renderer` says. A response is a string, the whole answer, and gets an end: the end-of-text token, or
+    behind a prompt that is rendered already the template's end of a turn. With `chat_template` it is an assistant
+    message (a string, or a list with one), rendered and ended by the template. Prompt and response are tokenized as one
+    text: `Pair.prompt` is the tokens that both texts share with the prompt alone, so a response, and its loss, begins
+    at the first token that is not the prompt's own. An end that the data writes itself is not repeated, and stays where
+    nothing else writes one. What a template drops of an answer is trained as the data has it.
 
-    Raises ValueError, naming file and line, for a row that is none.
+    Raises ValueError, naming file and line, for a row that is no pair.
     """
 
     def __init__(

@@ -27,20 +27,20 @@ HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 class Renderer:
     """Turns rows into prompts: of training, evaluation, episodes, offers, and (`PairRenderer`) pairs.
 
-    prompt_key, answer_key: fields, or with dots those inside objects, `reward_model.ground_truth`, which stay in the
-    record too; every row has both, and null is none; answer_key "" is data without ground truth. tools: of episodes,
-    see `render_chat`.
+    prompt_key, answer_key: names of fields, with dots those inside objects (`reward_model.ground_truth`); they stay in
+    the record too. Every row has both, and null counts as missing; answer_key "": data without ground truth. tools: of
+    episodes, see `render_chat`.
 
     A prompt is a string, or chat messages `{"role", "content", ...}`. Without `chat_template` a string is encoded as
-    `text_tokens` says, and messages are refused: any plain join would be a format no model was taught. With it a
-    string is one user message, and tokens are what transformers makes of `apply_chat_template`: the template writes
-    all special tokens. Content is a string, or a list of parts of text, which are joined; it may be null in an
-    assistant's message that has more than it, and absent beside `tool_calls`. Other fields that are null are absent,
-    and in Parquet and saved datasets, which fill what only some rows have, those inside them too. Any role may be last
-    but the assistant's.
+    `text_tokens` says, and messages are refused: any plain join would be a format no model was taught. With it a string
+    is one user message, and tokens are what transformers makes of `apply_chat_template`: the template writes all
+    special tokens. Content is a string, or a list of parts of text, which are joined; it may be null in an assistant's
+    message that has other fields, and missing where `tool_calls` are. Other fields that are null count as missing; in
+    Parquet and saved datasets, which fill in fields that only some rows have, null fields inside them too. Any role may
+    be last but the assistant's.
 
-    What is repaired is said once for each kind, with its first row. Raises ValueError that names file, line, value and
-    what to do, for any other row, for half of a surrogate pair, and for a chat template that the tokenizer lacks.
+    Repairs are logged once per kind, with the first row. Raises ValueError that names file, line, value and what to do,
+    for any other row, for half of a surrogate pair, and for a chat template that the tokenizer lacks.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Renderer:
         return messages
 
     def _note(self, where: str, repair: str, *of: object) -> None:
-        """Say what is done to a row, for the first of each kind. repair: the kind, with a field for each of `of`."""
+        """Log a repair of a row, once per kind. repair: the kind, with a field for each of `of`."""
         if repair not in self._said:
             self._said.add(repair)
             say(f"note: {repair.format(*of)} ({where}, and rows like it)")
@@ -154,8 +154,8 @@ def check_keys(fields: Mapping[str, Any], where: str, prompt_key: str, answer_ke
 
 
 def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, note: Callable[..., object] = str.format) -> list[int]:
-    """Tokens of a text that a response goes on from: what the tokenizer puts before a text stands there once, also
-    where the text begins with it, and what it puts behind one is left out. note: hears of either."""
+    """Tokens of a text that a response continues. What the tokenizer puts before a text stands there once, even where
+    the text begins with it; what it puts behind a text is left out. note: is told of either."""
     whole = tokenizer.encode(text)
     if not whole or not tokenizer.num_special_tokens_to_add():
         return whole

@@ -16,7 +16,7 @@ TOKENIZER_FLAGS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--to
 
 
 def own_code(folder: str | Path, kind: str = "AutoTokenizer") -> str:
-    """What is to be said where a directory has code of its own for one of transformers' Auto classes; else empty."""
+    """A message where a directory has its own code for one of transformers' Auto classes; else empty."""
     for name in ("tokenizer_config.json", "config.json"):
         named = read_if_there(Path(folder) / name).get("auto_map") or {}
         named = named.get(kind) if isinstance(named, dict) else named  # a list, of old, is a tokenizer's
@@ -44,8 +44,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def vocabulary_digest(path: str, trust_remote_code: bool = False) -> str:
-    """What two tokenizers that give the same tokens have alike: a digest of all tokens with their ids. Raises
-    ValueError as `load_tokenizer` does, and where `path` is no directory."""
+    """A digest of all tokens with their ids, equal for tokenizers that give the same tokens. Raises ValueError as
+    `load_tokenizer` does, and where `path` is no directory."""
     if not Path(path).is_dir():
         raise ValueError(f"no tokenizer can be loaded from {path!r}: there is no such directory here")
     vocabulary = json.dumps(sorted(load_tokenizer(path, trust_remote_code).get_vocab().items()))
@@ -83,11 +83,11 @@ def tokenizer_path(args: Any) -> str | None:
 def model_vocabulary(
     args: Any, tokenizer: PreTrainedTokenizerBase, reference: Mapping[str, Any] | None = None, smaller: bool = False
 ) -> int:
-    """Rows of the embedding that are tokens: those of --rl-hf-model (`reference`, its config.json), else as many as the
-    prompts' tokenizer has ids: its highest and 1, for not each of them need have a token.
+    """Rows of the embedding that are tokens: those of --rl-hf-model (`reference`, its config.json), else the highest id
+    of the prompts' tokenizer + 1, since some ids may have no token.
 
-    Raises ValueError where the tokenizer has more ids than the model, or, unless that is meant (`smaller`), far fewer.
-    Called once all are known: Megatron sets `padded_vocab_size` when it is initialised.
+    Raises ValueError where the tokenizer has more ids than the model, or, unless `smaller`, far fewer. Called once all
+    are known: Megatron sets `padded_vocab_size` when it is initialised.
     """
     ids = 1 + max(tokenizer.get_vocab().values())
     padded, hf_size = getattr(args, "padded_vocab_size", None), reference and reference["vocab_size"]
@@ -118,7 +118,7 @@ def vocabulary(path: str | Path) -> dict[str, int]:
 
 
 def vocabulary_size(folder: Path) -> int:
-    """Size of a tokenizer's vocabulary: its highest id and 1, tokens added to it included; 0 without files that say."""
+    """Size of a tokenizer's vocabulary: its highest id + 1, with added tokens; 0 without files that say."""
     return 1 + max(vocabulary(folder).values(), default=-1)
 
 

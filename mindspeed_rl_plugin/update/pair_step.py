@@ -60,7 +60,7 @@ class PairStep(MegatronStep):
     def prepare(self, micro_batches: Sequence[Rows]) -> None:
         """Take the rows of the next optimizer step.
 
-        micro_batches: this data parallel rank's, each of `micro_batch_size` rows, the two of a pair beside each other,
+        micro_batches: this data parallel rank's, each of `micro_batch_size` rows, the two of a pair next to each other,
         chosen first, with `tokens`, `loss_mask` (ragged `[L]`) and `reference` (`[B]`).
         Collective. Raises ValueError for a pair that is cut, and for a wrong number of micro-batches.
         """

@@ -90,7 +90,7 @@ class MegatronStep:
 
 class PolicyStep(MegatronStep):
     """The policy's step. norm_length: constant of the aggregation `token-sum-norm` [tokens]; inputs: columns that the
-    loss may read, beside the tokens."""
+    loss may read, besides the tokens."""
 
     inputs = ("logp_old", "advantages", "logp_ref", "logp_rollout", "scored")
 
@@ -177,7 +177,7 @@ class PolicyStep(MegatronStep):
         return self._result(batch, loss, tally, multiplicity[batch.sequence].sum())
 
     def _needed(self, rows: Rows) -> list[str]:
-        """Columns that the last pipeline stage needs beside the tokens."""
+        """Columns that the last pipeline stage needs besides the tokens."""
         needed = ["logp_old"] if self.algorithm.old_logps else []
         needed += ["logp_ref"] if self.algorithm.kl_loss_coef else []
         needed += ["logp_rollout"] if self.algorithm.correction != "off" else []

@@ -81,8 +81,7 @@ def value_metrics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
     """The metrics of sums over `tokens` trained tokens, by the register's names (`monitor.names`).
 
     All are means but `critic/explained_variance`, which is `1 - Var(return - value) / Var(return)` with the values from
-    before the update: 1 for a critic that knows all, 0 for one that says the same everywhere; left out where the
-    returns do not differ.
+    before the update: 1 for a perfect critic, 0 for a constant one; left out where all returns are equal.
     """
     n = max(tokens, 1)
     mean = {name: value / n for name, value in sums.items()}

@@ -1,6 +1,6 @@
 """The mode `allgather`, the paper's: every engine rank gathers all shards of the trainer into one temporary buffer.
 
-A *shard* is a stored parameter that some trainer ranks have alike. Each engine rank takes those that it lacks from
+A *shard* is a stored parameter that is the same on some trainer ranks. Each engine rank takes those that it lacks from
 trainer ranks that have them, bucket by bucket, and then copies what its engine needs out of the buffer: it receives the
 whole model but its own shard. Who sends what is planned by `make_plan`, with shards in the place of tensors.
 
@@ -35,11 +35,11 @@ class Shard(NamedTuple):
     names: Mapping[int, str]  # trainer rank -> name of the parameter
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """As what the shard of a model of `dtype` travels."""
+        """Dtype in which the shard travels, of a model of `dtype`."""
         return torch.float32 if self.wide else dtype
 
     def stored(self, source: Mapping[str, Tensor], rank: int) -> Tensor:
-        """The view of it on a rank that stores it, as it is stored."""
+        """The shard's part of the parameter on a rank that stores it, a view."""
         return source[self.names[rank]][: self.shape[0]]
 
 
@@ -138,7 +138,7 @@ def allgather(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Bring the plan about on this rank. Collective over all ranks that it names.
+    """Carry out the plan on this rank. Collective over all ranks that it names.
 
     dtype: what travels. Raises what `MessageBatch.wait` does.
     """
@@ -168,8 +168,8 @@ def post_bucket(
     channel: P2PChannel,
     dtype: torch.dtype,
 ) -> MessageBatch:
-    """Post the messages of a bucket: shards into the places of those that arrive, and out of the places of those that
-    are sent, or out of `source` where these have none."""
+    """Post the messages of a bucket. A shard that arrives is received into its place; one that is sent comes from its
+    place, or from `source` where it has none."""
     rank, sends, receives = channel.rank, [], []
     for m in moves:
         number = m.piece.destination.param

@@ -99,7 +99,7 @@ class HostPieces:
         ]
 
 
-def beside(host: Place, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
+def paired(host: Place, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
     """A storage's place on the host and its bytes, part by part."""
     if host:
         yield from zip(host, bytes_of(storage).split([part.numel() for part in host]), strict=True)

@@ -1,4 +1,4 @@
-"""A copy of a model's weights on the host, which changes places with the live ones: the frozen reference."""
+"""A copy of a model's weights on the host that is swapped with the live ones: the frozen reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from mindspeed_rl_plugin.device import Device, get_device
-from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget, HostPieces, Place, beside
+from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget, HostPieces, Place, paired
 from mindspeed_rl_plugin.weights.storages import distinct, keep_wide, weights
 
 _SCRATCH = 64 << 20  # bytes of device memory that an exchange of weights uses
@@ -36,7 +36,7 @@ class HostWeights:
         budget, sizes = budget or HostMemoryBudget(device), {"": [s.nbytes() for s in storages]}
         host = budget.places({"": HostPieces(device)}, sizes, "the host copy of the reference's weights")[""]
         for place, storage in zip(host, storages, strict=True):
-            for mine, live in beside(place, storage):
+            for mine, live in paired(place, storage):
                 mine.copy_(live, non_blocking=True)
         device.synchronize()
         return cls(host, device)
@@ -63,7 +63,7 @@ class HostWeights:
             return
         scratch = torch.empty(min(_SCRATCH, max(sizes)), dtype=torch.uint8, device=storages[0].device)
         for place, storage in zip(self._host, storages, strict=True):
-            for host, inside in beside(place, storage):
+            for host, inside in paired(place, storage):
                 for mine, live in zip(host.split(_SCRATCH), inside.split(_SCRATCH), strict=True):
                     copy = scratch[: live.numel()]
                     copy.copy_(live)

@@ -4,7 +4,7 @@ Megatron keeps many views of the same memory: parameters, buckets, gradients, sh
 parameters. Moving tensors would break them. A storage that is resized to zero bytes gives its memory
 back, and when it is resized again all its views see the restored bytes.
 
-Copies pass beside other work (`Device.copier`): `start_offload` and `start_onload` only begin them. Until
+Copies overlap other work (`Device.copier`): `start_offload` and `start_onload` only begin them. Until
 `finish_offload` what leaves may be read but not written; until `wait` what returns may not be touched at all.
 
 Parameters of a model whose parameter gather is overlapped with the forward pass are complete only
@@ -26,7 +26,7 @@ from torch.nn import Module
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.device.copies import Copying
 from mindspeed_rl_plugin.weights import aliases, storages
-from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget, HostPieces, Place, beside
+from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget, HostPieces, Place, paired
 from mindspeed_rl_plugin.weights.storages import bytes_of, keep_wide
 from mindspeed_rl_plugin.weights.verify import BLOCK_BYTES, WeightMismatch, storage_digests
 
@@ -159,9 +159,9 @@ class TrainState:
         return total
 
     def wait(self, what: Iterable[str] | None = None) -> None:
-        """What was started back (None: all of it) is there for whatever is done next.
+        """Later work finds what was started back (None: all of it) on the device.
 
-        Raises WeightMismatch naming tensors, rank and range where it is verified and not what left.
+        Raises WeightMismatch, naming tensors, rank and range, where `verify` finds that it is not what left.
         """
         for name in _ordered(self._onloading if what is None else what):
             if name in self._onloading:
@@ -211,7 +211,7 @@ class TrainState:
 
 def _to_host(parts: Sequence[_Saved]) -> None:
     for part in parts:
-        for mine, live in beside(part.host or [], part.storage):
+        for mine, live in paired(part.host or [], part.storage):
             mine.copy_(live, non_blocking=True)
 
 
@@ -220,7 +220,7 @@ def _from_host(parts: Sequence[_Saved]) -> None:
         if part.host is None:
             bytes_of(part.storage).zero_()
         else:
-            for mine, live in beside(part.host, part.storage):
+            for mine, live in paired(part.host, part.storage):
                 live.copy_(mine, non_blocking=True)
 
 
@@ -238,10 +238,10 @@ def _revive(storage: torch.UntypedStorage, nbytes: int) -> None:
 def gathered(model_chunks: Sequence[Module]) -> Iterator[None]:
     """Inside, all parameters of the chunks are complete, whether or not their gather is overlapped.
 
-    Megatron's distributed optimizer with --overlap-param-gather leaves parameters stale until the next
-    forward pass gathers them in a pre-hook. Here the hooks are taken off, which gathers at once, and
-    put back at the end. In the first iteration of a process Megatron itself has taken them off: after its step
-    parameters are as stale. Collective over data parallel ranks.
+    Megatron's distributed optimizer with --overlap-param-gather leaves parameters stale until the next forward pass
+    gathers them in a pre-hook. Here the hooks are removed, which gathers at once, and restored at the end. In the first
+    iteration of a process Megatron itself has removed them, and parameters are just as stale after its step. Collective
+    over data parallel ranks.
     """
     gathering = [chunk for chunk in model_chunks if getattr(chunk, "use_forward_hook", False)]
     hooked = [chunk for chunk in gathering if chunk.remove_forward_pre_hook_handles]

@@ -1,4 +1,4 @@
-"""The trainer's side of weights for engines apart from it: a copy of them on the host, under a version.
+"""The trainer's side of weights for engines on other ranks: a copy on the host, under a version.
 
 Training stands still only while a rank copies its share. Who reads it, and when, is no concern of the trainer: a
 version goes when its memory is needed for a newer one.
@@ -71,13 +71,13 @@ class Publisher:
         return Published(version, time.perf_counter() - begin, self.share.nbytes)
 
     def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
-        """Raises as `publish` does. Collective, before a checkpoint: no version is published of what it holds, where it
-        is not the last of a rollout."""
+        """Raises as `publish` does. Collective, before a checkpoint: its weights may never be published, which happens
+        only at the end of a rollout."""
         with gathered(model_chunks):
             self._check(stored_parameters(model_chunks), "before a checkpoint")
 
     def _check(self, source: dict[str, Tensor], when: str) -> None:
-        """All ranks come to the same end: one that stopped alone would leave the others waiting."""
+        """Raises on all ranks alike: one that stopped alone would leave the others waiting."""
         changed, broken, layouts = self._changed(source), 0, self.weights.layouts
         if not changed:
             broken = first_broken(source[name] for name in layouts[self.rank])
@@ -120,7 +120,7 @@ class Publisher:
                         row[at : at + stop - start].copy_(digests)
 
     def _about(self, memory: Tensor) -> bytes:
-        """Digest of each block, int64; nothing without."""
+        """Digest of each block, int64; empty where weights are not verified."""
         if not self.weights.verify:
             return b""
         return np.array([int(block.table(memory)[0].sum()) for block in self.share.blocks], np.int64).tobytes()

@@ -1,7 +1,7 @@
 """The engine's side of published weights: pull what this machine's engine ranks need, and apply it between two steps.
 
-A pull is no collective. It reads only host memory, of trainer ranks into this machine's staging, and may pass beside
-the engine's steps; `apply` then copies the staging into the live parameters. Both sides plan alone, from the trainer's
+A pull is no collective. It reads only host memory, of trainer ranks into this machine's staging, and may overlap the
+engine's steps; `apply` then copies the staging into the live parameters. Both sides plan alone, from the trainer's
 description.
 """
 
@@ -82,7 +82,7 @@ class SliceReader:
         return self._digest([one.result() for one in work]).encode() if self.weights.verify else b""
 
     def end(self) -> None:
-        """End a read that another thread is at."""
+        """End a read that another thread makes."""
         if self._left is not None:
             self._left.end()
 
@@ -148,8 +148,7 @@ class Puller:
     def pull(self, version: int) -> Pulled:
         """Bring a version into the staging; waits for one that is not published yet.
 
-        Raises what `VersionSource` does; the staging is empty then. May run beside the engine's steps, not beside
-        `apply`.
+        Raises what `VersionSource` does; the staging is empty then. May overlap the engine's steps, but not `apply`.
         """
         begin, self._held = time.perf_counter(), None
         array, about, nbytes = self._shared.get(version, self.deadline)
@@ -179,7 +178,7 @@ class Puller:
         return Applied(version, time.perf_counter() - begin, about.decode() or None)
 
     def close(self) -> None:
-        """Free the staging, and end a pull that another thread is at. Idempotent."""
+        """Free the staging, and end a pull that another thread makes. Idempotent."""
         self._held = None
         self._shared.close()  # first, so that processes that share it do not take the end for theirs
         self._reader.end()
@@ -259,7 +258,7 @@ class Countdown:
         return left
 
     def end(self) -> None:
-        """Nothing is left."""
+        """From now on no time is left."""
         self._until = 0.0
 
 

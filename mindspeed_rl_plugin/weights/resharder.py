@@ -1,4 +1,4 @@
-"""Resharder: the way of the weights from the live trainer into the live engine, in one object, in one of MODES.
+"""Resharder: moves the weights from the live trainer into the live engine, in one of MODES.
 
 Engine replica e lives on world ranks [e x g, (e + 1) x g) where an engine has g ranks (`EngineParallel.ranks`); the
 rank within it is `rank % g`.
@@ -134,9 +134,9 @@ class Resharder:
         return Transfer(copied, channel.sent, channel.received, self._temporary.peak, seconds, digest)
 
     def check_return(self, model_chunks: Sequence[Module]) -> None:
-        """After generation: the trainer has the weights that it exported, bit by bit as it stores them, whether or not
-        they left the device. Not collective; does nothing unless `verify`. Raises WeightMismatch naming parameter, rank
-        and tensors."""
+        """After generation: check that the trainer has the weights that it exported, bit by bit as it stores them,
+        whether or not they left the device. Not collective; does nothing unless `verify`. Raises WeightMismatch
+        naming parameter, rank and tensors."""
         if not self._exported:
             return
         now = self._as_stored(stored_parameters(model_chunks))

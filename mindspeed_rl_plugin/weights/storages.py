@@ -1,4 +1,4 @@
-"""What of a training rank lies on its device: storages of parameters, gradients and optimizer state, with names."""
+"""What a training rank holds on its device: storages of parameters, gradients and optimizer state, with names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def distinct(tensors: Iterable[Tensor]) -> Storages:
-    """The different storages that are not empty, in the place of an alias its owner.
+    """The distinct storages that are not empty; for an alias its owner.
 
     By identity: an address says nothing once memory is freed.
     """
@@ -71,7 +71,8 @@ def gradients(chunks: Sequence[Module]) -> Iterator[Tensor]:
 
 
 def drop_grads(chunks: Sequence[Module], optimizer: Any) -> None:
-    """Megatron sets every `.grad` again in each step; those outside its buffers own memory meanwhile."""
+    """Drop every `.grad`: Megatron sets them again in each step, and those outside its buffers own memory until then.
+    """
     for chunk in chunks:
         for param in chunk.parameters():
             param.grad = None
@@ -89,7 +90,7 @@ def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:
-    """Megatron's optimizers in a chain of them, which may hold chains, or the one without a chain."""
+    """Megatron's optimizers: those of a chain, which may hold chains, or the single one."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         yield optimizer
@@ -99,7 +100,7 @@ def _parts(optimizer: Any) -> Iterator[Any]:
 
 
 def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> Named:
-    """Main parameters, what --reuse-fp32-param keeps of them beside the weights, and moments.
+    """Main parameters, what --reuse-fp32-param keeps of them besides the weights, and moments.
 
     Parameters of an optimizer are shards without a name: they have numbers.
     """
@@ -137,11 +138,11 @@ def names_within(named: Named, storage: torch.UntypedStorage, low: int, high: in
 
 
 def keep_wide(chunks: Iterable[Module]) -> None:
-    """Give every router's expert bias the one tensor that it will be, float32 however narrow the model is, so that it
-    can be captured and offloaded.
+    """Replace every router's expert bias by the tensor that it will be, float32 whatever the dtype of the model, so
+    that it can be captured and offloaded.
 
-    Megatron narrows it with the model and replaces it by a float32 one in the first forward pass (core 0.12), or
-    while it builds the model (later cores).
+    Megatron casts it with the model and replaces it by a float32 one in the first forward pass (core 0.12), or while it
+    builds the model (later cores).
     """
     for chunk in chunks:
         for module in chunk.modules():

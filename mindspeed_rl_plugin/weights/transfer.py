@@ -27,7 +27,7 @@ def stream(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Bring this rank's share of the plan about. Collective over all ranks that the plan names.
+    """Carry out this rank's share of the plan. Collective over all ranks that the plan names.
 
     source, destination: stored parameters of this rank by name, either may be empty; dtype: what travels, of the plan's
     itemsize (values are converted before they are sent, and on arrival where the engine's differs). Temporary memory:

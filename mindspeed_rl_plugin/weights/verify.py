@@ -173,7 +173,7 @@ def _range(low: int, high: int, tensor: Canonical) -> str:
 def first_broken(tensors: Iterable[Tensor]) -> int:
     """Place of the first tensor that holds NaN or infinity, counted from 1; 0 without.
 
-    Reads everything once and takes no memory beside where minimum and maximum carry NaN; one wait for the device.
+    Reads everything once; needs extra memory only where minimum and maximum do not carry NaN; one wait for the device.
     """
     ends = [_ends(t) if t.numel() else torch.zeros(2, device=t.device) for t in tensors]
     if not ends:
@@ -191,7 +191,7 @@ def _ends(t: Tensor) -> Tensor:
 
 @functools.cache
 def _carries_nan(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether minimum and maximum of numbers among which is NaN are NaN on a device."""
+    """Whether minimum and maximum of numbers with NaN among them are NaN on a device."""
     odd = torch.tensor([1.0, torch.nan, -1.0], device=device, dtype=dtype)
     return bool(torch.stack(torch.aminmax(odd)).isnan().all())
 
@@ -210,5 +210,5 @@ def refuse_broken(firsts: Sequence[int], layouts: Mapping[int, Layout], when: st
 
 
 def tensors_in(layout: Layout, name: str) -> str:
-    """What of which canonical tensors a stored parameter holds."""
+    """Which slices of which canonical tensors a stored parameter holds."""
     return ", ".join(f"{s.name} [{s.start}, {s.stop})" for s in layout[name])

@@ -49,7 +49,7 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
         rotary_base=int(c["rope_theta"]),
     )
     model |= dict(rotary_percent=c["partial_rotary_factor"]) if shape.table.hf.partial else {}
-    # Llama 3's scaling is the only one that Megatron has beside latent attention's.
+    # Llama 3's scaling is the only one that Megatron has besides latent attention's.
     scaling = None if shape.table.mla else c["rope_scaling"]
     model |= dict(use_rope_scaling=True, rope_scaling_factor=scaling.get("factor", 1.0)) if scaling else {}
     model |= _latent(shape, c) if shape.table.mla else {}

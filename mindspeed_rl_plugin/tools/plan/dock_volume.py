@@ -75,8 +75,9 @@ def packed_gib(
     """What this dock moves over all machines, written, read, and of both between machines: every cell is written once
     and read once by each state that declares it, unpadded.
 
-    anywhere: the state whose reader is not where a row lies; all others read and write in their own machine's shared
-    memory. What is known of a group comes from one producer. A column that no state reads or writes is not there.
+    anywhere: the state whose reader may be on another machine than the row; all others read and write in their own
+    machine's shared memory. Columns of a group come from one producer. Columns that no state reads or writes do not
+    count.
     """
     used = {name for s in states for name in (*s.reads, *s.writes)}
     size = {c.name: load.rows * _row_bytes(c, load) / GIB for c in columns if c.name in used}

@@ -95,7 +95,7 @@ class Estimate:
         return self.policy.device + self.critic.device
 
     def peak(self, mode: str) -> int:
-        """Most bytes on a device with an engine during the reshard, all but the policy's weights having left it."""
+        """Most bytes on a device with an engine during the reshard, with only the policy's weights of the trainer."""
         return self.generate + self.policy.weights * self.shared + {"allgather": self.whole}.get(mode, self.in_flight)
 
     @property

@@ -29,8 +29,8 @@ NOTICE = 0.05  # seconds, mean of the pauses between two looks of the job
 TOKEN_STAGES = ("update", "logp_ref", "values")
 ONCE = ("reshard", "swap_back")
 INSIDE = ("transfer", "evaluate", "iteration")  # parts of other stages, or no part of an iteration
-TURNS = 5  # of a fit whose every turn is nearer
-# Without which a rollout is not whole, or a number was not finite.
+TURNS = 5  # iterations of a fit that converges
+# Metrics without which a rollout is not whole, or a number was not finite.
 NEEDED = (
     "response/length_mean",
     "response/length_max",
@@ -179,8 +179,8 @@ def _rest(run: Observed) -> float:
 
 
 def _decode(runs: Sequence[Observed]) -> dict[str, float]:
-    """step and sequence: least squares over the rollouts of colocated engines, relative; else by the tokens a second
-    of engines apart."""
+    """step and sequence: least squares over the rollouts of colocated engines, relative; else by the tokens a second of
+    engines outside the trainers."""
     rows = []
     for run in runs:
         if run.setup.schedule == "async":

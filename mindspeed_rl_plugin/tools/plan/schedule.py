@@ -36,7 +36,7 @@ ASSUMED = {
     "train_tokens": (8000.0, "tokens a second that a data parallel rank trains on"),
     "reshard_s": (5.0, "seconds of weights to colocated engines and back"),
     "publish_s": (1.0, "seconds in which training stands still for a publication"),
-    "pull_s": (3.0, "seconds in which an engine reads weights, beside its steps"),
+    "pull_s": (3.0, "seconds in which an engine reads weights, during its steps"),
     "apply_s": (0.5, "seconds in which an engine puts them in"),
 }
 ROWS = 100  # of a file whose prompts are rendered
@@ -200,7 +200,7 @@ def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
 
 
 def advice(setups: Sequence[Setup], outcomes: Sequence[Outcome]) -> str:
-    """Which schedule to take: the first, that is the simplest, that is nearly the fastest."""
+    """Which schedule to take: the first, and so the simplest, of those that are nearly the fastest."""
     least = min(outcome.iteration for outcome in outcomes)
     best = next(i for i, outcome in enumerate(outcomes) if outcome.iteration <= least * WORTH)
     setup, gain = setups[best], outcomes[0].iteration / outcomes[best].iteration
@@ -214,7 +214,7 @@ def advice(setups: Sequence[Setup], outcomes: Sequence[Outcome]) -> str:
 
 
 def with_care(advised: str, assumed: Mapping[str, float]) -> list[str]:
-    """An advice, behind what it rests on that is not measured. assumed: value of each such option."""
+    """An advice, after what it rests on that is not measured. assumed: value of each such option."""
     if not assumed:
         return [advised]
     return [
@@ -267,8 +267,8 @@ def _in_use(name: str, costs: Costs) -> float:
 
 
 def _compared(folders: Sequence[Path], runs: Sequence[fit.Observed]) -> Iterator[str]:
-    """What runs measured and the model makes of them by what is fitted to them, without any cost by hand; and those
-    that are not as it takes them."""
+    """Notes: what each run measured and what the fitted model says of it, without any cost given by hand; and runs
+    whose number of engines changed, which the model does not know."""
     costs = fit.fit(runs) if runs else Costs()
     for folder, run in zip(folders, runs, strict=True):
         said = f"note    {folder} measured {run.iteration:.2f} s an iteration, {run.setup.schedule}"

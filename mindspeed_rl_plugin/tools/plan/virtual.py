@@ -103,9 +103,9 @@ class Clock:
 
 
 class Actor:
-    """Somebody who lives by the clock. turns: each yields when the next one is, or None where somebody has to wake it.
+    """Something that acts by the clock. turns: each yields the time of the next one, or None to sleep until woken.
 
-    asleep: whether nobody has.
+    asleep: whether it sleeps.
     """
 
     def __init__(self, clock: Clock, turns: Iterator[float | None]) -> None:
@@ -113,12 +113,12 @@ class Actor:
         self._due = 0  # number of the event that is due
 
     def at(self, when: float) -> None:
-        """The next turn is then, whenever it was to be."""
+        """Set the time of the next turn."""
         self.asleep, self._due = False, self._due + 1
         self.clock.at(when, self._turn, self._due)
 
     def go_on(self) -> None:
-        """A turn now."""
+        """Take a turn now."""
         when = next(self._turns, None)
         if when is None:
             self.asleep = True
@@ -200,8 +200,8 @@ class Decoder:
 
 
 class Graders:
-    """So many grading calls at once, first come first served. Where that is no whole number, the next one makes them,
-    each slower by as much, so that they grade as many a second."""
+    """Concurrent grading calls, first come first served. A number that is not whole is rounded up, and each call takes
+    longer by as much, so that the calls per second stay the same."""
 
     def __init__(self, at_once: float) -> None:
         slots = math.ceil(at_once - ROUNDING)

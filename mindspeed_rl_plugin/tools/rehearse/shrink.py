@@ -120,7 +120,7 @@ def _model(flags: Flags, pp: int) -> None:
     flags.apply("lays out the original's layers or batches", LAID_OUT)
     dense = "--first-k-dense-replace" in flags  # MindSpeed-LLM wants a layer with experts in each stage
     layers = pp * 2 if virtual or pp == 1 or dense else pp
-    noop = "--noop-layers" in flags  # one layer that does nothing stays, beside one in its chunk that does something
+    noop = "--noop-layers" in flags  # one no-op layer stays, in a chunk with one that does something
     layers *= 2 if noop else 1
     layers += "--num-layer-list" in flags  # so that its stages differ
     # With one expert per rank MindSpeed's --moe-zero-memory frees tokens that no permutation has copied.
