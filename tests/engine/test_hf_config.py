@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from refusals import VALIDATED
 from safetensors import safe_open
 
 from mindspeed_rl_plugin.engine.hf_config import (
@@ -18,38 +19,17 @@ from mindspeed_rl_plugin.engine.hf_config import (
 from mindspeed_rl_plugin.engine.hf_rope import check_rotary, rope_frequencies
 from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
 
+SMALL = dict(
+    hidden_size=128, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=192, max_position_embeddings=512
+)
+SMALL |= dict(padded_vocab_size=256, rotary_base=10000, rotary_percent=1.0, add_qkv_bias=False)
+SMALL |= dict(use_rope_scaling=False, rope_scaling_factor=8.0, make_vocab_size_divisible_by=128, num_experts=None)
+SMALL |= dict(tensor_model_parallel_size=1, norm_epsilon=1e-5)
+
 
 def megatron(**changes) -> Namespace:
     """Arguments of a small Llama, as Megatron's validation leaves them."""
-    return Namespace(
-        **{
-            "num_layers": 2,
-            "hidden_size": 128,
-            "num_attention_heads": 4,
-            "group_query_attention": True,
-            "num_query_groups": 2,
-            "kv_channels": 32,
-            "ffn_hidden_size": 192,
-            "max_position_embeddings": 512,
-            "padded_vocab_size": 256,
-            "position_embedding_type": "rope",
-            "rotary_base": 10000,
-            "rotary_percent": 1.0,
-            "use_rope_scaling": False,
-            "rope_scaling_factor": 8.0,
-            "normalization": "RMSNorm",
-            "norm_epsilon": 1e-5,
-            "swiglu": True,
-            "add_bias_linear": False,
-            "add_qkv_bias": False,
-            "qk_layernorm": False,
-            "untie_embeddings_and_output_weights": True,
-            "num_experts": None,
-            "make_vocab_size_divisible_by": 128,
-            "tensor_model_parallel_size": 1,
-            **changes,
-        }
-    )
+    return Namespace(**VALIDATED | SMALL | changes)
 
 
 MOE = {

@@ -152,13 +152,6 @@ def test_responses_come_back_exactly(fake):
     assert len(salts) == 1 and fake.asked[-1][1]["cache_salt"] not in salts, "prefixes of older weights would serve"
 
 
-def test_the_server_outlives_an_engine(fake):
-    engine_of(fake).shutdown()
-    again = engine_of(fake)
-    again.submit([request((1, 2, 3))])
-    assert polled(again, 1)[0].tokens == (2, 3, 4)
-
-
 def test_abort_gives_back_what_is_begun_and_keeps_what_has_ended(fake):
     fake.held = {1}
     engine = engine_of(fake)

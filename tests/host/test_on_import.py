@@ -41,23 +41,6 @@ def test_order_of_events(modules):
     assert EVENTS == ["before", "body", ("after", 1)]
 
 
-def test_submodules_and_changes(modules):
-    modules("watched_pkg", "from watched_pkg.inner import f\ndef g(): return f()")
-    modules("watched_pkg.inner", "def f(): return 'theirs'")
-    on_import.after_import("watched_pkg.inner", lambda module: setattr(module, "f", lambda: "ours"))
-    assert importlib.import_module("watched_pkg").g() == "ours"
-
-
-def test_already_imported_acts_now(modules):
-    modules("watched_two")
-    import watched_two
-
-    seen = []
-    on_import.after_import("watched_two", seen.append)
-    on_import.before_import("watched_two", lambda: seen.append("before"))
-    assert seen == [watched_two, "before"]
-
-
 def test_reload_acts_again(modules):
     modules("watched_three")
     seen = []

@@ -17,21 +17,16 @@ from mindspeed_rl_plugin.config import RLConfig, flag_names
 HERE = Path(__file__).parent
 RECORD = json.loads((HERE / "upstream_rl_names.json").read_text())["trees"]
 
-# whether RL is asked for, more words, part or parts of the error (None for a good start)
+# Whether RL is asked for, more words, part or parts of the error (None for a good start). Other refusals: refusals.py.
 CASES = [
     (False, [], None),
     (True, [], None),
     (True, ["--rl-dock", "whatever"], None),
     (True, ["--hidden-dropout", "0.1"], "ValueError: RL cannot run with these arguments:\n  - --hidden-dropout 0.1: "),
     (True, ["--rl-temperature", "0"], "  - --rl-temperature is 0.0"),
-    (True, ["--rl-graph-sizes", "8", "0"], "  - --rl-graph-sizes is 0;"),
-    (True, ["--rl-reward", "guess"], "reward 'guess'"),
-    (True, ["--rl-rollout-prompts", "3"], "6 samples (--rl-rollout-prompts 3 x"),
     (True, ["--no-save-optim", "--no-save-rng"], None),
     (True, ["--yaml-cfg", "x.yaml"], "ValueError: --yaml-cfg"),
     (True, ["--rl-advantage", "best"], "  - argument --rl-advantage: invalid choice: 'best'"),
-    (True, ["--rl-kl-estimator", "k4"], "  - argument --rl-kl-estimator: invalid choice: 'k4'"),
-    (True, ["--rl-reshard", "naive"], "  - argument --rl-reshard: invalid choice: 'naive'"),
     (True, ["--rl-rollout-promts", "4"], "--rl-rollout-promts is unknown; did you mean --rl-rollout-prompts? `python"),
     (False, ["--rl-xyzzy=1", "--rl-zzzz"], "lists them\n  - --rl-zzzz is unknown; `python -m"),
     (
@@ -39,7 +34,6 @@ CASES = [
         ["--micro-batch-size", "3", "--rl-prompt-data", "nowhere", "--rl-top-p", "2", "--hidden-dropout", "0.1"],
         ("  - --global-batch-size 4 ", "  - --rl-prompt-data nowhere", "  - --rl-top-p is 2.0", "  - --hidden-dropout"),
     ),
-    (True, ["--load", "nowhere"], "  - --load nowhere holds no checkpoint"),
 ]
 
 

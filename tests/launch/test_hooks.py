@@ -40,20 +40,6 @@ def world(monkeypatch):
     return w
 
 
-@pytest.mark.parametrize("patch", PATCHES[2:], ids=lambda p: p.name)
-def test_without_rl_everything_passes_through(world, patch):
-    world.args = parsed()
-    calls = []
-
-    def original(*positional, **named):
-        calls.append((positional, named))
-        return "result"
-
-    assert patch.wrapper(original)(1, 2, three=3) == "result"
-    assert calls == [((1, 2), {"three": 3})]
-    assert world.events == []
-
-
 def test_flags_are_added_to_what_megatron_returns():
     parser = argparse.ArgumentParser()
     parser.add_argument("--other", help="10% of it")
@@ -159,12 +145,3 @@ def test_the_iterator_is_the_docks_and_no_data_is_opened(world):
 
     assert hooked("build_train_valid_test_data_iterators", never)(None) == ("dock", None, None)
     assert (world.args.do_train, world.args.do_valid, world.args.do_test) == (True, False, False)
-
-
-def test_the_step_is_the_loops_and_loading_is_the_launchs(world, monkeypatch):
-    wrapped = hooked("train_step", lambda *a, **k: (a, k))
-    assert wrapped(1, 2, iteration=3) == ("stepped", ((1, 2), {"iteration": 3}))
-    loaded = lambda args, original, positional, named: ("loaded", original(*positional, **named))  # noqa: E731
-    monkeypatch.setattr(launch, "load_checkpoint", loaded)
-    wrapped = hooked("load_checkpoint", lambda *a, **k: (a, k))
-    assert wrapped(1, strict=True) == ("loaded", ((1,), {"strict": True}))

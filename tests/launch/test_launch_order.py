@@ -132,62 +132,16 @@ def unreadable(path):
     raise FileNotFoundError(2, "No such file", path)
 
 
-WEIGHTS_ONLY = (True, True, True)
-WHOLE = (False, False, False)
-
-
-def test_pretrained(job, capsys):
-    write_checkpoint("base", 500, 1.5)
-    done = job(load="base")
-    assert done.events == [
-        "before_model",
-        "build",
-        ("load", 500, "optimizer", *WEIGHTS_ONLY),
-        ("reference", 1.5),
-        ("actor", 1.5, "optimizer", "pretrained"),
-    ]
-    assert done.args.iteration == 0
-    assert done.start.reference_path.endswith("base/iter_0000500")
-    lines = capsys.readouterr().out.splitlines()
-    assert sum("training starts from the weights of" in line for line in lines) == 1
-    assert lines[0].startswith("[rl] grpo: advantage group-norm, loss clip -0.2/+0.2, ")
-    assert lines[1] == "[rl] batch arithmetic"
-
-
-def test_fresh_and_without_kl(job):
+def test_fresh_and_without_kl(job, capsys):
+    """From a checkpoint, and resumed: test_start_processes.py."""
     done = job()
     assert done.events == ["before_model", "build", ("reference", 0.5), ("actor", 0.5, "optimizer", "fresh")]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("[rl] grpo: advantage group-norm, loss clip -0.2/+0.2, ")
+    assert lines[1] == "[rl] batch arithmetic"
     assert done.start.reference_path is None and len(done.start.reference_digest) == 64
     write_checkpoint("base", 500, 1.5)
     assert not [e for e in job(load="base", kl=0).events if e[0] == "reference"], "none is kept where nothing reads it"
-
-
-def test_resume_loads_the_reference_then_the_actor_whole(job):
-    write_checkpoint("base", 500, 1.5)
-    first = job(load="base")
-    first.megatron.save(4, 2.5)
-    write_checkpoint("base", 900, 9.0)  # pretraining went on
-    second = job(load="base", finetune=True, no_load_optim=True, no_load_rng=True)
-    (state,) = [e[1] for e in second.events if e[0] == "state"]
-    assert state["cursor"] == 17 and torch.equal(state["rows"], torch.arange(3))
-    assert [e for e in second.events if e[0] != "state"] == [
-        "before_model",
-        ("check", 4),
-        "build",
-        ("load", 500, None, *WEIGHTS_ONLY),
-        ("reference", 1.5),
-        ("load", 4, "optimizer", *WHOLE),
-        ("actor", 2.5, "optimizer", "resume"),
-    ]
-    order = [e if isinstance(e, str) else e[0] for e in second.events]
-    assert order.index("state") < order.index("actor")
-    assert second.args.iteration == 4
-    assert second.start.reference_digest == CheckpointDigest("base/iter_0000500").result(10)
-
-    second.megatron.save(8, 3.5)  # and what a resumed run saves names the same reference
-    third = job()
-    assert third.start.reference_path == first.start.reference_path
-    assert ("reference", 1.5) in third.events
 
 
 @pytest.mark.parametrize("flags", [("no_save_optim",), ("no_save_rng",), ("no_save_optim", "no_save_rng")])

@@ -11,7 +11,7 @@ PRETRAIN = TESTS.parent / "examples" / "pretrain_gpt.py"
 # Runs pretrain_gpt.py where a copy of training state comes late and what is not waited for reads as NaN.
 HOSTILE = f"""
 import runpy, sys
-sys.path.insert(0, {str(TESTS / "reshard")!r})
+sys.path.insert(0, {str(TESTS / "weights")!r})
 import hostile
 hostile.install()
 runpy.run_path({str(PRETRAIN)!r}, run_name="__main__")

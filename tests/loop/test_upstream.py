@@ -202,7 +202,7 @@ def test_mindspeeds_layouts_of_the_optimizer(job, training_flags, tmp_path, layo
     iterations = ("--train-iters", "4", "--mock-data", "--rl-verify-weights", "--lr", "3e-3", *both.split())
     script = mindspeed_entry(tmp_path, checkout)
     expected = job(*iterations, "--rl-swap", "none", name="kept", script=script, train=train, **common).run(400)
-    hostile = HOSTILE.format(folder=str(Path(__file__).resolve().parents[1] / "reshard"))
+    hostile = HOSTILE.format(folder=str(Path(__file__).resolve().parents[1] / "weights"))
     script = mindspeed_entry(tmp_path, checkout, hostile)
     swap = ("--rl-swap", "params,grads,optimizer", "--save-interval", "3")
     offloaded = job(*iterations, *swap, name="offloaded", script=script, train=train + more, **common)

@@ -1,9 +1,8 @@
-"""The table of upstream's launch scripts: what a row is, which scripts are rehearsed, and one of them for real."""
+"""The table of upstream's launch scripts: which scripts are rehearsed, what is known of each, and one for real."""
 
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import launch_scripts as scripts
@@ -11,60 +10,9 @@ import pytest
 from flag_table import SUPPORTED
 
 from mindspeed_rl_plugin.checks.flag_support import untested
-from mindspeed_rl_plugin.checks.unsupported_models import unbuilt_family
 from mindspeed_rl_plugin.tools.rehearse import outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
-
-REFUSAL = [
-    "[rl] RL cannot run with these arguments:",
-    "  - --spec g: Gemma 2 is no family that RL knows (a|b)",
-]
-TRAINED = scripts.Row("examples/mcore/a/b.sh", "M-1, N-2", "trained", scripts.ALL, ["--x"], ["peft"], 81.0, [])
-REFUSED = scripts.Row("examples/mcore/a/c.sh", "M-1, N-2", "refused", [], [], [], 20.0, REFUSAL)
-
-
-@pytest.mark.parametrize(
-    "shown, said, seconds, expected",
-    [
-        (scripts.ALL, [], 500, "trained"),
-        ([*scripts.ALL, "conversion"], [], 5, "trained"),
-        (scripts.ALL[:-1], [], 5, "failed"),
-        (scripts.ALL, ["KeyError: 'x'"], 5, "failed"),
-        ([], REFUSAL, 20, "refused"),
-        ([], REFUSAL, 61, "failed"),
-        ([], [REFUSAL[0], "  - --rl-rollout-prompts 3840 is too much"], 20, "failed"),
-        ([], ["Traceback", *REFUSAL], 20, "failed"),
-    ],
-)
-def test_there_are_two_good_ends(shown, said, seconds, expected):
-    assert scripts.end(shown, said, seconds) == expected
-
-
-def test_a_familys_refusal_is_known_by_its_words():
-    problem = unbuilt_family(type("Args", (), {"enable_dsa_indexer": True}))
-    assert scripts.end([], [REFUSAL[0], f"  - {problem}"], 1) == "refused"
-
-
-def test_rows_go_into_the_table_and_bad_ends_take_theirs_away(tmp_path):
-    table = tmp_path / "scripts.md"
-    table.write_text(f"above\n{scripts.BEGIN}\n{scripts.END}\nbelow\n")
-    for row in (REFUSED, TRAINED, replace(REFUSED, script="examples/gpt3/d.sh", end="failed")):
-        scripts.record(row, table)
-    assert scripts.known(table) == [TRAINED, REFUSED]
-    lines = [line for line in table.read_text().splitlines() if line.startswith(("| a/", "### "))]
-    assert lines == [
-        "### Trained (1): M-1, N-2",
-        "| a/b.sh | 81 |  | `--x` | peft |",
-        "### Refused (1): M-1, N-2",
-        "| a/c.sh | 20 | --spec g: Gemma 2 is no family that RL knows (a\\|b) |",
-    ]
-    scripts.record(replace(TRAINED, end="failed"), table)
-    assert scripts.known(table) == [REFUSED]
-    assert table.read_text().startswith("above\n") and table.read_text().endswith("\nbelow\n")
-    (tmp_path / "plain.md").write_text("no marks")
-    with pytest.raises(ValueError, match="lacks the marks"):
-        scripts.record(TRAINED, tmp_path / "plain.md")
 
 
 def test_what_ran_is_known_by_lines_and_files(tmp_path):

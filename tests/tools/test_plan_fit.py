@@ -113,13 +113,3 @@ def test_what_cannot_be_read_is_said(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(ValueError, match="run.json has no 'setup'"):
         observed(tmp_path)
-
-
-def test_engines_are_as_many_as_were_at_work(tmp_path):
-    setup = dataclasses.replace(Setup(SIZES, "async"), graders=2, limit=400)
-    rows = [json.loads(line) for line in (record(tmp_path, setup) / "metrics.jsonl").read_text().splitlines()]
-    for number, row in enumerate(rows):
-        row |= {"engines": 1.0 if number < 2 else 3.0, "engines/tokens_per_second": 900.0}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = observed(tmp_path)
-    assert run.setup.sizes.engines == 3 and run.engines == (3, 3), "though no flag says so"

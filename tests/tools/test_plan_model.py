@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from random import Random
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.generators.engine_state import Bound
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.run_setup import Setup
-from mindspeed_rl_plugin.rows import SampleId
-from mindspeed_rl_plugin.tools.plan.simulate import Engine, Row, _Apart, simulate
-from mindspeed_rl_plugin.tools.plan.virtual import Clock, Costs, Decoder, Responses, lognormal, recorded, sigma_of
+from mindspeed_rl_plugin.tools.plan.simulate import simulate
+from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal, recorded
 
 PROMPTS, MEMBERS, TOKENS = 8, 4, 100
 ROWS = PROMPTS * MEMBERS
@@ -112,82 +108,9 @@ def test_admission_holds_and_everything_goes_on(slots, number, staleness, order,
     assert 0 <= sum(outcome.engines.values()) <= 1 + 1e-9 and 0 <= outcome.trainers["starved"] <= 1
 
 
-def test_the_model_asks_admission(monkeypatch):
-    """With one rollout more admitted than allowed the check of the lag speaks."""
-    allowed = _Apart._admit
-
-    def one_more(self):
-        allowed(self)
-        if self.admission.published == 3:
-            self.admission.dropped += PROMPTS
-            allowed(self)
-
-    monkeypatch.setattr(_Apart, "_admit", one_more)
-    with pytest.raises(RuntimeError, match="2 publications old, the bound is 1"):
-        simulate(setup("async"), dataclasses.replace(COSTS, token=0.01), tailed())
-
-
 def test_dynamic_sampling_costs_more_groups():
     some = dataclasses.replace(tailed(), informative=0.5)
     for schedule in ("sync", "async"):
         plain, dynamic = (simulate(setup(schedule, rounds=n), COSTS, some, rollouts=15) for n in (0, 9))
         assert dynamic.rollout > plain.rollout * 1.2
         assert dynamic.tokens < plain.tokens
-
-
-def test_decoder_counts_steps():
-    decoder = Decoder(Costs(step=1.0, sequence=0.5), 2)
-    a, b, c = (SampleId(0, 0, m) for m in range(3))
-    decoder.add([(a, 3), (b, 5), (c, 4)])  # c waits
-    assert decoder.next_end == pytest.approx(3 * 2.0)
-    assert decoder.boundary(3.0) == pytest.approx(4.0)
-    assert decoder.advance(4.0) == [] and decoder.at == pytest.approx(4.0)
-    assert decoder.advance(decoder.next_end) == [a] and decoder.at == pytest.approx(6.0)
-    assert decoder.drain() == [(pytest.approx(10.0), b), (pytest.approx(13.0), c)]
-    assert len(decoder) == 0
-
-
-def test_a_clock_that_stands_still_says_so():
-    with pytest.raises(RuntimeError, match="everybody waits at 0 s"):
-        Clock().run(lambda: False)
-
-
-def test_an_engine_looks_for_weights_at_a_poll():
-    """News come in the middle of a step; weights are pulled from the end of the poll of 0.2 s on, and then applied."""
-    clock, log = Clock(), []
-    rows = [Row(SampleId(0, 0, 0), Bound(0), 100)]
-    job = SimpleNamespace(
-        clock=clock,
-        costs=Costs(step=0.03, pull=1.0, apply=0.5),
-        setup=setup("async", slots=4),
-        announced=-1,
-        take=lambda engine, most: [rows.pop()] if rows else [],
-        done=lambda row, version: log.append((clock.now, version)),
-    )
-    one = Engine(job, 0)
-
-    def announce(version):
-        job.announced = version
-        one.wake()
-
-    one.at(0.0)
-    clock.at(1.0, announce, 0)  # pulled by 2.0, in by 2.5
-    clock.at(3.01, announce, 1)  # 17 steps by then; seen at 3.1 or at the next step, pulled a second later
-    clock.run(lambda: bool(log))
-    assert one.work.version == 1
-    assert log == [(pytest.approx(2.5 + 100 * 0.03 + 0.5), 0)]
-    assert one.idle["version"] == pytest.approx(2.0)
-
-
-def test_lognormal_lengths_have_the_mean_that_was_asked_for():
-    rng = Random(1)
-    for mean, sigma in ((100, 0.0), (200, 0.8), (400, 1.0)):
-        length = lognormal(mean, sigma, 512)
-        drawn = [length(0, 0, rng) for _ in range(5000)]
-        assert sum(drawn) / len(drawn) == pytest.approx(mean, rel=0.04) and max(drawn) <= 512
-    with pytest.raises(ValueError, match="a mean of 600 tokens is not between 1 and the limit of 512"):
-        lognormal(600, 1.0, 512)
-    assert sigma_of(100, 100, 64, 512) == pytest.approx(0, abs=1e-6)
-    length = lognormal(100, 0.6, 10**6)
-    drawn = [max(length(0, 0, rng) for _ in range(64)) for _ in range(400)]
-    assert sigma_of(100, sorted(drawn)[200], 64, 10**6) == pytest.approx(0.6, rel=0.05)

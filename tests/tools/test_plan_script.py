@@ -215,20 +215,16 @@ def test_a_plan_of_what_a_run_refuses(planned):
         ("--num-layers two", "--num-layers two: the plan needs a whole"),
         ("--hidden-size --swiglu", "--hidden-size has no value; is a variable of the shell empty"),
         ("--num-layers 0", "--num-layers 0: give at least 1"),
-        (f"{DENSE} --noop-layers 99", "--noop-layers 99: give numbers from 0 to"),
-        (f"{DENSE} --schedules-method dualpipev", "--schedules-method dualpipev"),
-        (f"{DENSE} --rotary-percent 0.5", "--rotary-percent 0.5"),
         (f"{DENSE} --spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec", "Gemma 2 is no family"),
         (f"{DENSE} --use-megatron-fsdp", "--use-megatron-fsdp"),
         (f"{DENSE} --window-size (128,0)", r"--window-size \(128,0\)"),
-        (f"{DENSE} --tensor-parallel-num-weight-shards 2", "--tensor-parallel-num-weight-shards 2"),
         (f"{DENSE} --num-layer-list 1,3", "--num-layer-list 1,3: 2 stages with 4 layers do not fit"),
         (f"{DENSE} --num-layers-in-first-pipeline-stage 1", "no such flag; write --decoder-first-pipeline-num-layers"),
         (f"{PLAIN} --tokenizer-model x", r"a tokenizer whose tokenizer.json is not here \(x\); .* with --vocab$"),
         (LATENT.replace("[0]+[1]*3", "[0]+x"), r"--moe-layer-freq \[0\]\+x: .* as in \[0\]\*3\+\[1\]\*58"),
-        (LATENT.replace("[0]+[1]*3", "[0]+[1]*4"), "--moe-layer-freq describes 5 layers, the model has 4"),
     ],
 )
 def test_refused(words, message):
+    """The rest of what a start refuses: tests/launch/refusals.py."""
     with pytest.raises(ValueError, match=message):
         read(words, 1)

@@ -6,6 +6,7 @@ import pytest
 from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from refusals import VALIDATED
 
 from mindspeed_rl_plugin.layout.parallel import Parallel
 from mindspeed_rl_plugin.layout.placement_flags import count_layers, listed_layers, noop_layers
@@ -39,20 +40,7 @@ def test_pipeline_layout_strings(layout, counts):
 
 def megatron_args(**changes):
     """16 ranks, TP2 PP2."""
-    args = dict(
-        world_size=16,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=2,
-        context_parallel_size=1,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=None,
-        use_tp_pp_dp_mapping=False,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-    )
-    return argparse.Namespace(**args | changes)
+    return argparse.Namespace(**VALIDATED | dict(world_size=16, pipeline_model_parallel_size=2) | changes)
 
 
 def test_parallel_from_arguments():

@@ -43,15 +43,6 @@ def test_weights_follow_the_trainer(impl):
     assert first.digest == resharder(verify=True).to_engine(trainer(), live, 0).digest != second.digest
 
 
-@pytest.mark.parametrize("own_head", [False, True])
-def test_tied_embeddings_with_and_without_a_head_in_the_engine(own_head):
-    shape = ModelShape("qwen2", 2, 32, 4, 2, 8, 48, 60, 64, tied=True)
-    live = engine(shape, own_head)
-    resharder(shape, verify=True).to_engine(trainer(shape), live, 0)
-    expected = engine_weights(shape, 1, 0, random_weights(shape), own_head)
-    assert all(torch.equal(live[name], t) for name, t in expected.items())
-
-
 def test_a_wrong_value_in_the_engine_is_named(monkeypatch):
     way, live = resharder(verify=True), engine()
     way.to_engine(trainer(), live, 0)
