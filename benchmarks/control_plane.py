@@ -32,12 +32,12 @@ import torch.distributed as dist
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock, make_docks
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock, VersionBound, make_docks
 from mindspeed_rl_plugin.generators.scheduler import Scheduler
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.rows import Completion, Prompt, Ragged, Rows, SampleId, Sampling
-from mindspeed_rl_plugin.stages.prompts import ordered, prompt_rows
+from mindspeed_rl_plugin.stages.prompts import prompt_rows
 from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
 from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Decoder, lognormal
@@ -49,7 +49,7 @@ LIMIT_SHARE = 0.02
 WARM_UP = 1  # iterations that are not counted
 DEADLINE = 600.0
 POLL = 0.2  # seconds of decode steps between two looks, as generators/engine_loop.py
-TABLE = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1, by_group=False, apart=True)
+TABLE = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1, by_group=False)
 
 
 class Meter:
@@ -138,9 +138,8 @@ class Trainer:
             while groups := self.admission.next_epoch:
                 self.admission.admitted += groups
                 prompts = [Prompt((7,) * PROMPT, "a question", "an answer", g) for g in range(groups)]
-                rows = ordered(prompt_rows(self.epochs, prompts), (number, -1), MEMBERS)
-                self.dock.open(self.epochs, groups, MEMBERS)
-                self.dock.put(rows if self.rank == 0 else None)
+                self.dock.open(self.epochs, groups, MEMBERS, VersionBound(number))
+                self.dock.put(prompt_rows(self.epochs, prompts) if self.rank == 0 else None)
                 self.epochs += 1
             self.dock.exchange.announce(number)
 
@@ -210,25 +209,25 @@ def engine(number: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
     meter, random, length = Meter(), Random(number), lognormal(MEAN, 0.6, LIMIT)
     dock = Dock.join((folder / "address").read_text(), folder / "secret")
     job = SimpleNamespace(sampling=Sampling(LIMIT), seed=0, inflight="keep", strict=False, deadline=DEADLINE)
-    lead = Scheduler(dock, job, args.slots, 1, None, threading.Event())
+    scheduler = Scheduler(dock, job, args.slots, 1, None, threading.Event())
     # Half of a response's mean of steps is added by its tail; all slots full, a rollout takes 0.8 of an iteration.
     steps = args.rows / args.engines / args.slots * MEAN
     decoder, tokens = Decoder(Costs(step=0.8 * args.seconds / steps), args.slots, time.monotonic()), {}
     began = time.perf_counter()
     while True:
         with meter.of("next"):
-            turn = lead.next()
-        if turn.end:
+            action = scheduler.next()
+        if action.end:
             break
-        if turn.pull >= 0:
-            threading.Timer(0.02 * args.seconds, lead.pull_ended, (turn.pull,)).start()
-        if turn.apply >= 0:
+        if action.pull >= 0:
+            threading.Timer(0.02 * args.seconds, scheduler.pull_ended, (action.pull,)).start()
+        if action.apply >= 0:
             time.sleep(0.005 * args.seconds)
-            lead.applied(turn.apply)
+            scheduler.state.applied(action.apply)
         with meter.of("requests"):
             decoder.advance(time.monotonic()) if not len(decoder) else None
-            drawn = [(request, length(0, 0, random)) for _, request in turn.requests]
-            tokens.update({request.id: (request, n, lead.work.version) for request, n in drawn})
+            drawn = [(request, length(0, 0, random)) for _, request in action.requests]
+            tokens.update({request.id: (request, n, scheduler.state.version) for request, n in drawn})
             decoder.add((request.id, n) for request, n in drawn)
         if not len(decoder):
             continue
@@ -237,16 +236,16 @@ def engine(number: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
         ended = decoder.advance(until)
         with meter.of("done"):
             parts = [tokens.pop(i) for i in ended]
-            lead.done([completion(request, n, version) for request, n, version in parts], None)
+            scheduler.done([completion(request, n, version) for request, n, version in parts], None)
     seconds = time.perf_counter() - began
-    calls, idle = meter.take(), {cause: lead.counts.get(cause, 0.0) for cause in ("back-pressure", "version")}
+    calls, idle = meter.take(), {cause: scheduler.counts.get(cause, 0.0) for cause in ("back-pressure", "version")}
     dock.close()
     return {
         "seconds": seconds,
         "calls": calls,
         "idle": idle,
         "on_processor": meter.cpu / seconds,
-        "responses": lead.counts.get("responses", 0.0),
+        "responses": scheduler.counts.get("responses", 0.0),
     }
 
 

@@ -151,7 +151,7 @@ class Client:
                 "no rows of it; bring an engine by `generate --join`"
             )
         lease = self._leased(max_rows, deadline)
-        prompts, orders = lease.rows["prompt"], lease.rows["order"].reshape(-1, 4)
+        prompts, bounds = lease.rows["prompt"], [self.dock.version_bound(i.epoch) for i in lease.rows.ids]
         requests = [
             response_request(self._job.sampling, self._job.seed, i, row.tolist())
             for i, row in zip(lease.rows.ids, prompts.rows(), strict=True)
@@ -159,8 +159,8 @@ class Client:
         self._taken |= {request.id: (lease, request) for request in requests}
         columns = {
             "prompt": prompts,
-            "oldest": orders[:, 0],
-            "newest": orders[:, 1],
+            "oldest": torch.tensor([bound.oldest for bound in bounds], dtype=torch.int64),
+            "newest": torch.tensor([bound.newest for bound in bounds], dtype=torch.int64),
             "greedy": torch.tensor([r.sampling.temperature == 0 for r in requests], dtype=torch.bool),
             "seed": torch.tensor([r.seed for r in requests], dtype=torch.int64),
         }
@@ -286,8 +286,7 @@ class Client:
         except ConnectionError:
             if not self.dock.has_left():
                 raise
-        none = {"prompt": Ragged.from_rows([], torch.int32), "order": torch.empty(0, 4, dtype=torch.int64)}
-        return Lease(0, SPEC.name, Rows((), none))
+        return Lease(0, SPEC.name, Rows((), {"prompt": Ragged.from_rows([], torch.int32)}))
 
     def _check(self, given: Rows) -> None:
         """Raise ValueError for what cannot be made into rows. What they say is checked by the job."""

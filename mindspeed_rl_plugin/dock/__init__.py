@@ -1,6 +1,15 @@
 """Transfer dock: where the stages of the loop leave rows for each other, exactly once per state."""
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, Lease, Moved, StateSpec, Traffic, from_tensordict, to_tensordict
+from mindspeed_rl_plugin.dock.api import (
+    ColumnSpec,
+    Lease,
+    Moved,
+    StateSpec,
+    Traffic,
+    VersionBound,
+    from_tensordict,
+    to_tensordict,
+)
 from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.factory import make_docks
 from mindspeed_rl_plugin.dock.joining import machine
@@ -20,6 +29,7 @@ __all__ = [
     "SampleId",
     "StateSpec",
     "Traffic",
+    "VersionBound",
     "from_tensordict",
     "machine",
     "make_docks",

@@ -3,7 +3,8 @@
 A dock knows nothing about algorithms: who uses a column declares it, and a worker state is a name with the
 columns it reads and writes. A row is *ready* for a state when all columns that the state reads are committed;
 each ready row is delivered to the state exactly once: `lease`, then `commit` (write back and acknowledge) or
-`release` (hand back undone, to be delivered again). The first commit of a cell wins; repeats change nothing. Rows can
+`release` (hand back undone, to be delivered again). The first commit of a cell wins; repeats change nothing. Who leases
+may say which version of the weights it has: it is given only rows of epochs whose `VersionBound` allows that. Rows can
 be turned into a TensorDict, and back.
 """
 
@@ -25,6 +26,24 @@ if TYPE_CHECKING:
 LEVELS = ("token", "sample", "group")
 SHOWN = 4  # items of a list in a message
 IDS = "ids"  # their name in a TensorDict
+
+
+class VersionBound(NamedTuple):
+    """Versions of the weights that may sample the rows of an epoch: `oldest` and newer ones, up to `newest`."""
+
+    oldest: int = -1  # -1: no limit
+    newest: int = -1  # -1: no limit
+
+    @property
+    def pinned(self) -> bool:
+        """Whether no newer weights than `newest` may sample them: of a strict order, or of an evaluation."""
+        return self.newest >= 0
+
+    def allows(self, version: int) -> bool:
+        return self.oldest <= version and (not self.pinned or version <= self.newest)
+
+
+ANY_VERSION = VersionBound()
 
 
 @dataclass(frozen=True)
@@ -87,11 +106,12 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class Lease:
-    """Rows given to a state until `commit` or `release`. token 0 is the empty lease: there was nothing to give."""
+    """Rows given to a state until `commit` or `release`."""
 
-    token: int
+    token: int  # 0: the empty lease, there was nothing to give
     state: str
     rows: Rows
+    needs: VersionBound | None = None  # of the rows that are next, where the version of an empty lease is not allowed
 
     def __len__(self) -> int:
         return len(self.rows)

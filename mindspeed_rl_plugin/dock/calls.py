@@ -46,9 +46,9 @@ class Epochs:
     def learn(self, grant: m.Grant) -> None:
         """What a lease says about epochs, to a process that opened none, and does not hear when they are cleared: it
         forgets the oldest ones."""
-        for number, *shape in grant.shapes:
+        for number, shape in grant.shapes:
             if number not in self.known:
-                self.add(number, m.Shape(*shape))
+                self.add(number, shape)
             mine = grant.ids[:, 0] == number
             self.known[number].owner[grant.ids[mine, 1]] = grant.owner[mine]
         new = {number for number, *_ in grant.shapes}
@@ -95,9 +95,9 @@ class Epochs:
             epoch, part = self.opened(call, number), ids[index, 1:]
             if epoch is None:
                 continue
-            bad = ((part < 0) | (part >= epoch.shape)).any(1)
+            bad = ((part < 0) | (part >= epoch.shape[:2])).any(1)
             if bad.any():
-                groups, members = epoch.shape
+                groups, members, _ = epoch.shape
                 raise ValueError(
                     f"id {(number, *part[bad.argmax()].tolist())} was not opened: epoch {number} has groups "
                     f"0..{groups - 1} of members 0..{members - 1}"
@@ -153,7 +153,7 @@ class Calls:
 
     def query(self, kind: type[m.Query], state: str, *what: Any) -> Any:
         """Ask the controller of a state, which first knows what this process has caused."""
-        opened = [(n, *e.shape) for n, e in list(self.epochs.known.items()) if self.epochs.owners is not None]
+        opened = [(n, e.shape) for n, e in list(self.epochs.known.items()) if self.epochs.owners is not None]
         message = kind(state, opened, dict(self.after), *what)  # other threads write, too
         return self._ask(self.directory.controllers[state], message, None)[0]
 

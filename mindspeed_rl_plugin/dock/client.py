@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.dock import cells, joining, snapshot
 from mindspeed_rl_plugin.dock import messages as m
-from mindspeed_rl_plugin.dock.api import Declared, Lease, listed, refuse
+from mindspeed_rl_plugin.dock.api import ANY_VERSION, Declared, Lease, VersionBound, listed, refuse
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import Writer
 from mindspeed_rl_plugin.dock.exchange import Exchange
@@ -84,12 +84,12 @@ class Dock:
 
     # ids
 
-    def open(self, epoch: int, groups: int, members: int) -> None:
+    def open(self, epoch: int, groups: int, members: int, version_bound: VersionBound = ANY_VERSION) -> None:
         """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout, on every rank. Epochs rise, or fall below
         0, and are never reused; others hear of them with their first rows. A repeat opens nothing."""
         if groups < 1 or members < 1:
             raise ValueError(f"open({epoch=}, {groups=}, {members=}): the sizes must be at least 1")
-        epochs, shape = self._calls.epochs, m.Shape(groups, members)
+        epochs, shape = self._calls.epochs, m.Shape(groups, members, version_bound)
         if epoch in epochs.known and epochs.known[epoch].shape == shape:
             return
         if epochs.first <= epoch <= epochs.last:
@@ -176,8 +176,8 @@ class Dock:
         max_rows: int | None = None,
         deadline: float,
         columns: Sequence[str] | None = None,
-        epoch: int | None = None,
         share: tuple[int, int] | None = None,
+        version: int | None = None,
     ) -> Lease:
         """Wait for ready rows and take them; their rows hold the columns that the state reads, or those of them that
         are asked for.
@@ -187,8 +187,9 @@ class Dock:
         state takes these. The empty lease says that every row is acknowledged, to a process outside of the job that
         the job has left (`ended`); with deadline 0, which only tries, also that there is nothing to be had now.
 
-        epoch: of what is ready only rows of this one; share: (i, n), only the i-th of n equal parts of each epoch's
-        rows.
+        share: (i, n), the i-th of n equal parts of an epoch's rows, whole, once all that is undone of it is ready.
+        version: of the asker's weights, which may sample all that is given: rows come in their order up to the first
+        epoch whose `version_bound` does not allow it. Where that is at once, the empty lease says what it `needs`.
         """
         names, calls = self._declared.reads(state, columns), self._calls
         wanted = None
@@ -197,7 +198,7 @@ class Dock:
             calls.epochs.cleared(f"lease of state {state!r}", wanted)
             if len(set(ids_tuple(wanted))) != len(wanted):
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids_tuple(wanted))}")
-        bounds = (max_rows, calls.warehouse, epoch, share)
+        bounds = (max_rows, calls.warehouse, share, version)
         ask = partial(calls.query, m.Ask, state, wanted, deadline, calls.lease_seconds, *bounds)
         try:
             grant = self._granted(ask, state, wanted)
@@ -209,7 +210,11 @@ class Dock:
             rows = self._rows_of(grant, state, names)
         if grant.token:
             calls.held[state, grant.token] = grant.ids
-        return Lease(grant.token, state, rows)
+        return Lease(grant.token, state, rows, grant.needs)
+
+    def version_bound(self, epoch: int) -> VersionBound:
+        """Of an epoch that is open, outside of the job of one of which rows were leased."""
+        return self._calls.epochs.shape(epoch).bound
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
         """Write `rows` back and acknowledge the lease, for all its peers when all have written. Afterwards all columns
@@ -284,7 +289,7 @@ class Dock:
         if epochs.last >= 0:
             raise ValueError(f"restore into a dock that has opened epoch {epochs.last}; start a new one")
         for saved in state["epochs"]:
-            self.open(saved["number"], saved["groups"], saved["members"])
+            self.open(saved["number"], saved["groups"], saved["members"], snapshot.bound_of(saved))
             if self._leader:
                 self.clear(saved["number"], snapshot.cleared(saved))
                 snapshot.write(saved, self._declared, self._writer)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from mindspeed_rl_plugin.dock.api import SHOWN, ColumnSpec, StateSpec, listed
+from mindspeed_rl_plugin.dock.api import SHOWN, ColumnSpec, StateSpec, VersionBound, listed
 from mindspeed_rl_plugin.dock.messages import Ask, Grant, Record, Shape
 from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, Numbers, ids_tuple, row_ids, rows_of_groups
 
@@ -50,7 +50,7 @@ class Controller:
         """Know the ids of an epoch; repeats change nothing. Raises ValueError for another shape."""
         known = self._epochs.get(epoch)
         if known is not None and known.shape != shape:
-            raise ValueError(f"epoch {epoch} is open with {tuple(known.shape)}, not {tuple(shape)} groups x members")
+            raise ValueError(f"epoch {epoch} is open with {known.shape}, not {shape}")
         if known is None and epoch not in self._gone:
             self._epochs[epoch] = EpochView(shape, self.spec, self.columns)
 
@@ -79,8 +79,9 @@ class Controller:
     # giving out
 
     def take(self, ask: Ask, holder: Hashable, expires: float) -> Grant | None:
-        """Rows under a lease, with token 0 where every row is acknowledged; None: not ready, which to a process outside
-        of the job an empty dock is, too. Raises ValueError for ids that cannot be had."""
+        """Rows under a lease, with token 0 where every row is acknowledged, or where the asker needs other weights;
+        None: not ready, which to a process outside of the job an empty dock is, too. Raises ValueError for ids that
+        cannot be had."""
         if ask.ids is not None:
             numbers = set(ask.ids[:, 0].tolist())
             if gone := [number for number in sorted(numbers) if number in self._gone]:
@@ -88,6 +89,8 @@ class Controller:
             if not numbers <= self._epochs.keys():
                 return None  # its first record is on the way
         rows = pick(self._epochs, ask)
+        if isinstance(rows, VersionBound):
+            return Grant.empty(len(self.spec.reads), rows)
         if not rows:
             more = ask.ids is None and ask.seconds is not None
             return None if rows is None or more else Grant.empty(len(self.spec.reads))
@@ -107,7 +110,7 @@ class Controller:
             self._ids(rows),
             np.concatenate([view.owner[part // view.shape.members] for _, view, part in views]),
             *(np.concatenate(tables, 1) for tables in zip(*places, strict=True)),
-            [(number, *view.shape) for number, view, _ in views],
+            [(number, view.shape) for number, view, _ in views],
         )
 
     def end(self, over: Callable[[Held], bool]) -> bool:
@@ -142,7 +145,7 @@ class Controller:
     def finished(self) -> Grant:
         """What is acknowledged and not cleared: ids and owners, without a lease and without cells."""
         rows = [(number, view.finished().nonzero()[0]) for number, view in sorted(self._epochs.items())]
-        shapes = [(number, *self._epochs[number].shape) for number, _ in rows]
+        shapes = [(number, self._epochs[number].shape) for number, _ in rows]
         owners = [self._epochs[n].owner[part // self._epochs[n].shape.members] for n, part in rows]
         return replace(Grant.empty(0), ids=self._ids(rows), owner=np.concatenate([*owners, EMPTY]), shapes=shapes)
 
@@ -199,8 +202,9 @@ def _listed(ids: np.ndarray) -> str:
     return shown if len(ids) <= SHOWN else f"{shown}, ... ({len(ids)} in all)"
 
 
-def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | None:
-    """The rows to give out; [] where every row is acknowledged; None to wait for more.
+def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | VersionBound | None:
+    """The rows to give out; [] where every row is acknowledged; None to wait for more; the bound of the rows that are
+    next where it does not allow the version of who asks.
 
     Raises ValueError for ids that are cleared, done, or a part of a group where groups are whole, and for `max_rows`
     below one group.
@@ -214,9 +218,12 @@ def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | None:
     if ask.max_rows is not None and ask.max_rows < unit:
         name = next(iter(epochs.values())).spec.name
         raise ValueError(f"lease of state {name!r}: max_rows {ask.max_rows} is less than one group of {unit}")
-    if ask.epoch is not None:
-        epochs = {ask.epoch: epochs[ask.epoch]} if ask.epoch in epochs else {}
-    batch = _first_rows(epochs, _ready(epochs, ask), ask.max_rows)
+    ready = _ready(epochs, ask)
+    may = [ask.version is None or epochs[number].shape.bound.allows(ask.version) for number, _ in ready]
+    if may and not may[0]:
+        return epochs[ready[0][0]].shape.bound
+    ready = ready[: may.index(False)] if False in may else ready
+    batch = _first_rows(epochs, ready, ask.max_rows) if ask.share is None else ready[:1]
     if not batch and any(epoch.undone().any() for epoch in epochs.values()):
         return None  # others hold rows that may come back
     return batch
@@ -230,6 +237,7 @@ def rows_of(epochs: Mapping[int, EpochView], ids: np.ndarray) -> Picked:
 
 
 def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> Picked:
+    """What is free, by epoch; of a share only where all of it is, but for what is acknowledged."""
     out: Picked = []
     for number, epoch in sorted(epochs.items()):
         rows = epoch.available().nonzero()[0]
@@ -237,6 +245,8 @@ def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> Picked:
             part, parts = ask.share
             first, end = (p * len(epoch.status) // parts for p in (part, part + 1))
             rows = rows[(rows >= first) & (rows < end)]
+            if len(rows) < epoch.undone()[first:end].sum():
+                continue
         if ask.near is not None and (epoch.owner != ask.near).any():
             far = epoch.owner[rows // epoch.shape.members] != ask.near
             rows = np.concatenate([rows[~far], rows[far]])

@@ -159,7 +159,7 @@ class Core:
         controller, now = self._current(ask.state), self.clock()
         expires = float("inf") if ask.seconds is None else now + ask.seconds
         grant = controller.take(ask, peer, expires)
-        any_rows = ask.ids is None and ask.epoch is None and ask.share is None
+        any_rows = ask.ids is None and ask.share is None
         if grant is not None:
             if any_rows:
                 self._wake_one(ask.state)  # there may be more
@@ -229,8 +229,8 @@ class Core:
     def _behind(self, query: m.Query, waited: float) -> bool:
         """Whether records that the asker has caused are still on their way to the controller that it asks."""
         controller = self.controllers[query.state]
-        for number, *shape in query.epochs:
-            controller.open(number, m.Shape(*shape))
+        for number, shape in query.epochs:
+            controller.open(number, shape)
         late = {w: seq for w, seq in query.after.items() if controller.applied.get(w, 0) < seq}
         if late and waited >= BEHIND_SECONDS:
             raise TimeoutError(

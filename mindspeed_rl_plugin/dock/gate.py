@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mindspeed_rl_plugin.dock import messages as m
-from mindspeed_rl_plugin.dock.api import listed
+from mindspeed_rl_plugin.dock.api import VersionBound, listed
 from mindspeed_rl_plugin.dock.storage import Warehouse
 from mindspeed_rl_plugin.rows import Rows
 
@@ -23,10 +23,10 @@ def called(name: str) -> str:
 
 
 class Opening(NamedTuple):
-    """A state that is open. check: raises ValueError for rows that may not be committed; beside: columns that it reads
-    of the rows beside those that come."""
+    """A state that is open. check: raises ValueError for rows of an epoch, with its bound, that may not be committed;
+    beside: columns that it reads of the rows beside those that come."""
 
-    check: Callable[[Rows], None]
+    check: Callable[[Rows, VersionBound], None]
     beside: Sequence[str] = ()
 
 
@@ -56,4 +56,4 @@ class Gate:
         put.checked = True
         rows = house.brought(put, bulk, self.open[put.state].beside)
         if len(rows):
-            self.open[put.state].check(rows)
+            self.open[put.state].check(rows, house.bound(put.epoch))

@@ -10,14 +10,15 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
+from mindspeed_rl_plugin.dock.api import ANY_VERSION, ColumnSpec, StateSpec, VersionBound
 
 
 class Shape(NamedTuple):
-    """Ids of one epoch: groups x members; row number = group * members + member."""
+    """Ids of one epoch: groups x members; row number = group * members + member. bound: of its rows."""
 
     groups: int
     members: int
+    bound: VersionBound = ANY_VERSION
 
 
 class Extent(NamedTuple):
@@ -64,31 +65,31 @@ class Cells(Part, array_like=True, gc=False):
 
 
 class Query(Message):
-    """To the controller of a state. epochs: (epoch, groups, members) that the asker knows open; after: warehouse ->
-    number of its newest record that the asker has caused, which the controller must know before it answers."""
+    """To the controller of a state. epochs: those that the asker knows open; after: warehouse -> number of its newest
+    record that the asker has caused, which the controller must know before it answers."""
 
     state: str
-    epochs: list[tuple[int, int, int]]
+    epochs: list[tuple[int, Shape]]
     after: dict[int, int]
 
 
 class Ask(Query):
     """A lease. ids: `[B, 3]` exactly these, in this order; None: what is ready, by rising id, rows of warehouse `near`
-    first. max_rows: as of `Dock.lease`; deadline: seconds to wait; seconds: life of the lease, of a process
-    outside of the job; epoch: only rows of it; share: (i, n), only the i-th of n equal parts of each epoch's rows."""
+    first. max_rows, share, version: those of `Dock.lease`; deadline: seconds to wait; seconds: life of the lease, of a
+    process outside of the job."""
 
     ids: np.ndarray | None
     deadline: float
     seconds: float | None = None
     max_rows: int | None = None
     near: int | None = None
-    epoch: int | None = None
     share: tuple[int, int] | None = None
+    version: int | None = None
 
 
 class Grant(Message):
     """Rows under a lease. ids: `[B, 3]`; owner: `[B]` int32 warehouse of each; segment, offset, length: `[C, B]` of
-    their cells, of all columns that the state reads; shapes: of their epochs."""
+    their cells, of all columns that the state reads; shapes: of their epochs; needs: of `Lease`."""
 
     token: int
     ids: np.ndarray
@@ -96,13 +97,14 @@ class Grant(Message):
     segment: np.ndarray
     offset: np.ndarray
     length: np.ndarray
-    shapes: list[tuple[int, int, int]]
+    shapes: list[tuple[int, Shape]]
+    needs: VersionBound | None = None
 
     @classmethod
-    def empty(cls, columns: int) -> Grant:
+    def empty(cls, columns: int, needs: VersionBound | None = None) -> Grant:
         """Nothing, for a state that reads so many columns."""
         tables = (np.empty((columns, 0), t) for t in (np.int32, np.int64, np.int32))
-        return cls(0, np.empty((0, 3), np.int64), np.empty(0, np.int32), *tables, [])
+        return cls(0, np.empty((0, 3), np.int64), np.empty(0, np.int32), *tables, [], needs)
 
 
 class Release(Query):

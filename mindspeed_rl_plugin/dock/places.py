@@ -119,7 +119,8 @@ class EpochView(Places):
     def available(self) -> np.ndarray:
         """`[rows]` bool: can be given out now."""
         mask = (self.status == FREE) & (self.lacking == 0) & self._open()
-        return np.repeat(mask.reshape(self.shape).all(1), self.shape.members) if self.spec.whole_groups else mask
+        members = self.shape.members
+        return np.repeat(mask.reshape(-1, members).all(1), members) if self.spec.whole_groups else mask
 
     def finished(self) -> np.ndarray:
         """`[rows]` bool: acknowledged."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared
+from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, VersionBound
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import Writer, gather, locate
 from mindspeed_rl_plugin.dock.messages import Remaining
@@ -47,7 +47,7 @@ def collect(calls: Calls, declared: Declared) -> dict[str, Any]:
 
 def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
     epoch, names = calls.epochs.known[number], tuple(declared.columns)
-    groups, members = epoch.shape
+    groups, members, bound = epoch.shape
     alive = np.repeat(epoch.alive, members)
     ids = row_ids(number, members, np.arange(groups * members))
     status = {}
@@ -66,8 +66,16 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
         column = gather(calls, declared.columns, None, [name], owner[slots * step], cells)[name]
         packed = {"values": column.values, "offsets": column.offsets} if spec.ragged else {"values": column}
         columns[name] = {"slots": torch.from_numpy(slots), **packed}
-    sizes = {"number": number, "groups": groups, "members": members}
+    sizes = {"number": number, "groups": groups, "members": members, "version_bound": list(bound)}
     return {**sizes, "alive": torch.from_numpy(alive), "columns": columns, "status": status}
+
+
+def bound_of(saved: Mapping[str, Any]) -> VersionBound:
+    """Of a saved epoch. Before December 2026 its groups had it in a column: oldest, newest, groups, members."""
+    former = saved["columns"].get("order", {}).get("values", torch.empty(0))
+    if "version_bound" not in saved and len(former) and former.shape[1:] == (4,):
+        return VersionBound(*former[0, :2].tolist())
+    return VersionBound(*saved.get("version_bound", ()))
 
 
 def cleared(saved: Mapping[str, Any]) -> list[int]:

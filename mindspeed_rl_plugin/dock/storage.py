@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, listed, refuse
+from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, VersionBound, listed, refuse
 from mindspeed_rl_plugin.dock.memory import (
     LINE,
     Limits,
@@ -257,6 +257,10 @@ class Warehouse:
             rows = rows.take(alive.nonzero()[0].tolist())
         return rows.with_columns(**{name: self._column(tables, name, part.slots[alive]) for name in beside})
 
+    def bound(self, epoch: int) -> VersionBound:
+        """Of an epoch that is open."""
+        return self._epochs[epoch].shape.bound
+
     def _check_part(self, put: Put, part: Part, tables: EpochTables) -> None:
         wanted, rows = self.states[put.state].writes, len(tables.alive) * tables.shape.members
         refuse(f"put: state {put.state!r} does not write", part.names, wanted)
@@ -341,7 +345,7 @@ class Warehouse:
         if tables is None:
             tables = self._epochs[number] = EpochTables(shape, self._declared)
         if tables.shape != shape:
-            raise ValueError(f"epoch {number} of {tuple(shape)} groups x members, it has {tuple(tables.shape)}")
+            raise ValueError(f"epoch {number} of {shape}, it has {tables.shape}")
         return tables
 
     def _record(self, epoch: int, shape: Shape, **what: object) -> Record:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+
+import torch.distributed as dist
 
 from mindspeed_rl_plugin.dock import Gone
+from mindspeed_rl_plugin.dock.joining import machine
+from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
 from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.description import Description
+from mindspeed_rl_plugin.generators.engine_state import Action
 from mindspeed_rl_plugin.generators.pulling import Weights
-from mindspeed_rl_plugin.generators.scheduler import Scheduler, Turn
-from mindspeed_rl_plugin.generators.team import Team
+from mindspeed_rl_plugin.generators.scheduler import Scheduler
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 from mindspeed_rl_plugin.weights.pull import Puller
 
@@ -19,40 +25,66 @@ POLL_SECONDS = 0.2  # of the engine's steps, at most, before its first rank look
 STEPS = 8  # the same, of engines that share experts: all take as many
 
 
+class Team(GroupPeers):
+    """The ranks of the default group, which are those of one engine, or of engines that share experts.
+
+    Its collectives run over gloo. Making it is one. deadline: seconds of any wait, the job's.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__(dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline)))
+
+    @cached_property
+    def here(self) -> list[int]:
+        """The ranks on this machine. Collective, the first time."""
+        machines = self.gather(machine())
+        return [rank for rank, name in enumerate(machines) if name == machines[self.rank]]
+
+    def of_replica(self, engine: Engine, deadline: float) -> Peers:
+        """The ranks of one of the engines that share experts. Collective. deadline: seconds of a wait."""
+        return self if engine.replicas == 1 else make_peers(self, (engine.replica,), self._group, deadline)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides."""
+        return self.rank == 0
+
+
 @dataclass
 class EngineLoop:
-    """lead: of the first rank of the engine, None on the others."""
+    """What the ranks of an engine do until the job leaves, or until the engine is to leave."""
 
     engine: Engine
     puller: Puller
     job: Description
     team: Team
-    lead: Scheduler | None
+    scheduler: Scheduler | None  # of the first rank, None on the others
 
     def run(self) -> None:
-        """Work until the job leaves, or until this engine is to leave."""
+        """The first rank says what comes next, and all do it."""
         self._requests: dict[SampleId, GenerateRequest] = {}  # in the making here
         self._making = 0  # responses in the making, those of engines that share experts with this one too
-        self._weights = Weights(self.puller, self.lead.pull_ended if self.lead else lambda version: None)
-        while not (turn := self.team.share(self.lead.next() if self.lead else None)).end:
-            self._take(turn)
+        first = self.scheduler
+        self._weights = Weights(self.puller, first.pull_ended if first else lambda version: None)
+        while not (action := self.team.share(first.next() if first else None)).end:
+            self._do(action)
 
-    def _take(self, turn: Turn) -> None:
-        if turn.pull >= 0:
-            self._weights.pull(turn.pull)
-        if turn.apply >= 0:
-            self._apply(turn.apply)
-        if self.job.strict and turn.requests:
+    def _do(self, action: Action) -> None:
+        if action.pull >= 0:
+            self._weights.pull(action.pull)
+        if action.apply >= 0:
+            self._apply(action.apply)
+        if self.job.strict and action.requests:
             self.engine.update_weights(self.engine.version, self.engine.digest)  # no prefix of what came before is left
-        self._submit(tuple(request for replica, request in turn.requests if replica == self.engine.replica))
-        self._making += len(turn.requests)
+        self._submit(tuple(request for replica, request in action.requests if replica == self.engine.replica))
+        self._making += len(action.requests)
         if self._making:
             began = time.monotonic()
             finished = self._step()
             self._making -= len(finished)
-            if self.lead is not None:
-                self.lead.spend("generate", began)
-                self.lead.done(finished, self.engine.digest)
+            if self.scheduler is not None:
+                self.scheduler.spend("generate", began)
+                self.scheduler.done(finished, self.engine.digest)
 
     def _step(self) -> list[Completion]:
         """Work for a while; what all replicas have finished."""
@@ -76,13 +108,13 @@ class EngineLoop:
         began = time.monotonic()
         errors = [error for error in self.team.gather(self._weights.finish()) if error is not None]
         lost = any(isinstance(error, ConnectionError) for error in errors)
-        if lost and self.team.share(self.lead.dock.has_left() if self.lead else None):
-            return  # the job has left, and the next turn says so
+        if lost and self.team.share(self.scheduler.dock.has_left() if self.scheduler else None):
+            return  # the job has left, and the next action says so
         if errors:
             if not all(isinstance(error, Gone) for error in errors):
                 raise next(error for error in errors if not isinstance(error, Gone))
-            if self.lead is not None:
-                self.lead.missed(version, errors[0])
+            if self.scheduler is not None:
+                self.scheduler.missed(version, errors[0])
             return
         begun = self.engine.abort() if self.job.inflight == "recompute" and self._requests else []
         applied = self.puller.apply(self.engine.parameters())
@@ -91,12 +123,12 @@ class EngineLoop:
         self.engine.update_weights(version, applied.digest, in_flight=going_on)
         self._submit(tuple(continued(self.job, self._requests[c.id], c) for c in begun))
         costs = self.team.gather(self._weights.take_cost())  # also: no rank steps before all have the weights
-        if self.lead is not None:
-            self.lead.applied(version)
-            self.lead.count("pull", max(seconds for seconds, _ in costs))
-            self.lead.count("pulled", sum(nbytes for _, nbytes in costs))
-            self.lead.count("pauses", 1)
-            self.lead.spend("pause", began)
+        if self.scheduler is not None:
+            self.scheduler.state.applied(version)
+            self.scheduler.count("pull", max(seconds for seconds, _ in costs))
+            self.scheduler.count("pulled", sum(nbytes for _, nbytes in costs))
+            self.scheduler.count("pauses", 1)
+            self.scheduler.spend("pause", began)
 
 
 def continued(job: Description, request: GenerateRequest, begun: Completion) -> GenerateRequest:

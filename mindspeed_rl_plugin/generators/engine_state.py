@@ -1,118 +1,84 @@
-"""What an engine does next, as a pure function of what it has: put weights in, pull some, or take rows; and that."""
+"""What an engine has, and what it does next: a pure function of that, which the model of schedules calls, too."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mindspeed_rl_plugin.rows import SampleId
-
-
-class Bound(NamedTuple):
-    """Versions that may sample a row: `oldest` and newer ones, up to `newest`; -1 there is no limit."""
-
-    oldest: int
-    newest: int = -1
-
-    @property
-    def pinned(self) -> bool:
-        """Whether no newer weights than `newest` may sample it: of a strict order, or of an evaluation."""
-        return self.newest >= 0
-
-    def allows(self, version: int) -> bool:
-        return self.oldest <= version and (not self.pinned or version <= self.newest)
+from mindspeed_rl_plugin.dock import VersionBound
+from mindspeed_rl_plugin.rows import GenerateRequest, SampleId
 
 
 class Action(NamedTuple):
-    """One of: apply, pull, a version; or else resume, how many held rows go on, and take, how many more may be leased
-    then. wait: nothing can be done without news of weights."""
+    """What all ranks of an engine do next: one of these, or only steps of the engine."""
 
-    apply: int = -1
-    pull: int = -1
-    resume: int = 0
-    take: int = 0
-    wait: bool = False
+    apply: int = -1  # version to put into the engine; -1: none
+    pull: int = -1  # version to pull beside the engine's steps; -1: none
+    take: int = 0  # most rows to lease, which the first rank does
+    wait: bool = False  # for news of weights, as the first rank does: there is nothing else to do
+    requests: tuple[tuple[int, GenerateRequest], ...] = ()  # what was leased, each with the replica that samples it
+    end: bool = False  # leave the job
 
 
 @dataclass
 class EngineState:
-    """What an engine has. Versions, each -1 for none: `version` of its weights; `pulled`, that lie ready to be put in;
-    `pulling`, on their way; `announced`, the newest of the job.
+    """What an engine has. A pull ends in another thread: `pulled` is set before `pulling`, and read after it."""
 
-    running: rows in the making, each with its `bound`; held: those that were taken and wait for other weights, in their
-    order; slots: rows that the engine samples at once; drain: rows end before the weights change; strict: only rows
-    that pin them change the weights, and a rollout is taken when the one before is finished.
-    """
+    slots: int = 1  # rows that it samples at once
+    drain: bool = False  # whether rows end before the weights change
+    strict: bool = False  # whether only rows that pin them change the weights, and one rollout follows the other
+    version: int = -1  # of its weights; -1: none, as below
+    pulling: int = -1  # version that is on its way
+    pulled: int = -1  # version that lies ready to be put in
+    announced: int = -1  # newest version of the job
+    needs: VersionBound | None = None  # of the rows that are next in the dock, where `version` may not sample them
+    running: dict[SampleId, Any] = field(default_factory=dict)  # rows in the making, each with its `bound`
 
-    slots: int = 1
-    drain: bool = False
-    strict: bool = False
-    version: int = -1
-    pulled: int = -1
-    pulling: int = -1
-    announced: int = -1
-    running: dict[SampleId, Any] = field(default_factory=dict)
-    held: deque[Any] = field(default_factory=deque)
-
-    def choose(self, announced: int) -> Action:
-        """The next thing to do, where `announced` is the newest version. A pull may end meanwhile."""
-        return choose(replace(self, announced=announced))
-
-    def pull(self, version: int) -> None:
-        """A pull begins; what is staged is written over."""
+    def pull_begins(self, version: int) -> None:
+        """What is staged is written over."""
         self.pulled, self.pulling = -1, version
 
     def pull_ended(self, version: int) -> None:
         self.pulled, self.pulling = version, -1
 
     def applied(self, version: int) -> None:
-        """The engine has the weights that were pulled."""
-        self.version, self.pulled = version, -1
-
-    def resumed(self, count: int) -> list[Any]:
-        return [self.held.popleft() for _ in range(count)]
-
-    def fitting(self, rows: Iterable[Any]) -> list[Any]:
-        """New rows that these weights may sample; the others are held."""
-        fit = []
-        for row in rows:
-            (fit if row.bound.allows(self.version) and not self.held else self.held).append(row)
-        return fit
+        """The engine has the weights that were pulled; the dock is asked anew."""
+        self.version, self.pulled, self.needs = version, -1, None
 
 
-def choose(w: EngineState) -> Action:
+def choose(state: EngineState) -> Action:
     """The next thing to do."""
-    wanted = _wanted(w)
-    if w.pulled >= 0 and _may_apply(w, wanted):
-        return Action(apply=w.pulled)
-    draining = w.drain and w.running and w.pulled > w.version  # a pull would write over what these rows end for
-    if wanted not in (-1, w.version, w.pulled) and w.pulling < 0 and not draining:
+    wanted = _wanted(state)
+    if state.pulled >= 0 and _may_apply(state, wanted):
+        return Action(apply=state.pulled)
+    # A pull would write over the weights for which rows are made to end.
+    draining = state.drain and state.running and state.pulled > state.version
+    if wanted not in (-1, state.version, state.pulled) and state.pulling < 0 and not draining:
         return Action(pull=wanted)
-    resume = sum(1 for _ in takewhile(lambda row: row.bound.allows(w.version), w.held))
-    take = w.slots - len(w.running) - resume if _may_take(w, resume) else 0
-    return Action(resume=resume, take=max(take, 0), wait=not w.running and not resume and take <= 0)
+    take = state.slots - len(state.running) if _may_take(state) else 0
+    return Action(take=max(take, 0), wait=not state.running and take <= 0)
 
 
-def _wanted(w: EngineState) -> int:
+def _wanted(state: EngineState) -> int:
     """The version to work with: what rows pin, else the newest."""
-    if any(row.bound.pinned for row in w.running.values()):
-        return w.version
-    if w.held and w.held[0].bound.pinned:
-        return w.held[0].bound.newest
-    return w.version if w.strict else w.announced
+    if any(row.bound.pinned for row in state.running.values()):
+        return state.version
+    if state.needs is not None and state.needs.pinned:
+        return state.needs.newest
+    return state.version if state.strict else state.announced
 
 
-def _may_apply(w: EngineState, wanted: int) -> bool:
+def _may_apply(state: EngineState, wanted: int) -> bool:
     """Whether to put in now what is pulled: what is wanted, or newer than the engine's where the newest is."""
-    fits = w.pulled == wanted or (wanted == w.announced and w.pulled > w.version)
-    return fits and not (w.drain and w.running) and all(row.bound.allows(w.pulled) for row in w.running.values())
+    fits = state.pulled == wanted or (wanted == state.announced and state.pulled > state.version)
+    waits = state.drain and state.running
+    return fits and not waits and all(row.bound.allows(state.pulled) for row in state.running.values())
 
 
-def _may_take(w: EngineState, resumed: int) -> bool:
-    """Not while rows wait for other weights, nor while those in the making are to end before newer ones."""
-    if resumed < len(w.held) or (w.drain and w.pulled > w.version) or (w.strict and (w.running or resumed)):
-        return False
-    return max(w.version, w.announced if w.strict else -1) >= 0
+def _may_take(state: EngineState) -> bool:
+    """Not while those in the making are to end before newer weights, nor where there is nothing that an idle engine may
+    sample. One with rows in the making asks again, for others may have taken what it may not sample."""
+    if state.strict:
+        return not state.running and state.needs is None and max(state.version, state.announced) >= 0
+    draining = state.drain and state.pulled > state.version
+    return state.version >= 0 and not draining and bool(state.running or state.needs is None)

@@ -19,11 +19,10 @@ from mindspeed_rl_plugin.engine.server_engine import ServerEngine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env, say
 from mindspeed_rl_plugin.generators.description import Description, job_of, welcome
-from mindspeed_rl_plugin.generators.engine_loop import EngineLoop
+from mindspeed_rl_plugin.generators.engine_loop import EngineLoop, Team
 from mindspeed_rl_plugin.generators.pulling import puller_of
 from mindspeed_rl_plugin.generators.scheduler import LEASE_SECONDS, Scheduler
 from mindspeed_rl_plugin.generators.server_weights import ServerWeights
-from mindspeed_rl_plugin.generators.team import Team
 from mindspeed_rl_plugin.invitation import read_secret
 from mindspeed_rl_plugin.layout.layout import EngineParallel
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
@@ -55,13 +54,14 @@ def serve(
         engine = with_episodes(VllmEngine(options), job, tokenizer, team)
         parallel = EngineParallel(options.tensor_parallel, options.expert_parallel)
         puller = puller_of(dock, job, parallel, engine.parameters(), team.rank, team.here)
-        lead = None
+        scheduler = None
         if team.leads:
-            lead = Scheduler(dock, job, options.max_running, engine.replicas, share, leaving or threading.Event())
+            leaving = leaving or threading.Event()
+            scheduler = Scheduler(dock, job, options.max_running, engine.replicas, share, leaving)
             if share is None:
                 say(f"the engine generates, up to {options.max_running} responses at once")
         with closing(puller):
-            EngineLoop(engine, puller, job, team, lead).run()
+            EngineLoop(engine, puller, job, team, scheduler).run()
         engine.shutdown()
 
 

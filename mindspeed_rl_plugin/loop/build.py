@@ -127,7 +127,7 @@ def table_of(inputs: Inputs) -> list[StageSpec]:
     graders, own = inputs.graders, [spec for spec, _ in inputs.own_stages]
     rewards = {"graders": len(graders.names), "by_group": graders.by_group} if graders else {"graders": 0}
     config = inputs.config
-    more = {"dump": config.monitor.dump_dir is not None, "own": own, "apart": config.schedule.apart}
+    more = {"dump": config.monitor.dump_dir is not None, "own": own}
     return stage_table(inputs.algorithm, **rewards, **more, episodes=inputs.episodes)
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
-from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.dock import Dock, VersionBound
 from mindspeed_rl_plugin.engine.protocol import Engine, generate
 from mindspeed_rl_plugin.engine.seeds import EPOCH, response_request
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reward import Grade, GradeItem, RewardPool, solved
 from mindspeed_rl_plugin.rows import FINISH, Completion, Prompt, SampleId, Sampling
-from mindspeed_rl_plugin.stages.prompts import meta_of, ordered, prompt_rows
+from mindspeed_rl_plugin.stages.prompts import meta_of, prompt_rows
 from mindspeed_rl_plugin.stages.references import PairScorer
 from mindspeed_rl_plugin.stages.reward import FailureLog, Reward, grade_item
 
@@ -131,9 +131,8 @@ class EvaluateApart:
     def begin(self, version: int) -> None:
         """Ask for an evaluation of a version. Every rank calls it."""
         self.epoch, self.version, members = self.epoch - 1, version, self.samples + 1
-        self.dock.open(self.epoch, len(self.prompts), members)
-        rows = ordered(prompt_rows(self.epoch, self.prompts), (version, version), members)
-        self.dock.put(rows if self.ranks.rank == 0 else None)
+        self.dock.open(self.epoch, len(self.prompts), members, VersionBound(version, version))
+        self.dock.put(prompt_rows(self.epoch, self.prompts) if self.ranks.rank == 0 else None)
 
     def finish(self) -> None:
         """Log it, when all its responses are graded, and clear them. Collective."""

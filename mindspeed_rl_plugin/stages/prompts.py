@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock, VersionBound
+from mindspeed_rl_plugin.dock.api import ANY_VERSION
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream
 from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId, pack_json
 from mindspeed_rl_plugin.stages.stage import StageSpec
@@ -24,11 +25,6 @@ SPEC = StageSpec(
 )
 
 
-# With engines apart: the oldest version that may sample the group; the newest, -1 where there is no such limit; groups
-# and members of its epoch.
-ORDER = ColumnSpec("order", torch.int64, "group", ragged=False, trailing=(4,))
-
-
 Order = Callable[[int, Sequence[Prompt]], Sequence[Prompt]]  # (epoch, its prompts) -> these in the order of groups
 
 
@@ -43,29 +39,22 @@ class Prompts:
         self,
         epoch: int,
         groups: int,
-        by: tuple[int, int] | None = None,
+        version_bound: VersionBound = ANY_VERSION,
         order: Order = lambda epoch, prompts: prompts,
         offered: Sequence[Prompt] = (),
     ) -> Rows:
         """The data's next groups enter the dock as an epoch of their own. Every rank gets what was put.
 
-        by: with engines apart, the oldest and the newest version that may sample them (-1: no newest); order: that of
-        the groups within the epoch; offered: prompts that come before the data's, at most `groups`."""
+        version_bound: versions of the weights that may sample them; order: that of the groups within the epoch;
+        offered: prompts that come before the data's, at most `groups`."""
         rows = self.compute(epoch, groups, order, offered)
-        if by is not None:
-            rows = ordered(rows, by, self.members)
-        self.dock.open(epoch, groups, self.members)
+        self.dock.open(epoch, groups, self.members, version_bound)
         self.dock.put(rows if self.leader else None)
         return rows
 
     def compute(self, epoch: int, groups: int, order: Order, offered: Sequence[Prompt]) -> Rows:
         """The next groups, `SPEC.writes` of each."""
         return prompt_rows(epoch, order(epoch, [*offered, *self.data.next(groups - len(offered))]))
-
-
-def ordered(rows: Rows, by: tuple[int, int], members: int) -> Rows:
-    """With the column `ORDER`."""
-    return rows.with_columns(order=torch.tensor([[*by, len(rows), members]] * len(rows)))
 
 
 def prompt_rows(epoch: int, prompts: Sequence[Prompt]) -> Rows:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mindspeed_rl_plugin.dock import VersionBound
 from mindspeed_rl_plugin.rows import FINISH, Rows
 from mindspeed_rl_plugin.stages.generate import SPEC
-from mindspeed_rl_plugin.stages.prompts import ORDER
 
-READS = ("prompt", ORDER.name)  # what is read beside the columns that come
+READS = ("prompt",)  # what is read beside the columns that come
 STATE = SPEC.name
 Text = Callable[[int], str]
 ENDS = torch.tensor([FINISH.index(name) for name in ("stop", "length", "turns")], dtype=torch.int8)  # of episodes
@@ -30,10 +30,10 @@ class ResponseValidator:
         self.vocab, self.max_response, self.episodes = vocab, max_response, episodes
         self.published: set[int] = set()
 
-    def check(self, rows: Rows) -> None:
+    def check(self, rows: Rows, bound: VersionBound) -> None:
         """Raise ValueError, with value, limit and fix, for rows that no engine of this job can have made: columns of
-        `generate`, and `READS`. It cannot tell whether log-probs are really those of the version that is named: the
-        metrics `logp_diff/mean` and `rollout/kl` show that."""
+        `generate`, and `READS`; bound: of their epoch. It cannot tell whether log-probs are really those of the version
+        that is named: the metrics `logp_diff/mean` and `rollout/kl` show that."""
         tokens, prompt = rows["tokens"], rows["prompt"]
         total, before = tokens.lengths, rows["prompt_length"] if self.episodes else prompt.lengths
         response = total - before
@@ -92,7 +92,7 @@ class ResponseValidator:
             (finish < 0) | ((finish > 1) if not self.episodes else ~torch.isin(finish, ENDS)),
             lambda i: f"finish is {finish[i]}; give 0 ({FINISH[0]}) or 1 ({FINISH[1]}), or release the row",
         )
-        self._check_segments(rows, wrong)
+        self._check_segments(rows, bound, wrong)
         if self.episodes:
             _check_rewards(rows, wrong)
             _check_counts(rows, wrong)
@@ -120,9 +120,9 @@ class ResponseValidator:
         edges.index_add_(0, starts + firsts, one).index_add_(0, starts + ends, -one)
         return edges.cumsum(0)[:-1].bool()
 
-    def _check_segments(self, rows: Rows, wrong: _Wrong) -> None:
+    def _check_segments(self, rows: Rows, bound: VersionBound, wrong: _Wrong) -> None:
         """Which weights sampled which part."""
-        segments, order = rows["segments"], rows[ORDER.name]
+        segments = rows["segments"]
         wrong(segments.lengths < 1, lambda i: "segments is empty; give one (first token, version) at least")
         of, at = _places(segments.lengths)
         firsts, versions = segments.values.T
@@ -146,13 +146,12 @@ class ResponseValidator:
                 f"(newest: {max(self.published, default='none')}); give that of the weights which sampled the response"
             ),
         )
-        oldest, newest = order[of, 0], order[of, 1]
         wrong.part(
             of,
-            (versions < oldest) | ((newest >= 0) & (versions > newest)),
+            torch.tensor([not bound.allows(version) for version in versions.tolist()], dtype=torch.bool),
             lambda s: (
-                f"version {versions[s]} may not sample this row, whose versions are {oldest[s]} to "
-                f"{newest[s] if newest[s] >= 0 else 'the newest'}; pull weights of one of these"
+                f"version {versions[s]} may not sample this row, whose versions are {bound.oldest} to "
+                f"{bound.newest if bound.pinned else 'the newest'}; pull weights of one of these"
             ),
         )
         least = torch.full_like(rows["version"], 2**62).scatter_reduce(0, of, versions, "amin")

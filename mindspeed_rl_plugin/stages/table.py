@@ -7,7 +7,6 @@ log-probs, and update. The dock's columns, worker states and consumers are deriv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.monitor.dump import FIELDS
@@ -28,23 +27,17 @@ def stage_table(
     by_group: bool = True,
     dump: bool = False,
     own: Sequence[StageSpec] = (),
-    apart: bool = False,
     episodes: generate.Episodes | None = None,
 ) -> list[StageSpec]:
     """The stages of an algorithm. graders: number of rewards; by_group: whether one is called with whole groups; dump:
-    whether rollouts are written to files; own: a user's stages, which come after reward and before select; apart:
-    whether other processes than the trainers generate; episodes: where responses are some. Raises ValueError for names
-    that others have."""
+    whether rollouts are written to files; own: a user's stages, which come after reward and before select; episodes:
+    where responses are some. Raises ValueError for names that others have."""
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.pair_spec()])
     added = tuple(name for spec in own for name in spec.written)
-    first, second = prompts.SPEC, generate.spec(episodes)
-    if apart:
-        first = replace(first, writes=(*first.writes, prompts.ORDER))
-        second = replace(second, reads=(*second.reads, prompts.ORDER.name))
     specs = [
-        first,
-        second,
+        prompts.SPEC,
+        generate.spec(episodes),
         reward.spec(graders, by_group, episodes is not None),
         *own,
         select.spec(algorithm, reads_valid="valid" in added),

@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.client import Client
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
-from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, from_tensordict, machine
+from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, VersionBound, from_tensordict, machine
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.gate import Opening, called
 from mindspeed_rl_plugin.engine.options import VllmOptions
@@ -32,7 +32,7 @@ from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
 from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.rows import Sampling
-from mindspeed_rl_plugin.stages.prompts import ordered, prompt_rows
+from mindspeed_rl_plugin.stages.prompts import prompt_rows
 from mindspeed_rl_plugin.stages.response_validator import READS, STATE, ResponseValidator
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 from mindspeed_rl_plugin.stages.table import stage_table
@@ -49,7 +49,7 @@ class Trainers:
     """Two ranks on one machine, or on two: what a job's ranks do in a loop, call by call."""
 
     def __init__(self, folder: Path, nodes: list[str], description: Description) -> None:
-        table = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1, by_group=False, apart=True)
+        table = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1, by_group=False)
         self.members = make_members(columns_of(table), states_of(table), nodes, limits=replace(SMALL, max_tokens=99))
         self.docks = [m.dock(deadline=20) for m in self.members]
         self.validator = ResponseValidator(SHAPE.vocab, LONGEST)
@@ -75,8 +75,8 @@ class Trainers:
             SimpleNamespace(tokens=[5] * (g + 1), text="", answer="", row=g, record={}, messages=None) for g in (0, 1)
         ]
         for dock in self.docks:
-            dock.open(epoch, GROUPS, MEMBERS)
-        self.docks[0].put(ordered(prompt_rows(epoch, prompts), (oldest, newest), MEMBERS))
+            dock.open(epoch, GROUPS, MEMBERS, VersionBound(oldest, newest))
+        self.docks[0].put(prompt_rows(epoch, prompts))
 
     def close(self) -> None:
         for member in self.members:

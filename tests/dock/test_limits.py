@@ -12,7 +12,7 @@ from dock_help import Maker, ids
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Limits, Ragged, Rows, SampleId, StateSpec
 from mindspeed_rl_plugin.dock.calls import KEPT, Epochs
-from mindspeed_rl_plugin.dock.messages import Grant
+from mindspeed_rl_plugin.dock.messages import Grant, Shape
 
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),
@@ -140,9 +140,8 @@ def grant(*epochs: int) -> Grant:
     """The first row of each epoch, of 4 groups x 2 members, all in warehouse 1."""
     ids = np.array([(epoch, 0, 0) for epoch in epochs], np.int64)
     empty = Grant.empty(1)
-    return Grant(
-        1, ids, np.full(len(ids), 1, np.int32), empty.segment, empty.offset, empty.length, [(e, 4, 2) for e in epochs]
-    )
+    places, shapes = (empty.segment, empty.offset, empty.length), [(epoch, Shape(4, 2)) for epoch in epochs]
+    return Grant(1, ids, np.full(len(ids), 1, np.int32), *places, shapes)
 
 
 def test_epochs_that_are_learned_do_not_grow_without_bound() -> None:

@@ -14,11 +14,11 @@ from dock_help import COLUMNS, STATES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.dock import codec, rpc
+from mindspeed_rl_plugin.dock import VersionBound, codec, rpc
 from mindspeed_rl_plugin.dock import messages as m
 
 SAMPLES = [
-    m.Ask("generate", [(0, 2, 1)], {0: 5}, np.arange(6).reshape(2, 3), 1.5, max_rows=3),
+    m.Ask("generate", [(0, m.Shape(2, 1, VersionBound(3, 4)))], {0: 5}, np.arange(6).reshape(2, 3), 1.5, max_rows=3),
     m.Ask("generate", [], {}, None, 0.0),
     m.Put(3, m.Shape(2, 2), [m.Part(("a", "b"), np.arange(2, dtype=np.int32), np.ones((2, 2), np.int32))], True, 9.0),
     m.Record(1, 7, 3, m.Shape(2, 2), cleared=np.empty(0, np.int32)),

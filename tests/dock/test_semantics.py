@@ -13,7 +13,18 @@ import pytest
 import torch
 from dock_help import COLUMNS, SMALL, STATES, ids, prompts, ragged, sid, threads, together, tokens
 
-from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, StateSpec, cells, core, joining, machine, messages
+from mindspeed_rl_plugin.dock import (
+    Dock,
+    Ragged,
+    Rows,
+    StateSpec,
+    VersionBound,
+    cells,
+    core,
+    joining,
+    machine,
+    messages,
+)
 from mindspeed_rl_plugin.dock.controller import Controller
 
 
@@ -54,20 +65,32 @@ def test_ids_come_in_the_order_asked_and_across_epochs(make) -> None:
     assert not dock.lease("generate", ids=[], deadline=5)
 
 
-def test_a_consumer_takes_one_epoch_or_its_share(make) -> None:
+def test_a_share_of_an_epoch_is_given_whole(make) -> None:
     dock = make()
     for epoch in (0, 1):
         dock.open(epoch, 3, 2)
-        dock.put(prompts(3, epoch=epoch))
-    lease = dock.lease("generate", epoch=1, max_rows=2, deadline=5)
-    assert [i.epoch for i in lease.rows.ids] == [1, 1]
-    second = dock.lease("generate", share=(1, 2), deadline=5)
-    assert set(second.rows.ids) == {*ids(3, 2)[3:], *(i for i in ids(3, 2, 1)[3:] if i not in lease.rows.ids)}
-    assert set(dock.lease("generate", deadline=5).rows.ids) | set(second.rows.ids) | set(lease.rows.ids) == {
-        *ids(3, 2),
-        *ids(3, 2, 1),
-    }
-    assert not dock.lease("generate", epoch=1, deadline=0)
+    dock.put(prompts(3).take([0, 1]))
+    assert dock.lease("generate", share=(0, 2), deadline=0).rows.ids == (*ids(3, 2)[:3],)
+    assert not dock.lease("generate", share=(1, 2), deadline=0), "its last group is not there"
+    dock.put(prompts(3).take([2]))
+    dock.put(prompts(3, epoch=1))
+    for epoch in (0, 1):
+        assert dock.lease("generate", share=(1, 2), deadline=5).rows.ids == (*ids(3, 2, epoch)[3:],)
+    assert not dock.lease("generate", share=(1, 2), deadline=0)
+
+
+def test_rows_are_given_to_who_has_a_version_that_may_sample_them(make) -> None:
+    """In their order, up to the first that this version may not sample; which is said where nothing comes before."""
+    dock = make()
+    bounds = {-1: VersionBound(4, 4), 0: VersionBound(2), 1: VersionBound(3)}
+    for epoch, bound in bounds.items():
+        dock.open(epoch, 1, 2, bound)
+        dock.put(prompts(1, epoch=epoch))
+    steps = [(2, None, bounds[-1]), (4, -1, None), (2, 0, None), (2, None, bounds[1]), (9, 1, None), (9, None, None)]
+    for version, epoch, needs in steps:
+        lease = dock.lease("generate", version=version, deadline=0)
+        assert lease.rows.ids == (() if epoch is None else (*ids(1, 2, epoch),)) and lease.needs == needs
+    assert [dock.version_bound(epoch) for epoch in bounds] == [*bounds.values()]
 
 
 def test_released_rows_come_again_and_their_old_lease_is_void(make) -> None:
@@ -208,7 +231,7 @@ def test_who_is_gone_when_it_is_woken_wakes_the_next(make_one, monkeypatch) -> N
     dock = make_one()
     monkeypatch.setattr(core, "LOOK_SECONDS", 20.0)
     dock.open(0, 1, 1)
-    ask = messages.Ask("generate", [(0, 1, 1)], {}, None, 20.0, max_rows=1)
+    ask = messages.Ask("generate", [(0, messages.Shape(1, 1))], {}, None, 20.0, max_rows=1)
     with ThreadPoolExecutor(2) as pool:
         gone = pool.submit(dock._calls.core.call, "gone", ask, None, lambda: True)
         time.sleep(0.1)

@@ -1,7 +1,7 @@
 """What an engine does next: a table of situations, and whole runs by a virtual clock with slow pulls."""
 
+import itertools
 import random
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_rl_plugin.generators.engine_state import Action, Bound, EngineState, choose
+from mindspeed_rl_plugin.dock import VersionBound as Bound
+from mindspeed_rl_plugin.generators.engine_state import Action, EngineState, choose
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages.generate import completion_rows
 from mindspeed_rl_plugin.stages.response_validator import ResponseValidator
@@ -17,10 +18,9 @@ from mindspeed_rl_plugin.stages.response_validator import ResponseValidator
 FREE = Bound(1)
 
 
-def having(running=(), held=(), **more) -> EngineState:
-    """An engine with rows of these bounds."""
-    made, waiting = ([SimpleNamespace(bound=bound) for bound in bounds] for bounds in (running, held))
-    return EngineState(running=dict(enumerate(made)), held=deque(waiting), **more)
+def having(running=(), **more) -> EngineState:
+    """An engine with rows of these bounds in the making."""
+    return EngineState(running={k: SimpleNamespace(bound=bound) for k, bound in enumerate(running)}, **more)
 
 
 begun = partial(having, version=1, announced=1, slots=4)
@@ -41,20 +41,22 @@ TABLE = {
     ),
     "drain: all have ended": (begun(announced=2, pulled=2, drain=True), Action(apply=2)),
     "an evaluation pins its weights": (begun(running=[Bound(1, 1)], announced=2, pulled=2), Action(take=3)),
-    "held rows wait, and none is taken": (begun(running=[FREE], held=[Bound(2)], announced=2, pulling=2), Action()),
-    "nothing but held rows": (begun(held=[Bound(2)], announced=2, pulling=2), Action(wait=True)),
-    "held rows go on in their order": (
-        begun(version=2, announced=2, held=[Bound(2), Bound(2, 2), Bound(3)]),
-        Action(resume=2),
+    "with rows in the making it asks again for what it may not sample": (
+        begun(running=[FREE], needs=Bound(2), announced=2, pulling=2),
+        Action(take=3),
     ),
-    "an evaluation of older weights": (begun(version=2, announced=2, held=[Bound(1, 1)]), Action(pull=1)),
+    "without any it waits for weights": (begun(needs=Bound(2), announced=2, pulling=2), Action(wait=True)),
+    "for news of them, too: a job admits, then announces": (begun(needs=Bound(2)), Action(wait=True)),
+    "the dock is asked anew when they are in": (begun(version=2, announced=2), Action(take=4)),
+    "an evaluation of older weights": (begun(version=2, announced=2, needs=Bound(1, 1)), Action(pull=1)),
     "it does not bring them under rows that they may not sample": (
-        begun(version=2, announced=2, running=[Bound(2)], held=[Bound(1, 1)], pulled=1),
-        Action(),
+        begun(version=2, announced=2, running=[Bound(2)], needs=Bound(1, 1), pulled=1),
+        Action(take=3),
     ),
+    "others have taken the evaluation": (begun(version=2, announced=2, pulled=1), Action(take=4)),
     "older weights than wanted, newer than its own": (begun(announced=3, pulled=2), Action(apply=2)),
     "strict: no weights before rows want them": (having(announced=0, strict=True, slots=4), Action(take=4)),
-    "strict: rows want them": (having(announced=0, strict=True, held=[Bound(0, 0)]), Action(pull=0)),
+    "strict: rows want them": (having(announced=0, strict=True, needs=Bound(0, 0)), Action(pull=0)),
     "strict: newer ones are not wanted": (begun(announced=2, strict=True), Action(take=4)),
     "strict: one rollout after the other": (begun(strict=True, running=[Bound(1, 1)]), Action()),
 }
@@ -62,8 +64,8 @@ TABLE = {
 
 @pytest.mark.parametrize("case", TABLE)
 def test_the_next_thing_to_do(case):
-    work, expected = TABLE[case]
-    assert choose(work) == expected
+    state, expected = TABLE[case]
+    assert choose(state) == expected
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -73,47 +75,53 @@ def test_every_row_is_sampled_by_weights_that_may_sample_it(seed):
     dice = random.Random(seed)
     drain, slots = dice.random() < 0.4, dice.randint(1, 5)
     dock: list[Bound] = []
-    work = EngineState(slots, drain)
-    arrives, newest, done, admitted = -1, -1, [], 0
+    state = EngineState(slots, drain)
+    arrives, done, admitted = -1, [], 0
     for step in range(4000):
-        if newest < 12 and step % dice.randint(5, 40) == 0 and len(dock) + len(work.held) < 20:
-            newest += 1
+        if state.announced < 12 and step % dice.randint(5, 40) == 0 and len(dock) < 20:
+            state.announced = newest = state.announced + 1
             bounds = [Bound(newest)] * dice.randint(0, 6) + [Bound(newest, newest)] * dice.choice((0, 0, 3))
             dock = [b for b in bounds if b.pinned] + dock + [b for b in bounds if not b.pinned]
             admitted += len(bounds)
-        if work.pulling >= 0 and step >= arrives:
-            work.pull_ended(work.pulling)
-        choice = work.choose(newest)
-        assert len(work.running) + choice.resume + choice.take <= slots
-        if choice.apply >= 0:
-            assert not (drain and work.running)
-            work.applied(choice.apply)
-            for row in work.running.values():
-                row.parts.append((row.steps - row.left, work.version))
-        elif choice.pull >= 0:
-            assert work.pulling < 0
-            work.pull(choice.pull)
+        if state.pulling >= 0 and step >= arrives:
+            state.pull_ended(state.pulling)
+        action = choose(state)
+        assert len(state.running) + action.take <= slots
+        if action.apply >= 0:
+            assert not (drain and state.running)
+            state.applied(action.apply)
+            for row in state.running.values():
+                row.parts.append((row.steps - row.left, state.version))
+        elif action.pull >= 0:
+            assert state.pulling < 0
+            state.pull_begins(action.pull)
             arrives = step + dice.randint(1, 60)
-        else:
-            rows, taken, dock = work.resumed(choice.resume), dock[: choice.take], dock[choice.take :]
-            for row in rows + work.fitting(SimpleNamespace(bound=bound) for bound in taken):
-                row.steps = row.left = dice.randint(1, 30)
-                row.parts = [(0, work.version)]
-                work.running[id(row)] = row
-        for row in work.running.values():
+        elif action.take:
+            taken = [*itertools.takewhile(lambda bound: bound.allows(state.version), dock[: action.take])]
+            state.needs = dock[0] if dock and not taken else None
+            dock = dock[len(taken) :]
+            for bound in taken:
+                row = SimpleNamespace(bound=bound, steps=(steps := dice.randint(1, 30)), left=steps)
+                row.parts = [(0, state.version)]
+                state.running[id(row)] = row
+        elif action.wait:
+            state.needs = None
+        for row in state.running.values():
             row.left -= 1
-        done += [row for row in work.running.values() if row.left <= 0]
-        work.running = {key: row for key, row in work.running.items() if row.left > 0}
-        if newest == 12 and len(done) == admitted:
+        done += [row for row in state.running.values() if row.left <= 0]
+        state.running = {key: row for key, row in state.running.items() if row.left > 0}
+        if state.announced == 12 and len(done) == admitted:
             break
     assert len(done) == admitted > 0
     assert all(row.bound.allows(version) for row in done for _, version in row.parts)
     assert all(len(row.parts) == 1 for row in done if row.bound.pinned or drain)
     job = ResponseValidator(vocab=8, max_response=30)
     job.published = set(range(newest + 1))
-    job.check(incoming(done))
+    of_bound = {bound: [row for row in done if row.bound == bound] for bound in {row.bound for row in done}}
+    for bound, rows in of_bound.items():
+        job.check(incoming(rows), bound)
     with pytest.raises(ValueError, match="may not sample this row"):
-        job.check(incoming([*done[1:], SimpleNamespace(bound=Bound(newest), parts=[(0, newest - 1)], steps=1)]))
+        job.check(incoming([SimpleNamespace(parts=[(0, newest - 1)], steps=1)]), Bound(newest))
 
 
 def incoming(done: Sequence[SimpleNamespace]) -> Rows:
@@ -124,5 +132,4 @@ def incoming(done: Sequence[SimpleNamespace]) -> Rows:
         for request, row in zip(requests, done, strict=True)
     ]
     prompts = Ragged.from_rows([torch.tensor(request.prompt_tokens) for request in requests], torch.int32)
-    order = torch.tensor([[*row.bound, len(done), 1] for row in done])
-    return completion_rows(requests, completions).with_columns(prompt=prompts, order=order)
+    return completion_rows(requests, completions).with_columns(prompt=prompts)

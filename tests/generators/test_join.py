@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.generators import join, launcher_ranks, serving, team
+from mindspeed_rl_plugin.generators import engine_loop, join, launcher_ranks, serving
 from mindspeed_rl_plugin.invitation import SECRET_BYTES, read_secret, write_secret
 
 SECRET = "ab" * SECRET_BYTES
@@ -87,10 +87,10 @@ def test_a_bridge_to_a_server_touches_no_device(monkeypatch) -> None:
 
 def test_ranks_of_an_engine_wait_as_long_as_the_job(monkeypatch) -> None:
     groups = []
-    monkeypatch.setattr(team.dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(team.dist, "new_group", lambda **given: groups.append(given))
-    monkeypatch.setattr(team.GroupPeers, "__init__", lambda self, group: None)
-    team.Team(7200.0)
+    monkeypatch.setattr(engine_loop.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(engine_loop.dist, "new_group", lambda **given: groups.append(given))
+    monkeypatch.setattr(engine_loop.GroupPeers, "__init__", lambda self, group: None)
+    engine_loop.Team(7200.0)
     assert groups == [{"backend": "gloo", "timeout": timedelta(hours=2)}]
 
 

@@ -1,7 +1,6 @@
 """A long asynchronous job holds no more memory after many rollouts than after a few: the real loop, schedule, plan,
 admission, dock and monitor; engine, graders and training are fakes that take no time."""
 
-import dataclasses
 import gc
 import itertools
 import sys
@@ -35,11 +34,7 @@ from mindspeed_rl_plugin.stages.response_validator import READS, ResponseValidat
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 
 GROUPS, MEMBERS, STEPS, STALENESS = 4, 2, 2, 2  # prompts of a rollout, responses of one, optimizer steps of a rollout
-TABLE = [
-    dataclasses.replace(prompts.SPEC, writes=(*prompts.SPEC.writes, prompts.ORDER)),
-    generate.SPEC,
-    reward.spec(1, by_group=False),
-]
+TABLE = [prompts.SPEC, generate.SPEC, reward.spec(1, by_group=False)]
 
 
 class Ranks:
@@ -116,13 +111,17 @@ class Made:
         while len(lease := self.dock.lease("generate", max_rows=6, deadline=0)):
             beside = self.dock.read(lease.rows.ids, READS)
             requests, answers = [], []
-            for i, oldest in zip(lease.rows.ids, beside["order"][:, 0].tolist(), strict=True):
+            for i in lease.rows.ids:
                 self.sampled += 1
+                oldest = self.dock.version_bound(i.epoch).oldest
                 length, turn = self.sampled * 7 % 5 + 1, max(oldest, min(self.validator.published))
                 requests.append(GenerateRequest(i, tuple(beside["prompt"].row(len(requests)).tolist()), Sampling(8), 0))
                 answers.append(Completion(i, (11,) * length, (-1.0,) * length, "stop", ((0, turn),)))
             rows = generate.completion_rows(requests, answers)
-            self.validator.check(rows.with_columns(**beside.columns))
+            for number in {i.epoch for i in rows.ids}:
+                mine = [k for k, i in enumerate(rows.ids) if i.epoch == number]
+                of_epoch = rows.with_columns(**beside.columns).take(mine)
+                self.validator.check(of_epoch, self.dock.version_bound(number))
             self.dock.commit(lease, rows)
         while len(lease := self.dock.lease("reward", max_rows=8, deadline=0)):
             grades = [Grade(g := float(i.member and (i.epoch + i.group) % 3), (g,)) for i in lease.rows.ids]

@@ -189,7 +189,7 @@ def test_an_evaluation_is_of_one_version():
     apart = evaluate.EvaluateApart(dock, None, [Prompt((1,), "p", "a", i) for i in range(3)], Ranks(), None, samples=2)
     for version in (4, 6):
         apart.begin(version)
-        assert asked[-1]["order"].tolist() == [[version, version, 3, 3]] * 3 and epochs[-1][1:] == (3, 3)
+        assert len(asked[-1]) == 3 and epochs[-1][1:] == (3, 3, (version, version))
     assert [epoch for epoch, *_ in epochs] == [-1, -2]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from mindspeed_rl_plugin.dock import VersionBound
 from mindspeed_rl_plugin.environment import flush_output, last_words
 from mindspeed_rl_plugin.generators.external_engines import ExternalEngines
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
@@ -198,9 +199,9 @@ class AsyncSchedule(RolloutSchedule):
             epoch = plan.open_next(groups)
             newest, offered = self._versions[-1], self.job.ranks.broadcast(self.offers.take(groups))
             if self.strict:
-                self.job.prompts.run(epoch, groups, by=(newest, newest), offered=offered)
+                self.job.prompts.run(epoch, groups, VersionBound(newest, newest), offered=offered)
             else:
-                self.job.prompts.run(epoch, groups, by=(newest, -1), order=self._longest.order, offered=offered)
+                self.job.prompts.run(epoch, groups, VersionBound(newest), self._longest.order, offered)
             plan.queue.append((epoch, groups))
 
     def _drop(self, groups: Sequence[Group]) -> None:

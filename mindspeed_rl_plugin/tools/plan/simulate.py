@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
+from mindspeed_rl_plugin.dock import VersionBound
 from mindspeed_rl_plugin.forward import TokenBudget
-from mindspeed_rl_plugin.generators.engine_state import Bound, EngineState
+from mindspeed_rl_plugin.generators.engine_state import EngineState, choose
 from mindspeed_rl_plugin.loop.placement import Placement, deal
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, of_epoch
 from mindspeed_rl_plugin.loop.run_setup import Setup
@@ -212,7 +213,7 @@ class Row(NamedTuple):
     it."""
 
     id: SampleId
-    bound: Bound
+    bound: VersionBound
     tokens: int
     version: int = -1
 
@@ -227,7 +228,7 @@ class Engine(Actor):
         super().__init__(job.clock, self._turns_of_work())
         self.job, self.number, setup = job, number, job.setup
         self.decoder = Decoder(job.costs, setup.slots)
-        self.work = EngineState(setup.slots, setup.inflight == "drain", setup.order == "strict")
+        self.state = EngineState(setup.slots, setup.inflight == "drain", setup.order == "strict")
         self.idle: Counter[str] = Counter()
         self._cause, self._since = "", 0.0  # of what it waits for
         self._looked = 0.0  # when it looked for news last
@@ -236,7 +237,7 @@ class Engine(Actor):
         """There is news: at once for an engine without work, else when its steps so far make a poll."""
         if self.asleep:
             self.at(self.clock.now)
-        elif self.work.running:
+        elif self.state.running:
             polls = math.ceil((self.clock.now - self._looked) / POLL_SECONDS)
             look = self.decoder.boundary(self._looked + polls * POLL_SECONDS)
             self.at(min(look, self.decoder.next_end))
@@ -247,41 +248,38 @@ class Engine(Actor):
 
     def _turns_of_work(self) -> Iterator[float | None]:
         """Hand over what has ended, and do what is to be done next."""
-        job, work, decoder = self.job, self.work, self.decoder
+        job, state, decoder = self.job, self.state, self.decoder
         while True:
             for row in decoder.advance(self.clock.now):
-                job.done(row, work.running.pop(row).version)
+                job.done(row, state.running.pop(row).version)
             self._looked = self.clock.now
-            choice = work.choose(job.announced)
-            while choice.pull >= 0:
-                work.pull(choice.pull)
-                self.clock.at(self.clock.now + job.costs.pull, self._pull_ended, choice.pull)
-                choice = work.choose(job.announced)
-            if choice.apply >= 0:
+            state.announced, action = job.announced, choose(state)
+            if action.pull >= 0:
+                state.pull_begins(action.pull)
+                self.clock.at(self.clock.now + job.costs.pull, self._pull_ended, action.pull)
+                continue
+            if action.apply >= 0:
                 decoder.pause(job.costs.apply)
-                work.applied(choice.apply)
+                state.applied(action.apply)
                 yield decoder.at
                 continue
-            if not choice.wait:
-                taken = job.take(self.number, choice.take) if choice.take else ()
-                rows = work.resumed(choice.resume) + work.fitting(taken)
-                work.running |= {row.id: row._replace(version=work.version) for row in rows}
+            if action.take:
+                rows, state.needs = job.take(self.number, action.take, state.version)
+                state.running |= {row.id: row._replace(version=state.version) for row in rows}
                 decoder.add((row.id, row.tokens) for row in rows)
-            if work.running:
+            if state.running:
                 yield decoder.next_end
-            elif work.held and not choice.wait:
-                yield self.clock.now  # for the weights that these want
-            else:
-                yield from self._wait("version" if choice.wait else "back-pressure")
+            elif action.wait or state.needs is None:
+                yield from self._wait("version" if action.wait else "back-pressure")
 
     def _wait(self, cause: str) -> Iterator[None]:
         self._cause, self._since = cause, self.clock.now
         yield None
         self.idle[cause] += self.clock.now - self._since
-        self._cause = ""
+        self._cause, self.state.needs = "", None
 
     def _pull_ended(self, version: int) -> None:
-        self.work.pull_ended(version)
+        self.state.pull_ended(version)
         self.wake()
 
 
@@ -345,7 +343,7 @@ class _Apart(_Job):
             epoch = self.plan.open_next(groups)
             prompts = self._prompts(groups)
             prompts = prompts if self._strict else self.longest.order(epoch, prompts)
-            bound = Bound(self.announced, self.announced if self._strict else -1)
+            bound = VersionBound(self.announced, self.announced if self._strict else -1)
             rows = [Row(i, bound, self.lengths[i]) for i in self._sample(epoch, prompts)]
             self._ungraded[epoch] = len(rows)
             if self._strict:
@@ -379,11 +377,17 @@ class _Apart(_Job):
 
     # the dock
 
-    def take(self, engine: int, most: int) -> list[Row]:
-        """So many of the rows that are ready; under a strict order this engine's part of the next epoch, whole."""
+    def take(self, engine: int, most: int, version: int) -> tuple[list[Row], VersionBound | None]:
+        """So many of the rows that are ready and that the version may sample; under a strict order this engine's part
+        of the next epoch, whole. Or the bound of the first, where it may not be sampled."""
+        parts = self._shares[engine] if self._strict else self._ready
+        bound = (parts[0][0] if self._strict else parts[0]).bound if parts else None
+        if bound is not None and not bound.allows(version):
+            return [], bound
         if self._strict:
-            return self._shares[engine].popleft() if self._shares[engine] else []
-        return [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
+            return (parts.popleft() if parts else []), None
+        ready = itertools.takewhile(lambda row: row.bound.allows(version), itertools.islice(parts, most))
+        return [parts.popleft() for _ in list(ready)], None
 
     def done(self, row: SampleId, version: int) -> None:
         """A response has ended; weights of that version began it."""
