@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, VersionBound
+from mindspeed_rl_plugin.dock.api import ANY_VERSION, ColumnSpec, Declared, VersionBound
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import Writer, gather, locate
 from mindspeed_rl_plugin.dock.messages import Remaining
@@ -66,7 +66,9 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
         column = gather(calls, declared.columns, None, [name], owner[slots * step], cells)[name]
         packed = {"values": column.values, "offsets": column.offsets} if spec.ragged else {"values": column}
         columns[name] = {"slots": torch.from_numpy(slots), **packed}
-    sizes = {"number": number, "groups": groups, "members": members, "version_bound": list(bound)}
+    sizes = {"number": number, "groups": groups, "members": members}
+    if bound != ANY_VERSION:
+        sizes["version_bound"] = list(bound)
     return {**sizes, "alive": torch.from_numpy(alive), "columns": columns, "status": status}
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from dock_help import COLUMNS, STATES, ids, plain, sid, tokens
+from dock_help import COLUMNS, STATES, ids, plain, prompts, sid, tokens
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Rows, snapshot
+from mindspeed_rl_plugin.dock import ColumnSpec, Rows, VersionBound, snapshot
 
 
 def test_snapshot_and_restore(make) -> None:
@@ -78,6 +78,25 @@ def test_a_snapshot_of_another_algorithm_is_refused_and_new_columns_are_not(make
     dock.clear(0)
     make_one(changed).restore(dock.snapshot())  # without rows any declaration will do
     make_one([*COLUMNS, ColumnSpec("new", torch.int8, "sample", ragged=False)]).restore(dock.snapshot())
+
+
+def test_versions_that_may_sample_an_epoch_are_restored(make_one) -> None:
+    """From a column of the groups, too, in which docks before this one had them."""
+    dock = make_one()
+    dock.open(0, 2, 1, VersionBound(3, 5))
+    dock.put(prompts(2))
+    saved = dock.snapshot()
+    epoch = dict(saved["epochs"][0])
+    del epoch["version_bound"]
+    values = torch.tensor([[3, 5, 2, 1], [3, 5, 2, 1]])
+    epoch["columns"] = {**epoch["columns"], "order": {"slots": torch.arange(2), "values": values}}
+    former = {**saved, "columns": {**saved["columns"], "order": "group dense int64 [4]"}, "epochs": [epoch]}
+    for state in (saved, former):
+        other = make_one()
+        other.restore(state)
+        assert other.version_bound(0) == (3, 5)
+        assert other.lease("generate", version=6, deadline=0).needs == (3, 5)
+        assert len(other.lease("generate", version=4, deadline=0)) == 2
 
 
 def test_a_snapshot_of_the_docks_before_this_one_is_restored(make) -> None:

@@ -253,7 +253,8 @@ class Engine(Actor):
             for row in decoder.advance(self.clock.now):
                 job.done(row, state.running.pop(row).version)
             self._looked = self.clock.now
-            state.announced, action = job.announced, choose(state)
+            state.announced = job.announced
+            action = choose(state)
             if action.pull >= 0:
                 state.pull_begins(action.pull)
                 self.clock.at(self.clock.now + job.costs.pull, self._pull_ended, action.pull)
