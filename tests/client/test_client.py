@@ -285,10 +285,12 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
     empty = m.Put(7, m.Shape(1, 1), [], False, 5.0, state=STATE, rows=np.empty(0, np.int32))
     with pytest.raises(ValueError, match="put: epoch 7 is not open"):  # which no such message opens
         outside._calls.ask_warehouse(0, empty)
+    shape = m.Shape(GROUPS, MEMBERS, VersionBound(0))
+    with pytest.raises(ValueError, match="epoch 0 of .*oldest=-1.*, it has .*oldest=0"):  # versions that it chose
+        outside._calls.ask_warehouse(0, msgspec.structs.replace(empty, epoch=0, shape=m.Shape(GROUPS, MEMBERS)))
     with pytest.raises(ValueError, match="put: rows 900 to 900 are not all of epoch 0"):
-        outside._calls.ask_warehouse(
-            0, msgspec.structs.replace(empty, epoch=0, shape=m.Shape(GROUPS, MEMBERS), rows=np.array([900], np.int32))
-        )
+        put = msgspec.structs.replace(empty, epoch=0, shape=shape, rows=np.array([900], np.int32))
+        outside._calls.ask_warehouse(0, put)
     outside.commit(lease, Rows(lease.rows.ids, good))
     got = trainers.docks[0].read([SampleId(0, 0, 0)], ["tokens", "logp_rollout"])
     assert got["tokens"].values.tolist() == [5, 7] and got["logp_rollout"].values.tolist() == [0.0, -1.0]
