@@ -13,6 +13,7 @@ from mindspeed_rl_plugin.algorithms.estimators import gae, reinforce_plus_plus
 from mindspeed_rl_plugin.checks.episode_checks import notes, problems
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
+from mindspeed_rl_plugin.dock import VersionBound
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import (
@@ -151,7 +152,7 @@ def test_gae_carries_values_over_what_is_only_seen() -> None:
 def outside(rows: Rows) -> Rows:
     """As they come to the gate."""
     prompt = Ragged.from_rows([torch.tensor([1, 2], dtype=torch.int32)] * len(rows))
-    return rows.with_columns(prompt=prompt, order=torch.tensor([[0, -1, 1, 2]] * len(rows)))
+    return rows.with_columns(prompt=prompt)
 
 
 def changed(rows: Rows, name: str, value) -> Rows:
@@ -191,8 +192,8 @@ def gate() -> ResponseValidator:
 
 
 def test_the_gate_takes_episodes_that_are_right(gate: ResponseValidator) -> None:
-    gate.check(outside(episode_rows(TWO, ONE)))
-    gate.check(changed(outside(episode_rows(TWO)), "finish", 3))
+    gate.check(outside(episode_rows(TWO, ONE)), VersionBound(0))
+    gate.check(changed(outside(episode_rows(TWO)), "finish", 3), VersionBound(0))
 
 
 @pytest.mark.parametrize("data", [(1,), (1, 9), (1, 9, 3)])
@@ -200,19 +201,19 @@ def test_the_gate_takes_a_prompt_that_an_environment_changed(gate: ResponseValid
     """Longer than the data's, or as long: what it says may merge with the last token of the prompt."""
     rows = outside(episode_rows(TWO, data=data))
     assert rows["environment_began"].tolist() == [1]
-    gate.check(rows.with_columns(prompt=Ragged.from_rows([torch.tensor(data, dtype=torch.int32)])))
+    gate.check(rows.with_columns(prompt=Ragged.from_rows([torch.tensor(data, dtype=torch.int32)])), VersionBound(0))
 
 
 def test_rewards_of_one_row_never_come_to_another(gate: ResponseValidator) -> None:
     rewards = Ragged.from_rows([torch.tensor([1.0]), torch.tensor([0.5, 7.0])])
     with pytest.raises(ValueError, match=r"row \(0, 0, 0\): turn_reward has 1 entries for 2 turns"):
-        gate.check(outside(episode_rows(TWO, ONE)).with_columns(turn_reward=rewards))
+        gate.check(outside(episode_rows(TWO, ONE)).with_columns(turn_reward=rewards), VersionBound(0))
 
 
 @pytest.mark.parametrize(("name", "value", "message"), WRONG, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(WRONG)])
 def test_the_gate_refuses_episodes_that_are_none(gate: ResponseValidator, name: str, value, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        gate.check(changed(outside(episode_rows(TWO)), name, value))
+        gate.check(changed(outside(episode_rows(TWO)), name, value), VersionBound(0))
 
 
 def test_metrics_and_tools_that_never_work(capsys) -> None:
