@@ -21,22 +21,18 @@ JOB, WEIGHTS = "job", "weights"  # what the dock's directory has of the job
 
 @dataclass(frozen=True)
 class Description:
-    """engine: options of an engine as the job's flags say; sampling: of a rollout's responses; seed: base of their
-    seeds; inflight: what new weights do to responses in the making; strict: whether each rollout is sampled by one
-    version, in equal parts; deadline: seconds of any wait; vocabulary: `vocabulary_digest` of the tokenizer, "" where
-    engines need none; run: directory of the run; episodes: None where responses are of one turn; version: of the
-    package."""
+    """What an engine must know of the job."""
 
-    engine: VllmOptions
-    sampling: Sampling
-    seed: int
-    inflight: str
-    strict: bool
-    deadline: float
-    vocabulary: str = ""
-    run: str = ""
-    episodes: EpisodeSetup | None = None
-    version: str = mindspeed_rl_plugin.__version__
+    engine: VllmOptions  # options of an engine as the job's flags say
+    sampling: Sampling  # of a rollout's responses
+    seed: int  # base of their seeds
+    inflight: str  # what new weights do to responses in the making: keep, recompute or drain
+    strict: bool  # whether each rollout is sampled by one version, in equal parts
+    deadline: float  # seconds of any wait
+    vocabulary: str = ""  # `vocabulary_digest` of the tokenizer, "" where engines need none
+    run: str = ""  # directory of the run
+    episodes: EpisodeSetup | None = None  # None where responses are of one turn
+    version: str = mindspeed_rl_plugin.__version__  # of the package
 
     def check_tokenizer(self, path: str | None) -> None:
         """Raise ValueError where a tokenizer that engines need is not the job's. path: its directory here."""

@@ -40,14 +40,13 @@ _own_store: dist.Store | None = None  # of this start, while its first rank live
 
 @dataclass(frozen=True)
 class Split:
-    """Trainers are the first ranks, generators the last. world: ranks of the launcher; local: of one machine;
-    generators: how many generate; engine: ranks of one engine; deadline: seconds to wait for the trainers."""
+    """Trainers are the first ranks, generators the last."""
 
-    world: int
-    local: int
-    generators: int
-    engine: int
-    deadline: float
+    world: int  # ranks of the launcher
+    local: int  # ranks of one machine
+    generators: int  # how many ranks generate
+    engine: int  # ranks of one engine
+    deadline: float  # seconds to wait for the trainers
 
     @property
     def trainers(self) -> int:
