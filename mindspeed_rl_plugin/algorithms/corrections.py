@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 LOG_WEIGHT_LIMIT = 20.0
-LEVELS = ("token", "sequence", "geometric")
+CORRECTION_LEVELS = ("token", "sequence", "geometric")
 
 
 def importance_weights(logp_old: Tensor, logp_rollout: Tensor, sequence: Tensor, sequences: int, level: str) -> Tensor:

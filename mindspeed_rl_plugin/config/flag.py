@@ -96,6 +96,6 @@ def as_given(field_name: str, value: object) -> str:
 
 
 def valued(group: Any, name: str) -> str:
-    """A flag of a config group with its value, marked where that is the default, which perhaps nobody gave."""
+    """A flag of a config group with its value, marked where it is the default, which may not have been given."""
     value, default = getattr(group, name), type(group).__dataclass_fields__[name].default
     return as_given(name, value) + (" (the default)" if value == default else "")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mindspeed_rl_plugin.config.flag import flag
 from mindspeed_rl_plugin.environment import is_part
 
-_ON_RAY = re.compile(r"ray:(?P<engines>[1-9]\d*)(,tp=(?P<tp>[1-9]\d*))?(,device=(?P<device>cpu|cuda|npu))?")
+_RAY_FORM = re.compile(r"ray:(?P<engines>[1-9]\d*)(,tp=(?P<tp>[1-9]\d*))?(,device=(?P<device>cpu|cuda|npu))?")
 OVERSAMPLE = 1.25  # of --rl-oversample, where it is read
 
 
@@ -30,7 +30,7 @@ class Generators:
         """From `N` or `ray:N[,tp=T][,device=cpu|cuda|npu]`. Raises argparse.ArgumentTypeError for anything else."""
         if text.isdecimal():
             return cls(text, ranks=int(text))
-        if found := _ON_RAY.fullmatch(text):
+        if found := _RAY_FORM.fullmatch(text):
             return cls(text, 0, int(found["engines"]), int(found["tp"] or 1), found["device"] or "")
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a number of ranks nor ray:N[,tp=T][,device=cpu|cuda|npu] with N and T at least 1"

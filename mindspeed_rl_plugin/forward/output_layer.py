@@ -78,7 +78,7 @@ def score(
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
     else:
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
-    # Not the mask alone: what is dropped from the update was scored before, and must not move its neighbours.
+    # Not by the mask: tokens that the update drops were scored in the earlier passes, so they are scored here too.
     scored = batch.columns.get("scored", batch.mask).bool()
     wanted = scored.t().reshape(-1).nonzero()[:, 0]
     logp, entropy = chunked_token_logps(

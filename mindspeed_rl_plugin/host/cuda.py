@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.host.streams import NullEvent, NullStream
 CPU = torch.device("cpu")
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
-_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+_TENSOR_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 
 
 def on_cpu(device: Any) -> Any:
@@ -72,7 +72,7 @@ def _namespace() -> dict[str, Any]:
     names: dict[str, Any] = {name: _returning(value) for name, value in constants.items()}
     idle = "set_device synchronize empty_cache ipc_collect set_stream check_error init manual_seed_all _lazy_init"
     names.update({name: _returning(None) for name in idle.split()})
-    names.update({f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TYPES})
+    names.update({f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TENSOR_TYPES})
     names.update(
         Stream=NullStream,
         Event=NullEvent,

@@ -21,7 +21,7 @@ REQUIRED_NPU = {
     # On A5 0.26 does so with unquantized weights too.
     "VLLM_ASCEND_ENABLE_MLAPO": ("0", "latent attention would decode with rearranged copies that no reshard reaches"),
 }
-# name -> value; the user's own value wins. On CPU vLLM warns some twenty times per rank of what nobody can change.
+# name -> value; the user's own value wins. On CPU vLLM warns some twenty times per rank of what cannot be changed.
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 DEFAULTS_CPU = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # On from 0.11, it finds no peers where a process sees a part of the machine's GPUs, as Ray's do (vllm issue 38550).

@@ -2,8 +2,8 @@
 
 Megatron falls back to torch's AdamW, whose step counter lives in every parameter's state; the
 distributed optimizer saves a counter of the parameter *group*, and without one cannot resume
-(KeyError 'step'). This one keeps the counter where Apex's FusedAdam keeps it. And what any optimizer
-loads is made memory of its own.
+(KeyError 'step'). This one keeps the counter where Apex's FusedAdam keeps it. And state that any
+optimizer loads is copied into memory of its own.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class HostAdam(torch.optim.Optimizer):
 
 
 def own_loaded_state() -> None:
-    """From now on every optimizer copies the state that it loads, as it does on its way to a device: memory that
-    `torch.load` made cannot be resized, so the swap could not give it back."""
+    """From now on every optimizer copies the state that it loads, as it does when it moves state to a device: memory
+    that `torch.load` made cannot be resized, so the swap could not free it."""
     load = torch.optim.Optimizer.load_state_dict
 
     @functools.wraps(load)

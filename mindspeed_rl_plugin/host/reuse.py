@@ -45,7 +45,8 @@ def _point_into() -> ctypes._CFuncPtr:
 
 
 def _library() -> Path:
-    """The compiled function for this torch. Every process that lacks it makes it, and the last one's stays."""
+    """The compiled function for this torch. Every process that lacks it compiles it, and the last file replaces the
+    others."""
     from torch.utils import cpp_extension  # slow to import, and seldom wanted
 
     digest = hashlib.blake2b(f"{torch.__version__} {_SOURCE}".encode(), digest_size=8).hexdigest()

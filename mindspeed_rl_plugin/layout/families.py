@@ -32,10 +32,10 @@ from typing import Any
 from mindspeed_rl_plugin.layout.family_rows import (
     BAILING,
     BAILING_BIAS,
-    DEEPSEEK,
+    DEEPSEEK_ROWS,
     DENSE_MLP,
     GATED_EXPERT,
-    PLAIN,
+    PLAIN_ATTENTION,
     QK_NORM,
     QKV_BIAS,
     ROUTED,
@@ -59,17 +59,17 @@ _OF_DEEPSEEK = HfConfig(
 )
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", PLAIN + DENSE_MLP),
+    "llama": Family("LlamaForCausalLM", PLAIN_ATTENTION + DENSE_MLP),
     "qwen2": Family(
         "Qwen2ForCausalLM",
-        PLAIN + QKV_BIAS + DENSE_MLP,
+        PLAIN_ATTENTION + QKV_BIAS + DENSE_MLP,
         qkv_bias=True,
-        # Its bias is part of its code: its config has no field for it, or one that nobody reads.
+        # Its bias is part of its code: its config has no field for it, or one that no code reads.
         hf=HfConfig(code={"attention_bias": True}, own_head_dim=False),
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
-        PLAIN + QKV_BIAS + DENSE_MLP,
+        PLAIN_ATTENTION + QKV_BIAS + DENSE_MLP,
         qkv_bias=True,
         hf=HfConfig(
             fixed={"attention_bias": True, "attention_out_bias": False},
@@ -79,10 +79,10 @@ FAMILIES = {
             | {"attention_bias": False, "qkv_bias": True},
         ),
     ),
-    "qwen3": Family("Qwen3ForCausalLM", PLAIN + QK_NORM + DENSE_MLP, qk_norm=True),
+    "qwen3": Family("Qwen3ForCausalLM", PLAIN_ATTENTION + QK_NORM + DENSE_MLP, qk_norm=True),
     "mixtral": Family(
         "MixtralForCausalLM",
-        PLAIN + routed("block_sparse_moe", ("w1", "w3"), "w2"),
+        PLAIN_ATTENTION + routed("block_sparse_moe", ("w1", "w3"), "w2"),
         experts=True,
         hf=HfConfig(
             code={"norm_topk_prob": True},
@@ -94,7 +94,7 @@ FAMILIES = {
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
-        PLAIN + QKV_BIAS + DENSE_MLP + ROUTED + GATED_EXPERT,
+        PLAIN_ATTENTION + QKV_BIAS + DENSE_MLP + ROUTED + GATED_EXPERT,
         qkv_bias=True,
         experts=True,
         hf=HfConfig(
@@ -108,7 +108,7 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        PLAIN + QK_NORM + DENSE_MLP + ROUTED,
+        PLAIN_ATTENTION + QK_NORM + DENSE_MLP + ROUTED,
         qk_norm=True,
         experts=True,
         hf=HfConfig(
@@ -119,7 +119,7 @@ FAMILIES = {
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
-        PLAIN + QKV_BIAS + DENSE_MLP + routed(wide=True) + ROUTER_BIAS + SHARED_EXPERTS,
+        PLAIN_ATTENTION + QKV_BIAS + DENSE_MLP + routed(wide=True) + ROUTER_BIAS + SHARED_EXPERTS,
         qkv_bias=True,
         experts=True,
         router=_BIASED_ROUTER,
@@ -150,7 +150,7 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        DEEPSEEK,
+        DEEPSEEK_ROWS,
         qk_norm=True,
         experts=True,
         mla=True,
@@ -165,7 +165,7 @@ FAMILIES = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        DEEPSEEK + ROUTER_BIAS,
+        DEEPSEEK_ROWS + ROUTER_BIAS,
         qk_norm=True,
         experts=True,
         mla=True,
@@ -176,7 +176,7 @@ FAMILIES = {
         ),
     ),
 }
-# Other models under the same `model_type`: GLM-4.5 (355B), and DeepSeek-V2 (236B) in the trainer that ranks groups so.
+# Others of the same `model_type`: GLM-4.5 (355B), and DeepSeek-V2 (236B), which ranks groups by their best expert.
 FAMILIES["glm4_moe_355b"] = replace(
     FAMILIES["glm4_moe"],
     rows=FAMILIES["glm4_moe"].rows + QK_NORM,

@@ -13,7 +13,7 @@ HEAD_WEIGHT = "lm_head.weight"
 
 _H = "model.layers.{layer}."
 _M = "decoder.layers.{layer}."
-_ATTENTION = "self_attention."
+_SELF_ATTN = "self_attention."
 
 
 def _names(local: str, te: str | None, engine: str | None, mindspeed: str | None) -> dict[str, str]:
@@ -55,7 +55,7 @@ def _whole(megatron: str, canonical: str, *sizes: str, **more: str | bool | Laye
 def _qkv(kind: str, *sizes: str) -> Row:
     """kind: "weight" or "bias"; sizes: behind the rows."""
     parts = ((f"self_attn.{x}_proj.{kind}", "query" if x == "q" else "key", *sizes) for x in "qkv")
-    return _layer(f"{_ATTENTION}linear_qkv.{kind}", f"self_attn.qkv_proj.{kind}", Split.QUERY_GROUPS, *parts)
+    return _layer(f"{_SELF_ATTN}linear_qkv.{kind}", f"self_attn.qkv_proj.{kind}", Split.QUERY_GROUPS, *parts)
 
 
 def _gate_up(megatron: str, canonical: str, size: str, layer_type: LayerType) -> Row:
@@ -116,8 +116,8 @@ def _outer_rows(embedding: str) -> tuple[Row, ...]:
 
 _OUTER = _outer_rows("model.embed_tokens.weight")
 
-_FUSED_NORM = f"{_ATTENTION}linear_qkv.layer_norm_weight"
-_OUT = f"{_ATTENTION}linear_proj.weight"
+_FUSED_NORM = f"{_SELF_ATTN}linear_qkv.layer_norm_weight"
+_OUT = f"{_SELF_ATTN}linear_proj.weight"
 
 _GROUPED_ATTENTION = (
     _whole("input_layernorm.weight", "input_layernorm.weight", "hidden", te=_FUSED_NORM),
@@ -129,18 +129,18 @@ QKV_BIAS = (_qkv("bias"),)
 _STACKED_ATTENTION = (
     _GROUPED_ATTENTION[0],
     _layer(
-        f"{_ATTENTION}linear_qkv.weight",
+        f"{_SELF_ATTN}linear_qkv.weight",
         "attention.query_key_value.weight",
         Split.QUERY_GROUPS,
         ("attention.query_key_value.weight", "qkv", "hidden"),
     ),
     _layer(_OUT, "attention.dense.weight", Split.COLUMNS, ("attention.dense.weight", "hidden", "query")),
     *(
-        _whole(f"{_ATTENTION}{x[0]}_layernorm.weight", f"attention.{x}_layernorm.weight", "head")
+        _whole(f"{_SELF_ATTN}{x[0]}_layernorm.weight", f"attention.{x}_layernorm.weight", "head")
         for x in ("query", "key")
     ),
 )
-QK_NORM = tuple(_whole(f"{_ATTENTION}{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk")
+QK_NORM = tuple(_whole(f"{_SELF_ATTN}{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk")
 
 _MLP_NORM, _AFTER_ATTENTION = "pre_mlp_layernorm.weight", "post_attention_layernorm.weight"
 _FUSED_MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
@@ -168,39 +168,39 @@ _KV_DOWN = ("self_attn.kv_a_proj_with_mqa.weight", "kv_down", "hidden")
 _UP = {x: (f"self_attn.{x}_b_proj.weight", f"{x}_up", f"{x}_lora") for x in ("q", "kv")}
 _CORE, _MINDSPEED = IMPLS[:3], IMPLS[3:]
 _QKV_DOWN = _layer(
-    f"{_ATTENTION}linear_qkv.weight", "self_attn.fused_qkv_a_proj.weight", Split.REPLICATED, _Q_DOWN, _KV_DOWN
+    f"{_SELF_ATTN}linear_qkv.weight", "self_attn.fused_qkv_a_proj.weight", Split.REPLICATED, _Q_DOWN, _KV_DOWN
 )
 
 
 def _split_up(name: str, part: tuple[str, ...], *of_head: str) -> Row:
     """One of MindSpeed-LLM's split up projections (--mla-mm-split): a part of every head."""
-    row = _layer(f"{_ATTENTION}{name}.weight", None, Split.HEAD_PART, part)
+    row = _layer(f"{_SELF_ATTN}{name}.weight", None, Split.HEAD_PART, part)
     return _only(row, "mindspeed_split", of_head=of_head)
 
 
 _LATENT_ATTENTION = (
     _whole("input_layernorm.weight", "input_layernorm.weight", "hidden"),
-    _only(_layer(f"{_ATTENTION}linear_q_down_proj.weight", None, Split.DOWN, _Q_DOWN), *_CORE),
-    _only(_layer(f"{_ATTENTION}linear_kv_down_proj.weight", None, Split.DOWN, _KV_DOWN), *_CORE),
+    _only(_layer(f"{_SELF_ATTN}linear_q_down_proj.weight", None, Split.DOWN, _Q_DOWN), *_CORE),
+    _only(_layer(f"{_SELF_ATTN}linear_kv_down_proj.weight", None, Split.DOWN, _KV_DOWN), *_CORE),
     _only(_QKV_DOWN, *_MINDSPEED, ENGINE, unfused=tuple(part.name for part in _QKV_DOWN.parts)),
-    # Without --q-lora-rank queries are not compressed; MindSpeed-LLM keeps them whole beside the keys and values.
-    _only(_layer(f"{_ATTENTION}linear_q_proj.weight", _Q[0], Split.ROWS, _Q), *_CORE, ENGINE, without="q_lora"),
-    _only(_whole(f"{_ATTENTION}linear_kv_down_proj.weight", *_KV_DOWN), ENGINE, without="q_lora"),
+    # Without --q-lora-rank queries are not compressed; MindSpeed-LLM stacks them with keys and values, uncut.
+    _only(_layer(f"{_SELF_ATTN}linear_q_proj.weight", _Q[0], Split.ROWS, _Q), *_CORE, ENGINE, without="q_lora"),
+    _only(_whole(f"{_SELF_ATTN}linear_kv_down_proj.weight", *_KV_DOWN), ENGINE, without="q_lora"),
     _only(
-        _layer(f"{_ATTENTION}linear_qkv.weight", None, Split.REPLICATED, _Q, _KV_DOWN), *_MINDSPEED, without="q_lora"
+        _layer(f"{_SELF_ATTN}linear_qkv.weight", None, Split.REPLICATED, _Q, _KV_DOWN), *_MINDSPEED, without="q_lora"
     ),
     *(
         _whole(
-            f"{_ATTENTION}{x}_layernorm.weight",
+            f"{_SELF_ATTN}{x}_layernorm.weight",
             f"self_attn.{x}_a_layernorm.weight",
             f"{x}_lora",
-            te=f"{_ATTENTION}linear_{x}_up_proj.layer_norm_weight",
-            mindspeed=f"{_ATTENTION}{x}_layernorm.weight",
+            te=f"{_SELF_ATTN}linear_{x}_up_proj.layer_norm_weight",
+            mindspeed=f"{_SELF_ATTN}{x}_layernorm.weight",
         )
         for x in ("q", "kv")
     ),
     *(
-        _only(_layer(f"{_ATTENTION}linear_{x}_up_proj.weight", part[0], Split.ROWS, part), *_CORE, "mindspeed", ENGINE)
+        _only(_layer(f"{_SELF_ATTN}linear_{x}_up_proj.weight", part[0], Split.ROWS, part), *_CORE, "mindspeed", ENGINE)
         for x, part in _UP.items()
     ),
     _split_up("linear_qk_nope", _UP["q"], "", "nope"),
@@ -210,6 +210,6 @@ _LATENT_ATTENTION = (
     _layer(_OUT, "self_attn.o_proj.weight", Split.COLUMNS, ("self_attn.o_proj.weight", "hidden", "value")),
 )
 
-PLAIN = _OUTER + _GROUPED_ATTENTION
-DEEPSEEK = _OUTER + _LATENT_ATTENTION + DENSE_MLP + ROUTED + SHARED_EXPERTS
+PLAIN_ATTENTION = _OUTER + _GROUPED_ATTENTION
+DEEPSEEK_ROWS = _OUTER + _LATENT_ATTENTION + DENSE_MLP + ROUTED + SHARED_EXPERTS
 BAILING = _outer_rows("model.word_embeddings.weight") + _STACKED_ATTENTION + DENSE_MLP + ROUTED

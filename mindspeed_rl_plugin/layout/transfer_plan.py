@@ -262,7 +262,7 @@ class _Builder:
     def _move(self, source: int, destination: int, piece: Piece, near: bool, tag: int) -> None:
         send, receive, nbytes = self.sending[source], self.receiving[destination], piece.nbytes
         bucket = max(send[0], receive[0])
-        # The bucket of the one that is ahead may be full; the other's is then an earlier one, or full as well.
+        # The later of both buckets may be full: then the move begins the next one.
         if (send[0] == bucket and send[1] + nbytes > self.limit) or (
             receive[0] == bucket and receive[1] + nbytes > self.limit
         ):

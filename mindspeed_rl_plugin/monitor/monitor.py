@@ -214,7 +214,7 @@ class LearningWatch:
     """
 
     def __init__(self, compares: bool) -> None:
-        self._idle: deque[bool] | None = deque(maxlen=LATEST) if compares else None  # None: said, or not looked for
+        self._idle: deque[bool] | None = deque(maxlen=LATEST) if compares else None  # None: warned, or not looked for
         self._kl, self._far = None, False
 
     def remarks(self, metrics: Mapping[str, Metric]) -> Iterator[str]:

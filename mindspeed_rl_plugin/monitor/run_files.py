@@ -40,7 +40,7 @@ WEIGHTS, PUBLISHED = "weights", "version "
 GENERATOR = "generator"  # so begins the name of an engine on ranks of the job's launcher
 RUN_FILE = "run.json"
 OWNER_FILE = "dumps-of.json"
-# What of a run's settings stands in run.json beside the RL flags.
+# Settings of a run that are in run.json besides the RL flags.
 ARGUMENTS = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups num_experts seq_length
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
@@ -84,15 +84,15 @@ def claim_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str
 
 
 def run_id(run_dir: str | os.PathLike[str]) -> str | None:
-    """What names a run wherever its directory is moved; None where it left none."""
+    """The id of a run, wherever its directory is moved; None where it has none."""
     return read_run(run_dir).get("id")
 
 
 def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str], *, resumed: bool) -> None:
     """Refuse to mix the dumps of two runs: ValueError where `dump_dir` holds those of a run other than `run_dir`'s.
 
-    A run that was moved finds dumps with its id, whose directory is gone or another run's by now. A resumed run may
-    also find dumps that name nobody, or a directory that is gone: of a version without ids.
+    A run that was moved finds dumps with its id that name another directory. A resumed run may also find dumps of a
+    version without ids: they name no run, or a directory that no longer exists.
     """
     dumps = dump_files(dump_dir)
     if not dumps:

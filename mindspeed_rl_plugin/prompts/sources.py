@@ -1,7 +1,7 @@
 """Rows of prompt files, each as the dictionary that the file holds.
 
 Parquet and saved dataset directories carry their types. JSON does not: a typed reader infers them, and then
-"2020-01-01" becomes a date and 1 beside 2.5 becomes 1.0, which is fatal in a ground truth. So each line of JSONL is
+"2020-01-01" becomes a date, and 1 next to 2.5 becomes 1.0, which is fatal in a ground truth. So each line of JSONL is
 parsed alone, which also lets an error name its line.
 """
 

@@ -22,8 +22,8 @@ _ENGINE_SIZES = ("tp", "ep", "dp")
 # Sizes of published models, as their config.json has them, for plans without a checkpoint.
 _TIED = {"tied": True}
 _QWEN3_MOE = {"experts": 128, "expert_ffn": 768}
-_DEEPSEEK = {"experts": 256, "expert_ffn": 2048, "shared_ffn": 2048, "dense_layers": (0, 1, 2)}
-_DEEPSEEK |= {"q_lora": 1536, "kv_lora": 512, "nope": 128, "rope": 64, "value": 128}
+_DEEPSEEK_EXPERTS = {"experts": 256, "expert_ffn": 2048, "shared_ffn": 2048, "dense_layers": (0, 1, 2)}
+_DEEPSEEK_EXPERTS |= {"q_lora": 1536, "kv_lora": 512, "nope": 128, "rope": 64, "value": 128}
 # family; layers, hidden, heads, groups, head_dim, ffn, vocabulary; more
 MODELS = {
     "llama3.1-8b": ("llama", (32, 4096, 32, 8, 128, 14336, 128256), {}),
@@ -38,11 +38,11 @@ MODELS = {
     "qwen3-32b": ("qwen3", (64, 5120, 64, 8, 128, 25600, 151936), {}),
     "qwen3-30b-a3b": ("qwen3_moe", (48, 2048, 32, 4, 128, 6144, 151936), _QWEN3_MOE),
     "qwen3-235b-a22b": ("qwen3_moe", (94, 4096, 64, 4, 128, 12288, 151936), _QWEN3_MOE | {"expert_ffn": 1536}),
-    "deepseek-v3": ("deepseek_v3", (61, 7168, 128, 128, 192, 18432, 129280), _DEEPSEEK),
-    "deepseek-r1": ("deepseek_v3", (61, 7168, 128, 128, 192, 18432, 129280), _DEEPSEEK),
+    "deepseek-v3": ("deepseek_v3", (61, 7168, 128, 128, 192, 18432, 129280), _DEEPSEEK_EXPERTS),
+    "deepseek-r1": ("deepseek_v3", (61, 7168, 128, 128, 192, 18432, 129280), _DEEPSEEK_EXPERTS),
 }
 # What every config.json must have.
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_CONFIG_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def check_least(options: Namespace, least: int, *names: str) -> None:
@@ -167,7 +167,7 @@ def shape_of(config: Mapping[str, Any], multiple: int, flag: str) -> ModelShape:
 
     Raises ValueError naming a field that is missing, or a size that is none.
     """
-    for name in _SIZES if family_of(config) else ():
+    for name in _CONFIG_SIZES if family_of(config) else ():
         if name not in config:
             raise ValueError(f"{flag}: config.json has no {name}; is it that of a plain language model?")
         if not isinstance(config[name], int) or config[name] < 1:

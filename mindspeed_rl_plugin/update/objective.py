@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, TrainedTokens
-from mindspeed_rl_plugin.algorithms.corrections import LEVELS, importance_weights
+from mindspeed_rl_plugin.algorithms.corrections import CORRECTION_LEVELS, importance_weights
 from mindspeed_rl_plugin.algorithms.kl import k3
 from mindspeed_rl_plugin.forward import MicroBatch
 
@@ -90,7 +90,7 @@ def _engine_gap(
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """What the gap between engine and trainer makes of the loss, `[T]` or None, and its part of the tally."""
     old, sequence, rows = tokens.logp_old, tokens.sequence, tokens.sequences
-    by_level = {level: importance_weights(old, rollout, sequence, rows, level) for level in LEVELS}
+    by_level = {level: importance_weights(old, rollout, sequence, rows, level) for level in CORRECTION_LEVELS}
     token = by_level["token"]
     # A share of 1 / n on each of its n tokens counts a sequence once.
     once = counted / torch.bincount(sequence, minlength=rows).clamp(min=1)[sequence]
@@ -104,8 +104,8 @@ def _engine_gap(
         "rollout/weight_max": _maximum(token),
         "rollout/kl": (counted * k3(rollout, old)).sum(),
         "rollout/stale": counted[~fresh].sum(),
-        **{f"rollout/{n}_weight_mean": (once * (by_level[n] - 1.0)).sum() for n in LEVELS[1:]},
-        **{f"rollout/{n}_weight_outside": (once * outside[n]).sum() for n in LEVELS[1:]},
+        **{f"rollout/{n}_weight_mean": (once * (by_level[n] - 1.0)).sum() for n in CORRECTION_LEVELS[1:]},
+        **{f"rollout/{n}_weight_outside": (once * outside[n]).sum() for n in CORRECTION_LEVELS[1:]},
     }
 
 

@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.forward.schedule import (
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
 from mindspeed_rl_plugin.update.objective import objective
-from mindspeed_rl_plugin.update.tallies import SUMS, reduce_tallies, summed, to_metrics
+from mindspeed_rl_plugin.update.tallies import SUM_COUNT, reduce_tallies, summed, to_metrics
 
 
 class MegatronStep:
@@ -81,7 +81,7 @@ class MegatronStep:
         seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
         return self._scaling.result(loss, counted, {name: seen})
 
-    def _reduced(self, sums: int = SUMS) -> Tensor:
+    def _reduced(self, sums: int = SUM_COUNT) -> Tensor:
         """The tally of the global batch, the same on all ranks. Collective. sums: numbers of it that are no maxima."""
         ends = ends_here(self.model)
         assert len(self._tallies) == (len(self._batches) if ends else 0), "metrics before the step ran"

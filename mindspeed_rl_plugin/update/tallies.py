@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.algorithms import Totals
 from mindspeed_rl_plugin.ranks import gather_all
 from mindspeed_rl_plugin.update.objective import MAXIMA, PER_SEQUENCE, PER_TOKEN, WEIGHTED
 
-SUMS = len(WEIGHTED) + len(PER_TOKEN) + len(PER_SEQUENCE)
+SUM_COUNT = len(WEIGHTED) + len(PER_TOKEN) + len(PER_SEQUENCE)
 
 
 def of_data_parallel_ranks(value: Any) -> list[Any]:
@@ -35,7 +35,7 @@ def summed(counts: Tensor) -> list[int]:
     return torch.tensor(of_data_parallel_ranks(counts.tolist())).sum(0).tolist()
 
 
-def reduce_tallies(tallies: Iterable[Tensor] | None, sums: int = SUMS) -> Tensor:
+def reduce_tallies(tallies: Iterable[Tensor] | None, sums: int = SUM_COUNT) -> Tensor:
     """One tally of the global batch from those of this rank's micro-batches.
 
     tallies: vectors `[width]`, `sums` sums before maxima, None on ranks without the end of the model. Returns `[width]`

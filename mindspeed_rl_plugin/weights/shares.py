@@ -1,9 +1,9 @@
 """Which rank of the trainer publishes what, where it lies in host memory, and the description that other processes plan
 from. Pure.
 
-Each slice of a canonical tensor is published by one rank, whoever else has it: host memory holds one model over the job
-for each version. Memory is packed in blocks of canonical slices, in the engine's dtype; where weights are verified the
-digests of the slices lie behind each block.
+Each slice of a canonical tensor is published by one rank, even where others have it: host memory holds one model over
+the job for each version. Memory is packed in blocks of canonical slices, in the engine's dtype; where weights are
+verified the digests of the slices lie behind each block.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, LOSSES, resolve
 from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
-from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS, LEVELS
+from mindspeed_rl_plugin.algorithms.corrections import CORRECTION_LEVELS, CORRECTIONS
 from mindspeed_rl_plugin.algorithms.describe import describe
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
@@ -75,7 +75,7 @@ def test_the_buffer_follows_the_response_limit_unless_given():
 def test_the_choices_of_the_flags_are_the_parts_that_there_are():
     tables = {"advantage": ADVANTAGES, "loss": LOSSES, "aggregation": AGGREGATIONS, "dpo_loss": PAIR_LOSSES}
     tables |= {"kl_estimator": KL_ESTIMATORS, "kl_reward_estimator": KL_ESTIMATORS, "correction": CORRECTIONS}
-    tables |= {"filtration": ("none", *FILTRATIONS), "correction_level": LEVELS}
+    tables |= {"filtration": ("none", *FILTRATIONS), "correction_level": CORRECTION_LEVELS}
     given = {f.name: f.metadata["choices"] for f in dataclasses.fields(AlgorithmConfig) if f.metadata["choices"]}
     assert given == {name: tuple(table) for name, table in tables.items()}
     for name, choices in (given | {"algorithm": ALGORITHMS}).items():

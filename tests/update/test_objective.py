@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.update import tallies
 from mindspeed_rl_plugin.update.objective import MAXIMA, objective
-from mindspeed_rl_plugin.update.tallies import SUMS, to_metrics
+from mindspeed_rl_plugin.update.tallies import SUM_COUNT, to_metrics
 
 COUNTS = (3, 0, 1, 4)  # trained tokens of each row
 WIDE = 6
@@ -88,7 +88,7 @@ def test_objective_is_the_loop(correction, level):
         want = torch.autograd.grad(total, leaf, retain_graph=True)[0]
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
-    assert tally.shape == (SUMS + len(MAXIMA),)
+    assert tally.shape == (SUM_COUNT + len(MAXIMA),)
     metrics = to_metrics(tally, Totals(sum(COUNTS), 3))
     assert metrics["loss/policy"] == pytest.approx(policy_part, rel=1e-5)
     token = list(importance["token"].values())
@@ -127,8 +127,8 @@ def test_masked_responses_count_in_the_loss_however_they_are_split(rows):
     parts = [objective(algorithm, rows_of(batch, r), weights[r], logp[r], entropy[r]) for r in rows]
     (summed,) = torch.autograd.grad(sum(part for part, _ in parts), logp)
     torch.testing.assert_close(summed, whole, rtol=1e-12, atol=1e-15)
-    sums = sum(part[:SUMS] for _, part in parts)
-    torch.testing.assert_close(sums, tally[:SUMS], rtol=1e-5, atol=1e-6)
+    sums = sum(part[:SUM_COUNT] for _, part in parts)
+    torch.testing.assert_close(sums, tally[:SUM_COUNT], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("stale", [(), (2,), (0, 3), (0, 2, 3)])

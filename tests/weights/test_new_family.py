@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.tools.plan import plan
 from mindspeed_rl_plugin.tools.plan.script_args import read_arguments
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
-ROWS = family_rows.PLAIN + family_rows.QK_NORM + family_rows.DENSE_MLP
+ROWS = family_rows.PLAIN_ATTENTION + family_rows.QK_NORM + family_rows.DENSE_MLP
 ROWS += family_rows.ROUTED + family_rows.ROUTER_BIAS + family_rows.SHARED_EXPERTS
 DOTS = Family(
     "Dots1ForCausalLM",

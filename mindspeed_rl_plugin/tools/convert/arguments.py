@@ -78,7 +78,7 @@ def flags(args: argparse.Namespace) -> list[str]:
     out = []
     for name, value in sorted(vars(args).items()):
         value = not value if name == "add_bias_linear" else value
-        # The experts' own tensor parallel size is the model's by default, so that 1 must be said.
+        # The experts' own tensor parallel size is the model's by default, so 1 must be given.
         default = value == 1 and name.endswith("parallel_size") and name != "expert_tensor_parallel_size"
         if value and not default and name not in _NO_FLAG:
             out.append(spelt(_SPELT.get(name, name)))

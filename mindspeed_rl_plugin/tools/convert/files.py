@@ -18,10 +18,10 @@ from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, own_code, read
 from mindspeed_rl_plugin.tools.convert.cli import size
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
-# Of a tokenizer there is at least one of these; it may need any file beside them that is not one of the others.
+# A tokenizer has at least one of these; it may need any other file too, but those that are known to be something else.
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template*")
 TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer's
-_KNOWN = (*_TOKENIZER, "*.model", "*.tiktoken", "*.jinja", "*.py", TEMPLATES, CONFIG, GENERATION)
+_KNOWN_FILES = (*_TOKENIZER, "*.model", "*.tiktoken", "*.jinja", "*.py", TEMPLATES, CONFIG, GENERATION)
 _OF_MODEL = (
     *("*.safetensors*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ckpt", "*.distcp"),
     *("*.index.json", CONFIG, GENERATION, "*.md", ".*", "optimizer*", "trainer_state.json", "events.out.*", "*.log"),
@@ -93,13 +93,13 @@ def tokenizer_files(source: Path) -> list[Path]:
 
 
 def check_loads(folder: Path, tokenizer: bool, trust_remote_code: bool) -> list[str]:
-    """Load what was written beside the weights. Returns a line on each part that was not loaded. Raises ValueError
-    for what cannot be, with the reason."""
+    """Load what was written besides the weights. Returns a line on each part that was not loaded. Raises ValueError,
+    with the reason, for what cannot be loaded."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     notes, kind = [], read_json(folder / CONFIG)["model_type"]
-    if unusual := sorted(file for file in folder.iterdir() if not any(map(file.match, _KNOWN))):
+    if unusual := sorted(file for file in folder.iterdir() if not any(map(file.match, _KNOWN_FILES))):
         total = size(sum(file.stat().st_size for file in unusual))
         notes.append(f"note: copied too ({total}): {', '.join(file.name for file in unusual)}")
     if kind in CONFIG_MAPPING or (trust_remote_code and own_code(folder, "AutoConfig")):

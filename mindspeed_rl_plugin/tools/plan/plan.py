@@ -135,7 +135,7 @@ def _run(options: argparse.Namespace) -> PlannedRun:
 def _run_of_model(options: argparse.Namespace) -> PlannedRun:
     if not options.model:
         raise ValueError("give a launch script, or --model and --train")
-    shape = model_shape(options.model, 1)  # an unknown name is said before a layout is asked for
+    shape = model_shape(options.model, 1)  # an unknown name is refused before a layout is asked for
     if not options.train:
         raise ValueError(f"--model {options.model}: give the trainer too, for example --train tp8,dp2")
     if options.vocab:

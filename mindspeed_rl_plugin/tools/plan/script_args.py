@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 # What is read of a script, with Megatron's defaults: sizes from 1 on, other numbers, switches, words.
-_SIZES = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "global_batch_size")) | {
+_COUNTS = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "global_batch_size")) | {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
@@ -32,7 +32,7 @@ _SIZES = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "glo
     "make_vocab_size_divisible_by": 128,
     "num_query_groups": 1,
 }
-_NUMBERS = """
+_OTHER_NUMBERS = """
     kv_channels ffn_hidden_size vocab_size padded_vocab_size expert_tensor_parallel_size
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_layers_per_virtual_pipeline_stage
     num_virtual_stages_per_pipeline_rank num_experts moe_ffn_hidden_size moe_intermediate_size
@@ -44,7 +44,7 @@ _SWITCHES = """
     use_tp_pp_dp_mapping account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     use_distributed_optimizer bf16 fp16 swiglu reuse_fp32_param swap_optimizer
 """
-_WORDS = {
+_WORD_ARGS = {
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "moe_token_dispatcher_type": "allgather",
@@ -139,8 +139,8 @@ def _namespace(flags: Flags) -> argparse.Namespace:
     for flag, known in _NO_FLAGS.items():
         if flag in flags:
             raise ValueError(f"{flag}: Megatron has no such flag; write {known}")
-    numbers = _NUMBERS.split()
-    args = argparse.Namespace(**dict.fromkeys(numbers) | dict.fromkeys(_SWITCHES.split(), False) | _SIZES | _WORDS)
+    numbers = _OTHER_NUMBERS.split()
+    args = argparse.Namespace(**dict.fromkeys(numbers) | dict.fromkeys(_SWITCHES.split(), False) | _COUNTS | _WORD_ARGS)
     for flag in flags.values:
         setattr(args, _ATTRIBUTES.get(flag) or flag[2:].replace("-", "_"), _typed(flags.get(flag) or ""))
     args.add_bias_linear = "--disable-bias-linear" not in flags
@@ -149,7 +149,7 @@ def _namespace(flags: Flags) -> argparse.Namespace:
         args.position_embedding_type = "rope"  # as Megatron does
     if isinstance(pattern := getattr(args, "moe_layer_freq", None), str):
         args.moe_layer_freq = _pattern(pattern)
-    for flag, value, size in ((spelt(name), getattr(args, name), name in _SIZES) for name in (*_SIZES, *numbers)):
+    for flag, value, size in ((spelt(name), getattr(args, name), name in _COUNTS) for name in (*_COUNTS, *numbers)):
         if value is True:
             raise ValueError(f"{flag} has no value; is a variable of the shell empty?")
         if not isinstance(value, int | None):

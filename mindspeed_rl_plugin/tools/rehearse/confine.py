@@ -17,7 +17,7 @@ _VERSION, _PATH_BENEATH, _NO_NEW_PRIVS = 1, 1, 38
 _WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
 _CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))  # and removing and making files of any kind
 _TCP, _SIGNALS = 0b11, 0b10
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty")
+_DEVICE_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty")
 
 
 def version() -> int:
@@ -34,7 +34,7 @@ def confine(folders: list[str]) -> None:
     rules = [changes] + [_TCP] * (known >= 4) + [_SIGNALS] * (known >= 6)  # files, network, scope
     attributes = struct.pack(f"{len(rules)}Q", *rules)
     ruleset = _call("syscall", _CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
-    for path in (*folders, *filter(os.path.exists, _DEVICES)):
+    for path in (*folders, *filter(os.path.exists, _DEVICE_FILES)):
         allowed = changes if os.path.isdir(path) else changes & (_WRITE_FILE | _TRUNCATE)
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
         _call("syscall", _ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", allowed, opened), 0)

@@ -75,8 +75,8 @@ def _cut(text: str, width: int) -> str:
 
 
 def tail(done: Done, count: int = 25) -> str:
-    """The lines that say why it failed: a refusal, a module that is missing, a traceback's end, else what the ranks
-    said last."""
+    """The lines that say why it failed: a refusal, a missing module, a traceback's end, else the last lines of the
+    ranks."""
     if done.code is None:
         return f"{done.name}: ended at its deadline after {done.seconds:.0f} s; last line: {(done.lines or [''])[-1]}"
     lines = [re.sub(r"^\[rank.*?\]: ", "", line) for line in done.lines]
@@ -113,7 +113,7 @@ def iterations(done: Done, rl: bool) -> list[str]:
 
 
 def absent_modules(lines: Iterable[str]) -> set[str]:
-    """Python modules that got a stand-in, by what a process said."""
+    """Python modules that got a stand-in, by the lines of a process."""
     return {line.removeprefix(STANDIN).split()[0] for line in lines if line.startswith(STANDIN)}
 
 

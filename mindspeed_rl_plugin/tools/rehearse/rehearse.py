@@ -112,12 +112,12 @@ class _Rehearsal:
         if not entry.mindspeed_llm:
             replace_mindspeed_llm(flags)
         if not entry.mindspeed:
-            # Without context parallelism on as many fewer ranks: what a batch is divided by stays the script's.
+            # Fewer ranks instead of context parallelism: the batch is divided by the script's data parallel size.
             world //= flags.number("--context-parallel-size", 1)
             remove_unavailable(flags, mindspeed=False)
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": self.launch.nproc}
         ranks |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-        # The size of a cache that only a host without accelerator has must not speak against the script's lengths.
+        # The KV cache's size is a limit on a host alone: it must not refuse the script's lengths.
         cache = ["--rl-kv-cache-gb", "1e6"] if "--rl-algorithm" in flags else []
         command = ["-m", accept.__name__, *([] if entry.mindspeed_llm else ["--any-flag"]), str(entry.script)]
         done = self._run("arguments", [*command, *flags.argv(), *cache], **ranks)

@@ -22,7 +22,7 @@ _FOLDERS = (
     "--hf-cfg-dir"
 )
 _TRACKERS = "--wandb-project --wandb-exp-name --wandb-entity --wandb-save-dir --one-logger-project"
-_TOKENIZER = "here: a generated tokenizer of characters"
+_MADE_TOKENIZER = "here: a generated tokenizer of characters"
 _VARIED = """
 def grade(response):
     return sum(map(ord, response)) % 8 / 8
@@ -32,10 +32,10 @@ def grade(response):
 def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
     """Replace what is not here. scratch: where the replacements are made; mindspeed_llm: whose tokenizer flags."""
     tokenizer = make_tokenizer(scratch / "tokenizer")
-    flags.apply(_TOKENIZER, "--vocab-file --merge-file --tiktoken-pattern --tokenizer-not-use-fast")
+    flags.apply(_MADE_TOKENIZER, "--vocab-file --merge-file --tiktoken-pattern --tokenizer-not-use-fast")
     megatrons = "--tokenizer-type=HuggingFaceTokenizer --tokenizer-model={0} --tokenizer-name-or-path"
     theirs = "--tokenizer-type=PretrainedFromHF --tokenizer-name-or-path={0} --tokenizer-model"
-    flags.apply(_TOKENIZER, theirs if mindspeed_llm else megatrons, tokenizer)
+    flags.apply(_MADE_TOKENIZER, theirs if mindspeed_llm else megatrons, tokenizer)
     flags.apply("here: a mock data set", _DATA)
     for flag in _FOLDERS.split():
         flags.apply("here: a folder that the rehearsal removes", flag + "~{0}", scratch / flag.strip("-"))
@@ -43,7 +43,7 @@ def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
     flags.apply("nothing is reported to outside", _TRACKERS)
     if "--rl-algorithm" in flags:
         _prompts(flags, scratch)
-        flags.apply(_TOKENIZER, "--rl-tokenizer~{0}", tokenizer)
+        flags.apply(_MADE_TOKENIZER, "--rl-tokenizer~{0}", tokenizer)
         flags.apply("its config describes the model at its real size", "--rl-hf-model")
         _graders(flags, scratch / "varied.py")
 

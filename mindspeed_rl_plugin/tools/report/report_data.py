@@ -109,7 +109,7 @@ def headline(rows: list[Row], run: Row, summary: Row) -> list[dict[str, str]]:
     return tiles
 
 
-# Metric, and what is said where the mean of its latest values is above (1) or below (-1) the limit.
+# Metric, and the remark where the mean of its latest values is above (1) or below (-1) the limit.
 _LIMITS = (
     ("response/truncated", 1, 0.1, "{:.0%} of the latest responses are cut at the length limit (more than 10%)."),
     ("groups/informative", -1, 0.1, "Only {:.0%} of the latest groups have rewards that differ (under 10%)."),

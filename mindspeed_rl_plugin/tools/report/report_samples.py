@@ -109,7 +109,7 @@ def _row(record: dict[str, Any], prompts: dict[str, int], text_limit: int) -> li
 
 
 def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The prompt of an episode, with what the environment said first, which the data's prompt has not."""
+    """The prompt of an episode, with the environment's first messages, which the data's prompt does not have."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

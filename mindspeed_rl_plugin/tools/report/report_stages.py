@@ -99,9 +99,9 @@ def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, lim
 def apart_data(
     apart: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], *, limit: int = 20_000
 ) -> dict[str, Any]:
-    """What engines apart did, for the timeline, on its clock: their names and the labels of their lanes, what they did,
-    spans [process, what, start, seconds] in time order, and marks [version, time] of published weights. The latest
-    `limit` spans."""
+    """What engines outside the trainers did, for the timeline, on its clock: their names and the labels of their lanes,
+    what they did, spans [process, what, start, seconds] in time order, and marks [version, time] of published
+    weights. The latest `limit` spans."""
     origin = min((e["start"] for e in events), default=0.0)
     marks = [e for e in apart if e["process"] == WEIGHTS]
     spans = [e for e in apart if e["process"] != WEIGHTS][-limit:]
