@@ -118,19 +118,6 @@ def test_resampling_inverts_the_distribution_of_each_prompt(rule):
     check()
 
 
-def test_resampling_keeps_to_its_weights():
-    """3,000 samples of a group with rewards 0, 1, 2: shares within four standard deviations of the paper's."""
-    rewards, n = torch.tensor([0.0, 1.0, 2.0]), 3000
-    shares = {"best-worst": (0.5, 0, 0.5), "best-random": (1 / 6, 1 / 6, 4 / 6), "pow": (0, 0.2, 0.8)}
-    draws = uniform_draws(5, [SampleId(0, i, m) for i in range(n // 3) for m in range(3)])
-    groups = torch.arange(n // 3).repeat_interleave(3)
-    for rule, wanted in shares.items():
-        chosen = resample(rewards.repeat(n // 3), groups, draws, rule=rule)
-        assert torch.equal(chosen // 3, groups)
-        for count, share in zip(torch.bincount(chosen % 3, minlength=3).tolist(), wanted, strict=True):
-            assert count / n == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / n))
-
-
 def test_the_last_row_can_be_drawn_and_a_weightless_one_never():
     group = torch.zeros(3, dtype=torch.int64)
     for draw in (0.0, 0.5, 1 - 2**-53):

@@ -1,7 +1,7 @@
 """What a start refuses: rule -> rows of changed arguments, and the flags and values that its message names.
 
 A rule is a function of the package that takes Megatron's arguments and RL's config, and yields messages. Each message
-stands once in refusals.txt, which `GOLDEN=write pytest tests/launch` writes again.
+stands once in refusals.txt, which test_refusals.py and test_early.py write again with GOLDEN=write.
 """
 
 import argparse
@@ -86,6 +86,7 @@ def said_by(rule: Callable, args: argparse.Namespace) -> list[str]:
 
 
 def name_of(rule: Callable) -> str:
+    rule = CALLED.get(rule, rule)
     return f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
 
 
@@ -103,7 +104,7 @@ def check_golden(heading: str, lines: Iterable[str], **places: object) -> None:
     if os.environ.get("GOLDEN") == "write":
         text = {**(sections() if GOLDEN.exists() else {}), heading: lines}
         GOLDEN.write_text("\n".join("\n".join((f"## {name}", "", *text[name], "")) for name in text))
-    assert sections().get(heading) == lines, f"where this is meant: GOLDEN=write pytest {Path(__file__).parent}"
+    assert sections().get(heading) == lines, "where this is meant, run this test with GOLDEN=write"
 
 
 def ranks(args: argparse.Namespace, config: RLConfig) -> Iterator[str]:
@@ -131,6 +132,11 @@ def unread(args: argparse.Namespace, config: RLConfig) -> list[str]:
 
 def unbuilt(args: argparse.Namespace, config: RLConfig) -> list[str]:
     return list(filter(None, [unbuilt_family(args)]))
+
+
+# What refuses in those of the rules above that only call it.
+CALLED = {ranks: upstream_checks.ranks, multiples: upstream_checks.multiples, single_flags: refusals}
+CALLED |= {limits: limit_problems, unread: presets.unread, unbuilt: unbuilt_family}
 
 
 # A model with experts instead, and one with multi-latent attention besides.
