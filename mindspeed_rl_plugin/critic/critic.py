@@ -18,8 +18,11 @@ from mindspeed_rl_plugin.weights.storages import unwrap
 
 
 class Critic:
-    """model: this rank's chunks, wrapped as the policy's; optimizer, scheduler: Megatron's own, not the
-    policy's; config: of the model, prepared for training; state: what leaves the device during generation."""
+    """PPO's value model on this rank.
+
+    model: this rank's chunks, wrapped as the policy's; optimizer, scheduler: Megatron's, of its own; config: of the
+    model, prepared for training; state: what leaves the device during generation.
+    """
 
     def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any, config: Any) -> None:
         self.model, self.optimizer, self.scheduler, self.config = list(model), optimizer, scheduler, config
@@ -27,7 +30,7 @@ class Critic:
 
     @torch.no_grad()
     def copy_backbone(self, policy: Sequence[torch.nn.Module]) -> None:
-        """Take the policy's weights but for its output layer, and leave the head as it is.
+        """Copy the policy's weights except its output layer; the head stays as it is.
 
         Raises ValueError where the two models differ in more than that.
         """
@@ -50,7 +53,7 @@ class Critic:
         self.optimizer.reload_model_params()
 
     def values(self, micro_batches: Sequence[Rows], settings: ForwardSettings) -> list[Ragged] | None:
-        """The value before each trained token, of what comes before it.
+        """The value before each trained token, from the tokens before it.
 
         micro_batches: this data parallel rank's, as for `compute_logps`. Returns one ragged column `[L]` float32 for
         each, aligned with its tokens, 0.0 where the mask is 0; None on ranks that are not on the last pipeline stage.

@@ -37,7 +37,7 @@ class ValueHead(torch.nn.Module):
         return hidden.float() @ self.weight.float().t(), None
 
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """A language model's output layer under the same name is no value head, and leaves this one fresh."""
+        """Skips a language model's output layer of the same name: it is no value head, and this one stays fresh."""
         loaded = state.get(f"{prefix}weight")
         if isinstance(loaded, Tensor) and loaded.shape == self.weight.shape:
             super()._load_from_state_dict(state, prefix, *rest)

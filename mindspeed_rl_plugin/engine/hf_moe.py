@@ -72,7 +72,8 @@ def _balancing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
 
 
 def _group_limited_problems(args: Namespace) -> Iterator[str]:
-    """What MindSpeed-LLM's code for it cannot do. Source: group_limited_greedy_topKgating and moe_layer_forward."""
+    """What MindSpeed-LLM's code for group_limited_greedy cannot do. Source: group_limited_greedy_topKgating and
+    moe_layer_forward."""
     rows = getattr(args, "micro_batch_size", 1)
     if rows != 1:
         yield f"--micro-batch-size {rows}: --moe-router-load-balancing-type {GROUP_LIMITED} takes 1; give 1"
@@ -115,7 +116,8 @@ def _router_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
 
 
 def _weight_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
-    """By what the outputs of a token's experts are multiplied; and, of latent attention, its scores."""
+    """Factors of the outputs of a token's experts, and of the scores of latent attention, with which the engine would
+    differ."""
     router, family, routing = shape.table.router, shape.family, _routing(args)
     if router.score == "sigmoid" and args.moe_router_topk == 1:
         yield "--moe-router-topk 1: with one expert per token, trainer and engine weigh it differently; give more"
@@ -145,7 +147,7 @@ def _gate_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
 
 
 def _layer_problems(shape: ModelShape) -> Iterator[str]:
-    """Layers without experts, and shared experts, that the family's config.json has no words for."""
+    """Layers without experts, and shared experts, that the family's config.json cannot express."""
     dense, table = shape.dense_layers, shape.table
     if dense and not table.hf.dense:
         yield f"--moe-layer-freq with dense layers {list(dense)}: family {shape.family} has experts in every layer"
@@ -174,10 +176,10 @@ def _balancing(args: Namespace) -> list[str]:
 
 
 def _routing(args: Namespace) -> dict[str, Any]:
-    """Fields of a config.json by what the trainer does with a token's experts.
+    """Fields of a config.json that say how the trainer routes tokens.
 
-    In MindSpeed-LLM the way of balancing has a say. Sources: topk_softmax_with_capacity of Megatron's moe_utils.py;
-    topk_router_routing of MindSpeed-LLM's router.py, and its pai_megatron.py.
+    In MindSpeed-LLM they depend on the kind of load balancing too. Sources: topk_softmax_with_capacity of Megatron's
+    moe_utils.py; topk_router_routing of MindSpeed-LLM's router.py, and its pai_megatron.py.
     """
     kinds, normalize = _balancing(args), getattr(args, "norm_topk_prob", False)
     out = {

@@ -47,9 +47,12 @@ class Served:
 
 
 class Server:
-    """url: of the server, as http://HOST:PORT; deadline: seconds that any work of it may take. Each call raises
+    """A server's routes as calls.
+
+    url: of the server, as http://HOST:PORT; deadline: seconds that any work of it may take. Each call raises
     ConnectionError where it does not answer, TimeoutError where it takes too long, and RuntimeError with what it says
-    where it fails."""
+    where it fails.
+    """
 
     def __init__(self, url: str, deadline: float) -> None:
         parts = urlsplit(url)

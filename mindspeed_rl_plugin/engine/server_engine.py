@@ -27,7 +27,7 @@ NO_LOGP = -9999.0  # in the place of a log-prob that is not finite
 
 
 class ServerEngine:
-    """What a `Service` needs of an `Engine`, of a server that works for it alone.
+    """The part of `Engine` that a `Service` needs, from a server that works for it alone.
 
     eos: end every response that does not ignore them; seeds: whether each request has its own.
     """
@@ -50,7 +50,7 @@ class ServerEngine:
             threading.Thread(target=self._sample, args=given, daemon=True, name="response").start()
 
     def poll(self, timeout: float) -> list[Completion]:
-        """Wait for a response; see `Engine`. Raises what the server answers in its place."""
+        """Wait for a response; see `Engine`. Raises the error that the server answers instead."""
         finished = self._arrived(timeout) if self._running else []
         self.progress = time.monotonic() if finished else self.progress
         for completion in finished:
@@ -87,7 +87,7 @@ class ServerEngine:
         return {}
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
-        """The server, which stood still, has `version`, and goes on."""
+        """The server, which was paused, has `version`, and goes on."""
         self.server.ask("/resume")
         self.version, self.digest, self._changes = version, digest, self._changes + 1
 

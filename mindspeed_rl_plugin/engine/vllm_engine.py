@@ -361,7 +361,7 @@ def keep_weights_live(kind: str | None = None) -> None:
 
 
 def _step_of(options: VllmOptions) -> str:
-    """What this rank takes steps of with others, for `HardDeadline`; empty where it takes them alone."""
+    """The step that this rank takes together with others, in words for `HardDeadline`; empty where it steps alone."""
     ranks = max(options.tensor_parallel, options.expert_parallel)
     first = dist.get_rank() // ranks * ranks
     name = "--rl-generate-ep" if options.sharing > 1 else "--rl-generate-tp"

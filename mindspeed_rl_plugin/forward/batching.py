@@ -87,9 +87,9 @@ def plan_tokens(
 
     plan: of `plan_batches`, whose steps keep their rows; lengths: tokens of each row; near: ranks where a row is
     preferred. Every rank gets equally many rows and micro-batches, as few as the fullest rank needs. Balance comes
-    first, for a token costs far more to train than to read from another machine: no rank gets more than SLACK beyond
-    the fullest of a deal that looks at lengths alone. A function of ids, lengths and places, so the same on every rank.
-    Raises ValueError for a row that alone is beyond the budget.
+    first, since a token costs far more to train than to read from another machine: the fullest rank has at most SLACK
+    more tokens than when lengths alone decide. A function of ids, lengths and places, so the same on every rank. Raises
+    ValueError for a row that alone is beyond the budget.
     """
     return [_dealt(step, lengths, budget, near) for step in plan]
 

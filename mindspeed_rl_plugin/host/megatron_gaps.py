@@ -44,7 +44,7 @@ OPTIMIZER_MODULE = "megatron.core.optimizer"
 
 
 def _gap(module: str, name: str, versions: str, remove_when: str) -> Callable[[Callable], Callable]:
-    """Register the function that follows, of the module with the gap, as what closes it."""
+    """Register the function that follows as what closes this gap."""
 
     def register(close: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         GAPS.append(Gap(module, name, versions, remove_when, close))

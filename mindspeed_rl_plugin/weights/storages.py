@@ -71,8 +71,7 @@ def gradients(chunks: Sequence[Module]) -> Iterator[Tensor]:
 
 
 def drop_grads(chunks: Sequence[Module], optimizer: Any) -> None:
-    """Drop every `.grad`: Megatron sets them again in each step, and those outside its buffers own memory until then.
-    """
+    """Drop every `.grad`: Megatron sets it again in each step, and one outside its buffers owns memory until then."""
     for chunk in chunks:
         for param in chunk.parameters():
             param.grad = None
