@@ -6,9 +6,8 @@ import functools
 import json
 import math
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
@@ -19,7 +18,6 @@ from mindspeed_rl_plugin.episodes.protocol import (
     Attempt,
     EpisodeError,
     MalformedCall,
-    Message,
     Reply,
     ToolCall,
     Turn,
@@ -53,17 +51,28 @@ DESCRIBES = replace(
 )
 
 
+class _Failed(Exception):
+    """The environment of an episode cannot go on; the text says why."""
+
+
+Making = Generator[tuple, "Answer | LostCall", None]
+"""Makes a reply: gives messages of calls, as `worker.Desk` takes them, and gets what comes of each."""
+
+
 @dataclass(eq=False)
 class OpenEpisode:
-    """An episode. home: its environment, None where there are only tools; reply: in the making; left: messages of it,
-    and calls from which some come, in their order; turn: the last one, whose calls a user's parser finds; call: in the
-    making."""
+    """An episode.
+
+    home: its environment, None where there are only tools.
+    reply: the last one, or in the making.
+    making: what makes it.
+    call: in the making.
+    """
 
     id: SampleId
     home: EnvironmentInstance | None
-    reply: Reply
-    left: deque[Message | tuple] = field(default_factory=deque)
-    turn: Turn | None = None
+    reply: Reply | None = None
+    making: Making | None = None
     call: WorkerCall | None = None
 
 
@@ -119,36 +128,24 @@ class EnvironmentPool:
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
         home = EnvironmentInstance() if self.begins else None
-        opened = self._opened[episode] = OpenEpisode(episode, home, Reply(episode))
-        if home is not None:
-            opened.left.append(("reset", home.key, dict(task), seed, "{}/{}/{}".format(*episode)))
-            self._go_on(opened)
-            self._give()
+        opened = self._opened[episode] = OpenEpisode(episode, home)
+        if self.begins:
+            self._start(opened, self._reset(opened, task, seed))
 
     def act(self, episode: SampleId, turn: Turn) -> None:
-        """See `Environments`. A turn that calls tools is answered by these; another one by the environment's `step`, or
-        it is the last."""
         opened = self._opened[episode]
-        if isinstance(turn.attempts, Unread):
-            opened.turn = turn
-            opened.left.append(("parse", turn.attempts.text))
-        else:
-            self._answer_turn(opened, turn.text, turn.attempts)
-        self._go_on(opened)
-        self._give()
+        self._start(opened, self._turn(opened, turn))
 
     def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
         opened = self._opened[episode]
-        self._conclude(opened)
-        self._go_on(opened)
-        self._give()
+        self._start(opened, self._conclude(opened))
 
     def end(self, episode: SampleId) -> None:
         self._replies = [reply for reply in self._replies if reply.id != episode]
         opened = self._opened.pop(episode, None)
         if opened is None:
             return
-        if opened.call is None or self._pool.withdraw(opened.call):  # else when it is over, see `_result`
+        if opened.call is None or self._pool.withdraw(opened.call):  # else when it is over, see `_take`
             self._leave(opened)
         self._give()
 
@@ -190,13 +187,12 @@ class EnvironmentPool:
             while not (made := [*self._pool.take()]):
                 self._pool.give()
                 self._pool.wait(math.inf)
-            result = result_of(*made[0])
-            if isinstance(result, LostCall) or result.error is not None:
-                raise self._parser_error(result, "the empty turn, on which it is tried")
+            self._check_parsed(result_of(*made[0]), "the empty turn, on which it is tried")
 
-    def _parser_error(self, result: Answer | LostCall, where: str) -> EpisodeError:
-        why = _readable(result.why if isinstance(result, LostCall) else result.error)
-        return EpisodeError(f"--rl-tool-parser {self._parser.given} {why}\n  on {where}")
+    def _check_parsed(self, result: Answer | LostCall, where: str) -> None:
+        """Raises EpisodeError where a user's parser went wrong, which is not the model's."""
+        if result.error is not None:
+            raise EpisodeError(f"--rl-tool-parser {self._parser.given} {_readable(result.error)}\n  on {where}")
 
     def _describe(self) -> Sequence[Mapping[str, Any]]:
         """The schemas of the tools, from a process that may import what that takes, and ends then."""
@@ -204,61 +200,112 @@ class EnvironmentPool:
         pool.close()
         return pool.loaded
 
-    def _answer_turn(self, opened: OpenEpisode, text: str, attempts: Sequence[Attempt]) -> None:
-        opened.left += [self._attempt(opened, attempt) for attempt in attempts]
-        if not attempts and self._offer.steps:
-            opened.left.append(("step", opened.home.key, text))
-        elif not attempts:
-            self._conclude(opened)
+    # how a reply is made
 
-    def _attempt(self, opened: OpenEpisode, attempt: Attempt) -> Message | tuple:
-        """The call that a model wants, or what it sees in the place of its result."""
-        if isinstance(attempt, MalformedCall):
-            opened.reply.counts["malformed"] += 1
-            return {"role": "tool", "name": "unknown", "content": f"error: {attempt.why}"}
-        name, parameters = attempt.name, self._parameters.get(attempt.name)
-        if parameters is None:
-            opened.reply.counts["unknown"] += 1
-            content = f"error: no such tool; there are: {', '.join(self._parameters) or 'none'}"
-        elif not fits(dict(attempt.arguments), {"type": "object", "properties": {}, **parameters}):
-            opened.reply.counts["arguments"] += 1
-            content = f"error: wrong arguments; {name} takes {takes(parameters)}"
-        elif name in self._offer.tools:
-            return "tool", name, dict(attempt.arguments)
-        else:
-            return "method", opened.home.key, name, dict(attempt.arguments)
-        return {"role": "tool", "name": name, "content": content}
+    def _reset(self, opened: OpenEpisode, task: Mapping[str, Any], seed: int) -> Making:
+        yield from self._ask(opened, "reset", dict(task), seed, "{}/{}/{}".format(*opened.id))
 
-    def _conclude(self, opened: OpenEpisode) -> None:
-        """The reply in the making is the last."""
+    def _turn(self, opened: OpenEpisode, turn: Turn) -> Making:
+        """A turn that calls tools is answered by these; another one by the environment's `step`, or it is the last.
+        Raises EpisodeError where a user's parser goes wrong."""
+        attempts = turn.attempts
+        if isinstance(attempts, Unread):
+            parsed = yield "parse", attempts.text
+            self._check_parsed(parsed, f"the turn {attempts.text!r:.300} of {place(opened.id)}")
+            found = [UNREAD if call is None else ToolCall(*call) for call in json.loads(parsed.texts[0])]
+            attempts = at_most(found, attempts.most)
+        refused = [self._refused(opened.reply, attempt) for attempt in attempts]
+        for attempt, content in zip(attempts, refused, strict=True):
+            if content is None:
+                content = yield from self._use_tool(opened, attempt)
+            name = "unknown" if isinstance(attempt, MalformedCall) else attempt.name
+            opened.reply.messages.append({"role": "tool", "name": name, "content": content})
+        if attempts:
+            return
+        if not self._offer.steps or (yield from self._ask(opened, "step", turn.text)).done:
+            yield from self._conclude(opened)
+
+    def _conclude(self, opened: OpenEpisode) -> Making:
+        """The reply is the last."""
         opened.reply.done = True
         if self._offer.rewards:
-            opened.left.append(("get_reward", opened.home.key))
+            yield from self._ask(opened, "get_reward")
 
-    def _go_on(self, opened: OpenEpisode) -> None:
-        """Make the next call of a reply, or give it."""
-        while opened.left and not isinstance(opened.left[0], tuple):
-            opened.reply.messages.append(opened.left.popleft())
-        if opened.left:
-            message = opened.left.popleft()
+    def _ask(self, opened: OpenEpisode, kind: str, *arguments: Any) -> Generator[tuple, Answer | LostCall, Answer]:
+        """The environment itself. Raises _Failed."""
+        result = yield kind, opened.home.key, *arguments
+        if result.error is not None:
+            raise self._failure(kind, result.error)
+        opened.reply.reward += result.reward
+        opened.reply.messages += [{"role": "user", "content": text} for text in result.texts]
+        return result
+
+    def _refused(self, reply: Reply, attempt: Attempt) -> str | None:
+        """What the model sees in the place of a result; None of a call that is made."""
+        if isinstance(attempt, MalformedCall):
+            reply.counts["malformed"] += 1
+            return f"error: {attempt.why}"
+        parameters = self._parameters.get(attempt.name)
+        if parameters is None:
+            reply.counts["unknown"] += 1
+            return f"error: no such tool; there are: {', '.join(self._parameters) or 'none'}"
+        if not fits(dict(attempt.arguments), {"type": "object", "properties": {}, **parameters}):
+            reply.counts["arguments"] += 1
+            return f"error: wrong arguments; {attempt.name} takes {takes(parameters)}"
+        return None
+
+    def _use_tool(self, opened: OpenEpisode, call: ToolCall) -> Generator[tuple, Answer | LostCall, str]:
+        """What the model sees of a call. Raises _Failed where its environment could not be made again for it."""
+        name, arguments, reply = call.name, dict(call.arguments), opened.reply
+        if name in self._offer.tools:
+            result = yield "tool", name, arguments
+        else:
+            result = yield "method", opened.home.key, name, arguments
+        lost, error = isinstance(result, LostCall), result.error
+        if lost and result.unmade:
+            raise self._failure(name, error)
+        made, failed = reply.calls.get(name, (0, 0))
+        reply.calls[name] = made + 1, failed + (error is not None)
+        reply.counts["calls"] += 1
+        if error is None:
+            return result.texts[0]
+        reply.raised.setdefault(name, error)
+        reply.counts["raised"] += 1
+        return f"error: the tool {error}" if lost else f"error: {result.brief}"
+
+    def _failure(self, name: str, error: str) -> _Failed:
+        limit = " (--rl-environment-timeout)" if error.startswith(LATE) else ""
+        return _Failed(f"failed: {self._environment.name}.{name} {_readable(error)}{limit}")
+
+    # calls and replies
+
+    def _start(self, opened: OpenEpisode, making: Making) -> None:
+        opened.reply, opened.making = Reply(opened.id), making
+        self._go_on(opened, None)
+        self._give()
+
+    def _go_on(self, opened: OpenEpisode, result: Answer | LostCall | None) -> None:
+        """Make the next call of a reply, or give it. result: of the call before."""
+        reply = opened.reply
+        try:
+            message = opened.making.send(result)
+        except StopIteration:
+            pass
+        except _Failed as failed:
+            reply.failure = str(failed)
+        else:
             opened.call = self._call(message, opened, None if message[0] in ("parse", "tool") else opened.home)
             self._pool.put(opened.call)
-        else:
-            self._reply(opened)
+            return
+        self._replies.append(reply)
+        if reply.failure is not None or reply.done:
+            del self._opened[opened.id]
+            self._leave(opened)
 
     def _call(self, message: tuple, owner: Any, home: EnvironmentInstance | None = None) -> WorkerCall:
-        """message: kind and arguments, as `worker.Desk` takes them."""
         kind, *arguments = message
         name = f"{kind} {arguments[-2]}" if kind in ("tool", "method") else kind
         return WorkerCall(message, self._timeout, name in self._offer.concurrent, TOGETHER, owner, home)
-
-    def _reply(self, opened: OpenEpisode, failure: str | None = None) -> None:
-        reply, opened.reply = opened.reply, Reply(opened.id)
-        reply.failure = failure
-        self._replies.append(reply)
-        if failure is not None or reply.done:
-            del self._opened[opened.id]
-            self._leave(opened)
 
     def _leave(self, opened: OpenEpisode) -> None:
         if opened.home is not None:
@@ -271,63 +318,20 @@ class EnvironmentPool:
             self._error = error
 
     def _take(self) -> None:
-        """What was answered."""
+        """What was answered. Raises EpisodeError where the run stops."""
         for call, answer in self._pool.take():
             self.answered += 1
-            result = result_of(call, answer)
+            opened, result = call.owner, result_of(call, answer)
             if result is None:
                 self._pool.put_again(call)
+            elif opened is None:
+                self._warn(result.error)
+            elif self._opened.get(opened.id) is not opened:  # it was given up
+                self._leave(opened)
             else:
-                self._result(call, result)
-
-    def _result(self, call: WorkerCall, result: Answer | LostCall) -> None:
-        opened, error = call.owner, result.why if isinstance(result, LostCall) else result.error
-        if opened is None:
-            self._warn(error)
-            return
-        opened.call = None
-        if self._opened.get(opened.id) is not opened:
-            self._leave(opened)
-            return
-        opened.reply.seconds += result.seconds
-        kind = call.message[0]
-        if kind == "parse":
-            self._parsed(opened, call.message[1], result)
-        elif kind in ("tool", "method") and not (isinstance(result, LostCall) and result.unmade):
-            self._tool_result(opened, call.message[-2], result)
-        elif isinstance(result, Answer) and error is None:
-            opened.reply.reward += result.reward
-            opened.reply.messages += [{"role": "user", "content": text} for text in result.texts]
-            if kind == "step" and result.done:
-                self._conclude(opened)
-        else:
-            name = call.message[2] if kind == "method" else kind
-            limit = " (--rl-environment-timeout)" if str(error).startswith(LATE) else ""
-            self._reply(opened, f"failed: {self._environment.name}.{name} {_readable(error)}{limit}")
-            return
-        self._go_on(opened)
-
-    def _parsed(self, opened: OpenEpisode, text: str, result: Answer | LostCall) -> None:
-        """What a user's parser has found in a turn. The run stops where it went wrong, which is not the model's."""
-        if isinstance(result, LostCall) or result.error is not None:
-            self._error = self._parser_error(result, f"the turn {text!r:.300} of {place(opened.id)}")
-            return
-        found = [UNREAD if call is None else ToolCall(*call) for call in json.loads(result.texts[0])]
-        self._answer_turn(opened, opened.turn.text, at_most(found, opened.turn.attempts.most))
-
-    def _tool_result(self, opened: OpenEpisode, name: str, result: Answer | LostCall) -> None:
-        reply, lost, error = opened.reply, isinstance(result, LostCall), None
-        if lost or result.error is not None:
-            error = result.why if lost else result.error
-            reply.raised.setdefault(name, error)
-            reply.counts["raised"] += 1
-            content = f"error: the tool {error}" if lost else f"error: {result.brief}"
-        else:
-            content = result.texts[0]
-        reply.counts["calls"] += 1
-        made, failed = reply.calls.get(name, (0, 0))
-        reply.calls[name] = (made + 1, failed + (error is not None))
-        reply.messages.append({"role": "tool", "name": name, "content": content})
+                opened.call = None
+                opened.reply.seconds += result.seconds
+                self._go_on(opened, result)
 
     def _warn(self, error: str | None) -> None:
         """Of the first environment that does not close."""
@@ -336,9 +340,9 @@ class EnvironmentPool:
             say(f"warning: {self._environment.name}.close {error}; the run goes on, and what it holds may stay open")
 
 
-def _readable(error: str | None) -> str:
+def _readable(error: str) -> str:
     """An error without its head where it was raised by what reads an answer, not on a line of the user's."""
-    return str(error) if "\n" in str(error) else str(error).removeprefix("raised ValueError: it ")
+    return error if "\n" in error else error.removeprefix("raised ValueError: it ")
 
 
 def _check_fields(environment: str, fields: Sequence[str], rows: Mapping[str, Set[str]]) -> None:

@@ -62,12 +62,12 @@ class EnvironmentInstance(Session):
 class LostCall(NamedTuple):
     """A call without an answer.
 
-    why: that is.
+    error: why.
     seconds: until it was lost.
     unmade: whether it was never made, since its environment could not be made again for it.
     """
 
-    why: str
+    error: str
     seconds: float
     unmade: bool = False
 
