@@ -32,7 +32,7 @@ from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.specs import locate
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.pool import WorkerPool
-from mindspeed_rl_plugin.workers.pool_worker import WorkerCall
+from mindspeed_rl_plugin.workers.pool_worker import GRACE, WorkerCall
 from mindspeed_rl_plugin.workers.process import LATE, Program
 
 TOGETHER = 256  # most coroutines in the making in a process
@@ -305,7 +305,7 @@ class EnvironmentPool:
     def _call(self, message: tuple, owner: Any, home: EnvironmentInstance | None = None) -> WorkerCall:
         kind, *arguments = message
         name = f"{kind} {arguments[-2]}" if kind in ("tool", "method") else kind
-        return WorkerCall(message, self._timeout, name in self._offer.concurrent, TOGETHER, owner, home)
+        return WorkerCall(message, self._timeout, name in self._offer.concurrent, TOGETHER, owner, home, GRACE)
 
     def _leave(self, opened: OpenEpisode) -> None:
         if opened.home is not None:

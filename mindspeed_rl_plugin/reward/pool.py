@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError, open
 from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 from mindspeed_rl_plugin.reward.worker import Kind
 from mindspeed_rl_plugin.workers.pool import WorkerPool
-from mindspeed_rl_plugin.workers.pool_worker import WorkerCall
+from mindspeed_rl_plugin.workers.pool_worker import GRACE, WorkerCall
 from mindspeed_rl_plugin.workers.process import SHARE_OF_WAIT, Program
 
 if TYPE_CHECKING:
@@ -199,8 +199,15 @@ class RewardPool:
 
     def _call(self, grader: int, batch: Batch, cut: Sequence[int]) -> WorkerCall:
         """A call of a grader, whose owner is [(batch, number of the item in it)] of what it grades."""
-        message, concurrent = (grader, [batch.texts[i] for i in cut]), self._kinds[grader].asynchronous
-        return WorkerCall(message, self._timeouts[grader], concurrent, TOGETHER, [(batch, i) for i in cut])
+        concurrent = self._kinds[grader].asynchronous
+        return WorkerCall(
+            (grader, [batch.texts[i] for i in cut]),
+            self._timeouts[grader],
+            concurrent,
+            TOGETHER,
+            owner=[(batch, i) for i in cut],
+            grace=GRACE if concurrent else 0.0,
+        )
 
     def _begin(self, batch: Batch, calls: Iterable[WorkerCall]) -> None:
         if self._closed:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from mindspeed_rl_plugin.workers.pool_worker import AGAIN, PoolWorker, Session, WorkerCall
+from mindspeed_rl_plugin.workers.pool_worker import AGAIN, GRACE, PoolWorker, Session, WorkerCall
 from mindspeed_rl_plugin.workers.process import Program, wait_for
 
 CLOSE = "close"  # the message that closes sessions: of these keys, or all
@@ -127,7 +127,8 @@ class WorkerPool:
     def _closing(self, worker: PoolWorker) -> WorkerCall:
         """The call that closes all sessions of a worker that are over, which may be made together with any number."""
         seconds, number = len(worker.closing) * self._close_seconds, next(self._numbers)
-        return WorkerCall((CLOSE, [*worker.closing]), seconds, concurrent=True, most=sys.maxsize, number=number)
+        message = CLOSE, [*worker.closing]
+        return WorkerCall(message, seconds, concurrent=True, most=sys.maxsize, grace=GRACE, number=number)
 
     def _closes(self, worker: PoolWorker, told: set[PoolWorker], end: float) -> bool:
         """Whether a worker still ends its calls, or closes its sessions."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.workers.process import WROTE, Worker
 
-GRACE = 1.0  # seconds beyond its limit after which a coroutine that should have been cancelled is stuck
+GRACE = 1.0  # seconds beyond its limit after which a call that should have been cancelled is stuck
 RESTARTS = 2  # of a worker that ends before it reads its call
 FEWER = 16  # by which the number of calls that are made together is divided where their process ended
 AGAIN = object()  # in the place of an answer: the call is to be made again
@@ -49,6 +49,7 @@ class WorkerCall:
     most: of a coroutine: how many may be in the making in a process while this one is.
     owner: who asks; None of a call of the pool's own.
     session: in which it is made.
+    grace: seconds beyond the limit until its process is killed, where what is awaited is cancelled at the limit.
     number: in the order of calls.
     began, end: when its process got it, and until when it must answer, on the monotonic clock.
     """
@@ -59,6 +60,7 @@ class WorkerCall:
     most: int
     owner: Any = None
     session: Session | None = None
+    grace: float = 0.0
     number: int = -1
     began: float = 0.0
     end: float = 0.0
@@ -133,10 +135,9 @@ class PoolWorker(Worker):
         self._begun += 1
         self._most = min(together, self._most) if self.calls else together
         self.calls[call.number] = call
-        grace = GRACE if asked.concurrent else 0.0
         call.began = time.monotonic()
-        call.end = call.began + call.seconds + grace
-        self.call((call.number, asked.message), call.seconds, grace)
+        call.end = call.began + call.seconds + call.grace
+        self.call((call.number, asked.message), call.seconds, call.grace)
         self._expect()
 
     def answers(self) -> Iterator[tuple[WorkerCall, Any]]:

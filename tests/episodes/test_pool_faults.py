@@ -122,6 +122,17 @@ def test_of_coroutines_beside_each_other_each_has_its_own_limit_and_fault(starte
     assert {given[number] for number in (0, 2, 6, 8)} == {"waited 0.3"}
 
 
+def test_what_a_plain_function_gives_to_be_awaited_is_cancelled_at_the_limit(started) -> None:
+    """Which costs no process: the environment beside it is as it was, without a replay."""
+    pool = started("Count", ["wrapped"])
+    begin(pool, (0, 1), log="/dev/null")
+    pid = contents(act(pool, 1, "pid"))
+    assert contents(act(pool, 0, "", call("wrapped", seconds=0.1))) == ["waited 0.1"]
+    late = contents(act(pool, 0, "", call("wrapped", seconds=100.0)))
+    assert late == ["error: the tool ran longer than 0.5 s and was cancelled"]
+    assert contents(act(pool, 1, "pid")) == pid
+
+
 # What is said of a method that is lost, and how often its environment was closed by then.
 LOST = {
     "wait": ("ran longer than 0.5 s and was cancelled", 1),

@@ -79,6 +79,16 @@ async def wait(seconds: float) -> str:
     return f"waited {seconds}"
 
 
+def wrapped(seconds: float):
+    """Give what is to be awaited, as a decorator of `async def` does.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(0.2)
+    return wait(seconds)
+
+
 LIMITED = asyncio.Semaphore(2)
 TIMES = {"now": 0, "most": 0}
 
