@@ -172,7 +172,7 @@ def test_every_folder_is_in_the_table():
     [
         ("dock.client", "rows", True),
         ("dock.client", "dock.api", True),
-        ("dock.client", "reward.pool", False),
+        ("dock.client", "reward.reward_pool", False),
         ("algorithms.losses", "update.step", False),
         ("weights.transfer", "layout.transfer_plan", True),
         ("layout.transfer_plan", "weights.offload", False),
@@ -194,7 +194,7 @@ def test_the_rule_itself(name, imported, fine):
 
 def test_relative_imports_and_type_checking_are_understood():
     source = (
-        "from typing import TYPE_CHECKING\nfrom . import api\nfrom ..reward import pool\n"
+        "from typing import TYPE_CHECKING\nfrom . import api\nfrom ..reward import reward_pool\n"
         "if TYPE_CHECKING:\n    from mindspeed_rl_plugin.update import step\n"
         "def f():\n    from mindspeed_rl_plugin import loop\n    import vllm\n"
     )
@@ -202,7 +202,7 @@ def test_relative_imports_and_type_checking_are_understood():
     assert lines == {
         "typing": True,
         f"{NAME}.dock.api": True,
-        f"{NAME}.reward.pool": True,
+        f"{NAME}.reward.reward_pool": True,
         f"{NAME}.loop": False,
         "vllm": False,
     }

@@ -102,7 +102,7 @@ KNOWN = ", ".join(PARSERS) + " or path/to/file.py:function"
 
 def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser | None:
     """name: of `PARSERS`, "auto": the one that reads what the chat template writes, or path/to/file.py:function: None,
-    since a user's code runs in a process of its own (`pool`).
+    since a user's code runs in a process of its own (`environment_pool`).
 
     Raises ValueError for a parser that is not known, or does not fit the tokenizer.
     """

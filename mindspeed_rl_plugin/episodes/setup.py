@@ -16,9 +16,9 @@ from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.environment import name_to_users
 from mindspeed_rl_plugin.episodes.chat import RawFormat, make_format
 from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
+from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.lead import Lead, Limits
 from mindspeed_rl_plugin.episodes.parsers import is_own, make_parser
-from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
 

@@ -4,6 +4,6 @@ Importing this package imports neither torch nor a grader's libraries: the worke
 """
 
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError, solved
-from mindspeed_rl_plugin.reward.pool import RewardPool
+from mindspeed_rl_plugin.reward.reward_pool import RewardPool
 
 __all__ = ["Grade", "GradeItem", "RewardError", "RewardPool", "solved"]

@@ -9,7 +9,7 @@ import pytest
 from commands import until
 from pool_parts import FILE, schemas
 
-from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
+from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
 
 
 @pytest.fixture

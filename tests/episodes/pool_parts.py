@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
+from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
+from mindspeed_rl_plugin.episodes.environment_process import Desk
 from mindspeed_rl_plugin.episodes.protocol import Reply, ToolCall, Turn, Unread
 from mindspeed_rl_plugin.episodes.tools import load_environment, load_tool
-from mindspeed_rl_plugin.episodes.worker import Desk
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Worker
 

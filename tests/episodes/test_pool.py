@@ -11,7 +11,7 @@ import pytest
 from commands import until
 from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, task, turn, unread
 
-from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
+from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply
 from mindspeed_rl_plugin.workers.process import wait_for
 
@@ -265,5 +265,6 @@ def test_a_field_that_reset_needs_and_some_row_lacks_is_refused(started) -> None
 
 
 def test_workers_start_without_torch() -> None:
-    code = "import sys, mindspeed_rl_plugin.episodes.worker; assert not {'torch', 'transformers'} & set(sys.modules)"
+    module = "mindspeed_rl_plugin.episodes.environment_process"
+    code = f"import sys, {module}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

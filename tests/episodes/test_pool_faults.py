@@ -15,7 +15,7 @@ import pytest
 from commands import until
 from pool_parts import FILE, FUNCTIONS, act, begin, below, call, contents, replies, sample, task, turn, unread
 
-from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
+from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, begin_once
 
 LIMIT = " (--rl-environment-timeout)"

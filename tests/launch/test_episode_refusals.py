@@ -13,7 +13,7 @@ from bytes_tokenizer import TEMPLATE, byte_tokenizer
 from pool_parts import FILE, schemas
 
 from mindspeed_rl_plugin.episodes import setup
-from mindspeed_rl_plugin.episodes.pool import EnvironmentPool
+from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
 from mindspeed_rl_plugin.launch import launch, read_inputs
 
 EPISODES = Path(__file__).parents[1] / "episodes"

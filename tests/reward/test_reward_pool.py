@@ -19,9 +19,9 @@ from commands import gone
 
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
 from mindspeed_rl_plugin.reward.calling import lacking
-from mindspeed_rl_plugin.reward.pool import TOGETHER
+from mindspeed_rl_plugin.reward.grader_process import Kind
+from mindspeed_rl_plugin.reward.reward_pool import TOGETHER
 from mindspeed_rl_plugin.reward.specs import parse_specs
-from mindspeed_rl_plugin.reward.worker import Kind
 from mindspeed_rl_plugin.rows import Prompt, SampleId
 from mindspeed_rl_plugin.workers.pool_worker import RESTARTS
 from mindspeed_rl_plugin.workers.process import Worker
@@ -379,7 +379,7 @@ def test_a_rank_with_many_open_files_grades() -> None:
 
 
 def test_workers_start_without_torch() -> None:
-    code = "import sys, mindspeed_rl_plugin.reward.worker; assert not {'torch', 'sympy'} & set(sys.modules)"
+    code = "import sys, mindspeed_rl_plugin.reward.grader_process; assert not {'torch', 'sympy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

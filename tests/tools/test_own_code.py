@@ -12,8 +12,8 @@ from mindspeed_rl_plugin.checks.flag_checks import _code_of_rewards
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.run_flags import DataConfig, RewardConfig
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, vocabulary_digest
+from mindspeed_rl_plugin.reward.grader_process import _load
 from mindspeed_rl_plugin.reward.specs import Spec
-from mindspeed_rl_plugin.reward.worker import _load
 
 TRUST = "--rl-trust-remote-code"
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.reward.calling import lacking
+from mindspeed_rl_plugin.reward.grader_process import Kind
 from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError, opening
 from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
-from mindspeed_rl_plugin.reward.worker import Kind
 from mindspeed_rl_plugin.workers.pool import WorkerPool
 from mindspeed_rl_plugin.workers.pool_worker import GRACE, WorkerCall
 from mindspeed_rl_plugin.workers.process import SHARE_OF_WAIT, Program
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TOGETHER = 64  # most calls of asynchronous graders that are in the making in a worker
 WORKER = Program(
-    main="mindspeed_rl_plugin.reward.worker:main",
+    main="mindspeed_rl_plugin.reward.grader_process:main",
     first=tuple[Kind, ...] | None,
     then=tuple[int, list[tuple[float | None, str | None]] | str],
     who="a reward worker",

@@ -13,6 +13,7 @@ from typing import Any
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.arguments import fits, takes
+from mindspeed_rl_plugin.episodes.environment_process import CLOSE_SECONDS, Source
 from mindspeed_rl_plugin.episodes.protocol import (
     UNREAD,
     Attempt,
@@ -27,7 +28,6 @@ from mindspeed_rl_plugin.episodes.protocol import (
 )
 from mindspeed_rl_plugin.episodes.replay import EnvironmentInstance, LostCall, result_of
 from mindspeed_rl_plugin.episodes.tools import RESET, Answer, Offer
-from mindspeed_rl_plugin.episodes.worker import CLOSE_SECONDS, Source
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.specs import locate
 from mindspeed_rl_plugin.rows import SampleId
@@ -38,7 +38,7 @@ from mindspeed_rl_plugin.workers.process import LATE, Program
 TOGETHER = 256  # most coroutines in the making in a process
 KILL_SECONDS = 5.0  # in which the keeper of a worker kills all that a user's code has started
 SERVES = Program(
-    "mindspeed_rl_plugin.episodes.worker:main",
+    "mindspeed_rl_plugin.episodes.environment_process:main",
     Offer | None,
     tuple[int, Answer | str],
     "an environment worker",
@@ -47,7 +47,10 @@ SERVES = Program(
     kept=True,
 )
 DESCRIBES = replace(
-    SERVES, main="mindspeed_rl_plugin.episodes.worker:describe_tools", first=list[dict[str, Any]] | None, then=None
+    SERVES,
+    main="mindspeed_rl_plugin.episodes.environment_process:describe_tools",
+    first=list[dict[str, Any]] | None,
+    then=None,
 )
 
 
@@ -56,7 +59,7 @@ class _Failed(Exception):
 
 
 Making = Generator[tuple, "Answer | LostCall", None]
-"""Makes a reply: gives messages of calls, as `worker.Desk` takes them, and gets what comes of each."""
+"""Makes a reply: gives messages of calls, as `environment_process.Desk` takes them, and gets what comes of each."""
 
 
 @dataclass(eq=False)
