@@ -31,6 +31,7 @@ from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.rows import FINISH, Column, Completion, GenerateRequest, Ragged, Rows, Sampling
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
 from mindspeed_rl_plugin.weights.pull import pull_tensors
+from mindspeed_rl_plugin.weights.version_source import sources_of
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -62,7 +63,7 @@ class Client:
         except ValueError:
             self.dock.close()
             raise
-        self._weights, self._sources = weights_of(self.dock), self.dock.exchange.sources()
+        self._weights, self._sources = weights_of(self.dock), sources_of(self.dock)
         self._taken: dict[SampleId, tuple[Lease, GenerateRequest]] = {}
         self._records = 0
         self._reported = False

@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,12 +37,15 @@ from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout
 from mindspeed_rl_plugin.tools.plan.flow import FlowCells  # noqa: E402
 from mindspeed_rl_plugin.weights.allgather import allgather, make_allgather_plan  # noqa: E402
 from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget  # noqa: E402
+from mindspeed_rl_plugin.weights.machine_staging import Shared  # noqa: E402
 from mindspeed_rl_plugin.weights.offload import TrainState  # noqa: E402
 from mindspeed_rl_plugin.weights.p2p import P2PChannel  # noqa: E402
 from mindspeed_rl_plugin.weights.publish import Publisher  # noqa: E402
+from mindspeed_rl_plugin.weights.published_memory import publish_memory  # noqa: E402
 from mindspeed_rl_plugin.weights.pull import Puller  # noqa: E402
 from mindspeed_rl_plugin.weights.shares import TrainerWeights  # noqa: E402
 from mindspeed_rl_plugin.weights.transfer import stream  # noqa: E402
+from mindspeed_rl_plugin.weights.version_source import sources_of  # noqa: E402
 
 DTYPE = torch.bfloat16
 DEADLINE = 600.0
@@ -111,16 +115,16 @@ class Rank:
             self.outside = Dock.join(self.dock.exchange.invite(secret), secret)
             dist.barrier()
         weights = TrainerWeights.of(shape, parallel, self.rank, [self.source], DTYPE, peers.gather)
-        self.publisher = Publisher(weights, self.rank, self.dock.exchange.offer, gather=peers.gather)
+        self.publisher = Publisher(weights, self.rank, partial(publish_memory, self.dock), gather=peers.gather)
         self.puller = Puller(
             weights,
             engine,
             self.engine,
-            self.outside.exchange.sources(),
+            sources_of(self.outside),
             rank=self.rank % engine.ranks,
             ranks=range(engine.ranks),
             deadline=DEADLINE,
-            sharing=self.outside.exchange.once_a_machine,
+            sharing=partial(Shared, self.outside.calls.me),
         )
 
     def publish(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from mindspeed_rl_plugin.dock.api import (
     ColumnSpec,
+    Gone,
     Lease,
     Moved,
     StateSpec,
@@ -14,7 +15,6 @@ from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.factory import make_docks
 from mindspeed_rl_plugin.dock.joining import machine
 from mindspeed_rl_plugin.dock.memory import Limits
-from mindspeed_rl_plugin.dock.versions import Gone
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 __all__ = [

@@ -129,6 +129,14 @@ class Moved(NamedTuple):
     nbytes: int
 
 
+class Gone(ValueError):
+    """A version of published weights has been overwritten: `newest` is the newest of the rank that said so."""
+
+    def __init__(self, version: int, newest: int) -> None:
+        super().__init__(f"version {version} of the weights is gone; the newest is {newest}")
+        self.version, self.newest = version, newest
+
+
 class Traffic(collections.Counter[tuple[str, str, str, str]]):
     """Bytes by (way, state, column, where) since the last `take`, of all threads of a process."""
 

@@ -55,7 +55,7 @@ class Dock:
         deadline: float = 600.0,
     ) -> None:
         self.columns, self.states = declared.columns, declared.states
-        self._declared, self._calls, self._member, self.peers = declared, calls, member, peers or Peers()
+        self._declared, self.calls, self._member, self.peers = declared, calls, member, peers or Peers()
         self._leader, self._deadline = leader, deadline
         self.traffic = calls.traffic  # whichever view of the dock this process uses
         self._writer = Writer(declared, calls, deadline)
@@ -65,14 +65,14 @@ class Dock:
     def served(self) -> dict[str, Any]:
         """states: whose controllers this process holds; messages, bytes: what it did for all ranks' requests; refused:
         how many connections and messages it turned away, by reason."""
-        if (core := self._calls.core) is None:
+        if (core := self.calls.core) is None:
             return {"states": []}
         return {"states": sorted(core.controllers), **core.served, "refused": dict(core.refused)}
 
     @property
     def ended(self) -> bool:
         """Outside of the job: whether the job has left the dock, as the last call has seen."""
-        return self._calls.ended
+        return self.calls.ended
 
     def has_left(self) -> bool:
         """The same, asked now, for a lost connection may only follow from that; a job that is about to leave has
@@ -89,7 +89,7 @@ class Dock:
         0, and are never reused; others hear of them with their first rows. A repeat opens nothing."""
         if groups < 1 or members < 1:
             raise ValueError(f"open({epoch=}, {groups=}, {members=}): the sizes must be at least 1")
-        epochs, shape = self._calls.epochs, m.Shape(groups, members, version_bound)
+        epochs, shape = self.calls.epochs, m.Shape(groups, members, version_bound)
         if epoch in epochs.known and epochs.known[epoch].shape == shape:
             return
         if epochs.first <= epoch <= epochs.last:
@@ -101,7 +101,7 @@ class Dock:
 
         First no state gives the groups out any more, and live leases of them end (waits for that); then the cells go.
         """
-        calls = self._calls
+        calls = self.calls
         if (known := calls.epochs.opened("clear", epoch)) is None:
             return True
         shape = known.shape
@@ -132,7 +132,7 @@ class Dock:
         """Look at committed cells without a lease and without waiting, while nobody clears them. Raises ValueError
         naming the columns and ids that are not there."""
         refuse("read: undeclared columns", columns, self.columns)
-        calls, columns = self._calls, tuple(columns)
+        calls, columns = self.calls, tuple(columns)
         wanted = ids_array(ids)
         gone = calls.epochs.cleared("read", wanted)
         if gone.any():
@@ -151,7 +151,7 @@ class Dock:
         """Those of the rows that have all these columns, while others may clear them: what is cleared before it is read
         is left out."""
         refuse("read: undeclared columns", columns, self.columns)
-        calls, columns = self._calls, tuple(columns)
+        calls, columns = self.calls, tuple(columns)
         wanted, there = ids_array(ids), None
         while there is None or not there.all():
             owner, places = cells.locate(calls, columns, wanted)
@@ -191,7 +191,7 @@ class Dock:
         version: of the asker's weights, which may sample all that is given: rows come in their order up to the first
         epoch whose `version_bound` does not allow it. Where that is at once, the empty lease says what it `needs`.
         """
-        names, calls = self._declared.reads(state, columns), self._calls
+        names, calls = self._declared.reads(state, columns), self.calls
         wanted = None
         if ids is not None:
             wanted = ids_array(ids)
@@ -214,7 +214,7 @@ class Dock:
 
     def version_bound(self, epoch: int) -> VersionBound:
         """Of an epoch that is open, outside of the job of one of which rows were leased."""
-        return self._calls.epochs.shape(epoch).bound
+        return self.calls.epochs.shape(epoch).bound
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
         """Write `rows` back and acknowledge the lease, for all its peers when all have written. Afterwards all columns
@@ -226,10 +226,10 @@ class Dock:
         """
         if not len(lease):
             return
-        held = self._calls.held.get((lease.state, lease.token))
+        held = self.calls.held.get((lease.state, lease.token))
         if held is None:
             return self._check_done(lease, rows)
-        calls, peers = self._calls, self.peers
+        calls, peers = self.calls, self.peers
         failed = self._write_back(lease, rows, None) if peers.rank and rows is not None and len(rows) else None
         for after, error in peers.gather((calls.after, failed)):
             calls.hear(after)
@@ -250,7 +250,7 @@ class Dock:
         The consumer's first rank writes, without waiting for the others, which call this with the same ids. Where the
         lease is not live this is as for `commit`.
         """
-        calls, key, part = self._calls, (lease.state, lease.token), ids_array(rows.ids)
+        calls, key, part = self.calls, (lease.state, lease.token), ids_array(rows.ids)
         held = calls.held.get(key)
         if held is None:
             return self._check_done(replace(lease, rows=rows), rows)
@@ -264,11 +264,11 @@ class Dock:
 
     def release(self, lease: Lease) -> None:
         """Hand the rows back undone; they are delivered again. Nothing happens for a lease that is not live."""
-        if (lease.state, lease.token) in self._calls.held:
+        if (lease.state, lease.token) in self.calls.held:
             self.peers.gather(None)  # all have read
             if not self.peers.rank:
-                self._calls.query(m.Release, lease.state, lease.token)
-            self._calls.held.pop((lease.state, lease.token), None)
+                self.calls.query(m.Release, lease.state, lease.token)
+            self.calls.held.pop((lease.state, lease.token), None)
 
     def remaining(self, state: str, ids: Sequence[SampleId] | Tensor | None = None) -> int:
         """Rows of all open epochs, or of `ids`, that the state has not acknowledged, leased ones included."""
@@ -280,12 +280,12 @@ class Dock:
     def snapshot(self) -> dict[str, Any]:
         """Everything committed and acknowledged as plain tensors, ints and strings; leased rows count as undone. On the
         leader; {} elsewhere."""
-        return snapshot.collect(self._calls, self._declared) if self._leader else {}
+        return snapshot.collect(self.calls, self._declared) if self._leader else {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Become what a snapshot saw; the leader writes, all ranks call with the same state. Only into a new dock."""
         snapshot.check(state, self.columns)
-        epochs = self._calls.epochs
+        epochs = self.calls.epochs
         if epochs.last >= 0:
             raise ValueError(f"restore into a dock that has opened epoch {epochs.last}; start a new one")
         for saved in state["epochs"]:
@@ -316,12 +316,12 @@ class Dock:
     def for_thread(self) -> Dock:
         """The same dock for another thread of this rank, which leases, writes and reads by itself; this one opens
         epochs, clears them, and closes both."""
-        return Dock(self._declared, self._calls.for_thread(), leader=False, deadline=self._deadline)
+        return Dock(self._declared, self.calls.for_thread(), leader=False, deadline=self._deadline)
 
     def close(self) -> None:
         """Leave the dock and free what this process holds of it. Its memory on a machine goes with the lowest rank
         there, so all of a job leave together, after the last call of any. Idempotent."""
-        (self._member or self._calls).close()
+        (self._member or self.calls).close()
 
     # inside
 
@@ -342,8 +342,8 @@ class Dock:
                 f"lease of state {state!r}: this rank asks for ids {mine}, the first rank of its consumer for "
                 f"{theirs}; ranks of one consumer must lease alike"
             )
-        if self._calls.epochs.owners is None:
-            self._calls.epochs.learn(answer)
+        if self.calls.epochs.owners is None:
+            self.calls.epochs.learn(answer)
         return answer
 
     def _rows_of(self, grant: m.Grant, state: str, names: Sequence[str]) -> Rows:
@@ -353,11 +353,11 @@ class Dock:
         mine = [reads.index(name) for name in names]
         places = [place[mine] for place in (grant.segment, grant.offset, grant.length)]
         try:
-            got = cells.gather(self._calls, self.columns, state, names, grant.owner, places)
+            got = cells.gather(self.calls, self.columns, state, names, grant.owner, places)
         except BaseException:
             with contextlib.suppress(ValueError, OSError):
                 if grant.token and not self.peers.rank:
-                    self._calls.query(m.Release, state, grant.token)
+                    self.calls.query(m.Release, state, grant.token)
             raise
         return Rows(ids_tuple(grant.ids), got)
 
@@ -386,4 +386,4 @@ class Dock:
 
     def _undone(self, state: str, ids: np.ndarray | None) -> np.ndarray:
         """`[n, 3]` rows of all open epochs, or of `ids`, that are not acknowledged."""
-        return self._calls.query(m.Remaining, state, ids).ids
+        return self.calls.query(m.Remaining, state, ids).ids

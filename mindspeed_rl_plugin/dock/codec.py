@@ -1,4 +1,7 @@
-"""Messages as MessagePack. What does not fit their types is no message; arrays are `[dtype, shape, bytes]`."""
+"""Messages as MessagePack. What does not fit their types is no message; arrays are `[dtype, shape, bytes]`.
+
+Another folder that has messages of its own says so by `add`, where it defines them.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,24 @@ def _decode(kind: type, value: Any) -> Any:
     return np.frombuffer(data, TYPES[dtype]).reshape(shape)
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode)
-_EVERY = Union[(*Message.__subclasses__(), *Query.__subclasses__())]  # noqa: UP007
-_DECODER = msgspec.msgpack.Decoder(_EVERY, dec_hook=_decode)
-pack = _ENCODER.encode
+pack = msgspec.msgpack.Encoder(enc_hook=_encode).encode
+_types: list[type[Message]] = []  # of messages that are understood
+_decoder = msgspec.msgpack.Decoder()
+
+
+def add(*types: type[Message]) -> None:
+    """From now on `unpack` understands messages of these types, too."""
+    global _decoder
+    _types.extend(types)
+    _decoder = msgspec.msgpack.Decoder(Union[tuple(_types)], dec_hook=_decode)  # noqa: UP007
+
+
+add(*Message.__subclasses__(), *Query.__subclasses__())
 
 
 def unpack(data: bytes | bytearray) -> Message:
     """Inverse of `pack`. Raises FrameError for anything malformed."""
     try:
-        return _DECODER.decode(data)
+        return _decoder.decode(data)
     except (msgspec.DecodeError, ValueError, *MALFORMED) as error:
         raise FrameError(f"malformed message: {error}") from error

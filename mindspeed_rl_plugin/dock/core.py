@@ -1,5 +1,6 @@
 """What one process serves of the dock, without sockets or threads of its own: its machine's warehouse, the controllers
-of some states, or both. All requests but those for weights, and offers, happen under one lock.
+of some states, or both. All requests about rows happen under one lock. What else may be asked of this process is added
+by `Core.serve`.
 
 A commit goes to the warehouse, which describes it to every controller before it answers.
 """
@@ -10,7 +11,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from mindspeed_rl_plugin.dock.codec import MALFORMED, FrameError
 from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.gate import OUTSIDE, Gate
 from mindspeed_rl_plugin.dock.storage import Warehouse
-from mindspeed_rl_plugin.dock.versions import Versions
 
 BEHIND_SECONDS = 60.0  # that a controller may take to learn of a commit that its asker has made
 LOOK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
@@ -29,6 +29,24 @@ SPANS = 20_000  # of processes outside of the job that are kept until they are t
 AFTER, MEMORY, NEWS, TOLD = "(records)", "(memory)", "(news)", "(told)"
 ANY = " (any rows)"  # behind a state: whatever is ready there
 Answer = tuple[m.Message, Sequence[Any]]  # and its bulk
+
+
+class Request(NamedTuple):
+    """What is asked of a process.
+
+    peer: name of the asker; bulk: `[bytes]` uint8 that came with the message; waited: seconds that it has waited, 0
+    when it is served for the first time; ended: whether the asker is gone; None: it is this process itself.
+    """
+
+    peer: str
+    message: Any
+    bulk: np.ndarray | None
+    waited: float
+    ended: Callable[[], bool] | None
+
+
+# The answer, with or without bulk; or what to wait for (a key of `Core.wake`) before the request is served again.
+Handler = Callable[[Request], m.Message | Answer | str]
 # Takes rows as JSON, waits for room so many seconds, unless the asker is gone; their numbers.
 Offers = Callable[[Sequence[str], float, Callable[[], bool] | None], list[int]]
 
@@ -37,9 +55,9 @@ class Core:
     """Serves `warehouse` and `controllers` (both optional).
 
     tell: sends a record to the controllers of other processes; gate: what others may ask, None: whatever a rank may;
-    directory: answers a process that joins from outside the job; clock: seconds; versions: of weights, which this
-    process offers. served: messages, and bytes of cells and weights that went through this process, to show that none
-    sees them all; refused: what was turned away, by reason.
+    directory: answers a process that joins from outside the job; clock: seconds; at_close: called by `close`. served:
+    messages, and bytes of cells and weights that went through this process, to show that none sees them all; refused:
+    what was turned away, by reason.
     """
 
     def __init__(self, warehouse: Warehouse | None = None, controllers: Mapping[str, Controller] | None = None) -> None:
@@ -52,57 +70,88 @@ class Core:
         self.reports: dict[str, dict[str, float]] = {}  # of processes outside of the job, by their names
         self.spans: deque[tuple[str, str, float, float]] = deque(maxlen=SPANS)  # of these, until they are taken
         self.clock = time.monotonic
-        self.versions: Versions | None = None
+        self.at_close: list[Callable[[], None]] = []
         self.offers: Offers | None = None
         self.served = {"messages": 0, "bytes": 0}
         self.refused = {"stranger": 0, "malformed": 0}
         self._lock = threading.RLock()
         self._changed = defaultdict(lambda: threading.Condition(self._lock))  # by what is waited for
+        self._handlers: dict[type[m.Message], tuple[Handler, bool]] = {}
+        self.serve(
+            {
+                m.Ask: self._on_ask,
+                m.Release: self._on_release,
+                m.Reclaim: self._on_reclaim,
+                m.Remaining: self._on_remaining,
+                m.Finished: self._on_finished,
+                m.Retire: self._on_retire,
+                m.Put: self._on_put,
+                m.Clear: self._on_clear,
+                m.Locate: self._on_locate,
+                m.Fetch: self._on_fetch,
+                m.Map: self._on_map,
+                m.Join: lambda request: self.directory,
+                m.News: self._on_news,
+                m.Follow: self._on_follow,
+                m.Report: self._on_report,
+            }
+        )
+        self.serve({m.Offer: self._on_offer}, locked=False)
+
+    def serve(self, handlers: Mapping[type[m.Message], Handler], *, locked: bool = True) -> None:
+        """From now on requests of these types are answered so. locked: the lock of the rows is held meanwhile; only
+        such a handler may return what to wait for, others wait by themselves."""
+        self._handlers.update({kind: (handler, locked) for kind, handler in handlers.items()})
 
     def call(
         self, peer: str, message: m.Message, bulk: np.ndarray | None = None, ended: Callable[[], bool] | None = None
     ) -> Answer:
         """The answer to a request and its bulk, once there is one. ended: whether the asker is gone; None: it is this
         process itself, to which a mistake in the code is no malformed message."""
-        if isinstance(message, (m.Seek, m.Take, m.Which, m.Offer)):  # it waits by itself, and touches nothing of here
-            return self._serve(peer, message, bulk, 0.0, ended)
-        begin, clock, waited = self.clock(), self.clock, 0.0  # 0 says that it is served for the first time
+        request = Request(peer, message, bulk, 0.0, ended)
+        handler, locked = self._handlers.get(type(message), (_no_request, True))
+        if not locked:
+            return self._serve(handler, request)
+        begin, clock = self.clock(), self.clock
         with self._lock:
             while True:
-                answer = self._serve(peer, message, bulk, waited, ended)
+                answer = self._serve(handler, request)
                 if not isinstance(answer, str):
                     return answer
-                left = getattr(message, "deadline", 0.0) - waited
+                left = getattr(message, "deadline", 0.0) - request.waited
                 self._changed[answer].wait(min(LOOK_SECONDS, left) if left > 0 else LOOK_SECONDS)
-                waited = clock() - begin
+                request = request._replace(waited=clock() - begin)
                 if ended is not None and ended():
                     self._changed[answer].notify()  # what woke it may be meant for another
                     raise EOFError("the asker is gone")
 
-    def _serve(
-        self, peer: str, message: m.Message, bulk: np.ndarray | None, waited: float, ended: Callable[[], bool] | None
-    ) -> Answer | str:
-        """The answer, an error too; or what to wait for before it is served again, with the seconds that it has waited
-        then: a state, `AFTER`, `MEMORY`, `NEWS` or `TOLD`."""
-        own = ended is None
+    def _serve(self, handler: Handler, request: Request) -> Answer | str:
+        """The answer, an error too; or what to wait for before it is served again."""
+        peer, message, bulk, waited, ended = request
         self.served["messages"] += not waited
-        serve = getattr(self, f"_on_{type(message).__name__.lower()}", None)
         try:
-            if serve is None:
-                raise FrameError(f"{type(message).__name__} is no request")
-            if self.gate is not None and not own and not waited and peer.startswith(OUTSIDE):
+            if self.gate is not None and ended is not None and not waited and peer.startswith(OUTSIDE):
                 self.gate.check(message, bulk, self.warehouse)
             if isinstance(message, m.Query) and self._behind(message, waited):
                 return AFTER
-            answer = serve(peer, message, bulk, waited, ended)
-            return answer if isinstance(answer, (str, tuple)) else (answer, ())
+            answer = handler(request)
         except (FrameError, *MALFORMED) as error:
-            if own:
+            if ended is None:
                 raise
             self.refused["malformed"] += 1
             return m.Failed.of(FrameError(f"malformed {type(message).__name__}: {error!r}")), ()
         except (ValueError, OSError) as error:
             return m.Failed.of(error), ()
+        if isinstance(answer, tuple):
+            self.served["bytes"] += sum(len(part) for part in answer[1])
+        return answer if isinstance(answer, (str, tuple)) else (answer, ())
+
+    def close(self) -> None:
+        """Free the memory that this process holds for others. Idempotent."""
+        if self.warehouse is not None:
+            self.warehouse.slabs.close()
+        for close in self.at_close:
+            close()
 
     def gone(self, peer: str) -> None:
         """A process outside of the job has ended: its leases are given out again."""
@@ -115,7 +164,7 @@ class Core:
         """New weights, for processes outside of the job."""
         with self._lock:
             self.announced = m.Announced(self.announced.number + 1, version)
-            self._wake(NEWS)
+            self.wake(NEWS)
 
     def take_spans(self) -> list[tuple[str, str, float, float]]:
         """What processes outside of the job did, which is taken away."""
@@ -129,42 +178,42 @@ class Core:
         with self._lock:
             self.told += 1
             self.records.append(line)
-            self._wake(TOLD)
+            self.wake(TOLD)
 
-    def _on_follow(self, peer: str, follow: m.Follow, bulk: object, waited: float, *_: object) -> m.Message | str:
-        if self.told <= follow.after and waited < follow.deadline:
+    def _on_follow(self, request: Request) -> m.Message | str:
+        follow: m.Follow = request.message
+        if self.told <= follow.after and request.waited < follow.deadline:
             return TOLD
         first = self.told - len(self.records)
         return m.Told(max(first, follow.after) + 1, list(self.records)[max(follow.after - first, 0) :])
 
-    def _on_report(self, peer: str, report: m.Report, *_: object) -> m.Message:
-        with self._lock:
-            self.reports[peer] = report.counts
-            self.spans.extend((peer, *span) for span in report.spans)
+    def _on_report(self, request: Request) -> m.Message:
+        self.reports[request.peer] = request.message.counts
+        self.spans.extend((request.peer, *span) for span in request.message.spans)
         return self.announced
 
-    def _on_offer(
-        self, peer: str, offer: m.Offer, bulk: object, waited: float, ended: Callable[[], bool] | None
-    ) -> m.Message:
+    def _on_offer(self, request: Request) -> m.Message:
         if self.offers is None:
             raise ValueError("offer: this job takes no prompts from processes outside of it")
-        return m.Offered(self.offers(offer.rows, offer.deadline, ended))
+        return m.Offered(self.offers(request.message.rows, request.message.deadline, request.ended))
 
-    def _on_news(self, peer: str, news: m.News, bulk: object, waited: float, *_: object) -> m.Message | str:
-        return NEWS if self.announced.number <= news.after and waited < news.deadline else self.announced
+    def _on_news(self, request: Request) -> m.Message | str:
+        news: m.News = request.message
+        return NEWS if self.announced.number <= news.after and request.waited < news.deadline else self.announced
 
     # controllers
 
-    def _on_ask(self, peer: str, ask: m.Ask, bulk: object, waited: float, *_: object) -> m.Message | str:
+    def _on_ask(self, request: Request) -> m.Message | str:
+        ask: m.Ask = request.message
         controller, now = self._current(ask.state), self.clock()
         expires = float("inf") if ask.seconds is None else now + ask.seconds
-        grant = controller.take(ask, peer, expires)
+        grant = controller.take(ask, request.peer, expires)
         any_rows = ask.ids is None and ask.share is None
         if grant is not None:
             if any_rows:
                 self._wake_one(ask.state)  # there may be more
             return grant
-        if waited < ask.deadline:
+        if request.waited < ask.deadline:
             return ask.state + ANY if any_rows else ask.state
         if not ask.deadline and ask.ids is None:  # it only tried
             return m.Grant.empty(len(controller.spec.reads))
@@ -176,31 +225,33 @@ class Core:
         self.controllers[state].end(lambda held: held.expires <= now)
         return self.controllers[state]
 
-    def _on_release(self, peer: str, message: m.Release, *_: object) -> m.Message:
+    def _on_release(self, request: Request) -> m.Message:
+        message: m.Release = request.message
         self.controllers[message.state].end(lambda held: held.token == message.token)
-        self._wake(message.state)
+        self.wake(message.state)
         return m.Ok()
 
-    def _on_reclaim(self, peer: str, message: m.Reclaim, *_: object) -> m.Message:
-        self._reclaim(message.state, message.holder)
+    def _on_reclaim(self, request: Request) -> m.Message:
+        self._reclaim(request.message.state, request.message.holder)
         return m.Ok()
 
     def _reclaim(self, state: str, holder: str) -> None:
         if self.controllers[state].end(lambda held: held.holder == holder):
-            self._wake(state)
+            self.wake(state)
 
-    def _on_remaining(self, peer: str, message: m.Remaining, *_: object) -> m.Message:
-        return m.Left(self.controllers[message.state].undone(message.ids))
+    def _on_remaining(self, request: Request) -> m.Message:
+        return m.Left(self.controllers[request.message.state].undone(request.message.ids))
 
-    def _on_finished(self, peer: str, message: m.Finished, *_: object) -> m.Message:
-        return self.controllers[message.state].finished()
+    def _on_finished(self, request: Request) -> m.Message:
+        return self.controllers[request.message.state].finished()
 
-    def _on_retire(self, peer: str, message: m.Retire, bulk: object, waited: float, *_: object) -> m.Message | str:
+    def _on_retire(self, request: Request) -> m.Message | str:
+        message: m.Retire = request.message
         controller = self._current(message.state)
         holders = controller.retire(message.epoch, message.groups)
         if not holders:
             return m.Ok()
-        if waited < message.deadline:
+        if request.waited < message.deadline:
             return message.state
         raise TimeoutError(
             f"clear: state {message.state!r} still holds rows of epoch {message.epoch} after {message.deadline:g} s "
@@ -212,15 +263,16 @@ class Core:
         with self._lock:
             for state, controller in self.controllers.items():
                 if controller.apply(record):
-                    self._wake(state)
-            self._wake(AFTER)
+                    self.wake(state)
+            self.wake(AFTER)
 
-    def _wake(self, key: str) -> None:
-        """Who waits for it. Of those for whom any rows will do only one, who wakes the next when it is served: else
-        each commit would wake all of many consumers."""
-        if key in self._changed:
-            self._changed[key].notify_all()
-        self._wake_one(key)
+    def wake(self, key: str) -> None:
+        """Serve those requests again whose handlers have returned `key`. Of those for which any rows will do only one,
+        which wakes the next when it is served: else each commit would wake all of many consumers."""
+        with self._lock:
+            if key in self._changed:
+                self._changed[key].notify_all()
+            self._wake_one(key)
 
     def _wake_one(self, state: str) -> None:
         if state + ANY in self._changed:
@@ -240,11 +292,12 @@ class Core:
 
     # the warehouse
 
-    def _on_put(self, peer: str, put: m.Put, bulk: np.ndarray | None, waited: float, *_: object) -> m.Message | str:
-        house, extent = self.warehouse, put.extent
+    def _on_put(self, request: Request) -> m.Message | str:
+        put, bulk, house = request.message, request.bulk, self.warehouse
+        extent = put.extent
         if put.producer and (put.reserve or bulk is not None):
             reason = house.admit(put)
-            if reason is not None and waited >= put.deadline:
+            if reason is not None and request.waited >= put.deadline:
                 raise TimeoutError(f"put waited {put.deadline:g} s for memory in the dock of this machine: {reason}")
             if reason is not None:
                 return MEMORY
@@ -256,45 +309,28 @@ class Core:
         self._tell(house.commit(put, extent))
         return m.Ok(house.seq)
 
-    def _on_clear(self, peer: str, message: m.Clear, *_: object) -> m.Message:
+    def _on_clear(self, request: Request) -> m.Message:
+        message: m.Clear = request.message
         self._tell(self.warehouse.clear(message.epoch, message.shape, message.groups))
-        self._wake(MEMORY)
+        self.wake(MEMORY)
         return m.Ok(self.warehouse.seq)
 
-    def _on_locate(self, peer: str, message: m.Locate, *_: object) -> m.Message:
+    def _on_locate(self, request: Request) -> m.Message:
+        message: m.Locate = request.message
         places = self.warehouse.locate(message.epoch, message.columns, message.rows)
         return m.Located(self.warehouse.seq, *places)
 
-    def _on_fetch(self, peer: str, message: m.Fetch, *_: object) -> Answer:
-        parts = [self.warehouse.slabs.view(*span) for span in message.spans.tolist()]
-        self.served["bytes"] += sum(len(part) for part in parts)
-        return m.Ok(), parts
+    def _on_fetch(self, request: Request) -> Answer:
+        return m.Ok(), [self.warehouse.slabs.view(*span) for span in request.message.spans.tolist()]
 
-    def _on_map(self, peer: str, message: m.Map, *_: object) -> m.Message:
-        return m.Mapped(*self.warehouse.slabs.place(message.segment))
-
-    # weights
-
-    def _on_seek(self, peer: str, message: m.Seek, *_: object) -> m.Message:
-        return self._offered().seek(message)
-
-    def _on_which(self, *_: object) -> m.Message:
-        return self._offered().which()
-
-    def _on_take(self, peer: str, message: m.Take, *_: object) -> Answer:
-        answer, parts = self._offered().take(message)
-        self.served["bytes"] += sum(len(part) for part in parts)
-        return answer, parts
-
-    def _offered(self) -> Versions:
-        if self.versions is None:
-            raise ValueError("this rank publishes no weights")
-        return self.versions
-
-    def _on_join(self, *_: object) -> m.Message:
-        return self.directory
+    def _on_map(self, request: Request) -> m.Message:
+        return m.Mapped(*self.warehouse.slabs.place(request.message.segment))
 
     def _tell(self, record: m.Record | None) -> None:
         if record is not None:
             self.apply(record)
             self.tell(record)
+
+
+def _no_request(request: Request) -> m.Message:
+    raise FrameError(f"{type(request.message).__name__} is no request that this process answers")

@@ -1,4 +1,4 @@
-"""What the job and processes outside of it exchange beside rows: invitations, versions of weights, news, counts."""
+"""What the job and processes outside of it exchange beside rows: invitations, news, records, counts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from mindspeed_rl_plugin.dock.core import Offers
 from mindspeed_rl_plugin.dock.gate import Gate, Opening, called
 from mindspeed_rl_plugin.dock.places import ids_tuple
 from mindspeed_rl_plugin.dock.rpc import REPLY_TIMEOUT
-from mindspeed_rl_plugin.dock.sharing import Fill, Shared
-from mindspeed_rl_plugin.dock.sources import VersionSource
-from mindspeed_rl_plugin.dock.versions import Versions
 from mindspeed_rl_plugin.rows import SampleId
 
 
@@ -31,11 +28,6 @@ class Exchange:
         `Dock.join`. Collective. host: of a network interface, for processes of other machines; about: what they
         read."""
         return self._of_job("invite others to its dock").invite(secret_file, host, about)
-
-    def offer(self, nbytes: int, versions: int) -> Versions:
-        """Memory of this rank for so many versions of so many bytes, which others read. In the place of what it offered
-        before."""
-        return self._of_job("offer versions of its weights").offer(nbytes, versions)
 
     def expect(self, ranks: Iterable[int]) -> None:
         """Other ranks of the launcher, which are to be `joining.linked` within a heartbeat; on the leader."""
@@ -83,10 +75,6 @@ class Exchange:
         """What the job says of itself."""
         return self._calls.directory.about
 
-    def sources(self) -> list[VersionSource]:
-        """What each rank of the job offers."""
-        return [VersionSource(self._calls, address) for address in self._calls.directory.ranks]
-
     def finished(self, state: str) -> list[SampleId]:
         """Rows that a state has acknowledged and that are not cleared."""
         grant = self._calls.query(m.Finished, state)
@@ -101,11 +89,6 @@ class Exchange:
         """Give rows, as JSON, to the job, which has room for them within `deadline` seconds. Their numbers."""
         offer = m.Offer(list(rows), deadline)
         return self._calls.ask_rank(self._calls.directory.ranks[0], offer, REPLY_TIMEOUT).numbers
-
-    def once_a_machine(self, key: str, nbytes: int, fill: Fill) -> Shared:
-        """Bytes under a version that one process of this machine reads by `fill`, for all there that give the same
-        key."""
-        return Shared(self._calls.me, key, nbytes, fill)
 
     def report(self, counts: Mapping[str, float], spans: Sequence[tuple[str, float, float]] = ()) -> m.Announced:
         """For the leader: what this process has counted since it joined, and what it did since its last report, see

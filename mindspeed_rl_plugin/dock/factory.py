@@ -25,7 +25,6 @@ from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
 from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.storage import Warehouse
-from mindspeed_rl_plugin.dock.versions import Versions
 from mindspeed_rl_plugin.dock.watch import HEARTBEAT, Watch, heartbeat_of
 from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
 
@@ -118,12 +117,6 @@ class Member:
         first = self.directory.warehouses[0]
         return f"{first.host}:{first.port}" if first.port else f"unix:{first.unix}"
 
-    def offer(self, nbytes: int, versions: int) -> Versions:
-        if self.core.versions is not None:
-            self.core.versions.close()
-        self.core.versions = Versions(nbytes, versions)
-        return self.core.versions
-
     def close(self) -> None:
         """Leave the dock. Idempotent."""
         self._close(Bye())
@@ -141,10 +134,7 @@ class Member:
         atexit.unregister(self._end)
         self.calls.close()
         self.server.close(last)
-        if self.core.warehouse is not None:
-            self.core.warehouse.slabs.close()
-        if self.core.versions is not None:
-            self.core.versions.close()
+        self.core.close()
 
     def _core(self, limits: Limits) -> Core:
         columns, states, rank = self.declared.columns, self.declared.states, self.peers.rank

@@ -209,51 +209,6 @@ class Mapped(Message):
     segments: list[int]
 
 
-# To any rank that offers versions of its weights.
-
-
-class Seek(Message):
-    """Where a version lies, the newest one for -1. wait: seconds, for one that is not there yet."""
-
-    version: int
-    wait: float
-
-
-class Found(Message):
-    """A version, what its publisher says of it, and the file that a process of its machine maps for its bytes. read:
-    bytes that the one who reads for its machine read for this answer."""
-
-    version: int
-    about: bytes
-    path: str
-    nbytes: int
-    read: int = 0
-
-
-class Which(Message):
-    """Which versions there are."""
-
-
-class Held(Message):
-    """The versions that a rank holds, by rising number."""
-
-    versions: list[int]
-
-
-class Missed(Message):
-    """The version is not there. newest: of this rank, -1 before the first."""
-
-    newest: int
-
-
-class Take(Message):
-    """Spans of a version, one after the other, as bulk: `[n, 4]` byte offset, rows, bytes of a row, bytes from one row
-    to the next."""
-
-    version: int
-    spans: np.ndarray
-
-
 # Between processes.
 
 

@@ -12,7 +12,9 @@ from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.generators.background_task import BackgroundTask
 from mindspeed_rl_plugin.generators.description import Description, weights_of
 from mindspeed_rl_plugin.layout.layout import EngineParallel
+from mindspeed_rl_plugin.weights.machine_staging import Shared
 from mindspeed_rl_plugin.weights.pull import Puller
+from mindspeed_rl_plugin.weights.version_source import sources_of
 
 
 def puller_of(
@@ -20,8 +22,8 @@ def puller_of(
 ) -> Puller:
     """Of the weights that a job publishes, for a rank of an engine. here: ranks of the engine on this machine, of
     which one reads."""
-    limits = {"deadline": job.deadline, "sharing": dock.exchange.once_a_machine}
-    return Puller(weights_of(dock), parallel, parameters, dock.exchange.sources(), rank=rank, ranks=here, **limits)
+    limits = {"deadline": job.deadline, "sharing": partial(Shared, dock.calls.me)}
+    return Puller(weights_of(dock), parallel, parameters, sources_of(dock), rank=rank, ranks=here, **limits)
 
 
 class Weights(BackgroundTask):

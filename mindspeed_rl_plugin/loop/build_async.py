@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from mindspeed_rl_plugin.stages.response_validator import READS, STATE, Response
 from mindspeed_rl_plugin.stages.trainer import Trainer
 from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
 from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
+from mindspeed_rl_plugin.weights.published_memory import publish_memory
 
 FEWER = "keep fewer versions (--rl-max-staleness with --rl-async-order strict), or spread trainers over more machines"
 
@@ -108,7 +110,7 @@ def make_publisher(
         verify=config.reshard.verify_weights,
     )
     budget.reserve(weights.shares[rank].nbytes * versions, f"keeping {versions} versions of the weights", FEWER)
-    return Publisher(weights, rank, dock.exchange.offer, versions=versions, gather=ranks.gather)
+    return Publisher(weights, rank, partial(publish_memory, dock), versions=versions, gather=ranks.gather)
 
 
 def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: bool) -> ExternalEngines | None:

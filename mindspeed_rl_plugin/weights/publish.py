@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.dock.versions import Versions
 from mindspeed_rl_plugin.weights.live import stored_parameters, trainer_storage
 from mindspeed_rl_plugin.weights.offload import gathered
+from mindspeed_rl_plugin.weights.published_memory import PublishedMemory
 from mindspeed_rl_plugin.weights.shares import Gather, TrainerWeights
 from mindspeed_rl_plugin.weights.verify import first_broken, refuse_broken, slice_digests
 
@@ -43,7 +43,7 @@ class Publisher:
         self,
         weights: TrainerWeights,
         rank: int,
-        offer: Callable[[int, int], Versions],
+        offer: Callable[[int, int], PublishedMemory],
         versions: int = 2,
         *,
         gather: Gather,

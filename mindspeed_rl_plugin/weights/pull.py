@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.dock.sharing import Fill, Shared
-from mindspeed_rl_plugin.dock.sources import VersionSource
-from mindspeed_rl_plugin.dock.versions import Span, view
 from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.layout import EngineParallel, Segment, engine_layout
 from mindspeed_rl_plugin.layout.transfer_plan import Piece, TransferPlan, make_plan
 from mindspeed_rl_plugin.weights.live import engine_storage, narrowed
+from mindspeed_rl_plugin.weights.machine_staging import Fill, Shared
+from mindspeed_rl_plugin.weights.published_memory import Span, view
 from mindspeed_rl_plugin.weights.shares import Packed, PublishedBlock, TrainerWeights
 from mindspeed_rl_plugin.weights.verify import WeightMismatch, segment_digest, slice_digests, weights_digest
+from mindspeed_rl_plugin.weights.version_source import VersionSource
 
 READ_BYTES = 32 << 20  # bytes of a read; between two of them the deadline is looked at
 SEEK_SECONDS = 60.0  # of one question for a version; between two of them a wait can be ended

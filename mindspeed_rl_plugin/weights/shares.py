@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from mindspeed_rl_plugin.dock.versions import Span
 from mindspeed_rl_plugin.layout.layout import (
     Canonical,
     Layout,
@@ -31,6 +30,7 @@ from mindspeed_rl_plugin.layout.layout import (
 )
 from mindspeed_rl_plugin.layout.transfer_plan import Holders, Place
 from mindspeed_rl_plugin.weights.live import stored_parameters, trainer_storage
+from mindspeed_rl_plugin.weights.published_memory import Span
 
 _ALIGNMENT = 64  # bytes, of a block
 _DIGEST = 8  # bytes

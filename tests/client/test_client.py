@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +38,7 @@ from mindspeed_rl_plugin.stages.response_validator import READS, STATE, Response
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
+from mindspeed_rl_plugin.weights.published_memory import publish_memory
 
 GROUPS, MEMBERS, LONGEST, END = 2, 2, 4, 9
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
@@ -59,7 +61,9 @@ class Trainers:
         stored = {r: chunks_of(megatron_weights(SHAPE, parallel, r, self.canonical)) for r in range(2)}
         gather = [m.peers.gather for m in self.members]
         made = together(2, lambda r: TrainerWeights.of(SHAPE, parallel, r, stored[r], torch.float32, gather[r]))
-        self.publishers = [Publisher(made[r], r, self.docks[r].exchange.offer, gather=gather[r]) for r in range(2)]
+        self.publishers = [
+            Publisher(made[r], r, partial(publish_memory, self.docks[r]), gather=gather[r]) for r in range(2)
+        ]
         self.chunks, self.secret = stored, folder / "secret"
         about = json.dumps({JOB: description.to_json(), WEIGHTS: made[0].text()})
         self.address = together(2, lambda r: self.docks[r].exchange.invite(self.secret, "127.0.0.1", about))[0]
@@ -284,13 +288,13 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
         outside.put(Rows(lease.rows.ids, {"reward": torch.tensor([1.0])}))
     empty = m.Put(7, m.Shape(1, 1), [], False, 5.0, state=STATE, rows=np.empty(0, np.int32))
     with pytest.raises(ValueError, match="put: epoch 7 is not open"):  # which no such message opens
-        outside._calls.ask_warehouse(0, empty)
+        outside.calls.ask_warehouse(0, empty)
     shape = m.Shape(GROUPS, MEMBERS, VersionBound(0))
     with pytest.raises(ValueError, match="epoch 0 of .*oldest=-1.*, it has .*oldest=0"):  # versions that it chose
-        outside._calls.ask_warehouse(0, msgspec.structs.replace(empty, epoch=0, shape=m.Shape(GROUPS, MEMBERS)))
+        outside.calls.ask_warehouse(0, msgspec.structs.replace(empty, epoch=0, shape=m.Shape(GROUPS, MEMBERS)))
     with pytest.raises(ValueError, match="put: rows 900 to 900 are not all of epoch 0"):
         put = msgspec.structs.replace(empty, epoch=0, shape=shape, rows=np.array([900], np.int32))
-        outside._calls.ask_warehouse(0, put)
+        outside.calls.ask_warehouse(0, put)
     outside.commit(lease, Rows(lease.rows.ids, good))
     got = trainers.docks[0].read([SampleId(0, 0, 0)], ["tokens", "logp_rollout"])
     assert got["tokens"].values.tolist() == [5, 7] and got["logp_rollout"].values.tolist() == [0.0, -1.0]

@@ -17,7 +17,9 @@ from dock_help import COLUMNS, SMALL, STATES, Gathered, prompts
 from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, joining
 from mindspeed_rl_plugin.dock.factory import Member
 from mindspeed_rl_plugin.dock.rpc import Process
-from mindspeed_rl_plugin.dock.sharing import Shared
+from mindspeed_rl_plugin.weights.machine_staging import Shared
+from mindspeed_rl_plugin.weights.published_memory import publish_memory
+from mindspeed_rl_plugin.weights.version_source import sources_of
 
 LENGTH = 50_000  # tokens: such puts go through lent memory
 VERSION_BYTES = 8 << 20
@@ -122,13 +124,13 @@ class Commands:
 
     def publish(self, version: int) -> None:
         """A version of weights whose bytes are its number."""
-        self.store = self.store or self.dock.exchange.offer(VERSION_BYTES, 2)
+        self.store = self.store or publish_memory(self.dock, VERSION_BYTES, 2)
         self.store.begin(version)[:] = version
         self.store.commit(version, b"")
 
     def pull(self, rank: int, version: int, seconds: float) -> str:
         """Read a version over and over; the error that ends that, which comes before what is torn is taken."""
-        source, into = self.dock.exchange.sources()[rank], [np.empty((1, VERSION_BYTES), np.uint8)]
+        source, into = sources_of(self.dock)[rank], [np.empty((1, VERSION_BYTES), np.uint8)]
         source.seek(version, seconds)
         until = time.monotonic() + seconds
         try:

@@ -186,7 +186,7 @@ class DockMachine(RuleBasedStateMachine):
     @rule()
     def leases_are_reclaimed(self) -> None:
         """The process outside is there, and does not know."""
-        name = self.outside._calls.me.name
+        name = self.outside.calls.me.name
         for state, controller in self.member.core.controllers.items():
             self.dock.exchange.reclaim(state, name)
             assert not controller.end(lambda held: held.holder == name), "nothing is left to be ended"
@@ -199,7 +199,7 @@ class DockMachine(RuleBasedStateMachine):
 
     @rule()
     def outsider_dies(self) -> None:
-        self.member.core.gone(self.outside._calls.me.name)
+        self.member.core.gone(self.outside.calls.me.name)
         self.model.leases = [x for x in self.model.leases if self.holder[x.token] is not self.outside]
         self.slow = [(dock, lease) for dock, lease in self.slow if dock is not self.outside]
         self.enter()

@@ -105,6 +105,6 @@ def test_rollouts_that_grow_leave_memory_flat(make_one, limits: Limits) -> None:
         segments.append(house.slabs._next)
         most = 3 * house.slabs._most if limits.capacity is None else limits.capacity
         assert house.slabs.reserved <= most + 4 * SEGMENT
-    assert len(dock._calls.epochs.known) <= 1 and not dock._calls.held
+    assert len(dock.calls.epochs.known) <= 1 and not dock.calls.held
     assert segments[-1] - segments[50] <= 40, "rollouts alike find their memory again"
     assert all(len(c._epochs) <= 1 and not c._leases for c in make_one.members[0].core.controllers.values())

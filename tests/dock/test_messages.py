@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.dock import VersionBound, codec, rpc
 from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.weights.published_memory import Found, Take
 
 SAMPLES = [
     m.Ask("generate", [(0, m.Shape(2, 1, VersionBound(3, 4)))], {0: 5}, np.arange(6).reshape(2, 3), 1.5, max_rows=3),
@@ -23,8 +24,8 @@ SAMPLES = [
     m.Put(3, m.Shape(2, 2), [m.Part(("a", "b"), np.arange(2, dtype=np.int32), np.ones((2, 2), np.int32))], True, 9.0),
     m.Record(1, 7, 3, m.Shape(2, 2), cleared=np.empty(0, np.int32)),
     m.Directory(COLUMNS, STATES, [m.Address("n", "u")], {"generate": m.Address("n", "v")}),
-    m.Found(3, b"digests", "/proc/1/fd/4", 1 << 40),
-    m.Take(3, np.arange(8).reshape(2, 4)),
+    Found(3, b"digests", "/proc/1/fd/4", 1 << 40),
+    Take(3, np.arange(8).reshape(2, 4)),
     m.Failed("no", late=True),
     m.Ping(),
 ]

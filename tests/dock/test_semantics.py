@@ -129,9 +129,9 @@ def test_rows_of_a_lease_are_committed_as_they_are_finished(make) -> None:
     with pytest.raises(ValueError, match="does not hold"):
         dock.commit_part(again, tokens([one], 1))
     for row in others:
-        assert ("generate", again.token) in dock._calls.held
+        assert ("generate", again.token) in dock.calls.held
         dock.commit_part(again, tokens([row], 1))
-    assert ("generate", again.token) not in dock._calls.held, "the lease ends with the last of them"
+    assert ("generate", again.token) not in dock.calls.held, "the lease ends with the last of them"
     dock.commit(again, tokens(others, 9, 9))  # a repeat
     assert dock.remaining("generate") == 0 and not dock.lease("generate", deadline=0)
     assert dock.read((one, two, *others), ["tokens"])["tokens"].lengths.tolist() == [4, 5, 1, 1]
@@ -233,7 +233,7 @@ def test_who_is_gone_when_it_is_woken_wakes_the_next(make_one, monkeypatch) -> N
     dock.open(0, 1, 1)
     ask = messages.Ask("generate", [(0, messages.Shape(1, 1))], {}, None, 20.0, max_rows=1)
     with ThreadPoolExecutor(2) as pool:
-        gone = pool.submit(dock._calls.core.call, "gone", ask, None, lambda: True)
+        gone = pool.submit(dock.calls.core.call, "gone", ask, None, lambda: True)
         time.sleep(0.1)
         waiting = pool.submit(dock.for_thread().lease, "generate", max_rows=1, deadline=20)
         time.sleep(0.1)
@@ -289,7 +289,7 @@ def test_an_empty_dock_is_no_end_to_a_consumer_outside_but_the_jobs_leaving_is(
             for dock in docks:
                 dock.clear(epoch)
         for member in made:
-            for stream in [s for s, name in member.server._streams.items() if name == orphan._calls.me.name]:
+            for stream in [s for s, name in member.server._streams.items() if name == orphan.calls.me.name]:
                 stream.close()
         for member in made:
             member.close()

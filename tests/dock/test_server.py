@@ -39,17 +39,17 @@ def taken_by(dock: Dock) -> set[SampleId]:
 def test_a_lease_that_its_asker_no_longer_waited_for_comes_again(job, answered: bool) -> None:
     """The asker goes on, over other connections. answered: whether the answer had come when it gave up."""
     assert job.asker.exchange.news(-1, 0.0)
-    stream = rpc.connect(job.member.server.address, job.asker._calls.me)
+    stream = rpc.connect(job.member.server.address, job.asker.calls.me)
     stream.send(m.Ask("generate", [], {}, None, 5.0, 60.0))
     if answered:
         assert stream.socket.recv(1, socket.MSG_PEEK)
     stream.close()
     assert taken_by(job.other) == {*ids(2, 2)}
-    assert job.asker._calls.me.name in job.member.server._streams.values(), "else all that it has would come again"
+    assert job.asker.calls.me.name in job.member.server._streams.values(), "else all that it has would come again"
 
 
 def test_a_lease_that_was_heard_of_stays_when_its_connection_ends(job) -> None:
-    stream = rpc.connect(job.member.server.address, job.asker._calls.me)
+    stream = rpc.connect(job.member.server.address, job.asker.calls.me)
     rpc.ask(stream, job.member.server.address, m.Ask("generate", [], {}, None, 5.0, 60.0, max_rows=3))
     assert job.asker.exchange.news(-1, 0.0)
     rpc.ask(stream, job.member.server.address, m.News(-1, 0.0))
@@ -63,7 +63,7 @@ def test_an_error_while_rows_are_taken_in_ends_the_leases_of_their_sender(job, m
     """As where the check of rows has a mistake: the connection ends."""
     lease, raised = job.asker.lease("generate", deadline=5), []
     monkeypatch.setattr(threading, "excepthook", lambda about: raised.append(about.exc_type))
-    monkeypatch.setattr(job.member.core, "_on_put", lambda *_: 1 // 0)
+    job.member.core.serve({m.Put: lambda request: 1 // 0})
     with pytest.raises(ConnectionError):
         job.asker.commit(lease, tokens(lease.rows.ids))
     assert len(taken_by(job.other)) == 4 and raised == [ZeroDivisionError]

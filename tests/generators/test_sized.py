@@ -31,7 +31,7 @@ def test_engines_that_share_experts_are_as_many_as_the_job_says():
 def pullers(monkeypatch):
     """What the pullers are given of an engine that joins a job, or of a server, of whose sizes the job says others."""
     made, gone = [], SimpleNamespace(close=int, run=int, parameters=dict, shutdown=int)
-    gone.exchange = SimpleNamespace(sources=list, once_a_machine=None)
+    gone.calls = SimpleNamespace(me=None, directory=SimpleNamespace(ranks=[]))
     job = SimpleNamespace(engine=replace(OPTIONS, tensor_parallel=2, expert_parallel=4), episodes=None, deadline=9.0)
     job.check_tokenizer = lambda path: None
     for module in (serving, server_worker):

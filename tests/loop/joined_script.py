@@ -10,9 +10,9 @@ from mindspeed_rl_plugin.__main__ import main
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.messages import Put
-from mindspeed_rl_plugin.dock.sources import VersionSource
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.weights.pull import Puller
+from mindspeed_rl_plugin.weights.version_source import VersionSource
 
 
 def die(*_, **__):

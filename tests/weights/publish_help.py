@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from mindspeed_rl_plugin.dock.versions import view
 from mindspeed_rl_plugin.weights.publish import Publisher
+from mindspeed_rl_plugin.weights.published_memory import view
 from mindspeed_rl_plugin.weights.pull import Puller
 from mindspeed_rl_plugin.weights.shares import TrainerWeights
 

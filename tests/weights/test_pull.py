@@ -23,11 +23,11 @@ from reshard_reference import engine_weights, megatron_weights, random_weights
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import machine
 from mindspeed_rl_plugin.dock.rpc import Process
-from mindspeed_rl_plugin.dock.sharing import Shared
 from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel, canonical_tensors, engine_layout
 from mindspeed_rl_plugin.weights import publish as publishing
 from mindspeed_rl_plugin.weights import pull, verify
 from mindspeed_rl_plugin.weights.host_weights import HostWeights
+from mindspeed_rl_plugin.weights.machine_staging import Shared
 from mindspeed_rl_plugin.weights.resharder import Resharder
 from mindspeed_rl_plugin.weights.shares import TrainerWeights
 from mindspeed_rl_plugin.weights.verify import BrokenWeights, WeightMismatch

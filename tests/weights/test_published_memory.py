@@ -1,4 +1,4 @@
-"""Versions that a rank offers: where readers find them, what is refused, and that none is ever taken half."""
+"""Versions that a rank publishes: where readers find them, what is refused, and that none is ever taken half."""
 
 import threading
 import time
@@ -6,17 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dock_help import COLUMNS, STATES, together
+from dock_help import COLUMNS, STATES, make_members, together
 
 from mindspeed_rl_plugin.dock import Dock, Gone, joining
-from mindspeed_rl_plugin.dock import messages as m
-from mindspeed_rl_plugin.dock.versions import Versions
+from mindspeed_rl_plugin.weights.published_memory import PublishedMemory, Take, publish_memory
+from mindspeed_rl_plugin.weights.version_source import sources_of
 
 NBYTES = 1000
 SPANS = [(0, 1, 10, 10), (100, 4, 8, 32), (992, 1, 8, 8)]
 
 
-def publish(store: Versions, version: int) -> None:
+def publish(store: PublishedMemory, version: int) -> None:
     store.begin(version)[:] = version
     store.commit(version, b"%d" % version)
 
@@ -28,14 +28,16 @@ def read(source, version: int, seconds: float = 5.0) -> list[np.ndarray]:
 
 
 @pytest.fixture(params=["a", "elsewhere"])
-def readers(members, tmp_path: Path, request: pytest.FixtureRequest):
-    """Members on two machines with an offer each, and what a process outside, on one of them or on another, sees."""
-    ranks = members(COLUMNS, STATES, ["a", "b"])
+def readers(tmp_path: Path, request: pytest.FixtureRequest):
+    """Members on two machines that publish, and what a process outside, on one of them or on another, sees."""
+    ranks = make_members(COLUMNS, STATES, ["a", "b"])
     address = together(2, lambda rank: ranks[rank].invite(tmp_path / "secret"))[0]
-    stores = [rank.dock().exchange.offer(NBYTES, 2) for rank in ranks]
+    stores = [publish_memory(rank.dock(), NBYTES, 2) for rank in ranks]
     outside = Dock(*joining.join(address, tmp_path / "secret", 60.0, request.param), leader=False)
-    yield ranks, stores, outside.exchange.sources()
+    yield ranks, stores, sources_of(outside)
     outside.close()
+    for rank in ranks:
+        rank.close()
 
 
 def test_a_version_is_read_as_it_was_published(readers) -> None:
@@ -105,28 +107,29 @@ def test_serving_weights_holds_up_no_rows(readers) -> None:
     [[(0, 1, 1001, 1001)], [(-8, 1, 8, 8)], [(996, 1, 8, 8)], [(0, 126, 8, 8)], [(0, 2, 8, 4)], [(0, 1 << 62, 8, 8)]],
 )
 def test_spans_that_are_none_are_refused(spans) -> None:
-    store = Versions(NBYTES, 2)
+    store = PublishedMemory(NBYTES, 2)
     publish(store, 0)
     with pytest.raises(ValueError, match="not inside the 1000 bytes"):
-        store.take(m.Take(0, np.array(spans, np.int64)))
+        store.take(Take(0, np.array(spans, np.int64)))
     store.close()
 
 
 def test_too_much_is_refused(readers, monkeypatch: pytest.MonkeyPatch) -> None:
     _, stores, sources = readers
     publish(stores[0], 0)
-    monkeypatch.setattr("mindspeed_rl_plugin.dock.versions.TAKE_BYTES", 40)
+    monkeypatch.setattr("mindspeed_rl_plugin.weights.published_memory.TAKE_BYTES", 40)
     with pytest.raises(ValueError, match="more than 40 bytes"):
-        sources[0]._ask(m.Take(0, np.array(SPANS, np.int64)), 5)
+        sources[0]._ask(Take(0, np.array(SPANS, np.int64)), 5)
     with pytest.raises(MemoryError, match="3 versions of"):
-        Versions(1 << 60, 3)
+        PublishedMemory(1 << 60, 3)
 
 
-def test_a_rank_without_an_offer_says_so(members, tmp_path: Path) -> None:
-    (rank,) = members(COLUMNS, STATES, ["a"])
+def test_a_rank_that_publishes_nothing_says_so(tmp_path: Path) -> None:
+    (rank,) = make_members(COLUMNS, STATES, ["a"])
     outside = Dock(*joining.join(rank.invite(tmp_path / "secret"), tmp_path / "secret", 60.0, "a"), leader=False)
-    with pytest.raises(ValueError, match="publishes no weights"):
-        outside.exchange.sources()[0].seek(0, 5)
+    with pytest.raises(ValueError, match="Seek is no request that this process answers"):
+        sources_of(outside)[0].seek(0, 5)
     with pytest.raises(ValueError, match="only a rank of the job"):
-        outside.exchange.offer(1, 2)
+        publish_memory(outside, 1, 2)
     outside.close()
+    rank.close()

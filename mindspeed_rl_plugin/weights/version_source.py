@@ -1,4 +1,4 @@
-"""The versions that other ranks offer, seen from another process."""
+"""The versions that other ranks publish, seen from another process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.dock import Dock, Gone
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.memory import mapped
-from mindspeed_rl_plugin.dock.versions import Gone, Span, view
+from mindspeed_rl_plugin.dock.messages import Address, Message
+from mindspeed_rl_plugin.weights.published_memory import (
+    Found,
+    ListVersions,
+    Missed,
+    Seek,
+    Span,
+    Take,
+    VersionList,
+    view,
+)
 
 LEAST_SECONDS = 0.1  # for an answer; so much before its deadline a wait ends, to be answered in time
 MAPS = 16  # files that a reader of one process keeps mapped
@@ -39,7 +49,7 @@ class VersionSource:
     """The versions of one rank, seen by another process. Serves one thread at a time. Each call raises TimeoutError
     after `seconds`, ConnectionError where the rank is gone, and Gone where the version is."""
 
-    def __init__(self, calls: Calls, address: m.Address) -> None:
+    def __init__(self, calls: Calls, address: Address) -> None:
         self._calls, self.address = calls, address
         self._maps, self._mapped = Maps(), None
 
@@ -48,8 +58,8 @@ class VersionSource:
         until = time.monotonic() + seconds
         while True:
             left = until - time.monotonic()
-            answer = self._ask(m.Seek(-1 if version is None else version, max(left - LEAST_SECONDS, 0.0)), left)
-            if isinstance(answer, m.Found):
+            answer = self._ask(Seek(-1 if version is None else version, max(left - LEAST_SECONDS, 0.0)), left)
+            if isinstance(answer, Found):
                 break
             if self._calls.closed:
                 raise ConnectionError("this process has left the dock")
@@ -67,7 +77,7 @@ class VersionSource:
 
     def versions(self, seconds: float) -> list[int]:
         """Those that the rank holds now."""
-        return self._ask(m.Which(), seconds).versions
+        return self._ask(ListVersions(), seconds).versions
 
     def read(self, version: int, spans: Sequence[Span], into: Sequence[np.ndarray], seconds: float) -> None:
         """Copy spans into arrays `[rows, bytes]`. What is read may be torn unless a later `check` says it is whole."""
@@ -75,8 +85,8 @@ class VersionSource:
             for span, there in zip(spans, into, strict=True):
                 there[...] = view(self._mapped, span)
             return
-        got = self._ask(m.Take(version, np.array(spans, np.int64).reshape(-1, 4)), seconds)
-        if isinstance(got, m.Missed):
+        got = self._ask(Take(version, np.array(spans, np.int64).reshape(-1, 4)), seconds)
+        if isinstance(got, Missed):
             raise Gone(version, got.newest)
         at = 0
         for there in into:
@@ -85,9 +95,14 @@ class VersionSource:
 
     def check(self, version: int, seconds: float) -> None:
         """Raise Gone where the version has been overwritten since `seek`."""
-        answer = self._ask(m.Seek(version, 0.0), seconds)
-        if not isinstance(answer, m.Found):
+        answer = self._ask(Seek(version, 0.0), seconds)
+        if not isinstance(answer, Found):
             raise Gone(version, answer.newest)
 
-    def _ask(self, message: m.Message, seconds: float) -> m.Found | m.Missed | m.Held | np.ndarray:
+    def _ask(self, message: Message, seconds: float) -> Found | Missed | VersionList | np.ndarray:
         return self._calls.ask_rank(self.address, message, max(seconds, LEAST_SECONDS))
+
+
+def sources_of(dock: Dock) -> list[VersionSource]:
+    """What each rank of the job publishes, for a process outside of it."""
+    return [VersionSource(dock.calls, address) for address in dock.calls.directory.ranks]

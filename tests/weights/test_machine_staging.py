@@ -14,7 +14,7 @@ import pytest
 
 from mindspeed_rl_plugin.dock import Gone, joining
 from mindspeed_rl_plugin.dock.rpc import Process
-from mindspeed_rl_plugin.dock.sharing import Shared
+from mindspeed_rl_plugin.weights.machine_staging import Shared
 
 NBYTES = 5000
 
@@ -176,7 +176,7 @@ def test_an_error_of_the_read_reaches_all(machine, error) -> None:
 
 
 def test_too_little_memory_is_said_to_all(machine, monkeypatch) -> None:
-    monkeypatch.setattr("mindspeed_rl_plugin.dock.versions.host_available", lambda: NBYTES - 1)
+    monkeypatch.setattr("mindspeed_rl_plugin.weights.published_memory.host_available", lambda: NBYTES - 1)
     first, second = machine.process(), machine.process()
     with pytest.raises(MemoryError, match=f"1 versions of {NBYTES} bytes .* start fewer engines here"):
         first.get(1, 20)

@@ -18,14 +18,15 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.core import Answer
 from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 from mindspeed_rl_plugin.dock.rpc import ALIVE_SECONDS, Process, Silent, Stream, ask, connect
 from mindspeed_rl_plugin.dock.server import Server
-from mindspeed_rl_plugin.dock.sources import LEAST_SECONDS, Maps
-from mindspeed_rl_plugin.dock.versions import Gone, check_memory
 from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.weights.published_memory import Found, Missed, Seek, check_memory
+from mindspeed_rl_plugin.weights.version_source import LEAST_SECONDS, Maps
 
 RETRY_SECONDS = 0.05  # until it is tried again to take the place of a process that has just ended
 
@@ -71,15 +72,15 @@ class _Reader:
     def call(self, peer: str, message: m.Message, *_: object) -> Answer:
         """The answer to another process."""
         try:
-            if not isinstance(message, m.Seek):
+            if not isinstance(message, Seek):
                 raise ValueError(f"{type(message).__name__} is no request to the reader of a machine")
             buffer, read = self.give(peer, message.version, message.wait)
         except Gone as error:
-            return m.Missed(error.newest), ()
+            return Missed(error.newest), ()
         except (ValueError, OSError, MemoryError) as error:
             return m.Failed.of(error), ()
         path = f"/proc/{os.getpid()}/fd/{buffer.file}"
-        return m.Found(message.version, buffer.about, path, self.nbytes, read), ()
+        return Found(message.version, buffer.about, path, self.nbytes, read), ()
 
     def gone(self, peer: str) -> None:
         for buffer in self._buffers:
@@ -185,7 +186,7 @@ class Shared:
         if self._stream is None:
             return None
         try:
-            message = m.Seek(version, max(seconds - LEAST_SECONDS, 0.0))
+            message = Seek(version, max(seconds - LEAST_SECONDS, 0.0))
             patience = max(seconds, LEAST_SECONDS)
             answer, _ = ask(self._stream, self._address, message, patience=patience, alive=self._alive)
         except (TimeoutError, ConnectionError) as error:
@@ -194,7 +195,7 @@ class Shared:
             if isinstance(error, (TimeoutError, Silent)) or seconds <= 0:
                 raise
             return None
-        if isinstance(answer, m.Missed):
+        if isinstance(answer, Missed):
             raise Gone(version, answer.newest)
         if isinstance(answer, m.Failed):
             raise answer.raised() if answer.late else ConnectionError(answer.text)

@@ -1,8 +1,9 @@
-"""Bytes under a version that a rank offers to processes outside of the job: its share of the weights.
+"""Bytes under a version that a rank publishes for processes outside of the job: its share of the weights.
 
-The rank writes the next version over its oldest one and waits for no reader. Readers (`sources.py`) of its
+The rank writes the next version over its oldest one and waits for no reader. Readers (`version_source.py`) of its
 machine map the memory, others ask for spans of it, and both ask at the end whether the version is still there: what was
-overwritten meanwhile is gone, never taken for whole. None of this takes the lock of the dock's rows.
+overwritten meanwhile is gone, never taken for whole. The dock's server passes their requests on, and does not hold the
+lock of its rows while they are served.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindspeed_rl_plugin.device.meters import host_available
-from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.dock import Dock, codec
+from mindspeed_rl_plugin.dock.core import Answer
 from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
+from mindspeed_rl_plugin.dock.messages import Message, Ok
 
 WAIT_SECONDS = 1.0  # that a server keeps one question for a version that is not there yet
 TAKE_BYTES = 256 << 20  # of one answer
@@ -23,12 +26,49 @@ TAKE_BYTES = 256 << 20  # of one answer
 Span = Sequence[int]  # byte offset, rows, bytes of a row, bytes from one row to the next
 
 
-class Gone(ValueError):
-    """A version has been overwritten: `newest` is the newest of the rank that said so."""
+class Seek(Message):
+    """Asks where a version lies, the newest one for -1. wait: seconds, for one that is not there yet."""
 
-    def __init__(self, version: int, newest: int) -> None:
-        super().__init__(f"version {version} of the weights is gone; the newest is {newest}")
-        self.version, self.newest = version, newest
+    version: int
+    wait: float
+
+
+class Found(Message):
+    """A version, what its publisher says of it, and the file that a process of its machine maps for its bytes. read:
+    bytes that the one who reads for its machine read for this answer."""
+
+    version: int
+    about: bytes
+    path: str
+    nbytes: int
+    read: int = 0
+
+
+class Missed(Message):
+    """The version is not there. newest: of this rank, -1 before the first."""
+
+    newest: int
+
+
+class ListVersions(Message):
+    """Asks which versions there are."""
+
+
+class VersionList(Message):
+    """The versions that a rank holds, by rising number."""
+
+    versions: list[int]
+
+
+class Take(Message):
+    """Asks for spans of a version, one after the other, as bulk: `[n, 4]` byte offset, rows, bytes of a row, bytes from
+    one row to the next."""
+
+    version: int
+    spans: np.ndarray
+
+
+codec.add(Seek, Found, Missed, ListVersions, VersionList, Take)
 
 
 def check_memory(count: int, nbytes: int, mend: str) -> None:
@@ -40,7 +80,7 @@ def check_memory(count: int, nbytes: int, mend: str) -> None:
         )
 
 
-class Versions:
+class PublishedMemory:
     """Memory of this rank for `count` versions of `nbytes`, in nameless files. Raises MemoryError where the machine has
     too little."""
 
@@ -69,34 +109,34 @@ class Versions:
             self._held[self._writing], self.newest = (version, about), version
             self._changed.notify_all()
 
-    def seek(self, message: m.Seek) -> m.Message:
+    def seek(self, message: Seek) -> Message:
         """Where a version lies, the newest for -1; waits a little for one that is not there yet."""
         wanted = message.version
         with self._changed:
             self._changed.wait_for(lambda: self.newest >= max(wanted, 0), min(message.wait, WAIT_SECONDS))
             slot = self._slot(self.newest if wanted < 0 else wanted)
             if slot < 0:
-                return m.Missed(self.newest)
+                return Missed(self.newest)
             path = f"/proc/{os.getpid()}/fd/{self._files[slot]}"
-            return m.Found(*self._held[slot], path, self.nbytes)
+            return Found(*self._held[slot], path, self.nbytes)
 
-    def which(self) -> m.Message:
-        """The versions that are whole."""
+    def versions(self) -> VersionList:
+        """Those that are whole."""
         with self._changed:
-            return m.Held(sorted(held[0] for held in self._held if held))
+            return VersionList(sorted(held[0] for held in self._held if held))
 
-    def take(self, message: m.Take) -> tuple[m.Message, Sequence[np.ndarray]]:
+    def take(self, message: Take) -> Answer:
         """Spans of a version, one after the other. Raises ValueError for those that are outside of it or too many."""
         with self._changed:
             slot = self._slot(message.version)
             if slot < 0:
-                return m.Missed(self.newest), ()
+                return Missed(self.newest), ()
         spans = message.spans.tolist()
         for span in spans:
             check_span(span, self.nbytes)
         if sum(rows * size for _, rows, size, _ in spans) > TAKE_BYTES:
             raise ValueError(f"more than {TAKE_BYTES} bytes of weights in one answer; ask for fewer spans")
-        return m.Ok(), [np.ascontiguousarray(view(self._memory[slot], span)).reshape(-1) for span in spans]
+        return Ok(), [np.ascontiguousarray(view(self._memory[slot], span)).reshape(-1) for span in spans]
 
     def close(self) -> None:
         """Let go of the memory, which goes when nobody maps it any more. Idempotent."""
@@ -107,6 +147,24 @@ class Versions:
 
     def _slot(self, version: int) -> int:
         return next((i for i, held in enumerate(self._held) if held and held[0] == version), -1)
+
+
+def publish_memory(dock: Dock, nbytes: int, versions: int) -> PublishedMemory:
+    """Memory of this rank of a job for so many versions of so many bytes, which processes outside of it read through
+    the dock's server, until the dock is closed. Raises ValueError outside of the job, and as `PublishedMemory`."""
+    if (core := dock.calls.core) is None:
+        raise ValueError("only a rank of the job can publish its weights")
+    store = PublishedMemory(nbytes, versions)
+    core.serve(
+        {
+            Seek: lambda request: store.seek(request.message),
+            ListVersions: lambda request: store.versions(),
+            Take: lambda request: store.take(request.message),
+        },
+        locked=False,
+    )
+    core.at_close.append(store.close)
+    return store
 
 
 def view(memory: np.ndarray, span: Span) -> np.ndarray:
