@@ -37,6 +37,8 @@ from mindspeed_rl_plugin.generators.scheduler import Scheduler
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.rows import Completion, Prompt, Ragged, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.stages.prompts import prompt_rows
 from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
 from mindspeed_rl_plugin.stages.table import stage_table
@@ -101,7 +103,8 @@ class Trainer:
         (self.dock,) = make_docks(
             columns_of(TABLE), states_of(TABLE), division, group=dist.group.WORLD, deadline=DEADLINE
         )
-        address = self.dock.exchange.invite(folder / "secret", "", "{}")
+        self.service = JobService(self.dock)
+        address = self.service.invite(folder / "secret", "", "{}")
         if rank == 0:
             (folder / "address.tmp").write_text(address)
             (folder / "address.tmp").rename(folder / "address")
@@ -141,7 +144,7 @@ class Trainer:
                 self.dock.open(self.epochs, groups, MEMBERS, VersionBound(number))
                 self.dock.put(prompt_rows(self.epochs, prompts) if self.rank == 0 else None)
                 self.epochs += 1
-            self.dock.exchange.announce(number)
+            self.service.announce(number)
 
     def wait(self, ids: Sequence[SampleId]) -> float:
         """Until all is graded; the leader asks, as in loop/schedules/apart.py."""
@@ -207,7 +210,7 @@ def engine(number: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
         time.sleep(0.1)
     time.sleep(0.5)
     meter, random, length = Meter(), Random(number), lognormal(MEAN, 0.6, LIMIT)
-    dock = Dock.join((folder / "address").read_text(), folder / "secret")
+    dock = GuestDock.join((folder / "address").read_text(), folder / "secret")
     job = SimpleNamespace(sampling=Sampling(LIMIT), seed=0, inflight="keep", strict=False, deadline=DEADLINE)
     scheduler = Scheduler(dock, job, args.slots, 1, None, threading.Event())
     # Half of a response's mean of steps is added by its tail; all slots full, a rollout takes 0.8 of an iteration.

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.dock import Dock, Gone, Lease, SampleId, from_tensordict, to_tensordict
+from mindspeed_rl_plugin.dock import Gone, Lease, SampleId, from_tensordict, to_tensordict
 from mindspeed_rl_plugin.dock.api import numbers
-from mindspeed_rl_plugin.dock.joining import here
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.rows import FINISH, Column, Completion, GenerateRequest, Ragged, Rows, Sampling
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.joining import here
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
 from mindspeed_rl_plugin.weights.pull import pull_tensors
 from mindspeed_rl_plugin.weights.version_source import sources_of
@@ -57,7 +58,7 @@ class Client:
     """
 
     def __init__(self, address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0) -> None:
-        self.dock = Dock.join(address, secret, lease_seconds=lease_seconds, who=here("client"))
+        self.dock = GuestDock.join(address, secret, lease_seconds=lease_seconds, who=here("client"))
         try:
             self._job = job_of(self.dock, strict=True)
         except ValueError:
@@ -120,7 +121,7 @@ class Client:
         """Lines of metrics.jsonl that were written since the last call, at first those since the job's start, as far
         as it keeps them (1000). Waits for one, at most `deadline` seconds."""
         try:
-            told = self.dock.exchange.records(self._records, deadline)
+            told = self.dock.records(self._records, deadline)
         except ConnectionError:
             if not self.dock.has_left():
                 raise
@@ -201,7 +202,7 @@ class Client:
         had no prompts) and "version" (it waited for weights), "responses" and "tokens". One that has reported seconds
         and is silent for half of --rl-wait-timeout is taken to hang: its rows are given out again."""
         self._reported = True
-        self.dock.exchange.report(counts)
+        self.dock.report(counts)
 
     # a data source
 
@@ -220,7 +221,7 @@ class Client:
                 "--rl-async-order strict: runs are equal bit for bit, and which rollout offered prompts come into "
                 "depends on the time; give --rl-async-order free"
             )
-        return self.dock.exchange.offer_rows([_as_json(i, row) for i, row in enumerate(rows)], deadline)
+        return self.dock.submit_prompts([_as_json(i, row) for i, row in enumerate(rows)], deadline)
 
     # weights
 
@@ -232,9 +233,9 @@ class Client:
     def newest(self, after: int = -1, deadline: float = 0.0) -> int:
         """The newest version of the weights, -1 before the first. Waits for one above `after`, at most `deadline`
         seconds. Versions count optimizer steps."""
-        end, news = time.monotonic() + deadline, self.dock.exchange.news(0, 0.0)
+        end, news = time.monotonic() + deadline, self.dock.news(0, 0.0)
         while news.version <= after and (left := end - time.monotonic()) > 0:
-            news = self.dock.exchange.news(news.number, left)
+            news = self.dock.news(news.number, left)
         return news.version
 
     def versions(self, deadline: float = 60.0) -> list[int]:
@@ -266,7 +267,7 @@ class Client:
         Rows of an evaluation have a rollout below 0. Raises ValueError for no stage of this job."""
         if stage not in self.stages:
             raise ValueError(f"finished: no stage {stage!r}; this job has {', '.join(sorted(self.stages))}")
-        return torch.tensor(self.dock.exchange.finished(stage), dtype=torch.int64).reshape(-1, 3)
+        return torch.tensor(self.dock.finished(stage), dtype=torch.int64).reshape(-1, 3)
 
     def read(self, ids: Ids, columns: Iterable[str]) -> TensorDict:
         """Columns of rows that `finished` has named. Rows that the job holds no longer, or that lack one of the

@@ -16,10 +16,10 @@ NAME = PACKAGE.name
 # A module may stand in a row of its own (`episodes.rendering`), else its folder's row counts.
 TABLES = ("checks.refusal", "checks.refused_flags", "checks.flag_support", "checks.unsupported_models")
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("__init__", "rows", "config", "environment", "invitation", "device", "processes", "ranks", *TABLES),
+    ("__init__", "rows", "config", "environment", "device", "processes", "ranks", *TABLES),
     ("workers", "episodes.rendering"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "layout"),
-    ("weights",),
+    ("weights", "service"),
     ("engine", "forward"),
     ("episodes",),
     ("critic", "update"),

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from naive import naive  # noqa: E402
 
 from mindspeed_rl_plugin.device import get_device  # noqa: E402
-from mindspeed_rl_plugin.dock import Dock, make_docks  # noqa: E402
+from mindspeed_rl_plugin.dock import make_docks  # noqa: E402
 from mindspeed_rl_plugin.dock.peers import GroupPeers  # noqa: E402
 from mindspeed_rl_plugin.layout.layout import (
     ModelShape,
@@ -33,6 +33,8 @@ from mindspeed_rl_plugin.layout.layout import (
     megatron_shapes,
 )
 from mindspeed_rl_plugin.layout.transfer_plan import make_plan  # noqa: E402
+from mindspeed_rl_plugin.service.guest_dock import GuestDock  # noqa: E402
+from mindspeed_rl_plugin.service.job_service import JobService  # noqa: E402
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout  # noqa: E402
 from mindspeed_rl_plugin.tools.plan.flow import FlowCells  # noqa: E402
 from mindspeed_rl_plugin.weights.allgather import allgather, make_allgather_plan  # noqa: E402
@@ -112,7 +114,7 @@ class Rank:
         (self.dock,) = make_docks([], [], [None], group=dist.group.WORLD, deadline=DEADLINE)
         with tempfile.TemporaryDirectory() as folder:
             secret = peers.share(f"{folder}/secret")
-            self.outside = Dock.join(self.dock.exchange.invite(secret), secret)
+            self.outside = GuestDock.join(JobService(self.dock).invite(secret), secret)
             dist.barrier()
         weights = TrainerWeights.of(shape, parallel, self.rank, [self.source], DTYPE, peers.gather)
         self.publisher = Publisher(weights, self.rank, partial(publish_memory, self.dock), gather=peers.gather)

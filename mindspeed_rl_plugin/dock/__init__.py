@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.dock.api import (
 )
 from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.factory import make_docks
-from mindspeed_rl_plugin.dock.joining import machine
+from mindspeed_rl_plugin.dock.machines import machine
 from mindspeed_rl_plugin.dock.memory import Limits
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 

@@ -8,8 +8,6 @@ the cells itself.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,18 +16,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mindspeed_rl_plugin.dock import cells, joining, snapshot
+from mindspeed_rl_plugin.dock import cells, snapshot
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.api import ANY_VERSION, Declared, Lease, VersionBound, listed, refuse
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import Writer
-from mindspeed_rl_plugin.dock.exchange import Exchange
-from mindspeed_rl_plugin.dock.gate import MOST_BYTES
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.dock.places import ids_array, ids_tuple
 from mindspeed_rl_plugin.rows import Rows, SampleId
-
-LEAVE_SECONDS = 5.0  # between the ends of a job's ranks, at most
 
 
 class Dock:
@@ -38,10 +32,10 @@ class Dock:
     Whatever a user can cause raises ValueError with the names; a wait that ends raises TimeoutError that names the
     state, the missing columns and ids, and the state that should have written them.
 
-    member: the process of the job that this view belongs to (`factory.Member`), None outside of it; peers: the ranks of
-    this view's consumer, which make all calls of `lease`, `commit` and `release` alike; leader: whether this rank
-    speaks for the job in `clear`, `snapshot` and `restore`; deadline: seconds for what waits on others. exchange: what
-    goes beside rows, between the job and processes outside of it.
+    calls: what this process asks others; member: the process of the job that this view belongs to (`factory.Member`),
+    None outside of it; peers: the ranks of this view's consumer, which make all calls of `lease`, `commit` and
+    `release` alike; leader: whether this rank speaks for the job in `clear`, `snapshot` and `restore`; deadline:
+    seconds for what waits on others.
     """
 
     def __init__(
@@ -55,11 +49,10 @@ class Dock:
         deadline: float = 600.0,
     ) -> None:
         self.columns, self.states = declared.columns, declared.states
-        self._declared, self.calls, self._member, self.peers = declared, calls, member, peers or Peers()
-        self._leader, self._deadline = leader, deadline
+        self._declared, self.calls, self.member, self.peers = declared, calls, member, peers or Peers()
+        self.leader, self._deadline = leader, deadline
         self.traffic = calls.traffic  # whichever view of the dock this process uses
         self._writer = Writer(declared, calls, deadline)
-        self.exchange = Exchange(calls, member, leader)
 
     @property
     def served(self) -> dict[str, Any]:
@@ -68,19 +61,6 @@ class Dock:
         if (core := self.calls.core) is None:
             return {"states": []}
         return {"states": sorted(core.controllers), **core.served, "refused": dict(core.refused)}
-
-    @property
-    def ended(self) -> bool:
-        """Outside of the job: whether the job has left the dock, as the last call has seen."""
-        return self.calls.ended
-
-    def has_left(self) -> bool:
-        """The same, asked now, for a lost connection may only follow from that; a job that is about to leave has
-        LEAVE_SECONDS."""
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            if not self.ended:
-                self.exchange.news(sys.maxsize, LEAVE_SECONDS, patience=LEAVE_SECONDS)
-        return self.ended
 
     # ids
 
@@ -108,7 +88,7 @@ class Dock:
         chosen = np.arange(shape.groups) if groups is None else np.array(list(groups), np.int64)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= shape.groups):
             raise ValueError(f"clear: epoch {epoch} has groups 0..{shape.groups - 1}, not {chosen.tolist()[:4]}")
-        if self._leader and len(chosen):
+        if self.leader and len(chosen):
             for state in self.states:
                 calls.query(m.Retire, state, epoch, chosen, self._deadline)
             for warehouse in range(len(calls.directory.warehouses)):
@@ -184,8 +164,8 @@ class Dock:
 
         ids: exactly these, in this order, once all are ready (plain triples or a `[B, 3]` tensor will do). None:
         whatever is ready, in the order of ids, rows of this machine first, at most `max_rows`, whole groups where the
-        state takes these. The empty lease says that every row is acknowledged, to a process outside of the job that
-        the job has left (`ended`); with deadline 0, which only tries, also that there is nothing to be had now.
+        state takes these. The empty lease says that every row is acknowledged; with deadline 0, which only tries, also
+        that there is nothing to be had now.
 
         share: (i, n), the i-th of n equal parts of an epoch's rows, whole, once all that is undone of it is ready.
         version: of the asker's weights, which may sample all that is given: rows come in their order up to the first
@@ -200,14 +180,8 @@ class Dock:
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids_tuple(wanted))}")
         bounds = (max_rows, calls.warehouse, share, version)
         ask = partial(calls.query, m.Ask, state, wanted, deadline, calls.lease_seconds, *bounds)
-        try:
-            grant = self._granted(ask, state, wanted)
-            rows = self._rows_of(grant, state, names)
-        except ConnectionError:
-            if not calls.ended:
-                raise
-            grant = m.Grant.empty(len(self.states[state].reads))
-            rows = self._rows_of(grant, state, names)
+        grant = self._granted(ask, state, wanted)
+        rows = self._rows_of(grant, state, names)
         if grant.token:
             calls.held[state, grant.token] = grant.ids
         return Lease(grant.token, state, rows, grant.needs)
@@ -280,7 +254,7 @@ class Dock:
     def snapshot(self) -> dict[str, Any]:
         """Everything committed and acknowledged as plain tensors, ints and strings; leased rows count as undone. On the
         leader; {} elsewhere."""
-        return snapshot.collect(self.calls, self._declared) if self._leader else {}
+        return snapshot.collect(self.calls, self._declared) if self.leader else {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Become what a snapshot saw; the leader writes, all ranks call with the same state. Only into a new dock."""
@@ -290,28 +264,15 @@ class Dock:
             raise ValueError(f"restore into a dock that has opened epoch {epochs.last}; start a new one")
         for saved in state["epochs"]:
             self.open(saved["number"], saved["groups"], saved["members"], snapshot.bound_of(saved))
-            if self._leader:
+            if self.leader:
                 self.clear(saved["number"], snapshot.cleared(saved))
                 snapshot.write(saved, self._declared, self._writer)
         epochs.last = state["last_epoch"]
-        if self._leader:
+        if self.leader:
             for name in self.states:  # answers when its controller knows all that was written here
                 self.remaining(name)
-        if self._member is not None:
-            self._member.peers.gather(None)
-
-    @staticmethod
-    def join(
-        address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0, who: str = "a process"
-    ) -> Dock:
-        """The dock of a job, for a process outside of it, on this machine or another one: leases what is ready, reads,
-        commits, releases. secret: the job's, or the file that holds it; who: this process, in what the job logs.
-
-        Its leases run out after `lease_seconds`, or end with its connection; their rows are given out again then, and
-        the first commit of a cell wins. Raises ConnectionError where nobody answers, and PermissionError for a wrong
-        secret or one that others can read."""
-        declared, calls = joining.join(address, secret, lease_seconds, who=who)
-        return Dock(declared, calls, leader=False)
+        if self.member is not None:
+            self.member.peers.gather(None)
 
     def for_thread(self) -> Dock:
         """The same dock for another thread of this rank, which leases, writes and reads by itself; this one opens
@@ -321,7 +282,7 @@ class Dock:
     def close(self) -> None:
         """Leave the dock and free what this process holds of it. Its memory on a machine goes with the lowest rank
         there, so all of a job leave together, after the last call of any. Idempotent."""
-        (self._member or self.calls).close()
+        (self.member or self.calls).close()
 
     # inside
 
@@ -362,8 +323,8 @@ class Dock:
         return Rows(ids_tuple(grant.ids), got)
 
     def _pieces(self, rows: Rows) -> Iterable[Rows]:
-        """Rows in the pieces in which they are sent; those of a process outside of the job pass a gate."""
-        return [rows] if self._member is not None else cells.pieces(rows, MOST_BYTES // 2)
+        """Rows in the pieces in which they are sent."""
+        return [rows]
 
     def _write_back(self, lease: Lease, rows: Rows | None, held: np.ndarray | None) -> Exception | None:
         """Write, and acknowledge what is held; what went wrong."""

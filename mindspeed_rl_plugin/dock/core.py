@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.codec import MALFORMED, FrameError
 from mindspeed_rl_plugin.dock.controller import Controller
-from mindspeed_rl_plugin.dock.gate import OUTSIDE, Gate
 from mindspeed_rl_plugin.dock.storage import Warehouse
 
 BEHIND_SECONDS = 60.0  # that a controller may take to learn of a commit that its asker has made
 LOOK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
-RECORDS = 1000  # of the job that are kept for others
-SPANS = 20_000  # of processes outside of the job that are kept until they are taken
-# What a request waits for, where that is no state.
-AFTER, MEMORY, NEWS, TOLD = "(records)", "(memory)", "(news)", "(told)"
+OUTSIDE = "outside"  # the name of a process outside of the job begins so
+AFTER, MEMORY = "(records)", "(memory)"  # what a request waits for, where that is no state
 ANY = " (any rows)"  # behind a state: whatever is ready there
 Answer = tuple[m.Message, Sequence[Any]]  # and its bulk
 
@@ -47,35 +44,39 @@ class Request(NamedTuple):
 
 # The answer, with or without bulk; or what to wait for (a key of `Core.wake`) before the request is served again.
 Handler = Callable[[Request], m.Message | Answer | str]
-# Takes rows as JSON, waits for room so many seconds, unless the asker is gone; their numbers.
-Offers = Callable[[Sequence[str], float, Callable[[], bool] | None], list[int]]
+
+
+class RequestGate(Protocol):
+    """Checks what processes outside of the job ask. most_bytes: of the cells that come with one request."""
+
+    most_bytes: int
+
+    def check(self, message: m.Message, bulk: np.ndarray | None, house: Warehouse | None) -> None:
+        """Raise ValueError for a request that is refused; it changes nothing."""
 
 
 class Core:
     """Serves `warehouse` and `controllers` (both optional).
 
-    tell: sends a record to the controllers of other processes; gate: what others may ask, None: whatever a rank may;
-    directory: answers a process that joins from outside the job; clock: seconds; at_close: called by `close`. served:
-    messages, and bytes of cells and weights that went through this process, to show that none sees them all; refused:
-    what was turned away, by reason.
+    tell: sends a record to the controllers of other processes; gate: of processes outside of the job, None: they may
+    ask what a rank may; directory: answers a process that joins; clock: seconds; at_close: called by `close`; at_gone:
+    called with the name of a process outside of the job that has ended; lock: of the rows. served: messages, and bytes
+    of cells and weights that went through this process, to show that none sees them all; refused: what was turned away,
+    by reason.
     """
 
     def __init__(self, warehouse: Warehouse | None = None, controllers: Mapping[str, Controller] | None = None) -> None:
         self.warehouse, self.controllers = warehouse, dict(controllers or {})
         self.tell: Callable[[m.Record], None] = lambda record: None
         self.directory: m.Message = m.Ok()
-        self.announced = m.Announced()
-        self.gate: Gate | None = None
-        self.told, self.records = 0, deque[str](maxlen=RECORDS)  # how many, and the newest of them
-        self.reports: dict[str, dict[str, float]] = {}  # of processes outside of the job, by their names
-        self.spans: deque[tuple[str, str, float, float]] = deque(maxlen=SPANS)  # of these, until they are taken
+        self.gate: RequestGate | None = None
         self.clock = time.monotonic
         self.at_close: list[Callable[[], None]] = []
-        self.offers: Offers | None = None
+        self.at_gone: list[Callable[[str], object]] = []
         self.served = {"messages": 0, "bytes": 0}
         self.refused = {"stranger": 0, "malformed": 0}
-        self._lock = threading.RLock()
-        self._changed = defaultdict(lambda: threading.Condition(self._lock))  # by what is waited for
+        self.lock = threading.RLock()
+        self._changed = defaultdict(lambda: threading.Condition(self.lock))  # by what is waited for
         self._handlers: dict[type[m.Message], tuple[Handler, bool]] = {}
         self.serve(
             {
@@ -91,12 +92,8 @@ class Core:
                 m.Fetch: self._on_fetch,
                 m.Map: self._on_map,
                 m.Join: lambda request: self.directory,
-                m.News: self._on_news,
-                m.Follow: self._on_follow,
-                m.Report: self._on_report,
             }
         )
-        self.serve({m.Offer: self._on_offer}, locked=False)
 
     def serve(self, handlers: Mapping[type[m.Message], Handler], *, locked: bool = True) -> None:
         """From now on requests of these types are answered so. locked: the lock of the rows is held meanwhile; only
@@ -113,7 +110,7 @@ class Core:
         if not locked:
             return self._serve(handler, request)
         begin, clock = self.clock(), self.clock
-        with self._lock:
+        with self.lock:
             while True:
                 answer = self._serve(handler, request)
                 if not isinstance(answer, str):
@@ -155,51 +152,11 @@ class Core:
 
     def gone(self, peer: str) -> None:
         """A process outside of the job has ended: its leases are given out again."""
-        with self._lock:
-            self.reports.pop(peer, None)
+        with self.lock:
+            for forget in self.at_gone:
+                forget(peer)
             for state in self.controllers:
                 self._reclaim(state, peer)
-
-    def announce(self, version: int) -> None:
-        """New weights, for processes outside of the job."""
-        with self._lock:
-            self.announced = m.Announced(self.announced.number + 1, version)
-            self.wake(NEWS)
-
-    def take_spans(self) -> list[tuple[str, str, float, float]]:
-        """What processes outside of the job did, which is taken away."""
-        with self._lock:
-            taken = list(self.spans)
-            self.spans.clear()
-        return taken
-
-    def record(self, line: str) -> None:
-        """Keep a record of the job, for processes outside of it."""
-        with self._lock:
-            self.told += 1
-            self.records.append(line)
-            self.wake(TOLD)
-
-    def _on_follow(self, request: Request) -> m.Message | str:
-        follow: m.Follow = request.message
-        if self.told <= follow.after and request.waited < follow.deadline:
-            return TOLD
-        first = self.told - len(self.records)
-        return m.Told(max(first, follow.after) + 1, list(self.records)[max(follow.after - first, 0) :])
-
-    def _on_report(self, request: Request) -> m.Message:
-        self.reports[request.peer] = request.message.counts
-        self.spans.extend((request.peer, *span) for span in request.message.spans)
-        return self.announced
-
-    def _on_offer(self, request: Request) -> m.Message:
-        if self.offers is None:
-            raise ValueError("offer: this job takes no prompts from processes outside of it")
-        return m.Offered(self.offers(request.message.rows, request.message.deadline, request.ended))
-
-    def _on_news(self, request: Request) -> m.Message | str:
-        news: m.News = request.message
-        return NEWS if self.announced.number <= news.after and request.waited < news.deadline else self.announced
 
     # controllers
 
@@ -260,7 +217,7 @@ class Core:
 
     def apply(self, record: m.Record) -> None:
         """The controllers here learn of a commit."""
-        with self._lock:
+        with self.lock:
             for state, controller in self.controllers.items():
                 if controller.apply(record):
                     self.wake(state)
@@ -269,7 +226,7 @@ class Core:
     def wake(self, key: str) -> None:
         """Serve those requests again whose handlers have returned `key`. Of those for which any rows will do only one,
         which wakes the next when it is served: else each commit would wake all of many consumers."""
-        with self._lock:
+        with self.lock:
             if key in self._changed:
                 self._changed[key].notify_all()
             self._wake_one(key)

@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.dock.calls import Calls, Owners
 from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.core import Core
-from mindspeed_rl_plugin.dock.joining import check_addresses, machine, own_address
+from mindspeed_rl_plugin.dock.machines import check_addresses, machine, own_address
 from mindspeed_rl_plugin.dock.memory import Limits
 from mindspeed_rl_plugin.dock.messages import Address, Bye, Directory, Message, Record, Stopped
 from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
@@ -26,7 +26,8 @@ from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.storage import Warehouse
 from mindspeed_rl_plugin.dock.watch import HEARTBEAT, Watch, heartbeat_of
-from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
+
+SECRET_BYTES = 32
 
 
 def make_docks(
@@ -108,12 +109,11 @@ class Member:
     def dock(self, **more: Any) -> Dock:
         return Dock(self.declared, self.calls, member=self, leader=self.peers.rank == 0, **more)
 
-    def invite(self, secret_file: str | os.PathLike[str], host: str = "", about: str = "") -> str:
+    def listen(self, host: str, about: str) -> str:
+        """Answer processes outside of the job from now on, those of other machines at `host`; the address where they
+        ask first. Collective. about: what the job says of itself."""
         self.directory.about = about
         self._publish(self.server.start(host))
-        if self.peers.rank == 0:
-            write_secret(secret_file, self.me.secret)
-        self.peers.gather(None)
         first = self.directory.warehouses[0]
         return f"{first.host}:{first.port}" if first.port else f"unix:{first.unix}"
 

@@ -268,56 +268,6 @@ class Directory(Message):
     about: str = ""
 
 
-class News(Message):
-    """Asks for an announcement with a higher number than `after`, or for the last one when `deadline` seconds are
-    over."""
-
-    after: int
-    deadline: float
-
-
-class Follow(Message):
-    """Asks for the records of the job behind the first `after`, or for none when `deadline` seconds are over."""
-
-    after: int
-    deadline: float
-
-
-class Told(Message):
-    """Records of the job as JSON, the first of them number `first`, from 1: older ones are not kept."""
-
-    first: int
-    lines: list[str]
-
-
-class Offer(Message):
-    """Offers rows to the job, as JSON, and waits for room, `deadline` seconds."""
-
-    rows: list[str]
-    deadline: float
-
-
-class Offered(Message):
-    """The job's number of each row."""
-
-    numbers: list[int]
-
-
-class Report(Message):
-    """What a process outside of the job has counted since it joined, by name, and what it did since its last report:
-    what, and from when to when, seconds since 1970."""
-
-    counts: dict[str, float]
-    spans: list[tuple[str, float, float]] = []
-
-
-class Announced(Message):
-    """number: running, from 1, 0 where nothing is announced yet; version: of the newest weights."""
-
-    number: int = 0
-    version: int = -1
-
-
 class Ok(Message):
     """Done; what was fetched follows as bulk. Of a warehouse, seq: number of its newest record; extent: memory that
     only the asker may fill."""

@@ -14,8 +14,7 @@ import time
 
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.codec import FrameError
-from mindspeed_rl_plugin.dock.core import Core
-from mindspeed_rl_plugin.dock.gate import OUTSIDE
+from mindspeed_rl_plugin.dock.core import OUTSIDE, Core
 from mindspeed_rl_plugin.dock.rpc import MAX_BULK, Oversized, Process, Stream, admit, connect, thread
 from mindspeed_rl_plugin.dock.watch import Link, Watch
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import mindspeed_rl_plugin
-from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.rows import Sampling
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.weights.publish import TrainerWeights
 
 JOB, WEIGHTS = "job", "weights"  # what the dock's directory has of the job
@@ -65,25 +65,25 @@ class Description:
         return cls(**fields)
 
 
-def job_of(dock: Dock, strict: bool = False) -> Description:
+def job_of(dock: GuestDock, strict: bool = False) -> Description:
     """What the job says of itself to an engine. strict: whether the engine has a share of a strict order. Raises
     ValueError where it cannot join."""
-    job = Description.from_json(json.loads(dock.exchange.about or "{}").get(JOB, ""))
+    job = Description.from_json(json.loads(dock.about or "{}").get(JOB, ""))
     if job.strict and not strict:
         raise ValueError("--rl-async-order strict deals rollouts to the engines of its start: none can join later")
     return job
 
 
-def welcome(dock: Dock, job: Description, address: str) -> str:
+def welcome(dock: GuestDock, job: Description, address: str) -> str:
     """What an engine says that has joined."""
-    version = dock.exchange.news(0, 0.0).version
+    version = dock.news(0, 0.0).version
     weights = f"its newest weights are version {version}" if version >= 0 else "waiting for its first weights"
     return f"joined the job at {address} (run {job.run}); {weights}"
 
 
-def weights_of(dock: Dock) -> TrainerWeights:
+def weights_of(dock: GuestDock) -> TrainerWeights:
     """How the trainers hold the weights that they publish."""
-    return TrainerWeights.parse(json.loads(dock.exchange.about)[WEIGHTS])
+    return TrainerWeights.parse(json.loads(dock.about)[WEIGHTS])
 
 
 def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

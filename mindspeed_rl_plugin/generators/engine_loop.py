@@ -10,7 +10,7 @@ from functools import cached_property
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.dock import Gone
-from mindspeed_rl_plugin.dock.joining import machine
+from mindspeed_rl_plugin.dock.machines import machine
 from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
 from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.engine.seeds import response_request

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.environment import launch_env, say
-from mindspeed_rl_plugin.invitation import parse_address, read_secret
 from mindspeed_rl_plugin.processes import attend
+from mindspeed_rl_plugin.service.invitation import parse_address, read_secret
 
 LEFT = "the engine has left the job"
 OF_OWN = ("kv_cache_gb", "device_memory_utilization")  # options of an engine that is built here

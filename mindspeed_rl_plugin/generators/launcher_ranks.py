@@ -124,7 +124,7 @@ def begin() -> None:
         return
     env, place = launch_env(), ""
     if env["rank"] == 0:
-        from mindspeed_rl_plugin.dock.joining import reachable_address
+        from mindspeed_rl_plugin.dock.machines import reachable_address
 
         _own_store = dist.TCPStore(host := reachable_address(), 0, None, True, wait_for_workers=False)
         place = f"{host} {_own_store.port}"

@@ -23,8 +23,8 @@ from typing import Any
 
 from mindspeed_rl_plugin.environment import environment_apart
 from mindspeed_rl_plugin.generators.join import LEFT
-from mindspeed_rl_plugin.invitation import read_secret
 from mindspeed_rl_plugin.processes import scratch
+from mindspeed_rl_plugin.service.invitation import read_secret
 
 RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}  # kind of device -> what Ray calls it
 PAUSE = 1.0  # seconds before an engine is started again, at first; twice as many each time

@@ -8,17 +8,22 @@ from functools import partial
 from torch import Tensor
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.generators.background_task import BackgroundTask
 from mindspeed_rl_plugin.generators.description import Description, weights_of
 from mindspeed_rl_plugin.layout.layout import EngineParallel
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.weights.machine_staging import Shared
 from mindspeed_rl_plugin.weights.pull import Puller
 from mindspeed_rl_plugin.weights.version_source import sources_of
 
 
 def puller_of(
-    dock: Dock, job: Description, parallel: EngineParallel, parameters: Mapping[str, Tensor], rank: int, here: list[int]
+    dock: GuestDock,
+    job: Description,
+    parallel: EngineParallel,
+    parameters: Mapping[str, Tensor],
+    rank: int,
+    here: list[int],
 ) -> Puller:
     """Of the weights that a job publishes, for a rank of an engine. here: ranks of the engine on this machine, of
     which one reads."""

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mindspeed_rl_plugin.dock import Dock, Lease, Rows, VersionBound
-from mindspeed_rl_plugin.dock.messages import Announced
+from mindspeed_rl_plugin.dock import Lease, Rows, VersionBound
 from mindspeed_rl_plugin.generators.background_task import BackgroundTask
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.engine_state import Action, EngineState, choose
 from mindspeed_rl_plugin.generators.spans import Spans
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.notes import Announced
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows, requests_of
 
 LOOK_SECONDS = 1.0  # that an engine without weights waits for news at a time
@@ -45,7 +46,7 @@ class Scheduler:
 
     def __init__(
         self,
-        dock: Dock,
+        dock: GuestDock,
         job: Description,
         slots: int,
         replicas: int,
@@ -145,9 +146,9 @@ class Scheduler:
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
             counts = {**self.counts, "seconds": now - self._began}
-            self._hear(self.dock.exchange.report(counts, self.spans.take(now)))
+            self._hear(self.dock.report(counts, self.spans.take(now)))
         elif needs is not None and needs.oldest > self.state.announced:  # the job admits, then announces
-            self._hear(self.dock.exchange.news(self._news, 0.0))
+            self._hear(self.dock.news(self._news, 0.0))
 
     def _hear(self, announced: Announced) -> None:
         """The newest weights, as the job has answered last."""
@@ -201,6 +202,6 @@ class Scheduler:
         if pulling:
             self._pulled.wait(LOOK_SECONDS)
         else:
-            self._hear(self.dock.exchange.news(self._news, LOOK_SECONDS))
+            self._hear(self.dock.news(self._news, LOOK_SECONDS))
         self.state.needs = None  # others may have taken those rows
         self.spend("version", began)

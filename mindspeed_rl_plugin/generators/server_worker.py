@@ -15,14 +15,15 @@ from typing import Any
 
 import mindspeed_rl_plugin
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.dock import Dock, Gone
-from mindspeed_rl_plugin.dock.joining import machine
+from mindspeed_rl_plugin.dock import Gone
+from mindspeed_rl_plugin.dock.machines import machine
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.server_api import PROCESSED, Served
 from mindspeed_rl_plugin.engine.vllm_engine import keep_weights_live
 from mindspeed_rl_plugin.generators.description import job_of
 from mindspeed_rl_plugin.generators.pulling import Weights, puller_of
 from mindspeed_rl_plugin.layout.layout import EngineParallel
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
 
 HELD_SECONDS = 30.0  # that a server stays with a client which says nothing, while the client's job goes on
 
@@ -36,7 +37,7 @@ class _Guest:
     def __init__(self, worker: Any, client: str, address: str, secret: bytes, ranks: list[int]) -> None:
         self.client, self.address, self.heard = client, address, time.monotonic()
         self.view = vllm_api.OfWorker(worker)
-        self.dock = Dock.join(address, secret)
+        self.dock = GuestDock.join(address, secret)
         try:
             job = job_of(self.dock)
             job.check_tokenizer(worker.model_config.tokenizer)
@@ -65,7 +66,7 @@ class _Guest:
     @property
     def working(self) -> bool:
         try:
-            self.dock.exchange.news(-1, 0.0)
+            self.dock.news(-1, 0.0)
         except ConnectionError:
             return False
         return not self.dock.ended

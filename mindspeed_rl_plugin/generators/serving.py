@@ -9,8 +9,6 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.dock.joining import here
 from mindspeed_rl_plugin.engine.engine_sizes import kv_cache_problems
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.protocol import Engine
@@ -23,9 +21,11 @@ from mindspeed_rl_plugin.generators.engine_loop import EngineLoop, Team
 from mindspeed_rl_plugin.generators.pulling import puller_of
 from mindspeed_rl_plugin.generators.scheduler import LEASE_SECONDS, Scheduler
 from mindspeed_rl_plugin.generators.server_weights import ServerWeights
-from mindspeed_rl_plugin.invitation import read_secret
 from mindspeed_rl_plugin.layout.layout import EngineParallel
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.invitation import read_secret
+from mindspeed_rl_plugin.service.joining import here
 
 
 def serve(
@@ -42,7 +42,9 @@ def serve(
     leaving: set where the engine is to leave; who: the engine, in what the job logs, by default one that joined;
     changed: options of the engine that are not the job's.
     """
-    with closing(Dock.join(address, secret, lease_seconds=LEASE_SECONDS, who=who or here("joined engine"))) as dock:
+    with closing(
+        GuestDock.join(address, secret, lease_seconds=LEASE_SECONDS, who=who or here("joined engine"))
+    ) as dock:
         job = job_of(dock, strict=share is not None)
         team = Team(job.deadline)
         if share is None:
@@ -108,7 +110,7 @@ def serve_at(
     mend, and what `Server` raises where it fails.
     """
     who = f"server at {url}"
-    with closing(Dock.join(address, secret_file, lease_seconds=LEASE_SECONDS, who=who)) as dock:
+    with closing(GuestDock.join(address, secret_file, lease_seconds=LEASE_SECONDS, who=who)) as dock:
         job = job_of(dock)
         say(welcome(dock, job, address))
         tokenizer = tokenizer_here(job, url, tokenizer)

@@ -68,9 +68,9 @@ def leave_if_generator() -> None:
 
 def _generate(split: Split, engine: int) -> None:
     attend()
-    from mindspeed_rl_plugin.dock.joining import linked
     from mindspeed_rl_plugin.dock.watch import heartbeat_of
     from mindspeed_rl_plugin.generators.serving import serve
+    from mindspeed_rl_plugin.service.joining import linked
 
     first = split.trainers + engine * split.engine
     rank = first + launch_env()["rank"]

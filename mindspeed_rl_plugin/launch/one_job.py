@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import mend_tracker
-from mindspeed_rl_plugin.dock.joining import here, machine
+from mindspeed_rl_plugin.dock.machines import machine
 from mindspeed_rl_plugin.environment import last_words, launch_name, say
 from mindspeed_rl_plugin.monitor.run_files import write_json
 from mindspeed_rl_plugin.processes import began
+from mindspeed_rl_plugin.service.joining import here
 
 FILE = "owner.json"  # in SAVE/rl
 BEAT_SECONDS = 5.0

@@ -11,8 +11,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.dock.gate import Opening
-from mindspeed_rl_plugin.dock.joining import own_address
+from mindspeed_rl_plugin.dock.machines import own_address
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
@@ -28,6 +27,8 @@ from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.rows import Sampling
+from mindspeed_rl_plugin.service.gate import Opening
+from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.response_validator import READS, STATE, ResponseValidator
 from mindspeed_rl_plugin.stages.trainer import Trainer
@@ -63,12 +64,13 @@ def build_schedule(
     )
     about = {JOB: description.to_json(), WEIGHTS: trainer.weights.text()}
     validator = ResponseValidator(inputs.vocab, config.rollout.max_response_length, config.episodes.on)
-    job.dock.exchange.guard({STATE: Opening(validator.check, READS)})
-    job.monitor.on_record = job.dock.exchange.record
+    service = JobService(job.dock)
+    service.guard({STATE: Opening(validator.check, READS)})
+    job.monitor.on_record = service.record
     offers = Offers(inputs.data, inputs.check_fields, sizes.prompts, resumes, inputs.check_answers)
     if not strict:
-        job.dock.exchange.take_offers(offers.add)
-    external_engines = _invite(job, about, schedule, strict)
+        service.take_prompts(offers.add)
+    external_engines = _invite(job, service, about, schedule, strict)
     evaluation = None
     if inputs.held_out:
         evaluation = EvaluateApart(job.dock, stages.reward, inputs.held_out, job.ranks, job.monitor, samples)
@@ -76,6 +78,7 @@ def build_schedule(
         job,
         stages,
         rounds,
+        service=service,
         admission=Admission(sizes.prompts, schedule.max_staleness, sizes.rollouts),
         trainer=trainer,
         kept=kept_versions(schedule),
@@ -113,12 +116,14 @@ def make_publisher(
     return Publisher(weights, rank, partial(publish_memory, dock), versions=versions, gather=ranks.gather)
 
 
-def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: bool) -> ExternalEngines | None:
+def _invite(
+    job: Job, service: JobService, about: dict[str, str], schedule: ScheduleConfig, strict: bool
+) -> ExternalEngines | None:
     """Engines may join from now on, and must where the job has none of its own; those of its launcher hear of it, and
     Ray starts its own. On the leader: what it keeps for them."""
     folder, ranks = Path(job.monitor.run_dir).absolute(), schedule.generator_ranks
     secret_file = folder / "secret"
-    address = job.dock.exchange.invite(secret_file, own_address(), json.dumps(about))
+    address = service.invite(secret_file, own_address(), json.dumps(about))
     on_ray = schedule.who_generates if schedule.who_generates.engines else None
     has_some = ranks or on_ray or schedule.engine_url
     if strict:
@@ -133,7 +138,7 @@ def _invite(job: Job, about: dict[str, str], schedule: ScheduleConfig, strict: b
     if not job.topology.leader:
         return None
     if ranks:
-        job.dock.exchange.expect(range(job.ranks.world, job.ranks.world + ranks))
+        service.expect(range(job.ranks.world, job.ranks.world + ranks))
         publish_address(address, str(secret_file))
     ended = publish_end if ranks else lambda: None
     return ExternalEngines(address, secret_file, ended, on_ray, schedule.engine_url, folder)

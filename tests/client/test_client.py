@@ -24,15 +24,17 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.client import Client
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
-from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, VersionBound, from_tensordict, machine
+from mindspeed_rl_plugin.dock import Gone, Ragged, Rows, SampleId, VersionBound, from_tensordict, machine
 from mindspeed_rl_plugin.dock import messages as m
-from mindspeed_rl_plugin.dock.gate import Opening, called
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description, welcome
-from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.rows import Sampling
+from mindspeed_rl_plugin.service.gate import Opening, called
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.invitation import SECRET_BYTES, write_secret
+from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.stages.prompts import prompt_rows
 from mindspeed_rl_plugin.stages.response_validator import READS, STATE, ResponseValidator
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
@@ -55,8 +57,9 @@ class Trainers:
         self.members = make_members(columns_of(table), states_of(table), nodes, limits=replace(SMALL, max_tokens=99))
         self.docks = [m.dock(deadline=20) for m in self.members]
         self.validator = ResponseValidator(SHAPE.vocab, LONGEST)
-        for dock in self.docks:
-            dock.exchange.guard({STATE: Opening(self.validator.check, READS)})
+        self.services = [JobService(dock) for dock in self.docks]
+        for service in self.services:
+            service.guard({STATE: Opening(self.validator.check, READS)})
         self.canonical, parallel = random_weights(SHAPE), Parallel(2, tp=2)
         stored = {r: chunks_of(megatron_weights(SHAPE, parallel, r, self.canonical)) for r in range(2)}
         gather = [m.peers.gather for m in self.members]
@@ -66,12 +69,12 @@ class Trainers:
         ]
         self.chunks, self.secret = stored, folder / "secret"
         about = json.dumps({JOB: description.to_json(), WEIGHTS: made[0].text()})
-        self.address = together(2, lambda r: self.docks[r].exchange.invite(self.secret, "127.0.0.1", about))[0]
+        self.address = together(2, lambda r: self.services[r].invite(self.secret, "127.0.0.1", about))[0]
 
     def publish(self, version: int) -> None:
         self.validator.published.add(version)
         together(2, lambda r: self.publishers[r].publish(self.chunks[r], version))
-        self.docks[0].exchange.announce(version)
+        self.services[0].announce(version)
 
     def admit(self, epoch: int, oldest: int, newest: int = -1) -> None:
         """Prompt g of two groups has g + 1 tokens."""
@@ -246,7 +249,7 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
     """As a program could send them that builds its columns itself."""
     trainers.publish(0)
     trainers.admit(0, 0)
-    outside = Dock.join(trainers.address, trainers.secret)
+    outside = GuestDock.join(trainers.address, trainers.secret)
     lease = outside.lease(STATE, max_rows=1, deadline=20)
     good = {
         "tokens": Ragged.from_rows([torch.tensor([5, 7], dtype=torch.int32)]),
@@ -327,7 +330,7 @@ def test_rows_of_too_many_bytes_for_one_message_go_in_several(trainers, job, mon
 
 
 def test_a_program_that_takes_rows_counts_as_an_engine_until_it_leaves_and_an_observer_does_not(trainers, job) -> None:
-    reports = trainers.docks[0].exchange.reports
+    reports = trainers.services[0].reports
     job.metrics()
     assert reports() == {}
     assert len(job.take(1, deadline=0)) == 0
@@ -341,7 +344,7 @@ def test_a_program_that_takes_rows_counts_as_an_engine_until_it_leaves_and_an_ob
 
 
 def test_an_engine_says_which_job_it_has_joined(trainers) -> None:
-    dock = Dock.join(trainers.address, trainers.secret)
+    dock = GuestDock.join(trainers.address, trainers.secret)
     told = replace(DESCRIPTION, run="/runs/one")
     head = f"joined the job at {trainers.address} (run /runs/one); "
     assert welcome(dock, told, trainers.address) == f"{head}waiting for its first weights"
@@ -374,7 +377,7 @@ def test_weights_come_whole_by_hugging_face_names(trainers, job) -> None:
 
 
 def test_metrics_are_followed_each_once(trainers, job) -> None:
-    record = trainers.docks[0].exchange.record
+    record = trainers.services[0].record
     assert job.metrics() == []
     record('{"iteration": 1}')
     record('{"iteration": 2}')
@@ -417,8 +420,8 @@ def test_a_source_offers_rows_to_the_first_rank_and_hears_what_it_says(trainers,
         heard.extend(map(json.loads, rows))
         return [-1 - len(heard)] * len(rows)
 
-    for dock in trainers.docks:
-        dock.exchange.take_offers(add)
+    for service in trainers.services:
+        service.take_prompts(add)
     rows = [{"prompt": "ä", "answer": 1}, {"prompt": [{"role": "user", "content": "b"}], "level": [1.5, None]}]
     assert job.offer(iter(rows)) == [-3, -3] and heard == rows
     with pytest.raises(TimeoutError, match="no room"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin import client
-from mindspeed_rl_plugin.dock.gate import MOST_BYTES
+from mindspeed_rl_plugin.service.gate import MOST_BYTES
 
 PAGE = Path(__file__).parents[2] / "docs" / "service.md"
 

@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from dock_help import COLUMNS, SMALL, STATES, Gathered, prompts
 
-from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, joining
+from mindspeed_rl_plugin.dock import Dock, Gone, Ragged, Rows, SampleId, machine
 from mindspeed_rl_plugin.dock.factory import Member
 from mindspeed_rl_plugin.dock.rpc import Process
+from mindspeed_rl_plugin.service import joining
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.weights.machine_staging import Shared
 from mindspeed_rl_plugin.weights.published_memory import publish_memory
 from mindspeed_rl_plugin.weights.version_source import sources_of
@@ -42,7 +45,7 @@ def rank_main(pipe: Connection, log: str, rank: int, nodes: list[str], heartbeat
 def outside_main(pipe: Connection, log: str, address: str, secret_file: str, node: str) -> None:
     """A consumer outside of the job. node: another name for this machine, "" for its own."""
     speak_to(log)
-    obey(pipe, Commands(Dock(*joining.join(address, secret_file, 60.0, node), leader=False), None))
+    obey(pipe, Commands(GuestDock(*joining.join(address, secret_file, 60.0, node)), None))
 
 
 def speak_to(log: str) -> None:
@@ -79,7 +82,7 @@ class Commands:
         self.store = None
 
     def invite(self, *where: str) -> str:
-        return self.dock.exchange.invite(*where)
+        return JobService(self.dock).invite(*where)
 
     def put(self, groups: int) -> None:
         self.dock.put(prompts(groups))
@@ -156,7 +159,7 @@ def reader_main(pipe: Connection, log: str, secret: bytes) -> None:
         return b""
 
     speak_to(log)
-    Shared(Process("other", -1, joining.machine(), secret), "key", 5000, fill).get(1, 100.0)
+    Shared(Process("other", -1, machine(), secret), "key", 5000, fill).get(1, 100.0)
 
 
 def cell(sample: SampleId) -> torch.Tensor:

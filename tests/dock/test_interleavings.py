@@ -17,6 +17,8 @@ from mindspeed_rl_plugin.dock import Dock, Lease, Limits, Ragged, Rows, StateSpe
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.factory import Member
 from mindspeed_rl_plugin.dock.rpc import Process
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.job_service import JobService
 
 STATES = [dock_help.STATES[0], dock_help.STATES[2], StateSpec("train", ("tokens", "reward"), (), whole_groups=True)]
 READS = {s.name: s.reads for s in STATES}
@@ -72,7 +74,7 @@ class DockMachine(RuleBasedStateMachine):
         self.outsiders += 1
         me = Process(f"outside {self.outsiders}", 0, "here", b"")
         calls = Calls(self.member.directory, me, core=self.member.core, lease_seconds=LEASE_SECONDS, warehouse=0)
-        self.outside = Dock(self.member.declared, calls, leader=False)
+        self.outside = GuestDock(self.member.declared, calls)
 
     def teardown(self) -> None:
         self.member.close()
@@ -188,7 +190,7 @@ class DockMachine(RuleBasedStateMachine):
         """The process outside is there, and does not know."""
         name = self.outside.calls.me.name
         for state, controller in self.member.core.controllers.items():
-            self.dock.exchange.reclaim(state, name)
+            JobService(self.dock).reclaim(state, name)
             assert not controller.end(lambda held: held.holder == name), "nothing is left to be ended"
         self.outsider_is_late()
 

@@ -21,11 +21,13 @@ from mindspeed_rl_plugin.dock import (
     VersionBound,
     cells,
     core,
-    joining,
     machine,
     messages,
 )
 from mindspeed_rl_plugin.dock.controller import Controller
+from mindspeed_rl_plugin.service import joining
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.job_service import JobService
 
 
 def test_a_rollout_is_delivered_once_as_it_was_written(make) -> None:
@@ -262,8 +264,8 @@ def test_an_empty_dock_is_no_end_to_a_consumer_outside_but_the_jobs_leaving_is(
     back then; what a slow one holds runs out and is given to another; a job that dies is an error."""
     made, secret, seen = members(COLUMNS, STATES, [machine()] * ranks), tmp_path / "secret", []
     docks = [m.dock(deadline=5) for m in made]
-    address = together(ranks, lambda r: docks[r].exchange.invite(secret, "127.0.0.1" if node else ""))[0]
-    waits, slow, orphan = (Dock(*joining.join(address, secret, s, node), leader=False) for s in (60.0, 0.5, 60.0))
+    address = together(ranks, lambda r: JobService(docks[r]).invite(secret, "127.0.0.1" if node else ""))[0]
+    waits, slow, orphan = (GuestDock(*joining.join(address, secret, s, node)) for s in (60.0, 0.5, 60.0))
     for dock in (waits, slow, orphan):
         assert not dock.lease("generate", deadline=0) and not dock.ended, "it only tries"
         with pytest.raises(TimeoutError, match="'generate' waited 0.05 s"):
@@ -304,7 +306,7 @@ def test_an_empty_dock_is_no_end_to_a_consumer_outside_but_the_jobs_leaving_is(
         orphan.lease("generate", deadline=5)
     os.chmod(secret, 0o644)
     with pytest.raises(PermissionError, match="others can read it"):
-        Dock.join(address, secret)
+        GuestDock.join(address, secret)
 
 
 def test_clearing_waits_for_leases_and_a_late_write_is_harmless(make) -> None:

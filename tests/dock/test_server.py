@@ -9,8 +9,12 @@ from types import SimpleNamespace
 import pytest
 from dock_help import COLUMNS, STATES, ids, prompts, tokens
 
-from mindspeed_rl_plugin.dock import Dock, SampleId, joining, rpc
+from mindspeed_rl_plugin.dock import Dock, SampleId, rpc
 from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.service import joining
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.job_service import JobService
+from mindspeed_rl_plugin.service.notes import News
 
 
 @pytest.fixture
@@ -18,10 +22,10 @@ def job(members, tmp_path):
     """A job of one rank with four rows, and two processes outside of it."""
     (member,) = members(COLUMNS, STATES, ["a"])
     dock, secret = member.dock(deadline=5), tmp_path / "secret"
-    address = dock.exchange.invite(secret)
+    address = JobService(dock).invite(secret)
     dock.open(0, 2, 2)
     dock.put(prompts(2))
-    asker, other = (Dock(*joining.join(address, secret, 60.0, "a"), leader=False) for _ in range(2))
+    asker, other = (GuestDock(*joining.join(address, secret, 60.0, "a")) for _ in range(2))
     yield SimpleNamespace(member=member, asker=asker, other=other)
     asker.close()
     other.close()
@@ -38,7 +42,7 @@ def taken_by(dock: Dock) -> set[SampleId]:
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_lease_that_its_asker_no_longer_waited_for_comes_again(job, answered: bool) -> None:
     """The asker goes on, over other connections. answered: whether the answer had come when it gave up."""
-    assert job.asker.exchange.news(-1, 0.0)
+    assert job.asker.news(-1, 0.0)
     stream = rpc.connect(job.member.server.address, job.asker.calls.me)
     stream.send(m.Ask("generate", [], {}, None, 5.0, 60.0))
     if answered:
@@ -51,8 +55,8 @@ def test_a_lease_that_its_asker_no_longer_waited_for_comes_again(job, answered: 
 def test_a_lease_that_was_heard_of_stays_when_its_connection_ends(job) -> None:
     stream = rpc.connect(job.member.server.address, job.asker.calls.me)
     rpc.ask(stream, job.member.server.address, m.Ask("generate", [], {}, None, 5.0, 60.0, max_rows=3))
-    assert job.asker.exchange.news(-1, 0.0)
-    rpc.ask(stream, job.member.server.address, m.News(-1, 0.0))
+    assert job.asker.news(-1, 0.0)
+    rpc.ask(stream, job.member.server.address, News(-1, 0.0))
     stream.close()
     assert len(job.other.lease("generate", deadline=5)) == 1
     with pytest.raises(TimeoutError):

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mindspeed_rl_plugin.dock import factory, joining, make_docks, watch
+from mindspeed_rl_plugin.dock import factory, machine, machines, make_docks, watch
 from mindspeed_rl_plugin.dock.messages import Bye, Ping, Stopped
 from mindspeed_rl_plugin.dock.rpc import Stream, thread
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.watch import Watch
+from mindspeed_rl_plugin.service import joining
+from mindspeed_rl_plugin.service.job_service import JobService
 
 
 @dataclass(eq=False)
@@ -106,16 +108,16 @@ def test_a_generator_of_the_launcher_and_the_job_end_together(members, monkeypat
     """Though it is outside of the dock, and the job is one rank."""
     of_job, of_generator, servers = [], [], []
     monkeypatch.setattr(joining, "Server", lambda *given: servers.append(Server(*given)) or servers[-1])
-    (member,) = members([], [], [joining.machine()], heartbeat=5.0, end=of_job.append)
+    (member,) = members([], [], [machine()], heartbeat=5.0, end=of_job.append)
     member.watch.expect([1])
-    address = member.invite(tmp_path / "secret")
+    address = JobService(member.dock()).invite(tmp_path / "secret")
     raised = {"ends by an error": ValueError, "is interrupted": KeyboardInterrupt}.get(how)
     with contextlib.suppress(ValueError, KeyboardInterrupt):
         with joining.linked(address, member.me.secret, 1, 5.0, of_generator.append):
             if how == "is killed":
                 next(iter(servers[0]._streams)).socket.shutdown(socket.SHUT_RDWR)
             elif how.startswith("the job"):
-                member._close(Bye() if how == "the job ends" else Stopped(0, "ended by an error", joining.machine()))
+                member._close(Bye() if how == "the job ends" else Stopped(0, "ended by an error", machine()))
             time.sleep(0.3)
             if raised:
                 raise raised
@@ -151,9 +153,9 @@ def test_the_heartbeat_is_a_part_of_the_deadline(monkeypatch, deadline: float, b
 )
 def test_machines_that_cannot_reach_each_other_are_refused(places, named: str | None) -> None:
     if named is None:
-        return joining.check_addresses(places)
+        return machines.check_addresses(places)
     with pytest.raises(ValueError, match=named):
-        joining.check_addresses(places)
+        machines.check_addresses(places)
     return None
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.generators import engine_loop, join, launcher_ranks, serving
-from mindspeed_rl_plugin.invitation import SECRET_BYTES, read_secret, write_secret
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.invitation import SECRET_BYTES, read_secret, write_secret
 
 SECRET = "ab" * SECRET_BYTES
 SAYS = {
@@ -98,4 +98,4 @@ def test_a_secret_comes_back_and_an_address_where_nobody_listens_is_named(tmp_pa
     write_secret(tmp_path / "secret", bytes(range(SECRET_BYTES)))
     assert read_secret(tmp_path / "secret") == bytes(range(SECRET_BYTES))
     with pytest.raises(ConnectionError, match=r"no job answers at 127\.0\.0\.1:1: .*refused; give the one that"):
-        Dock.join("127.0.0.1:1", tmp_path / "secret")
+        GuestDock.join("127.0.0.1:1", tmp_path / "secret")

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.generators.external_engines import check_ray
 from mindspeed_rl_plugin.generators.join import LEFT
 from mindspeed_rl_plugin.generators.on_ray import FAILURES, GOOD_SECONDS, SAY_SECONDS, command, keep_all
-from mindspeed_rl_plugin.invitation import SECRET_BYTES, write_secret
+from mindspeed_rl_plugin.service.invitation import SECRET_BYTES, write_secret
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def pullers(monkeypatch):
     job = SimpleNamespace(engine=replace(OPTIONS, tensor_parallel=2, expert_parallel=4), episodes=None, deadline=9.0)
     job.check_tokenizer = lambda path: None
     for module in (serving, server_worker):
-        monkeypatch.setattr(module, "Dock", SimpleNamespace(join=lambda *_, **__: gone))
+        monkeypatch.setattr(module, "GuestDock", SimpleNamespace(join=lambda *_, **__: gone))
         monkeypatch.setattr(module, "job_of", lambda *_, **__: job)
     monkeypatch.setattr(pulling, "Puller", lambda *given, **more: made.append((given[1], more["rank"])) or gone)
     monkeypatch.setattr(pulling, "weights_of", lambda dock: None)

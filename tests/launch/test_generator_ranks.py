@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mindspeed_rl_plugin.dock import joining
+from mindspeed_rl_plugin.dock import machines
 from mindspeed_rl_plugin.environment import begin_start, environment_apart, is_part, launch_env, launcher_store
 from mindspeed_rl_plugin.generators import launcher_ranks
 from mindspeed_rl_plugin.generators.launcher_ranks import Split, agree, begin, part
@@ -144,7 +144,7 @@ def test_where_ranks_may_start_again_they_have_a_store_of_each_start(
     """What the launcher's store holds stays out of it; generators go on to use that, under the name of the start. At
     MASTER_ADDR nothing but the launcher's port may be open."""
     rank(0, 1)
-    monkeypatch.setattr(joining, "own_address", lambda: "0.0.0.0")
+    monkeypatch.setattr(machines, "own_address", lambda: "0.0.0.0")
     launcher = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     launcher.set("mindspeed_rl//dock", "of the last start")
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.port), "MINDSPEED_RL_START": ""}
@@ -169,6 +169,6 @@ def test_where_ranks_may_start_again_they_have_a_store_of_each_start(
     ("own", "taken"), [("10.1.2.3", "10.1.2.3"), ("127.0.1.1", "first"), ("fe80::1%eth0", "first")]
 )
 def test_an_address_that_others_cannot_use_is_left_to_the_name(monkeypatch, own: str, taken: str) -> None:
-    monkeypatch.setattr(joining, "own_address", lambda: own)
+    monkeypatch.setattr(machines, "own_address", lambda: own)
     monkeypatch.setenv("MASTER_ADDR", "first")
-    assert joining.reachable_address() == taken
+    assert machines.reachable_address() == taken

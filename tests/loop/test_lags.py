@@ -66,16 +66,15 @@ def test_who_joins_and_who_leaves_is_said_once(capsys) -> None:
 
 @pytest.mark.parametrize(("generators", "has_some"), [("0", False), ("2", True), ("ray:1", True)])
 def test_a_job_says_how_long_it_waits_for_engines(capsys, generators: str, has_some: bool) -> None:
-    exchange = SimpleNamespace(invite=lambda secret_file, host, about: "here:1")
+    service = SimpleNamespace(invite=lambda secret_file, host, about: "here:1")
     job = SimpleNamespace(
         monitor=SimpleNamespace(run_dir="/run"),
-        dock=SimpleNamespace(exchange=exchange),
         ranks=SimpleNamespace(deadline=90.0),
         topology=SimpleNamespace(leader=False),
     )
     who = Generators.parse(generators)
     schedule = SimpleNamespace(generator_ranks=who.ranks, who_generates=who, engine_url=())
-    assert build_async._invite(job, {}, schedule, strict=False) is None
+    assert build_async._invite(job, service, {}, schedule, strict=False) is None
     first, *more = capsys.readouterr().out.splitlines()
     assert first.startswith("[rl] engines may join: ") == has_some and "--join here:1 --secret-file /run/sec" in first
     what = "a first response, for engines may take minutes to start," if has_some else "an engine"

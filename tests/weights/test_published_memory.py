@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from dock_help import COLUMNS, STATES, make_members, together
 
-from mindspeed_rl_plugin.dock import Dock, Gone, joining
+from mindspeed_rl_plugin.dock import Gone
+from mindspeed_rl_plugin.service import joining
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.weights.published_memory import PublishedMemory, Take, publish_memory
 from mindspeed_rl_plugin.weights.version_source import sources_of
 
@@ -31,9 +34,9 @@ def read(source, version: int, seconds: float = 5.0) -> list[np.ndarray]:
 def readers(tmp_path: Path, request: pytest.FixtureRequest):
     """Members on two machines that publish, and what a process outside, on one of them or on another, sees."""
     ranks = make_members(COLUMNS, STATES, ["a", "b"])
-    address = together(2, lambda rank: ranks[rank].invite(tmp_path / "secret"))[0]
+    address = together(2, lambda rank: JobService(ranks[rank].dock()).invite(tmp_path / "secret"))[0]
     stores = [publish_memory(rank.dock(), NBYTES, 2) for rank in ranks]
-    outside = Dock(*joining.join(address, tmp_path / "secret", 60.0, request.param), leader=False)
+    outside = GuestDock(*joining.join(address, tmp_path / "secret", 60.0, request.param))
     yield ranks, stores, sources_of(outside)
     outside.close()
     for rank in ranks:
@@ -126,7 +129,8 @@ def test_too_much_is_refused(readers, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_publishes_nothing_says_so(tmp_path: Path) -> None:
     (rank,) = make_members(COLUMNS, STATES, ["a"])
-    outside = Dock(*joining.join(rank.invite(tmp_path / "secret"), tmp_path / "secret", 60.0, "a"), leader=False)
+    address = JobService(rank.dock()).invite(tmp_path / "secret")
+    outside = GuestDock.join(address, tmp_path / "secret")
     with pytest.raises(ValueError, match="Seek is no request that this process answers"):
         sources_of(outside)[0].seek(0, 5)
     with pytest.raises(ValueError, match="only a rank of the job"):

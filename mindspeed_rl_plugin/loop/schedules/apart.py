@@ -27,6 +27,7 @@ from mindspeed_rl_plugin.monitor.run_files import PUBLISHED, WEIGHTS
 from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.ranks import on_rank_0
 from mindspeed_rl_plugin.rows import Group, Rows, SampleId
+from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.stages import generate
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.grading import Grader
@@ -51,6 +52,7 @@ class AsyncSchedule(RolloutSchedule):
         stages: Stages,
         rounds: int,
         *,
+        service: JobService,
         admission: Admission,
         trainer: Trainer,
         kept: int,
@@ -63,7 +65,7 @@ class AsyncSchedule(RolloutSchedule):
         offers: Offers,
     ) -> None:
         super().__init__(job, stages, rounds)
-        self.admission, self.trainer, self.kept = admission, trainer, kept
+        self.service, self.admission, self.trainer, self.kept = service, admission, trainer, kept
         self.strict, self.whole = strict, whole
         self.evaluation, self.grader = evaluation, Grader(stages.reward, members, self._end)
         self.external_engines, self.published, self.offers = external_engines, published, offers
@@ -75,9 +77,8 @@ class AsyncSchedule(RolloutSchedule):
         self._evaluated = -1  # the last version of which one began
         self._settled = -1  # the last iteration behind which a checkpoint was written
         self._longest = LongestFirst(job.plan.sizes.global_batch // job.plan.sizes.members)
-        exchange = job.dock.exchange
-        reclaim = None if strict else partial(exchange.reclaim, generate.SPEC.name)
-        self._engines = Engines(exchange.reports, reclaim, job.ranks.deadline)
+        reclaim = None if strict else partial(service.reclaim, generate.SPEC.name)
+        self._engines = Engines(service.reports, reclaim, job.ranks.deadline)
         self._wait = GradeWait(job.ranks, stages.reward, self.grader, self._look_at_engines, self._who_generates)
         self._collected = time.monotonic()  # when the last rollout was ready
         self._starved = 0.0  # seconds since then without rows to train on
@@ -185,7 +186,7 @@ class AsyncSchedule(RolloutSchedule):
             self.evaluation.begin(done)
             self._overdue, self._evaluated = False, done
         self._admit()
-        job.dock.exchange.announce(done)
+        self.service.announce(done)
 
     def _keeps_evaluated(self) -> bool:
         """Whether the trainer still has the weights under evaluation after the next publication."""
@@ -230,7 +231,7 @@ class AsyncSchedule(RolloutSchedule):
 
     def _tell_spans(self) -> None:
         """What engines apart did, into the run's files."""
-        for name, what, start, end in self.job.dock.exchange.take_spans():
+        for name, what, start, end in self.service.take_spans():
             self.job.monitor.log_apart(name, what, start, end)
 
     def _look_at_engines(self) -> None:

@@ -1,31 +1,22 @@
-"""Who takes part: which machine this is, how its ranks are reached, and how processes outside of the job join."""
+"""How processes outside of the job join it, and how those of its launcher end with it."""
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.calls import Calls
-from mindspeed_rl_plugin.dock.gate import OUTSIDE
+from mindspeed_rl_plugin.dock.core import OUTSIDE
+from mindspeed_rl_plugin.dock.machines import machine
 from mindspeed_rl_plugin.dock.messages import Address, Bye, Failed, Join, Message, Stopped
 from mindspeed_rl_plugin.dock.rpc import Process, ask, connect, thread
 from mindspeed_rl_plugin.dock.server import Server
 from mindspeed_rl_plugin.dock.watch import Watch
-from mindspeed_rl_plugin.environment import master_address
-from mindspeed_rl_plugin.invitation import PRINTED, parse_address, read_secret
-
-
-def machine() -> str:
-    """Name of what shares memory through one /proc: containers of one machine may differ, agents do not."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    spaces = ":".join(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net"))
-    return f"{socket.gethostname()} {boot[:8]} {spaces}"
+from mindspeed_rl_plugin.service.invitation import PRINTED, parse_address, read_secret
 
 
 def here(what: str) -> str:
@@ -33,46 +24,11 @@ def here(what: str) -> str:
     return f"{what}, process {os.getpid()} on {socket.gethostname()}"
 
 
-def own_address() -> str:
-    """This machine's address on the job's interface: the one from which it reaches the job's master."""
-    host, port = master_address()
-    if not host:
-        return ""
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # chooses the route, sends nothing
-        return probe.getsockname()[0]
-
-
-def reachable_address() -> str:
-    """`own_address`, or MASTER_ADDR where that is one that others cannot use."""
-    address = ipaddress.ip_address(own_address().partition("%")[0])
-    return master_address()[0] if address.is_loopback or address.is_link_local else str(address)
-
-
-def check_addresses(places: Sequence[tuple[str, str]]) -> None:
-    """Raise ValueError where the ranks of several machines, by (machine, own address), cannot reach each other."""
-    if len({name for name, _ in places}) == 1:
-        return
-    named = master_address()[0]
-    for rank, (name, host) in enumerate(places):
-        if not host:
-            raise ValueError(
-                f"rank {rank} on {name} has no MASTER_ADDR: the dock of several machines takes the interface of the "
-                "job from it; give the network address of the first machine"
-            )
-        if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-            raise ValueError(
-                f"MASTER_ADDR {named} resolves to {host} on {name} (rank {rank}), where no other machine reaches it; "
-                "give the network address of the first machine, or correct /etc/hosts there"
-            )
-
-
 def join(
     address: str, secret: str | os.PathLike[str] | bytes, lease_seconds: float, node: str = "", who: str = "a process"
 ) -> tuple[Declared, Calls]:
     """The declarations of a dock, and the calls of a process outside of its job. node: another name for this machine,
-    in tests. See `Dock.join`."""
+    in tests. See `GuestDock.join`."""
     name = f"{OUTSIDE} {who} {secrets.token_hex(4)}"
     me = Process(name, -1, node or machine(), secret if isinstance(secret, bytes) else read_secret(secret))
     unix, host, port = parse_address(address)

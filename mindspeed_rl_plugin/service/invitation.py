@@ -7,7 +7,7 @@ import os
 import secrets
 import stat
 
-SECRET_BYTES = 32
+SECRET_BYTES = 32  # as the dock makes them
 PRINTED = "give the one that the job printed at its start"
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.api import VersionBound, listed
+from mindspeed_rl_plugin.dock.core import OUTSIDE
 from mindspeed_rl_plugin.dock.storage import Warehouse
 from mindspeed_rl_plugin.rows import Rows
 
-OUTSIDE = "outside"  # the name of a process outside of the job begins so
 MOST_BYTES = 128 << 20  # of the cells of one commit: no other row of the machine moves while they are checked
 
 

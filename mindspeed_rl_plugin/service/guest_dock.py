@@ -1,0 +1,109 @@
+"""The dock of a job as a process outside of it has it: rows of the states that are open to it, and the job's news."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mindspeed_rl_plugin.dock import Dock, Lease, Rows, SampleId
+from mindspeed_rl_plugin.dock.api import Declared
+from mindspeed_rl_plugin.dock.calls import Calls
+from mindspeed_rl_plugin.dock.cells import pieces
+from mindspeed_rl_plugin.dock.messages import Finished, Grant, Message
+from mindspeed_rl_plugin.dock.places import ids_tuple
+from mindspeed_rl_plugin.dock.rpc import REPLY_TIMEOUT
+from mindspeed_rl_plugin.service import joining
+from mindspeed_rl_plugin.service.gate import MOST_BYTES
+from mindspeed_rl_plugin.service.notes import Announced, Follow, News, Report, SubmitPrompts, Told
+
+LEAVE_SECONDS = 5.0  # between the ends of a job's ranks, at most
+
+
+class GuestDock(Dock):
+    """It leases what is ready, reads, commits and releases. Its leases run out, or end with its connection; their rows
+    are given out again then, and the first commit of a cell wins. `lease` gives the empty lease when the job has left.
+    """
+
+    def __init__(self, declared: Declared, calls: Calls) -> None:
+        super().__init__(declared, calls, leader=False)
+
+    @classmethod
+    def join(
+        cls,
+        address: str,
+        secret: str | os.PathLike[str] | bytes,
+        *,
+        lease_seconds: float = 600.0,
+        who: str = "a process",
+    ) -> GuestDock:
+        """For a process on a machine of the job or another one. secret: the job's, or the file that holds it;
+        lease_seconds: life of a lease; who: this process, in what the job logs.
+
+        Raises ConnectionError where nobody answers, and PermissionError for a wrong secret or one that others can
+        read."""
+        return cls(*joining.join(address, secret, lease_seconds, who=who))
+
+    # rows
+
+    def lease(self, state: str, *, columns: Sequence[str] | None = None, **asked: Any) -> Lease:
+        """As `Dock.lease`; the empty lease where the job has left the dock (`ended`)."""
+        try:
+            return super().lease(state, columns=columns, **asked)
+        except ConnectionError:
+            if not self.ended:
+                raise
+        empty = Grant.empty(len(self.states[state].reads))
+        return Lease(0, state, self._rows_of(empty, state, self._declared.reads(state, columns)))
+
+    def finished(self, state: str) -> list[SampleId]:
+        """Rows that a state has acknowledged and that are not cleared."""
+        grant = self.calls.query(Finished, state)
+        self.calls.epochs.learn(grant)
+        return list(ids_tuple(grant.ids))
+
+    def _pieces(self, rows: Rows) -> Iterable[Rows]:
+        return pieces(rows, MOST_BYTES // 2)  # each passes a gate of the job
+
+    # the job
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has left the dock, as the last call has seen."""
+        return self.calls.ended
+
+    def has_left(self) -> bool:
+        """The same, asked now, for a lost connection may only follow from that; a job that is about to leave has
+        LEAVE_SECONDS."""
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            if not self.ended:
+                self.news(sys.maxsize, LEAVE_SECONDS, patience=LEAVE_SECONDS)
+        return self.ended
+
+    @property
+    def about(self) -> str:
+        """What the job says of itself."""
+        return self.calls.directory.about
+
+    def records(self, after: int, deadline: float) -> Told:
+        """The job's records behind the first `after`; waits for one, at most `deadline` seconds."""
+        return self._ask_leader(Follow(after, deadline))
+
+    def submit_prompts(self, rows: Sequence[str], deadline: float) -> list[int]:
+        """Give rows, as JSON, to the job, which has room for them within `deadline` seconds. Their numbers."""
+        return self._ask_leader(SubmitPrompts(list(rows), deadline)).numbers
+
+    def report(self, counts: Mapping[str, float], spans: Sequence[tuple[str, float, float]] = ()) -> Announced:
+        """What this process has counted since it joined, and what it did since its last report: what, and from when to
+        when, seconds since 1970. What the job announced last."""
+        return self._ask_leader(Report(dict(counts), list(spans)))
+
+    def news(self, after: int, deadline: float, patience: float = REPLY_TIMEOUT) -> Announced:
+        """What the job announced last; waits until its number is above `after`, at most `deadline` seconds, and so
+        many more for its answer."""
+        return self._ask_leader(News(after, deadline), patience)
+
+    def _ask_leader(self, message: Message, patience: float = REPLY_TIMEOUT) -> Any:
+        return self.calls.ask_rank(self.calls.directory.ranks[0], message, patience)
