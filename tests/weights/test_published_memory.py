@@ -100,7 +100,7 @@ def test_serving_weights_holds_up_no_rows(readers) -> None:
     """A question for a version that does not come, and a big answer, while the lock of the rows is taken."""
     ranks, stores, sources = readers
     publish(stores[0], 0)
-    with ranks[0].core._lock:
+    with ranks[0].core.lock:
         assert sources[0].seek(0, 5)[0] == 0
         assert len(read(sources[0], 0)) == len(SPANS)
 
@@ -130,7 +130,7 @@ def test_too_much_is_refused(readers, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_publishes_nothing_says_so(tmp_path: Path) -> None:
     (rank,) = make_members(COLUMNS, STATES, ["a"])
     address = JobService(rank.dock()).invite(tmp_path / "secret")
-    outside = GuestDock.join(address, tmp_path / "secret")
+    outside = GuestDock(*joining.join(address, tmp_path / "secret", 60.0, "a"))
     with pytest.raises(ValueError, match="Seek is no request that this process answers"):
         sources_of(outside)[0].seek(0, 5)
     with pytest.raises(ValueError, match="only a rank of the job"):
