@@ -31,7 +31,7 @@ class Dock:
         self.left, self.bound = list(IDS), VersionBound(0)
         self.asked: list[dict[str, object]] = []
         self.announced, announced = Announced(1, 0), lambda *asked: self.announced
-        self.exchange = SimpleNamespace(news=announced, report=announced)
+        self.news = self.report = announced
 
     def lease(self, state: str, deadline: float, version: int, max_rows: int = 9, **of: object) -> Lease:
         self.asked.append(of)
