@@ -319,7 +319,7 @@ def test_a_commit_of_too_many_bytes_is_refused_and_the_connection_goes_on(traine
 
 def test_rows_of_too_many_bytes_for_one_message_go_in_several(trainers, job, monkeypatch) -> None:
     """Each row here has about a hundred; on the way each column takes whole lines of 64."""
-    monkeypatch.setattr("mindspeed_rl_plugin.dock.client.MOST_BYTES", 250)
+    monkeypatch.setattr("mindspeed_rl_plugin.service.guest_dock.MOST_BYTES", 250)
     for member in trainers.members:
         member.core.gate.most_bytes = 600
     trainers.publish(0)
