@@ -8,9 +8,11 @@ from dock_help import SMALL, make_members
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.dock import Dock, VersionBound
+from mindspeed_rl_plugin.dock import VersionBound
 from mindspeed_rl_plugin.generators.scheduler import Scheduler
 from mindspeed_rl_plugin.rows import Completion, Prompt, Sampling
+from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.stages.prompts import prompt_rows
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 from mindspeed_rl_plugin.stages.table import stage_table
@@ -19,7 +21,7 @@ PROMPTS = [Prompt((7, 7), "question", "answer", row) for row in range(3)]
 JOB = SimpleNamespace(sampling=Sampling(4), seed=0, inflight="keep", strict=True, deadline=20.0)
 
 
-def serve(dock: Dock, number: int, leaving: threading.Event, begun: list) -> None:
+def serve(dock: GuestDock, number: int, leaving: threading.Event, begun: list) -> None:
     """Engine `number` of two, whose responses are ready at once."""
     scheduler = Scheduler(dock, JOB, 2, 1, (number, 2), leaving)
     while not (action := scheduler.next()).end:
@@ -39,8 +41,9 @@ def test_each_engine_samples_its_half_of_a_rollout_whole_and_by_its_version(tmp_
     table = stage_table(resolve(AlgorithmConfig(algorithm="grpo")), 1, by_group=False)
     (member,) = make_members(columns_of(table), states_of(table), ["a"], limits=SMALL)
     dock, leaving, begun = member.dock(deadline=20), threading.Event(), []
-    address = dock.exchange.invite(tmp_path / "secret", "127.0.0.1", "{}")
-    docks = [Dock.join(address, tmp_path / "secret") for _ in range(2)]
+    service = JobService(dock)
+    address = service.invite(tmp_path / "secret", "127.0.0.1", "{}")
+    docks = [GuestDock.join(address, tmp_path / "secret") for _ in range(2)]
     threads = [threading.Thread(target=serve, args=(docks[n], n, leaving, begun)) for n in range(2)]
     for thread in threads:
         thread.start()
@@ -48,7 +51,7 @@ def test_each_engine_samples_its_half_of_a_rollout_whole_and_by_its_version(tmp_
         for epoch in epochs:
             dock.open(epoch, 3, 2, VersionBound(version, version))
             dock.put(prompt_rows(epoch, PROMPTS))
-        dock.exchange.announce(version)
+        service.announce(version)
         until(lambda: not dock.remaining("generate"), 60)
     leaving.set()
     for thread in threads:

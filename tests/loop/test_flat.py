@@ -27,6 +27,7 @@ from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.reward import Grade
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, Sampling
+from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.stages import generate, prompts, reward
 from mindspeed_rl_plugin.stages.evaluate import Due, EvaluateApart
 from mindspeed_rl_plugin.stages.measure import IterationLog, Rollout
@@ -79,6 +80,7 @@ class Made:
             self.job,
             stages,
             4,
+            service=JobService(self.dock),
             admission=Admission(GROUPS, STALENESS, rollouts),
             trainer=SimpleNamespace(publish=lambda done: SimpleNamespace(nbytes=0), refuse_broken=lambda: None),
             kept=2,
