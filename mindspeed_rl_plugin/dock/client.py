@@ -257,13 +257,16 @@ class Dock:
         return snapshot.collect(self.calls, self._declared) if self.leader else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Become what a snapshot saw; the leader writes, all ranks call with the same state. Only into a new dock."""
+        """Become what a snapshot saw. The leader writes; all ranks call, the others with the same state, or with an
+        outline of it that has no cells. Only into a new dock."""
         snapshot.check(state, self.columns)
         epochs = self.calls.epochs
         if epochs.last >= 0:
             raise ValueError(f"restore into a dock that has opened epoch {epochs.last}; start a new one")
-        for saved in state["epochs"]:
-            self.open(saved["number"], saved["groups"], saved["members"], snapshot.bound_of(saved))
+        bounds = [snapshot.bound_of(saved) for saved in state["epochs"]] if self.leader else []
+        bounds = bounds if self.member is None else self.member.peers.share(bounds)
+        for saved, bound in zip(state["epochs"], bounds, strict=True):
+            self.open(saved["number"], saved["groups"], saved["members"], bound)
             if self.leader:
                 self.clear(saved["number"], snapshot.cleared(saved))
                 snapshot.write(saved, self._declared, self._writer)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from dock_help import COLUMNS, STATES, ids, plain, prompts, sid, tokens
+from dock_help import COLUMNS, SMALL, STATES, ids, make_members, plain, prompts, sid, together, tokens
 
+from mindspeed_rl_plugin.checkpoints.checkpoint_files import outline
 from mindspeed_rl_plugin.dock import ColumnSpec, Rows, VersionBound, snapshot
 
 
@@ -92,11 +93,14 @@ def test_versions_that_may_sample_an_epoch_are_restored(make_one) -> None:
     epoch["columns"] = {**epoch["columns"], "order": {"slots": torch.arange(2), "values": values}}
     former = {**saved, "columns": {**saved["columns"], "order": "group dense int64 [4]"}, "epochs": [epoch]}
     for state in (saved, former):
-        other = make_one()
-        other.restore(state)
+        members = make_members(COLUMNS, STATES, ["a", "b"], limits=SMALL)
+        other, second = docks = [member.dock(deadline=20) for member in members]
+        together(2, lambda r, docks=docks, state=state: docks[r].restore(outline(state) if r else state))
+        assert second.version_bound(0) == (3, 5), "of a rank that reads no rows"
         assert other.version_bound(0) == (3, 5)
         assert other.lease("generate", version=6, deadline=0).needs == (3, 5)
         assert len(other.lease("generate", version=4, deadline=0)) == 2
+        together(2, lambda r, docks=docks: docks[r].close())
 
 
 def test_a_snapshot_of_the_docks_before_this_one_is_restored(make) -> None:
