@@ -156,6 +156,13 @@ def test_no_file_imports_itself_over_others():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the files in its way
 
 
+def test_the_loop_is_built_of_few_modules():
+    """Stages, schedules and engines build themselves; `loop.build` only puts them together."""
+    tree = ast.parse((PACKAGE / "loop" / "build.py").read_text())
+    froms = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert len([module for module in froms if module.startswith(NAME)]) <= 20, sorted(froms)
+
+
 def test_the_page_draws_the_table():
     rows = [[entry for entry in row if "." not in entry and entry != "__init__"] for row in reversed(ORDER)]
     drawing = "\n".join("   ".join(row) for row in rows)

@@ -23,7 +23,6 @@ from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.generators.external_engines import check_servers
 from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
 from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of
-from mindspeed_rl_plugin.loop.build import dock_size, table_of
 from mindspeed_rl_plugin.loop.engine_options import dtype_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
@@ -102,7 +101,7 @@ def _to_sample(inputs: Inputs, ends: Mapping[int, str]) -> Inputs:
         graders=graders,
         own_stages=_own_stages(inputs, len(graders.names), end_tokens),
     )
-    dock_size(inputs, table_of(inputs)).check_early()
+    inputs.dock_size().check_early()
     return inputs
 
 

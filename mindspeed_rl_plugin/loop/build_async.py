@@ -22,15 +22,15 @@ from mindspeed_rl_plugin.loop import engine_options
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.apart import AsyncSchedule
-from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
+from mindspeed_rl_plugin.loop.schedules.schedule import Job
 from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.ranks import Collectives
-from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.service.gate import Opening
 from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.response_validator import READS, STATE, ResponseValidator
+from mindspeed_rl_plugin.stages.stage import Stages
 from mindspeed_rl_plugin.stages.trainer import Trainer
 from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
 from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
@@ -40,10 +40,11 @@ FEWER = "keep fewer versions (--rl-max-staleness with --rl-async-order strict), 
 
 
 def build_schedule(
-    inputs: Inputs, job: Job, stages: Stages, rounds: int, trainer: Trainer, sampling: Sampling, resumes: bool
+    inputs: Inputs, job: Job, stages: Stages, rounds: int, trainer: Trainer, model: Any, resumes: bool
 ) -> AsyncSchedule:
-    """The schedule, and the dock open to engines. Collective over all ranks that train. resumes: whether a checkpoint's
-    state is loaded next."""
+    """The schedule, and the dock open to engines. Collective over all ranks that train. model: this rank's chunks;
+    resumes: whether a checkpoint's state is loaded next."""
+    engine_options.check_engine_rotary(inputs, model)
     config, sizes = inputs.config, inputs.sizes
     schedule, samples = config.schedule, config.monitor.eval_pass_k
     strict = schedule.async_order == "strict"
@@ -54,7 +55,7 @@ def build_schedule(
         vocabulary=vocabulary_digest(inputs.tokenizer_path, engine.trust_remote_code)
         if engine.tokenizer or config.episodes.on
         else "",
-        sampling=sampling,
+        sampling=inputs.sampling,
         seed=inputs.response_seed,
         inflight=schedule.inflight,
         strict=strict,
@@ -73,7 +74,7 @@ def build_schedule(
     external_engines = _invite(job, service, about, schedule, strict)
     evaluation = None
     if inputs.held_out:
-        evaluation = EvaluateApart(job.dock, stages.reward, inputs.held_out, job.ranks, job.monitor, samples)
+        evaluation = EvaluateApart(job.dock, stages["reward"], inputs.held_out, job.ranks, job.monitor, samples)
     return AsyncSchedule(
         job,
         stages,

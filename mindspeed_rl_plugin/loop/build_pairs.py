@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed_rl_plugin.loop.build import host_memory_budget, make_monitor, table_of
 from mindspeed_rl_plugin.loop.docks import Docks, place
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
+from mindspeed_rl_plugin.loop.monitoring import make_monitor
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, PairSchedule
 from mindspeed_rl_plugin.loop.start import Start
@@ -19,10 +19,8 @@ from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.ranks import Collectives, on_rank_0, weights_digest
 from mindspeed_rl_plugin.stages.evaluate import Due, EvaluatePairs
 from mindspeed_rl_plugin.stages.measure import IterationLog
-from mindspeed_rl_plugin.stages.pairs import Pairs
 from mindspeed_rl_plugin.stages.references import PairScorer, cache_file, cache_key, read_cache, write_cache
-from mindspeed_rl_plugin.stages.update import PairUpdate
-from mindspeed_rl_plugin.update.pair_step import PairStep
+from mindspeed_rl_plugin.stages.stage import Stages
 from mindspeed_rl_plugin.weights.host_weights import HostWeights
 
 
@@ -47,7 +45,7 @@ class Reference:
         key = cache_key(digest, fingerprint, inputs.forward, inputs.args.params_dtype)
         count = len(inputs.data) + (len(inputs.held_out) if inputs.held_out else 0)
         logps = on_rank_0(lambda: read_cache(folder, key, count))
-        weights = HostWeights.capture(model, budget=host_memory_budget(inputs)) if logps is None else None
+        weights = HostWeights.capture(model, budget=inputs.host_memory_budget()) if logps is None else None
         return cls(folder, key, logps, weights)
 
     def scored(self, scorer: PairScorer, leader: bool) -> Tensor:
@@ -69,7 +67,8 @@ def build_pair_loop(inputs: Inputs, model: Any, reference: Reference, start: Sta
     args, config, algorithm = inputs.args, inputs.config.monitor, inputs.algorithm
     topology, ranks = Topology.from_megatron(1, model), Collectives(config.wait_timeout)
     plan = RolloutPlan(inputs.sizes, place(topology, ranks.group))
-    docks = Docks.make(table_of(inputs), inputs.config, topology, ranks.group, plan)
+    table = inputs.table()
+    docks = Docks.make(table, inputs.config, topology, ranks.group, plan)
     monitor = make_monitor(inputs, topology, start)
     place_of_rank = {"dp_rank": topology.dp_rank, "dp_size": topology.dp_size, "writer": topology.writer}
     streams = [inputs.data, *([inputs.held_out] if inputs.held_out else [])]
@@ -78,8 +77,8 @@ def build_pair_loop(inputs: Inputs, model: Any, reference: Reference, start: Sta
     held_out = range(len(inputs.data), len(scorer))[: config.eval_prompts or None]
     evaluation = EvaluatePairs(scorer, held_out, logps, algorithm, monitor) if inputs.held_out else None
     due = Due(inputs.held_out is not None, config.eval_every, args.train_iters)
-    pairs = Pairs(docks.trainers, inputs.data, logps, topology.leader)
-    job = Job(plan, topology, ranks, monitor, docks.trainers, pairs, due)
-    step = PairStep(algorithm, inputs.forward, model, inputs.sizes.prompts)
-    update = PairUpdate(docks.trainers, config.wait_timeout, step)
-    return Loop(args, job, PairSchedule(job, evaluation), update, IterationLog(monitor, ranks, docks.trainers))
+    context = inputs.context(model, topology, ranks, docks, monitor, pair_references=logps)
+    stages = Stages.of(table, context)
+    job = Job(plan, topology, ranks, monitor, docks.trainers, stages["pairs"], due)
+    log = IterationLog(monitor, ranks, docks.trainers)
+    return Loop(args, job, PairSchedule(job, evaluation), stages["update"], log)

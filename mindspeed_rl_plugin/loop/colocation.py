@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
 from mindspeed_rl_plugin.critic.critic import Critic
+from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import Engine
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
+from mindspeed_rl_plugin.environment import launch_env
+from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
+from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel
+from mindspeed_rl_plugin.loop import engine_options
+from mindspeed_rl_plugin.loop.inputs import Inputs
+from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.weights.offload import TrainState, gathered
 from mindspeed_rl_plugin.weights.resharder import Resharder, Transfer
 
@@ -30,6 +39,50 @@ class Colocation:
         self.model, self.state, self.critic = model, state, critic
         self.engine, self.resharder, self.stage = engine, resharder, stage
         self.offloaded = frozenset(offloaded)
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Inputs,
+        model: Sequence[torch.nn.Module],
+        optimizer: Any,
+        critic: Critic | None,
+        topology: Topology,
+        peers: Peers,
+        stage: Callable[[str], AbstractContextManager[None]],
+    ) -> Colocation:
+        """On this rank, by the flags. Collective over all ranks; the engine takes seconds to start. peers: the ranks of
+        its engine."""
+        args, config = inputs.args, inputs.config
+        dtype = engine_options.dtype_of(args, config.rollout.engine_dtype)
+        resharder = Resharder(
+            ModelShape.from_megatron_args(args, inputs.vocab),
+            Parallel.from_megatron_args(args),
+            EngineParallel(config.rollout.generate_tp, config.rollout.generate_ep),
+            rank=topology.rank,
+            engine_dtype=dtype,
+            mode=config.reshard.reshard,
+            bucket_bytes=config.reshard.reshard_bucket_mb << 20,
+            node_size=launch_env()["local_world_size"],
+            verify=config.reshard.verify_weights,
+            deadline=config.monitor.wait_timeout,
+        )
+        engine_options.check_engine_rotary(inputs, model)
+        budget = inputs.host_memory_budget()
+        state = TrainState(model, optimizer, budget=budget, verify=config.reshard.verify_weights)
+        if critic is not None:
+            critic.state.budget, critic.state.verify = budget, config.reshard.verify_weights
+        # The engine measures the free memory when it starts: the training state must not be in its way.
+        trained = (state,) if critic is None else (state, critic)
+        for one in trained:
+            one.offload(config.reshard.offloaded)
+        engine: Engine = VllmEngine(engine_options.options(inputs, dtype))
+        if (setup := EpisodeSetup.of(config, inputs.tokenizer_path)) is not None:
+            engine = setup.over(engine, inputs.tokenizer, inputs.environments, peers)
+        engine.sleep()
+        for one in trained:
+            one.onload()
+        return cls(model, state, critic, engine, resharder, config.reshard.offloaded, stage)
 
     @contextmanager
     def awake(self, version: int) -> Iterator[Transfer]:

@@ -36,9 +36,9 @@ class Docks:
     engines: Dock
     ranks: Dock
 
-    def of(self, spec: StageSpec) -> Dock:
-        """The dock as those ranks see it that share a stage's leases: those of its resource."""
-        return {"trainer": self.trainers, "engine": self.engines}.get(spec.resource, self.ranks)
+    def of(self, resource: str) -> Dock:
+        """The dock as those ranks see it that share the leases of a stage on this resource."""
+        return {"trainer": self.trainers, "engine": self.engines}.get(resource, self.ranks)
 
     @classmethod
     def make(

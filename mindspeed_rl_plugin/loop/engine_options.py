@@ -1,13 +1,17 @@
-"""What the launch arguments say of the rollout engine."""
+"""What the launch arguments say of the rollout engine, and whether it computes as the built model."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 
+from mindspeed_rl_plugin.engine import hf_config
+from mindspeed_rl_plugin.engine.hf_rope import check_rotary
 from mindspeed_rl_plugin.engine.options import VllmOptions, needs_tokenizer
 from mindspeed_rl_plugin.loop.inputs import Inputs
+from mindspeed_rl_plugin.weights.storages import unwrap
 
 # Share of the device's memory for the engine where reward models are loaded beside it later.
 BESIDE_REWARD_MODELS = 0.6
@@ -38,3 +42,12 @@ def options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
 def dtype_of(args: argparse.Namespace, name: str) -> torch.dtype:
     """--rl-engine-dtype, auto taken from Megatron's arguments."""
     return args.params_dtype if name == "auto" else getattr(torch, name)
+
+
+def check_engine_rotary(inputs: Inputs, model: Any) -> None:
+    """The engine's rotary frequencies are those of the built model, whatever the launch script made of the flags."""
+    for chunk in model:
+        for module in unwrap(chunk).modules():  # with latent attention every layer has one of its own
+            rotary = getattr(module, "rotary_pos_emb", None)
+            if rotary is not None:
+                check_rotary(hf_config.normalized(inputs.engine_config), rotary)

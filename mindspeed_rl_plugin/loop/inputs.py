@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments
 from mindspeed_rl_plugin.forward import ForwardSettings
-from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, reads_old_logps
+from mindspeed_rl_plugin.loop.docks import Docks, DockSize
+from mindspeed_rl_plugin.loop.topology import Topology
+from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream
+from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.reward.builtin import check_answers
 from mindspeed_rl_plugin.reward.calling import EPISODE
 from mindspeed_rl_plugin.reward.specs import parse_specs
-from mindspeed_rl_plugin.rows import Prompt
+from mindspeed_rl_plugin.rows import Prompt, Sampling
+from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.generate import Episodes
 from mindspeed_rl_plugin.stages.stage import StageSpec
+from mindspeed_rl_plugin.stages.table import stage_table
+from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,74 @@ class Inputs:
         """Raises ValueError where a built-in grader cannot read a ground truth. answers: place in the data -> it."""
         regex = self.config.reward.reward_regex
         check_answers(parse_specs(self.config.graders, regex), regex, answers)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How responses are sampled."""
+        rollout = self.config.rollout
+        return Sampling(
+            max_tokens=rollout.max_response_length,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=rollout.stop,
+            stop_token_ids=rollout.stop_token_ids,
+            ignore_eos=rollout.ignore_eos,
+        )
+
+    def settled(self) -> Inputs:
+        """The same, with old log-probs only where the update cannot do with those of its own pass."""
+        old_logps = self.sizes.steps > 1 or reads_old_logps(self.config, self.algorithm)
+        return replace(self, algorithm=replace(self.algorithm, old_logps=old_logps))
+
+    def table(self) -> list[StageSpec]:
+        """The stages of the run."""
+        graders, own = self.graders, [spec for spec, _ in self.own_stages]
+        rewards = {"graders": len(graders.names), "by_group": graders.by_group} if graders else {"graders": 0}
+        dump = self.config.monitor.dump_dir is not None
+        return stage_table(self.algorithm, **rewards, dump=dump, own=own, episodes=self.episodes)
+
+    def dock_size(self) -> DockSize:
+        """How much the dock must hold under these flags."""
+        config = self.config
+        rounds = config.algorithm.dynamic_sampling_rounds if self.algorithm.dynamic_sampling else 0
+        ahead = (0, 0)
+        if config.schedule.apart:
+            held_out = len(self.held_out or ()) * (config.monitor.eval_pass_k + 1)
+            ahead = (config.schedule.max_staleness + 1, -(-held_out // self.sizes.members))
+        elif config.schedule.partial:
+            ahead = (-(-config.schedule.in_the_making(self.sizes.prompts) // self.sizes.prompts) - 1, 0)
+        return DockSize(config, self.table(), self.sizes, rounds, ahead)
+
+    def host_memory_budget(self) -> HostMemoryBudget:
+        """The host memory of this machine, for what its ranks offload. Collective over all ranks."""
+        return HostMemoryBudget.of_machine(launch_env()["local_world_size"], self.config.monitor.wait_timeout)
+
+    def context(
+        self, model: Any, topology: Topology, ranks: Collectives, docks: Docks, monitor: Monitor, **parts: Any
+    ) -> RankContext:
+        """What the stages are built from. parts: the fields of `RankContext` that may be None."""
+        return RankContext(
+            config=self.config,
+            algorithm=self.algorithm,
+            forward=self.forward,
+            data=self.data,
+            prompts=self.sizes.prompts,
+            members=self.sizes.members,
+            global_batch=self.sizes.global_batch,
+            sampling=self.sampling,
+            seed=self.response_seed,
+            decode=self.decode,
+            graders=self.graders,
+            environments=self.environments,
+            dock_of=docks.of,
+            ranks=ranks,
+            monitor=monitor,
+            writer=topology.writer,
+            last_stage=topology.last_stage,
+            model=model,
+            **parts,
+        )
 
     @property
     def response_seed(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.nn import Module
 
 from mindspeed_rl_plugin.forward import ForwardSettings
+from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.stages.logprobs import compute_logps
 from mindspeed_rl_plugin.stages.update import OPTIMIZER, TrainStep, grad_norm, learning_rate
@@ -25,6 +26,13 @@ class MegatronTrainer:
     settings: ForwardSettings
     policy: PolicyStep
     publisher: Publisher | None
+
+    @classmethod
+    def of(cls, inputs: Inputs, model: Sequence[Module], publisher: Publisher | None) -> MegatronTrainer:
+        """On this rank, by the flags."""
+        longest = inputs.config.rollout.max_response_length
+        policy = PolicyStep(inputs.algorithm, inputs.forward, model, norm_length=longest)
+        return cls(model, inputs.forward, policy, publisher)
 
     @property
     def weights(self) -> TrainerWeights:

@@ -10,17 +10,8 @@ from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.rows import Group
+from mindspeed_rl_plugin.stages.stage import StageSpec
 from mindspeed_rl_plugin.stages.table import RENAMED
-
-# Flags behind a column of the update that another algorithm may lack.
-_FLAGS = {
-    "logp_ref": ("--rl-kl-loss-coef", "--rl-kl-reward-coef"),
-    "multiplicity": ("--rl-filtration",),
-    "values": ("--rl-advantage",),
-    "returns": ("--rl-advantage",),
-    "advantage": ("--rl-advantage",),
-    "advantages": ("--rl-advantage",),
-}
 
 
 def cut(sizes: Arithmetic, algorithm: Algorithm, max_tokens: int | None) -> dict[str, int | str | None]:
@@ -50,14 +41,14 @@ def check(
     state: Mapping[str, Any],
     now: Mapping[str, Any],
     algorithm: Algorithm,
-    reads: Sequence[str],
+    table: Sequence[StageSpec],
     iteration: int,
     own: Sequence[str] = (),
 ) -> None:
     """Refuse a state of `Run.state_dict`, with the dock's outline in it, that these flags cannot go on with.
 
-    now: `cut` of the flags; reads: columns of the update; iteration: that the checkpoint holds; own: columns that a
-    user's stages write, and those that other stages write before them. Raises ValueError, on every rank alike.
+    now: `cut` of the flags; table: of stages; iteration: that the checkpoint holds; own: columns that a user's stages
+    write, and those that other stages write before them. Raises ValueError, on every rank alike.
     """
     left, before = state.get("steps_left", 0), state.get("cut", {})
     until = iteration + left
@@ -70,7 +61,7 @@ def check(
     if left:
         used = {epoch for epoch, _ in state["groups"]}
         held = [{RENAMED.get(c, c) for c in r["held"]} for r in state["dock"]["epochs"] if r["number"] in used]
-        check_columns(algorithm, reads, held, state.get("choices", {}), left, until)
+        check_columns(algorithm, table, held, state.get("choices", {}), left, until)
     _check_deferred(state.get("carried", ()), before, now)
     if algorithm.dynamic_sampling:
         _check_own(state, own)
@@ -107,7 +98,7 @@ def check_ahead(
 
 def check_columns(
     algorithm: Algorithm,
-    reads: Sequence[str],
+    table: Sequence[StageSpec],
     held: Sequence[set[str]],
     before: Mapping[str, float | str],
     left: int,
@@ -115,11 +106,13 @@ def check_columns(
 ) -> None:
     """Refuse rows that lack a column of the update: who writes it has had its turn. held: columns of each epoch of the
     rollout; before: the `choices` that sampled it, where the checkpoint has them. Raises ValueError."""
+    (reads,) = (spec.reads for spec in table if spec.name == "update")
     lacking = [c for c in reads if not all(c in have for have in held)]
     if not lacking:
         return
     now = choices(algorithm)
-    flags = dict.fromkeys(flag for column in lacking for flag in _FLAGS.get(column, ()))
+    flags_of = {column: spec.flags for spec in table for column in spec.written}
+    flags = dict.fromkeys(flag for column in lacking for flag in flags_of[column])
     lines = {flag: f"{flag} was {before.get(flag, 'not recorded')}, now {now[flag]}" for flag in flags}
     changed = [line for flag, line in lines.items() if before.get(flag) != now[flag]] or list(lines.values())
     raise ValueError(

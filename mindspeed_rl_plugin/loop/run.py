@@ -20,13 +20,12 @@ import numpy as np
 
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.loop import resume
-from mindspeed_rl_plugin.loop.build import build_loop, dock_size, host_memory_budget, table_of
+from mindspeed_rl_plugin.loop.build import build_loop
 from mindspeed_rl_plugin.loop.build_pairs import Reference, build_pair_loop
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
 from mindspeed_rl_plugin.rows import Group
-from mindspeed_rl_plugin.stages import update
 from mindspeed_rl_plugin.stages.measure import Rollout, prepare_dumps
 from mindspeed_rl_plugin.stages.stage import columns_of
 from mindspeed_rl_plugin.stages.update import TrainStep
@@ -61,7 +60,7 @@ class Run:
         if self.inputs.algorithm.from_pairs:
             self._reference = Reference.of_model(self.inputs, model)
         else:
-            self._reference = HostWeights.capture(model, budget=host_memory_budget(self.inputs))
+            self._reference = HostWeights.capture(model, budget=self.inputs.host_memory_budget())
 
     def on_critic_built(self, critic: Critic) -> None:
         self._critic = critic
@@ -73,9 +72,10 @@ class Run:
         if not algorithm.from_pairs:
             names = {spec.name for spec, _ in self.inputs.own_stages}
             # What these stages write, and under other names what the stages before them wrote.
-            written = ((spec.name in names, c.name) for spec in table_of(self.inputs) for c in columns_of([spec]))
+            table = self.inputs.table()
+            written = ((spec.name in names, c.name) for spec in table for c in columns_of([spec]))
             own = [column for theirs, column in written if theirs or "@" in column]
-            resume.check(state, self._cut(), algorithm, update.spec(algorithm).reads, iteration, own)
+            resume.check(state, self._cut(), algorithm, table, iteration, own)
             resume.check_ahead(state, self._cut(), self.inputs.config.schedule, iteration, algorithm.dynamic_sampling)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -166,4 +166,4 @@ class Run:
     def _check_size(self, used: Sequence[Group], deferred: Sequence[Group]) -> None:
         plan = self.loop.job.plan
         machines = (np.array([plan.owner(g) for g in groups], np.int64) for groups in (used, deferred))
-        dock_size(self.inputs, table_of(self.inputs)).check_resumed(*machines, plan.owners_of_round())
+        self.inputs.dock_size().check_resumed(*machines, plan.owners_of_round())

@@ -13,7 +13,9 @@ from mindspeed_rl_plugin.algorithms import Algorithm, Moments, RewardBatch, grou
 from mindspeed_rl_plugin.algorithms.estimators import returns as value_targets
 from mindspeed_rl_plugin.algorithms.rewards import rows_of
 from mindspeed_rl_plugin.dock import ColumnSpec
+from mindspeed_rl_plugin.reward.specs import ENVIRONMENT
 from mindspeed_rl_plugin.rows import Ragged, Rows
+from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 
@@ -23,19 +25,33 @@ def column_name(algorithm: Algorithm) -> str:
 
 
 def spec(algorithm: Algorithm, episodes: bool = False) -> StageSpec:
-    """It reads token columns only where the estimator looks at tokens. episodes: whether turns have rewards."""
+    """It reads token columns only where the estimator looks at tokens. episodes: whether responses are some."""
     reads = ("reward", "valid", "response_length")
-    reads += ("turns", "turn_reward") if episodes and algorithm.per_token else ()
     reads += ("length", "prompt_length") if episodes and algorithm.buffer(1) else ()  # of the penalty on length
     if algorithm.per_token or algorithm.kl_reward_coef:
         reads += ("loss_mask",)
-    reads += ("values",) if algorithm.needs_critic else ()
     reads += ("logp_old", "logp_ref") if algorithm.kl_reward_coef else ()
     level = "token" if algorithm.per_token else "sample"
     writes = [ColumnSpec(column_name(algorithm), torch.float32, level, ragged=algorithm.per_token)]
     if algorithm.needs_critic:
         writes.append(ColumnSpec("returns", torch.float32, "token", ragged=True))
-    return StageSpec("advantage", reads, tuple(writes), unit="group", resource="cpu")
+    return StageSpec(
+        "advantage",
+        reads,
+        tuple(writes),
+        resource="cpu",
+        whole_groups=True,
+        if_written=("values", *(("turns", "turn_reward") if algorithm.per_token else ())),
+        flags=("--rl-advantage",),
+        build=build,
+    )
+
+
+def build(spec: StageSpec, context: RankContext) -> Advantages:
+    """The stage on this rank. Of the graders the one that gives what environments gave may be there."""
+    weights = dict(zip(context.graders.names, context.graders.weights, strict=True))
+    limit, gather = context.longest, context.ranks.gather
+    return Advantages(*spec.on(context), context.algorithm, limit, gather, weights.get(ENVIRONMENT, 0.0))
 
 
 @dataclass(eq=False)

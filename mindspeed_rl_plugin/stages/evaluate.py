@@ -19,6 +19,7 @@ from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reward import Grade, GradeItem, RewardPool, solved
 from mindspeed_rl_plugin.rows import FINISH, Completion, Prompt, SampleId, Sampling
+from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.prompts import meta_of, prompt_rows
 from mindspeed_rl_plugin.stages.references import PairScorer
 from mindspeed_rl_plugin.stages.reward import FailureLog, Reward, grade_item
@@ -54,6 +55,22 @@ class Evaluate:
     episodes: bool = False
     _failed: list[int] = field(default_factory=lambda: [0, 0], init=False)  # graders, environments
     _shown: list[list[Any]] = field(default_factory=list, init=False)  # rows of `Monitor.log_held_out`
+
+    @classmethod
+    def of(cls, context: RankContext, prompts: Sequence[Prompt]) -> Evaluate:
+        """On this rank, by the flags."""
+        return cls(
+            context.engine,
+            prompts,
+            context.graders,
+            context.decode,
+            context.sampling,
+            context.ranks,
+            context.monitor,
+            samples=context.config.monitor.eval_pass_k,
+            seed=context.seed,
+            episodes=context.config.episodes.on,
+        )
 
     def run(self, done: int) -> None:
         """Evaluate the engine's weights after `done` iterations, and log it. Collective."""

@@ -28,7 +28,16 @@ from mindspeed_rl_plugin.rows import (
     pack_json,
     unpack_json,
 )
+from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
+
+
+def build(spec: StageSpec, context: RankContext) -> Generate | None:
+    """The stage on this rank, if its engine is there."""
+    if context.engine is None:
+        return None
+    return Generate(*spec.on(context), context.engine, context.sampling, context.seed, context.monitor.progress)
+
 
 SPEC = StageSpec(
     "generate",
@@ -45,8 +54,8 @@ SPEC = StageSpec(
         # (first token, version) of each part of the response that other weights sampled
         ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,), longest=64),
     ),
-    unit="row",
     resource="engine",
+    build=build,
 )
 
 

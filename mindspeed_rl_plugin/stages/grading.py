@@ -117,7 +117,7 @@ class Grader:
         that all are graded."""
         # More at once, where graders were done before the look.
         self._times = min(4 * self._times, MOST_TIMES) if self._more and not self._leases else 1
-        pool, unit = self.stage.graders, self.members if self.stage.spec.unit == "group" else 1
+        pool, unit = self.stage.graders, self.members if self.stage.spec.whole_groups else 1
         most = pool.most(self.members) // unit * unit  # however quick the graders were, all may run into their limits
         if self._leases and not most:
             return True

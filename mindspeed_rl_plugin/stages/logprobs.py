@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
-from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
+from mindspeed_rl_plugin.stages.context import RankContext
+from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, Work
 from mindspeed_rl_plugin.weights.offload import gathered
 
 # What every pipeline stage needs of its rows: what feeds the model, and what says which rows count.
@@ -26,21 +28,34 @@ Pass = Callable[[Sequence[Rows]], list[Ragged] | None]
 def specs(algorithm: Algorithm) -> list[StageSpec]:
     """The passes that an algorithm needs."""
     needed = {
-        "logp_old": algorithm.old_logps,
-        "logp_ref": algorithm.needs_reference,
-        "values": algorithm.needs_critic,  # of the critic, before each trained token
+        "logp_old": (algorithm.old_logps, ()),
+        "logp_ref": (algorithm.needs_reference, ("--rl-kl-loss-coef", "--rl-kl-reward-coef")),
+        "values": (algorithm.needs_critic, ("--rl-advantage",)),  # of the critic, before each trained token
     }
     return [
         StageSpec(
             name,
             reads=("tokens", "loss_mask"),
             writes=(ColumnSpec(name, torch.float32, "token", ragged=True),),
-            unit="micro-batch",
             resource="trainer",
+            flags=flags,
+            build=build,
         )
-        for name, need in needed.items()
+        for name, (need, flags) in needed.items()
         if need
     ]
+
+
+def build(spec: StageSpec, context: RankContext) -> TokenPass:
+    """The pass of that name on this rank: of the critic, of the policy, or of the policy with the reference's
+    weights."""
+    if spec.name == "values":
+        values = partial(context.critic.values, settings=context.forward)
+        return TokenPass(*spec.on(context), values, context.writer)
+    forward, weights = context.trainer.forward, nullcontext
+    if spec.name == "logp_ref":
+        weights = partial(context.reference.swapped_into, context.model)
+    return TokenPass(*spec.on(context), forward, context.writer, weights)
 
 
 def columns_of_rank(reads: Sequence[str], last_stage: bool) -> tuple[str, ...]:
@@ -57,6 +72,10 @@ class TokenPass(Stage):
     forward: Pass
     writer: bool
     weights: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def work(self, work: Work) -> Rows:
+        """Its part in a rollout: this data parallel rank's micro-batches."""
+        return self.run([i for ids in work.batches for i in ids], work.batches)
 
     def compute(self, rows: Rows, batches: Sequence[Sequence[SampleId]]) -> Rows | None:
         """The column for the rows of these micro-batches. Collective over the model parallel ranks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from mindspeed_rl_plugin.algorithms import Algorithm, spread
 from mindspeed_rl_plugin.dock import Dock, Moved
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError
+from mindspeed_rl_plugin.episodes.protocol import EpisodeError, tool_names
 from mindspeed_rl_plugin.monitor import rollout_metrics as metrics
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout
 from mindspeed_rl_plugin.monitor.monitor import Monitor
@@ -21,7 +22,8 @@ from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reward import RewardPool, solved
 from mindspeed_rl_plugin.rows import EPISODE_COUNTS, FINISH, Rows, SampleId
 from mindspeed_rl_plugin.stages import advantages
-from mindspeed_rl_plugin.stages.generate import Episodes, digest_number
+from mindspeed_rl_plugin.stages.context import RankContext
+from mindspeed_rl_plugin.stages.generate import digest_number
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 from mindspeed_rl_plugin.weights.resharder import Transfer
 
@@ -29,23 +31,35 @@ from mindspeed_rl_plugin.weights.resharder import Transfer
 NUMBERS = ("length", "response_length", "finish", "version", "weights_digest", "reward", "reward_parts", "valid")
 DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old", "segments")
 # The same of episodes.
-OF_EPISODES = ("prompt_length", "turns", "environment_failed", "episode_counts")
+OF_EPISODES = ("prompt_length", "turns", "environment_failed", "episode_counts", "tool_calls")
 DUMPED_OF_EPISODES = ("turn_reward", "conversation")
 FAILING = 16  # episodes in which every call of a tool raised, so that it is the tool that does not work
 
 
-def spec(
-    algorithm: Algorithm, dump: bool = False, own: Sequence[str] = (), episodes: Episodes | None = None
-) -> StageSpec:
-    """dump: whether rollouts are written to files; own: columns of a user's stages, which are dumped too; episodes:
-    where responses are some."""
-    reads = (*NUMBERS, *(("multiplicity",) if algorithm.filters else ()), *(OF_EPISODES if episodes else ()))
-    reads += ("tool_calls",) if episodes and episodes.tools else ()
+def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = ()) -> StageSpec:
+    """dump: whether rollouts are written to files; own: columns of a user's stages, which are dumped too."""
+    reads, if_written = NUMBERS, ("multiplicity", *OF_EPISODES)
+    own = tuple(name for name in own if name not in reads)
     if dump:
-        reads += (*DUMPED, advantages.column_name(algorithm), *(("logp_ref",) if algorithm.needs_reference else ()))
-        reads += DUMPED_OF_EPISODES if episodes else ()
-        reads += tuple(name for name in own if name not in reads)
-    return StageSpec("measure", reads, (), unit="row", resource="leader")
+        reads += (*DUMPED, advantages.column_name(algorithm))
+        if_written += ("logp_ref", *DUMPED_OF_EPISODES, *own)
+    built = partial(build, own=own)
+    return StageSpec("measure", reads, (), resource="leader", if_written=if_written, build=built)
+
+
+def build(spec: StageSpec, context: RankContext, own: Sequence[str]) -> Measure:
+    """The stage on this rank. own: columns of a user's stages alone."""
+    folder = context.config.monitor.dump_dir
+    return Measure(
+        *spec.on(context),
+        ranks=context.ranks,
+        algorithm=context.algorithm,
+        limit=context.longest,
+        graders=context.graders,
+        dump=Dump(folder, context.decode) if folder else None,
+        tools=tool_names(context.environments),
+        own=own,
+    )
 
 
 @dataclass
@@ -71,8 +85,12 @@ class Dump:
 
 @dataclass(eq=False, kw_only=True)
 class Measure(Stage):
-    """ranks: of the job; limit: longest response [tokens]; dump: None where rollouts are not written to files; tools:
-    that episodes may call, by name."""
+    """ranks: of the job.
+    limit: longest response [tokens].
+    dump: None where rollouts are not written to files.
+    tools: that episodes may call, by name.
+    own: columns of a user's stages alone, which are dumped too.
+    """
 
     ranks: Collectives
     algorithm: Algorithm
@@ -80,6 +98,7 @@ class Measure(Stage):
     graders: RewardPool
     dump: Dump | None = None
     tools: Sequence[str] = ()
+    own: Sequence[str] = ()
     calls_found: bool = field(default=True, init=False)
     failing: dict[str, int] = field(default_factory=dict, init=False)  # see `check_tools`
 
@@ -136,11 +155,8 @@ class Measure(Stage):
     def _dump(self, rows: Rows, iteration: int) -> None:
         if "advantages" not in rows.columns:
             rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
-        known = (*NUMBERS, *DUMPED, "multiplicity", "logp_ref", "advantage", "advantages")
-        known += (*OF_EPISODES, *DUMPED_OF_EPISODES, "tool_calls") if "turns" in rows.columns else ()
-        own = [name for name in self.spec.reads if name not in known]
         names = self.graders.names
-        dump_rollout(self.dump.folder, rows, self.dump.decode, iteration=iteration, graders=names, own=own)
+        dump_rollout(self.dump.folder, rows, self.dump.decode, iteration=iteration, graders=names, own=self.own)
 
 
 def transfer_metrics(transfers: Sequence[Transfer]) -> dict[str, Metric]:

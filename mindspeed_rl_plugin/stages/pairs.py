@@ -10,10 +10,17 @@ from torch import Tensor
 from mindspeed_rl_plugin.dock import ColumnSpec, Dock
 from mindspeed_rl_plugin.prompts import Pair, PairStream
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.prompts import Prompts
 from mindspeed_rl_plugin.stages.stage import StageSpec
 
 CHOSEN, REJECTED = 0, 1  # members of a pair
+
+
+def build(spec: StageSpec, context: RankContext) -> Pairs:
+    """The stage on this rank."""
+    return Pairs(context.dock_of("trainer"), context.data, context.pair_references, context.leader)
+
 
 SPEC = StageSpec(
     "pairs",
@@ -23,8 +30,8 @@ SPEC = StageSpec(
         ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),
         ColumnSpec("reference", torch.float64, "sample", ragged=False),  # log-prob of the response, summed
     ),
-    unit="group",
     resource="leader",
+    build=build,
 )
 
 

@@ -11,7 +11,14 @@ from mindspeed_rl_plugin.dock import ColumnSpec, Dock, VersionBound
 from mindspeed_rl_plugin.dock.api import ANY_VERSION
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream
 from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId, pack_json
+from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import StageSpec
+
+
+def build(spec: StageSpec, context: RankContext) -> Prompts:
+    """The stage on this rank."""
+    return Prompts(context.dock_of("trainer"), context.data, context.members, context.leader)
+
 
 SPEC = StageSpec(
     "prompts",
@@ -20,8 +27,8 @@ SPEC = StageSpec(
         ColumnSpec("prompt", torch.int32, "group", ragged=True),
         ColumnSpec("meta", torch.uint8, "group", ragged=True),  # JSON: fields of a `Prompt`
     ),
-    unit="group",
     resource="leader",
+    build=build,
 )
 
 

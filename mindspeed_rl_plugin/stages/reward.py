@@ -13,6 +13,7 @@ from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.reward import Grade, GradeItem, RewardPool
 from mindspeed_rl_plugin.rows import Rows, SampleId, unpack_json
+from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 REWARD = ColumnSpec("reward", torch.float32, "sample", ragged=False)
@@ -21,12 +22,12 @@ REWARD = ColumnSpec("reward", torch.float32, "sample", ragged=False)
 OF_EPISODES = ("turns", "turn_reward", "conversation", "environment_failed")
 
 
-def spec(graders: int, by_group: bool = True, episodes: bool = False) -> StageSpec:
-    """graders: number of rewards, the width of `reward_parts`; by_group: whether one is called with whole groups;
-    episodes: whether responses are some."""
+def spec(graders: int, by_group: bool = True) -> StageSpec:
+    """graders: number of rewards, the width of `reward_parts`; by_group: whether one is called with whole groups."""
     return StageSpec(
         "reward",
-        reads=("tokens", "loss_mask", "meta", *(OF_EPISODES if episodes else ())),
+        reads=("tokens", "loss_mask", "meta"),
+        if_written=OF_EPISODES,
         writes=(
             REWARD,
             ColumnSpec("reward_parts", torch.float32, "sample", ragged=False, trailing=(graders,)),
@@ -34,9 +35,16 @@ def spec(graders: int, by_group: bool = True, episodes: bool = False) -> StageSp
             ColumnSpec("graded", torch.int8, "sample", ragged=False),
             ColumnSpec("grader_error", torch.int8, "sample", ragged=False),  # 1: a grader failed
         ),
-        unit="group" if by_group else "row",
         resource="cpu",
+        whole_groups=by_group,
+        build=build,
     )
+
+
+def build(spec: StageSpec, context: RankContext) -> Reward:
+    """The stage on this rank."""
+    drops = context.config.episodes.environment_on_error == "drop"
+    return Reward(*spec.on(context), context.graders, context.decode, drops)
 
 
 @dataclass(eq=False)
@@ -85,7 +93,7 @@ class Reward(Stage):
         return self.decode(tokens[first:end].tolist())
 
     def graded(self, ids: Sequence[SampleId], more: Sequence[str] = ()) -> Rows:
-        """What `select.group_stats` reads of rows that are graded, whoever did that, and `more` columns."""
+        """The rewards and lengths of rows that are graded, whoever did that, and `more` columns."""
         names = {self.spec.stored_writes.get(name, name): name for name in ("reward", "graded", "grader_error")}
         rows = self.dock.read(ids, [*names, "length", *more])
         return Rows(rows.ids, {names.get(name, name): column for name, column in rows.columns.items()})

@@ -1,15 +1,10 @@
-"""Select: which groups a rollout trains on and in which order, which rows count, and how often. Pure but for `Select`.
-
-A rollout is sampled in rounds; each round is one epoch of the dock. Without dynamic sampling the first round that can
-be trained on is the rollout. With it, groups whose rewards are all equal are replaced: rounds follow until enough
-groups carry signal, and those beyond are deferred to the next rollout.
-"""
+"""Select: which rows of a rollout count, and how often. Which groups make it was decided before (`stages.groups`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,204 +13,31 @@ from mindspeed_rl_plugin.algorithms import Algorithm, group_index
 from mindspeed_rl_plugin.algorithms.selection import carries_signal
 from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.forward import Step
-from mindspeed_rl_plugin.rows import Group, Rows
-from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
+from mindspeed_rl_plugin.rows import Rows
+from mindspeed_rl_plugin.stages.context import RankContext
+from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, Work
 
 VALID = ColumnSpec("valid", torch.int8, "sample", ragged=False)  # 0: trained nowhere, counted in no denominator
-PLAIN_ROUNDS = 5  # rounds without dynamic sampling: a further one only where graders leave a step nothing to train on
 
 
-def spec(algorithm: Algorithm, reads_valid: bool = False) -> StageSpec:
-    """reads_valid: whether a user's stage before it has a say in what counts."""
+def spec(algorithm: Algorithm) -> StageSpec:
+    """Where a user's stage before it writes `valid`, that has a say in what counts."""
     multiplicity = ColumnSpec("multiplicity", torch.int32, "sample", ragged=False)  # how often filtration took it
     return StageSpec(
         "select",
-        reads=("reward", "graded", *(("valid",) if reads_valid else ())),
+        reads=("reward", "graded"),
         writes=(VALID, multiplicity) if algorithm.filters else (VALID,),
-        unit="group",
         resource="cpu",
+        whole_groups=True,
+        if_written=("valid",),
+        flags=("--rl-filtration",),
+        build=build,
     )
 
 
-@dataclass(frozen=True)
-class GroupStats:
-    """What grading says of one group. broken: a grade failed; signal: its task rewards differ; reward: their mean;
-    lengths: tokens of each sample, by member; errors: samples on which a grader failed; empty: a user's stage left no
-    row to train on."""
-
-    broken: bool
-    signal: bool
-    reward: float
-    lengths: tuple[int, ...] = ()
-    errors: int = 0
-    empty: bool = False
-
-    @property
-    def idle(self) -> bool:
-        """Whether no loss would count it."""
-        return self.broken or self.empty
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What becomes of the groups at hand after a round.
-
-    trained: the rollout, in training order, empty where a further round is needed; deferred: groups with signal that
-    wait for the next round or rollout; dropped: groups that are forgotten; idle: those of `trained` that no loss
-    counts, because a grade failed or because they only fill the batch up; kept: groups without signal that may fill
-    it up after the next round.
-    """
-
-    trained: tuple[Group, ...] = ()
-    deferred: tuple[Group, ...] = ()
-    dropped: tuple[Group, ...] = ()
-    idle: frozenset[Group] = frozenset()
-    kept: tuple[Group, ...] = ()
-
-
-def group_stats(rows: Rows) -> dict[Group, GroupStats]:
-    """Statistics of whole groups from their columns `reward` (task reward, before any penalty), `graded`,
-    `grader_error`, and where they are there `length` or `tokens` (for the lengths) and `valid`."""
-    if not len(rows):
-        return {}
-    index, reward = group_index(rows.ids), rows["reward"].double()
-    signal, failed = carries_signal(rows["reward"], index), rows["graded"] == 0
-    valid = rows.columns.get("valid", torch.ones(len(rows)))
-    lengths = rows["tokens"].lengths.tolist() if "tokens" in rows.columns else []
-    lengths = rows["length"].tolist() if "length" in rows.columns else lengths
-    stats = {}
-    for number in index.unique().tolist():
-        mine = (index == number).nonzero().flatten()
-        broken, empty = bool(failed[mine].any()), not bool(valid[mine].any())
-        members = sorted((rows.ids[i].member, lengths[i]) for i in mine.tolist()) if lengths else ()
-        stats[rows.ids[int(mine[0])][:2]] = GroupStats(
-            broken,
-            bool(signal[mine].any()) and not broken and not empty,
-            float(reward[mine].mean()),
-            tuple(length for _, length in members),
-            int(rows["grader_error"][mine].sum()),
-            empty,
-        )
-    return stats
-
-
-def choose(
-    deferred: Sequence[Group], sampled: Mapping[Group, GroupStats], wanted: int, *, dynamic: bool, last: bool
-) -> Selection:
-    """Decide after a round.
-
-    deferred: groups with signal from before, oldest first; sampled: the round's; wanted: groups of a rollout; dynamic:
-    whether groups without signal are replaced; last: whether no more of them may be: then groups of this round
-    without signal fill the rollout up, spread evenly over it, and count in no loss; where the round is too small for
-    that they are kept. Source: DAPO, arXiv 2503.14476, section 3.2 and Algorithm 1; deferring what is too much is this
-    project's.
-    """
-    order = sorted(sampled)
-    if not dynamic:
-        return Selection(tuple(order), idle=frozenset(g for g in order if sampled[g].idle))
-    ready = sorted([*deferred, *(g for g in order if sampled[g].signal)])
-    silent = [g for g in order if not sampled[g].signal]
-    if len(ready) >= wanted:
-        return Selection(tuple(ready[:wanted]), tuple(ready[wanted:]), tuple(silent))
-    if not last:
-        return Selection(deferred=tuple(ready), dropped=tuple(silent))
-    if len(ready) + len(silent) < wanted:
-        return Selection(deferred=tuple(ready), kept=tuple(silent))
-    fill = silent[: wanted - len(ready)]
-    return Selection(_spread(ready, fill), dropped=tuple(silent[len(fill) :]), idle=frozenset(fill))
-
-
-def idle_steps(plan: Sequence[Step], idle: Iterable[Group]) -> int:
-    """Optimizer steps that would train on nothing: they would still move the weights, by momentum and weight decay."""
-    return sum(all((s.epoch, s.group) in idle for s in step.ids) for step in plan)
-
-
-class Rounds:
-    """Selection over the rounds that a rollout is sampled in: with dynamic sampling until enough groups carry signal,
-    else until no optimizer step is left without a row that could be graded.
-
-    deferred: groups with signal from before, oldest first; wanted: groups of a rollout; limit: rounds of so many groups
-    that dynamic sampling may take, 0 without it, after which no group is replaced any more; plan: the optimizer steps
-    of groups. selection: of the last round; steps: of its `trained`; dropped: why the last round's groups are no
-    rollout, where all of them are sampled again.
-    """
-
-    def __init__(
-        self, deferred: Sequence[Group], wanted: int, limit: int, plan: Callable[[Sequence[Group]], list[Step]]
-    ) -> None:
-        self.wanted, self.dynamic, self.limit, self.plan = wanted, bool(limit), limit or PLAIN_ROUNDS, plan
-        self.selection, self.resumed = Selection(deferred=tuple(deferred)), len(deferred)
-        self.steps: list[Step] = []
-        self.dropped: str | None = None
-        self._kept: dict[Group, GroupStats] = {}
-        self.rounds = self.sampled = self.signal = self.errors = 0  # rounds; groups, of these with signal; samples
-        self.reward = 0.0
-
-    def add(self, graded: Mapping[Group, GroupStats]) -> bool:
-        """Decide after a round. Returns whether the rollout is whole. Raises ValueError where it is not and no further
-        round may follow."""
-        self._count(graded)
-        dynamic, last, at_hand = self.dynamic, self.rounds == self.limit, graded
-        if dynamic:  # rounds may be smaller than a rollout, where other processes generate
-            last, at_hand = self.sampled >= self.limit * self.wanted, {**self._kept, **graded}
-        deferred = self.selection.deferred
-        self.selection = chosen = choose(deferred, at_hand, self.wanted, dynamic=dynamic, last=dynamic and last)
-        self._kept = {group: at_hand[group] for group in chosen.kept}
-        self.steps = self.plan(chosen.trained) if chosen.trained else []
-        empty = idle_steps(self.steps, chosen.idle)
-        if self.steps and not empty:
-            return True
-        self.dropped = None if dynamic else _useless(graded, empty)
-        if last and chosen.trained:
-            raise ValueError(self._exhausted(graded, empty))
-        return False
-
-    def metrics(self) -> dict[str, float]:
-        """What sampling the rollout took, named as in `monitor.names`; of selection only under dynamic sampling."""
-        errors = {"reward/errors": float(self.errors)}  # also of groups that are trained nowhere
-        if not self.dynamic:
-            return errors
-        return {
-            **errors,
-            "sampling/rounds": float(self.rounds),
-            "sampling/groups_drawn": float(self.sampled),
-            "sampling/informative": self.signal / max(self.sampled, 1),
-            "sampling/reward_mean": self.reward / max(self.sampled, 1),
-            "sampling/brought": float(self.resumed),
-            "sampling/carried": float(len(self.selection.deferred)),
-            "sampling/filled": float(len(self.selection.idle)),
-        }
-
-    def _count(self, graded: Mapping[Group, GroupStats]) -> None:
-        of_groups = graded.values()
-        rewards = [stats.reward for stats in of_groups if not stats.broken]
-        self.rounds += 1
-        self.sampled += len(graded)
-        self.errors += sum(stats.errors for stats in of_groups)
-        self.signal += sum(stats.signal for stats in of_groups)
-        self.reward += sum(rewards) * len(graded) / max(len(rewards), 1)
-
-    def _exhausted(self, graded: Mapping[Group, GroupStats], empty: int) -> str:
-        if self.dropped:
-            return (
-                f"{self.rounds} rollouts one after the other were dropped; in the last one {self.dropped}; repair that "
-                "and resume from the last checkpoint"
-            )
-        broken = sum(stats.broken for stats in graded.values())
-        return (
-            f"--rl-dynamic-sampling-rounds {self.limit}: rewards differ in {self.signal} of the {self.sampled} groups "
-            f"sampled (mean reward {self.reward / self.sampled:g}; graders failed in {broken} groups of the last "
-            f"round), so {empty} optimizer steps would train on nothing: the prompts are too easy or too hard for the "
-            "policy; resume with others, with more rounds, or with --no-rl-dynamic-sampling"
-        )
-
-
-def _useless(graded: Mapping[Group, GroupStats], empty: int) -> str:
-    broken = sum(stats.broken for stats in graded.values())
-    invalid = sum(stats.empty and not stats.broken for stats in graded.values())
-    why = f"graders failed in {broken} of {len(graded)} groups"
-    why += f", --rl-stage left no valid row in {invalid}" if invalid else ""
-    return f"{why}, so {empty} optimizer steps would train on nothing"
+def build(spec: StageSpec, context: RankContext) -> Select:
+    """The stage on this rank."""
+    return Select(*spec.on(context), context.algorithm, context.ranks.gather, context.seed)
 
 
 @dataclass(eq=False)
@@ -226,6 +48,11 @@ class Select(Stage):
     algorithm: Algorithm
     gather: Callable[[Any], Iterable[Any]]
     seed: int
+    timed_as: ClassVar[str] = "advantage"
+
+    def work(self, work: Work) -> Rows:
+        """Its part in a rollout: of this rank's share."""
+        return self.run(work.share, work.steps)
 
     def compute(self, rows: Rows, steps: Sequence[Step]) -> Rows | None:
         """Columns of whole groups, those of this rank, maybe none. Collective where whole batches are filtered.
@@ -260,9 +87,3 @@ def valid_rows(rows: Rows, dynamic: bool) -> Tensor:
     if dynamic:
         valid &= carries_signal(rows["reward"], groups)
     return valid & (rows["valid"] != 0) if "valid" in rows.columns else valid
-
-
-def _spread(ready: Sequence[Group], fill: Sequence[Group]) -> tuple[Group, ...]:
-    """Both in their own order, each spread evenly over the whole."""
-    placed = [((i + 0.5) / len(part), part is fill, g) for part in (ready, fill) for i, g in enumerate(part)]
-    return tuple(g for _, _, g in sorted(placed))

@@ -1,23 +1,35 @@
 """The stage table: which stages an algorithm has, in the order in which a row passes them.
 
 docs/stages.md shows it. Pairs (DPO) have two stages: pairs, which writes tokens, loss_mask and the reference's
-log-probs, and update. The dock's columns, worker states and consumers are derived from this table.
+log-probs, and update. The dock's columns, worker states and consumers are derived from this table, and schedules walk
+it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
-from mindspeed_rl_plugin.algorithms import Algorithm
+from mindspeed_rl_plugin.algorithms import ALGORITHMS, Algorithm, resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.monitor.dump import FIELDS
-from mindspeed_rl_plugin.stages import advantages, generate, logprobs, measure, pairs, prompts, reward, select, update
+from mindspeed_rl_plugin.stages import (
+    advantages,
+    generate,
+    groups,
+    logprobs,
+    measure,
+    pairs,
+    prompts,
+    reward,
+    select,
+    update,
+)
 from mindspeed_rl_plugin.stages.stage import StageSpec, resolved
 from mindspeed_rl_plugin.stages.user import WRITABLE
 
 # Columns of checkpoints before November 2026 -> what they are now.
 RENAMED = {"kept": "valid", "times": "multiplicity", "weights": "weights_digest"}
-# What the stages behind a user's write under some algorithm, and what dumps and old checkpoints know by these names.
-TAKEN = {"multiplicity", "logp_old", "logp_ref", "values", "advantage", "advantages", "returns", *FIELDS, *RENAMED}
 
 
 def stage_table(
@@ -30,7 +42,7 @@ def stage_table(
     episodes: generate.Episodes | None = None,
 ) -> list[StageSpec]:
     """The stages of an algorithm. graders: number of rewards; by_group: whether one is called with whole groups; dump:
-    whether rollouts are written to files; own: a user's stages, which come after reward and before select; episodes:
+    whether rollouts are written to files; own: a user's stages, which come after reward and before groups; episodes:
     where responses are some. Raises ValueError for names that others have."""
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.pair_spec()])
@@ -38,22 +50,40 @@ def stage_table(
     specs = [
         prompts.SPEC,
         generate.spec(episodes),
-        reward.spec(graders, by_group, episodes is not None),
+        reward.spec(graders, by_group),
         *own,
-        select.spec(algorithm, reads_valid="valid" in added),
-        *logprobs.specs(algorithm),
-        advantages.spec(algorithm, episodes is not None),
-        measure.spec(algorithm, dump, added, episodes),
-        update.spec(algorithm),
+        groups.SPEC,
+        *behind_groups(algorithm, dump, added, episodes is not None),
     ]
     for spec in own:
         others = [other for other in specs if other is not spec]
         if spec.name in {other.name for other in others}:
             raise ValueError(f"--rl-stage: two stages are named {spec.name!r}; give yours another `name`")
-        theirs = TAKEN.union(*(other.written for other in others)) - WRITABLE.keys()
+        theirs = taken_names().union(*(other.written for other in others)) - WRITABLE.keys()
         if taken := theirs.intersection(spec.written):
             raise ValueError(
                 f"--rl-stage {spec.name} writes {', '.join(sorted(taken))}, a name of the plugin or of another stage; "
                 "it may write reward, valid and columns of its own, under other names"
             )
     return resolved(specs)
+
+
+def behind_groups(algorithm: Algorithm, dump: bool, added: Sequence[str], episodes: bool) -> list[StageSpec]:
+    """The stages that a rollout passes once its groups are chosen. added: columns of a user's stages; the rest as of
+    `stage_table`."""
+    return [
+        *logprobs.specs(algorithm),
+        select.spec(algorithm),
+        advantages.spec(algorithm, episodes),
+        measure.spec(algorithm, dump, added),
+        update.spec(algorithm),
+    ]
+
+
+@functools.cache
+def taken_names() -> frozenset[str]:
+    """What the stages behind a user's write under some algorithm, and what dumps and old checkpoints know by these
+    names."""
+    presets = [resolve(AlgorithmConfig(algorithm=name)) for name in ALGORITHMS]
+    specs = [spec for each in presets if not each.from_pairs for spec in behind_groups(each, False, (), False)]
+    return frozenset({*(name for spec in specs for name in spec.written), *FIELDS, *RENAMED})

@@ -10,6 +10,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.stages import advantages
+from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.logprobs import columns_of_rank
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 from mindspeed_rl_plugin.stages.trainer import Trainer
@@ -27,16 +28,33 @@ Stepped = tuple[tuple, dict[str, float]]  # what Megatron's step returns, and me
 def spec(algorithm: Algorithm) -> StageSpec:
     """What the update reads of every row."""
     reads = ("tokens", "loss_mask", "logp_rollout", advantages.column_name(algorithm), "valid", "version")
-    reads += ("logp_old",) if algorithm.old_logps else ()
-    reads += ("values", "returns") if algorithm.needs_critic else ()
-    reads += ("multiplicity",) if algorithm.filters else ()
-    reads += ("logp_ref",) if algorithm.needs_reference else ()
-    return StageSpec("update", reads, (), unit="step", resource="trainer")
+    if_written = ("logp_old", "values", "returns", "multiplicity", "logp_ref")
+    return StageSpec("update", reads, (), resource="trainer", if_written=if_written, build=build)
+
+
+def build(spec: StageSpec, context: RankContext) -> Update:
+    """The stage on this rank."""
+    given = *spec.on(context), context.trainer, context.last_stage
+    if context.critic is None:
+        return Update(*given)
+    from mindspeed_rl_plugin.update.value_step import ValueStep  # imports Megatron, the table does not
+
+    value_step = ValueStep(context.algorithm, context.forward, context.critic.model)
+    warmup, batch = context.config.algorithm.critic_warmup, context.global_batch
+    return CriticUpdate(*given, critic=context.critic, value_step=value_step, warmup=warmup, global_batch=batch)
 
 
 def pair_spec() -> StageSpec:
     """The same for pairs."""
-    return StageSpec("update", ("tokens", "loss_mask", "reference"), (), unit="step", resource="trainer")
+    return StageSpec("update", ("tokens", "loss_mask", "reference"), (), resource="trainer", build=build_pairs)
+
+
+def build_pairs(spec: StageSpec, context: RankContext) -> PairUpdate:
+    """The stage on this rank, of pairs."""
+    from mindspeed_rl_plugin.update.pair_step import PairStep  # imports Megatron, the table does not
+
+    step = PairStep(context.algorithm, context.forward, context.model, context.prompts)
+    return PairUpdate(*spec.on(context), step, last_stage=True)
 
 
 @dataclass(frozen=True)
@@ -110,9 +128,6 @@ class CriticUpdate(Update):
 
 class PairUpdate(Update):
     """The same on pairs."""
-
-    def __init__(self, dock: Dock, deadline: float, step: PairStep) -> None:
-        super().__init__(pair_spec(), dock, deadline, step, last_stage=True)
 
     def optimize(self, parts: Sequence[Rows], call: TrainStep, done: int, version: int) -> Stepped:
         """Megatron's step on micro-batches of whole pairs."""

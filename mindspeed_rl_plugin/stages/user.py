@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from mindspeed_rl_plugin.rows import (
     Sampling,
 )
 from mindspeed_rl_plugin.stages import generate, prompts, reward, select
+from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 from mindspeed_rl_plugin.workers.child import describe
 from mindspeed_rl_plugin.workers.user_files import load_function
@@ -77,7 +79,16 @@ def _load(word: str) -> tuple[StageSpec, Any]:
     if not instance.reads or not writes:
         raise ValueError("a stage reads at least one column and writes at least one")
     stage_name = getattr(instance, "name", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-    return StageSpec(stage_name, tuple(instance.reads), writes, getattr(instance, "unit", "row"), "cpu"), instance
+    if (unit := getattr(instance, "unit", "row")) not in ("row", "group"):
+        raise ValueError(f"unit {unit!r} is unknown; known: row, group")
+    built = partial(build, instance)
+    whole = unit == "group"
+    return StageSpec(stage_name, tuple(instance.reads), writes, "cpu", whole_groups=whole, build=built), instance
+
+
+def build(instance: Any, spec: StageSpec, context: RankContext) -> UserStage:
+    """The stage on this rank."""
+    return UserStage(*spec.on(context), instance)
 
 
 def try_once(

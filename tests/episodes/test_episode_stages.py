@@ -68,7 +68,7 @@ def test_columns_of_episodes() -> None:
 def test_graders_see_the_last_turn_and_all_that_was_said() -> None:
     meta = {"text": "p", "answer": "7 8", "record": {}, "messages": None, "row": 0}
     rows = episode_rows(TWO, ONE).with_columns(meta=pack_json([meta] * 2))
-    stage = reward.Reward(reward.spec(2, episodes=True), None, 1, None, lambda ids: " ".join(map(str, ids)))
+    stage = reward.Reward(reward.spec(2), None, 1, None, lambda ids: " ".join(map(str, ids)))
     items = stage.items(rows)
     assert [item.response for item in items] == ["8 9", "3 4 5"] and [item.environment for item in items] == [1.25, 0.5]
     assert items[0].conversation == [{"role": "assistant", "content": "x"}]
@@ -81,7 +81,7 @@ def test_a_failed_environment_drops_the_sample_where_it_is_asked_to() -> None:
     for grade in grades:
         grade.error = None
     for drops in (True, False):
-        stage = reward.Reward(reward.spec(1, episodes=True), None, 1, None, str, drops)
+        stage = reward.Reward(reward.spec(1), None, 1, None, str, drops)
         assert stage.grades(rows, grades * 2)["graded"].tolist() == [int(not drops)] * 2
 
 
@@ -104,8 +104,8 @@ def reference(rows: Rows, total: torch.Tensor, weight: float, gamma: float) -> l
 @pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
 def test_turn_rewards_stand_where_the_turn_ends(weight: float) -> None:
     algorithm = resolve(AlgorithmConfig(algorithm="reinforce++", gamma=0.9))
-    assert {"turns", "turn_reward"} <= {*advantages.spec(algorithm, True).reads}
-    assert "turns" not in advantages.spec(resolve(AlgorithmConfig(algorithm="grpo")), True).reads
+    assert {"turns", "turn_reward"} <= {*advantages.spec(algorithm, True).if_written}
+    assert "turns" not in advantages.spec(resolve(AlgorithmConfig(algorithm="grpo")), True).if_written
     total, rows = torch.tensor([2.0, -1.0]), episode_rows(TWO, ONE)
     spread = advantages._turn_rewards(rows, weight)
     batch = RewardBatch(total, torch.tensor([0, 1]), rows["loss_mask"], turn_rewards=spread)
@@ -121,7 +121,7 @@ def test_the_penalty_on_length_counts_what_the_limit_counts(name: str) -> None:
     plain = AlgorithmConfig(algorithm=name, kl_reward_coef=0.0, gamma=1.0)
     algorithm = resolve(replace(plain, overlong_buffer=4, overlong_penalty=2.0))
     rows = episode_rows(TWO, ONE).with_columns(reward=torch.zeros(2), valid=torch.ones(2, dtype=torch.int8))
-    spec, tallies = advantages.spec(algorithm, True), measure.spec(algorithm, episodes=generate.Episodes(1, 4))
+    spec, tallies = advantages.spec(algorithm, True), measure.spec(algorithm)
     assert not {"length", "prompt_length"} & {*advantages.spec(resolve(plain), True).reads}
     read = Rows(rows.ids, {name: rows[name] for name in spec.reads})
     values, _ = advantages._estimated(read, algorithm, 7, 0.0)
@@ -129,7 +129,7 @@ def test_the_penalty_on_length_counts_what_the_limit_counts(name: str) -> None:
         assert {*values[read["loss_mask"].values.bool()].tolist()} == {-2.0, 0.0}
     else:
         assert values.tolist() == [-1.0, 1.0]
-    assert "prompt_length" in tallies.reads and len({*tallies.reads}) == len(tallies.reads)
+    assert "prompt_length" in tallies.if_written and len({*tallies.reads}) == len(tallies.reads)
     stage = measure.Measure(tallies, None, 1.0, ranks=None, algorithm=algorithm, limit=7, graders=None)
     assert stage._overlong(rows) == {"reward/overlong": -1.0, "response/overlong": 0.5}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch, plan_groups
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.apart import AsyncSchedule
-from mindspeed_rl_plugin.stages.select import GroupStats, Rounds
+from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds
 
 
 class Job:

@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
 from mindspeed_rl_plugin.loop.schedules import apart
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.apart import AsyncSchedule
-from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
+from mindspeed_rl_plugin.loop.schedules.schedule import Job
 from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
@@ -28,11 +28,11 @@ from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.reward import Grade
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, Sampling
 from mindspeed_rl_plugin.service.job_service import JobService
-from mindspeed_rl_plugin.stages import generate, prompts, reward
+from mindspeed_rl_plugin.stages import generate, groups, prompts, reward
 from mindspeed_rl_plugin.stages.evaluate import Due, EvaluateApart
 from mindspeed_rl_plugin.stages.measure import IterationLog, Rollout
 from mindspeed_rl_plugin.stages.response_validator import READS, ResponseValidator
-from mindspeed_rl_plugin.stages.stage import columns_of, states_of
+from mindspeed_rl_plugin.stages.stage import Stages, columns_of, states_of
 
 GROUPS, MEMBERS, STEPS, STALENESS = 4, 2, 2, 2  # prompts of a rollout, responses of one, optimizer steps of a rollout
 TABLE = [prompts.SPEC, generate.SPEC, reward.spec(1, by_group=False)]
@@ -61,9 +61,9 @@ class Made:
         )
         graders = SimpleNamespace(weights=[1.0], take_failures=dict, take_seconds=lambda: (0.0, 0.0))
         self.reward = reward.Reward(TABLE[2], self.dock, 60.0, graders, str)
-        idle = SimpleNamespace(run=lambda *_: None)
         measure = SimpleNamespace(dock=self.dock, run=lambda *_: Rollout({}, 1))
-        stages = Stages(None, self.reward, (), idle, (), idle, measure, None)
+        judge = groups.Groups(groups.SPEC, self.dock, 60.0, graders, Ranks())
+        stages = Stages({"reward": self.reward, "groups": judge, "measure": measure})
         self.job = Job(
             self.plan,
             Topology(0, 1, 0, 1, True, True, 0, 1),

@@ -18,7 +18,6 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import make_docks
 from mindspeed_rl_plugin.loop.resume import check_columns, choices, renamed
 from mindspeed_rl_plugin.rows import Ragged, SampleId
-from mindspeed_rl_plugin.stages import update
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 from mindspeed_rl_plugin.stages.table import RENAMED, stage_table
 
@@ -63,7 +62,7 @@ def test_every_rank_reads_where_the_rollout_stands(name):
     held = {epoch["number"]: set(epoch["held"]) for epoch in state["dock"]["epochs"]}
     held = [{RENAMED.get(column, column) for column in held[epoch]} for epoch, _ in TRAINED[name]]
     this = algorithm(name)
-    check_columns(this, update.spec(this).reads, held, choices(this), 1, 4)
+    check_columns(this, stage_table(this, 1), held, choices(this), 1, 4)
 
 
 @pytest.mark.parametrize(

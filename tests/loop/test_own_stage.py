@@ -24,7 +24,7 @@ def test_the_example_changes_the_reward_and_takes_cut_responses_out():
     got = stage.compute(TensorDict(rows, batch_size=[6]))
     assert got["reward"].tolist() == pytest.approx([1.0, 0.9, 0.0, 0.0, 0.0, 1.0])
     assert got["is_shortest"].tolist() == [True, False, False, False, False, True]
-    assert got["valid"].tolist() == [True] * 5 + [False] and spec.unit == "group"
+    assert got["valid"].tolist() == [True] * 5 + [False] and spec.whole_groups
 
 
 def test_a_stage_of_ones_own_in_a_job(job):

@@ -11,6 +11,7 @@ from mindspeed_rl_plugin.loop.schedules.in_flight import InFlight
 from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.schedules.partial import PartialSchedule
 from mindspeed_rl_plugin.rows import Completion, Prompt, SampleId
+from mindspeed_rl_plugin.stages.stage import Stages
 
 PROMPTS, MEMBERS, MOST = 2, 2, 5
 
@@ -48,11 +49,12 @@ class Dropping(PartialSchedule):
             forget=self.forgotten.extend,
         )
         self.generate = SimpleNamespace(engine=self.engine, deadline=9.0, begun={}, until=self.engine.until)
-        stages = SimpleNamespace(generate=self.generate, reward=SimpleNamespace(graded=None))
+        stages = Stages({"generate": self.generate, "reward": None})
         in_flight = InFlight(PROMPTS, MEMBERS, MOST, staleness=0)
-        super().__init__(job, stages, None, rounds=10, in_flight=in_flight, carries=False, longest=16)
+        parts = {"colocation": None, "evaluation": None}
+        super().__init__(job, stages, 10, in_flight=in_flight, carries=False, longest=16, **parts)
 
-    def _compare(self, groups, graded, failures):
+    def _compare(self, groups):
         return dict.fromkeys(groups)
 
 
@@ -63,22 +65,22 @@ def test_new_groups_stay_where_what_dynamic_sampling_deferred_is_enough(monkeypa
     in_flight.begin(0)
     first = [(0, group) for group in range(MOST)]
     in_flight.start(first, engines=1)
-    assert list(schedule._round(None)) == first, "all have finished in the time of two"
+    assert list(schedule._round()) == first, "all have finished in the time of two"
     in_flight.end(first[:PROMPTS])  # trained; the others are deferred
     in_flight.begin(1)
     second = [(1, group) for group in range(in_flight.wanted(None))]
     in_flight.start(second, engines=1)
-    assert list(schedule._round(None)) == [] and len(schedule.engine.asked) == 1
+    assert list(schedule._round()) == [] and len(schedule.engine.asked) == 1
     assert schedule.forgotten == schedule._dropped == [] and sorted(in_flight.unfinished) == second
     in_flight.end(first[PROMPTS : 2 * PROMPTS])
     in_flight.begin(2)
-    assert list(schedule._round(None)) == second, "now it is their turn"
+    assert list(schedule._round()) == second, "now it is their turn"
 
 
 def test_what_is_dropped_is_counted_whether_it_was_finished_or_not(monkeypatch) -> None:
     """Of five groups of two the first two are trained; one response of the third was finished, too."""
     schedule = Dropping(monkeypatch)
-    monkeypatch.setattr(SyncSchedule, "_sample", lambda self: (self._round(None), {})[1])
+    monkeypatch.setattr(SyncSchedule, "_sample", lambda self: (self._round(), {})[1])
 
     def until(rows, steps, enough):
         ended = rows[: PROMPTS * MEMBERS + 1]

@@ -43,7 +43,7 @@ def test_the_learning_rate_is_that_of_the_step_and_not_of_the_next(whose: str) -
         given = pair_spec(), None, 9.0, update.trainer, True
         update = CriticUpdate(*given, critic=critic, value_step=step, warmup=0, global_batch=1)
     elif whose == "pairs":
-        update = PairUpdate(None, 9.0, step)
+        update = PairUpdate(pair_spec(), None, 9.0, step, True)
     call = TrainStep(train_step, (None, None, None, one, None, None), {})
     _, metrics = update.optimize([], call, done=0, version=0)
     assert metrics == {"lr": 1.0} | ({"critic/lr": 2.0} if whose == "critic" else {})

@@ -7,7 +7,8 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import plan_batches
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
-from mindspeed_rl_plugin.stages import advantages, measure, select, update
+from mindspeed_rl_plugin.stages import advantages, logprobs, measure, select, update
+from mindspeed_rl_plugin.stages.stage import resolved
 
 LIMIT = 8
 # Responses of each prompt: an empty one, one-token ones, one at the limit.
@@ -69,7 +70,8 @@ def test_advantages_do_not_depend_on_who_holds_which_group(name, dropped):
     algorithm = resolve(AlgorithmConfig(algorithm=name))
     rows = rollout(dropped)
     (whole,) = on_ranks([rows], algorithm)
-    reads = (*advantages.spec(algorithm).reads, *select.spec(algorithm).reads)
+    *_, first, second = resolved([*logprobs.specs(algorithm), select.spec(algorithm), advantages.spec(algorithm)])
+    reads = (*first.reads, *second.reads)
     rows = Rows(rows.ids, {n: c for n, c in rows.columns.items() if n in reads})
     parts = [rows.take(range(0, 3)), rows.take(range(3, 12)), Rows(())]
     first, second, nothing = on_ranks(parts, algorithm)
@@ -119,7 +121,8 @@ def test_filtration_does_not_depend_on_who_holds_which_group(rule, whole):
         "the sample depends on the seed"
     )
     assert set(one.columns) == set(select.spec(algorithm).written)
-    assert "multiplicity" in update.spec(algorithm).reads and "multiplicity" in measure.spec(algorithm).reads
+    behind = [select.spec(algorithm), measure.spec(algorithm), update.spec(algorithm)]
+    assert all("multiplicity" in spec.reads for spec in resolved(behind)[1:])
 
 
 def test_whitened_advantages_have_mean_zero_and_variance_one_over_kept_tokens():

@@ -96,8 +96,8 @@ def test_the_critic_leaves_before_the_engine_wakes_and_is_back_for_its_values(ma
 def test_an_evaluation_alone_ends_with_everything_back(make):
     both, events = make()
     job = SimpleNamespace(monitor=SimpleNamespace(stage=lambda name: nullcontext()))
-    stages = SimpleNamespace(evaluation=SimpleNamespace(run=lambda done: events.append("evaluate")))
-    SyncSchedule(job, stages, both, rounds=0).evaluate(3)
+    evaluation = SimpleNamespace(run=lambda done: events.append("evaluate"))
+    SyncSchedule(job, None, 0, colocation=both, evaluation=evaluation).evaluate(3)
     assert events[-1] == "state.onload" and "evaluate" in events
 
 
@@ -112,7 +112,7 @@ def test_the_first_rollout_begins_with_the_optimizer_state_leaving(make):
 
     job = SimpleNamespace(plan=None, monitor=SimpleNamespace(stage=lambda name: nullcontext()), admit=admit)
     with pytest.raises(Stop):
-        SyncSchedule(job, None, both, rounds=0).collect(0)
+        SyncSchedule(job, None, 0, colocation=both, evaluation=None).collect(0)
     assert events == ["state.ensure_offloading grads,optimizer"]
 
 
@@ -158,7 +158,7 @@ def test_the_update_begins_with_everything_back_and_then_the_optimizer_leaves(ma
         return "result", {}
 
     log = SimpleNamespace(write=lambda *_, **__: events.append("log"))
-    schedule = SyncSchedule(job, None, both, rounds=0)
+    schedule = SyncSchedule(job, None, 0, colocation=both, evaluation=None)
     schedule.evaluate = lambda number: events.append("evaluate")
     args = SimpleNamespace(curr_iteration=done, train_iters=10)
     loop = Loop(args, job, schedule, SimpleNamespace(run=run), log, both)

@@ -15,8 +15,8 @@ from mindspeed_rl_plugin.reward import RewardError, RewardPool
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, SampleId, Sampling
 from mindspeed_rl_plugin.stages import generate, grading, prompts, reward
 from mindspeed_rl_plugin.stages.grading import Grader
+from mindspeed_rl_plugin.stages.groups import group_stats
 from mindspeed_rl_plugin.stages.reward import Reward
-from mindspeed_rl_plugin.stages.select import group_stats
 from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
 
 TABLE = [prompts.SPEC, generate.SPEC, reward.spec(1)]
@@ -135,7 +135,8 @@ def test_no_more_is_taken_at_once_than_is_graded_in_time(most: int, unit: str, a
             return took[-1]
 
     pool = SimpleNamespace(wanted=2, most=lambda members: most, submit=lambda items: object())
-    stage = SimpleNamespace(graders=pool, spec=SimpleNamespace(unit=unit), deadline=5.0, lease=Lease, items=list)
+    spec = SimpleNamespace(whole_groups=unit == "group")
+    stage = SimpleNamespace(graders=pool, spec=spec, deadline=5.0, lease=Lease, items=list)
     stage.for_thread = lambda: stage
     grader = Grader(stage, 8)
     for _ in asked:

@@ -17,7 +17,6 @@ from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.dock import make_docks
 from mindspeed_rl_plugin.loop import docks
 from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of
-from mindspeed_rl_plugin.loop.build import dock_size, table_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.placement import Placement
 from mindspeed_rl_plugin.loop.resume import check_ahead, renamed
@@ -54,7 +53,7 @@ def job(given: Inputs, nodes: tuple[int, ...] = (0,)) -> Job:
     """nodes: machine of each rank; the dock itself is that of a lone rank."""
     place = Placement(nodes, tuple(range(len(nodes))), tuple(range(len(nodes))))
     plan = RolloutPlan(given.sizes, place)
-    table = table_of(given)
+    table = given.table()
     owners = lambda epoch, groups: plan.owners_of_round(groups)  # noqa: E731
     (dock,) = make_docks(columns_of(table), states_of(table), [(0, 1)], owners=owners, deadline=5)
     return Job(plan, None, None, None, dock, None, None)
@@ -81,7 +80,7 @@ def saved(given: Inputs, *, deferred: tuple[int, ...] = (), left: int = 0, more:
     names = ("reward", "graded", "valid", "version", "advantage", *more) if left else ("reward", "graded", *more)
     ragged = ("tokens", "loss_mask", "logp_rollout", *(("logp_old",) if left else ()))
     cells = {}
-    for column in columns_of(table_of(given)):
+    for column in columns_of(given.table()):
         if column.name in ragged or (column.ragged and column.name in more):
             cells[column.name] = Ragged.from_rows([torch.ones(3)] * len(ids), column.dtype)
         elif column.name in names:
@@ -193,7 +192,7 @@ def _named(columns: dict, names: dict) -> dict:
 
 def size(*flags: str, **more) -> docks.DockSize:
     given = inputs(*flags, **more)
-    return dock_size(given, table_of(given))
+    return given.dock_size()
 
 
 def test_a_round_must_fit_where_it_really_lies() -> None:
@@ -237,7 +236,7 @@ def test_deferred_groups_keep_their_size() -> None:
 @pytest.mark.parametrize(("column", "stored"), [("valid", "valid@bonus"), ("reward", "reward@reward")])
 def test_a_stage_that_deferred_groups_have_not_passed_is_refused_and_one_that_they_have(column, stored) -> None:
     plain, dropping = inputs(algorithm="dapo"), inputs("--no-rl-dynamic-sampling", algorithm="dapo")
-    spec = StageSpec("bonus", ("graded",), (WRITABLE[column],), "row", "cpu")
+    spec = StageSpec("bonus", ("graded",), (WRITABLE[column],), "cpu")
     added, both = (dataclasses.replace(each, own_stages=((spec, None),)) for each in (plain, dropping))
     state = saved(plain, deferred=(1,))
     with pytest.raises(ValueError, match=f"1 groups .* lack {stored} of --rl-stage"):

@@ -8,15 +8,9 @@ import torch
 
 from mindspeed_rl_plugin.forward import plan_batches
 from mindspeed_rl_plugin.loop.rollout_plan import by_epoch, of_epoch, plan_groups, samples
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
-from mindspeed_rl_plugin.stages.select import (
-    GroupStats,
-    Rounds,
-    choose,
-    group_stats,
-    idle_steps,
-    valid_rows,
-)
+from mindspeed_rl_plugin.rows import Rows, SampleId
+from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds, choose, group_stats, idle_steps
+from mindspeed_rl_plugin.stages.select import valid_rows
 
 YES, NO, BROKEN = GroupStats(False, True, 0.5), GroupStats(False, False, 1.0), GroupStats(True, False, 0.0)
 
@@ -67,22 +61,18 @@ def test_group_statistics_are_of_task_rewards_and_by_id():
     order = [3, 0, 5, 1, 4, 2]
     reward, graded = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]), torch.tensor([1, 1, 1, 1, 0, 1])
     failed = torch.tensor([0, 0, 0, 1, 1, 1])
-    columns = {"reward": reward, "graded": graded, "grader_error": failed}
+    columns = {"reward": reward, "graded": graded, "grader_error": failed, "length": torch.arange(6)}
     rows = Rows(tuple(ids[i] for i in order), {name: column[order] for name, column in columns.items()})
     assert group_stats(rows) == {
-        (4, 1): GroupStats(False, True, 0.5),
-        (5, 0): GroupStats(False, False, 1.0, errors=1),
-        (5, 1): GroupStats(True, False, 0.5, errors=2),
-    }
+        (4, 1): GroupStats(False, True, 0.5, (0, 1)),
+        (5, 0): GroupStats(False, False, 1.0, (2, 3), errors=1),
+        (5, 1): GroupStats(True, False, 0.5, (4, 5), errors=2),
+    }, "of each sample by member"
     valid = torch.tensor([1, 0, 0, 0, 1, 1])[order]
     left = group_stats(rows.with_columns(valid=valid))
     assert [left[g].empty for g in ((4, 1), (5, 0), (5, 1))] == [False, True, False]
     assert left[4, 1].signal and left[5, 0].idle
     assert group_stats(Rows(())) == {}
-    # Micro-batches by tokens need the lengths, with rows of the stage's own or of the dock.
-    for lengths in ({"length": torch.tensor(order)}, {"tokens": Ragged.from_rows([torch.zeros(n) for n in order])}):
-        stats = group_stats(rows.with_columns(**lengths))
-        assert [stats[g].lengths for g in sorted(stats)] == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_one_round_in_order_is_planned_as_ever_and_others_in_the_given_order():

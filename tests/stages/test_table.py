@@ -15,8 +15,8 @@ from mindspeed_rl_plugin.dock import ColumnSpec, from_tensordict, make_docks
 from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId, unpack_json
 from mindspeed_rl_plugin.stages import prompts
 from mindspeed_rl_plugin.stages.generate import Episodes
-from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, columns_of, states_of
-from mindspeed_rl_plugin.stages.table import TAKEN, stage_table
+from mindspeed_rl_plugin.stages.stage import Stage, Stages, StageSpec, columns_of, resolved, states_of
+from mindspeed_rl_plugin.stages.table import stage_table, taken_names
 from mindspeed_rl_plugin.stages.user import UserStage, load_stages, try_once
 
 BONUS = """
@@ -56,15 +56,16 @@ def test_every_column_that_is_read_is_written_before(name, dump):
         assert not written & set(spec.written), "each column has one writer"
         written |= set(spec.written)
         if spec.name in ("logp_old", "logp_ref", "values", "advantage"):
-            assert set(spec.written) <= TAKEN
+            assert set(spec.written) <= taken_names()
 
 
 def test_states_and_columns_are_the_tables():
     table = stage_table(algorithm("ppo", kl_reward_coef=0.1), 3)
     names = [spec.name for spec in table]
-    sampled = ["prompts", "generate", "reward", "select"]
-    assert names == [*sampled, "logp_old", "logp_ref", "values", "advantage", "measure", "update"]
-    assert [s.name for s in states_of(table)] == names[1:], "what reads nothing is no worker state"
+    sampled, passes = ["prompts", "generate", "reward", "groups"], ["logp_old", "logp_ref", "values"]
+    assert names == [*sampled, *passes, "select", "advantage", "measure", "update"]
+    leased = [name for name in names[1:] if name != "groups"]
+    assert [s.name for s in states_of(table)] == leased, "what reads nothing, and what only looks, is no worker state"
     groups = {s.name for s in states_of(table) if s.whole_groups}
     assert groups == {"reward", "select", "advantage"}
     parts = next(c for c in columns_of(table) if c.name == "reward_parts")
@@ -78,19 +79,30 @@ def test_the_page_shows_the_table():
     shown = {name: row for row in rows for name in re.findall("`(.+?)`", row[0])}
     names = {"leader": "first rank", "cpu": "CPU"}
     for spec in stage_table(algorithm("ppo", kl_reward_coef=0.1), 3):
-        _, reads, writes, *rest = shown[spec.name]
-        units = [unit.split()[0] for unit in rest[0].split(";")]
-        assert spec.unit in units and rest[1] == names.get(spec.resource, spec.resource)
+        _, reads, writes, groups, resource, *_ = shown[spec.name]
+        assert groups.startswith("yes") == spec.whole_groups and resource == names.get(spec.resource, spec.resource)
         for columns, cell in ((spec.reads, reads), (spec.written, writes)):
             listed = set(re.findall("`(.+?)`", cell))
             assert listed <= set(columns) | {"valid", "multiplicity", "returns", "advantage"}, spec.name
             assert "..." in cell or "of that name" in cell or "numbers" in cell or set(columns) <= listed, spec.name
 
 
-@pytest.mark.parametrize(("unit", "resource"), [("batch", "cpu"), ("step", "cpu"), ("row", "gpu")])
-def test_a_unit_or_resource_that_is_none_is_refused(unit, resource):
-    with pytest.raises(ValueError, match=f"stage a: .*{resource if resource == 'gpu' else unit}.* known: "):
-        StageSpec("a", (), (), unit, resource)
+def test_a_resource_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="stage a: .*'gpu'.* known: leader, "):
+        StageSpec("a", (), (), "gpu")
+
+
+def test_a_schedule_walks_the_stages_between_two_others():
+    stages = Stages({spec.name: spec.name for spec in stage_table(algorithm("ppo"), 1)})
+    assert stages.between("reward", "groups") == [] and stages["groups"] == "groups"
+    assert stages.between("groups", "measure") == ["logp_old", "logp_ref", "values", "select", "advantage"]
+
+
+def test_a_stage_reads_more_where_another_writes_it():
+    bonus = ColumnSpec("bonus", torch.float32, "sample", ragged=False)
+    first, last = StageSpec("a", (), (bonus,), "cpu"), StageSpec("b", (), (), "cpu", if_written=("bonus", "other"))
+    assert [spec.reads for spec in resolved([first, last])] == [(), ("bonus",)]
+    assert [spec.reads for spec in resolved([last, first])] == [(), ()]
 
 
 @pytest.fixture
@@ -175,10 +187,10 @@ def test_a_stage_that_cannot_be_is_refused_by_name(tmp_path, source, word, words
     ],
 )
 def test_a_stage_has_names_that_no_other_has(name, column, message):
-    own = StageSpec(name, ("reward",), (ColumnSpec(column, torch.float32, "sample", ragged=False),), "row", "cpu")
+    own = StageSpec(name, ("reward",), (ColumnSpec(column, torch.float32, "sample", ragged=False),), "cpu")
     with pytest.raises(ValueError, match=f"--rl-stage.* {message}"):
         stage_table(algorithm("grpo"), 1, own=[own])
-    twice = [StageSpec(name, ("reward",), (own.writes[0],), "row", "cpu") for name in ("a", "b")]
+    twice = [StageSpec(name, ("reward",), (own.writes[0],), "cpu") for name in ("a", "b")]
     with pytest.raises(ValueError, match=f"--rl-stage a writes {column}"):
         stage_table(algorithm("grpo"), 1, own=twice)
 
@@ -203,7 +215,7 @@ def test_a_stage_is_tried_on_the_group_that_a_data_row_would_make(episodes):
     own, seen, state = ColumnSpec("own", torch.float32, "sample", ragged=False), [], torch.get_rng_state()
 
     def tried(*computes):
-        specs = [StageSpec(name, reads, (own,), "row", "cpu") for name, reads in (("a", tuple(every)), ("b", ("own",)))]
+        specs = [StageSpec(name, reads, (own,), "cpu") for name, reads in (("a", tuple(every)), ("b", ("own",)))]
         stages = [(spec, SimpleNamespace(compute=compute)) for spec, compute in zip(specs, computes, strict=False)]
         try_once(stages, Prompt((1, 2), "a", "b", 0), (5, 6, 7), 4, 2, "a.jsonl line 1", episodes)
 

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig, add_flags
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.device.copies import ThreadCopier
-from mindspeed_rl_plugin.loop import build
+from mindspeed_rl_plugin.loop import monitoring
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.weights import offload
@@ -150,7 +150,7 @@ def test_copies_go_on_beside_a_stage(tmp_path, monkeypatch):
             for copies in flying:
                 copies.synchronize()
 
-    monkeypatch.setattr(build, "get_device", lambda: Wide("cpu"))
+    monkeypatch.setattr(monitoring, "get_device", lambda: Wide("cpu"))
     writers = dict.fromkeys(("get_tensorboard_writer", "get_wandb_writer"), lambda: None)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(**writers))
     args = add_flags(ArgumentParser()).parse_args(["--rl-algorithm", "grpo"])
@@ -162,7 +162,7 @@ def test_copies_go_on_beside_a_stage(tmp_path, monkeypatch):
     inputs.data, inputs.held_out = SimpleNamespace(at=lambda place: SimpleNamespace(tokens=(1,))), None
     inputs.tokenizer = SimpleNamespace(decode=str)
     start = Start("fresh", None, 0, None, None)
-    monitor = build.make_monitor(inputs, SimpleNamespace(rank=0, world=1), start)
+    monitor = monitoring.make_monitor(inputs, SimpleNamespace(rank=0, world=1), start)
     ended = []
     flying.append(ThreadCopier().start(lambda: ended.append(late.wait(5))))
     monitor.begin(1)

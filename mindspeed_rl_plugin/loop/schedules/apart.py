@@ -21,19 +21,19 @@ from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.lags import Engines
 from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
-from mindspeed_rl_plugin.loop.schedules.schedule import Job, RolloutSchedule, Stages
+from mindspeed_rl_plugin.loop.schedules.schedule import Job, RolloutSchedule
 from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.monitor.run_files import PUBLISHED, WEIGHTS
 from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.ranks import on_rank_0
-from mindspeed_rl_plugin.rows import Group, Rows, SampleId
+from mindspeed_rl_plugin.rows import Group
 from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.stages import generate
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.grading import Grader
+from mindspeed_rl_plugin.stages.groups import GroupStats
 from mindspeed_rl_plugin.stages.measure import Rollout
-from mindspeed_rl_plugin.stages.reward import FailureLog
-from mindspeed_rl_plugin.stages.select import GroupStats
+from mindspeed_rl_plugin.stages.stage import Stages
 from mindspeed_rl_plugin.stages.trainer import Trainer
 
 RAISE_SECONDS = 3.0  # for the main thread to raise what ended the grader's
@@ -67,7 +67,7 @@ class AsyncSchedule(RolloutSchedule):
         super().__init__(job, stages, rounds)
         self.service, self.admission, self.trainer, self.kept = service, admission, trainer, kept
         self.strict, self.whole = strict, whole
-        self.evaluation, self.grader = evaluation, Grader(stages.reward, members, self._end)
+        self.evaluation, self.grader = evaluation, Grader(stages["reward"], members, self._end)
         self.external_engines, self.published, self.offers = external_engines, published, offers
         self._closing = threading.Event()
         self._published: dict[str, float] = {}
@@ -79,7 +79,7 @@ class AsyncSchedule(RolloutSchedule):
         self._longest = LongestFirst(job.plan.sizes.global_batch // job.plan.sizes.members)
         reclaim = None if strict else partial(service.reclaim, generate.SPEC.name)
         self._engines = Engines(service.reports, reclaim, job.ranks.deadline)
-        self._wait = GradeWait(job.ranks, stages.reward, self.grader, self._look_at_engines, self._who_generates)
+        self._wait = GradeWait(job.ranks, stages["reward"], self.grader, self._look_at_engines, self._who_generates)
         self._collected = time.monotonic()  # when the last rollout was ready
         self._starved = 0.0  # seconds since then without rows to train on
 
@@ -209,19 +209,16 @@ class AsyncSchedule(RolloutSchedule):
         self.job.forget(groups)
         self.admission.dropped += len(groups)
 
-    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
+    def _round(self) -> Mapping[Group, GroupStats]:
         """Wait for the grades of the oldest epoch that is admitted. Its statistics."""
-        self.job.plan.take_round()
-        began = time.monotonic()
+        plan, began = self.job.plan, time.monotonic()
+        plan.take_round()
         with self.job.monitor.stage("generate"):
-            stats = self._compare(self.job.plan.round, self._graded, failures)
+            self._wait.until_graded(plan.ids(plan.round))
+            stats = self._compare(plan.round)
         self._starved += time.monotonic() - began
         self._longest.finished({group: of_group.lengths for group, of_group in stats.items()})
         return stats
-
-    def _graded(self, ids: Sequence[SampleId]) -> Rows:
-        self._wait.until_graded(self.job.plan.ids(self.job.plan.round))
-        return self.stages.reward.graded(ids)
 
     def _take_starved(self) -> float:
         """Share of the time since the last rollout in which there was nothing to train on."""

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from mindspeed_rl_plugin.loop.colocation import Colocation
-from mindspeed_rl_plugin.loop.schedules.schedule import Job, RolloutSchedule, Stages
+from mindspeed_rl_plugin.loop.inputs import Inputs
+from mindspeed_rl_plugin.loop.schedules.schedule import Job, RolloutSchedule
 from mindspeed_rl_plugin.rows import Group
+from mindspeed_rl_plugin.stages.evaluate import Evaluate
 from mindspeed_rl_plugin.stages.grading import Grader
+from mindspeed_rl_plugin.stages.groups import GroupStats
 from mindspeed_rl_plugin.stages.measure import Rollout
-from mindspeed_rl_plugin.stages.reward import FailureLog
-from mindspeed_rl_plugin.stages.select import GroupStats
+from mindspeed_rl_plugin.stages.stage import Stages
 
 
 class SyncSchedule(RolloutSchedule):
-    """One stage after the other, the engine awake for those that need it."""
+    """One stage after the other, the engine awake for those that need it. evaluation: of its weights."""
 
-    def __init__(self, job: Job, stages: Stages, colocation: Colocation, rounds: int) -> None:
+    def __init__(
+        self, job: Job, stages: Stages, rounds: int, *, colocation: Colocation, evaluation: Evaluate | None
+    ) -> None:
         super().__init__(job, stages, rounds)
-        self.colocation = colocation
+        self.colocation, self.evaluation = colocation, evaluation
+
+    @classmethod
+    def of(cls, inputs: Inputs, job: Job, stages: Stages, rounds: int, **more: Any) -> SyncSchedule:
+        """By the flags. more: named parameters of `SyncSchedule`."""
+        return cls(job, stages, rounds, **more)
 
     def collect(self, done: int) -> Rollout:
         self.colocation.start_offload()
@@ -49,37 +59,37 @@ class SyncSchedule(RolloutSchedule):
         self.colocation.close()
 
     def _evaluate(self, done: int) -> None:
-        self.stages.evaluation.run(done)
+        self.evaluation.run(done)
 
     def _admit(self) -> None:
         with self.job.monitor.stage("prompts"):
             self.job.admit()
 
-    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
-        stages, clock = self.stages, self.job.monitor.stage
+    def _round(self) -> Mapping[Group, GroupStats]:
+        clock = self.job.monitor.stage
         with clock("generate"):
-            stages.generate.run(self.job.plan.generated_by(self.job.topology.engine))
+            self.stages["generate"].run(self.job.plan.generated_by(self.job.topology.engine))
         with clock("reward"):
-            return self._compare(self.job.plan.round, stages.reward.run, failures)
+            return self._compare(self.job.plan.round, after="generate")
 
 
 class StreamedSchedule(SyncSchedule):
     """The same, but each response is graded as soon as it is finished. What is submitted, and in which order, does not
     depend on that, so all numbers are those of `SyncSchedule`."""
 
-    def __init__(self, job: Job, stages: Stages, colocation: Colocation, rounds: int) -> None:
-        super().__init__(job, stages, colocation, rounds)
-        self.grader = Grader(stages.reward, job.plan.sizes.members)
+    def __init__(self, job: Job, stages: Stages, rounds: int, **more: Any) -> None:
+        super().__init__(job, stages, rounds, **more)
+        self.grader = Grader(stages["reward"], job.plan.sizes.members)
 
-    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
+    def _round(self) -> Mapping[Group, GroupStats]:
         """Generate a round, and grade what is finished meanwhile. Its statistics."""
-        stages, clock = self.stages, self.job.monitor.stage
+        clock, mine = self.job.monitor.stage, self.job.plan.generated_by(self.job.topology.engine)
         with self.grader:
             with clock("generate"):
-                stages.generate.stream(self.job.plan.generated_by(self.job.topology.engine), self.grader.check)
+                self.stages["generate"].stream(mine, self.grader.check)
             with clock("reward"):
                 self.grader.finish()
-                return self._compare(self.job.plan.round, stages.reward.graded, failures)
+                return self._compare(self.job.plan.round)
 
 
 SCHEDULES = {"sync": SyncSchedule, "streamed": StreamedSchedule}

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl_plugin.loop.colocation import Colocation
+from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
 from mindspeed_rl_plugin.loop.schedules.colocated import SyncSchedule
 from mindspeed_rl_plugin.loop.schedules.in_flight import InFlight
-from mindspeed_rl_plugin.loop.schedules.schedule import Job, Stages
+from mindspeed_rl_plugin.loop.schedules.schedule import Job
 from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.ranks import Stall
 from mindspeed_rl_plugin.rows import Completion, Group, SampleId
 from mindspeed_rl_plugin.stages.grading import Grader
+from mindspeed_rl_plugin.stages.groups import GroupStats
 from mindspeed_rl_plugin.stages.measure import Rollout
-from mindspeed_rl_plugin.stages.reward import FailureLog
-from mindspeed_rl_plugin.stages.select import GroupStats
+from mindspeed_rl_plugin.stages.stage import Stages
 from mindspeed_rl_plugin.weights.resharder import Transfer
 
 WINDOWS = 64  # looks at what is finished, in the time of the longest response
@@ -38,21 +38,30 @@ class PartialSchedule(SyncSchedule):
         self,
         job: Job,
         stages: Stages,
-        colocation: Colocation,
         rounds: int,
         *,
         in_flight: InFlight,
         carries: bool,
         longest: int,
+        **more: Any,
     ) -> None:
-        super().__init__(job, stages, colocation, rounds)
+        super().__init__(job, stages, rounds, **more)
         self.in_flight, self.carries = in_flight, carries
         self.steps = min(max(longest // WINDOWS, 1), MOST_STEPS)
-        self.grader = Grader(stages.reward, job.plan.sizes.members)
-        self._wait = GradeWait(job.ranks, stages.reward, self.grader)
+        self.grader = Grader(stages["reward"], job.plan.sizes.members)
+        self._wait = GradeWait(job.ranks, stages["reward"], self.grader)
         self._rollouts: int | None = None  # left of the run, where none of it may be left over
         self._sampled: dict[SampleId, int] = {}  # tokens of each response that was finished in this round
         self._dropped: list[int] = []  # of each response that was dropped from this rollout
+
+    @classmethod
+    def of(cls, inputs: Inputs, job: Job, stages: Stages, rounds: int, **more: Any) -> PartialSchedule:
+        """See `SyncSchedule.of`."""
+        flags, sizes = inputs.config.schedule, inputs.sizes
+        staleness = flags.max_staleness if flags.carry_unfinished else 0
+        in_flight = InFlight(sizes.prompts, sizes.members, flags.in_the_making(sizes.prompts), staleness)
+        longest = inputs.config.rollout.max_response_length
+        return cls(job, stages, rounds, in_flight=in_flight, carries=flags.carry_unfinished, longest=longest, **more)
 
     def collect(self, done: int) -> Rollout:
         """A rollout that is ready to train on, and an evaluation where one is due."""
@@ -64,7 +73,8 @@ class PartialSchedule(SyncSchedule):
 
     def state(self) -> dict[str, Any]:
         """What is in flight, with the tokens of what is begun."""
-        begun = self.stages.generate.begun if self.stages.generate.engine.leader else {}
+        generate = self.stages["generate"]
+        begun = generate.begun if generate.engine.leader else {}
         whole = {sample: c for sample, c in begun.items() if c.episode is None}  # environments are in no checkpoint
         begun = [_packed(c) for part in self.job.ranks.gather(whole) for c in part.values()]
         return {"making": {**self.in_flight.state(), "begun": begun}}
@@ -77,7 +87,7 @@ class PartialSchedule(SyncSchedule):
             return
         in_flight.load(state["making"], job.plan.deferred, job.topology.engines)
         begun = [_unpacked(c) for c in state["making"]["begun"]]
-        self.stages.generate.begun = {c.id: c for c in begun if in_flight.engine_of[c.id] == engine}
+        self.stages["generate"].begun = {c.id: c for c in begun if in_flight.engine_of[c.id] == engine}
 
     def stop(self) -> None:
         self.grader.stop()
@@ -109,23 +119,23 @@ class PartialSchedule(SyncSchedule):
             metrics |= {"dropped/length_mean": sum(self._dropped) / count} if count else {}
         return metrics
 
-    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
+    def _round(self) -> Mapping[Group, GroupStats]:
         """Generate until enough groups are finished, and grade what is finished meanwhile. The statistics of those that
         are trained, or under dynamic sampling of all that are finished."""
-        stages, clock, in_flight = self.stages, self.job.monitor.stage, self.in_flight
+        clock, in_flight = self.job.monitor.stage, self.in_flight
         with clock("generate"):
             cut = None if in_flight.enough() else self._generate()
         groups = in_flight.take(None if self.rounds else in_flight.prompts)
         with clock("reward"):
             self._wait.until_graded(self.job.plan.ids(groups))
-            stats = self._compare(groups, stages.reward.graded, failures)
+            stats = self._compare(groups)
         if cut is not None and not self.carries:  # else new groups have not begun, and wait for their turn
             self._drop_rest(cut)
         return stats
 
     def _generate(self) -> dict[SampleId, int]:
         """Until enough groups are finished. Tokens of each response that is not."""
-        job, generate, in_flight = self.job, self.stages.generate, self.in_flight
+        job, generate, in_flight = self.job, self.stages["generate"], self.in_flight
         stall = Stall(generate.deadline)
 
         def enough(finished: Sequence[Completion]) -> bool:
@@ -153,7 +163,7 @@ class PartialSchedule(SyncSchedule):
         self._dropped += [tokens[sample] for sample in self.job.plan.ids(rest)]
         self._drop(rest)
         self._sampled.clear()
-        self.stages.generate.begun.clear()
+        self.stages["generate"].begun.clear()
 
     def _evaluate(self, done: int) -> None:
         """The graders' processes are those of the thread, which rests meanwhile."""

@@ -3,6 +3,7 @@ And that of pairs, which samples nothing."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +15,13 @@ from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.ranks import Collectives
-from mindspeed_rl_plugin.rows import Group, Rows, SampleId
-from mindspeed_rl_plugin.stages.advantages import Advantages
-from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate, EvaluatePairs
-from mindspeed_rl_plugin.stages.generate import Generate
-from mindspeed_rl_plugin.stages.logprobs import TokenPass
-from mindspeed_rl_plugin.stages.measure import Measure, Rollout
+from mindspeed_rl_plugin.rows import Group, Rows
+from mindspeed_rl_plugin.stages.evaluate import Due, EvaluatePairs
+from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds
+from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.prompts import Prompts
-from mindspeed_rl_plugin.stages.reward import FailureLog, Reward
-from mindspeed_rl_plugin.stages.select import GroupStats, Rounds, Select, group_stats
-from mindspeed_rl_plugin.stages.user import UserStage
+from mindspeed_rl_plugin.stages.reward import FailureLog
+from mindspeed_rl_plugin.stages.stage import Stages, Work
 from mindspeed_rl_plugin.weights.resharder import Transfer
 
 
@@ -101,29 +99,18 @@ class PairSchedule(Schedule):
             self.evaluation.run(done)
 
 
-@dataclass(frozen=True)
-class Stages:
-    """The stages of a rollout that is generated, in their order; own: a user's; passes: old and reference log-probs,
-    values; generate, evaluation: None where other processes generate."""
-
-    generate: Generate | None
-    reward: Reward
-    own: Sequence[UserStage]
-    select: Select
-    passes: Sequence[TokenPass]
-    advantages: Advantages
-    measure: Measure
-    evaluation: Evaluate | None
-
-
 class RolloutSchedule(Schedule):
-    """Rollouts are sampled in rounds, of which groups are selected; then the passes of the trainer follow. rounds: that
-    dynamic sampling may take for one rollout, 0 without it."""
+    """Walks the stage table in three parts: a round is sampled and graded, which each schedule does in its own way; the
+    stages up to `groups` follow, until enough rounds have made a rollout; then those behind it, up to `measure`.
+
+    stages: in the table's order.
+    rounds: that dynamic sampling may take for one rollout, 0 without it.
+    """
 
     def __init__(self, job: Job, stages: Stages, rounds: int) -> None:
         self.job, self.stages, self.rounds = job, stages, rounds
 
-    def _round(self, failures: FailureLog) -> Mapping[Group, GroupStats]:
+    def _round(self) -> Mapping[Group, GroupStats]:
         """Sample and grade a round. Its statistics."""
         raise NotImplementedError
 
@@ -138,9 +125,10 @@ class RolloutSchedule(Schedule):
     def _sample(self) -> dict[str, float]:
         """Sample and grade, in as many rounds as selection asks for. Returns metrics of that."""
         job, plan = self.job, self.job.plan
-        rounds, failures = Rounds(plan.deferred, plan.sizes.prompts, self.rounds, plan.plan), FailureLog()
+        rounds = Rounds(plan.deferred, plan.sizes.prompts, self.rounds, plan.plan)
+        self.stages["groups"].failures = FailureLog()
         while True:
-            graded = self._round(failures)
+            graded = self._round()
             plan.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
             whole, selection = rounds.add(graded), rounds.selection
             self._drop(selection.dropped)
@@ -153,37 +141,29 @@ class RolloutSchedule(Schedule):
             self._drop(selection.trained)
             self._admit()
 
-    def _compare(
-        self, groups: Sequence[Group], graded: Callable[[Sequence[SampleId]], Rows], failures: FailureLog
-    ) -> Mapping[Group, GroupStats]:
-        """A user's stages see each rank's share of some groups, then the statistics of all of them. graded: the grades
-        of rows."""
-        job = self.job
-        mine = job.plan.graded_by(job.topology.rank, groups)
-        rows = graded(mine)
-        for stage in self.stages.own:
-            rows = rows.with_columns(**stage.run(mine).columns)
-        parts = job.ranks.gather((group_stats(rows), self.stages.reward.graders.take_failures()))
-        failures.add([failed for _, failed in parts], show=job.topology.leader)
-        return {group: of_group for stats, _ in parts for group, of_group in stats.items()}
+    def _compare(self, groups: Sequence[Group], after: str = "reward") -> Mapping[Group, GroupStats]:
+        """The stages behind `after` up to `groups`, on each rank's share of some groups. The statistics of all."""
+        work = Work(self.job.plan.graded_by(self.job.topology.rank, groups))
+        for stage in self.stages.between(after, "groups"):
+            stage.work(work)
+        return self.stages["groups"].work(work)
 
     def _lags(self, lag: Callable[[int], int], most: int) -> dict[str, float]:
         """How old the tokens of the rollout are; on the leader, which logs it. lag, most: as of `lags`."""
         plan = self.job.plan
-        return lags(self.stages.measure.dock, plan.ids(plan.groups), lag, most) if self.job.topology.leader else {}
+        return lags(self.stages["measure"].dock, plan.ids(plan.groups), lag, most) if self.job.topology.leader else {}
 
     def _prepare(self, done: int, transfer: Transfer | None, sampling: Mapping[str, Metric]) -> Rollout:
-        """The passes over a rollout that is sampled and selected. transfer, sampling: as of `Measure.run`."""
-        job, plan, stages, clock = self.job, self.job.plan, self.stages, self.job.monitor.stage
-        if (seconds := stages.reward.graders.take_seconds()) is not None:
+        """The stages behind `groups`, on a rollout whose groups are chosen. transfer, sampling: as of `Measure.run`."""
+        job, plan, stages = self.job, self.job.plan, self.stages
+        if (seconds := stages["reward"].graders.take_seconds()) is not None:
             sampling = {**sampling, **dict(zip(("reward/call_seconds", "reward/worker_seconds"), seconds, strict=True))}
         job.ranks.barrier("log-probs")
-        batches = plan.batches(job.topology.dp_rank)
-        for forward in stages.passes:
-            with clock(forward.spec.name):
-                forward.run([i for ids in batches for i in ids], batches)
-        with clock("advantage"):
-            mine = plan.graded_by(job.topology.rank, plan.groups)
-            stages.select.run(mine, plan.one_pass)
-            stages.advantages.run(mine)
-        return stages.measure.run(plan.ids(plan.groups), done, transfer, sampling)
+        share = plan.graded_by(job.topology.rank, plan.groups)
+        work = Work(share, plan.batches(job.topology.dp_rank), plan.one_pass)
+        behind = stages.between("groups", "measure")
+        for name, together in itertools.groupby(behind, lambda stage: stage.timed_as or stage.spec.name):
+            with job.monitor.stage(name):
+                for stage in together:
+                    stage.work(work)
+        return stages["measure"].run(plan.ids(plan.groups), done, transfer, sampling)

@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.loop.run_setup import Setup
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
 from mindspeed_rl_plugin.rows import Group, Prompt, SampleId
-from mindspeed_rl_plugin.stages.select import GroupStats, Rounds
+from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds
 from mindspeed_rl_plugin.tools.plan.virtual import Actor, Clock, Costs, Decoder, Graders, Responses
 
 WARM_UP = 2  # rollouts that are not counted, more where more are sampled ahead; of these the last ones are not, too

@@ -1,0 +1,60 @@
+"""The monitor of a run, and what run.json says of the run at its start."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.algorithms.describe import describe
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.loop.inputs import Inputs
+from mindspeed_rl_plugin.loop.run_setup import SETUP, Setup
+from mindspeed_rl_plugin.loop.start import Start
+from mindspeed_rl_plugin.loop.topology import Topology
+from mindspeed_rl_plugin.monitor import run_files
+from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.prompts import Pair
+
+
+def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
+    """The monitor of a run."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    config, device, first = inputs.config.monitor, get_device(), inputs.data.at(0)
+    return Monitor(
+        config.run_dir or str(Path(inputs.args.save) / "rl"),
+        topology.rank,
+        topology.world,
+        tensorboard_writer=get_tensorboard_writer(),
+        wandb=get_wandb_writer() or None,
+        is_terminal=None if config.progress else False,
+        total_iterations=inputs.args.train_iters,
+        resume_iteration=start.iteration,
+        meter=device.memory,
+        compares=inputs.algorithm.members > 1,
+        synchronize=device.synchronize_stream,  # copies of the offload go on beside stages
+        info={
+            "algorithm": inputs.config.algorithm.algorithm,
+            "parts": describe(inputs.algorithm),
+            "flags": inputs.flags,
+            "arguments": run_files.arguments(inputs.args),
+            "versions": run_files.versions(),
+            "device": device.kind,
+            "held_out": len(inputs.held_out or ()),
+            "first_prompt": inputs.tokenizer.decode(list(first.prompt if isinstance(first, Pair) else first.tokens)),
+            "start": start.kind,
+            "reference": start.reference_path,
+            "graders": list(inputs.config.graders),
+            **timing_setup(inputs, topology.world),
+            **({"dump_dir": str(Path(config.dump_dir).resolve())} if config.dump_dir else {}),
+        },
+    )
+
+
+def timing_setup(inputs: Inputs, ranks: int) -> dict[str, Any]:
+    """What the model of a run's seconds needs of it, for run.json; nothing of pairs and of partial rollouts, which it
+    does not know. ranks: that train."""
+    if inputs.algorithm.from_pairs or inputs.config.schedule.partial:
+        return {}
+    return {SETUP: dataclasses.asdict(Setup.of(inputs.config, inputs.sizes, ranks))}
