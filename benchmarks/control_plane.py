@@ -166,10 +166,10 @@ class Trainer:
         mine = ids[self.rank * share : (self.rank + 1) * share]
         size = max(share // BATCHES, 1)
         batches = [mine[i : i + size] for i in range(0, share, size)]
-        with self.meter.of("select"):
-            self.ranks.barrier("log-probs")
-            self.stage("select", mine)
-        for state in (spec.name for spec in TABLE[4:]):
+        for state in (spec.name for spec in TABLE[3:] if spec.leases):
+            if state == "select":
+                with self.meter.of(state):
+                    self.ranks.barrier("log-probs")
             part = SLEPT.get(state, 0.0)
             if state == "measure":
                 if self.rank == 0:

@@ -161,7 +161,7 @@ def test_the_share_of_the_control_plane_is_without_waiting(monkeypatch: pytest.M
 def test_processes_that_sleep_write_what_stages_write(monkeypatch: pytest.MonkeyPatch) -> None:
     plane = load("control_plane", monkeypatch)
     names = [spec.name for spec in plane.TABLE]
-    assert names[:4] == ["prompts", "generate", "reward", "select"] and {*plane.SLEPT} <= {*names[4:]}
+    assert names[:4] == ["prompts", "generate", "reward", "groups"] and {*plane.SLEPT, "select"} <= {*names[4:]}
     ids = tuple(plane.SampleId(0, 0, m) for m in range(2))
     for spec in plane.TABLE:
         rows = plane.filled(spec, plane.Rows(ids), [3, 5])
