@@ -135,8 +135,8 @@ def test_a_reader_that_is_killed_holds_nobody_up(machine, hanging) -> None:
 def test_a_reader_that_is_stopped_is_passed_over(machine, hanging, monkeypatch, capfd, before: bool) -> None:
     """The whole process, and not its main thread: one that asks it already, and one that comes later. One of the
     others reads for all of them; what the first one does when it wakes changes nothing of theirs."""
-    for module in ("rpc", "sharing"):
-        monkeypatch.setattr(f"mindspeed_rl_plugin.dock.{module}.ALIVE_SECONDS", 0.5)
+    for module in ("dock.rpc", "weights.machine_staging"):
+        monkeypatch.setattr(f"mindspeed_rl_plugin.{module}.ALIVE_SECONDS", 0.5)
     others, begin = [machine.process() for _ in range(3)], time.monotonic()
     if before:
         os.kill(hanging.pid, signal.SIGSTOP)
