@@ -27,7 +27,7 @@ import numpy as np
 from mindspeed_rl_plugin.dock.codec import FrameError, pack, unpack
 from mindspeed_rl_plugin.dock.messages import Address, Bye, Hello, Message, Stopped
 
-MAGIC, VERSION = b"MSTD", 8
+MAGIC, VERSION = b"MSTD", 9
 PREFIX = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 256 << 20  # bytes
 MAX_BULK = 1 << 40  # bytes

@@ -31,20 +31,15 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run takes, once it goes on evenly.
+    """What a run takes, once it goes on evenly. Shares are of time without work, by cause: "starved" (waits for
+    responses: of slower engines, or for grades), "version" (for weights), "back-pressure" (for admission)."""
 
-    rollout: seconds from the end of one to the end of the next; iteration: of an optimizer step of it; trainers,
-    engines: share of their time without work, by cause: "starved" (they wait for responses: of slower engines, or for
-    grades), "version" (for weights), "back-pressure" (for admission). lag: publications after the weights that began a
-    response, mean; tokens: of all responses a second.
-    """
-
-    rollout: float
-    iteration: float
-    trainers: Mapping[str, float]
-    engines: Mapping[str, float]
-    lag: float
-    tokens: float
+    rollout: float  # seconds from the end of one to the end of the next
+    iteration: float  # seconds of an optimizer step
+    trainers: Mapping[str, float]  # shares, see above
+    engines: Mapping[str, float]  # shares, see above
+    lag: float  # publications after the weights that began a response, mean
+    tokens: float  # of all responses a second
 
 
 def simulate(setup: Setup, costs: Costs, responses: Responses, rollouts: int = 12) -> Outcome:
