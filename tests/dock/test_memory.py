@@ -73,6 +73,18 @@ def test_a_machine_without_memory_is_named(make_one, monkeypatch: pytest.MonkeyP
     dock.put(tokens([sid(0, 0)], 100_000))
 
 
+def test_the_line_in_which_a_neighbour_begins_is_not_freed(make_one) -> None:
+    """Of two cells of 100 bytes the first is cleared: only its first line can be written again."""
+    dock = make_one()
+    dock.open(0, 2, 1)
+    dock.open(1, 1, 1)
+    dock.put(tokens(ids(2, 1), 25, 25))
+    dock.clear(0, [0])
+    assert make_one.houses[0].slabs.used == 3 * LINE
+    dock.put(tokens([sid(0, 0, 1)], 2 * LINE // 4, start=100))
+    assert dock.read([sid(1, 0)], ["tokens"])["tokens"].values.tolist() == [*range(25)]
+
+
 @pytest.mark.parametrize("limits", [Limits(segment_bytes=SEGMENT), Limits(3 << 20, 4000, SEGMENT)], ids=["", "capped"])
 def test_rollouts_that_grow_leave_memory_flat(make_one, limits: Limits) -> None:
     """A hundred, half of every third deferred to the next: what is free is used again."""

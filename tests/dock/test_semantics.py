@@ -256,6 +256,15 @@ def test_rows_of_this_machine_come_first(members) -> None:
     assert {m.where for m in docks[1].traffic.take()} == {"remote"}
 
 
+def test_a_cell_behind_an_empty_one_comes_whole_from_another_machine(members) -> None:
+    """Both begin at the same byte."""
+    near, far = (member.dock(deadline=5) for member in members(COLUMNS, STATES, ["a", "b"]))
+    for dock in (near, far):
+        dock.open(0, 2, 2)
+    near.put(tokens(ids(1, 2), 0, 3))
+    assert far.read(ids(1, 2), ["tokens"])["tokens"].values.tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(("ranks", "node"), [(1, ""), (2, ""), (1, "elsewhere")])
 def test_an_empty_dock_is_no_end_to_a_consumer_outside_but_the_jobs_leaving_is(
     members, tmp_path: Path, ranks: int, node: str
