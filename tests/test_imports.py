@@ -13,11 +13,11 @@ PACKAGE = Path(__file__).parents[1] / "mindspeed_rl_plugin"
 NAME = PACKAGE.name
 
 # Rows from the base up; a folder may import those in earlier rows, never those in its own row or a later one.
-# A module may stand in a row of its own (`episodes.rendering`), else its folder's row counts.
+# A module may stand in a row of its own, else its folder's row counts.
 TABLES = ("checks.refusal", "checks.refused_flags", "checks.flag_support", "checks.unsupported_models")
 ORDER: tuple[tuple[str, ...], ...] = (
     ("__init__", "rows", "config", "environment", "device", "processes", "ranks", *TABLES),
-    ("workers", "episodes.rendering"),
+    ("workers", "control_tokens"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "layout"),
     ("weights", "service"),
     ("engine", "forward"),

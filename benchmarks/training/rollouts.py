@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.protocol import Engine, generate
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
-from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
+from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 

@@ -2,7 +2,7 @@
 (`RawFormat`).
 
 What the model sampled stays as it was sampled; only what comes behind it is rendered, and appended. The text of an
-observation never becomes a *control token* (`rendering`): where it holds the text of one, this text is spelled in
+observation never becomes a *control token* (`control_tokens`): where it holds the text of one, this text is spelled in
 ordinary tokens.
 """
 
@@ -12,8 +12,8 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl_plugin.episodes.protocol import Message
-from mindspeed_rl_plugin.episodes.rendering import MARK, ControlTokens, whole
+from mindspeed_rl_plugin.control_tokens import MARK, ControlTokens, whole
+from mindspeed_rl_plugin.episodes.environments import Message
 from mindspeed_rl_plugin.prompts.ends import SPOKEN, end_of_turn
 from mindspeed_rl_plugin.prompts.render import QUESTION, TEMPLATE_ERRORS, render_chat, text_tokens
 

@@ -7,14 +7,13 @@ import json
 import math
 import time
 from collections.abc import Generator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.episodes.arguments import fits, takes
-from mindspeed_rl_plugin.episodes.environment_process import CLOSE_SECONDS, Source
-from mindspeed_rl_plugin.episodes.protocol import (
+from mindspeed_rl_plugin.episodes.environment_process import CLOSE_SECONDS, UserCode
+from mindspeed_rl_plugin.episodes.environments import (
     UNREAD,
     Attempt,
     EpisodeError,
@@ -26,8 +25,8 @@ from mindspeed_rl_plugin.episodes.protocol import (
     at_most,
     place,
 )
-from mindspeed_rl_plugin.episodes.replay import EnvironmentInstance, LostCall, result_of
-from mindspeed_rl_plugin.episodes.tools import RESET, Answer, Offer
+from mindspeed_rl_plugin.episodes.replay import EnvironmentInstance, Making, result_of
+from mindspeed_rl_plugin.episodes.tools import RESET, Answer, Offer, fits, takes
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.specs import locate
 from mindspeed_rl_plugin.rows import SampleId
@@ -58,27 +57,6 @@ class _Failed(Exception):
     """The environment of an episode cannot go on; the text says why."""
 
 
-Making = Generator[tuple, "Answer | LostCall", None]
-"""Makes a reply: gives messages of calls, as `environment_process.Desk` takes them, and gets what comes of each."""
-
-
-@dataclass(eq=False)
-class OpenEpisode:
-    """An episode.
-
-    home: its environment, None where there are only tools.
-    reply: the last one, or in the making.
-    making: what makes it.
-    call: in the making.
-    """
-
-    id: SampleId
-    home: EnvironmentInstance | None
-    reply: Reply | None = None
-    making: Making | None = None
-    call: WorkerCall | None = None
-
-
 class EnvironmentPool:
     """`Environments` of a user's files, in `workers` processes, see `replay`. For one thread at a time.
 
@@ -105,7 +83,7 @@ class EnvironmentPool:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise EpisodeError(f"--rl-tools {' '.join(tools)}: {', '.join(twice)} is there twice; rename one of them")
         self._timeout, self._wait_timeout = timeout, wait_timeout
-        self._opened: dict[SampleId, OpenEpisode] = {}
+        self._opened: dict[SampleId, EnvironmentInstance] = {}
         self._replies: list[Reply] = []
         self._error: EpisodeError | None = None  # for `poll`
         self._warned = self._closed = False
@@ -130,8 +108,7 @@ class EnvironmentPool:
         return bool(self._replies) or any(opened.call is not None for opened in self._opened.values())
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
-        home = EnvironmentInstance() if self.begins else None
-        opened = self._opened[episode] = OpenEpisode(episode, home)
+        opened = self._opened[episode] = EnvironmentInstance(episode)
         if self.begins:
             self._start(opened, self._reset(opened, task, seed))
 
@@ -149,7 +126,7 @@ class EnvironmentPool:
         if opened is None:
             return
         if opened.call is None or self._pool.withdraw(opened.call):  # else when it is over, see `_take`
-            self._leave(opened)
+            self._pool.end(opened)
         self._give()
 
     def poll(self, seconds: float) -> list[Reply]:
@@ -192,7 +169,7 @@ class EnvironmentPool:
                 self._pool.wait(math.inf)
             self._check_parsed(result_of(*made[0]), "the empty turn, on which it is tried")
 
-    def _check_parsed(self, result: Answer | LostCall, where: str) -> None:
+    def _check_parsed(self, result: Answer, where: str) -> None:
         """Raises EpisodeError where a user's parser went wrong, which is not the model's."""
         if result.error is not None:
             raise EpisodeError(f"--rl-tool-parser {self._parser.given} {_readable(result.error)}\n  on {where}")
@@ -205,10 +182,10 @@ class EnvironmentPool:
 
     # how a reply is made
 
-    def _reset(self, opened: OpenEpisode, task: Mapping[str, Any], seed: int) -> Making:
+    def _reset(self, opened: EnvironmentInstance, task: Mapping[str, Any], seed: int) -> Making:
         yield from self._ask(opened, "reset", dict(task), seed, "{}/{}/{}".format(*opened.id))
 
-    def _turn(self, opened: OpenEpisode, turn: Turn) -> Making:
+    def _turn(self, opened: EnvironmentInstance, turn: Turn) -> Making:
         """A turn that calls tools is answered by these; another one by the environment's `step`, or it is the last.
         Raises EpisodeError where a user's parser goes wrong."""
         attempts = turn.attempts
@@ -228,15 +205,15 @@ class EnvironmentPool:
         if not self._offer.steps or (yield from self._ask(opened, "step", turn.text)).done:
             yield from self._conclude(opened)
 
-    def _conclude(self, opened: OpenEpisode) -> Making:
+    def _conclude(self, opened: EnvironmentInstance) -> Making:
         """The reply is the last."""
         opened.reply.done = True
         if self._offer.rewards:
             yield from self._ask(opened, "get_reward")
 
-    def _ask(self, opened: OpenEpisode, kind: str, *arguments: Any) -> Generator[tuple, Answer | LostCall, Answer]:
+    def _ask(self, opened: EnvironmentInstance, kind: str, *arguments: Any) -> Generator[tuple, Answer, Answer]:
         """The environment itself. Raises _Failed."""
-        result = yield kind, opened.home.key, *arguments
+        result = yield kind, opened.key, *arguments
         if result.error is not None:
             raise self._failure(kind, result.error)
         opened.reply.reward += result.reward
@@ -257,15 +234,15 @@ class EnvironmentPool:
             return f"error: wrong arguments; {attempt.name} takes {takes(parameters)}"
         return None
 
-    def _use_tool(self, opened: OpenEpisode, call: ToolCall) -> Generator[tuple, Answer | LostCall, str]:
+    def _use_tool(self, opened: EnvironmentInstance, call: ToolCall) -> Generator[tuple, Answer, str]:
         """What the model sees of a call. Raises _Failed where its environment could not be made again for it."""
         name, arguments, reply = call.name, dict(call.arguments), opened.reply
         if name in self._offer.tools:
             result = yield "tool", name, arguments
         else:
-            result = yield "method", opened.home.key, name, arguments
-        lost, error = isinstance(result, LostCall), result.error
-        if lost and result.unmade:
+            result = yield "method", opened.key, name, arguments
+        error = result.error
+        if result.unmade:
             raise self._failure(name, error)
         made, failed = reply.calls.get(name, (0, 0))
         reply.calls[name] = made + 1, failed + (error is not None)
@@ -274,7 +251,7 @@ class EnvironmentPool:
             return result.texts[0]
         reply.raised.setdefault(name, error)
         reply.counts["raised"] += 1
-        return f"error: the tool {error}" if lost else f"error: {result.brief}"
+        return f"error: the tool {error}" if result.brief is None else f"error: {result.brief}"
 
     def _failure(self, name: str, error: str) -> _Failed:
         limit = " (--rl-environment-timeout)" if error.startswith(LATE) else ""
@@ -282,12 +259,12 @@ class EnvironmentPool:
 
     # calls and replies
 
-    def _start(self, opened: OpenEpisode, making: Making) -> None:
+    def _start(self, opened: EnvironmentInstance, making: Making) -> None:
         opened.reply, opened.making = Reply(opened.id), making
         self._go_on(opened, None)
         self._give()
 
-    def _go_on(self, opened: OpenEpisode, result: Answer | LostCall | None) -> None:
+    def _go_on(self, opened: EnvironmentInstance, result: Answer | None) -> None:
         """Make the next call of a reply, or give it. result: of the call before."""
         reply = opened.reply
         try:
@@ -297,22 +274,19 @@ class EnvironmentPool:
         except _Failed as failed:
             reply.failure = str(failed)
         else:
-            opened.call = self._call(message, opened, None if message[0] in ("parse", "tool") else opened.home)
+            opened.call = self._call(message, opened)
             self._pool.put(opened.call)
             return
         self._replies.append(reply)
         if reply.failure is not None or reply.done:
             del self._opened[opened.id]
-            self._leave(opened)
+            self._pool.end(opened)
 
-    def _call(self, message: tuple, owner: Any, home: EnvironmentInstance | None = None) -> WorkerCall:
+    def _call(self, message: tuple, owner: Any) -> WorkerCall:
         kind, *arguments = message
         name = f"{kind} {arguments[-2]}" if kind in ("tool", "method") else kind
-        return WorkerCall(message, self._timeout, name in self._offer.concurrent, TOGETHER, owner, home, GRACE)
-
-    def _leave(self, opened: OpenEpisode) -> None:
-        if opened.home is not None:
-            self._pool.end(opened.home)
+        session = None if kind in ("parse", "tool") else owner
+        return WorkerCall(message, self._timeout, name in self._offer.concurrent, TOGETHER, owner, session, GRACE)
 
     def _give(self) -> None:
         try:
@@ -330,7 +304,7 @@ class EnvironmentPool:
             elif opened is None:
                 self._warn(result.error)
             elif self._opened.get(opened.id) is not opened:  # it was given up
-                self._leave(opened)
+                self._pool.end(opened)
             else:
                 opened.call = None
                 opened.reply.seconds += result.seconds
@@ -354,14 +328,14 @@ def _check_fields(environment: str, fields: Sequence[str], rows: Mapping[str, Se
         raise EpisodeError(f"--rl-environment {environment}: its reset {problem}")
 
 
-def _source(flag: str, given: str, kind: str) -> Source:
+def _source(flag: str, given: str, kind: str) -> UserCode:
     """Where a user's code is. Raises EpisodeError for no such file."""
     if given.startswith(OPENENV):
-        return Source(given, "", given)
+        return UserCode(given, "", given)
     try:
         found = locate(given, flag, kind)
     except ValueError as error:
         raise EpisodeError(str(error)) from None
     if found is None:
         raise EpisodeError(f"{flag} {given!r}: give path/to/file.py:{kind}")
-    return Source(given, *found)
+    return UserCode(given, *found)

@@ -1,6 +1,6 @@
 """The process in which tools and environments run: it takes calls from a connection, and answers each.
 
-First message in: (tools, environment, parser, seconds of one call), all but the last a `Source`; first out: (what they
+First message in: (tools, environment, parser, seconds of one call), all but the last `UserCode`; first out: (what they
 offer, None) or (None, error). Then calls `(kind, *arguments)`, which `Desk` has a method for. The time limit is the
 parent's: it kills this process, and all that it has started. Imports no torch, so that it starts in a moment.
 """
@@ -40,12 +40,12 @@ BRIEF = 200  # characters of an error that the model sees
 CLOSE_SECONDS = 10.0  # most in which environments close themselves, at the end of the pool or of its process
 
 
-class Source(NamedTuple):
-    """Where a user's code is: as the flag has it, the file, and the name in it."""
+class UserCode(NamedTuple):
+    """Where a user's code is."""
 
-    given: str
+    given: str  # as the flag has it
     file: str
-    name: str
+    name: str  # in the file
 
 
 def main(connection: int, lifeline: int) -> None:
@@ -76,7 +76,7 @@ def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk, CallLoop]:
     calls = CallLoop(parent)
     tools, environment, parser, seconds = parent.receive()
 
-    def load(flag: str, source: Source | None) -> Any:
+    def load(flag: str, source: UserCode | None) -> Any:
         return source and parent.load(f"{flag} {source.given}: ", _load, flag, source)
 
     functions = {tool.name: load("--rl-tools", tool) for tool in tools}
@@ -154,7 +154,7 @@ class Desk:
         return await settled(value, self._seconds)
 
 
-def _load(flag: str, source: Source) -> Any:
+def _load(flag: str, source: UserCode) -> Any:
     if source.given.startswith(OPENENV):
         return environment_at(source.given)
     load = {"--rl-tools": load_tool, "--rl-environment": load_environment, "--rl-tool-parser": load_function}[flag]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, RawFormat
-from mindspeed_rl_plugin.episodes.live import Plan, Unfinished
-from mindspeed_rl_plugin.episodes.protocol import (
+from mindspeed_rl_plugin.episodes.environments import (
     Attempt,
     Environments,
     EpisodeError,
@@ -22,63 +21,20 @@ from mindspeed_rl_plugin.episodes.protocol import (
     row_of,
     tool_names,
 )
+from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, Plan
 from mindspeed_rl_plugin.reward.items import opening
-from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, Episode, SampleId
+from mindspeed_rl_plugin.rows import Completion, SampleId
 
 
 @dataclass(frozen=True)
-class Limits:
-    """turns: most of an episode; observation: longest [tokens]; prompt: longest with what an environment adds to it
-    [tokens]; lockstep: turn t + 1 of all episodes begins when turn t of all of them is over, in the order of ids;
-    on_error: "stop" | "zero" | "drop", where an environment fails."""
+class EpisodeLimits:
+    """What --rl-max-turns and the flags behind it say."""
 
-    turns: int
-    observation: int
-    prompt: int
-    lockstep: bool = False
-    on_error: str = "stop"
-
-
-@dataclass
-class _Story:
-    """What only the first rank knows of an episode. asked: messages of the data; finish: why it ends, while the rest of
-    its reward is due."""
-
-    live: Unfinished
-    asked: Sequence[Mapping[str, Any]]
-    conversation: list[dict[str, Any]]
-    tools: list[list[int]]
-    rewards: list[float] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
-    failure: str | None = None
-    finish: str | None = None
-
-    def count(self, counts: Mapping[str, int]) -> None:
-        for name, value in counts.items():
-            self.counts[name] = self.counts.get(name, 0) + value
-
-    def hear(self, messages: Sequence[Mapping[str, Any]], seconds: float) -> None:
-        """What the environment says, and the time that it took: at the first message, or where there is none at what
-        was said before."""
-        at = len(self.conversation) - (not messages)
-        self.conversation += [dict(message) for message in messages]
-        if messages or seconds:
-            heard = self.conversation[at]
-            heard["seconds"] = round(heard.get("seconds", 0.0) + seconds, 3)
-
-    def reward(self, value: float) -> None:
-        """Of the last turn; before the first one it is nobody's."""
-        if self.rewards:
-            self.rewards[-1] += value
-            last = next(message for message in reversed(self.conversation) if "turn" in message)
-            last["reward"] = self.rewards[-1]
-
-    def fail(self, why: str) -> None:
-        """Its environment cannot go on, and it has no rewards of it."""
-        self.failure, self.rewards = why, [0.0] * len(self.rewards)
-        for message in self.conversation:
-            if "turn" in message:
-                message["reward"] = 0.0
+    turns: int  # most of an episode
+    observation: int  # longest [tokens]
+    prompt: int  # longest, with what an environment adds to it [tokens]
+    lockstep: bool = False  # turn t + 1 of all episodes begins when turn t of all is over, in the order of ids
+    on_error: str = "stop"  # | "zero" | "drop", where an environment fails
 
 
 class Lead:
@@ -87,56 +43,56 @@ class Lead:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: EpisodeLimits,
         format: RawFormat,
         parse: Callable[[str], Sequence[Attempt]] | None,
         environments: Environments,
     ) -> None:
         self.limits, self.format, self.parse, self.environments = limits, format, parse, environments
-        self._names = tool_names(environments)
-        self._stories: dict[SampleId, _Story] = {}
-        self._paused: dict[SampleId, list[Reply]] = {}  # with what their environments said meanwhile
-        self._replies: list[Reply] = []  # of episodes that go on
+        self._states: dict[SampleId, EpisodeState] = {}
+        self._replies: list[Reply] = []  # of episodes that were interrupted, and go on
         self._due: list[SampleId] = []  # whose next turn can begin
         self._over: list[tuple[SampleId, str]] = []
         self._said: set[str] = set()  # of which tools, and "" of the environment, the first failure was printed
 
-    def begin(self, live: Unfinished) -> None:
-        sample, task = live.request.id, live.request.task
+    def begin(self, state: EpisodeState) -> None:
+        sample, task = state.request.id, state.request.task
         assert task is not None, f"{sample} has no task"
         fields = row_of(task.fields)
-        said = opening(fields.get("messages"), fields["prompt"])
-        self._stories[sample] = _Story(live, fields.get("messages") or [*said], said, [[0, 0] for _ in self._names])
+        state.conversation = opening(fields.get("messages"), fields["prompt"])
+        state.asked = fields.get("messages") or [*state.conversation]
+        state.tools = {name: [0, 0] for name in tool_names(self.environments)}
+        self._states[sample] = state
         self.environments.begin(sample, fields, task.seed)
 
     def pause(self, sample: SampleId) -> None:
-        """It is interrupted: what its environment says is kept."""
-        self._paused[sample] = []
+        """It is interrupted: what its environment says is held."""
+        self._states[sample].held = []
 
     def resume(self, sample: SampleId) -> None:
-        self._replies += self._paused.pop(sample)
+        state = self._states[sample]
+        self._replies += state.held
+        state.held = None
 
     def end(self, sample: SampleId) -> None:
         self.environments.end(sample)
-        for kept in (self._stories, self._paused):
-            kept.pop(sample, None)
+        self._states.pop(sample, None)
         self._due = [other for other in self._due if other != sample]
 
     def close(self) -> None:
         self.environments.close()
 
-    def turn(self, live: Unfinished, turn: Completion) -> None:
-        """The model's turn is over, and is in `live` already."""
-        sample, story = live.request.id, self._stories[live.request.id]
-        text = self.format.text(turn.tokens)
-        story.rewards.append(0.0)
-        story.conversation.append({"role": "assistant", "content": text, "turn": list(live.turns[-1]), "reward": 0.0})
-        if story.failure is not None:  # of its beginning: nobody answers
+    def turn(self, state: EpisodeState, turn: Completion) -> None:
+        """The model's turn is over, and is in `state` already."""
+        sample, text = state.request.id, self.format.text(turn.tokens)
+        state.rewards.append(0.0)
+        state.conversation.append({"role": "assistant", "content": text, "turn": list(state.turns[-1]), "reward": 0.0})
+        if state.failure is not None:  # of its beginning: nobody answers
             self._over.append((sample, turn.finish))
         elif turn.finish == "stop":
             self.environments.act(sample, Turn(turn.tokens, turn.logps, text, self._attempts(turn.tokens)))
         else:
-            self._finish(sample, "length", Turn(turn.tokens, turn.logps, text))
+            self._finish(state, "length", Turn(turn.tokens, turn.logps, text))
 
     def plan(self, seconds: float, end: float, sampling: bool) -> Plan:
         """What comes next, of episodes whose environments have replied; waits for a reply, `seconds` at most.
@@ -148,29 +104,19 @@ class Lead:
         ready = replies or self._over or (self._due and not self.limits.lockstep)
         try:
             for reply in (*replies, *self.environments.poll(0.0 if ready else seconds)):
-                if reply.id in self._paused:
-                    self._paused[reply.id].append(reply)
-                elif reply.id in self._stories:
-                    self._take(plan, reply)
+                state = self._states.get(reply.id)
+                if state is not None and state.held is not None:
+                    state.held.append(reply)
+                elif state is not None:
+                    self._take(plan, state, reply)
         except EpisodeError as error:
             plan.error = str(error)
         self._give_turns(plan, sampling)
         plan.over, self._over = self._over, []
-        plan.expired = time.monotonic() >= end
+        for sample, _ in plan.over:
+            del self._states[sample]
+        plan.expired, plan.answered = time.monotonic() >= end, self.environments.answered
         return plan
-
-    def record(self, live: Unfinished) -> Episode:
-        """All about an episode that is over."""
-        story = self._stories.pop(live.request.id)
-        return Episode(
-            prompt=live.prompt,
-            turns=tuple(live.turns),
-            rewards=tuple(story.rewards),
-            conversation=tuple(story.conversation),
-            counts={name: story.counts.get(name, 0) for name in EPISODE_COUNTS},
-            tools=tuple((made, raised) for made, raised in story.tools),
-            failure=story.failure,
-        )
 
     # inside
 
@@ -179,47 +125,45 @@ class Lead:
         text, most = self.format.raw_text(tokens), self.format.most_calls
         return Unread(text, most) if self.parse is None else at_most(self.parse(text), most)
 
-    def _take(self, plan: Plan, reply: Reply) -> None:
-        story = self._stories[reply.id]
-        story.count({**reply.counts, "milliseconds": round(1000 * reply.seconds)})
+    def _take(self, plan: Plan, state: EpisodeState, reply: Reply) -> None:
+        state.count({**reply.counts, "milliseconds": round(1000 * reply.seconds)})
         for name, counts in reply.calls.items():
-            place_of = self._names.index(name)
-            story.tools[place_of] = [a + b for a, b in zip(story.tools[place_of], counts, strict=True)]
+            state.tools[name] = [a + b for a, b in zip(state.tools[name], counts, strict=True)]
         for name, error in reply.raised.items():
             self._warn(name, f"the tool {name!r} raised, for the first time, in {place(reply.id)}: {error}")
-        story.reward(reply.reward)
-        messages = self._shortened(story, reply) if reply.prompt is None else reply.messages
-        story.hear(messages if story.rewards else (), reply.seconds)
+        state.reward(reply.reward)
+        messages = self._shortened(state, reply) if reply.prompt is None else reply.messages
+        state.hear(messages if state.rewards else (), reply.seconds)
         if reply.failure is not None:
-            self._fail(reply.id, reply.failure)
-        elif reply.done or story.finish is not None:
-            self._over.append((reply.id, story.finish or "stop"))
-        elif len(story.rewards) >= self.limits.turns:
-            self._finish(reply.id, "turns")
-        elif story.rewards:
-            self._observe(plan, story, reply, messages)
+            self._fail(state, reply.failure)
+        elif reply.done or state.finish is not None:
+            self._over.append((reply.id, state.finish or "stop"))
+        elif len(state.rewards) >= self.limits.turns:
+            self._finish(state, "turns")
+        elif state.rewards:
+            self._observe(plan, state, reply, messages)
         else:
-            self._open(plan, story, reply, messages)
+            self._open(plan, state, reply, messages)
 
-    def _finish(self, sample: SampleId, why: str, cut: Turn | None = None) -> None:
+    def _finish(self, state: EpisodeState, why: str, cut: Turn | None = None) -> None:
         """No further turn comes; the environment says the rest of its reward. cut: by the limit."""
-        self._stories[sample].finish = why
-        self.environments.finish(sample, cut)
+        state.finish = why
+        self.environments.finish(state.request.id, cut)
 
-    def _fail(self, sample: SampleId, why: str) -> None:
+    def _fail(self, state: EpisodeState, why: str) -> None:
         """The environment cannot go on. Where it could not begin, the model has one turn that nobody answers, for a
         response has a token. Raises EpisodeError where the run stops."""
+        sample = state.request.id
         if self.limits.on_error == "stop":
             raise EpisodeError(
                 f"the environment of {place(sample)} {why}\n  (--rl-environment-on-error zero or drop: the run goes on "
                 "and counts such episodes)"
             )
         self._warn("", f"an environment failed, for the first time, in {place(sample)}: it {why}")
-        story = self._stories[sample]
-        story.fail(why)
+        state.fail(why)
         self.environments.end(sample)
-        if story.rewards:
-            self._over.append((sample, story.finish or "stop"))
+        if state.rewards:
+            self._over.append((sample, state.finish or "stop"))
         else:
             self._due.append(sample)
 
@@ -229,17 +173,17 @@ class Lead:
             print(f"[rl] warning: {text}", flush=True)  # from whichever rank leads an engine
         self._said.add(of)
 
-    def _open(self, plan: Plan, story: _Story, reply: Reply, messages: Sequence[Message]) -> None:
+    def _open(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[Message]) -> None:
         """The first turn follows. What the environment says first stands behind the prompt's last message."""
         sample, prompt = reply.id, reply.prompt
         said = "".join(message["content"] for message in messages)
         if said:
-            *before, last = story.asked
-            content = story.conversation[-1]["content"] = last["content"] + said
+            *before, last = state.asked
+            content = state.conversation[-1]["content"] = last["content"] + said
             prompt = self._tokens(sample, self.format.prompt, [*before, {**last, "content": content}], len(said))
         if prompt is not None and len(prompt) > self.limits.prompt:
             self._fail(
-                sample,
+                state,
                 f"makes the prompt {len(prompt)} tokens long with what it says first; --rl-max-prompt-length is "
                 f"{self.limits.prompt}: let it say less, or raise that",
             )
@@ -248,21 +192,21 @@ class Lead:
             plan.prompts.append((sample, prompt))
         self._due.append(sample)
 
-    def _observe(self, plan: Plan, story: _Story, reply: Reply, messages: Sequence[Message]) -> None:
+    def _observe(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[Message]) -> None:
         """The next turn follows, if there is space for one token of it."""
-        sample, live = reply.id, story.live
+        sample = reply.id
         if reply.prompt is None:
-            tokens = self._tokens(sample, self.format.behind, live.tokens[-1], messages)
+            tokens = self._tokens(sample, self.format.behind, state.tokens[-1], messages)
         else:
-            held = (*live.prompt, *live.tokens)
+            held = (*state.prompt, *state.tokens)
             tokens = reply.prompt[len(held) :]
             if reply.prompt[: len(held)] != held:
-                self._fail(sample, _no_extension(held, reply.prompt))
+                self._fail(state, _no_extension(held, reply.prompt))
                 return
-        if len(tokens) >= live.request.sampling.max_tokens - len(live.tokens):
-            self._finish(sample, "length")
+        if len(tokens) >= state.request.sampling.max_tokens - len(state.tokens):
+            self._finish(state, "length")
             return
-        story.count({"observation_tokens": len(tokens)})
+        state.count({"observation_tokens": len(tokens)})
         plan.observations.append((sample, tokens))
         self._due.append(sample)
 
@@ -276,14 +220,14 @@ class Lead:
                 f"{place(sample)} said; let it give one text at a time, or give a tokenizer whose template fits"
             ) from error
 
-    def _shortened(self, story: _Story, reply: Reply) -> list[dict[str, Any]]:
+    def _shortened(self, state: EpisodeState, reply: Reply) -> list[dict[str, Any]]:
         """The messages of a reply, none longer than an observation may be: what comes first has the prompt's limit."""
         messages = []
         for message in reply.messages:
             content, cut = message["content"], False
-            if story.rewards:
+            if state.rewards:
                 content, cut = self.format.shortened(content, self.limits.observation)
-            story.count({"cut": int(cut), "special": int(self.format.holds_special(content))})
+            state.count({"cut": int(cut), "special": int(self.format.holds_special(content))})
             messages.append({**message, "content": content})
         return messages
 
@@ -293,8 +237,8 @@ class Lead:
             if sampling or self.environments.pending:
                 return
             self._due.sort()
-        plan.due = [sample for sample in self._due if sample not in self._paused]
-        self._due = [sample for sample in self._due if sample in self._paused]
+        plan.due = [sample for sample in self._due if self._states[sample].held is None]
+        self._due = [sample for sample in self._due if self._states[sample].held is not None]
 
 
 def _no_extension(held: Sequence[int], prompt: Sequence[int]) -> str:

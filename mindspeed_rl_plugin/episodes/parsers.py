@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS
-from mindspeed_rl_plugin.episodes.protocol import Attempt, MalformedCall, ToolCall
+from mindspeed_rl_plugin.episodes.environments import Attempt, MalformedCall, ToolCall
 from mindspeed_rl_plugin.prompts.render import render_chat
 
 if TYPE_CHECKING:

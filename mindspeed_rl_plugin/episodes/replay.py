@@ -8,21 +8,33 @@ environment likewise.
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Generator
 
+from mindspeed_rl_plugin.episodes.environments import Reply
 from mindspeed_rl_plugin.episodes.tools import Answer
+from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.pool_worker import PoolWorker, Session, WorkerCall
+
+Making = Generator[tuple, Answer, None]
+"""Makes a reply: gives messages of calls, as `environment_process.Desk` takes them, and gets what comes of each."""
 
 
 class EnvironmentInstance(Session):
-    """An environment of one episode.
+    """An episode in the pool, with its environment where there is one.
 
-    asked: calls that it has answered, and the answers.
+    reply: the last one, or in the making.
+    making: what makes it.
+    call: that it waits for.
+    asked: calls that the environment has answered, and the answers.
     known: how many of these its process has answered; where it has none, the former one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sample: SampleId) -> None:
         super().__init__()
+        self.id = sample
+        self.reply: Reply | None = None
+        self.making: Making | None = None
+        self.call: WorkerCall | None = None
         self.asked: list[tuple[WorkerCall, Answer]] = []
         self.known = 0
 
@@ -40,50 +52,38 @@ class EnvironmentInstance(Session):
         known = 0 if self.worker is None else self.known
         return call if known == len(self.asked) else self.asked[known][0]
 
-    def answered(self, call: WorkerCall, answer: Answer) -> Answer | LostCall | None:
+    def answered(self, call: WorkerCall, answer: Answer) -> Answer | None:
         """What comes of a call; None where its process was only asked once more what had been answered before."""
         if self.complete:
             self.asked.append((call, answer))
             self.known += 1
             return answer
         former, before = self.asked[self.known]
-        if _same(answer, before):
+        if _comparable(answer) == _comparable(before):
             self.known += 1
             return None
-        return LostCall(
+        error = (
             f"cannot be made: its environment is not deterministic under replay. A process ended, and in a new one "
             f"{former.message[0]} gave {_shown(answer)}, not {_shown(before)} as before; let answers depend on seed, "
-            "data row and calls alone",
-            answer.seconds,
-            unmade=True,
+            "data row and calls alone"
         )
+        return Answer(error=error, seconds=answer.seconds, unmade=True)
 
 
-class LostCall(NamedTuple):
-    """A call without an answer.
-
-    error: why.
-    seconds: until it was lost.
-    unmade: whether it was never made, since its environment could not be made again for it.
-    """
-
-    error: str
-    seconds: float
-    unmade: bool = False
-
-
-def result_of(call: WorkerCall, answer: Answer | str) -> Answer | LostCall | None:
-    """What comes of a call that is over; None where it is to be made again, since something had to come before it."""
+def result_of(call: WorkerCall, answer: Answer | str) -> Answer | None:
+    """What comes of a call that is over; None where it is to be made again, since something had to come before it.
+    answer: a text where the call is lost."""
     environment = call.session
     if isinstance(answer, Answer):
         return answer if environment is None else environment.answered(call, answer)
     unmade = environment is not None and not environment.complete
-    return LostCall(f"{answer} when it was replayed" if unmade else answer, time.monotonic() - call.began, unmade)
+    error = f"{answer} when it was replayed" if unmade else answer
+    return Answer(error=error, seconds=time.monotonic() - call.began, unmade=unmade)
 
 
-def _same(one: Answer, other: Answer) -> bool:
-    """Whether two answers agree, in all but time and place."""
-    return one._replace(seconds=0.0, error=None) == other._replace(seconds=0.0, error=None)
+def _comparable(answer: Answer) -> Answer:
+    """Without time and place."""
+    return answer._replace(seconds=0.0, error=None)
 
 
 def _shown(answer: Answer) -> str:

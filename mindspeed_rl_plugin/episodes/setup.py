@@ -15,11 +15,11 @@ from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import Engine
 from mindspeed_rl_plugin.environment import name_to_users
 from mindspeed_rl_plugin.episodes.chat import RawFormat, make_format
-from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.lead import Lead, Limits
+from mindspeed_rl_plugin.episodes.environments import Elsewhere, Environments
+from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
+from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.episodes.parsers import is_own, make_parser
-from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class EpisodeSetup:
         """Episodes over an engine. environments: of its first rank, which closes them with the engine; those that
         another rank has are closed here; peers: the ranks of the engine."""
         flags, lead = self.flags, None
-        limits = Limits(
+        limits = EpisodeLimits(
             turns=flags.max_turns,
             observation=flags.longest_observation(self.response),
             prompt=self.prompt,

@@ -1,5 +1,5 @@
-"""What a user's code offers a model: functions as tools, and environments as classes, which
-docs/episodes.md shows.
+"""What a user's code offers a model: functions as tools, and environments as classes, which docs/episodes.md shows; and
+whether a model's arguments are those of a tool.
 
 `reset` may name `seed` (32 bits, one for all episodes of a prompt), `prompt`, `answer`, `messages`, `record` (all
 other fields of the data row), single fields of the record, or take `**record`. It returns what the environment says
@@ -26,30 +26,38 @@ DESCRIBE = (
     "method that is no tool begins with _"
 )
 
+TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+
 
 class Offer(NamedTuple):
-    """What was loaded. tools: names of functions; methods: names of an environment's tools; steps: whether it has
-    `step`; rewards: whether it has `get_reward`; fields: of the record that its `reset` cannot do without; concurrent:
-    calls that are coroutines: "tool NAME", "method NAME", "reset", "step", "get_reward"."""
+    """What was loaded of a user's code."""
 
-    tools: tuple[str, ...]
-    methods: tuple[str, ...] = ()
-    steps: bool = False
-    rewards: bool = False
-    fields: tuple[str, ...] = ()
-    concurrent: tuple[str, ...] = ()
+    tools: tuple[str, ...]  # names of functions
+    methods: tuple[str, ...] = ()  # names of an environment's tools
+    steps: bool = False  # whether it has `step`
+    rewards: bool = False  # whether it has `get_reward`
+    fields: tuple[str, ...] = ()  # of the record that its `reset` cannot do without
+    concurrent: tuple[str, ...] = ()  # coroutines among "tool NAME", "method NAME", "reset", "step", "get_reward"
 
 
 class Answer(NamedTuple):
-    """What came of a call. texts: that the model reads, each a message; done: the episode is over; brief: what was
-    raised, in one line; error: that, and where; seconds: that the user's code took."""
+    """What came of a call."""
 
-    texts: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()  # that the model reads, each a message
     reward: float = 0.0
-    done: bool = False
-    brief: str | None = None
-    error: str | None = None
-    seconds: float = 0.0
+    done: bool = False  # whether the episode is over
+    brief: str | None = None  # what was raised, in one line; None where the call had no answer at all
+    error: str | None = None  # what was raised and where, or why there is no answer; None: nothing went wrong
+    seconds: float = 0.0  # that the user's code took
+    unmade: bool = False  # the call was never made, since its environment could not be made again for it
 
 
 def load_tool(file: str, name: str) -> Callable[..., Any]:
@@ -207,3 +215,58 @@ def _check_step(name: str, environment: type) -> None:
     except TypeError:
         takes = inspect.signature(environment.step)
         raise ValueError(f"{name}.step takes {takes}; it is called with one text, the model's turn") from None
+
+
+def fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a JSON value is what a schema asks for, as far as type hints and most tools' schemas go: types, enum,
+    anyOf, items, prefixItems, properties, required, additionalProperties, nullable."""
+    if value is None and schema.get("nullable"):
+        return True
+    if "anyOf" in schema:
+        return any(fits(value, one) for one in schema["anyOf"])
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    if not _of_type(value, schema.get("type")):
+        return False
+    if isinstance(value, list):
+        if (first := schema.get("prefixItems")) is not None:
+            return len(value) == len(first) and all(map(fits, value, first))
+        return all(fits(one, schema.get("items") or {}) for one in value)
+    return not isinstance(value, dict) or _object_fits(value, schema)
+
+
+def takes(parameters: Mapping[str, Any]) -> str:
+    """What a tool takes, in one line for the model."""
+    needed = parameters.get("required", ())
+    described = [
+        f"{name}: {_type_in_words(schema)}{'' if name in needed else ' (optional)'}"
+        for name, schema in parameters.get("properties", {}).items()
+    ]
+    return ", ".join(described) or "no arguments"
+
+
+def _of_type(value: Any, type_: str | list[str] | None) -> bool:
+    """Whether a value is of a schema's type, one of several, or of one that JSON does not have."""
+    if isinstance(type_, list):
+        return any(_of_type(value, one) for one in type_)
+    if type_ not in TYPES:
+        return True
+    return isinstance(value, TYPES[type_]) and (type_ == "boolean" or not isinstance(value, bool))
+
+
+def _object_fits(value: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
+    known, more = schema.get("properties"), schema.get("additionalProperties")
+    if not all(name in value for name in schema.get("required", ())):
+        return False
+    if known is None:
+        return more in (None, True, False) or all(fits(one, more) for one in value.values())
+    return all(fits(one, known[name]) if name in known else bool(more) for name, one in value.items())
+
+
+def _type_in_words(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return " or ".join(map(repr, schema["enum"]))
+    if "anyOf" in schema:
+        return " or ".join(map(_type_in_words, schema["anyOf"]))
+    type_ = schema.get("type", "any")
+    return " or ".join(type_) if isinstance(type_, list) else type_

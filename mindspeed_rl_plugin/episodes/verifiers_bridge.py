@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from mindspeed_rl_plugin.config.episode_flags import VERIFIERS
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Reply, Turn
+from mindspeed_rl_plugin.episodes.environments import EpisodeError, Reply, Turn
 from mindspeed_rl_plugin.episodes.verifiers_load import ROW
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for

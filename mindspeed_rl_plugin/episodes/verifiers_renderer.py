@@ -14,7 +14,7 @@ from renderers import RenderedTokens
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
 
-from mindspeed_rl_plugin.episodes.rendering import ControlTokens, dated
+from mindspeed_rl_plugin.control_tokens import ControlTokens, dated
 
 # What is in the chat template of models that write calls in some format -> name of its parser; the first that is there.
 PARSERS = {"<arg_key>": "glm", "<function=": "qwen3.5", "<tool_call>": "qwen3", "<｜tool▁call▁begin｜>": "deepseek-v3"}

@@ -16,8 +16,8 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.engine.seeds import task_of
 from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.episodes.environments import Elsewhere, Environments, begin_once, row_of, tool_names
 from mindspeed_rl_plugin.episodes.parsers import make_parser
-from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments, begin_once, row_of, tool_names
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.generators.external_engines import check_servers

@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.environment import launch_env
-from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments
+from mindspeed_rl_plugin.episodes.environments import Elsewhere, Environments
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, reads_old_logps
 from mindspeed_rl_plugin.loop.docks import Docks, DockSize

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl_plugin.episodes.rendering import ControlTokens
+from mindspeed_rl_plugin.control_tokens import ControlTokens
 from mindspeed_rl_plugin.prompts.render import QUESTION, TEMPLATE_ERRORS, render_chat
 from mindspeed_rl_plugin.prompts.tokenizer import read_if_there, vocabulary
 
@@ -24,8 +24,8 @@ END, LEFT_OUT = "\ud800", "\ud801"  # places of marks in a text: no tokenizer de
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
-    """The token with which the chat template ends the model's turn; None where no control token (`rendering`) stands
-    behind it, and where it writes no such turn. tools: as of `render_chat`."""
+    """The token with which the chat template ends the model's turn; None where no control token stands behind it, and
+    where it writes no such turn. tools: as of `render_chat`."""
     turns = ({"role": "assistant", "content": said} for said in (SPOKEN, SPOKEN + "?"))
     try:
         one, other = (render_chat(tokenizer, [QUESTION, turn], tools, ask=False)[::-1] for turn in turns)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from mindspeed_rl_plugin.control_tokens import ControlTokens, dated
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.episodes.rendering import ControlTokens, dated
 from mindspeed_rl_plugin.prompts.sources import Source
 from mindspeed_rl_plugin.rows import Prompt
 
@@ -234,7 +234,7 @@ def _filled(value: Any) -> Any:
 
 
 def is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether the text holds the control token (`rendering`) that the chat template begins a user's message with."""
+    """Whether the text holds the control token that the chat template begins a user's message with."""
     return any(mark in text for mark in _marks(tokenizer))
 
 

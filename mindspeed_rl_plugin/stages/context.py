@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.engine.protocol import Engine
-from mindspeed_rl_plugin.episodes.protocol import Elsewhere, Environments
+from mindspeed_rl_plugin.episodes.environments import Elsewhere, Environments
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream

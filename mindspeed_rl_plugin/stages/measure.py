@@ -12,7 +12,7 @@ import torch
 from mindspeed_rl_plugin.algorithms import Algorithm, spread
 from mindspeed_rl_plugin.dock import Dock, Moved
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError, tool_names
+from mindspeed_rl_plugin.episodes.environments import EpisodeError, tool_names
 from mindspeed_rl_plugin.monitor import rollout_metrics as metrics
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout
 from mindspeed_rl_plugin.monitor.monitor import Monitor

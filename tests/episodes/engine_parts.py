@@ -7,13 +7,13 @@ from typing import Any
 
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.seeds import response_request
-from mindspeed_rl_plugin.episodes.engine import EpisodeEngine
-from mindspeed_rl_plugin.episodes.lead import Lead, Limits
-from mindspeed_rl_plugin.episodes.protocol import Reply, Turn
+from mindspeed_rl_plugin.episodes.environments import Reply, Turn
+from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
+from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
 CLOSE, PROMPT = 99, (7, 8, 9)
-LIMITS = Limits(turns=4, observation=6, prompt=5)
+LIMITS = EpisodeLimits(turns=4, observation=6, prompt=5)
 SAYS = Reply(SampleId(0, 0, 0), [{"role": "user", "content": "!"}])
 FIELDS = {"text": "p", "answer": "a", "record": {}, "messages": None}
 COUNTED = ("calls", "malformed", "unknown", "arguments", "raised")
@@ -143,7 +143,9 @@ def requests_of(groups: int, members: int = 2, most: int = 40) -> list[GenerateR
     return [response_request(Sampling(most), 3, sample, PROMPT, fields=FIELDS) for sample in ids]
 
 
-def over(world: World, limits: Limits = LIMITS, longest: int = 10, parse: Any = lambda text: ()) -> EpisodeEngine:
+def over(
+    world: World, limits: EpisodeLimits = LIMITS, longest: int = 10, parse: Any = lambda text: ()
+) -> EpisodeEngine:
     return EpisodeEngine(Engine(), longest, world.begins, Lead(limits, Format(), parse, world), Peers())
 
 

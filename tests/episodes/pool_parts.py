@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.environment_process import Desk
-from mindspeed_rl_plugin.episodes.protocol import Reply, ToolCall, Turn, Unread
+from mindspeed_rl_plugin.episodes.environments import Reply, ToolCall, Turn, Unread
 from mindspeed_rl_plugin.episodes.tools import load_environment, load_tool
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Worker

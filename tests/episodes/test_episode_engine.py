@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 
 from mindspeed_rl_plugin.engine.protocol import generate
-from mindspeed_rl_plugin.episodes.live import turn_seed
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply, ToolCall, Turn, Unread
+from mindspeed_rl_plugin.episodes.environments import EpisodeError, MalformedCall, Reply, ToolCall, Turn, Unread
+from mindspeed_rl_plugin.episodes.episode_state import turn_seed
 from mindspeed_rl_plugin.rows import Completion, SampleId
 
 

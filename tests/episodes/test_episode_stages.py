@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.checks.episode_checks import notes, problems
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.dock import VersionBound
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError
+from mindspeed_rl_plugin.episodes.environments import EpisodeError
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import (
     EPISODE_COUNTS,

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.checks.episode_checks import problems
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.rl_config import add_flags
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.protocol import Reply, ToolCall, Turn
+from mindspeed_rl_plugin.episodes.environments import Reply, ToolCall, Turn
 from mindspeed_rl_plugin.episodes.tools import read_calls
 from mindspeed_rl_plugin.reward import GradeItem, RewardPool
 from mindspeed_rl_plugin.rows import SampleId

@@ -8,8 +8,8 @@ from families import make_tokenizer, template, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl_plugin.episodes.environments import MalformedCall, ToolCall
 from mindspeed_rl_plugin.episodes.parsers import NO_CALL, NO_JSON, NOT_CLOSED, PARSERS, make_parser
-from mindspeed_rl_plugin.episodes.protocol import MalformedCall, ToolCall
 from mindspeed_rl_plugin.prompts.render import render_chat
 
 QUICK = settings(max_examples=40, deadline=None)

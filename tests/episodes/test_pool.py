@@ -12,7 +12,7 @@ from commands import until
 from pool_parts import FILE, FUNCTIONS, act, begin, call, contents, replies, sample, task, turn, unread
 
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, Reply
+from mindspeed_rl_plugin.episodes.environments import EpisodeError, MalformedCall, Reply
 from mindspeed_rl_plugin.workers.process import wait_for
 
 

@@ -16,7 +16,7 @@ from commands import until
 from pool_parts import FILE, FUNCTIONS, act, begin, below, call, contents, replies, sample, task, turn, unread
 
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError, MalformedCall, begin_once
+from mindspeed_rl_plugin.episodes.environments import EpisodeError, MalformedCall, begin_once
 
 LIMIT = " (--rl-environment-timeout)"
 # What the model sees of a fault of a tool.
@@ -174,7 +174,7 @@ def test_a_method_that_is_lost_in_replay_is_a_failure_of_its_environment(started
     pool = started("Shop")
     begin(pool, [0], money=5)
     act(pool, 0, "", call("buy", item="tea"))
-    home, (worker,) = pool._opened[sample(0)].home, pool._pool.workers
+    home, (worker,) = pool._opened[sample(0)], pool._pool.workers
     former, answer = home.asked[1]
     home.asked[1] = (replace(former, message=(*former.message[:2], "fail", {"kind": "loops"})), answer)
     os.kill(below(worker), signal.SIGKILL)
@@ -237,7 +237,7 @@ def test_a_fault_in_replay_is_that_of_its_environment(started, tmp_path: Path) -
     pool = started()
     begin(pool, (0, 1))
     (worker,) = pool._pool.workers
-    home = pool._opened[sample(0)].home
+    home = pool._opened[sample(0)]
     assert act(pool, 0, "one").reward == 0.5
     former, answer = home.asked[1]
     home.asked[1] = (replace(former, message=(*former.message[:2], "loops")), answer)

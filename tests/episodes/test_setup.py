@@ -12,7 +12,7 @@ import pytest
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.protocol import Elsewhere, EpisodeError
+from mindspeed_rl_plugin.episodes.environments import Elsewhere, EpisodeError
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.generators import serving
 from mindspeed_rl_plugin.launch import read_inputs

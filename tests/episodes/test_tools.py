@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.episodes.arguments import fits, takes
 from mindspeed_rl_plugin.episodes.tools import (
     Answer,
     Offer,
+    fits,
     load_environment,
     load_tool,
     offer_of,
@@ -19,6 +19,7 @@ from mindspeed_rl_plugin.episodes.tools import (
     read_step,
     reset_arguments,
     schema_of,
+    takes,
 )
 
 FILE = str(Path(__file__).with_name("user_code.py"))

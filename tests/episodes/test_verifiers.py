@@ -11,7 +11,7 @@ import pytest
 from bytes_tokenizer import byte_tokenizer
 
 from mindspeed_rl_plugin.episodes import verifiers_worker
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Turn, begin_once
+from mindspeed_rl_plugin.episodes.environments import EpisodeError, Turn, begin_once
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
 from mindspeed_rl_plugin.prompts.render import Renderer
 from mindspeed_rl_plugin.prompts.sources import open_source

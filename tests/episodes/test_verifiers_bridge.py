@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from mindspeed_rl_plugin.episodes import verifiers_bridge
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError, Reply, Turn
+from mindspeed_rl_plugin.episodes.environments import EpisodeError, Reply, Turn
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments, interpreter
 from mindspeed_rl_plugin.rows import SampleId
 

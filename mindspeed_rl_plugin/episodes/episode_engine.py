@@ -19,10 +19,10 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.protocol import ENGINE_PARTS, Engine
+from mindspeed_rl_plugin.episodes.environments import EpisodeError
+from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, Plan
 from mindspeed_rl_plugin.episodes.lead import Lead
-from mindspeed_rl_plugin.episodes.live import Plan, Unfinished
-from mindspeed_rl_plugin.episodes.protocol import EpisodeError
-from mindspeed_rl_plugin.rows import Completion, Episode, GenerateRequest, SampleId
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
 BETWEEN_SECONDS = 0.005  # of the engine's steps between looks at environments that have something in the making
 WAIT_SECONDS = 1.0  # that the first rank waits for environments at a time, and the others for it
@@ -34,9 +34,9 @@ class EpisodeEngine:
 
     def __init__(self, engine: Engine, longest: int, begins: bool, lead: Lead | None, peers: Peers) -> None:
         self._engine, self._longest, self._begins, self._lead, self._peers = engine, longest, begins, lead, peers
-        self._live: dict[SampleId, Unfinished] = {}
+        self._live: dict[SampleId, EpisodeState] = {}
         self._sampling: set[SampleId] = set()  # whose turn the engine samples
-        self._paused: dict[SampleId, Unfinished] = {}
+        self._paused: dict[SampleId, EpisodeState] = {}
         self._progress, self._answered = time.monotonic(), 0
 
     replica = property(attrgetter("_engine.replica"))
@@ -58,7 +58,7 @@ class EpisodeEngine:
         for request in requests:
             live = self._paused.pop(request.id, None)
             if live is None:
-                live = Unfinished(request, request.prompt_tokens, self._begins)
+                live = EpisodeState(request, request.prompt_tokens, self._begins)
                 if self._lead is not None:
                     self._lead.begin(live)
             else:
@@ -130,7 +130,7 @@ class EpisodeEngine:
         """Whether environments have something in the making."""
         return len(self._sampling) < len(self._live)
 
-    def _sample(self, due: Iterable[Unfinished]) -> None:
+    def _sample(self, due: Iterable[EpisodeState]) -> None:
         requests = [live.next_turn(self._longest) for live in due]
         self._sampling |= {request.id for request in requests}
         self._engine.submit(requests)
@@ -148,7 +148,6 @@ class EpisodeEngine:
             now = time.monotonic()
             left = 0.0 if self._sampling or self.shares_experts else min(max(end - now, 0.0), WAIT_SECONDS)
             plan = self._lead.plan(left, end, bool(self._sampling))
-            plan.answered = self._lead.environments.answered
         return self._peers.share(plan)
 
     def _follow(self, plan: Plan) -> list[Completion]:
@@ -162,22 +161,13 @@ class EpisodeEngine:
         if plan.prompts or plan.observations or plan.over or plan.answered > self._answered:
             self._progress, self._answered = time.monotonic(), plan.answered
         self._sample([self._live[sample] for sample in plan.due])
-        return [self._over(sample, finish) for sample, finish in plan.over]
-
-    def _over(self, sample: SampleId, finish: str) -> Completion:
-        live = self._live.pop(sample)
-        return live.completion(finish, self._record(live, whole=True))
+        return [self._live.pop(sample).completion(finish) for sample, finish in plan.over]
 
     def _pause(self, sample: SampleId) -> Completion:
         live = self._paused[sample] = self._live.pop(sample)
         if self._lead is not None:
             self._lead.pause(sample)
-        return live.completion("abort", self._record(live, whole=False))
-
-    def _record(self, live: Unfinished, whole: bool) -> Episode:
-        if self._lead is None or not whole:
-            return Episode(live.prompt, tuple(live.turns))
-        return self._lead.record(live)
+        return live.completion("abort")
 
     def _end_others(self, known: Set[SampleId]) -> None:
         """Interrupted episodes that do not go on are over. An evaluation comes between, and says nothing of them."""
