@@ -1,4 +1,5 @@
-"""Processes of this machine: whether one still runs, and the end of this one where its main thread cannot bring it."""
+"""Processes of this machine: whether one still runs, and the end of this one where its main thread cannot bring it;
+work in a thread."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from mindspeed_rl_plugin.environment import flush_output, last_words, launcher
 
+Result = TypeVar("Result")
 LOOK_SECONDS = 1.0  # between looks at the launcher
 INTERRUPT_SECONDS = 3.0  # that the main thread may take to hear of SIGINT; torchrun kills after 30
 
@@ -84,3 +88,17 @@ def _attend(heard: socket.socket, above: int | None, since: int | None, interrup
     time.sleep(INTERRUPT_SECONDS)
     if interrupted():
         os._exit(128 + signal.SIGINT)
+
+
+def in_background(name: str, work: Callable[[], Result]) -> Future[Result]:
+    """What `work` gives, or why it failed, in a thread of that name, for which the end of the process does not wait."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    return future

@@ -6,10 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rl_plugin.engine.hf_config import family_table
 from mindspeed_rl_plugin.host import engine_env
-from mindspeed_rl_plugin.rows import Sampling
+from mindspeed_rl_plugin.rows import GenerateRequest
 
 NO_TOKENIZER_NEEDED = (0, 10)
+PROCESSED = "processed_logprobs"
+# vllm-ascend would bind all threads of the trainer to a few cores, and may stop the machine's irqbalance. The others
+# say from 0.23 on what the variables of `engine_env.REQUIRED_NPU` say: weights stay in the format of the checkpoint.
+ASCEND_CONFIG = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0, "enable_mlapo": False}
+# Of one step of an accelerator, which takes longer prompts in parts: vLLM keeps memory for the activations of so many.
+STEP_TOKENS = 8192
+CPU_BLOCK = 32  # tokens; vLLM's kernels for CPUs want a multiple of it, but for latent attention, which has its own
 
 
 @dataclass(frozen=True)
@@ -49,24 +57,76 @@ def needs_tokenizer(stop: Sequence[str]) -> bool:
     return bool(stop) or engine_env.vllm_version() < NO_TOKENIZER_NEEDED
 
 
-def sampling_fields(sampling: Sampling, eos: Sequence[int], seed: int | None) -> dict[str, Any]:
-    """One request as fields of vLLM's SamplingParams, all of them that a server's own defaults could change.
+def engine_arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any]:
+    """An engine as fields of vLLM's EngineArgs. kind: of device; directory: of its config.json."""
+    on_cpu = kind == "cpu"
+    step = max(2048, options.max_model_len) if on_cpu else STEP_TOKENS
+    graphs = {"cudagraph_capture_sizes": sorted(set(options.graph_sizes))}
+    segments, latent = engine_env.expandable_segments(kind), bool(options.config.get("kv_lora_rank"))
+    return {
+        "model": directory,
+        "tokenizer": options.tokenizer,
+        "skip_tokenizer_init": options.tokenizer is None,
+        "trust_remote_code": options.trust_remote_code,
+        "load_format": "dummy",
+        "dtype": options.dtype,
+        "seed": 0,
+        "max_model_len": options.max_model_len,
+        "tensor_parallel_size": options.tensor_parallel,
+        "enable_expert_parallel": options.expert_parallel > 1,
+        "data_parallel_size": options.sharing,
+        "distributed_executor_backend": "external_launcher",
+        "enforce_eager": on_cpu,
+        "enable_prefix_caching": True,
+        "max_num_seqs": options.max_running,
+        "max_num_batched_tokens": max(step, options.max_running),
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "enable_sleep_mode": options.sleep_mode and not on_cpu,
+        "logprobs_mode": PROCESSED,
+        # After a part of a prompt vLLM turns the response's generator back, which none of a CPU can do.
+        **({"kv_cache_memory_bytes": options.kv_cache_bytes, "enable_chunked_prefill": False} if on_cpu else {}),
+        # Only whole blocks of a prefix are kept, and vLLM's 128 tokens of a CPU are longer than many a turn.
+        **({"block_size": CPU_BLOCK} if on_cpu and not latent else {}),
+        **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization}),
+        # A step ahead is one more than the others have, where engines share experts.
+        **({} if on_cpu else {"async_scheduling": options.sharing == 1}),
+        **({} if on_cpu or not options.graph_sizes else {"compilation_config": graphs}),
+        **({"additional_config": dict(ASCEND_CONFIG)} if kind == "npu" else {}),
+        # vLLM's own maps the graphs' memory of other ranks, which then ends the process without a word (0.18 to 0.32).
+        **({"disable_custom_all_reduce": True} if kind == "cuda" and options.tensor_parallel > 1 and segments else {}),
+        # What vLLM takes by itself on sm100 permutes the weights of experts in place.
+        **({"moe_backend": "triton"} if kind == "cuda" and family_table(options.config).experts else {}),
+        # Where the CPU has AMX vLLM would repack the weight of latent attention, and drop it.
+        **({"attention_backend": "CPU_MLA"} if on_cpu and latent else {}),
+    }
 
-    eos: end every response that does not ignore them; always explicit, for without a tokenizer vLLM knows none. seed:
-    None where the request has no generator of its own.
+
+def sampling_fields(request: GenerateRequest, eos: Sequence[int], seeded: bool) -> dict[str, Any]:
+    """What is still to be sampled of a response, as fields of vLLM's SamplingParams, all of them that a server's own
+    defaults could change.
+
+    eos: end every response that does not ignore them; always explicit, for without a tokenizer vLLM knows none.
+    seeded: whether the request has a generator of its own.
     """
+    sampling = request.sampling
     stops = [] if sampling.ignore_eos else list(sampling.stop)
     ends = () if sampling.ignore_eos else (*eos, *sampling.stop_token_ids)
     return {
         "n": 1,
-        "max_tokens": sampling.max_tokens,
+        "max_tokens": sampling.max_tokens - (len(request.begun.tokens) if request.begun else 0),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "seed": seed,
+        "seed": request.seed if seeded else None,
         "stop": stops,
         "stop_token_ids": sorted(set(ends)),
         "ignore_eos": True,
         "logprobs": 0,
         "detokenize": bool(stops),
     }
+
+
+def prompt_of(request: GenerateRequest) -> list[int]:
+    """Tokens of the prompt, and those of the response that were sampled before."""
+    return [*request.prompt_tokens, *(request.begun.tokens if request.begun else ())]

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.engine.options import sampling_fields
+from mindspeed_rl_plugin.engine.options import PROCESSED, sampling_fields
 from mindspeed_rl_plugin.host.engine_env import in_group
-from mindspeed_rl_plugin.rows import Sampling
+from mindspeed_rl_plugin.rows import GenerateRequest
 
-PROCESSED = "processed_logprobs"
 # Tensors of multi-latent attention that vLLM makes from `kv_b_proj` and decodes with. Some versions keep them as
 # parameters, some as attributes of the layer or of its implementation, some as views of the weight itself.
 DERIVED = ("W_UV", "W_UK_T")
@@ -189,7 +188,7 @@ def demand_plain_experts(engine: Any) -> None:
             )
 
 
-def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int | None) -> Any:
+def sampling_params(request: GenerateRequest, eos: Sequence[int], seeded: bool) -> Any:
     """vLLM's form of one request; see `sampling_fields`.
 
     DELTA output: each step hands over its new tokens only, so long responses cost linear time, and what an
@@ -198,7 +197,7 @@ def sampling_params(sampling: Sampling, eos: Sequence[int], seed: int | None) ->
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(**sampling_fields(sampling, eos, seed), output_kind=RequestOutputKind.DELTA)
+    return SamplingParams(**sampling_fields(request, eos, seeded), output_kind=RequestOutputKind.DELTA)
 
 
 class OfWorker:

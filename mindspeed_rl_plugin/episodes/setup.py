@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.episode_flags import OPENENV, VERIFIERS, EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
-from mindspeed_rl_plugin.engine.protocol import Engine
+from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.environment import name_to_users
 from mindspeed_rl_plugin.episodes.chat import RawFormat, make_format
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool

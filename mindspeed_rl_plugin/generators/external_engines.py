@@ -18,8 +18,8 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine.options import VllmOptions
-from mindspeed_rl_plugin.engine.server_api import Server, problems
 from mindspeed_rl_plugin.environment import environment_apart, launch_env, say
+from mindspeed_rl_plugin.generators.vllm_server import VllmServer, problems
 
 END_SECONDS = 30.0  # for Ray to end its tasks, and for servers to be left
 AGAIN_SECONDS = 5.0  # until a server that failed is tried again
@@ -59,7 +59,7 @@ def check_servers(config: RLConfig, model: Mapping[str, Any], dtype: str) -> Ite
         yield f"--rl-engine-url {' '.join(urls)}: a server is named twice; give each once"
     for url in urls:
         try:
-            served = Server(url, config.monitor.wait_timeout).check()[0]
+            served = VllmServer(url, config.monitor.wait_timeout).check()[0]
         except (ValueError, OSError, RuntimeError) as error:
             yield f"--rl-engine-url: {error}"
         else:

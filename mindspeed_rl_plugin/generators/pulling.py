@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 
 from torch import Tensor
 
-from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.generators.background_task import BackgroundTask
 from mindspeed_rl_plugin.generators.description import Description, weights_of
 from mindspeed_rl_plugin.layout.layout import EngineParallel
+from mindspeed_rl_plugin.processes import in_background
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.weights.machine_staging import Shared
 from mindspeed_rl_plugin.weights.pull import Puller
@@ -31,20 +31,27 @@ def puller_of(
     return Puller(weights_of(dock), parallel, parameters, sources_of(dock), rank=rank, ranks=here, **limits)
 
 
-class Weights(BackgroundTask):
+class Weights:
     """Pulls beside the engine's steps. ready: called when a pull is over, well or not. cost: seconds of all pulls that
     went well, and bytes that this process read for them, since `take_cost`."""
 
     def __init__(self, puller: Puller, ready: Callable[[int], None]) -> None:
-        super().__init__("pull")
         self.puller, self._ready = puller, ready
-        self._device = get_device()
-        self._current = None if self._device.is_cpu else self._device.current()
+        self._last: Future[None] | None = None
         self.cost = (0.0, 0)
 
     def pull(self, version: int) -> None:
         """Pull a version; the pull before it is over then."""
-        self.begin(partial(self._pull, version))
+        self.finish()
+        self._last = in_background("pull", partial(self._pull, version))
+
+    @property
+    def busy(self) -> bool:
+        return self._last is not None and not self._last.done()
+
+    def finish(self) -> BaseException | None:
+        """Wait for the last pull; why it failed."""
+        return None if self._last is None else self._last.exception()
 
     def take_cost(self) -> tuple[float, int]:
         """`cost`, which begins anew; no pull is under way."""
@@ -53,8 +60,6 @@ class Weights(BackgroundTask):
 
     def _pull(self, version: int) -> None:
         try:
-            if self._current is not None:  # a thread begins with the first device
-                self._device.api.set_device(self._current)
             pulled = self.puller.pull(version)
             self.cost = self.cost[0] + pulled.seconds, self.cost[1] + pulled.nbytes
         finally:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
 from mindspeed_rl_plugin.dock import Lease, Rows, VersionBound
-from mindspeed_rl_plugin.generators.background_task import BackgroundTask
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.engine_state import Action, EngineState, choose
-from mindspeed_rl_plugin.generators.spans import Spans
+from mindspeed_rl_plugin.processes import in_background
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.notes import Announced
@@ -24,6 +24,10 @@ LEASE_SECONDS = 86400.0  # an engine that is lost is known by its connection, an
 REPORT_SECONDS = 0.5  # between two reports of what was counted
 ROWS_SECONDS = 0.25  # that an engine without rows waits for some at a time
 EMPTY_SECONDS = 0.02  # before it asks again where all rows are done
+Span = tuple[str, float, float]  # what, and from when to when, seconds since 1970
+GAP_SECONDS = 0.02  # between two spans of a kind that are one
+LONGEST_SECONDS = 4.0  # of one that goes on, before it is told
+MOST = 2000  # spans that are kept until they are told; then the oldest are lost
 
 
 @dataclass
@@ -59,7 +63,7 @@ class Scheduler:
         self.counts: dict[str, float] = {}
         self.spans = Spans()
         self._lost: tuple[int, Exception | None] = (-1, None)  # weights that were wanted and cannot be had any more
-        self._writing = BackgroundTask("write")
+        self._writing: Future[None] | None = None
         self._pulled = threading.Event()
         self._began = self._pull_began = time.monotonic()
         self._reported = -REPORT_SECONDS  # at once: who hangs in its first step is known, too
@@ -103,7 +107,7 @@ class Scheduler:
             self.count("tokens", completion.sampled)
             finished.setdefault(row.lease.token, []).append((row, completion))
         if finished:
-            self._writing.begin(partial(self._write, finished.values(), digest, self.state.version))
+            self._writing = in_background("write", partial(self._write, finished.values(), digest, self.state.version))
 
     def count(self, name: str, value: float) -> None:
         self.counts[name] = self.counts.get(name, 0.0) + value
@@ -137,7 +141,7 @@ class Scheduler:
 
     def _written(self) -> None:
         """What was done is in the dock. Raises why it is not, unless the job has left."""
-        error = self._writing.finish()
+        error = self._writing and self._writing.exception()
         if error is not None and not (isinstance(error, ConnectionError) and self.dock.has_left()):
             raise error
 
@@ -205,3 +209,38 @@ class Scheduler:
             self._hear(self.dock.news(self._news, LOOK_SECONDS))
         self.state.needs = None  # others may have taken those rows
         self.spend("version", began)
+
+
+class Spans:
+    """Few spans: neighbours of one kind are one. Filled by the threads of an engine, emptied by its reports."""
+
+    def __init__(self) -> None:
+        self._since_epoch = time.time() - time.monotonic()
+        self._lock = threading.Lock()
+        self._going: dict[str, tuple[float, float]] = {}  # what -> the last of its kind, which may go on
+        self._over: deque[Span] = deque(maxlen=MOST)
+
+    def add(self, what: str, began: float, ended: float) -> None:
+        """A span by the clock of `time.monotonic`."""
+        with self._lock:
+            first, last = self._going.get(what, (began, began))
+            if began - last > GAP_SECONDS:
+                self._end(what)
+                first = began
+            self._going[what] = first, ended
+            if ended - first > LONGEST_SECONDS:
+                self._end(what)
+
+    def take(self, now: float) -> list[Span]:
+        """Those that are over, which are taken away."""
+        with self._lock:
+            for what in [what for what, (_, last) in self._going.items() if now - last > GAP_SECONDS]:
+                self._end(what)
+            taken = list(self._over)
+            self._over.clear()
+        return taken
+
+    def _end(self, what: str) -> None:
+        if what in self._going:
+            first, last = self._going.pop(what)
+            self._over.append((what, first + self._since_epoch, last + self._since_epoch))

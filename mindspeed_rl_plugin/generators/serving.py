@@ -11,16 +11,15 @@ from typing import Any
 
 from mindspeed_rl_plugin.engine.engine_sizes import kv_cache_problems
 from mindspeed_rl_plugin.engine.options import VllmOptions
-from mindspeed_rl_plugin.engine.protocol import Engine
-from mindspeed_rl_plugin.engine.server_api import Server, check_served
-from mindspeed_rl_plugin.engine.server_engine import ServerEngine
+from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env, say
 from mindspeed_rl_plugin.generators.description import Description, job_of, welcome
 from mindspeed_rl_plugin.generators.engine_loop import EngineLoop, Team
 from mindspeed_rl_plugin.generators.pulling import puller_of
 from mindspeed_rl_plugin.generators.scheduler import LEASE_SECONDS, Scheduler
-from mindspeed_rl_plugin.generators.server_weights import ServerWeights
+from mindspeed_rl_plugin.generators.server_engine import ServerEngine, ServerWeights
+from mindspeed_rl_plugin.generators.vllm_server import VllmServer, check_served
 from mindspeed_rl_plugin.layout.layout import EngineParallel
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
@@ -107,14 +106,14 @@ def serve_at(
 
     leaving: set where the engine is to leave; max_running: most responses at once, None for the job's; tokenizer: its
     directory here, where the job has episodes, None for the job's. Raises ValueError where the server cannot, with the
-    mend, and what `Server` raises where it fails.
+    mend, and what `VllmServer` raises where it fails.
     """
     who = f"server at {url}"
     with closing(GuestDock.join(address, secret_file, lease_seconds=LEASE_SECONDS, who=who)) as dock:
         job = job_of(dock)
         say(welcome(dock, job, address))
         tokenizer = tokenizer_here(job, url, tokenizer)
-        server = Server(url, job.deadline)
+        server = VllmServer(url, job.deadline)
         workers = server.check()
         check_served(url, workers[0], job.engine, bool(job.sampling.stop))
         slots = min(max_running or job.engine.max_running, workers[0].max_running)

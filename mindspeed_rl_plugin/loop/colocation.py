@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.dock.peers import Peers
-from mindspeed_rl_plugin.engine.protocol import Engine
+from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup

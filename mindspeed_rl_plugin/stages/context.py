@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.engine.protocol import Engine
+from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.episodes.environments import Elsewhere, Environments
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.monitor.monitor import Monitor

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.dock import Dock, VersionBound
-from mindspeed_rl_plugin.engine.protocol import Engine, generate
+from mindspeed_rl_plugin.engine.rollout_engine import Engine, generate
 from mindspeed_rl_plugin.engine.seeds import EPOCH, response_request
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Lease
-from mindspeed_rl_plugin.engine.protocol import Engine, generate, stream
+from mindspeed_rl_plugin.engine.rollout_engine import Engine, generate, stream
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.monitor.console import ProgressBar
 from mindspeed_rl_plugin.rows import (

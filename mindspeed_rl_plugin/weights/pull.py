@@ -129,6 +129,7 @@ class Puller:
     ) -> None:
         self.weights, self.rank, self.deadline = weights, rank, deadline
         live, shape = {name: t.data for name, t in parameters.items()}, weights.shape
+        self._device = next(iter(live.values())).device
         own_head = HEAD_WEIGHT in live if shape.tied else None
         self.engine = engine_storage(shape, engine, rank, own_head, live)
         self.layout = engine_layout(shape, self.engine, rank, own_head)
@@ -152,6 +153,8 @@ class Puller:
         """
         begin, self._held = time.perf_counter(), None
         array, about, nbytes = self._shared.get(version, self.deadline)
+        if self._device.type != "cpu":  # a thread begins with the first device
+            get_device().api.set_device(self._device)
         get_device().page_lock(array)
         self._held = version, torch.from_numpy(array), about
         return Pulled(version, time.perf_counter() - begin, nbytes)

@@ -195,7 +195,7 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
         monkeypatch.setattr(vllm_api, "captured_graphs", lambda: graphs)
         monkeypatch.setattr(vllm_api, "has_batched_seeds", lambda engine: batched)
         monkeypatch.setattr(vllm_api, "demand_processed_logprobs", lambda engine: processed)
-        monkeypatch.setattr(vllm_api, "sampling_params", lambda sampling, eos, seed: (sampling, eos, seed))
+        monkeypatch.setattr(vllm_api, "sampling_params", lambda *given: given)
         monkeypatch.setattr(vllm_api, "refresh_derived", lambda engine: fake_vllm.refreshed.append(engine))
         monkeypatch.setattr(vllm_api, "model", lambda engine: torch.nn.Module())
         monkeypatch.setattr(vllm_api, "weights_pool", lambda kind: [range(1, 2)])  # no tensor: those on meta lie at 0

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.options import VllmOptions
-from mindspeed_rl_plugin.engine.protocol import generate
+from mindspeed_rl_plugin.engine.rollout_engine import generate
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
-from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.engine import vllm_api
 
 
 def test_mindspeeds_functions_are_not_the_engines(make_engine, fake_vllm, request_of, monkeypatch) -> None:
@@ -40,15 +39,15 @@ def test_mindspeeds_functions_are_not_the_engines(make_engine, fake_vllm, reques
 
 
 def drawn(engine, fake_vllm, request_of, monkeypatch, *polls):
-    """What a scripted vLLM draws in each step, and the seeds that its requests have."""
+    """What a scripted vLLM draws in each step, and whether its requests have generators."""
     numbers, step = [], fake_vllm.step
     monkeypatch.setattr(fake_vllm, "step", lambda: (numbers.append(fake_vllm.api.draw()), step())[1])
     for groups in polls:
         fake_vllm.script |= {f"0-{g}-0": ([7] * (2 + g), "length") for g in groups}
         engine.submit([request_of(g) for g in groups])
         assert engine.poll(5)
-    seeds = [call[3][2] for call in fake_vllm.calls if call[0] == "add"]
-    return numbers, seeds
+    seeded = [call[3][2] for call in fake_vllm.calls if call[0] == "add"]
+    return numbers, seeded
 
 
 @pytest.mark.parametrize("options", [{"batched": True}, {"batched": False, "request_seeds": True}])
@@ -57,8 +56,8 @@ def test_requests_have_generators_where_one_kernel_serves_all_or_it_is_asked_for
 ) -> None:
     engine = make_engine(**options)
     engine.update_weights(0)
-    numbers, seeds = drawn(engine, fake_vllm, request_of, monkeypatch, [0, 1])
-    assert seeds == [100, 101] and numbers[0][0] == "trainer"
+    numbers, seeded = drawn(engine, fake_vllm, request_of, monkeypatch, [0, 1])
+    assert seeded == [True] * 2 and numbers[0][0] == "trainer"
 
 
 def test_elsewhere_an_engine_has_one_generator_of_its_own(make_engine, fake_vllm, request_of, monkeypatch) -> None:
@@ -66,8 +65,8 @@ def test_elsewhere_an_engine_has_one_generator_of_its_own(make_engine, fake_vllm
     meanwhile, and starts anew with the first request of an engine that was idle."""
     engine = make_engine(batched=False)
     engine.update_weights(0)
-    numbers, seeds = drawn(engine, fake_vllm, request_of, monkeypatch, [0, 1])
-    assert seeds == [None] * 2 and numbers == [(100, 1), (100, 2)]
+    numbers, seeded = drawn(engine, fake_vllm, request_of, monkeypatch, [0, 1])
+    assert seeded == [False] * 2 and numbers == [(100, 1), (100, 2)]
     assert fake_vllm.api.draw() == ("trainer", 8)
     assert engine.poll(5) and numbers[2:] == [(100, 3)]
     engine.submit([request_of(1)])
@@ -177,21 +176,3 @@ def test_an_engine_is_not_built_under_a_torch_compile_of_unknown_origin(make_eng
     monkeypatch.setattr(torch, "compile", lambda function=None, **_: function)
     with pytest.raises(ValueError, match=r"torch\.compile is .*test_process_state\..* decode without graphs; take a M"):
         make_engine()
-
-
-@pytest.mark.parametrize(
-    "kind, conf, ranks, own",
-    [
-        ("cuda", "max_split_size_mb:8,expandable_segments: True", 2, False),
-        ("cuda", "expandable_segments:False", 2, True),
-        ("cuda", "expandable_segments:True", 1, True),
-        ("npu", "expandable_segments:True", 2, True),
-    ],
-)
-@pytest.mark.parametrize("sleeps", [True, False])
-def test_vllms_own_all_reduce_is_off_where_it_cannot_map_memory(monkeypatch, kind, conf, ranks, own, sleeps) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
-    options = VllmOptions({}, 32768, tensor_parallel=ranks, memory_utilization=0.5, sleep_mode=sleeps)
-    given = vllm_engine._arguments(options, kind, "there")
-    assert given.get("disable_custom_all_reduce", False) != own
-    assert given["max_num_batched_tokens"] == 8192, "the activations of a longer step leave less for the KV cache"

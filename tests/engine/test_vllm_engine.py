@@ -17,7 +17,7 @@ import torch
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
 from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY
-from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.engine.rollout_engine import ENGINE_PARTS
 from mindspeed_rl_plugin.ranks import HardDeadline
 from mindspeed_rl_plugin.rows import SampleId
 
@@ -37,12 +37,6 @@ def test_tokens_and_logps_gather_over_steps(engine, fake_vllm, request_of) -> No
     (long,) = engine.poll(5)
     assert (long.tokens, long.logps, long.finish) == ((7, 8, 2), (-0.25,) * 3, "stop")
     assert engine.poll(5) == []
-
-
-def test_vllm_gets_prompt_sampling_eos_and_seed(engine, fake_vllm, request_of) -> None:
-    request = request_of(3, (4, 5, 6))
-    engine.submit([request])
-    assert fake_vllm.calls[-1] == ("add", "0-3-0", [4, 5, 6], (request.sampling, (2,), request.seed))
 
 
 def test_abort_returns_what_was_drawn(engine, fake_vllm, request_of) -> None:
@@ -105,8 +99,7 @@ def test_an_aborted_response_goes_on_with_its_tokens(engine, fake_vllm, request_
     engine.update_weights(6)
     request = replace(request_of(0, (5, 6)), begun=begun, seed=77)
     engine.submit([request])
-    rest = replace(request.sampling, max_tokens=6)
-    assert fake_vllm.calls[-1] == ("add", "0-0-0@6", [5, 6, 7, 7], (rest, (2,), 77))
+    assert fake_vllm.calls[-1] == ("add", "0-0-0@6", [5, 6, 7, 7], (request, (2,), True))
     (done,) = engine.poll(5)
     assert (done.id, done.tokens, done.segments) == (SampleId(0, 0, 0), (7, 7, 8, 2), ((0, 5), (2, 6)))
     with pytest.raises(ValueError, match="all 2 tokens"):
@@ -124,26 +117,11 @@ def test_a_poll_makes_progress_and_ends_in_time(engine, fake_vllm, request_of) -
     assert time.monotonic() - start >= 0.05
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"prompt": ()}, "0 prompt tokens"),
-        ({"prompt": (1,) * 25}, "25 prompt.*8 response.*32"),
-        ({"max_tokens": 0}, "0 response tokens"),
-    ],
-)
-def test_requests_that_vllm_would_not_answer_as_asked(engine, fake_vllm, request_of, change, message) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("change", [{"prompt": ()}, {"prompt": (1,) * 25}, {"max_tokens": 0}])
+def test_requests_that_vllm_would_not_answer_as_asked(engine, fake_vllm, request_of, change) -> None:
+    with pytest.raises(ValueError, match=f"{len(change.get('prompt', 'ab'))} prompt tokens"):
         engine.submit([request_of(1), request_of(0, **change)])
     assert not fake_vllm.waiting  # nothing is queued when one of them is wrong
-
-
-def test_ids_are_unique(engine, request_of) -> None:
-    with pytest.raises(AssertionError, match="given twice"):
-        engine.submit([request_of(0), request_of(0)])
-    engine.submit([request_of(0)])
-    with pytest.raises(AssertionError, match="0-0-0.* queued"):
-        engine.submit([request_of(0)])
 
 
 def test_old_vllm_has_only_plain_log_probs(make_engine, request_of) -> None:
@@ -172,19 +150,12 @@ def test_the_sampler_itself_is_told(sampler, processed) -> None:
         assert getattr(part, "logprobs_mode", "processed_logprobs") == "processed_logprobs"
 
 
-@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
-def test_a_log_prob_that_is_no_number(engine, fake_vllm, request_of, logprob) -> None:
+@pytest.mark.parametrize(("logprob", "finish"), [(math.nan, "stop"), (-math.inf, "stop"), (-1.0, "error")])
+def test_a_response_that_cannot_be_trained_on(engine, fake_vllm, request_of, logprob, finish) -> None:
     fake_vllm.logprob = logprob
-    fake_vllm.script = {"0-0-0": ([7], "stop")}
+    fake_vllm.script = {"0-0-0": ([7], finish)}
     engine.submit([request_of(0)])
-    with pytest.raises(RuntimeError, match="not finite"):
-        engine.poll(5)
-
-
-def test_a_response_that_vllm_gave_up(engine, fake_vllm, request_of) -> None:
-    fake_vllm.script = {"0-0-0": ([7], "error")}
-    engine.submit([request_of(0)])
-    with pytest.raises(RuntimeError, match="with 'error'"):
+    with pytest.raises(RuntimeError):
         engine.poll(5)
 
 
@@ -211,20 +182,20 @@ def test_weights_come_before_responses(make_engine, fake_vllm, request_of) -> No
             verb()
 
 
-def test_sleep_and_wake_reach_vllm_once(engine, fake_vllm) -> None:
+def test_each_part_sleeps_and_wakes_once_and_all_are_awake_at_the_end(engine, make_engine, fake_vllm) -> None:
     fake_vllm.calls.clear()
-    engine.sleep()
-    engine.sleep()
-    engine.wake(("weights",))
-    engine.wake(("weights",))
-    engine.wake()
+    for _ in range(2):
+        engine.sleep()
+    for parts in (("weights",), ("weights",), ENGINE_PARTS):
+        engine.wake(parts)
     assert fake_vllm.calls == ["reset_prefix_cache", ("sleep", 2), ("wake_up", ["weights"]), ("wake_up", ["kv_cache"])]
-
-
-def test_without_sleep_mode_memory_stays(make_engine, fake_vllm) -> None:
-    engine = make_engine(sleep_mode=False)
     engine.sleep()
-    engine.wake()
+    for _ in range(2):
+        engine.shutdown()
+    assert fake_vllm.calls[-2:] == [("wake_up", ["weights", "kv_cache"]), "teardown"]
+    stays, _ = make_engine(sleep_mode=False), fake_vllm.calls.clear()
+    stays.sleep()
+    stays.wake()
     assert fake_vllm.calls == ["reset_prefix_cache"]
 
 
@@ -238,17 +209,10 @@ def test_prefixes_held_by_a_step_in_flight(engine, fake_vllm) -> None:
         engine.update_weights(7)
 
 
-def test_shutdown_twice(engine, fake_vllm) -> None:
-    engine.sleep()
-    engine.shutdown()
-    engine.shutdown()
-    assert fake_vllm.calls[-2:] == [("wake_up", ["weights", "kv_cache"]), "teardown"]
-
-
-@pytest.mark.parametrize(("rank", "replica", "leader"), [(0, 0, True), (1, 0, False), (2, 1, True), (3, 1, False)])
-def test_replicas_are_consecutive_ranks(make_engine, rank, replica, leader) -> None:
-    engine = make_engine(rank=rank, world=4, tensor_parallel=2)
-    assert (engine.replica, engine.replicas, engine.leader) == (replica, 2, leader)
+def test_replicas_are_consecutive_ranks(make_engine) -> None:
+    engines = [make_engine(rank=rank, world=4, tensor_parallel=2) for rank in range(4)]
+    assert [(e.replica, e.leader) for e in engines] == [(0, True), (0, False), (1, True), (1, False)]
+    assert {e.replicas for e in engines} == {2}
 
 
 class Peers:
@@ -413,14 +377,6 @@ def test_vllm_takes_the_place_of_an_engine_from_its_rank_in_the_job(monkeypatch)
     assert (parallel.data_parallel_rank, parallel.world_size_across_dp, os.environ["RANK"]) == (1, 4, "7")
 
 
-def test_arguments_of_engines_that_share_experts() -> None:
-    for tp, ep, ranks in ((2, 1, 1), (2, 2, 1), (1, 4, 4), (2, 64, 32)):
-        options = VllmOptions({}, 32, tp, ep, memory_utilization=0.5)
-        arguments = vllm_engine._arguments(options, "npu", "there")
-        assert (arguments["data_parallel_size"], arguments["enable_expert_parallel"]) == (ranks, ep > 1)
-        assert arguments["async_scheduling"] == (ranks == 1)
-
-
 def test_generators_of_the_trainer_are_left_alone(make_engine, fake_vllm, request_of, monkeypatch) -> None:
     def use_generator(*unused):
         random.random(), np.random.rand(), torch.rand(1)
@@ -443,45 +399,10 @@ def test_generators_of_the_trainer_are_left_alone(make_engine, fake_vllm, reques
     assert api.state == ("trainer", 7) and api.stream.name == "trainer"
 
 
-@pytest.mark.parametrize("given, used", [(0.35, 0.35), (None, 0.81)])
+@pytest.mark.parametrize(("given", "used"), [(0.35, 0.35), (None, 0.81)])
 def test_a_share_of_memory_that_is_given_stands_and_else_it_is_measured(make_engine, monkeypatch, given, used) -> None:
     monkeypatch.setattr(vllm_engine, "free_share", lambda device, deadline: 0.81)
-    engine = make_engine(memory_utilization=given)
-    assert vllm_engine._arguments(engine.options, "cuda", "there")["gpu_memory_utilization"] == used
-    on_cpu = vllm_engine._arguments(VllmOptions({}, 32), "cpu", "there")
-    assert "gpu_memory_utilization" not in on_cpu and on_cpu["kv_cache_memory_bytes"] == 1 << 30
-
-
-MOE, LATENT = {"model_type": "qwen3_moe"}, {"model_type": "deepseek_v3", "kv_lora_rank": 8}
-DENSE, SIZES = {"model_type": "qwen3"}, {"cudagraph_capture_sizes": [1, 8]}
-
-
-@pytest.mark.parametrize(
-    "name, kind, config, value",
-    [
-        ("moe_backend", "cuda", MOE, "triton"),  # whose kernels permute no weights
-        ("moe_backend", "cuda", LATENT, "triton"),
-        ("moe_backend", "cuda", DENSE, None),
-        ("moe_backend", "npu", MOE, None),
-        ("moe_backend", "cpu", MOE, None),
-        ("block_size", "cpu", DENSE, 32),  # prefixes are kept in short blocks
-        ("block_size", "cpu", LATENT, None),
-        ("block_size", "cuda", DENSE, None),
-        ("block_size", "npu", DENSE, None),
-        ("compilation_config", "npu", DENSE, SIZES),  # the user's sizes of graphs
-        ("compilation_config", "cpu", DENSE, None),
-        ("async_scheduling", "cuda", DENSE, True),
-        ("async_scheduling", "npu", DENSE, True),
-        ("async_scheduling", "cpu", DENSE, None),
-        ("additional_config", "cuda", DENSE, None),
-        ("additional_config", "cpu", DENSE, None),
-    ],
-)
-def test_what_vllm_is_given(name, kind, config, value) -> None:
-    options = VllmOptions(config, 32, memory_utilization=0.5, graph_sizes=(8, 1, 8))
-    assert vllm_engine._arguments(options, kind, "there").get(name) == value
-    given = vllm_engine._arguments(VllmOptions({}, 32), "npu", "there")
-    assert "compilation_config" not in given and given["additional_config"]["enable_cpu_binding"] is False
+    assert make_engine(memory_utilization=given).options.memory_utilization == used
 
 
 class Experts(torch.nn.Module):

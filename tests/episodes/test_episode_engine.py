@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
-from mindspeed_rl_plugin.engine.protocol import generate
+from mindspeed_rl_plugin.engine.rollout_engine import generate
 from mindspeed_rl_plugin.episodes.environments import EpisodeError, MalformedCall, Reply, ToolCall, Turn, Unread
 from mindspeed_rl_plugin.episodes.episode_state import turn_seed
 from mindspeed_rl_plugin.rows import Completion, SampleId

@@ -10,8 +10,7 @@ import torch
 
 from mindspeed_rl_plugin.dock import Gone, Lease, Ragged, Rows, SampleId, VersionBound
 from mindspeed_rl_plugin.generators import scheduler as scheduler_module
-from mindspeed_rl_plugin.generators.scheduler import Scheduler
-from mindspeed_rl_plugin.generators.spans import LONGEST_SECONDS, MOST, Spans
+from mindspeed_rl_plugin.generators.scheduler import LONGEST_SECONDS, MOST, Scheduler, Spans
 from mindspeed_rl_plugin.rows import Completion, Sampling
 from mindspeed_rl_plugin.service.notes import Announced
 

@@ -10,7 +10,7 @@ from commands import until
 from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.generators import external_engines
 from mindspeed_rl_plugin.generators.external_engines import ExternalEngines
-from mindspeed_rl_plugin.generators.server_weights import ServerWeights
+from mindspeed_rl_plugin.generators.server_engine import ServerWeights
 
 
 class Fake:
@@ -48,8 +48,8 @@ class Fake:
 
 @pytest.fixture
 def weights(monkeypatch):
-    monkeypatch.setattr("mindspeed_rl_plugin.generators.server_weights.LOOK_SECONDS", 0.001)
-    monkeypatch.setattr("mindspeed_rl_plugin.generators.server_weights.STAY_SECONDS", 0.01)
+    monkeypatch.setattr("mindspeed_rl_plugin.generators.server_engine.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("mindspeed_rl_plugin.generators.server_engine.STAY_SECONDS", 0.01)
     lost: queue.SimpleQueue[Exception] = queue.SimpleQueue()
     weights = ServerWeights(Fake(lost), "h:1", b"\x01\x02", ["m", "m"], lost.put)
     yield weights
@@ -104,7 +104,7 @@ def test_a_server_that_hangs_is_lost_in_half_of_the_deadline(weights, monkeypatc
     assert "it did not answer" in str(weights.server.lost.get(timeout=10))
     assert time.monotonic() - begin > 0.15
     assert weights.server.lost.empty()
-    monkeypatch.setattr("mindspeed_rl_plugin.generators.server_weights.ASK_SECONDS", 0.1)
+    monkeypatch.setattr("mindspeed_rl_plugin.generators.server_engine.ASK_SECONDS", 0.1)
     weights.close()
     assert weights.server.limit == 0.01, "a silent one is left without a long wait"
 

@@ -16,7 +16,7 @@ from urllib.error import URLError
 import pytest
 from ports import free_port
 
-from mindspeed_rl_plugin.engine.server_api import EXTENSION
+from mindspeed_rl_plugin.generators.vllm_server import EXTENSION
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 
 START_SECONDS = 300

@@ -32,7 +32,7 @@ from megatron_models import built, parsed  # noqa: E402
 
 from mindspeed_rl_plugin.engine.hf_config import derive_config, normalized  # noqa: E402
 from mindspeed_rl_plugin.engine.hf_rope import check_rotary  # noqa: E402
-from mindspeed_rl_plugin.engine.protocol import generate  # noqa: E402
+from mindspeed_rl_plugin.engine.rollout_engine import generate  # noqa: E402
 from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel, engine_layout, megatron_layout  # noqa: E402
 from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling  # noqa: E402
 from mindspeed_rl_plugin.tools.convert import to_megatron  # noqa: E402

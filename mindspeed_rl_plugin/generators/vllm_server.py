@@ -1,6 +1,6 @@
 """vLLM's own server, as `vllm serve` starts it: its routes, and whether it can generate for a job.
 
-Its workers have our extension (`generators.server_worker`), which brings weights and says how the server was started.
+Its workers have our extension (`server_worker`), which brings weights and says how the server was started.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from urllib.parse import urlsplit
 
 import mindspeed_rl_plugin
 from mindspeed_rl_plugin.engine.hf_config import compare_configs
-from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.engine.options import PROCESSED, VllmOptions
 
-EXTENSION = "mindspeed_rl_plugin.generators.server_worker.ServerWorker"
+EXTENSION = f"{__package__}.server_worker.ServerWorker"
 GENERATE_PATH = "/inference/v1/generate"  # token ids in, token ids out, with log-probs and the version of each token
 # vLLM shows these with VLLM_SERVER_DEV_MODE=1 only.
 DEVELOPMENT = ("/collective_rpc", "/pause", "/resume", "/server_info")
 VERSIONS = "/update_weight_version"  # 0.32 has it
-PROCESSED = "processed_logprobs"
 ASK_SECONDS = 60.0  # for an answer to a question that costs little work
 ERROR_CHARACTERS = 500  # characters of an answer that an error shows
 
@@ -46,7 +45,7 @@ class Served:
     held: str = ""  # why it cannot be taken, where another job has it
 
 
-class Server:
+class VllmServer:
     """A server's routes as calls.
 
     url: of the server, as http://HOST:PORT; deadline: seconds that any work of it may take. Each call raises

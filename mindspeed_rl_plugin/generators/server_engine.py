@@ -1,7 +1,8 @@
-"""`ServerEngine`: vLLM's own server as an engine of one process, which sends prompts and gets responses by HTTP.
+"""vLLM's own server as an engine of one process: `ServerEngine` sends prompts and gets responses by HTTP, and has the
+server's own workers pull published weights (`ServerWeights`).
 
 Each response is one request to the server, in a thread of its own. Its tokens, their log-probs, and which weights
-sampled which of them are what the server says. The weights come another way: `generators.server_weights`.
+sampled which of them are what the server says.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from mindspeed_rl_plugin.engine.options import sampling_fields
-from mindspeed_rl_plugin.engine.server_api import GENERATE_PATH, Server
+from mindspeed_rl_plugin.dock import Gone
+from mindspeed_rl_plugin.engine.options import prompt_of, sampling_fields
+from mindspeed_rl_plugin.generators.vllm_server import ASK_SECONDS, GENERATE_PATH, VllmServer
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
+from mindspeed_rl_plugin.weights.pull import Applied, Pulled
 
 ABORT_AGAIN_SECONDS = 0.2  # until a request that was still on its way is aborted again
 NO_LOGP = -9999.0  # in the place of a log-prob that is not finite
+LOOK_SECONDS = 0.1  # between two looks at a pull
+STAY_SECONDS = 5.0  # between two words to the server, which waits `server_worker.HELD_SECONDS` for one
+FAILURES = (ConnectionError, RuntimeError, TimeoutError, ValueError)  # of a server that is lost, or refuses
 
 
 class ServerEngine:
@@ -34,7 +39,7 @@ class ServerEngine:
 
     replica, replicas, leader, shares_experts = 0, 1, True, False
 
-    def __init__(self, server: Server, eos: Sequence[int], seeds: bool) -> None:
+    def __init__(self, server: VllmServer, eos: Sequence[int], seeds: bool) -> None:
         self.server, self._eos, self._seeds = server, tuple(eos), seeds
         self.version, self.progress = -1, time.monotonic()
         self.digest: str | None = None
@@ -112,8 +117,8 @@ class ServerEngine:
     def _sample(self, request: GenerateRequest, version: int, changes: int) -> None:
         try:
             body = {
-                "token_ids": [*request.prompt_tokens, *(request.begun.tokens if request.begun else ())],
-                "sampling_params": self._params(request),
+                "token_ids": prompt_of(request),
+                "sampling_params": sampling_fields(request, self._eos, self._seeds),
                 "cache_salt": f"{self._salt} {changes}",  # what was computed before a change of weights serves none
             }
             answer = self.server.ask(GENERATE_PATH, body, seconds=self.server.deadline)
@@ -122,11 +127,6 @@ class ServerEngine:
             self._done.put(TimeoutError(f"{error} (--rl-wait-timeout): raise that, or lower --rl-max-response-length"))
         except Exception as error:  # noqa: BLE001 - raised in the main thread, which would wait for it for ever
             self._done.put(error)
-
-    def _params(self, request: GenerateRequest) -> dict[str, Any]:
-        begun = len(request.begun.tokens) if request.begun else 0
-        sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - begun)
-        return sampling_fields(sampling, self._eos, request.seed if self._seeds else None)
 
 
 def completion(request: GenerateRequest, choice: Mapping[str, Any], asked: int) -> Completion:
@@ -160,3 +160,74 @@ def completion(request: GenerateRequest, choice: Mapping[str, Any], asked: int) 
         choice["finish_reason"],
         tuple(merged) or ((0, asked),),
     )
+
+
+class ServerWeights:
+    """What an `EngineLoop` needs of a `Puller`.
+
+    address, secret: of the job's dock, which each worker joins; machines: of the workers, in their order; lost: called,
+    in a thread, where the server has another client, or is silent for half of its deadline. Raises ValueError where it
+    has a client already, or a worker cannot have the job's weights.
+    """
+
+    def __init__(
+        self,
+        server: VllmServer,
+        address: str,
+        secret: bytes,
+        machines: list[str],
+        lost: Callable[[Exception], None],
+    ) -> None:
+        self.server, self._client, self._lost = server, secrets.token_hex(8), lost
+        try:
+            self._workers("join", None, address=address, secret=secret.hex(), machines=machines)
+        except BaseException:
+            with contextlib.suppress(*FAILURES):  # of those that have not joined
+                self._workers("leave", ASK_SECONDS)
+            raise
+        self._closing, self._heard = threading.Event(), time.monotonic()
+        threading.Thread(target=self._stay, daemon=True, name="stay").start()
+
+    def pull(self, version: int) -> Pulled:
+        """Bring a version to the workers, beside the server's steps. Raises Gone, and what a worker says."""
+        began = time.monotonic()
+        self._workers("pull", ASK_SECONDS, version=version)
+        while any(one["busy"] for one in self._workers("pulled", ASK_SECONDS)):
+            time.sleep(LOOK_SECONDS)
+        pulled = self._workers("pulled", ASK_SECONDS)
+        if (newest := max(one["newest"] for one in pulled)) >= 0:
+            raise Gone(version, newest)
+        return Pulled(version, time.monotonic() - began, sum(one["nbytes"] for one in pulled))
+
+    def apply(self, parameters: Mapping[str, Tensor]) -> Applied:
+        """Stop the server between two steps, responses in the making stay as they are, and write what was pulled;
+        `ServerEngine.update_weights` lets it go on."""
+        began = time.monotonic()
+        self.server.ask("/pause?mode=keep&clear_cache=false")
+        applied = self._workers("apply")[0]
+        self.server.ask("/update_weight_version", {"new_version": str(applied["version"])})
+        return Applied(applied["version"], time.monotonic() - began, applied["digest"])
+
+    def close(self) -> None:
+        """The workers leave the job, and the server is free for another one. It may be gone; one that was silent for
+        long already is left soon, for the job waits for the rows."""
+        self._closing.set()
+        patience = max(ASK_SECONDS - (time.monotonic() - self._heard), STAY_SECONDS)
+        with contextlib.suppress(*FAILURES):
+            self._workers("leave", patience)
+            self.server.ask("/resume", seconds=patience)
+
+    def _stay(self) -> None:
+        """Let the server know that its client is there. One that does not answer is lost before the job has waited for
+        its responses in vain."""
+        while not self._closing.wait(STAY_SECONDS):
+            try:
+                self._workers("stay", ASK_SECONDS)
+                self._heard = time.monotonic()
+            except FAILURES as error:
+                if isinstance(error, ValueError) or time.monotonic() - self._heard > self.server.deadline / 2:
+                    self._lost(error)
+                    return
+
+    def _workers(self, name: str, seconds: float | None = None, **arguments: Any) -> list[Any]:
+        return self.server.workers(name, seconds, client=self._client, **arguments)

@@ -12,18 +12,18 @@ from urllib.parse import urlsplit
 import pytest
 
 import mindspeed_rl_plugin
-from mindspeed_rl_plugin.engine.options import VllmOptions, sampling_fields
-from mindspeed_rl_plugin.engine.server_api import (
+from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.generators.server_engine import ServerEngine, completion
+from mindspeed_rl_plugin.generators.vllm_server import (
     DEVELOPMENT,
     EXTENSION,
     GENERATE_PATH,
     VERSIONS,
     Served,
-    Server,
+    VllmServer,
     check_served,
     problems,
 )
-from mindspeed_rl_plugin.engine.server_engine import ServerEngine, completion
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
 ALL = (*DEVELOPMENT, VERSIONS, GENERATE_PATH)
@@ -121,7 +121,7 @@ def request(prompt, group=0, begun=None, **sampling):
 
 
 def engine_of(fake) -> ServerEngine:
-    engine = ServerEngine(Server(fake.url, 20), (96,), seeds=True)
+    engine = ServerEngine(VllmServer(fake.url, 20), (96,), seeds=True)
     fake.post(VERSIONS, {"new_version": "4"})
     engine.update_weights(4)
     return engine
@@ -190,7 +190,7 @@ def test_an_abort_that_nobody_asked_for_and_errors_are_raised(fake):
 def test_one_that_stands_still_has_half_of_the_deadline_but_for_tokens():
     """Its machine takes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as still:
-        engine = ServerEngine(Server(f"http://127.0.0.1:{still.getsockname()[1]}", 0.4), (96,), seeds=True)
+        engine = ServerEngine(VllmServer(f"http://127.0.0.1:{still.getsockname()[1]}", 0.4), (96,), seeds=True)
         with pytest.raises(TimeoutError, match=r"did not answer /resume within 0\.2 s"):
             engine.update_weights(4)
         engine.submit([request((1,))])
@@ -222,14 +222,8 @@ def test_versions_of_parts_join():
     assert completion(request((9,)), choice([], [], "abort"), 4).segments == ((0, 4),)
 
 
-def test_stop_strings_want_text_and_are_left_out_where_ends_are_ignored():
-    assert sampling_fields(Sampling(4, stop=("x",)), (2,), None)["detokenize"]
-    ignoring = sampling_fields(Sampling(4, stop=("x",), stop_token_ids=(3,), ignore_eos=True), (2,), None)
-    assert (ignoring["stop"], ignoring["stop_token_ids"], ignoring["detokenize"]) == ([], [], False)
-
-
 def test_a_server_that_fits_says_what_it_is(fake):
-    assert Server(fake.url + "/", 20).check() == [SERVED]
+    assert VllmServer(fake.url + "/", 20).check() == [SERVED]
 
 
 @pytest.mark.parametrize(
@@ -248,25 +242,25 @@ def test_a_server_that_fits_says_what_it_is(fake):
 def test_a_server_that_lacks_something_is_refused(fake, change, why):
     vars(fake).update(change)
     with pytest.raises(ValueError, match=why):
-        Server(fake.url, 20).check()
+        VllmServer(fake.url, 20).check()
     assert fake.asked == [], "such a server is only looked at"
 
 
 def test_a_worker_of_another_package_is_refused(fake):
     fake.more = {"unknown": 1}
     with pytest.raises(ValueError, match=f"runs mindspeed_rl_plugin {SERVED.plugin}, .*; install the job's"):
-        Server(fake.url, 20).check()
+        VllmServer(fake.url, 20).check()
 
 
 def test_what_a_worker_refuses_is_raised(fake):
     with pytest.raises(ValueError, match=f"{fake.url}: it generates for another job"):
-        Server(fake.url, 20).workers("join", address="a:1")
+        VllmServer(fake.url, 20).workers("join", address="a:1")
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a:1", "http://", "http://a:b", "http://a:1/v1?x=2"])
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(ValueError, match="is no address of a server"):
-        Server(url, 20)
+        VllmServer(url, 20)
 
 
 QWEN = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 97}
