@@ -1,4 +1,4 @@
-"""A run in the model: the job's own plan, admission, selection and choice, driven by a virtual clock."""
+"""A run in the model: the job's own plan, admission, selection and choice, by virtual seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
 from mindspeed_rl_plugin.rows import Group, Prompt, SampleId
 from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds
-from mindspeed_rl_plugin.tools.plan.virtual import Actor, Clock, Costs, Decoder, Graders, Responses
+from mindspeed_rl_plugin.tools.plan.virtual import Costs, Decoder, Graders, Responses
 
 WARM_UP = 2  # rollouts that are not counted, more where more are sampled ahead; of these the last ones are not, too
 # Of steps before an engine looks for rows and news, as in generators.engine_loop. An engine without a free slot hears
@@ -203,7 +203,7 @@ class _Colocated(_Job):
         return result
 
 
-class Row(NamedTuple):
+class AdmittedRow(NamedTuple):
     """A prompt that is admitted. bound: who may sample it; tokens: of its response; version: of the weights that began
     it."""
 
@@ -213,121 +213,125 @@ class Row(NamedTuple):
     version: int = -1
 
 
-class Engine(Actor):
+class ModelEngine:
     """An engine apart: what `generators.engine_state.choose` says. number: its place among those of the job.
 
-    idle: seconds without work by cause: "version", it waits for weights; "back-pressure", for admission.
+    due: when it acts next; inf: when there is news. idle: seconds without work by cause: "version", it waits for
+    weights; "back-pressure", for admission.
     """
 
     def __init__(self, job: _Apart, number: int) -> None:
-        super().__init__(job.clock, self._turns_of_work())
         self.job, self.number, setup = job, number, job.setup
         self.decoder = Decoder(job.costs, setup.slots)
         self.state = EngineState(setup.slots, setup.inflight == "drain", setup.order == "strict")
         self.idle: Counter[str] = Counter()
+        self.due = 0.0
         self._cause, self._since = "", 0.0  # of what it waits for
         self._looked = 0.0  # when it looked for news last
+        self._pull_end = math.inf  # when the weights are here that it pulls
 
-    def wake(self) -> None:
-        """There is news: at once for an engine without work, else when its steps so far make a poll."""
-        if self.asleep:
-            self.at(self.clock.now)
-        elif self.state.running:
-            polls = math.ceil((self.clock.now - self._looked) / POLL_SECONDS)
-            look = self.decoder.boundary(self._looked + polls * POLL_SECONDS)
-            self.at(min(look, self.decoder.next_end))
+    def hear(self) -> None:
+        """There is news."""
+        self.due = min(self.due, self._hears(self.job.now))
 
     def idle_so_far(self, cause: str) -> float:
         """`idle` of a cause, with what is going on."""
-        return self.idle[cause] + (self.clock.now - self._since if self._cause == cause else 0.0)
+        return self.idle[cause] + (self.job.now - self._since if self._cause == cause else 0.0)
 
-    def _turns_of_work(self) -> Iterator[float | None]:
+    def act(self) -> None:
         """Hand over what has ended, and do what is to be done next."""
         job, state, decoder = self.job, self.state, self.decoder
-        while True:
-            for row in decoder.advance(self.clock.now):
-                job.done(row, state.running.pop(row).version)
-            self._looked = self.clock.now
-            state.announced = job.announced
-            action = choose(state)
-            if action.pull >= 0:
-                state.pull_begins(action.pull)
-                self.clock.at(self.clock.now + job.costs.pull, self._pull_ended, action.pull)
-                continue
-            if action.apply >= 0:
-                decoder.pause(job.costs.apply)
-                state.applied(action.apply)
-                yield decoder.at
-                continue
-            if action.take:
-                rows, state.needs = job.take(self.number, action.take, state.version)
-                state.running |= {row.id: row._replace(version=state.version) for row in rows}
-                decoder.add((row.id, row.tokens) for row in rows)
-            if state.running:
-                yield decoder.next_end
-            elif action.wait or state.needs is None:
-                yield from self._wait("version" if action.wait else "back-pressure")
+        for row in decoder.advance(job.now):
+            job.ended(row, state.running.pop(row).version)
+        if self._cause:
+            self.idle[self._cause] += job.now - self._since
+            self._cause, state.needs = "", None
+        if self._pull_end <= job.now:
+            state.pull_ended(state.pulling)
+            self._pull_end = math.inf
+        self._looked, state.announced = job.now, job.announced
+        while (action := choose(state)).pull >= 0:
+            state.pull_begins(action.pull)
+            self._pull_end = job.now + job.costs.pull
+        if action.apply >= 0:
+            decoder.pause(job.costs.apply)
+            state.applied(action.apply)
+            self.due = decoder.at
+            return
+        if action.take:
+            rows, state.needs = job.take(self.number, action.take, state.version)
+            state.running |= {row.id: row._replace(version=state.version) for row in rows}
+            decoder.add((row.id, row.tokens) for row in rows)
+        if state.running:
+            self.due = min(decoder.next_end, self._hears(self._pull_end))
+        elif not action.wait and state.needs is not None:
+            self.due = job.now  # and chooses by what the next rows need
+        else:
+            self._cause, self._since = "version" if action.wait else "back-pressure", job.now
+            self.due = self._pull_end
 
-    def _wait(self, cause: str) -> Iterator[None]:
-        self._cause, self._since = cause, self.clock.now
-        yield None
-        self.idle[cause] += self.clock.now - self._since
-        self._cause, self.state.needs = "", None
-
-    def _pull_ended(self, version: int) -> None:
-        self.state.pull_ended(version)
-        self.wake()
+    def _hears(self, when: float) -> float:
+        """When it looks for news of that time: at once without work, else when its steps so far make a poll."""
+        if self._cause or when == math.inf:
+            return when
+        polls = math.ceil((when - self._looked) / POLL_SECONDS)
+        return self.decoder.boundary(self._looked + polls * POLL_SECONDS)
 
 
 class _Apart(_Job):
     """async: engines beside the trainers, bound by admission.
 
-    announced: the newest version of the weights, -1 for none.
+    now: seconds since the start; announced: the newest version of the weights, -1 for none.
     """
 
     def __init__(self, setup: Setup, costs: Costs, responses: Responses, rollouts: int) -> None:
         super().__init__(setup, costs, responses, rollouts)
         sizes = setup.sizes
-        self.clock, self.graders = Clock(), self._graders()
+        self.now, self.graders = 0.0, self._graders()
         self.admission = Admission(sizes.prompts, setup.staleness, rollouts)
         self.longest = LongestFirst(max(sizes.global_batch // sizes.members, 1))
         self.announced = -1
         self._strict = setup.order == "strict"
-        self._ready: deque[Row] = deque()
-        self._shares: list[deque[list[Row]]] = [deque() for _ in range(sizes.engines)]  # under a strict order
+        self._ready: deque[AdmittedRow] = deque()
+        self._shares: list[deque[list[AdmittedRow]]] = [deque() for _ in range(sizes.engines)]  # under a strict order
         self._begun: dict[SampleId, int] = {}  # version that began each response
-        self._ungraded: dict[int, int] = defaultdict(int)  # rows of each epoch
-        self._trainer = Actor(self.clock, self._train())
-        self.engines = [Engine(self, n) for n in range(sizes.engines)]
+        self._running: Counter[int] = Counter()  # rows of each epoch that have not ended
+        self._graded: dict[int, float] = defaultdict(float)  # when the last of those that have ended is graded
+        self.engines = [ModelEngine(self, n) for n in range(sizes.engines)]
 
     def run(self) -> None:
-        for actor in (self._trainer, *self.engines):
-            actor.at(0.0)
-        self.clock.run(lambda: len(self.marks) == self.rollouts)
+        self._publish(0)
+        for number in range(self.rollouts):
+            began = self.now
+            self._collect()
+            self.sums["trainers starved"] += self.now - began
+            self._check_lag()
+            self._pass(self._training())
+            if number + 1 < self.rollouts:
+                self._publish(number + 1)
+            for cause in ("version", "back-pressure"):
+                self.sums[f"engines {cause}"] = sum(engine.idle_so_far(cause) for engine in self.engines)
+            self._end_rollout(self.now)
+
+    def _pass(self, seconds: float) -> None:
+        """Time in which the engines act."""
+        end = self.now + seconds
+        while min(engine.due for engine in self.engines) <= end:
+            self._act()
+        self.now = end
+
+    def _act(self) -> None:
+        """The engine acts that is due first."""
+        engine = min(self.engines, key=lambda engine: engine.due)
+        if engine.due == math.inf:
+            raise RuntimeError(f"everybody waits at {self.now:g} s")
+        self.now = engine.due
+        engine.act()
 
     # the trainers
 
-    def _train(self) -> Iterator[float | None]:
-        """One rollout after the other. Waits until its responses are graded."""
-        yield from self._publish(0)
-        for number in range(self.rollouts):
-            began = self.clock.now
-            yield from self._collect()
-            self.sums["trainers starved"] += self.clock.now - began
-            self._check_lag()
-            yield from self._takes(self._training())
-            if number + 1 < self.rollouts:
-                yield from self._publish(number + 1)
-            for cause in ("version", "back-pressure"):
-                self.sums[f"engines {cause}"] = sum(engine.idle_so_far(cause) for engine in self.engines)
-            self._end_rollout(self.clock.now)
-
-    def _takes(self, seconds: float) -> Iterator[float]:
-        if seconds > 0:
-            yield self.clock.now + seconds
-
-    def _publish(self, number: int) -> Iterator[float]:
-        yield from self._takes(self.costs.publish)
+    def _publish(self, number: int) -> None:
+        self._pass(self.costs.publish)
         self.announced = number * self.setup.sizes.steps
         self.admission.publish(self.announced, number)
         self._admit()
@@ -340,8 +344,8 @@ class _Apart(_Job):
             prompts = self._prompts(groups)
             prompts = prompts if self._strict else self.longest.order(epoch, prompts)
             bound = VersionBound(self.announced, self.announced if self._strict else -1)
-            rows = [Row(i, bound, self.lengths[i]) for i in self._sample(epoch, prompts)]
-            self._ungraded[epoch] = len(rows)
+            rows = [AdmittedRow(i, bound, self.lengths[i]) for i in self._sample(epoch, prompts)]
+            self._running[epoch] = len(rows)
             if self._strict:
                 for n, share in enumerate(self._shares):
                     share.append(rows[n * len(rows) // len(self._shares) : (n + 1) * len(rows) // len(self._shares)])
@@ -349,15 +353,16 @@ class _Apart(_Job):
                 self._ready.extend(rows)
             self.plan.queue.append((epoch, groups))
         for engine in self.engines:
-            engine.wake()
+            engine.hear()
 
-    def _collect(self) -> Iterator[None]:
+    def _collect(self) -> None:
         """Wait for rounds until a rollout is whole."""
         rounds, whole = self._rounds(), False
         while not whole:
             self.plan.take_round()
-            while self._ungraded[self.plan.epoch]:
-                yield None
+            while self._running[self.plan.epoch]:
+                self._act()
+            self._pass(max(self._graded[self.plan.epoch] - self.now, 0.0))
             stats = self._stats(self.plan.round)
             self.longest.finished({group: of_group.lengths for group, of_group in stats.items()})
             whole, dropped = self._selected(rounds, stats)
@@ -373,7 +378,7 @@ class _Apart(_Job):
 
     # the dock
 
-    def take(self, engine: int, most: int, version: int) -> tuple[list[Row], VersionBound | None]:
+    def take(self, engine: int, most: int, version: int) -> tuple[list[AdmittedRow], VersionBound | None]:
         """So many of the rows that are ready and that the version may sample; under a strict order this engine's part
         of the next epoch, whole. Or the bound of the first, where it may not be sampled."""
         parts = self._shares[engine] if self._strict else self._ready
@@ -385,14 +390,9 @@ class _Apart(_Job):
         ready = itertools.takewhile(lambda row: row.bound.allows(version), itertools.islice(parts, most))
         return [parts.popleft() for _ in list(ready)], None
 
-    def done(self, row: SampleId, version: int) -> None:
+    def ended(self, row: SampleId, version: int) -> None:
         """A response has ended; weights of that version began it."""
         self._begun[row] = version
-        notice = self.costs.notice
-        end = self.graders.grade(self.clock.now + notice, self._grading())
-        self.clock.at(end + notice, self._graded, row)
-
-    def _graded(self, row: SampleId) -> None:
-        self._ungraded[row.epoch] -= 1
-        if self._trainer.asleep and not self._ungraded[row.epoch]:
-            self._trainer.go_on()
+        self._running[row.epoch] -= 1
+        graded = self.graders.grade(self.now + self.costs.notice, self._grading()) + self.costs.notice
+        self._graded[row.epoch] = max(self._graded[row.epoch], graded)

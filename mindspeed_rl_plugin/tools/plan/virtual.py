@@ -1,16 +1,14 @@
-"""What takes time in the model: costs, responses, decode steps, graders, and the virtual clock."""
+"""What takes time in the model: costs, responses, decode steps and graders."""
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import NormalDist
-from typing import Any
 
 from mindspeed_rl_plugin.rows import SampleId
 
@@ -81,55 +79,6 @@ def _cut_mean(mu: float, sigma: float, limit: int) -> float:
     return math.exp(mu + sigma**2 / 2) * _NORMAL.cdf(z - sigma) + limit * (1 - _NORMAL.cdf(z))
 
 
-class Clock:
-    """Virtual seconds. now: of the event that happens."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._number = itertools.count()
-
-    def at(self, when: float, do: Callable[..., None], *args: Any) -> None:
-        """Call `do` at a time that is not over; of those of one time in the order of these calls."""
-        heapq.heappush(self._events, (max(when, self.now), next(self._number), do, args))
-
-    def run(self, until: Callable[[], bool]) -> None:
-        """Let events happen. Raises RuntimeError where none is left before `until` holds."""
-        while not until():
-            if not self._events:
-                raise RuntimeError(f"everybody waits at {self.now:g} s")
-            self.now, _, do, args = heapq.heappop(self._events)
-            do(*args)
-
-
-class Actor:
-    """Something that acts by the clock. turns: each yields the time of the next one, or None to sleep until woken.
-
-    asleep: whether it sleeps.
-    """
-
-    def __init__(self, clock: Clock, turns: Iterator[float | None]) -> None:
-        self.clock, self.asleep, self._turns = clock, False, turns
-        self._due = 0  # number of the event that is due
-
-    def at(self, when: float) -> None:
-        """Set the time of the next turn."""
-        self.asleep, self._due = False, self._due + 1
-        self.clock.at(when, self._turn, self._due)
-
-    def go_on(self) -> None:
-        """Take a turn now."""
-        when = next(self._turns, None)
-        if when is None:
-            self.asleep = True
-        else:
-            self.at(when)
-
-    def _turn(self, number: int) -> None:
-        if number == self._due:
-            self.go_on()
-
-
 class Decoder:
     """Continuous batching: in each step every running sequence gets a token; at most `slots` run, the others wait in
     their order.
@@ -142,9 +91,6 @@ class Decoder:
         self.steps = 0
         self._running: list[tuple[int, SampleId]] = []  # last step of each, a heap
         self._waiting: deque[tuple[SampleId, int]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._running) + len(self._waiting)
 
     @property
     def seconds(self) -> float:
@@ -189,7 +135,7 @@ class Decoder:
     def drain(self) -> list[tuple[float, SampleId]]:
         """Run until nothing is left: when each sequence ends."""
         ends = []
-        while len(self):
+        while self._running:
             ends += [(self.at, row) for row in self.advance(self.next_end)]
         return ends
 
