@@ -36,7 +36,7 @@ def test_the_launch_is_taken_down_and_not_made(tmp_path):
         python -m torch.distributed.launch --nproc_per_node 8 other.py
         """,
     )
-    assert (launch.script, launch.world, launch.started) == ("pretrain_gpt.py", 16, 2)
+    assert (launch.script, launch.world, launch.started, launch.attached) == ("pretrain_gpt.py", 16, 2, True)
     assert launch.arguments[:2] == ("--num-layers", "2")
     assert launch.missing == ("/nowhere/set_env.sh",)
     assert launch.exported == {"HCCL_CONNECT_TIMEOUT": "7"}
@@ -165,7 +165,7 @@ def test_the_projects_own_launch_script_can_be_rehearsed(tmp_path, monkeypatch):
 def test_a_launcher_is_recorded_however_it_is_called(text, tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHRUN", raising=False)
     launch = captured(tmp_path, f"#!/bin/bash\nset -euo pipefail\n{text}\n")
-    assert (launch.script, launch.arguments, launch.started) == ("a.py", ("--x", "1"), 1)
+    assert (launch.script, launch.arguments, launch.started, launch.attached) == ("a.py", ("--x", "1"), 1, False)
 
 
 @pytest.mark.parametrize(

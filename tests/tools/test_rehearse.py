@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.checkpoints import conversion
 from mindspeed_rl_plugin.checkpoints.start_decision import decide
 from mindspeed_rl_plugin.engine.engine_sizes import CPU_LATENT_SIZE
 from mindspeed_rl_plugin.tools.rehearse import absent_modules, outcome
-from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, Done, capture
+from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, Done
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry, find_entry, pretraining
 from mindspeed_rl_plugin.tools.rehearse.outcome import tail
@@ -69,30 +69,17 @@ def test_which_entry_script_runs_on_what(there, script, platform, note, tmp_path
         assert text.index("import mindspeed.megatron_adaptor") < text.index(str(tmp_path / "core" / SCRIPT))
 
 
-@pytest.mark.parametrize("name", CHECKOUTS)
-def test_a_checkout_that_is_not_there_is_refused(name, tmp_path, monkeypatch):
-    """Also beside one that is: what runs would else be another library than the one asked for."""
-    for other in CHECKOUTS:
-        monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(name, f"{tmp_path}{os.pathsep}{tmp_path / 'gone'}")
-    with pytest.raises(ValueError, match=f"{name}={tmp_path / 'gone'} "):
-        find_entry(CapturedLaunch(SCRIPT, (), 8, 1, tmp_path, {}, {}, (), 1), DENSE, tmp_path)
-
-
+@pytest.mark.parametrize("absent", [*CHECKOUTS, ""])
 @pytest.mark.parametrize("given", ["--enable-hf2mg-convert", "--stage"])
-def test_what_only_mindspeed_llm_has_is_not_rehearsed_on_another(given, tmp_path, monkeypatch):
+def test_another_library_than_asked_for_is_refused(absent, given, tmp_path, monkeypatch):
+    """A checkout that is not there, also beside one that is; what only MindSpeed-LLM has, without it."""
     for name in CHECKOUTS:
         monkeypatch.delenv(name, raising=False)
+    if absent:
+        monkeypatch.setenv(absent, f"{tmp_path}{os.pathsep}{tmp_path / 'gone'}")
     launch = CapturedLaunch("posttrain_gpt.py", (given, "sft"), 8, 1, tmp_path, {}, {}, (), 1)
-    with pytest.raises(ValueError, match=f"posttrain_gpt.py is not here, .* {given}: set .*MINDSPEED_LLM_PATH"):
+    with pytest.raises(ValueError, match=f"{absent}={tmp_path / 'gone'} " if absent else f"has {given}: set "):
         find_entry(launch, DENSE, tmp_path)
-
-
-@pytest.mark.parametrize("module", ["-m mindspeed_rl_plugin ", ""])
-def test_a_script_that_does_not_name_the_plugin_is_known(module, tmp_path):
-    script = written(tmp_path / "a.sh", f"torchrun --nproc-per-node 2 {module}train.py --rl-algorithm grpo\n")
-    launch = capture(script, tmp_path / "scratch", 30)
-    assert launch.attached == bool(module) and launch.arguments == ("--rl-algorithm", "grpo")
 
 
 def test_the_checkpoint_to_load_is_made_by_pretraining(tmp_path):
@@ -127,14 +114,25 @@ def test_changed_flags_are_recorded_and_the_rest_stays():
     assert removed == {"--moe-permute-fusion": "", "--use-fused-mlp": "", "--profile-x": "3"}
 
 
-def test_what_rl_refuses_is_said_where_a_host_lacks_it():
+# Arguments, with MindSpeed or without, what a host can take of them.
+AVAILABLE = [
+    ("--fp8-format hybrid --fp8-param-gather --apply-layernorm-1p --bf16", False, "--bf16"),
+    ("--moe-permute-fusion --use-fused-mlp --profile-x 3 --bf16", True, "--bf16"),
+    ("--moe-grouped-gemm --moe-tp-extend-ep", True, "--moe-grouped-gemm --moe-tp-extend-ep"),
+    ("--moe-grouped-gemm --bf16", False, "--bf16"),
+    ("--context-parallel-size 4 --transformer-impl x", False, "--context-parallel-size 1 --transformer-impl local"),
+    ("--context-parallel-size 4 --transformer-impl x", True, "--context-parallel-size 4 --transformer-impl x"),
+]
+
+
+@pytest.mark.parametrize("words, mindspeed, left", AVAILABLE)
+def test_what_no_host_has_is_taken_out_and_what_rl_refuses_is_said(words, mindspeed, left):
     """The rehearsal does not hide that the script could not run as it is."""
-    flags = Flags.parse(["--fp8-format", "hybrid", "--fp8-param-gather", "--apply-layernorm-1p", "--bf16"])
-    remove_unavailable(flags, mindspeed=False)
-    assert "--bf16" in flags
-    reasons = {change.flag: change.why for change in flags.changes if change.new is None}
-    assert set(reasons) == {"--fp8-format", "--fp8-param-gather", "--apply-layernorm-1p"}
-    assert all(" RL " in why for why in reasons.values())
+    flags, given = Flags.parse(words.split()), words.split()
+    remove_unavailable(flags, mindspeed=mindspeed)
+    assert {f: v for f, v in flags.values.items() if f in given} == Flags.parse(left.split()).values
+    refused = [c.why for c in flags.changes if c.flag.startswith(("--fp8", "--apply"))]
+    assert all(why.startswith("not on a host: ") and " RL " in why for why in refused)
 
 
 def test_values_of_mindspeed_llm_are_replaced_without_it():
@@ -145,133 +143,74 @@ def test_values_of_mindspeed_llm_are_replaced_without_it():
     assert flags.argv() == expected.split()
 
 
-@pytest.mark.parametrize("mindspeed, size", [(False, 1), (True, 4)])
-def test_rows_are_not_split_where_no_attention_can(mindspeed, size):
-    """MindSpeed's own attention is there on a host, TransformerEngine's is not."""
-    flags = Flags.parse(["--context-parallel-size", "4", "--transformer-impl", "transformer_engine"])
-    remove_unavailable(flags, mindspeed=mindspeed)
-    assert flags.number("--context-parallel-size", 0) == size
-    assert flags.get("--transformer-impl") == ("transformer_engine" if mindspeed else "local")
+SHORT = {"tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size", "cp": "context-parallel-size"}
+SHORT |= {"ep": "expert-model-parallel-size", "batch": "global-batch-size", "layers": "num-layers"}
+RL = "tp=4 pp=4 layers=28 batch=256 rl-algorithm=grpo rl-rollout-prompts=64 rl-generate-tp=4 rl-generate-ep=64"
+ROWS = "layers=8 batch=64 cp=8"
+HYBRID = ROWS + " context-parallel-algo=hybrid_cp_algo ulysses-degree-in-cp=4"
+LISTED = "num-layer-list=17,20,22,21 pp=4 layers=80"
+EXPERTS_APART = "moe-grouped-gemm gemm-gradient-accumulation-fusion moe-permutation-async-comm"
+DUALPIPEV = "tp=2 pp=8 layers=64 schedules-method=dualpipev"
+NOOP = "pp=8 layers=64 noop-layers=61,62,63 mla-mm-split"
+# Under MindSpeed: flags of a script, ranks of the rehearsal, what is left; !FLAG: it is taken out.
+SHRUNK = [
+    # What was split stays split while there are ranks; a rollout is a batch of groups of four.
+    (RL, 1, "tp=1 pp=1 layers=2 batch=4 rl-generate-tp=1 rl-generate-ep=1 rl-rollout-prompts=1"),
+    (RL, 2, "tp=2 pp=1 batch=4 rl-generate-tp=2 rl-generate-ep=2"),
+    (RL, 4, "tp=2 pp=2 layers=2 batch=4 rl-generate-tp=2 rl-generate-ep=4"),
+    (RL, 8, "tp=2 pp=2 batch=8 rl-generate-ep=8 rl-rollout-prompts=2 rl-samples-per-prompt=4"),
+    # Rows too; a hybrid of both ways takes four ranks.
+    (f"{ROWS} tp=2", 4, "tp=2 cp=2 batch=4"),
+    (f"{ROWS} pp=2", 4, "cp=2 pp=2 batch=4"),
+    (f"{HYBRID} tp=2", 4, "tp=2 cp=1 batch=8 ulysses-degree-in-cp=2"),
+    (HYBRID, 4, "cp=4 batch=4 ulysses-degree-in-cp=2"),
+    # Stages of different sizes stay different.
+    (LISTED, 1, "!num-layer-list layers=2"),
+    (LISTED, 2, "num-layer-list=2,1 layers=3"),
+    # Experts are stored as written; overlapped communication needs some apart, a stage of MindSpeed-LLM has some.
+    (f"{EXPERTS_APART} moe-alltoall-overlap-comm ep=8", 1, f"{EXPERTS_APART} !moe-alltoall-overlap-comm ep=1"),
+    (f"{EXPERTS_APART} moe-alltoall-overlap-comm ep=8", 2, f"{EXPERTS_APART} moe-alltoall-overlap-comm ep=2"),
+    ("moe-tp-extend-ep pp=8 layers=61 first-k-dense-replace=3", 2, "moe-tp-extend-ep pp=2 layers=4"),
+    ("pp=8 layers=61 first-k-dense-replace=3", 2, "first-k-dense-replace=1"),
+    # Two layers a stage, one for each chunk of dualpipev, and as many micro-batches as its schedule needs.
+    (DUALPIPEV, 2, "pp=1 !schedules-method"),
+    (DUALPIPEV, 4, "pp=2 schedules-method=dualpipev layers=4 batch=4"),
+    # One layer that does nothing, in a chunk that has another.
+    (NOOP, 4, "pp=2 layers=4 noop-layers=3 mla-mm-split"),
+    (f"{NOOP} num-layers-per-virtual-pipeline-stage=4", 4, "layers=8 noop-layers=7"),
+    (f"{NOOP} num-layers-per-virtual-pipeline-stage=4", 4, "num-layers-per-virtual-pipeline-stage=2"),
+    # An engine on a CPU has one size of latent attention.
+    ("kv-lora-rank=512 qk-pos-emb-head-dim=64", 2, f"kv-lora-rank={CPU_LATENT_SIZE - 64} qk-pos-emb-head-dim=64"),
+]
 
 
-@pytest.mark.parametrize("ranks, sizes", [(1, (1, 1, 1)), (2, (2, 1, 1)), (4, (2, 2, 1)), (8, (2, 2, 2))])
-def test_what_was_split_stays_split_while_there_are_ranks(ranks, sizes):
-    argv = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --num-layers 28 --global-batch-size 256"
-    rl = "--rl-algorithm grpo --rl-rollout-prompts 64 --rl-generate-tp 4 --rl-generate-ep 64"
-    flags = Flags.parse(f"{argv} {rl}".split())
+def pairs(words: str) -> list[tuple[str, str]]:
+    """Flags, and their values as `Flags.get` has them."""
+    named = (word.partition("=") for word in words.split())
+    return [(f"--{SHORT.get(name, name)}", value) for name, _, value in named]
+
+
+@pytest.mark.parametrize("words, ranks, left", SHRUNK)
+def test_a_script_is_made_smaller_in_its_own_shape(words, ranks, left):
+    flags = Flags({flag: tuple(filter(None, [value])) for flag, value in pairs(words)})
+    remove_unavailable(flags, mindspeed=True)
     shrink(flags, ranks)
-    assert flags.number("--rl-generate-ep", 0) == ranks
-    names = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "global-batch-size", "rl-generate-tp")
-    tp, pp, batch, engine = (flags.number(f"--{name}", 0) for name in names)
-    assert (tp, pp, batch // 4) == sizes and ranks % engine == 0 and flags.number("--num-layers", 0) % pp == 0
-    assert flags.number("--rl-rollout-prompts", 0) * flags.number("--rl-samples-per-prompt", 0) == batch
+    for flag, value in pairs(left):
+        assert flags.get(flag.replace("!", "")) == (None if "!" in flag else value), flag
 
 
-@pytest.mark.parametrize(
-    "words, sizes",
-    [
-        ("--tensor-model-parallel-size 2", (2, 2, 1)),
-        ("--pipeline-model-parallel-size 2", (1, 2, 2)),
-        ("--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 4 --tensor-model-parallel-size 2", (2, 1, 1)),
-        ("--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 4", (1, 4, 1)),
-    ],
-)
-def test_rows_stay_split_while_there_are_ranks(words, sizes):
-    """A hybrid takes four."""
-    flags = Flags.parse(f"--num-layers 8 --global-batch-size 64 --context-parallel-size 8 {words}".split())
-    shrink(flags, 4)
-    names = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
-    tp, cp, pp = (flags.number(f"--{name}", 1) for name in names)
-    assert (tp, cp, pp) == sizes and flags.number("--global-batch-size", 0) == 4 * 4 // (tp * cp * pp)
-    assert flags.number("--ulysses-degree-in-cp", 2) == 2
-
-
-@pytest.mark.parametrize(
-    "words, ranks",
-    [
-        ("--data-parallel-size 8", 2),
-        ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 1", 2),
-        ("--pipeline-model-parallel-size 4 --expert-model-parallel-size 8", 4),
-        ("--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --context-parallel-size 2", 4),
-    ],
-)
+@pytest.mark.parametrize("words, ranks", [("dp=8", 2), ("pp=4 tp=1", 2), ("pp=4 ep=8", 4), ("tp=8 pp=4 cp=2", 4)])
 def test_more_ranks_where_there_is_more_to_split(words, ranks):
-    assert ranks_of_split(Flags.parse(words.split())) == ranks
-
-
-@pytest.mark.parametrize("ranks, kept", [(1, None), (2, "2,1")])
-def test_stages_of_different_sizes_stay_different(ranks, kept):
-    words = "--num-layer-list 17,20,22,21 --pipeline-model-parallel-size 4 --num-layers 80"
-    flags = Flags.parse(words.split())
-    shrink(flags, ranks)
-    assert flags.get("--num-layer-list") == kept and flags.number("--num-layers", 0) == (3 if kept else 2)
-
-
-@pytest.mark.parametrize("ranks, kept", [(1, False), (2, True)])
-def test_experts_are_rehearsed_as_written(ranks, kept):
-    """Overlapped communication needs some."""
-    words = "--moe-grouped-gemm --gemm-gradient-accumulation-fusion --moe-permutation-async-comm"
-    flags = Flags.parse(f"{words} --moe-alltoall-overlap-comm --expert-model-parallel-size 8".split())
-    remove_unavailable(flags, mindspeed=True)
-    shrink(flags, ranks)
-    assert " ".join(flags.argv()).startswith(words) and ("--moe-alltoall-overlap-comm" in flags) == kept
-
-
-@pytest.mark.parametrize("ranks, layers", [(2, None), (4, 4)])
-def test_dualpipev_stays_where_two_stages_are_left(ranks, layers):
-    """Two layers a stage, one for each of its chunks, and as many micro-batches as its schedule needs."""
-    argv = (
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 8 --num-layers 64 --schedules-method dualpipev"
-    )
-    flags = Flags.parse(argv.split())
-    remove_unavailable(flags, mindspeed=True)
-    shrink(flags, ranks)
-    assert ("--schedules-method" in flags) == bool(layers)
-    assert layers is None or (flags.number("--num-layers", 0), flags.number("--global-batch-size", 0)) == (layers, 4)
-
-
-@pytest.mark.parametrize("virtual", ["", "--num-layers-per-virtual-pipeline-stage 4"])
-def test_layers_that_do_nothing_and_split_projections_stay(virtual):
-    """One such layer, in a chunk that has another."""
-    argv = f"--pipeline-model-parallel-size 8 --num-layers 64 --noop-layers 61,62,63 --mla-mm-split {virtual}"
-    flags = Flags.parse(argv.split())
-    shrink(flags, 4)
-    remove_unavailable(flags, mindspeed=True)
-    layers, pp = (flags.number(f"--{name}", 0) for name in ("num-layers", "pipeline-model-parallel-size"))
-    each = flags.number("--num-layers-per-virtual-pipeline-stage", layers // pp)
-    assert flags.number("--noop-layers", 0) == layers - 1 and each == 2 and layers % (pp * each) == 0
-    assert layers // (pp * each) == (2 if virtual else 1) and "--mla-mm-split" in flags
-
-
-def test_experts_are_stored_as_written_under_mindspeed():
-    """And each stage of MindSpeed-LLM has a layer with experts."""
-    argv = "--moe-grouped-gemm --moe-tp-extend-ep --moe-permutation-async-comm --pipeline-model-parallel-size 8"
-    flags = Flags.parse(f"{argv} --num-layers 61 --first-k-dense-replace 3".split())
-    remove_unavailable(flags, mindspeed=True)
-    shrink(flags, 2)
-    assert all(word in flags for word in argv.split()[:3])
-    layers, dense = (flags.number(f"--{name}", 0) for name in ("num-layers", "first-k-dense-replace"))
-    assert dense < layers // flags.number("--pipeline-model-parallel-size", 0)
-    remove_unavailable(flags, mindspeed=False)
-    assert "--moe-grouped-gemm" not in flags
+    assert ranks_of_split(Flags({flag: (value,) for flag, value in pairs(words)})) == ranks
 
 
 @pytest.mark.parametrize("flag", [flag for flags in SUPPORTED.values() for flag in flags.split()])
 def test_what_rl_supports_is_rehearsed(flag):
-    split = {f"--{kind}-model-parallel-size": ("8",) for kind in ("tensor", "pipeline")}
-    flags = Flags({"--num-layers": ("8",)} | split)
+    flags = Flags(dict.fromkeys(("--num-layers", *(f"--{SHORT[name]}" for name in ("tp", "pp"))), ("8",)))
     flags.values.setdefault(flag, ("3",))
     remove_unavailable(flags, mindspeed=True)
     shrink(flags, 4)
     assert flag in flags
-
-
-def test_latent_attention_keeps_the_size_that_an_engine_on_a_cpu_has():
-    argv = "--q-lora-rank 1536 --kv-lora-rank 512 --qk-pos-emb-head-dim 64"
-    flags = Flags.parse(argv.split())
-    shrink(flags, 2)
-    kept = sum(flags.number(f"--{name}", 0) for name in ("kv-lora-rank", "qk-pos-emb-head-dim"))
-    assert kept == CPU_LATENT_SIZE and flags.number("--q-lora-rank", 0) == 64
 
 
 def test_a_refusal_is_shown_without_its_traceback():
