@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -77,41 +78,44 @@ def test_dumps_later_than_the_resumed_iteration_go(rows_builder, tmp_path):
     assert discard_dumps_after(tmp_path / "absent", 1) == 0
 
 
-def test_dumps_of_another_run_are_refused_and_those_of_the_same_are_not(tmp_path):
-    dumps, one, two = (tmp_path / name for name in ("dumps", "one", "two"))
-    check_dumps(dumps, one, resumed=False)
-    claim_dumps(dumps, one)
-    check_dumps(dumps, two, resumed=False)  # one has written nothing
-    (dumps / "rollout-000000.parquet").write_bytes(b"")
-    check_dumps(dumps, one, resumed=True)
-    check_dumps(dumps, one, resumed=False)  # it ended before its first checkpoint
-    with pytest.raises(ValueError, match="1 rollouts of another run .*/one"):
-        check_dumps(dumps, two, resumed=False)
-    check_dumps(dumps, two, resumed=True)  # one was moved and is two now
-    one.mkdir()
-    with pytest.raises(ValueError, match="of another run"):
-        check_dumps(dumps, two, resumed=True)
+@pytest.fixture
+def claimed(tmp_path):
+    """Dumps of a run that has an id, and of one that left no run.json; the folders of three runs."""
+    folders = SimpleNamespace(**{name: tmp_path / name for name in ("dumps", "nameless", "old", "new", "third")})
+    folders.old.mkdir()
+    write_json(folders.old / "run.json", {"id": "a"})
+    for dumps, owner in ((folders.dumps, folders.old), (folders.nameless, folders.third)):
+        claim_dumps(dumps, owner)
+        check_dumps(dumps, folders.new, resumed=False)  # nothing is written yet
+        (dumps / "rollout-000000.parquet").write_bytes(b"")
+    return folders
 
 
-def test_a_run_that_was_moved_finds_its_own_dumps(tmp_path):
+def refused(dumps, run_dir, resumed):
+    with pytest.raises(ValueError, match="1 rollouts of another run"):
+        check_dumps(dumps, run_dir, resumed=resumed)
+
+
+def test_dumps_of_another_run_are_refused_and_those_of_the_same_are_not(claimed):
+    check_dumps(claimed.nameless, claimed.third, resumed=True)
+    check_dumps(claimed.nameless, claimed.third, resumed=False)  # it ended before its first checkpoint
+    refused(claimed.nameless, claimed.new, False)
+    check_dumps(claimed.nameless, claimed.new, resumed=True)  # it was moved and is another by name
+    claimed.third.mkdir()
+    refused(claimed.nameless, claimed.new, True)
+
+
+def test_a_run_that_was_moved_finds_its_own_dumps(claimed):
     """By its id, also where something else lies at its old place by now; a copy of it is another run."""
-    dumps, old, new = (tmp_path / name for name in ("dumps", "old", "new"))
-    old.mkdir()
-    write_json(old / "run.json", {"id": "a"})
-    claim_dumps(dumps, old)
-    (dumps / "rollout-000000.parquet").write_bytes(b"")
-    shutil.copytree(old, new)
-    with pytest.raises(ValueError, match="of another run"):
-        check_dumps(dumps, new, resumed=True)
-    write_json(old / "run.json", {"id": "b"})
-    check_dumps(dumps, new, resumed=True)
-    check_dumps(dumps, new, resumed=False)  # it ended before its first checkpoint
-    with pytest.raises(ValueError, match="of another run"):
-        check_dumps(dumps, tmp_path / "third", resumed=False)
+    shutil.copytree(claimed.old, claimed.new)
+    refused(claimed.dumps, claimed.new, True)
+    write_json(claimed.old / "run.json", {"id": "b"})
+    for resumed in (True, False):
+        check_dumps(claimed.dumps, claimed.new, resumed=resumed)
+    refused(claimed.dumps, claimed.third, False)
 
 
 def test_dumps_that_name_no_run_are_refused_to_a_new_one_only(tmp_path):
     (tmp_path / "rollout-000003.parquet").write_bytes(b"")
     check_dumps(tmp_path, tmp_path / "rl", resumed=True)
-    with pytest.raises(ValueError, match="it left no name"):
-        check_dumps(tmp_path, tmp_path / "rl", resumed=False)
+    refused(tmp_path, tmp_path / "rl", False)

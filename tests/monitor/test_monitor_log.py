@@ -55,69 +55,47 @@ def monitor_in(path, **kwargs):
     return Monitor(path, kwargs.pop("rank", 0), kwargs.pop("world_size", 1), is_terminal=False, **kwargs)
 
 
-def test_the_line_of_an_iteration():
-    assert iteration_line(12, FULL, 200) == (
-        "rl  12/200 | reward  0.532 ±0.410 | solved 0.25 differ 0.50 | len   14.2 trunc 0.00"
-        " | kl  1.2e-4 ratio 1.000 clip 0.00 | ent 0.410 | Δlogp 3e-6/1e-5 |    812 tok/s"
-        " | gen 2.1s rew 0.1s lp 0.8s upd 1.3s"
-    )
-
-
-def test_lines_of_two_iterations_are_aligned():
-    other = FULL | {"reward/mean": -1.5, "kl/ref": 0.25, "tokens_per_second": 12345.0, "response/length_mean": 8.0}
-    bars = [[m.start() for m in re.finditer(r"\|", iteration_line(k, m, 200))] for k, m in ((9, FULL), (100, other))]
-    assert bars[0] == bars[1]
-
-
 CRITIC = {"critic/loss": 0.25, "critic/explained_variance": 0.4}
+APART = {"lag/mean": 0.85, "lag/max": 1.0, "lag/token_mean": 0.5, "segments/mean": 1.25, "engines/length_mean": 15.06}
+APART |= {"idle/trainers_starved": 0.12, "idle/engines_back_pressure": 0.34, "idle/engines_version": 0.05}
+APART |= {"rollout/kl": 3.4e-4, "weights/pull_seconds": 0.61, "weights/pause_seconds": 0.043, "seconds/publish": 0.2}
+SAMPLED = {"sampling/groups_drawn": 48.0, "sampling/informative": 17 / 48}
+SAMPLED |= {"sampling/brought": 3.0, "sampling/carried": 5.0, "sampling/filled": 1.0}
+START = "reward  0.532 ±0.410 | solved 0.25 differ 0.50"
+MIDDLE = "len   14.2 trunc 0.00 | kl  1.2e-4 ratio 1.000 clip 0.00 | ent 0.410 | Δlogp 3e-6/1e-5"
+END = "   812 tok/s | gen 2.1s rew 0.1s lp 0.8s upd 1.3s"
 
 
 @pytest.mark.parametrize(
     ("metrics", "line"),
     [
-        ({}, "rl 1"),
-        ({"reward/mean": math.nan}, "rl 1 | reward    nan"),
-        ({"reward/errors": 3, "groups/dropped": 1 / 512}, "rl 1 | grader errors 3 dropped 0.2% of the groups"),
-        ({"reward/errors": 0, "groups/dropped": 1.0}, "rl 1 | dropped 100.0% of the groups"),
-        (CRITIC, "rl 1 | critic 0.25 explains 0.40 alone"),
-        (CRITIC | {"loss": 1.0}, "rl 1 | critic 0.25 explains 0.40"),
-        ({"loss": 0.6931, "dpo/margin": 0.125, "dpo/accuracy": 0.75}, "rl 1 | loss 0.6931 margin  0.125 right 0.75"),
+        (FULL, f"{START} | {MIDDLE} | {END}"),
+        (FULL | SAMPLED, f"{START} | sampled 48 for 16 | {MIDDLE} | {END}"),
+        (
+            FULL | APART,
+            f"{START} | {MIDDLE} mismatch 3.4e-4 | lag 0.85/0.50 seg 1.25 sampled len 15.1 | idle train 12% "
+            f"back-pressure 34% version 5% | pull 0.61s pause 0.04s | {END} publish 0.2s",
+        ),
+        (FULL | {"rollout/kl": 1e-9}, f"{START} | {MIDDLE} | {END}"),  # where all is fresh Δlogp says it
+        ({"lag/mean": 0.5, "lag/token_mean": 0.25, "segments/mean": 1.5}, "lag 0.50/0.25 seg 1.50"),
+        ({"reward/mean": math.nan}, "reward    nan"),
+        ({"reward/errors": 3, "groups/dropped": 1 / 512}, "grader errors 3 dropped 0.2% of the groups"),
+        ({"reward/errors": 0, "groups/dropped": 1.0}, "dropped 100.0% of the groups"),
+        (CRITIC, "critic 0.25 explains 0.40 alone"),
+        (CRITIC | {"loss": 1.0}, "critic 0.25 explains 0.40"),
+        ({"loss": 0.6931, "dpo/margin": 0.125, "dpo/accuracy": 0.75}, "loss 0.6931 margin  0.125 right 0.75"),
     ],
 )
-def test_absent_metrics_leave_their_part_out(metrics, line):
-    assert iteration_line(1, metrics) == line
+def test_the_line_of_an_iteration(metrics, line):
+    assert iteration_line(12, metrics, 200) == f"rl  12/200 | {line}"
 
 
-def test_dynamic_sampling_says_how_many_groups_it_took_for_how_many():
-    taken = {"sampling/groups_drawn": 48.0, "sampling/informative": 17 / 48}
-    others = {"sampling/brought": 3.0, "sampling/carried": 5.0, "sampling/filled": 1.0}
-    line = iteration_line(1, FULL | taken | others)
-    assert "solved 0.25 differ 0.50 | sampled 48 for 16 | len" in line
-
-
-APART = {"lag/mean": 0.85, "lag/max": 1.0, "lag/token_mean": 0.5, "segments/mean": 1.25, "engines/length_mean": 15.06}
-APART |= {"idle/trainers_starved": 0.12, "idle/engines_back_pressure": 0.34, "idle/engines_version": 0.05}
-APART |= {"rollout/kl": 3.4e-4, "weights/pull_seconds": 0.61, "weights/pause_seconds": 0.043, "seconds/publish": 0.2}
-
-
-def test_a_line_with_engines_apart_has_lag_segments_idle_time_by_cause_and_what_weights_cost():
-    line = iteration_line(1, FULL | APART)
-    assert (
-        " | Δlogp 3e-6/1e-5 mismatch 3.4e-4 | lag 0.85/0.50 seg 1.25 sampled len 15.1"
-        " | idle train 12% back-pressure 34% version 5% | pull 0.61s pause 0.04s |    812 tok/s | "
-    ) in line
-    assert line.endswith("publish 0.2s") and "len   14.2" in line
-    assert "mismatch" not in iteration_line(1, FULL | {"rollout/kl": 1e-9}), "where all is fresh Δlogp says it"
-    carried = {"lag/mean": 0.5, "lag/token_mean": 0.25, "segments/mean": 1.5}  # partial rollouts have no engines apart
-    assert iteration_line(1, carried) == "rl 1 | lag 0.50/0.25 seg 1.50"
-
-
-def test_the_legend_explains_the_words_of_a_line():
+def test_lines_of_two_iterations_are_aligned_and_explained():
+    other = FULL | {"reward/mean": -1.5, "kl/ref": 0.25, "tokens_per_second": 12345.0, "response/length_mean": 8.0}
+    bars = [[m.start() for m in re.finditer(r"\|", iteration_line(k, m, 200))] for k, m in ((9, FULL), (100, other))]
+    assert bars[0] == bars[1] and iteration_line(1, {}) == "rl 1"
     line = iteration_line(1, FULL | {"seconds/reshard": 1.0})
     assert all(f"{word}:" in LINE_LEGEND and f" {word} " in line for word in ("differ", "ent", "Δlogp", "resh", "lp"))
-
-
-def test_the_line_of_an_evaluation():
     assert eval_line(10, {"eval/accuracy": 0.52341, "eval/pass@8": 0.75, "eval/prompts": 250}, 200) == (
         "rl  10/200 eval | accuracy 0.5234 | pass@8 0.75 | prompts 250"
     )
@@ -276,39 +254,31 @@ def test_the_runs_own_lines_are_in_a_file_from_the_first_one_on(tmp_path, monkey
     assert not (tmp_path / "log.txt").exists() and (tmp_path / "log.txt.old").read_text() == printed
 
 
-def warned(capsys, path, metrics, compares=True):
-    """After which iterations a warning came, and all of them."""
-    monitor, said = monitor_in(path, compares=compares), {}
-    for number, more in enumerate(metrics, 1):
-        monitor.log(number, FULL | more)
-        said |= {number: text} if (text := capsys.readouterr().out) else {}
-    return list(said), "".join(said.values())
-
-
 QUICKSTART = (0.0, 0.0016, 0.0089, 0.0545, 0.0075, 0.0805, 0.1047, math.nan, 0.0643)
 IDLE, FINE = {"groups/informative": 0.0}, {"groups/informative": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("metrics", "said", "text"),
+    ("compares", "metrics", "at", "text"),
     [
-        ([FINE] * 5 + [IDLE] * 7 + [FINE] + [IDLE] * 20, [14], "in 8 of the last 10 rollouts .* nothing is learned"),
-        ([IDLE, IDLE, FINE] * 10, [], ""),
-        ([{"kl/ref": kl} for kl in (0.0, 1.7, 1.8, 9.0)], [2], r"moved by 1.7 nats .* \(more than 0.5\); lower --lr"),
-        ([{"kl/ref": kl} for kl in (3.0, 3.4, 3.8)], [], ""),  # resumed: what it was before is not known
-        ([{"kl/old": kl} for kl in (0.1, 0.9)], [2], "moved by 0.9 nats"),
-        ([{"kl/ref": kl} for kl in QUICKSTART], [], ""),
+        (True, [FINE] * 5 + [IDLE] * 7 + [FINE] + [IDLE] * 20, [14], "in 8 of the last 10 rollouts"),
+        (True, [IDLE, IDLE, FINE] * 10, [], ""),
+        (False, [IDLE] * 20, [], ""),  # groups of equal rewards teach what does not compare them
+        (True, [{"kl/ref": kl} for kl in (0.0, 1.7, 1.8, 9.0)], [2], "moved by 1.7 nats"),
+        (True, [{"kl/ref": kl} for kl in (3.0, 3.4, 3.8)], [], ""),  # resumed: what it was before is not known
+        (True, [{"kl/old": kl} for kl in (0.1, 0.9)], [2], "moved by 0.9 nats"),
+        (True, [{"kl/ref": kl} for kl in QUICKSTART], [], ""),
     ],
 )
-def test_a_run_that_learns_nothing_or_too_fast_is_warned_once(tmp_path, capsys, metrics, said, text):
-    heard, lines = warned(capsys, tmp_path, metrics)
-    assert heard == said and (not said or re.search(text + ".*#it-runs-but-does-not-learn", lines))
+def test_a_run_that_learns_nothing_or_too_fast_is_warned_once(tmp_path, capsys, compares, metrics, at, text):
+    monitor, warned = monitor_in(tmp_path, compares=compares), {}
+    for number, more in enumerate(metrics, 1):
+        monitor.log(number, FULL | more)
+        warned |= {number: said} if (said := capsys.readouterr().out) else {}
+    assert list(warned) == at
+    assert all(re.search(text + ".*#it-runs-but-does-not-learn", said) for said in warned.values())
     page = Path(__file__).parents[2] / "docs" / "when-something-goes-wrong.md"
     assert "\n## It runs, but does not learn\n" in page.read_text()
-
-
-def test_groups_of_equal_rewards_teach_what_does_not_compare_them(tmp_path, capsys):
-    assert warned(capsys, tmp_path, [IDLE] * 20, compares=False)[0] == []
 
 
 def test_a_run_knows_where_it_was_resumed_and_trims_what_came_after(tmp_path):

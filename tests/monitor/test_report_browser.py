@@ -87,7 +87,9 @@ def check_curve(page, rows, name):
 @pytest.fixture(scope="module")
 def full_run(tmp_path_factory, run_builder):
     folder = tmp_path_factory.mktemp("full")
-    run_builder(folder / "run", iterations=30)
+    about = run_builder(folder / "run", iterations=30) / "run.json"
+    known = {"held_out": 400, "starts": [{"iteration": i, "time": 0.0} for i in (0, 5)]}
+    about.write_text(json.dumps(json.loads(about.read_text()) | known))
     assert main([str(folder / "run"), "--out", str(folder / "r.html"), "--samples", "400"]) == 0
     return folder
 
@@ -164,34 +166,28 @@ def test_samples_are_drawn_as_text_hostile_ones_too(full_run, full_page):
 
 
 @pytest.mark.browser
-def test_settings_verdict_resumes_and_held_out_responses_are_shown(run_builder, tmp_path):
-    run = run_builder(tmp_path / "run", iterations=12)
-    about = json.loads((run / "run.json").read_text())
-    about |= {"held_out": 400, "starts": [{"iteration": i, "time": 0.0} for i in (0, 5)]}
-    (run / "run.json").write_text(json.dumps(about))
-    main([str(run)])
-    page = open_in_browser(run / "report.html", tmp_path)
-    (_, said), (_, below) = *page.all("p", id="verdict"), *page.all("p", id="subtitle")
+def test_settings_verdict_resumes_and_held_out_responses_are_shown(full_page):
+    (_, said), (_, below) = *full_page.all("p", id="verdict"), *full_page.all("p", id="subtitle")
     assert said.startswith("Learned: accuracy on 400 held-out prompts rose by ")
-    assert "resumed at iteration 5 " in below and "memory" not in below
-    charts = [a for a, _ in page.all("path", class_="line")]
-    assert page.all("line", class_="resumed") and len(page.all("line", class_="resumed")) <= len(charts)
-    settings = "".join(text for _, text in page.all("table", class_="settings"))
+    assert "resumed at iteration 5 " in below and "memory" not in below and full_page.all("line", class_="resumed")
+    settings = "".join(text for _, text in full_page.all("table", class_="settings"))
     assert "--rl-rewardmath exact" in settings and "torch2.x" in settings
-    rows = [text for _, text in page.all("tr") if text.startswith("2+2=")]
-    assert rows == ["2+2=44 (0)14 (10)1"] and "</script><script>" in page.all("table", id="held-out-rows")[0][1]
+    rows = [text for _, text in full_page.all("tr") if text.startswith("2+2=")]
+    assert rows == ["2+2=44 (0)14 (30)1"]
+    assert "</script><script>" in full_page.all("table", id="held-out-rows")[0][1]
 
 
+@pytest.mark.browser
 def test_an_episode_is_drawn_turn_by_turn_as_text(episode_dump, run_builder, tmp_path):
     run = run_builder(tmp_path / "run", iterations=1, ranks=1, evaluate=False, dumps=False)
     assert main([str(run), "--dump-dir", str(episode_dump)]) == 0
     page = open_in_browser(
-        run / "report.html", tmp_path, "byId('find').value = 'GO ON'; byId('find').dispatchEvent(new Event('input'));"
+        run / "report.html", tmp_path, "byId('find').value = '0+0'; byId('find').dispatchEvent(new Event('input'));"
     )
-    assert [a["data-id"] for a, _ in page.all("tr") if "data-id" in a] == ["0.0.0"], "observations are searched"
+    assert [a["data-id"] for a, _ in page.all("tr") if "data-id" in a] == ["0.0.0", "0.1.0"]
     messages = page.all("div", class_="message")
     tokens = json.loads(page.all("script", id="data")[0][1])["samples"]["rows"][0][4][4][2]
-    assert [text.split("\u2028")[0] for _, text in messages] == [
+    assert [text.split("\u2028")[0] for _, text in messages[:6]] == [
         "reset · not trained · 0.25 s",
         "assistant · 8 tokens, trained · reward 0<call>",
         "add · not trained · 0.125 s</script><script>document.title='taken'</script><!-- <b>bold</b> & ",
@@ -199,10 +195,9 @@ def test_an_episode_is_drawn_turn_by_turn_as_text(episode_dump, run_builder, tmp
         f"assistant · {tokens} tokens, trained · reward 0Answer: 0",
         "user · not trained · 1.5 sright",
     ]
-    assert ["turn" in a["class"].split() for a, _ in messages] == [False, True, False, False, True, False]
+    assert ["turn" in a["class"].split() for a, _ in messages] == [False, True, False, False, True, False, True]
+    assert ", 0 trained · reward 0.25 · 0.75 sAnswer: 1" in messages[6][1]
     assert page.all("title")[0][1] == "run · RL report"
-    page = open_in_browser(run / "report.html", tmp_path)
-    assert ", 0 trained · reward 0.25 · 0.75 sAnswer: 1" in page.all("div", class_="message")[-1][1]
 
 
 @pytest.mark.browser
@@ -225,15 +220,21 @@ def test_the_timeline_and_stage_times_are_drawn(full_run, full_page):
 
 
 @pytest.mark.browser
-def test_a_metric_of_some_iterations_is_one_line_and_one_that_was_not_finite_has_a_gap(run_builder, tmp_path):
-    run = run_builder(tmp_path / "run", iterations=12, ranks=1, evaluate=False, dumps=False, events=False)
+def test_gaps_of_a_curve_and_an_hour_in_which_the_job_was_down(run_builder, tmp_path):
+    """A metric of some iterations is one line, one that was not finite has a gap; the hour does not hide the rest."""
+    run = run_builder(tmp_path / "run", iterations=12, ranks=1, evaluate=False, dumps=False)
     rows = read_jsonl(run / "metrics.jsonl")
     for row in rows:
         if row["iteration"] % 4 != 1:  # a rollout serves four iterations and is measured once
             del row["reward/mean"], row["reward/std"]
         if row["iteration"] in (5, 6):
             row["loss"] = None
-    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    events = read_events(run)
+    for e in events:
+        late = 3600 * (e["iteration"] == 12)
+        e |= {"start": e["start"] + late, "end": e["end"] + late}
+    for path, lines in ((run / "metrics.jsonl", rows), (event_files(run)[0], events)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main([str(run)]) == 0
     page = open_in_browser(run / "report.html", tmp_path)
     check_curve(page, rows, "reward/mean")
@@ -241,19 +242,6 @@ def test_a_metric_of_some_iterations_is_one_line_and_one_that_was_not_finite_has
     pens = {n: page.all("path", data_series=n)[0][0]["d"].count("M") for n in ("reward/mean", "loss")}
     assert pens == {"reward/mean": 1, "loss": 2}
     assert len(vertices(page.all("path", class_="band")[0][0]["d"])) == 6
-
-
-@pytest.mark.browser
-def test_an_hour_in_which_the_job_was_down_does_not_hide_the_rest(run_builder, tmp_path):
-    run = run_builder(tmp_path / "run", iterations=3, ranks=1, evaluate=False, dumps=False)
-    path = event_files(run)[0]
-    events = read_jsonl(path)
-    for e in events:
-        late = 3600 * (e["iteration"] == 3)
-        e |= {"start": e["start"] + late, "end": e["end"] + late}
-    path.write_text("".join(json.dumps(e) + "\n" for e in events))
-    assert main([str(run)]) == 0
-    page = open_in_browser(run / "report.html", tmp_path)
     width = {a["data-iteration"]: float(a["width"]) for a, _ in page.all("rect", class_="span", data_stage="generate")}
     assert len(width) == 3 and min(width.values()) > 80
     right = [float(a["x"]) + float(a["width"]) for a, _ in page.all("rect", class_="span")]

@@ -7,6 +7,7 @@ import pytest
 
 from mindspeed_rl_plugin.monitor.dump import dump_rollout
 from mindspeed_rl_plugin.monitor.run_files import dump_files, read_metrics
+from mindspeed_rl_plugin.monitor.run_summary import summarize
 from mindspeed_rl_plugin.tools.report.report import embed, main
 from mindspeed_rl_plugin.tools.report.report_data import collect, duration, headline, held_out, remarks, verdict
 from mindspeed_rl_plugin.tools.report.report_samples import sample_data
@@ -144,11 +145,8 @@ def test_a_dump_that_is_none_is_named(tmp_path):
 def test_remarks_name_what_stands_out(row, run, words):
     assert any(words in r for r in remarks([{"iteration": 1, "loss": 0.0, **row}], run, [0]))
     assert remarks([{"iteration": 1, "loss": 0.0}], {"world_size": 1}, [0]) == []
-
-
-def test_entropy_that_collapses_is_remarked():
-    rows = [{"iteration": k, "entropy": 1.0 if k < 15 else 0.01} for k in range(20)]
-    assert any("Entropy fell from 1 to 0.01" in r for r in remarks(rows, {}, []))
+    entropy = [{"iteration": k, "entropy": 1.0 if k < 15 else 0.01} for k in range(20)]
+    assert any("Entropy fell from 1 to 0.01" in r for r in remarks(entropy, {}, []))
 
 
 def test_headline_of_a_run(run_builder, tmp_path):
@@ -158,16 +156,9 @@ def test_headline_of_a_run(run_builder, tmp_path):
     tiles = {t["label"]: t["value"] for t in data["tiles"]}
     accuracy = [r["eval/accuracy"] for r in read_metrics(run) if "eval/accuracy" in r]
     assert tiles["Held-out accuracy"] == f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}"
+    assert data["held_out"]["rows"][1] == ["2+2=", "4", [["4 (0)", 1.0], ["4 (20)", 1.0]]]
     assert tiles["Iterations"] == "20" and re.fullmatch(r"-?\d\.\d{3} → -?\d\.\d{3}", tiles["Held-out reward"])
-    one = {
-        "reward_before": None,
-        "reward_after": None,
-        "accuracy_before": 0.5,
-        "accuracy_after": None,
-        "iterations": 0,
-        "seconds": None,
-    }
-    one |= {"tokens_per_second": None, "logprob_diff_max": None}
+    one = dict.fromkeys(summarize(run)) | {"accuracy_before": 0.5, "iterations": 0}
     assert headline([{"iteration": 0}], {}, one)[0]["value"] == "50.0%"
 
 
@@ -191,12 +182,7 @@ def test_a_run_is_judged_by_two_standard_errors(rows, held_out, before, after, s
     assert verdict(rows, {"held_out": held_out}, {"accuracy_before": before, "accuracy_after": after}).startswith(says)
 
 
-def test_settings_and_responses_to_held_out_prompts(run_builder, tmp_path):
-    data = collect(run_builder(tmp_path / "rl", iterations=20, dumps=False))
-    assert dict(data["settings"])["RL flags"] == {"--rl-reward": "math exact"}
-    assert dict(data["settings"])["Versions"] == {"torch": "2.x"} and "algorithm" in dict(data["settings"])["Run"]
-    assert data["held_out"]["iterations"] == [0, 20]
-    assert data["held_out"]["rows"][1] == ["2+2=", "4", [["4 (0)", 1.0], ["4 (20)", 1.0]]]
+def test_no_evaluation_has_no_responses_to_held_out_prompts(tmp_path):
     assert held_out(tmp_path / "none") == {"iterations": [], "rows": []}
 
 
@@ -215,14 +201,13 @@ def test_no_text_can_leave_the_data_element():
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
-    assert main([str(tmp_path / "absent")]) == 1
-    assert "is not a directory" in capsys.readouterr().err
-    assert main([str(tmp_path)]) == 1
-    assert "--rl-run-dir of a run" in capsys.readouterr().err
+    def said(folder):
+        assert main([str(folder)]) == 1 and not (tmp_path / "report.html").exists()
+        return capsys.readouterr().err
+
+    assert "is not a directory" in said(tmp_path / "absent") and "--rl-run-dir of a run" in said(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
-    assert main([str(tmp_path)]) == 1
-    assert "has not finished an iteration" in capsys.readouterr().err
-    assert not (tmp_path / "report.html").exists()
+    assert "has not finished an iteration" in said(tmp_path)
 
 
 def test_the_report_says_where_it_looked_for_dumps(run_builder, tmp_path, capsys):

@@ -10,7 +10,8 @@ from small_tokenizers import make
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.run_setup import Setup
-from mindspeed_rl_plugin.tools.plan import fit, plan, schedule
+from mindspeed_rl_plugin.tools.plan import plan, schedule
+from mindspeed_rl_plugin.tools.plan.simulate import Outcome
 from mindspeed_rl_plugin.tools.plan.virtual import Graders
 
 SCRIPT = """
@@ -24,6 +25,22 @@ def script(folder, more=""):
     path = folder / "train.sh"
     path.write_text(SCRIPT.format(more=more))
     return path
+
+
+@pytest.fixture
+def said(capsys):
+    """`said(words)`: what the plan prints, or its error."""
+
+    def run(*words, status=0):
+        assert plan.main(["--schedule", *map(str, words)]) == status
+        out, err = capsys.readouterr()
+        return err if status else out
+
+    return run
+
+
+def table(out):
+    return [line.split() for line in out.splitlines() if line.startswith(("sync", "streamed", "async"))]
 
 
 def run_of(folder, grading=1.0, call=1.0 * 4 / 64, together=1.0):
@@ -79,43 +96,32 @@ def test_schedules_that_divide_are_tried(tmp_path):
         ("--rl-filtration pow --rl-filtration-whole-batch", ["sync"], "--rl-filtration-whole-batch"),
     ],
 )
-def test_what_flags_exclude_is_not_advised(tmp_path, capsys, more, tried, flag):
+def test_what_flags_exclude_is_not_advised(tmp_path, said, more, tried, flag):
     path = script(tmp_path, more)
-    setup = schedule.script_setup(path)
-    assert [one.schedule for one in schedule.candidates(setup, 8, 8)] == tried
-    assert plan.main(["--schedule", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert f"note    {flag} excludes --rl-schedule async\n" in said and "take --rl-schedule async" not in said
+    assert [one.schedule for one in schedule.candidates(schedule.script_setup(path), 8, 8)] == tried
+    out = said(path)
+    assert f"note    {flag} excludes --rl-schedule async\n" in out and "take --rl-schedule async" not in out
 
 
-def test_a_run_gives_the_costs_and_the_table_an_advice(tmp_path, capsys):
+def test_a_run_gives_the_costs_and_the_table_an_advice(tmp_path, said):
     folder = run_of(tmp_path / "rl")
-    assert plan.main(["--schedule", "--from", str(folder), "--world", "4"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = [line.split() for line in lines if line.startswith(("sync", "streamed", "async"))]
-    assert [row[0] for row in table] == ["sync", "streamed", "async", "async"]
-    assert [row[1] for row in table[2:]] == ["2", "3"]
-    assert "fitted to 1 run: " in "\n".join(lines)
-    care = "ASSUMED, NOT MEASURED: --sequence-ms 0.2475, --publish-s 0.5, --pull-s 0.5, --apply-s 0.5"
-    assert lines[lines.index(care) + 1].startswith("if your costs are these: take --rl-schedule ")
+    out = said("--from", folder, "--world", 4)
+    assert [row[0] for row in table(out)] == ["sync", "streamed", "async", "async"]
+    assert [row[1] for row in table(out)[2:]] == ["2", "3"] and "fitted to 1 run: " in out
     # On the ranks of the run itself sync takes what it took.
-    assert plan.main(["--schedule", "--from", str(folder)]) == 0
-    sync = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("sync"))
-    assert float(sync[1]) == pytest.approx(12.5, rel=0.03)
+    assert float(table(said("--from", folder))[0][1]) == pytest.approx(12.5, rel=0.03)
 
 
-@pytest.mark.parametrize(("together", "said"), [(64, "{:.2f}\n"), (1, "{:.2f}: IT MISSES THIS RUN, ")])
-def test_calls_at_once_are_modelled_and_a_model_that_misses_a_run_says_so(tmp_path, capsys, together, said):
-    """64 responses whose calls take 2 s: together 2 s, one after the other in each of four workers 32 s."""
+@pytest.mark.parametrize(("together", "judged"), [(64, "{}\n"), (1, "{}: IT MISSES THIS RUN, ")])
+def test_calls_at_once_are_modelled_and_a_model_that_misses_a_run_says_so(tmp_path, said, together, judged):
+    """64 responses whose calls take 2 s: together 2 s, one after the other in each of four workers 32 s. The run is
+    compared without costs of other machines."""
     folder = run_of(tmp_path / "rl", grading=2.0, call=2.0, together=together)
-    assert plan.main(["--schedule", "--from", str(folder)]) == 0
-    out = capsys.readouterr().out
-    sync = next(line.split() for line in out.splitlines() if line.startswith("sync"))
-    assert f"measured 13.50 s an iteration, sync; by this model {said.format(float(sync[1]))}" in out
+    out = said("--from", folder)
+    judged = f"by this model {judged.format(table(out)[0][1])}"
+    assert f"measured 13.50 s an iteration, sync; {judged}" in out
     assert f"grading a response takes 2 s, {4 * together} at once" in out
-    for cost in ("--step-ms", "--grade-s", "--reshard-s"):  # of other machines: the run is compared without
-        assert plan.main(["--schedule", "--from", str(folder), cost, "60"]) == 0
-        assert f"by this model {said.format(float(sync[1]))}" in capsys.readouterr().out
+    assert all(judged in said("--from", folder, cost, 60) for cost in ("--step-ms", "--grade-s", "--reshard-s"))
 
 
 @pytest.mark.parametrize(("at_once", "seconds"), [(1.5, 8.0), (6.0 - 1e-9, 2.0), (1.0, 12.0)])
@@ -124,64 +130,45 @@ def test_a_capacity_need_be_no_whole_number(at_once, seconds):
     assert max(graders.grade(0.0, 1.0) for _ in range(12)) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("measured", ["reward/call_seconds", "reward/worker_seconds"])
-def test_a_run_of_an_older_version_is_read(tmp_path, measured):
-    """It has one of the two times, and its setup said how many calls were made at once."""
-    folder = run_of(tmp_path / "rl", call=2.0)
-    run, lines = json.loads((folder / "run.json").read_text()), (folder / "metrics.jsonl").read_text().splitlines()
-    run["setup"]["together"] = 1
-    (folder / "run.json").write_text(json.dumps(run))
-    others = {"reward/call_seconds", "reward/worker_seconds"} - {measured}
-    kept = [{k: v for k, v in json.loads(line).items() if k not in others} for line in lines]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    assert fit.observed(folder).calls == (2.0, 1.0)
-
-
-def test_a_script_with_the_flags_of_the_run_has_its_table(tmp_path, capsys):
+def test_a_script_with_the_flags_of_the_run_has_its_table(tmp_path, said):
     """How long prompts are, and how many calls are made at once, no flag says."""
     folder = run_of(tmp_path / "rl", call=2.0, together=64)
     flags = "--nproc_per_node 2 -m mindspeed_rl_plugin pretrain_gpt.py --global-batch-size 64 --micro-batch-size 1"
     flags += " --rl-algorithm grpo --rl-prompt-data x --rl-reward math --rl-max-response-length 512"
     flags += " --rl-rollout-prompts 8 --rl-samples-per-prompt 8 --rl-reward-workers 2"
     (tmp_path / "same.sh").write_text(f"torchrun {flags}\n")
-
-    def table(*words):
-        assert plan.main(["--schedule", *map(str, words), "--from", str(folder)]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        return [line for line in lines if line.startswith(("sync", "streamed", "async"))]
-
-    assert table(tmp_path / "same.sh") == table() != []
+    assert table(said(tmp_path / "same.sh", "--from", folder)) == table(said("--from", folder)) != []
 
 
-def test_what_is_assumed_is_said_at_the_advice_and_what_is_given_or_measured_is_not(tmp_path, capsys):
-    def said(*words):
-        assert plan.main(["--schedule", *map(str, words)]) == 0
-        return capsys.readouterr().out.splitlines()
-
-    costs = "--step-ms 20, --sequence-ms 0.05, --train-tokens 8000, --reshard-s 5, --publish-s 1"
-    costs += ", --pull-s 3, --apply-s 0.5"
-    lines = said(script(tmp_path))
-    at = lines.index(
-        f"ASSUMED, NOT MEASURED: {costs}, --grade-s 0, --response-tokens 409.6, --tail 0.8, --prompt-tokens 0"
-    )
-    assert lines[at + 1].startswith("if your costs are these: take ") and lines[at + 2].startswith(
-        "To measure yours: run"
-    )
-    assert ", --grade-together 1, --response-tokens" in "".join(said(script(tmp_path), "--grade-s", 2))
-    assert "2 s, 2048 at once" in "".join(said(script(tmp_path), "--grade-s", 2, "--grade-together", 64))
-    given = [word for pair in costs.split(", ") for word in pair.split()]
-    lines = said(
-        script(tmp_path), *given, "--grade-s", 0, "--response-tokens", 400, "--tail", 0.8, "--prompt-tokens", 90
-    )
-    assert not any("ASSUMED" in line for line in lines) and any(line.startswith("take ") for line in lines)
-    assert any("--publish-s 0.5" in line for line in said("--from", run_of(tmp_path / "rl"), "--pull-s", 1))
-    by_hand = next(line for line in said("--from", tmp_path / "rl", "--response-tokens", 100) if "ASSUMED" in line)
-    assert by_hand.endswith(", --tail 0.8"), "the run's own are not in use then"
-    assert not any("--response-tokens" in line for line in said("--from", tmp_path / "rl", "--tail", 0.5))
-    assert not any("--pull-s 1" in line for line in said("--from", tmp_path / "rl", "--pull-s", 1))
+COSTS = "--step-ms 20, --sequence-ms 0.05, --train-tokens 8000, --reshard-s 5, --publish-s 1, --pull-s 3, --apply-s 0.5"
+GIVEN = COSTS.replace(",", "") + " --grade-s 0 --response-tokens 400 --tail 0.8 --prompt-tokens 90"
+OF_RUN = "--sequence-ms 0.2475, --publish-s 0.5, --pull-s 0.5, --apply-s 0.5"
 
 
-def test_prompts_of_a_script_are_as_long_as_a_run_renders_them(tmp_path, capsys, monkeypatch):
+# A script or a run, further options, what is said to be assumed.
+@pytest.mark.parametrize(
+    ("source", "options", "assumed"),
+    [
+        ("SCRIPT", "", f"{COSTS}, --grade-s 0, --response-tokens 409.6, --tail 0.8, --prompt-tokens 0"),
+        ("SCRIPT", "--grade-s 2 --prompt-tokens 9 --tail 1", f"{COSTS}, --grade-together 1, --response-tokens 409.6"),
+        ("SCRIPT", GIVEN, ""),
+        ("RUN", "--pull-s 1", "--sequence-ms 0.2475, --publish-s 0.5, --apply-s 0.5"),
+        ("RUN", "--response-tokens 100", f"{OF_RUN}, --tail 0.8"),
+        ("RUN", "--tail 0.5", OF_RUN),
+    ],
+)
+def test_what_is_assumed_is_said_at_the_advice_and_what_is_given_or_measured_is_not(
+    tmp_path, said, source, options, assumed
+):
+    words = [script(tmp_path)] if source == "SCRIPT" else ["--from", run_of(tmp_path / "rl")]
+    out = said(*words, *options.split())
+    if assumed:
+        assert f"\nASSUMED, NOT MEASURED: {assumed}\nif your costs are these: take " in out
+    else:
+        assert "ASSUMED" not in out and "\ntake " in out
+
+
+def test_prompts_of_a_script_are_as_long_as_a_run_renders_them(tmp_path, said, monkeypatch):
     """`words` has a token a character; a prompt of 2,000 is longer than --rl-max-prompt-length."""
     make("words", "chatml").save_pretrained(tmp_path / "tokenizer")
     for name, texts in (("a", ["1", "12", "1" * 2000]), ("b", ["1234567"])):
@@ -190,54 +177,44 @@ def test_prompts_of_a_script_are_as_long_as_a_run_renders_them(tmp_path, capsys,
     words = f"--rl-prompt-data {tmp_path}/a.jsonl {tmp_path}/b.jsonl --rl-tokenizer {tmp_path}/tokenizer"
     words += " --rl-apply-chat-template --rl-prompt-key q"
 
-    def said(more, *options):
-        assert plan.main(["--schedule", str(script(tmp_path, f"{words} {more}")), *options]) == 0
-        return capsys.readouterr().out
-
     frame = len("Suser\n" + "E\nSassistant\n")  # S and E are control tokens
     line = "prompts mean {} tokens, of at most the first 100 rows of each file of --rl-prompt-data\n"
-    assert line.format(frame + 3) in (out := said("")) and "--prompt-tokens" not in out
+    out = said(script(tmp_path, words))
+    assert line.format(frame + 3) in out and "--prompt-tokens" not in out
     monkeypatch.setattr(schedule, "ROWS", 1)
-    assert line.format(frame + 4) in said("")
-    assert "prompts mean" not in said("--rl-prompt-key answers", "--prompt-tokens", "9")
-    for more in (f"--rl-tokenizer {tmp_path}/none", f"--rl-prompt-data {tmp_path}/none.jsonl", "--rl-environment e"):
-        assert "--prompt-tokens 0\n" in (out := said(more)) and "prompts mean" not in out
-    assert plan.main(["--schedule", str(script(tmp_path, f"{words} --rl-prompt-key x"))]) == 1
-    error = capsys.readouterr().err
-    assert "a.jsonl line 1 has no field 'x'" in error and error.endswith("; with --prompt-tokens no data is read\n")
+    assert line.format(frame + 4) in said(script(tmp_path, words))
+    assert "prompts mean" not in said(script(tmp_path, f"{words} --rl-prompt-key answers"), "--prompt-tokens", 9)
+    out = said(script(tmp_path, f"{words} --rl-prompt-data {tmp_path}/none.jsonl"))
+    assert "--prompt-tokens 0\n" in out and "prompts mean" not in out
+    assert "a.jsonl line 1 has no field 'x'" in said(script(tmp_path, f"{words} --rl-prompt-key x"), status=1)
 
 
-def test_a_run_that_tells_nothing_of_decode_steps_and_one_whose_engines_change(tmp_path, capsys):
+def test_a_run_that_tells_nothing_of_decode_steps_and_one_whose_engines_change(tmp_path, said):
     folder = run_of(tmp_path / "rl")
     record = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({"setup": record["setup"] | {"schedule": "async"}}))
-    assert plan.main(["--schedule", "--from", str(folder)]) == 1
-    assert "a decode step takes 0 ms by these runs or options; give --step-ms" in capsys.readouterr().err
+    assert "a decode step takes 0 ms by these runs or options" in said("--from", folder, status=1)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     lines = [json.dumps(json.loads(line) | {"engines": 2.0 + (n == 4)}) + "\n" for n, line in enumerate(lines)]
     (folder / "metrics.jsonl").write_text("".join(lines))
-    assert plan.main(["--schedule", "--from", str(folder), "--step-ms", "30"]) == 0
-    assert f"note    {folder} had 2 to 3 engines at work; taken: 2" in (said := capsys.readouterr().out)
-    assert f"note    {folder} measured " in said and " s an iteration, async\n" in said
-    assert "--reshard-s 0, " in said and "--step-ms" not in said
+    out = said("--from", folder, "--step-ms", 30)
+    assert f"note    {folder} had 2 to 3 engines at work; taken: 2" in out and " s an iteration, async\n" in out
+    assert "--reshard-s 0, " in out and "--step-ms" not in out
 
 
-def test_the_advice_is_the_simplest_that_is_nearly_fastest():
-    sync = Setup(Arithmetic(8, 8, 64, 1, 1, 2, 2, 5))
-    setups = [sync, dataclasses.replace(sync, schedule="streamed"), dataclasses.replace(sync, schedule="async")]
-
-    @dataclasses.dataclass
-    class Took:
-        iteration: float
-
-    assert schedule.advice(setups, [Took(10.0), Took(9.9), Took(9.95)]).startswith("take --rl-schedule sync: ")
-    assert (
-        schedule.advice(setups, [Took(10.0), Took(8.0), Took(7.9)])
-        == "take --rl-schedule streamed: 1.25 times as fast as sync"
-    )
-    assert "--rl-schedule async --rl-generators 2 --rl-max-staleness 1 (and a --rl-correction): 2.00" in (
-        schedule.advice(setups, [Took(10.0), Took(8.0), Took(5.0)])
-    )
+@pytest.mark.parametrize(
+    ("seconds", "advised"),
+    [
+        ((10.0, 9.9, 9.95), "sync: nothing else gains 2%"),
+        ((10.0, 8.0, 7.9), "streamed: 1.25 times as fast as sync"),
+        ((10.0, 8.0, 5.0), "async --rl-generators 2 --rl-max-staleness 1 (and a --rl-correction): 2.00 times as fast"),
+    ],
+)
+def test_the_advice_is_the_simplest_that_is_nearly_fastest(seconds, advised):
+    setup = Setup(Arithmetic(8, 8, 64, 1, 1, 2, 2, 5))
+    setups = [dataclasses.replace(setup, schedule=name) for name in ("sync", "streamed", "async")]
+    outcomes = [Outcome(2 * s, s, {}, {}, 0.0, 0.0) for s in seconds]
+    assert schedule.advice(setups, outcomes).startswith(f"take --rl-schedule {advised}")
 
 
 @pytest.mark.parametrize(
@@ -253,10 +230,9 @@ def test_the_advice_is_the_simplest_that_is_nearly_fastest():
         (["train.sh"], "partial rollouts are not in the model"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, monkeypatch, capsys, words, problem):
+def test_what_does_not_fit_is_refused(tmp_path, monkeypatch, said, words, problem):
     monkeypatch.chdir(tmp_path)
     script(tmp_path, "--rl-schedule streamed --rl-carry-unfinished --rl-correction truncate")
     (tmp_path / "plain.sh").write_text("torchrun --nproc_per_node 2 pretrain_gpt.py --global-batch-size 4\n")
-    words = [str(run_of(tmp_path / "rl")) if word == "RUN" else word for word in words]
-    assert plan.main(["--schedule", *words]) == 1
-    assert problem in capsys.readouterr().err
+    words = [run_of(tmp_path / "rl") if word == "RUN" else word for word in words]
+    assert problem in said(*words, status=1)
