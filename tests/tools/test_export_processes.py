@@ -99,11 +99,8 @@ def round_trip(torchrun, tmp_path, capsys):
     return trip
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2"))]
-)
-def test_megatron_and_transformers_agree(round_trip, family):
-    _, back, before, after = round_trip(family, "tp2,pp2,first1", RUN, ranks=4)
+def test_megatron_and_transformers_agree(round_trip):
+    _, back, before, after = round_trip("qwen3", "tp2,pp2,first1", RUN, ranks=4)
     assert worst(after, transformers_logps(back)) < LIMIT
     assert worst(before, after) > 0.05, "training changed nothing"
 
@@ -113,8 +110,7 @@ def test_megatron_and_transformers_agree(round_trip, family):
     "family, train, stored",
     [
         ("qwen2", "tp2", "torch_dist"),
-        ("qwen3", "pp2,first1", "torch"),
-        ("qwen3_moe", "tp2,ep2,etp1", "torch"),
+        ("llama", "pp2,first1", "torch"),
         ("qwen3_moe", "tp2,pp2,ep2,etp1,first1", "torch_dist"),
         ("deepseek_v3", "ep2", "torch_dist"),
         ("deepseek_v3", "tp2,pp2,first1", "torch"),

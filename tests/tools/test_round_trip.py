@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.checkpoints import pickles
 from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles, StoredTensor
 from mindspeed_rl_plugin.engine.hf_config import compare_configs
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
-from mindspeed_rl_plugin.tools.convert.checkpoint import MODEL_FILE, Checkpoint, rank_folder
+from mindspeed_rl_plugin.tools.convert.checkpoint import MODEL_FILE, rank_folder
 from mindspeed_rl_plugin.tools.convert.files import write_shards
 
 
@@ -194,40 +194,44 @@ def test_damaged_models_are_named(convert):
     convert.imported("tp1", refused="quantised (x.weight_scale_inv)")
 
 
-@pytest.mark.parametrize(
-    "family, changes, extra, message",
-    [
-        ("llama", {"attention_bias": True}, [], "attention_bias: Megatron False, Hugging Face True"),
-        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, [], "rope_scaling: Megatron {"),
-        ("llama", {}, ["model.layers.0.self_attn.q_proj.bias"], "self_attn.q_proj.bias is not of this model"),
-        ("llama", {"hidden_act": "gelu"}, [], "hidden_act: Megatron 'silu', Hugging Face 'gelu'"),
-        ("llama", {"mlp_bias": True}, [], "mlp_bias: Megatron False, Hugging Face True"),
-        ("qwen2", {"use_sliding_window": True}, [], "use_sliding_window: Megatron False, Hugging Face True"),
-        ("qwen2", {}, ["lm_head.weight"], "lm_head.weight is not model.embed_tokens.weight, to which"),
-        ("qwen3", {}, ["model.layers.2.mlp.gate.weight"], "model.layers.2.mlp.gate.weight is not of this model"),
-        ("qwen2", {}, ["model.layers.9.mlp.up_proj.weight"], "model.layers.9.mlp.up_proj.weight is of a layer that"),
-        ("qwen3", {"num_nextn_predict_layers": 1}, ["model.layers.3.x"], "num_hidden_layers is 3\n"),
-        ("deepseek_v3", {"norm_topk_prob": False}, [], "norm_topk_prob: Megatron True, Hugging Face False"),
-        ("deepseek_v3", {}, ["model.layers.3.x"], "is 3 and no such layer in num_nextn_predict_layers"),
-        ("deepseek_v3", {"num_nextn_predict_layers": 1}, ["model.layers.4.x"], "model.layers.4.x is of a layer that"),
-    ],
-)
-def test_another_model_is_not_imported(family, changes, extra, message, convert):
-    """What Megatron's arguments cannot say, and tensors that would be dropped."""
+# Family, what config.json says besides, a tensor besides, --train, why.
+REFUSED = [
+    # What Megatron's arguments cannot say, and tensors that would be dropped.
+    ("llama", {"attention_bias": True}, "", "tp2", "attention_bias: Megatron False, Hugging Face True"),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "", "tp2", "rope_scaling: Megatron {"),
+    ("llama", {}, "model.layers.0.self_attn.q_proj.bias", "tp2", "self_attn.q_proj.bias is not of this model"),
+    ("llama", {"hidden_act": "gelu"}, "", "tp2", "hidden_act: Megatron 'silu', Hugging Face 'gelu'"),
+    ("llama", {"mlp_bias": True}, "", "tp2", "mlp_bias: Megatron False, Hugging Face True"),
+    ("qwen2", {"use_sliding_window": True}, "", "tp2", "use_sliding_window: Megatron False, Hugging Face True"),
+    ("qwen2", {}, "lm_head.weight", "tp2", "lm_head.weight is not model.embed_tokens.weight, to which"),
+    ("qwen3", {}, "model.layers.2.mlp.gate.weight", "tp2", "model.layers.2.mlp.gate.weight is not of this model"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "", "tp2", "norm_topk_prob: Megatron True, Hugging Face False"),
+    # Fewer layers than the files hold; a plain one does not pass for one of multi-token prediction.
+    ("qwen2", {}, "model.layers.9.mlp.up_proj.weight", "tp2", "model.layers.9.mlp.up_proj.weight is of a layer that"),
+    ("qwen3", {"num_nextn_predict_layers": 1}, "model.layers.3.x", "tp2", "num_hidden_layers is 3\n"),
+    ("deepseek_v3", {}, "model.layers.3.x", "tp2", "is 3 and no such layer in num_nextn_predict_layers"),
+    ("deepseek_v3", {"num_nextn_predict_layers": 1}, "model.layers.4.x", "tp2", "model.layers.4.x is of a layer that"),
+    # 4 heads in 2 query groups: no rank may have half a head; more ranks than groups are a matter of the version.
+    ("qwen3", {}, "", "tp8", "--train tp8: attention heads of 4 do not divide over 8 tensor"),
+    ("qwen3", {}, "", "tp3", "do not divide over 3 tensor parallel ranks"),
+    ("qwen3", {}, "", "tp2,dp2", "leave dp2 out"),
+    ("qwen3", {}, "", "tp1,ep2", "--train tp1,ep2: family qwen3 has no experts that ep2 could spread"),
+    ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, "", "tp6", "groups of 4 do not divide over 6"),
+    # Ranks of one tensor, pipeline and expert parallel rank share a file: half of every expert would be lost.
+    ("qwen3_moe", {}, "", "tp1,etp2", "ranks 0 and 1 have different weights and the same file mp_rank_00/model_optim"),
+    ("qwen3_moe", {}, "", "tp1,ep2,etp2,pp2,first1", "the same file mp_rank_00_000_000/"),
+    ("qwen3", {}, "", "tp1 --noop-layers 0,5", "--noop-layers 0,5: give numbers from 0 to 4"),
+]
+
+
+@pytest.mark.parametrize("family, changes, extra, train, message", REFUSED)
+def test_what_would_not_be_the_model_is_not_imported(family, changes, extra, train, message, convert):
     weights = convert.make(family, **changes)
-    for name in extra:
-        shape = weights["model.embed_tokens.weight"].shape if name == "lm_head.weight" else (2,)
-        save_file({name: torch.ones(shape)}, convert.hf / f"{name}.safetensors")
-    convert.imported("tp2", refused=message)
+    if extra:
+        shape = weights["model.embed_tokens.weight"].shape if extra == "lm_head.weight" else (2,)
+        save_file({extra: torch.ones(shape)}, convert.hf / f"{extra}.safetensors")
+    convert.imported(*train.split(), refused=message)
     assert not convert.ckpt.exists()
-
-
-@pytest.mark.parametrize("family, more", [("qwen3", {}), ("deepseek_v3", {"num_nextn_predict_layers": 1})])
-def test_fewer_layers_than_the_files_hold_are_refused(convert, family, more):
-    """A plain layer does not pass for one of multi-token prediction."""
-    convert.make(family, **more)
-    convert.config(num_hidden_layers=2)
-    convert.imported("tp1", refused="model.layers.2.input_layernorm.weight is")
 
 
 def test_what_is_left_out_is_said(convert):
@@ -240,37 +244,11 @@ def test_what_is_left_out_is_said(convert):
     assert "note: left out: model.layers.3, which predicts further tokens: 2 tensors\n" in said
 
 
-@pytest.mark.parametrize(
-    "family, changes, train, message",
-    [
-        ("qwen3", {}, "tp8", "--train tp8: attention heads of 4 do not divide over 8 tensor"),
-        ("qwen3", {}, "tp3", "do not divide over 3 tensor parallel ranks"),
-        ("qwen3", {}, "tp2,dp2", "leave dp2 out"),
-        ("qwen3", {}, "tp1,ep2", "--train tp1,ep2: family qwen3 has no experts that ep2 could spread"),
-        ("qwen3", dict(num_attention_heads=12, num_key_value_heads=4), "tp6", "groups of 4 do not divide over 6"),
-        ("deepseek_v3", {}, "tp8", "attention heads of 4 do not divide over 8"),
-        # Ranks of one tensor, pipeline and expert parallel rank share a file: half of every expert would be lost.
-        ("qwen3_moe", {}, "tp1,etp2", "ranks 0 and 1 have different weights and the same file mp_rank_00/model_optim"),
-        ("qwen3_moe", {}, "tp1,ep2,etp2,pp2,first1", "the same file mp_rank_00_000_000/"),
-    ],
-)
-def test_layouts_that_megatron_does_not_build_are_refused(family, changes, train, message, convert):
-    """4 heads in 2 query groups: no rank may have half a head; more ranks than groups are a matter of the version."""
-    convert.make(family, **changes)
-    convert.imported(train, refused=message)
-    assert not convert.ckpt.exists()
-
-
-def test_layouts_that_only_some_versions_build(convert):
-    convert.make("qwen3")  # which has no experts to cut
+def test_layouts_that_only_some_versions_build_and_a_head_that_repeats_the_tied_embedding(convert):
+    weights = convert.make("qwen2")  # which has no experts to cut
+    save_file({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, convert.hf / "head.safetensors")
     said = convert.imported("tp4,etp2")
     assert "2 query groups are fewer than tp4: Megatron core 0.12 and MindSpeed refuse" in said
-
-
-def test_a_head_that_repeats_the_tied_embedding_is_imported(convert):
-    weights = convert.make("qwen2")
-    save_file({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, convert.hf / "head.safetensors")
-    convert.imported("tp1")
 
 
 @pytest.mark.parametrize("train, last, moved", [("pp3", "mp_rank_00_002", True), ("tp1", "mp_rank_00", False)])
@@ -298,11 +276,6 @@ def test_layers_that_do_nothing_are_counted_by_megatron_alone(convert):
     names = torch.load(convert.ckpt / "release" / "mp_rank_00_001" / MODEL_FILE, weights_only=False)["model"]
     assert {name.split(".")[2] for name in names if name.startswith("decoder.layers")} == {"1"}, "of layers 3 and 4"
     assert same(convert.exported(), weights)
-
-
-def test_numbers_of_layers_that_do_nothing_are_checked(convert):
-    convert.make("qwen3")
-    convert.imported("tp1", "--noop-layers", "0,5", refused="--noop-layers 0,5: give numbers from 0 to 4")
 
 
 def test_files_of_experts_over_tensor_parallel_ranks_have_mindspeeds_names(convert):
@@ -339,13 +312,6 @@ def test_a_wrong_config_is_refused(convert):
     convert.exported("--config", convert.hf, refused=message)
     convert.change("mp_rank_00", lambda s: s["args"].__delattr__("moe_router_topk"))
     convert.exported(refused="--moe-router-topk is not given")
-
-
-def test_the_layout_comes_from_the_saved_arguments(convert):
-    convert.make("qwen3")
-    convert.imported("tp4,pp2,last1")
-    parallel = Checkpoint(convert.ckpt).parallel
-    assert (parallel.tp, parallel.pp, parallel.world, parallel.chunk_sizes(3)) == (4, 2, 8, (2, 1))
 
 
 def test_shards_hold_at_most_the_limit(tmp_path):
