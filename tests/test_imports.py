@@ -14,7 +14,7 @@ NAME = PACKAGE.name
 
 # Rows from the base up; a folder may import those in earlier rows, never those in its own row or a later one.
 # A module may stand in a row of its own, else its folder's row counts.
-TABLES = ("checks.refusal", "checks.refused_flags", "checks.flag_support", "checks.unsupported_models")
+TABLES = ("checks.refusal", "checks.refused_flags", "checks.unsupported_models")
 ORDER: tuple[tuple[str, ...], ...] = (
     ("__init__", "rows", "config", "environment", "device", "processes", "ranks", *TABLES),
     ("workers", "control_tokens"),

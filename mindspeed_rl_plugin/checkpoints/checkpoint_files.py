@@ -20,6 +20,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "rl_state.pt"
 STATE_FORMAT, _APART = 1, 2  # the second had the rows of its dock in a file beside it
 CRITIC = "critic"  # folder of PPO's critic inside an iteration folder
+CRITIC_MARK = "rl_value_head"  # empty file in a critic's iteration folder: its output layer is a value head
 
 
 def read_tracker(directory: str | None) -> int | str | None:
@@ -92,6 +93,21 @@ def split_iteration_dir(path: str) -> tuple[str, int | str]:
     """Inverse of `iteration_dir`: the checkpoint directory, and the iteration or "release"."""
     directory, name = os.path.split(path)
     return directory, name if name == "release" else int(name.removeprefix("iter_"))
+
+
+def critic_source(directory: str) -> str:
+    """Iteration folder that `--rl-critic-load` means. Raises ValueError where there is none."""
+    directory = os.path.abspath(directory)
+    tracked = read_tracker(directory)
+    if tracked is None:
+        raise ValueError(
+            f"--rl-critic-load {directory} holds no checkpoint ({TRACKER} is missing); give the directory of a "
+            f"Megatron checkpoint, of a critic SAVE/iter_0000500/{CRITIC}, or leave the flag out"
+        )
+    folder = iteration_dir(directory, tracked)
+    if not os.path.isdir(folder):
+        raise ValueError(f"--rl-critic-load {directory}: {TRACKER} names {tracked}, but there is no {folder}")
+    return folder
 
 
 def has_state(directory: str, iteration: int | str) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
-from mindspeed_rl_plugin.config import RLConfig, flag_name
+from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.reward.reward_model import PREFIX
 from mindspeed_rl_plugin.reward.specs import BUILTIN, ENVIRONMENT, SHARE_OF_WAIT
 
@@ -17,7 +16,6 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
     if not flags.environment and ENVIRONMENT in _named(config):
         yield f"--rl-reward {ENVIRONMENT}: there is none; give --rl-environment, or another reward"
     if not flags.on:
-        yield from _unread(config)
         return
     yield from _lengths(config)
     yield from _format(config)
@@ -52,12 +50,6 @@ def notes(config: RLConfig) -> Iterator[str]:
 
 def _named(config: RLConfig) -> set[str]:
     return {text.partition("=")[0] for text in config.graders}
-
-
-def _unread(config: RLConfig) -> Iterator[str]:
-    for f in fields(config.episodes):
-        if getattr(config.episodes, f.name) != f.default:
-            yield f"{flag_name(f.name)} has no meaning without --rl-tools or --rl-environment; give one, or remove it"
 
 
 def _foreign(config: RLConfig) -> Iterator[str]:

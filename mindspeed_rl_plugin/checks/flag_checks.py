@@ -19,7 +19,7 @@ import torch
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs, unread
 from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
-from mindspeed_rl_plugin.checkpoints import conversion, critic_files, disk
+from mindspeed_rl_plugin.checkpoints import conversion, disk
 from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles
 from mindspeed_rl_plugin.checkpoints.saved_args import other_layout, other_order, other_sizes
 from mindspeed_rl_plugin.checkpoints.start_decision import NOT_SAVED, decide
@@ -182,7 +182,21 @@ def _critic(args: Any, config: RLConfig) -> Iterator[str]:
             "lower it"
         )
     if load and launch_env()["rank"] == 0:  # as in `_start`
-        yield from critic_files.problems(load, args)
+        yield from critic_problems(load, args)
+
+
+def critic_problems(directory: str, args: Any) -> Iterator[str]:
+    """What keeps the checkpoint of `--rl-critic-load` from being loaded into a critic of this run's model; what its
+    arguments do not tell is refused when it is loaded (`launch.weights_fit`).
+
+    Raises ValueError where there is no checkpoint.
+    """
+    folder = Path(files.critic_source(directory))
+    for line in (*other_sizes(folder, args), *other_order(folder, args)):
+        yield (
+            f"--rl-critic-load {directory}: {line}; a critic has the policy's own architecture: give a checkpoint of "
+            "this model, or leave the flag out"
+        )
 
 
 def _group_size(algorithm: Algorithm, config: RLConfig) -> Iterator[str]:

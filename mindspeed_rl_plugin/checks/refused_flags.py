@@ -1,6 +1,6 @@
 """The flags of Megatron-LM, MindSpeed and MindSpeed-LLM that RL refuses, with values or without.
 
-What it does with all others say `checks.flag_support` and docs/upstream-flags.toml. Conditions over several flags are
+What it does with all others say `checks.taken_over` and docs/upstream-flags.toml. Conditions over several flags are
 functions of `checks.upstream_checks`; how a model is laid out and routed is checked by `layout.shape` and
 `engine.hf_moe`.
 """
@@ -171,7 +171,8 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("its kernel wants the ends of packed rows, which RL does not give; give SBH", "shape_order", _UNPACKED),
         # Parallelism and precision.
         (_BUFFERS, "use_custom_fsdp layerzero"),
-        (_GRAPH, "enable_cuda_graph external_cuda_graph cuda_graph_impl optimizer_cuda_graph", (*OFF, "none")),
+        (_GRAPH, "enable_cuda_graph external_cuda_graph optimizer_cuda_graph"),
+        (_GRAPH, "cuda_graph_impl", (*OFF, "none")),
         ("too coarse for a ratio near 1, and loss scaling skips steps; use --bf16", "fp16"),
         (_COARSE, "fp8 fp4"),
         ("the engine would not round weights as training does; leave it out", "qat_scheme", (None,)),

@@ -9,7 +9,7 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.flag import as_given, flag_name, valued
 from mindspeed_rl_plugin.config.rl_config import given
-from mindspeed_rl_plugin.config.schedule_flags import OF_ASYNC, OF_COLOCATED, OF_STREAMED
+from mindspeed_rl_plugin.config.schedule_flags import OF_COLOCATED
 from mindspeed_rl_plugin.environment import is_part, launch_env
 from mindspeed_rl_plugin.generators.external_engines import check_ray, check_servers
 
@@ -24,7 +24,6 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
             f"--rl-schedule {flags.schedule} selects group by group, and --rl-filtration-whole-batch needs all "
             "responses of an optimizer step; give --rl-schedule sync, or remove --rl-filtration-whole-batch"
         )
-    yield from _unread(config)
     going_on = "--rl-carry-unfinished" if flags.carry_unfinished else ""
     going_on = "--rl-inflight recompute" if flags.apart and flags.inflight == "recompute" else going_on
     if config.rollout.stop and going_on:
@@ -42,17 +41,6 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
             f"--rl-reward-model-device accelerator: with {how} reward models would run beside training, in its "
             "memory; give host"
         )
-
-
-def _unread(config: RLConfig) -> Iterator[str]:
-    flags, here = config.schedule, valued(config.schedule, "schedule")
-    for f, _ in given(config):
-        name = flag_name(f.name)
-        if name in OF_ASYNC and not flags.apart and not (name == "--rl-max-staleness" and flags.carry_unfinished):
-            carried = " or --rl-carry-unfinished" if name == "--rl-max-staleness" else ""
-            yield f"{name} has no meaning for {here}; give --rl-schedule async{carried}, or remove it"
-        if name in OF_STREAMED and flags.schedule != "streamed":
-            yield f"{name} has no meaning for {here}; give --rl-schedule streamed, or remove it"
 
 
 def notes(config: RLConfig) -> Iterator[str]:

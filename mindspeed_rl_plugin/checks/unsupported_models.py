@@ -1,7 +1,7 @@
 """Families of models that upstream trains and RL does not know: by which argument one is recognised, and what it has.
 
 They are refused by name before Megatron and MindSpeed validate anything, whose own words are about single flags.
-What each would take: docs/bring-your-model.md.
+docs/bring-your-model.md lists them from these tables.
 """
 
 from __future__ import annotations
@@ -12,52 +12,50 @@ from mindspeed_rl_plugin.config.flag import spelt
 
 # Name -> what the families of the engine's table do not have.
 _GEMMA = "norms that are stored minus one and stand behind its blocks too, GELU, capped logits, windows of attention"
-_DELTA = "gated delta nets instead of attention in most layers"
-_SPARSE = "an indexer that chooses the keys of each query"
-_HYBRID = "state space layers instead of attention"
-_SPECS = {
+_DELTA = ("Qwen3-Next", "gated delta nets instead of attention in most layers")
+_PLM = ("PLM", "multi-latent attention without experts, squared ReLU; vLLM has no such model")
+_SPARSE = ("DeepSeek-V3.2 or GLM-5", "an indexer that chooses the keys of each query")
+# Module of MindSpeed-LLM's --spec, or argument and value -> name and that.
+SPECS = {
     "gemma2_spec": ("Gemma 2", _GEMMA),
     "phi35_moe_spec": ("Phi-3.5-MoE", "LayerNorm, biases in attention, a router with noise"),
-    "plm_spec": ("PLM", "multi-latent attention without experts, squared ReLU"),
+    "plm_spec": _PLM,
     "longcat_spec": ("LongCat-Flash", "two attentions in a layer, experts that do nothing"),
-    "qwen3_next_spec": ("Qwen3-Next", _DELTA),
+    "qwen3_next_spec": _DELTA,
     "deepseek4_spec": ("DeepSeek-V4", "compressed keys, several residual streams, experts chosen by token id"),
     "grok_spec": ("Grok 1", "four norms in a layer, GELU, scaled embeddings"),
     "hunyuan_spec": ("Hunyuan-Large", "keys that layers share"),
     "minicpm_spec": ("MiniCPM", "scaled embeddings, residuals and logits"),
-    "mamba_spec": ("Mamba 2", _HYBRID),
+    "mamba_spec": ("Mamba 2", "state space layers instead of attention"),
 }
-_FLAGS: dict[str, dict[Any, tuple[str, str]]] = {
-    "enable_dsa_indexer": {True: ("DeepSeek-V3.2 or GLM-5", _SPARSE)},
-    "experimental_attention_variant": {"dsa": ("DeepSeek-V3.2", _SPARSE), "gated_delta_net": ("Qwen3-Next", _DELTA)},
+FLAGS: dict[str, dict[Any, tuple[str, str]]] = {
+    "enable_dsa_indexer": {True: _SPARSE},
+    "experimental_attention_variant": {"dsa": _SPARSE, "gated_delta_net": _DELTA},
     "rope_scaling_type": {
         "longrope": ("Phi-3.5", "rotary embeddings whose frequencies depend on the length"),
-        "plm": ("PLM", "a rotary scaling of its own"),
+        "plm": _PLM,
     },
 }
-_GPT3 = ("GPT-3", "learned positions, LayerNorm and an MLP without gate")
+GPT3 = ("GPT-3", "learned positions, LayerNorm and an MLP without gate")
 _GPT3_FLAGS = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False}
 
 
 def unbuilt_family(args: Any) -> str | None:
     """The refusal of a family that RL does not know; None for all others. args: Megatron's, validated or not."""
     spec = getattr(args, "spec", None) or ()
-    for module, family in _SPECS.items():
+    for module, family in SPECS.items():
         if any(part.rpartition(".")[2] == module for part in spec):
             return _refusal(f"--spec {' '.join(spec)}", *family)
-    for name, families in _FLAGS.items():
+    for name, families in FLAGS.items():
         value = getattr(args, name, None)
         if value in families:
             flag = spelt(name)
             return _refusal(flag if value is True else f"{flag} {value}", *families[value])
     if all(getattr(args, name, None) == value for name, value in _GPT3_FLAGS.items()):
         given = "without --position-embedding-type rope, --normalization RMSNorm and --swiglu"
-        return _refusal(given, *_GPT3)
+        return _refusal(given, *GPT3)
     return None
 
 
 def _refusal(given: str, name: str, has: str) -> str:
-    return (
-        f"{given}: {name} is no family that RL knows ({has}); train one of docs/bring-your-model.md, which also says "
-        "what this one would take"
-    )
+    return f"{given}: {name} is no family that RL knows ({has}); train one of docs/bring-your-model.md"

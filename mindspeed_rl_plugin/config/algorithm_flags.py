@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl_plugin.config.flag import FlagReader, flag
+from mindspeed_rl_plugin.config.flag import PAIRS, FlagReader, flag
 
 _ADVANTAGES = ("group-norm", "group-mean", "rloo", "reinforce++", "reinforce++-baseline", "gae")
 _LOSSES = ("clip", "clip-higher", "gspo", "cispo", "sapo", "reinforce")
 _AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-norm")
 _KL = ("k1", "k2", "k3", "k3-unbiased")
-_REFERENCE = FlagReader("a KL to the reference, --rl-kl-loss-coef or --rl-kl-reward-coef,", lambda a: a.needs_reference)
-_KL_REWARD = FlagReader("--rl-kl-reward-coef above 0", lambda a: a.kl_reward_coef != 0)
-_GROUP_NORM = FlagReader("--rl-advantage group-norm", lambda a: a.advantage == "group-norm")
-_GAMMA = FlagReader("--rl-advantage gae or reinforce++", lambda a: a.advantage in ("gae", "reinforce++"))
-_GAE = FlagReader("--rl-advantage gae", lambda a: a.advantage == "gae")
-_CRITIC = FlagReader("a critic, --rl-advantage gae,", lambda a: a.needs_critic)
+_REFERENCE = FlagReader(
+    "a KL to the reference, --rl-kl-loss-coef or --rl-kl-reward-coef,", lambda a, _: a.needs_reference
+)
+_KL_REWARD = FlagReader("--rl-kl-reward-coef above 0", lambda a, _: a.kl_reward_coef != 0)
+_GROUP_NORM = FlagReader("--rl-advantage group-norm", lambda a, _: a.advantage == "group-norm")
+_GAMMA = FlagReader("--rl-advantage gae or reinforce++", lambda a, _: a.advantage in ("gae", "reinforce++"))
+_GAE = FlagReader("--rl-advantage gae", lambda a, _: a.advantage == "gae")
+_CRITIC = FlagReader("a critic, --rl-advantage gae,", lambda a, _: a.needs_critic)
 _CLIP = "a --rl-loss that clips the ratio there"
-_CLIP_LOW = FlagReader(_CLIP, lambda a: a.loss_spec.clip_low is not None)
-_CLIP_HIGH = FlagReader(_CLIP, lambda a: a.loss_spec.clip_high is not None)
-_DUAL = FlagReader("a --rl-loss with dual clip", lambda a: a.loss_spec.dual)
-_SAPO = FlagReader("--rl-loss sapo", lambda a: a.loss_spec.gate)
-_CORRECTION = FlagReader("a --rl-correction other than off", lambda a: a.correction != "off")
-_OVERLONG = FlagReader("--rl-overlong-buffer above 0", lambda a: a.buffer(1) > 0)
-_DYNAMIC = FlagReader("--rl-dynamic-sampling", lambda a: a.dynamic_sampling)
-_POW = FlagReader("--rl-filtration pow", lambda a: a.filtration == "pow")
-_FILTRATION = FlagReader("a --rl-filtration other than none", lambda a: a.filters)
-_PAIRS = FlagReader("--rl-algorithm dpo", lambda a: a.from_pairs)
+_CLIP_LOW = FlagReader(_CLIP, lambda a, _: a.loss_spec.clip_low is not None)
+_CLIP_HIGH = FlagReader(_CLIP, lambda a, _: a.loss_spec.clip_high is not None)
+_DUAL = FlagReader("a --rl-loss with dual clip", lambda a, _: a.loss_spec.dual)
+_SAPO = FlagReader("--rl-loss sapo", lambda a, _: a.loss_spec.gate)
+_CORRECTION = FlagReader("a --rl-correction other than off", lambda a, _: a.correction != "off")
+_OVERLONG = FlagReader("--rl-overlong-buffer above 0", lambda a, _: a.buffer(1) > 0)
+_DYNAMIC = FlagReader("--rl-dynamic-sampling", lambda a, _: a.dynamic_sampling)
+_POW = FlagReader("--rl-filtration pow", lambda a, _: a.filtration == "pow")
+_FILTRATION = FlagReader("a --rl-filtration other than none", lambda a, _: a.filters)
 
 
 @dataclass(frozen=True)
@@ -143,23 +144,23 @@ class AlgorithmConfig:
         "resample over all responses of an optimizer step instead of a prompt's, as verl does",
         reader=_FILTRATION,
     )
-    dpo_loss: str = flag("sigmoid", "loss of a pair", choices=("sigmoid", "hinge", "ipo"), reader=_PAIRS, pairs=True)
-    dpo_beta: float = flag(0.1, "beta of dpo: larger is closer to the reference", above=0, reader=_PAIRS, pairs=True)
+    dpo_loss: str = flag("sigmoid", "loss of a pair", choices=("sigmoid", "hinge", "ipo"), reader=PAIRS, pairs=True)
+    dpo_beta: float = flag(0.1, "beta of dpo: larger is closer to the reference", above=0, reader=PAIRS, pairs=True)
     dpo_label_smoothing: float = flag(
         0.0,
         "probability that a pair is labelled the wrong way round; for sigmoid only",
         least=0,
         below=0.5,
-        reader=_PAIRS,
+        reader=PAIRS,
         pairs=True,
     )
     dpo_length_norm: bool = flag(
-        False, "compare mean log-probs of the two responses of a pair instead of sums", reader=_PAIRS, pairs=True
+        False, "compare mean log-probs of the two responses of a pair instead of sums", reader=PAIRS, pairs=True
     )
     dpo_reference_cache: str | None = flag(
         None,
         "directory for the reference's log-probs of all pairs, computed once (default: SAVE/rl/reference)",
-        reader=_PAIRS,
+        reader=PAIRS,
         pairs=True,
     )
     ppo_epochs: int = flag(1, "passes over the responses of one rollout", unit="epochs", least=1)

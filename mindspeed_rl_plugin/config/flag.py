@@ -13,10 +13,13 @@ FLAG_PREFIX = "rl_"
 
 @dataclass(frozen=True)
 class FlagReader:
-    """What reads a flag that not every algorithm reads."""
+    """What reads a flag that not every run reads."""
 
     what: str  # its name in messages
-    reads: Callable[[Any], bool]  # whether a resolved `Algorithm` has it
+    reads: Callable[[Any, Any], bool]  # whether a run has it, of its resolved `Algorithm` and its `RLConfig`
+
+
+PAIRS = FlagReader("--rl-algorithm dpo", lambda a, _: a.from_pairs)
 
 
 def flag(
@@ -36,7 +39,7 @@ def flag(
     """A config field that is also a flag. A tuple as default makes it take several values, False makes it a switch.
 
     least, most: limits that a value may reach; above, below: limits that it may not reach; reader: None where all
-    algorithms that sample responses read it; pairs: whether an algorithm that learns from given pairs reads it;
+    runs that sample responses read it; pairs: whether an algorithm that learns from given pairs reads it;
     form: reads the text, and raises argparse.ArgumentTypeError where it cannot; the value stays the text.
     """
     metadata = {"help": help, "unit": unit, "choices": choices, "reader": reader, "pairs": pairs, "form": form}

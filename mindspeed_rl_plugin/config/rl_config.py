@@ -92,16 +92,15 @@ def unread_flags(config: RLConfig, algorithm: Any, preset: Any) -> Iterator[str]
 
     algorithm: the run's `Algorithm`; preset: that of `--rl-algorithm` alone, whose values may be given everywhere.
     """
-    name = f"--rl-algorithm {config.algorithm.algorithm}"
     why = f", and {config.algorithm.algorithm} generates nothing" if algorithm.from_pairs else ""
     for f, value in given(config):
         reader, pairs = f.metadata["reader"], f.metadata["pairs"]
         if algorithm.from_pairs:
             read, what = pairs, "an algorithm that samples responses"
         else:
-            read, what = reader is None or reader.reads(algorithm), reader and reader.what
+            read, what = reader is None or reader.reads(algorithm, config), reader and reader.what
         if not read and value != getattr(preset, f.name, f.default):
-            yield f"{as_given(f.name, value)} has no meaning for {name} here: only {what} reads it{why}; remove it"
+            yield f"{as_given(f.name, value)} has no meaning in this run: only {what} reads it{why}; remove it"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

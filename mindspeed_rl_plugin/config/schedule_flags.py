@@ -7,11 +7,17 @@ import math
 import re
 from dataclasses import dataclass
 
-from mindspeed_rl_plugin.config.flag import flag
+from mindspeed_rl_plugin.config.flag import FlagReader, flag
 from mindspeed_rl_plugin.environment import is_part
 
 _RAY_FORM = re.compile(r"ray:(?P<engines>[1-9]\d*)(,tp=(?P<tp>[1-9]\d*))?(,device=(?P<device>cpu|cuda|npu))?")
 OVERSAMPLE = 1.25  # of --rl-oversample, where it is read
+_ASYNC = FlagReader("--rl-schedule async", lambda _, c: c.schedule.apart)
+_STREAMED = FlagReader("--rl-schedule streamed", lambda _, c: c.schedule.schedule == "streamed")
+_STALENESS = FlagReader(
+    "--rl-schedule async, or streamed with --rl-carry-unfinished,",
+    lambda _, c: c.schedule.apart or c.schedule.carry_unfinished,
+)
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,13 @@ class ScheduleConfig:
         "engines that join it (`python -m mindspeed_rl_plugin generate`); ray:N[,tp=T][,device=cpu|cuda|npu], N "
         "engines of T ranks that Ray places on its cluster",
         form=Generators.parse,
+        reader=_ASYNC,
     )
     engine_url: tuple[str, ...] = flag(
         (),
         "with async: addresses of servers of your own (`vllm serve`, started as docs/schedules.md says), each of which "
         "generates as one more engine; http://HOST:PORT",
+        reader=_ASYNC,
     )
     max_staleness: int = flag(
         1,
@@ -66,40 +74,46 @@ class ScheduleConfig:
         "those that are trained with it, kept by admission of prompts; above 0 a --rl-correction is needed",
         unit="publications",
         least=0,
+        reader=_STALENESS,
     )
     inflight: str = flag(
         "keep",
         "with async: what new weights do to responses in the making: keep (they go on with what older weights computed "
         "of them), recompute (they go on, their tokens so far are computed anew) or drain (they end first)",
         choices=("keep", "recompute", "drain"),
+        reader=_ASYNC,
     )
     async_order: str = flag(
         "free",
         "with async: free (an engine takes the next prompt when it has a slot) or strict (rollout e is sampled by "
         "publication max(0, e - --rl-max-staleness) exactly, in equal parts: the same results in every run)",
         choices=("free", "strict"),
+        reader=_ASYNC,
     )
     exact_resume: bool = flag(
         False,
         "with async: a checkpoint waits until all admitted prompts are answered and graded, so that a resumed run "
         "samples none of them anew (always so with --rl-async-order strict); without, those in the making are",
+        reader=_ASYNC,
     )
-
     carry_unfinished: bool = flag(
         False,
         "with streamed: generation stops when enough prompts are answered for a rollout; responses that are not "
         "finished go on in the next one, under new weights; needs a --rl-correction",
+        reader=_STREAMED,
     )
     oversample: float | None = flag(
         None,
         "with --rl-carry-unfinished or --rl-oversample-drop: how many times the prompts that it needs a rollout has in "
         "the making; 1.25 by default, at most --rl-max-staleness + 1 where they are carried over",
         least=1.0,
+        reader=_STREAMED,
     )
     oversample_drop: bool = flag(
         False,
         "with streamed: generation stops when enough prompts are answered for a rollout, and the others are thrown "
         "away, which favours short responses: see the metrics dropped/length_mean and response/length_mean",
+        reader=_STREAMED,
     )
 
     @property
@@ -132,11 +146,5 @@ class ScheduleConfig:
         return self.schedule == "async"
 
 
-# Flags that one schedule reads alone; --rl-max-staleness is also read with --rl-carry-unfinished.
-OF_ASYNC = (
-    *("--rl-generators", "--rl-engine-url", "--rl-max-staleness", "--rl-inflight", "--rl-async-order"),
-    "--rl-exact-resume",
-)
-OF_STREAMED = ("--rl-carry-unfinished", "--rl-oversample", "--rl-oversample-drop")
 # What is read only where engines share the trainers' ranks.
 OF_COLOCATED = ("--rl-reshard", "--rl-reshard-bucket-mb", "--rl-swap")

@@ -22,7 +22,6 @@ import torch
 from torch.nn import Module
 
 from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
-from mindspeed_rl_plugin.checkpoints.critic_files import MARK, source_folder
 from mindspeed_rl_plugin.checkpoints.start_decision import WHOLE, weights_arguments
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic.critic import Critic
@@ -80,7 +79,7 @@ def save(save_checkpoint: Callable, critic: Critic, args: Any, iteration: int) -
     folder = os.path.join(files.iteration_dir(args.save, iteration), files.CRITIC)
     with overridden(args, {"save": folder, "async_save": False, "save_retain_interval": None}), gathered(critic.model):
         save_checkpoint(iteration, critic.model, critic.optimizer, critic.scheduler, 0)
-    Path(files.iteration_dir(folder, iteration), MARK).touch()
+    Path(files.iteration_dir(folder, iteration), files.CRITIC_MARK).touch()
 
 
 def learning_rate(args: Any, lr: float | None) -> dict[str, Any]:
@@ -101,8 +100,8 @@ def _source(start: Start, load: str | None, absent: Mapping[str, Any]) -> tuple[
             return {**nothing, "load": folder, **WHOLE, **absent}, folder + optimizer, True
     if load is None:
         return nothing, "the policy's weights, with a fresh value head", False
-    path = source_folder(load)
-    has_head = Path(path, MARK).is_file()
+    path = files.critic_source(load)
+    has_head = Path(path, files.CRITIC_MARK).is_file()
     source = f"the weights of {path}" + ("" if has_head else ", with a fresh value head")
     return weights_arguments(path), source, has_head
 

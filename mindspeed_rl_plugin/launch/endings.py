@@ -7,9 +7,9 @@ torchrun's own summary, the last lines of a job.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
@@ -21,18 +21,29 @@ from mindspeed_rl_plugin.processes import attend
 LINES = 8  # of an error, beside its first
 
 
-_args: Any = None
-_reason = ""  # of an error that was reported already
-_interrupted = False  # whether the main thread has heard of it
-_show = sys.excepthook
-
-
 def watch(args: Any) -> None:
     """From now on an uncaught error of this process is shown as this module says. args: the run's arguments."""
-    global _args
-    _args = args
-    sys.excepthook = _uncaught
-    attend(lambda: not _interrupted and _say_interrupted())
+    heard, show = threading.Event(), sys.excepthook  # whether the main thread has heard of Ctrl-C
+
+    def interrupt() -> bool:
+        heard.set()
+        if launch_env()["rank"] == 0:
+            _say(f"\n{interrupted(args)}")  # other libraries leave lines without an end
+        return True
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            interrupt()
+            return
+        if isinstance(error, Refusal):
+            _say(f"[rl] {error}")
+            record_failure(str(error))
+            return
+        record_failure(f"{kind.__name__}: {error}")  # before others hear of it and record their own end
+        show(kind, error, trace)
+
+    sys.excepthook = uncaught
+    attend(lambda: not heard.is_set() and interrupt())
 
 
 @contextmanager
@@ -48,16 +59,16 @@ def refusing() -> Iterator[None]:
 
 
 @contextmanager
-def stopping() -> Iterator[None]:
+def stopping(args: Any) -> Iterator[None]:
     """Report an error's reason in lines of our own, to be found above the tracebacks of all ranks."""
-    global _reason
     try:
         yield
     except Exception as error:
-        reason = full_disk(error, _args) or f"{type(error).__name__}: {error}"
+        reason = full_disk(error, args) or f"{type(error).__name__}: {error}"
         head, *more = f"rank {launch_env()['rank']} stops: {reason}".splitlines()
-        _reason = "\n".join([head, *more[:LINES]])
-        print("\n".join(f"[rl] {line}" for line in _reason.splitlines()), flush=True)
+        lines = [head, *more[:LINES]]
+        print("\n".join(f"[rl] {line}" for line in lines), flush=True)
+        record_failure("\n".join(lines))
         raise
 
 
@@ -71,27 +82,6 @@ def interrupted(args: Any) -> str:
     )
     at = getattr(args, "curr_iteration", 0) + 1
     return f"[rl] interrupted in iteration {at}; {then} (to save at a stop: --exit-signal-handler, and send SIGTERM)"
-
-
-def _say_interrupted() -> bool:
-    """On the first rank."""
-    global _interrupted
-    _interrupted = True
-    if launch_env()["rank"] == 0:
-        _say(f"\n{interrupted(_args)}")  # other libraries leave lines without an end
-    return True
-
-
-def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if isinstance(error, KeyboardInterrupt):
-        _say_interrupted()
-        return
-    if isinstance(error, Refusal):
-        _say(f"[rl] {error}")
-        record_failure(str(error))
-        return
-    record_failure(_reason or f"{kind.__name__}: {error}")  # before others hear of it and record their own end
-    _show(kind, error, trace)
 
 
 def _say(text: str) -> None:

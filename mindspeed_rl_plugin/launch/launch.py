@@ -169,7 +169,7 @@ def save_checkpoint(args: Any, original: Callable, positional: tuple, named: Map
     """Write the RL state, then run Megatron's function, which updates the tracker file: a tracked checkpoint always has
     its state."""
     iteration = positional[0] if positional else named["iteration"]
-    with stopping(), overridden(args, _save_state(args, iteration, original)):
+    with stopping(args), overridden(args, _save_state(args, iteration, original)):
         return original(*positional, **named)
 
 
@@ -183,7 +183,7 @@ def build_train_valid_test_data_iterators(args: Any, original: Callable, positio
 def train_step(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
     """Run the rollout steps when they are due, then Megatron's own step on the dock's batch."""
     # While it is set, MindSpeed-LLM's group_limited_greedy logs a loss of balance, which passes without gradients lack.
-    with stopping(), overridden(args, {"do_train": False}):
+    with stopping(args), overridden(args, {"do_train": False}):
         return run.current().train_step(original, positional, named)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
-from mindspeed_rl_plugin.checkpoints import critic_files
+from mindspeed_rl_plugin.checks.flag_checks import critic_problems
 from mindspeed_rl_plugin.launch import build_critic
 from mindspeed_rl_plugin.launch.build_critic import learning_rate
 from mindspeed_rl_plugin.loop.start import Start
@@ -23,7 +23,7 @@ def problems(folder, file="mp_rank_00/model_optim_rng.pt", **changes):
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"args": argparse.Namespace(**{**MODEL, **changes}), "iteration": 5}, path)
     (folder / files.TRACKER).write_text("5")
-    return list(critic_files.problems(str(folder), SimpleNamespace(**MODEL, padded_vocab_size=None)))
+    return list(critic_problems(str(folder), SimpleNamespace(**MODEL, padded_vocab_size=None)))
 
 
 def test_a_checkpoint_of_the_same_model_is_good_and_a_critic_is_marked(tmp_path):
@@ -33,7 +33,7 @@ def test_a_checkpoint_of_the_same_model_is_good_and_a_critic_is_marked(tmp_path)
         arguments, source, answer = build_critic._source(start, str(tmp_path), {})
         assert arguments["ckpt_step"] == 5 and "iter_0000005" in source and answer is has_head
         assert ("with a fresh value head" in source) != has_head
-        (tmp_path / "iter_0000005" / critic_files.MARK).touch()
+        (tmp_path / "iter_0000005" / files.CRITIC_MARK).touch()
 
 
 @pytest.mark.parametrize("name", [*SIZES, *LAYOUT, "group_query_attention"])
@@ -53,10 +53,10 @@ def test_groups_without_grouped_attention_are_not_compared(tmp_path, monkeypatch
 
 def test_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint"):
-        list(critic_files.problems(str(tmp_path), None))
+        list(critic_problems(str(tmp_path), None))
     (tmp_path / files.TRACKER).write_text("6")
     with pytest.raises(ValueError, match="latest_checkpointed_iteration.txt names 6"):
-        list(critic_files.problems(str(tmp_path), None))
+        list(critic_problems(str(tmp_path), None))
 
 
 def test_the_schedule_is_scaled_as_a_whole():

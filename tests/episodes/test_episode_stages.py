@@ -242,37 +242,6 @@ def test_metrics_and_tools_that_never_work(capsys) -> None:
 
 TOOLS = EpisodeConfig(tools=("a.py:f",), tool_parser="hermes")
 VERIFIERS = EpisodeConfig(environment="verifiers:x")
-CHAT = {"chat": True}
-REFUSED = [
-    (EpisodeConfig(max_turns=3), {}, "--rl-max-turns has no meaning without --rl-tools or --rl-environment"),
-    (EpisodeConfig(), {"reward": ("environment=2",)}, "--rl-reward environment: there is none"),
-    (replace(TOOLS, max_turn_length=99), {}, "--rl-max-turn-length 99 is longer than the whole episode"),
-    (replace(TOOLS, max_observation_length=40), {}, "one observation could fill the whole episode"),
-    (replace(TOOLS, observation="chat"), {}, "give --rl-apply-chat-template too"),
-    (replace(TOOLS, observation="raw"), {"chat": True}, "--rl-observation raw with --rl-apply-chat-template"),
-    (replace(TOOLS, tool_parser="auto"), {}, "--rl-tool-parser auto reads the chat template"),
-    (TOOLS, {"reward": ("environment=2", "exact")}, "--rl-reward environment: there is none; give --rl-environment"),
-    (replace(TOOLS, max_turns=1), {}, "--rl-max-turns 1 with --rl-tools: the model would never see a result"),
-    (replace(VERIFIERS, tools=("a.py:f",)), CHAT, "--rl-tools with --rl-environment verifiers:x"),
-    (replace(VERIFIERS, tool_parser="hermes"), CHAT, "--rl-tool-parser hermes with --rl-environment verifiers:x"),
-    (replace(VERIFIERS, max_observation_length=9), CHAT, "--rl-max-observation-length 9 with --rl-environment verifi"),
-    (VERIFIERS, {}, "--rl-environment verifiers:x: .* give --rl-apply-chat-template too"),
-    (replace(VERIFIERS, observation="raw"), {}, "--rl-environment verifiers:x: .* give --rl-apply-chat-template too"),
-    (replace(VERIFIERS, observation="chat"), {}, "--rl-observation chat: .* give --rl-apply-chat-template too"),
-    (replace(TOOLS, environment_python="python3"), {}, "only --rl-environment verifiers:ID"),
-    (replace(TOOLS, environment_timeout=1e6), {}, "--rl-environment-timeout 1e\\+06: other ranks wait"),
-    (TOOLS, {"ignore_eos": True}, "--rl-ignore-eos: a turn would never end"),
-]
-
-
-@pytest.mark.parametrize(("flags", "others", "message"), REFUSED, ids=[message[:30] for *_, message in REFUSED])
-def test_what_the_flags_cannot_do_is_refused(flags: EpisodeConfig, others: dict, message: str) -> None:
-    config = RLConfig(episodes=flags)
-    rollout = replace(config.rollout, max_response_length=40, ignore_eos=others.get("ignore_eos", False))
-    data = replace(config.data, apply_chat_template=others.get("chat", False))
-    graders = replace(config.reward, reward=others.get("reward", ("exact",)))
-    said = [*problems(None, replace(config, rollout=rollout, data=data, reward=graders))]
-    assert len(said) == 1 and re.search(message, said[0]), said
 
 
 def test_flags_that_fit_are_not_refused() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import tomllib
 
-from mindspeed_rl_plugin.checks.flag_support import BATCH_SCHEDULES, IN_SAMPLES, TAKEN_OVER, UNTESTED
 from mindspeed_rl_plugin.checks.refused_flags import UPSTREAM
+from mindspeed_rl_plugin.checks.taken_over import BATCH_SCHEDULES, IN_SAMPLES, TAKEN_OVER, UNTESTED
 
 TABLE = tomllib.loads((Path(__file__).parents[2] / "docs" / "upstream-flags.toml").read_text())
 SUPPORTED, NEUTRAL, NEUTRAL_GROUPS = TABLE["supported"], TABLE["neutral"], TABLE["neutral_groups"]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from flag_table import verdict
-from refusals import ROWS as REFUSED
-from refusals import problems_of, unbuilt
+from refusals import REFUSED, problems_of
 
 from mindspeed_rl_plugin.config import flag_names
 
@@ -21,7 +20,6 @@ VERBS = "give|remove|drop|leave|change|raise|lower|shorten|sample|set|make|start
 # Advice, from its beginning -> changes, where words stand for values.
 BY_HAND = {
     "leave them out": {"--rope-scaling-mscale": 1.0},
-    "give one$": {"--rl-tools": "a.py:f", "--rl-tool-parser": "hermes"},
     "give --rl-environment,": {"--rl-environment": "a.py:A"},
     "give bounds with": {"--rl-correction-low": 0.5},
     "lower it .for an engine that joins": {"--rl-kv-cache-gb": 1},
@@ -35,7 +33,6 @@ BY_HAND = {
     "give a hugging face tokenizer": {"--rl-tokenizer": str(Path(__file__).parent)},
     "give --rl-generators N alone": {"--rl-async-order": None},
     "give --rl-generators N": {"--rl-generators": 0},
-    "give --rl-schedule async": {"--rl-schedule": "async", "--rl-generators": 0, "--rl-correction": "truncate"},
     "give --rl-stop-token-ids": {"--rl-stop-token-ids": 5, "--rl-stop": None},
     "give --rl-max-tokens-per-microbatch too": {"--rl-max-tokens-per-microbatch": 64},
     "give (numbers above 0|one for all)": {"--rl-reward-timeout": 5},
@@ -50,7 +47,7 @@ ELSEWHERE = "give the directory of a Megatron checkpoint|give --rl-engine-url|st
 NAMES = set(flag_names())
 DERIVED = {"--num-layers-per-virtual-pipeline-stage": "virtual_pipeline_model_parallel_size"}
 # Families that are not built are not listed: no argument makes one of them another.
-ROWS = [changes for rule, changes, _ in REFUSED if rule is not unbuilt]
+ROWS = [changes for rule, rows in REFUSED.items() if "unbuilt" not in rule for changes in rows]
 
 
 def alternatives(line):
@@ -137,7 +134,8 @@ CHECKS = """
     forward/settings.py loop/arithmetic.py reward/specs.py algorithms/presets.py
 """
 UNTRIED = {
-    "have different vocabularies": "a note; tests/launch/test_refusals.py has the two tokenizers",
+    "a critic has the policy's own": "of another checkpoint: tests/checkpoints/test_critic_files.py",
+    "have different vocabularies": "a note",
     "vocabulary's size is unknown": "of `plan`, which has no tokenizer",
     "sequence length ": "of a run whose arguments were never checked",
     "a row of ": "the same",

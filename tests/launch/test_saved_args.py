@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mindspeed_rl_plugin.checkpoints import critic_files
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, write_state
 from mindspeed_rl_plugin.checkpoints.saved_args import check_rows
 from mindspeed_rl_plugin.checks import flag_checks
@@ -85,7 +84,7 @@ def test_files_of_another_order_of_layers_are_refused(build, tmp_path, theirs, o
     lines = list(flag_checks._start(args, None))
     shown = f"--schedules-method is {theirs or 'not given'} there and {ours or 'not given'} here"
     assert [shown in line for line in lines] == [True] * (theirs != ours)
-    assert len(list(critic_files.problems(str(tmp_path), args))) == (theirs != ours)
+    assert len(list(flag_checks.critic_problems(str(tmp_path), args))) == (theirs != ours)
     torch.save({"model": {}}, file)  # as MindSpeed-LLM's converter of DeepSeek-V3 writes it, in the order asked for
     assert not list(flag_checks._start(args, None))
 

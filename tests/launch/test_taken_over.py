@@ -11,8 +11,7 @@ import pytest
 from checkouts import checkouts, cores
 
 from mindspeed_rl_plugin.checks import flag_checks, taken_over
-from mindspeed_rl_plugin.checks.flag_support import TAKEN_OVER
-from mindspeed_rl_plugin.checks.taken_over import take_over
+from mindspeed_rl_plugin.checks.taken_over import TAKEN_OVER, take_over
 from mindspeed_rl_plugin.config.flag import spelt
 
 RL = ["--rl-algorithm", "grpo"]
@@ -108,7 +107,7 @@ from mindspeed_llm import megatron_adaptor
 if order == "after":
     import mindspeed_rl_plugin.adaptor
 from mindspeed.patch_utils import MindSpeedPatchesManager
-from mindspeed_rl_plugin.launch import taken_over
+from mindspeed_rl_plugin.checks import taken_over
 patches = MindSpeedPatchesManager.patches_info.items()
 functions = [(name, f) for name, patch in patches for f in (patch.patch_func, *patch.wrappers)]
 of_it = [name for name, f in functions if "reset_attention_mask" in str(getattr(f, "__module__", ""))]

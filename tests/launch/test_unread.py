@@ -58,16 +58,42 @@ ROWS = [
 def test_a_flag_is_refused_where_nothing_reads_it_and_nowhere_else(flag, ignoring, reader, reading):
     ((field, value),) = flag.items()
     (message,) = unread(chosen(**ignoring, **flag))
-    given, _, rest = message.partition(f" has no meaning for --rl-algorithm {ignoring['algorithm']} here: only ")
+    given, _, rest = message.partition(" has no meaning in this run: only ")
     assert given == as_given(field, value) and reader in rest and "remove it" in rest
     assert unread(chosen(**{"algorithm": "grpo", **reading, **flag})) == []
 
 
 def test_every_flag_with_a_reader_of_its_own_is_tried():
     tried = {field for flag, *_ in ROWS for field in flag}
-    assert {f.name for _, f, _ in every_field() if f.metadata["reader"]} - tried == {
-        *("chosen_key", "rejected_key", "dpo_loss", "dpo_label_smoothing", "dpo_reference_cache")
+    assert {f.name for group, f, _ in every_field() if group == "algorithm" and f.metadata["reader"]} - tried == {
+        *("dpo_loss", "dpo_label_smoothing", "dpo_reference_cache")
     }
+
+
+# What reads flags of a schedule and of episodes -> the values with which it is there.
+READ_BY = {
+    "--rl-schedule async": {"schedule": "async"},
+    "--rl-schedule streamed": {"schedule": "streamed"},
+    "--rl-schedule async, or streamed with --rl-carry-unfinished,": {"schedule": "streamed", "carry_unfinished": True},
+    "--rl-tools or --rl-environment": {"tools": ("a.py:f",)},
+}
+
+
+def of_group(group, **values):
+    config = chosen("grpo")
+    return dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **values)})
+
+
+def test_flags_of_a_schedule_and_of_episodes_are_read_by_these_alone():
+    seen = set()
+    for group, field, hint in every_field():
+        if group in ("schedule", "episodes") and (reader := field.metadata["reader"]):
+            value = {field.name: other_than(field, hint)}
+            (message,) = unread(of_group(group, **value))
+            assert f"only {reader.what} reads it" in message
+            assert unread(of_group(group, **value, **READ_BY[reader.what])) == []
+            seen.add(reader.what)
+    assert seen == {*READ_BY}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -110,7 +136,7 @@ def test_pairs_refuse_whole_groups_less_what_they_read():
             assert lines == [], field.name
         else:
             (message,) = lines
-            name, _, rest = message.partition(" has no meaning for --rl-algorithm dpo here: only ")
+            name, _, rest = message.partition(" has no meaning in this run: only ")
             assert flag_name(field.name).removeprefix("--") in name, message
             assert rest == "an algorithm that samples responses reads it, and dpo generates nothing; remove it", message
     assert read == {"data", "rollout", "algorithm", "forward", "dock", "monitor"}

@@ -18,7 +18,7 @@ import pytest
 from checkouts import checkouts, cores
 from flag_table import verdict
 
-from mindspeed_rl_plugin.checks import flag_support as verdicts
+from mindspeed_rl_plugin.checks import taken_over
 from mindspeed_rl_plugin.checks.refused_flags import UPSTREAM
 
 HERE = Path(__file__).parent
@@ -43,9 +43,9 @@ def test_what_is_supported_is_used_where_the_table_says(where, flags):
 
 
 def test_no_flag_has_two_verdicts_of_one_table():
-    taken = " ".join(verdicts.TAKEN_OVER.values()).split()
+    taken = " ".join(taken_over.TAKEN_OVER.values()).split()
     supported = " ".join(flag_table.SUPPORTED.values()).split()
-    for flags in (taken, supported, verdicts.UNTESTED.split(), " ".join(flag_table.NEUTRAL.values()).split()):
+    for flags in (taken, supported, taken_over.UNTESTED.split(), " ".join(flag_table.NEUTRAL.values()).split()):
         assert [flag for flag, times in Counter(flags).items() if times > 1] == []
     assert not set(taken) & set(supported)
 
@@ -53,7 +53,7 @@ def test_no_flag_has_two_verdicts_of_one_table():
 def test_a_flag_is_said_to_be_untested_where_the_table_has_no_other_verdict():
     """The patterns of `UNTESTED` alone decide, in the package."""
     kinds = {flag: kind for flag, (kind, _) in flag_table.rows().items() if "*" not in flag and kind != "taken over"}
-    said = verdicts.untested(dict.fromkeys(kinds, ()))
+    said = taken_over.untested(dict.fromkeys(kinds, ()))
     assert said == [flag for flag, kind in kinds.items() if kind == "untested"] and len(said) > 20
 
 

@@ -9,7 +9,7 @@ import launch_scripts as scripts
 import pytest
 from flag_table import SUPPORTED
 
-from mindspeed_rl_plugin.checks.flag_support import untested
+from mindspeed_rl_plugin.checks.taken_over import untested
 from mindspeed_rl_plugin.tools.rehearse import outcome
 from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from mindspeed_rl_plugin.checks.flag_support import TAKEN_OVER
+from mindspeed_rl_plugin.checks.taken_over import TAKEN_OVER
 from mindspeed_rl_plugin.tools.patch import core_version
 from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER
-from mindspeed_rl_plugin.checks.flag_support import TAKEN_OVER
+from mindspeed_rl_plugin.checks.taken_over import TAKEN_OVER
 from mindspeed_rl_plugin.tools.rehearse.absent_modules import STANDIN
 from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, Done
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
