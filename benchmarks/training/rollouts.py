@@ -72,7 +72,7 @@ class Bench:
         ends = (self.tokenizer.eos_token_id,)
         options = VllmOptions(config, self.prompt + self.limit, kv_cache_bytes=1 << 28, eos_token_ids=ends)
         self.engine = VllmEngine(options)
-        vllm_api.model(self.engine._engine).load_weights(load_file(folder / "model" / "model.safetensors").items())
+        vllm_api.model(self.engine._worker).load_weights(load_file(folder / "model" / "model.safetensors").items())
         self.busy = Busy(self.engine)
 
     def episodes(self, who: str, workers: int) -> EpisodeEngine:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -61,11 +61,8 @@ class Engine(Protocol):
         others do not step.
         """
 
-    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
-        """Stop the given responses, or all, and return what they hold so far with finish "abort".
-
-        Ids that are not queued (already returned, for example) are ignored.
-        """
+    def abort(self) -> list[Completion]:
+        """Stop all responses, and return what they hold so far with finish "abort"."""
 
     def parameters(self) -> dict[str, Tensor]:
         """The live weights of this rank by the engine's names. Writing into them changes the next step."""

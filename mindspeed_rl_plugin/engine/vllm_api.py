@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -129,23 +128,23 @@ def _drop_message_queues() -> None:
                     Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
-def demand_processed_logprobs(engine: Any) -> bool:
+def demand_processed_logprobs(worker: Any) -> bool:
     """Make the sampler report log-probs of the distribution that it samples; False: this vLLM cannot (0.9).
 
     The engine argument alone does not do it: vllm-ascend 0.18 and 0.23 build their sampler without it
     (worker/model_runner_v1.py, `AscendSampler()`), and then report those of temperature 1 without a word.
     """
-    sampler = getattr(worker(engine).model_runner, "sampler", None)
+    sampler = getattr(worker.model_runner, "sampler", None)
     modes = [p for p in (sampler, getattr(sampler, "topk_topp_sampler", None)) if hasattr(p, "logprobs_mode")]
     for part in modes:
         part.logprobs_mode = PROCESSED
     return bool(modes)
 
 
-def demand_base_format(engine: Any, device: Device) -> None:
+def demand_base_format(worker: Any, device: Device) -> None:
     """Refuse weights in a format of the NPU's own: a reshard writes bytes into views of them. Raises ValueError naming
     the first one."""
-    for name, parameter in model(engine).named_parameters():
+    for name, parameter in model(worker).named_parameters():
         if not device.in_base_format(parameter):
             raise ValueError(
                 f"vLLM stores {name} in a format of the NPU's own, into which no reshard can write; take a version of "
@@ -159,23 +158,23 @@ def captured_graphs() -> int:
     return compilation_counter.num_cudagraph_captured
 
 
-def has_batched_seeds(engine: Any) -> bool:
+def has_batched_seeds(worker: Any) -> bool:
     """Whether the sampler draws for all requests, each by its own seed, in one kernel, as the sampler of vLLM's second
     model runner does (v1/worker/gpu/sample). Others call `exponential_` once for each request with a generator
     (`random_sample` of v1/sample/ops/topk_topp_sampler.py, and vllm-ascend's of sample/sampler.py): with 256 running at
     least 768 launches a step."""
-    states = getattr(getattr(worker(engine).model_runner, "sampler", None), "sampling_states", None)
+    states = getattr(getattr(worker.model_runner, "sampler", None), "sampling_states", None)
     return hasattr(states, "seeds")
 
 
-def demand_plain_experts(engine: Any) -> None:
+def demand_plain_experts(worker: Any) -> None:
     """Refuse kernels that permute the expert weights in place, under unchanged names and shapes: canonical weights
     written afterwards, as by a reshard, would be other experts than meant.
 
     vLLM 0.32 takes FlashInfer's on sm100 by itself (model_executor/layers/fused_moe/oracle/unquantized.py), before 0.14
     it took them, and AITER's, by variables of the environment. Raises ValueError naming the layer and the kernels.
     """
-    for name, module in model(engine).named_modules():
+    for name, module in model(worker).named_modules():
         method = getattr(module, "quant_method", None)
         backend = getattr(getattr(method, "unquantized_backend", None), "name", PLAIN_EXPERTS[0])
         flags = vars(method) if method is not None else {}
@@ -200,50 +199,43 @@ def sampling_params(request: GenerateRequest, eos: Sequence[int], seeded: bool) 
     return SamplingParams(**sampling_fields(request, eos, seeded), output_kind=RequestOutputKind.DELTA)
 
 
-class OfWorker:
-    """A worker of another process's engine, for the functions here that take an engine and look at its worker."""
-
-    def __init__(self, worker: Any) -> None:
-        self.model_executor = SimpleNamespace(driver_worker=worker)
-
-
 def worker(engine: Any) -> Any:
-    """This rank's worker, out of its wrapper."""
+    """This rank's worker, out of its wrapper; functions here take it of an engine of this process or of a server."""
     wrapped = engine.model_executor.driver_worker
     return getattr(wrapped, "worker", wrapped)
 
 
-def model(engine: Any) -> torch.nn.Module:
-    runner = worker(engine).model_runner
+def model(worker: Any) -> torch.nn.Module:
+    runner = worker.model_runner
     return runner.get_model() if hasattr(runner, "get_model") else runner.model
 
 
-def parameters(engine: Any) -> dict[str, torch.Tensor]:
+def parameters(worker: Any) -> dict[str, torch.Tensor]:
     """The live weights; tied ones appear once, under the name of the embedding. What is derived is left out."""
-    live = model(engine).named_parameters()
+    live = model(worker).named_parameters()
     return {name: p.data for name, p in live if name.rpartition(".")[2] not in DERIVED}
 
 
 @torch.no_grad()
-def refresh_derived(engine: Any) -> int:
+def refresh_derived(worker: Any) -> int:
     """Make what is derived from weights (`DERIVED`) again, in place. Returns how many layers have such tensors.
 
     Prompts use the weight itself, decoding these: an engine with stale ones scores a prompt right and answers wrong.
     In place, since captured graphs and vLLM's sleep mode know their addresses.
     """
-    holders = _latent(engine)
+    holders = _latent(worker)
     for holder in holders:
         _refresh_latent(holder)
     return len(holders)
 
 
-def derived(engine: Any) -> list[torch.Tensor]:
-    return [getattr(holder, name) for holder in _latent(engine) for name in DERIVED]
+def derived(worker: Any) -> list[torch.Tensor]:
+    return [getattr(holder, name) for holder in _latent(worker) for name in DERIVED]
 
 
-def _latent(engine: Any) -> list[Any]:
+def _latent(worker: Any) -> list[Any]:
     """What has derived tensors: layers, or their implementations."""
-    both = ((module, getattr(module, "impl", None)) for module in model(engine).modules())
+    both = ((module, getattr(module, "impl", None)) for module in model(worker).modules())
     return [
         holder
         for pair in both

@@ -20,9 +20,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ from mindspeed_rl_plugin.host import engine_env, vllm_live
 from mindspeed_rl_plugin.host.torch_originals import demand_compile
 from mindspeed_rl_plugin.processes import scratch
 from mindspeed_rl_plugin.ranks import HardDeadline
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest
 
 
 @dataclass
@@ -112,13 +111,14 @@ class VllmEngine:
             if "disable_custom_all_reduce" in arguments:
                 say("expandable_segments:True: the engine's ranks add up by NCCL, not by vLLM's own all-reduce")
             self._engine = vllm_api.build(arguments)
-        vllm_api.demand_plain_experts(self._engine)
-        vllm_api.demand_base_format(self._engine, self._device)
+        self._worker = vllm_api.worker(self._engine)
+        vllm_api.demand_plain_experts(self._worker)
+        vllm_api.demand_base_format(self._worker, self._device)
         if not self._device.is_cpu:
             _say_graphs(vllm_api.captured_graphs())
-        self._processed = vllm_api.demand_processed_logprobs(self._engine)
-        self._request_seeds = self._device.is_cpu or options.request_seeds or vllm_api.has_batched_seeds(self._engine)
-        self._memory = _memory(self._engine, self._device.kind) if options.sleep_mode else None
+        self._processed = vllm_api.demand_processed_logprobs(self._worker)
+        self._request_seeds = self._device.is_cpu or options.request_seeds or vllm_api.has_batched_seeds(self._worker)
+        self._memory = self._make_memory() if options.sleep_mode else None
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         if self._awake != set(ENGINE_PARTS):
@@ -169,20 +169,19 @@ class VllmEngine:
                     with self._in_time():
                         vllm_api.dummy_step(self._engine)
 
-    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
-        names = {running.request.id: name for name, running in self._running.items()}
-        chosen = [*names.values()] if ids is None else [names[i] for i in ids if i in names]
-        self._engine.abort_request(chosen)
-        return [self._complete(name, "abort") for name in chosen]
+    def abort(self) -> list[Completion]:
+        names = [*self._running]
+        self._engine.abort_request(names)
+        return [self._complete(name, "abort") for name in names]
 
     def parameters(self) -> dict[str, Tensor]:
-        return vllm_api.parameters(self._engine)
+        return vllm_api.parameters(self._worker)
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
         """Weights of `version` are in place: cached prefixes of older ones serve no new request; see `Engine`."""
         if "weights" not in self._awake:
             raise ValueError(f"update_weights({version}): the weights sleep; wake(('weights',)) first")
-        vllm_api.refresh_derived(self._engine)
+        vllm_api.refresh_derived(self._worker)
         if in_flight:
             late = vllm_api.batches_in_flight(self._engine)
             for running in self._running.values():
@@ -221,8 +220,13 @@ class VllmEngine:
                 self._memory.wake_up([part for part in ENGINE_PARTS if part not in self._awake])
             vllm_api.teardown(self._engine)
         self._limit.close()
-        self._engine = self._memory = None
+        self._engine = self._worker = self._memory = None
         self._running.clear()
+
+    def _make_memory(self) -> HostMemory | PoolMemory:
+        if self._device.is_cpu:
+            return HostMemory(self._worker)
+        return PoolMemory(self._engine, self._worker, vllm_api.weights_pool(self._device.kind))
 
     def _check(self, request: GenerateRequest) -> None:
         """Refuse what vLLM would cut short, crash on, or answer with other log-probs than asked for."""
@@ -309,10 +313,6 @@ class VllmEngine:
                     self._engine.step()  # what was aborted may still hold blocks of a step in flight
             if self._engine.reset_prefix_cache() is False:
                 raise RuntimeError("vLLM did not reset its prefix cache although no response is queued")
-
-
-def _memory(engine: Any, kind: str) -> HostMemory | PoolMemory:
-    return HostMemory(engine) if kind == "cpu" else PoolMemory(engine, vllm_api.weights_pool(kind))
 
 
 def _say_graphs(count: int) -> None:

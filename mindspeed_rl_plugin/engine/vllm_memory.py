@@ -69,13 +69,13 @@ class PoolMemory:
     multiplies by them as they were. `refresh_derived` makes anew what is derived from weights.
     """
 
-    def __init__(self, engine: Any, pool: Sequence[range]) -> None:
+    def __init__(self, engine: Any, worker: Any, pool: Sequence[range]) -> None:
         """pool: addresses of the pool of the weights."""
         assert pool, "vLLM's sleep mode took no memory for weights"
-        modules = list(vllm_api.model(engine).modules())
+        modules = list(vllm_api.model(worker).modules())
         self._engine = engine
         self._parameters = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
-        written = distinct([*(p for _, _, p in self._parameters), *vllm_api.derived(engine)])
+        written = distinct([*(p for _, _, p in self._parameters), *vllm_api.derived(worker)])
         self._kept = [s for key, s in distinct(_tensors_in(pool)).items() if key not in written]
         self._copies: list[torch.Tensor] = []
 
@@ -114,10 +114,10 @@ class HostMemory:
     may be NaN.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, worker: Any) -> None:
         self._storages = {
-            "weights": list(distinct(vllm_api.model(engine).parameters()).values()),
-            "kv_cache": list(distinct(vllm_api.worker(engine).model_runner.kv_caches).values()),
+            "weights": list(distinct(vllm_api.model(worker).parameters()).values()),
+            "kv_cache": list(distinct(worker.model_runner.kv_caches).values()),
         }
         self._bytes = {part: [s.nbytes() for s in storages] for part, storages in self._storages.items()}
 

@@ -94,15 +94,13 @@ class EpisodeEngine:
     def keep_step(self) -> None:
         self._engine.keep_step()
 
-    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
+    def abort(self) -> list[Completion]:
         """Interrupt episodes; see `Engine`, and the module."""
-        chosen = [*self._live] if ids is None else [sample for sample in ids if sample in self._live]
-        cut = self._engine.abort(None if ids is None else [sample for sample in chosen if sample in self._sampling])
-        for turn in cut:
+        for turn in self._engine.abort():
             self._live[turn.id].partial = turn if turn.tokens else None
             self._sampling.remove(turn.id)
         # A turn that a server has just ended comes with the next poll: its episode goes on.
-        return [self._pause(sample) for sample in chosen if sample not in self._sampling]
+        return [self._pause(sample) for sample in [*self._live] if sample not in self._sampling]
 
     def parameters(self) -> dict[str, Tensor]:
         return self._engine.parameters()

@@ -39,7 +39,7 @@ _own_store: dist.Store | None = None  # of this start, while its first rank live
 
 
 @dataclass(frozen=True)
-class Split:
+class RankSplit:
     """Trainers are the first ranks, generators the last."""
 
     world: int  # ranks of the launcher
@@ -95,7 +95,7 @@ def ranks_text(first: int, count: int) -> str:
     return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
 
-def part(split: Split) -> int | None:
+def part(split: RankSplit) -> int | None:
     """Make this process one of the trainers, or one rank of an engine. Returns the engine's number, None for a trainer.
     Raises ValueError where the ranks do not divide."""
     split.check()

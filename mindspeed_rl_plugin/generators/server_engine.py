@@ -13,7 +13,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -67,10 +67,9 @@ class ServerEngine:
                 )
         return finished
 
-    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
+    def abort(self) -> list[Completion]:
         """Stop all responses, and the server until it has new weights. The next `poll` has those that ended by
         themselves."""
-        assert ids is None, "a server is stopped as a whole"
         stopped, end = list[Completion](), time.monotonic() + self.server.deadline
         while len(stopped) < len(self._running):
             self.server.ask("/pause?mode=abort&clear_cache=false")  # again, for requests that were on their way

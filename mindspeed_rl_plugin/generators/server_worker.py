@@ -36,7 +36,6 @@ class _Guest:
 
     def __init__(self, worker: Any, client: str, address: str, secret: bytes, ranks: list[int]) -> None:
         self.client, self.address, self.heard = client, address, time.monotonic()
-        self.view = vllm_api.OfWorker(worker)
         self.dock = GuestDock.join(address, secret)
         try:
             job = job_of(self.dock)
@@ -44,7 +43,7 @@ class _Guest:
             parallel = worker.vllm_config.parallel_config
             size = parallel.tensor_parallel_size
             parallel = EngineParallel(size, size if parallel.enable_expert_parallel else 1)
-            rank, parameters = vllm_api.tp_group().rank_in_group, vllm_api.parameters(self.view)
+            rank, parameters = vllm_api.tp_group().rank_in_group, vllm_api.parameters(worker)
             self.puller = puller_of(self.dock, job, parallel, parameters, rank, ranks)
         except BaseException:
             self.dock.close()
@@ -110,7 +109,7 @@ class ServerWorker:
     @_answers
     def rl_about(self) -> dict[str, Any]:
         """How the server was started, as fields of `Served`."""
-        model, parallel, view = self.model_config, self.vllm_config.parallel_config, vllm_api.OfWorker(self)
+        model, parallel = self.model_config, self.vllm_config.parallel_config
         config = json.loads(json.dumps(model.hf_config.to_dict(), default=str))
         return asdict(
             Served(
@@ -123,7 +122,7 @@ class ServerWorker:
                 max_model_len=model.max_model_len,
                 max_running=self.vllm_config.scheduler_config.max_num_seqs,
                 tokenizer=not model.skip_tokenizer_init,
-                seeds=get_device().is_cpu or vllm_api.has_batched_seeds(view),
+                seeds=get_device().is_cpu or vllm_api.has_batched_seeds(self),
                 pipeline=parallel.pipeline_parallel_size,
                 replicas=parallel.data_parallel_size,
                 held=guest.held if (guest := getattr(self, "_rl_guest", None)) else "",
@@ -138,10 +137,9 @@ class ServerWorker:
         if guest is not None and (held := guest.held):
             raise ValueError(held)
         self._rl_leave()
-        view = vllm_api.OfWorker(self)
-        vllm_api.demand_plain_experts(view)
-        vllm_api.demand_base_format(view, get_device())
-        if not vllm_api.demand_processed_logprobs(view):
+        vllm_api.demand_plain_experts(self)
+        vllm_api.demand_base_format(self, get_device())
+        if not vllm_api.demand_processed_logprobs(self):
             raise ValueError(f"its sampler has no {PROCESSED}")
         here = [rank for rank, name in enumerate(machines) if name == machine()]
         self._rl_guest = _Guest(self, client, address, bytes.fromhex(secret), here)
@@ -164,8 +162,8 @@ class ServerWorker:
     def rl_apply(self, client: str) -> dict[str, Any]:
         """Write what was pulled into the model."""
         guest = self._rl_of(client)
-        applied = guest.puller.apply(vllm_api.parameters(guest.view))
-        vllm_api.refresh_derived(guest.view)
+        applied = guest.puller.apply(vllm_api.parameters(self))
+        vllm_api.refresh_derived(self)
         return {"version": applied.version, "digest": applied.digest}
 
     @_answers

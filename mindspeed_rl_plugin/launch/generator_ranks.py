@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.checks import early
 from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.environment import is_part, last_words, launch_env, leave_to_first_rank
 from mindspeed_rl_plugin.generators.launcher_ranks import (
-    Split,
+    RankSplit,
     begin,
     has_ended,
     join_group,
@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.monitor.run_files import GENERATOR
 from mindspeed_rl_plugin.processes import attend
 
 
-def split_of(argv: Sequence[str]) -> Split | None:
+def split_of(argv: Sequence[str]) -> RankSplit | None:
     """The split that a command line asks for, None where all ranks train. What it holds besides is checked later."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--rl-algorithm")
@@ -44,7 +44,9 @@ def split_of(argv: Sequence[str]) -> Split | None:
         return None
     env = launch_env()
     engine = max(flags.rl_generate_tp, flags.rl_generate_ep, 1)
-    return Split(env["world_size"], env["local_world_size"], flags.rl_generators.ranks, engine, flags.rl_wait_timeout)
+    return RankSplit(
+        env["world_size"], env["local_world_size"], flags.rl_generators.ranks, engine, flags.rl_wait_timeout
+    )
 
 
 def leave_if_generator() -> None:
@@ -66,7 +68,7 @@ def leave_if_generator() -> None:
         _generate(split, engine)
 
 
-def _generate(split: Split, engine: int) -> None:
+def _generate(split: RankSplit, engine: int) -> None:
     attend()
     from mindspeed_rl_plugin.dock.watch import heartbeat_of
     from mindspeed_rl_plugin.generators.serving import serve

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
+from mindspeed_rl_plugin.engine import vllm_api, vllm_engine, vllm_memory
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
@@ -58,10 +58,9 @@ class FakeEngine:
             ended += [self._take(i, "length") for i in done]
         return ended
 
-    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
-        chosen = list(self.queue) if ids is None else list(ids)
-        self.log.append(f"abort {len(chosen)}")
-        return [self._take(i, "abort") for i in chosen]
+    def abort(self) -> list[Completion]:
+        self.log.append(f"abort {len(self.queue)}")
+        return [self._take(i, "abort") for i in [*self.queue]]
 
     def keep_step(self) -> None:
         assert not self.queue, "responses are queued"
@@ -191,14 +190,16 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
         monkeypatch.setattr(vllm_engine.dist, "get_world_size", lambda: world)
         monkeypatch.setattr(vllm_engine, "_prepare", lambda *args: None)
         monkeypatch.setattr(vllm_api, "build", lambda arguments: fake_vllm)
-        monkeypatch.setattr(vllm_api, "demand_plain_experts", lambda engine: None)
+        monkeypatch.setattr(vllm_api, "worker", lambda engine: engine)
+        monkeypatch.setattr(vllm_api, "demand_plain_experts", lambda worker: None)
         monkeypatch.setattr(vllm_api, "captured_graphs", lambda: graphs)
-        monkeypatch.setattr(vllm_api, "has_batched_seeds", lambda engine: batched)
-        monkeypatch.setattr(vllm_api, "demand_processed_logprobs", lambda engine: processed)
+        monkeypatch.setattr(vllm_api, "has_batched_seeds", lambda worker: batched)
+        monkeypatch.setattr(vllm_api, "demand_processed_logprobs", lambda worker: processed)
         monkeypatch.setattr(vllm_api, "sampling_params", lambda *given: given)
-        monkeypatch.setattr(vllm_api, "refresh_derived", lambda engine: fake_vllm.refreshed.append(engine))
-        monkeypatch.setattr(vllm_api, "model", lambda engine: torch.nn.Module())
-        monkeypatch.setattr(vllm_api, "weights_pool", lambda kind: [range(1, 2)])  # no tensor: those on meta lie at 0
+        monkeypatch.setattr(vllm_api, "refresh_derived", lambda worker: fake_vllm.refreshed.append(worker))
+        monkeypatch.setattr(vllm_api, "model", lambda worker: torch.nn.Module())
+        monkeypatch.setattr(vllm_api, "weights_pool", lambda kind: [range(1, 2)])
+        monkeypatch.setattr(vllm_memory, "_tensors_in", lambda pool: [])  # a walk over all objects
         monkeypatch.setattr(vllm_api, "teardown", lambda engine: fake_vllm.calls.append("teardown"))
         device = Device("cuda")
         monkeypatch.setattr(Device, "api", property(lambda self: fake_vllm.api))

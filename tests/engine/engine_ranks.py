@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.rollout_engine import generate
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
@@ -125,7 +124,7 @@ def check_prompts_beyond_a_step(engine: VllmEngine) -> None:
 def check_sleep(engine: VllmEngine) -> None:
     """Memory goes and comes back under the same tensors; new weights sample other responses."""
     before = run(engine, ask(4))
-    parameters, caches = engine.parameters(), vllm_api.worker(engine._engine).model_runner.kv_caches
+    parameters, caches = engine.parameters(), engine._worker.model_runner.kv_caches
     sizes = [t.untyped_storage().nbytes() for t in (*parameters.values(), *caches)]
     for cache in caches:
         cache.fill_(torch.nan)

@@ -31,7 +31,7 @@ def test_derived_tensors_follow_the_weight_in_place(monkeypatch, where, kept):
     else:  # vllm-ascend
         holder = latent(SimpleNamespace(), kept)
         layer.impl, layer.kv_b_proj = holder, holder.kv_b_proj
-    monkeypatch.setattr(vllm_api, "model", lambda engine: nn.ModuleList([layer, nn.Linear(2, 2)]))
+    monkeypatch.setattr(vllm_api, "model", lambda worker: nn.ModuleList([layer, nn.Linear(2, 2)]))
     weight, addresses = holder.kv_b_proj.weight.data, [holder.W_UK_T.data_ptr(), holder.W_UV.data_ptr()]
     weight.copy_(torch.randn_like(weight))
     assert vllm_api.refresh_derived(None) == 1

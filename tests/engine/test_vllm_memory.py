@@ -25,8 +25,8 @@ def test_zeros_stay_within_the_storage(bytes_, drops, monkeypatch) -> None:
 
 
 @pytest.fixture
-def engine():
-    """One rank: a tied weight, a buffer, and a KV cache of two tensors in one storage."""
+def worker():
+    """Of one rank: a tied weight, a buffer, and a KV cache of two tensors in one storage."""
     model = torch.nn.Module()
     model.embed = torch.nn.Parameter(torch.ones(6, 4))
     model.head = model.embed
@@ -34,13 +34,13 @@ def engine():
     model.register_buffer("rotary", torch.arange(4.0))
     cache = torch.full((2, 3000), torch.nan)
     runner = SimpleNamespace(get_model=lambda: model, kv_caches=[cache[0], cache[1]])
-    return SimpleNamespace(model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)))
+    return SimpleNamespace(model_runner=runner)
 
 
-def test_sleep_and_wake(engine) -> None:
-    runner = engine.model_executor.driver_worker.model_runner
+def test_sleep_and_wake(worker) -> None:
+    runner = worker.model_runner
     model, (first, second) = runner.get_model(), runner.kv_caches
-    memory = HostMemory(engine)
+    memory = HostMemory(worker)
     memory.sleep()
     sizes = [t.untyped_storage().nbytes() for t in (model.embed, model.norm, first, model.rotary)]
     assert sizes == [0, 0, 0, 16]
@@ -53,7 +53,7 @@ def test_sleep_and_wake(engine) -> None:
     assert model.rotary.tolist() == [0, 1, 2, 3]
 
 
-def test_a_reused_block_is_zeroed_too(engine, monkeypatch) -> None:
+def test_a_reused_block_is_zeroed_too(worker, monkeypatch) -> None:
     # What an allocator hands out again is not zero; resize_ alone would not do.
     resize = torch.UntypedStorage.resize_
 
@@ -63,10 +63,10 @@ def test_a_reused_block_is_zeroed_too(engine, monkeypatch) -> None:
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", dirty)
-    memory = HostMemory(engine)
+    memory = HostMemory(worker)
     memory.sleep()
     memory.wake_up(["kv_cache"])
-    assert engine.model_executor.driver_worker.model_runner.kv_caches[1].tolist() == [0.0] * 3000
+    assert worker.model_runner.kv_caches[1].tolist() == [0.0] * 3000
 
 
 class Pool:
@@ -109,9 +109,7 @@ class Worker:
 
     def __init__(self, model, pool, saves: bool, transposes: bool) -> None:
         self.model, self.pool, self.saves, self.transposes, self.saved = model, pool, saves, transposes, {}
-        self.model_executor = SimpleNamespace(
-            driver_worker=SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
-        )
+        self.model_runner = SimpleNamespace(get_model=lambda: model)
 
     def sleep(self, level: int = 1) -> None:
         if level == 2 and self.saves:
@@ -166,7 +164,7 @@ def forward(model, x):
 def test_a_rollout_moves_no_weights_and_leaves_the_layer_as_it_was(experts, saves, transposes) -> None:
     pool, model = experts
     ranges = [range(p, p + d.handle[1]) for p, d in pool.pointer_to_data.items() if d.tag == "weights"]
-    memory = PoolMemory(Worker(model, pool, saves, transposes), ranges)
+    memory = PoolMemory(worker := Worker(model, pool, saves, transposes), worker, ranges)
     x = torch.randn(2, 3, HIDDEN)
     weights = {name: p.clone() for name, p in model.named_parameters()}
     known = {name: (p.data_ptr(), p.shape, p) for name, p in model.named_parameters()}

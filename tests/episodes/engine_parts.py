@@ -1,7 +1,7 @@
 """A scripted engine and scripted environments, for the tests of `EpisodeEngine` and its `Lead`."""
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,8 +50,8 @@ class Engine:
                     done.append(self._take(sample, "stop" if tokens[-1] == CLOSE else "length"))
         return done
 
-    def abort(self, ids: Iterable[SampleId] | None = None) -> list[Completion]:
-        return [self._take(sample, "abort") for sample in [*self.queue] if ids is None or sample in set(ids)]
+    def abort(self) -> list[Completion]:
+        return [self._take(sample, "abort") for sample in [*self.queue]]
 
     def keep_step(self) -> None:
         assert not self.queue

@@ -53,7 +53,7 @@ def test_an_engine_pulls_for_its_own_sizes(pullers):
 @pytest.mark.parametrize(("spread", "ep"), [(False, 1), (True, 2)])
 def test_a_server_pulls_for_its_own_sizes(pullers, monkeypatch, spread, ep):
     group = SimpleNamespace(rank_in_group=1)
-    api = SimpleNamespace(OfWorker=id, parameters=lambda view: {}, tp_group=lambda: group)
+    api = SimpleNamespace(parameters=lambda worker: {}, tp_group=lambda: group)
     monkeypatch.setattr(server_worker, "vllm_api", api)
     sizes = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2, enable_expert_parallel=spread))
     worker = SimpleNamespace(model_config=SimpleNamespace(tokenizer=""), vllm_config=sizes)

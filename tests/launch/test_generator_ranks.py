@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mindspeed_rl_plugin.dock import machines
 from mindspeed_rl_plugin.environment import begin_start, environment_apart, is_part, launch_env, launcher_store
 from mindspeed_rl_plugin.generators import launcher_ranks
-from mindspeed_rl_plugin.generators.launcher_ranks import Split, agree, begin, part
+from mindspeed_rl_plugin.generators.launcher_ranks import RankSplit, agree, begin, part
 from mindspeed_rl_plugin.launch.generator_ranks import split_of
 
 FLAGS = "--rl-algorithm grpo --rl-schedule async --rl-generators"
@@ -52,7 +52,7 @@ def test_without_generators_all_ranks_train(rank, line: str) -> None:
 def test_the_command_line_says_how_ranks_are_split(rank) -> None:
     rank(5, 16, 8)
     line = f"{FLAGS}=8 --rl-generate-tp 4 --tensor-model-parallel-size 8 --rl-wait-timeout 60".split()
-    assert split_of(line) == Split(world=16, local=8, generators=8, engine=4, deadline=60.0)
+    assert split_of(line) == RankSplit(world=16, local=8, generators=8, engine=4, deadline=60.0)
 
 
 @pytest.mark.parametrize(
@@ -67,40 +67,40 @@ def test_the_command_line_says_how_ranks_are_split(rank) -> None:
 def test_one_machine(rank, number: int, engine: int | None, env: dict) -> None:
     """The local rank, by which a device is taken, stays."""
     rank(number, 8)
-    assert part(Split(8, 8, 3, 1, 60.0)) == engine
+    assert part(RankSplit(8, 8, 3, 1, 60.0)) == engine
     assert launch_env() == env and is_part()
     assert (os.environ["ROLE_RANK"], os.environ["ROLE_WORLD_SIZE"]) == (str(env["rank"]), str(env["world_size"]))
 
 
 def test_engines_of_several_ranks_on_machines_of_their_own(rank, capsys) -> None:
     rank(0, 16, 8)
-    assert part(Split(16, 8, 8, 4, 60.0)) is None
+    assert part(RankSplit(16, 8, 8, 4, 60.0)) is None
     assert launch_env() == {"rank": 0, "world_size": 8, "local_rank": 0, "local_world_size": 8}
     said = capsys.readouterr().out
     assert "ranks 0 to 7 (WORLD_SIZE 8 = 16 - --rl-generators 8; machines 1, ranks a machine 8)" in said
     assert "generators: ranks 8 to 15 (engines 2, ranks an engine 4)" in said
     page = Path(__file__).parents[2] / "docs" / "schedules.md"
-    assert f"[rl] {Split(8, 8, 4, 1, 60.0).text()}\n" in page.read_text()
-    assert "trainers: rank 0 (WORLD_SIZE 1 = 2 - " in Split(2, 2, 1, 1, 60.0).text()
-    assert "generators: rank 1 (engines 1, " in Split(2, 2, 1, 1, 60.0).text()
+    assert f"[rl] {RankSplit(8, 8, 4, 1, 60.0).text()}\n" in page.read_text()
+    assert "trainers: rank 0 (WORLD_SIZE 1 = 2 - " in RankSplit(2, 2, 1, 1, 60.0).text()
+    assert "generators: rank 1 (engines 1, " in RankSplit(2, 2, 1, 1, 60.0).text()
     rank(13, 16, 8)
-    assert part(Split(16, 8, 8, 4, 60.0)) == 1
+    assert part(RankSplit(16, 8, 8, 4, 60.0)) == 1
     assert launch_env() == {"rank": 1, "world_size": 4, "local_rank": 5, "local_world_size": 4}
 
 
 @pytest.mark.parametrize(
     ("split", "says"),
     [
-        (Split(4, 4, 4, 1, 60.0), "--rl-generators 4 leaves no rank of 4"),
-        (Split(4, 4, 3, 2, 60.0), "--rl-generators 3 .* 2 ranks of an engine .*; give 2$"),
-        (Split(8, 8, 5, 2, 60.0), "--rl-generators 5 .* 2 ranks of an engine .*; give 4 or 6$"),
-        (Split(8, 8, 3, 4, 60.0), "--rl-generators 3 .* 4 ranks of an engine .*; give 4$"),
-        (Split(4, 4, 2, 4, 60.0), "--rl-generators 2 .* 4 ranks of an engine .*; start more than 4 ranks, or make eng"),
-        (Split(16, 8, 6, 4, 60.0), "--rl-generators 6 .* 4 ranks of an engine .*; give 8$"),
-        (Split(16, 8, 4, 1, 60.0), "--rl-generators 4 with 8 ranks a machine .* multiple of 8"),
+        (RankSplit(4, 4, 4, 1, 60.0), "--rl-generators 4 leaves no rank of 4"),
+        (RankSplit(4, 4, 3, 2, 60.0), "--rl-generators 3 .* 2 ranks of an engine .*; give 2$"),
+        (RankSplit(8, 8, 5, 2, 60.0), "--rl-generators 5 .* 2 ranks of an engine .*; give 4 or 6$"),
+        (RankSplit(8, 8, 3, 4, 60.0), "--rl-generators 3 .* 4 ranks of an engine .*; give 4$"),
+        (RankSplit(4, 4, 2, 4, 60.0), "--rl-generators 2 .* 4 ranks of an engine .*; start more than 4 ranks"),
+        (RankSplit(16, 8, 6, 4, 60.0), "--rl-generators 6 .* 4 ranks of an engine .*; give 8$"),
+        (RankSplit(16, 8, 4, 1, 60.0), "--rl-generators 4 with 8 ranks a machine .* multiple of 8"),
     ],
 )
-def test_ranks_that_do_not_divide(rank, split: Split, says: str) -> None:
+def test_ranks_that_do_not_divide(rank, split: RankSplit, says: str) -> None:
     rank(0, split.world, split.local)
     with pytest.raises(ValueError, match=says):
         part(split)
