@@ -126,6 +126,13 @@ class Rows:
         return Rows(self.ids, {**self.columns, **columns})
 
 
+def joined(columns: Sequence[Column]) -> Column:
+    """One column with the rows of several, at least one."""
+    if isinstance(columns[0], Ragged):
+        return Ragged.from_rows([row for column in columns for row in column.rows()])
+    return torch.cat(list(columns))
+
+
 def pack_json(records: Sequence[object]) -> Ragged:
     """Records as UTF-8 JSON in a uint8 column, so that text crosses the dock without pickle."""
     blobs = [json.dumps(r, ensure_ascii=False).encode() for r in records]
@@ -173,25 +180,6 @@ token; milliseconds: that the user's code took."""
 
 
 @dataclass(frozen=True)
-class Episode:
-    """What a response of several turns has besides its tokens. Ranks other than an engine's first read only `turns`.
-
-    In `conversation`, turns of the model have `turn` [tokens] and `reward`. `seconds`, the time of the environment's
-    reply, are at the first message of the reply, or, where it has no message, at the one before.
-    """
-
-    prompt: tuple[int, ...]  # token ids before the first turn, where an environment added to the data's own
-    # (first, end) of each turn of the model, in response tokens; the tokens between were not sampled
-    turns: tuple[tuple[int, int], ...]
-    rewards: tuple[float, ...] = ()  # the environment's, one for each turn
-    # chat messages (JSON values), with the environment's last reply, which the model never sees
-    conversation: tuple[Mapping[str, object], ...] = ()
-    counts: Mapping[str, int] = field(default_factory=dict)  # of `EPISODE_COUNTS`
-    tools: tuple[tuple[int, int], ...] = ()  # for each tool: its calls, and how many of them raised
-    failure: str | None = None  # why the environment could not go on; None: it could
-
-
-@dataclass(frozen=True)
 class Completion:
     """One response, whole or partial."""
 
@@ -201,7 +189,11 @@ class Completion:
     finish: str  # of `FINISH`
     # (first response token, weight version) of each part, by rising token, from token 0 on
     segments: tuple[tuple[int, int], ...]
-    episode: Episode | None = None  # of a response of several turns
+    prompt: tuple[int, ...] = ()  # token ids before the response; () where they are those of the request
+    # (first, end) of each turn of the model, in response tokens; what is between was not sampled; None: it is one turn
+    turns: tuple[tuple[int, int], ...] | None = None
+    columns: Mapping[str, Column] = field(default_factory=dict)  # more of its row, each of B = 1
+    resumable: bool = True  # whether another engine can go on with it
 
     @property
     def version(self) -> int:
@@ -209,9 +201,17 @@ class Completion:
         return min(version for _, version in self.segments)
 
     @property
+    def mask(self) -> Tensor:
+        """`[R]` uint8, 1 where the model sampled the token."""
+        mask = torch.zeros(len(self.tokens), dtype=torch.uint8)
+        for first, end in ((0, len(self.tokens)),) if self.turns is None else self.turns:
+            mask[first:end] = 1
+        return mask
+
+    @property
     def sampled(self) -> int:
         """Tokens that the model sampled."""
-        return len(self.tokens) if self.episode is None else sum(end - first for first, end in self.episode.turns)
+        return int(self.mask.sum())
 
 
 @dataclass(frozen=True)

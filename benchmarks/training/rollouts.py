@@ -31,7 +31,7 @@ from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
+from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, GenerateRequest, SampleId, Sampling
 
 DEADLINE = 300.0  # seconds without a turn
 
@@ -109,11 +109,9 @@ class Bench:
         wall, busy, done = self.timed(engine, requests)
         tokens = sum(c.sampled for c in done)
         alone, with_prompts = (self.single_turns(requests, done, observations) for observations in (False, True))
-        asleep = sum(c.episode.counts["milliseconds"] for c in done) / 1000 / workers
-        counts = {
-            "turns": sum(len(c.episode.turns) for c in done),
-            "calls": sum(c.episode.counts["calls"] for c in done),
-        }
+        total = dict(zip(EPISODE_COUNTS, sum(c.columns["episode_counts"][0] for c in done).tolist(), strict=True))
+        asleep = total["milliseconds"] / 1000 / workers
+        counts = {"turns": sum(len(c.turns) for c in done), "calls": total["calls"]}
         seconds = {"wall": wall, "engine": busy, "environments": asleep}
         seconds |= {"single_turns": with_prompts, "single_turns_sampled": alone}
         return {**seconds, **{name: n / len(done) for name, n in {**counts, "tokens": tokens}.items()}}

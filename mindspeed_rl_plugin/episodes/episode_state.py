@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindspeed_rl_plugin.episodes.environments import Reply
-from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, Episode, GenerateRequest, SampleId
+from mindspeed_rl_plugin.episodes.episode_rows import episode_row
+from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Column, Completion, GenerateRequest, SampleId
 
 
 @dataclass(eq=False)
@@ -65,18 +66,31 @@ class EpisodeState:
         if part is not None:
             tokens, logps = [*tokens, *part.tokens], [*logps, *part.logps]
             segments = _joined(segments, start, part.segments)
-        episode = Episode(
+        return Completion(
+            self.request.id,
+            tuple(tokens),
+            tuple(logps),
+            finish,
+            tuple(segments),
             prompt=self.prompt,
             turns=tuple(self.turns),
-            rewards=tuple(self.rewards),
-            conversation=tuple(self.conversation),
-            counts=self.counts,
-            tools=tuple((made, raised) for made, raised in self.tools.values()),
-            failure=self.failure,
+            columns={} if finish == "abort" else self._columns(),
+            resumable=False,  # its environment is in no other process
         )
-        return Completion(self.request.id, tuple(tokens), tuple(logps), finish, tuple(segments), episode)
 
     # on the first rank
+
+    def _columns(self) -> dict[str, Column]:
+        return episode_row(
+            self.prompt,
+            self.request.prompt_tokens,
+            self.turns,
+            self.rewards,
+            self.conversation,
+            counts=self.counts,
+            tools=[*self.tools.values()],
+            failed=self.failure is not None,
+        )
 
     def count(self, counts: Mapping[str, int]) -> None:
         for name, value in counts.items():

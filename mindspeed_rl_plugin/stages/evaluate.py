@@ -18,11 +18,12 @@ from mindspeed_rl_plugin.engine.seeds import EPOCH, response_request
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reward import Grade, GradeItem, RewardPool, solved
-from mindspeed_rl_plugin.rows import FINISH, Completion, Prompt, SampleId, Sampling
+from mindspeed_rl_plugin.rows import FINISH, Prompt, Rows, SampleId, Sampling, pack_json
 from mindspeed_rl_plugin.stages.context import RankContext
+from mindspeed_rl_plugin.stages.generate import completion_rows
 from mindspeed_rl_plugin.stages.prompts import meta_of, prompt_rows
 from mindspeed_rl_plugin.stages.references import PairScorer
-from mindspeed_rl_plugin.stages.reward import FailureLog, Reward, grade_item
+from mindspeed_rl_plugin.stages.reward import FailureLog, Reward, grade_items
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Due:
 @dataclass(eq=False)
 class Evaluate:
     """prompts: held out; decode: response tokens to the text that graders see; samples: responses of each prompt for
-    pass@k, beside the greedy one; episodes: whether responses are some."""
+    pass@k, beside the greedy one."""
 
     engine: Engine
     prompts: Sequence[Prompt]
@@ -52,7 +53,6 @@ class Evaluate:
     monitor: Monitor
     samples: int
     seed: int
-    episodes: bool = False
     _failed: list[int] = field(default_factory=lambda: [0, 0], init=False)  # graders, environments
     _shown: list[list[Any]] = field(default_factory=list, init=False)  # rows of `Monitor.log_held_out`
 
@@ -69,7 +69,6 @@ class Evaluate:
             context.monitor,
             samples=context.config.monitor.eval_pass_k,
             seed=context.seed,
-            episodes=context.config.episodes.on,
         )
 
     def run(self, done: int) -> None:
@@ -97,7 +96,7 @@ class Evaluate:
                 self.seed,
                 SampleId(EPOCH, index, attempt),
                 prompts[index].tokens,
-                fields=meta_of(prompts[index]) if self.episodes else None,
+                fields=meta_of(prompts[index]),
             )
             for index in range(engine.replica, len(prompts), engine.replicas)
             for attempt in range(self.samples + 1)
@@ -105,24 +104,18 @@ class Evaluate:
         completions = generate(engine, requests, deadline=self.ranks.deadline)
         if not engine.leader or not completions:
             return [0.0] * len(SUMS)
-        scores = self._score([(prompts[c.id.group], c) for c in completions])
-        return _sums_of([c.sampled for c in completions], [c.finish for c in completions], scores, self.samples)
+        rows = completion_rows(requests, completions)
+        meta = pack_json([meta_of(prompts[sample.group]) for sample in rows.ids])
+        return _sums_of(rows, self._score(rows.with_columns(meta=meta)), self.samples)
 
-    def _score(self, answers: Sequence[tuple[Prompt, Completion]]) -> list[tuple[bool, float]]:
+    def _score(self, rows: Rows) -> list[tuple[bool, float]]:
         """Whether each response is right, and its reward, in order."""
-        items = [self._item(prompt, answer) for prompt, answer in answers]
+        items = grade_items(rows, self.decode)
         grades: list[Grade] = self.graders.grade(items)
         self._shown += _shown(items, [g.total for g in grades])
         self._failed[0] += sum(g.error is not None for g in grades)
-        self._failed[1] += sum(c.episode is not None and c.episode.failure is not None for _, c in answers)
+        self._failed[1] += _failed_environments(rows)
         return [(solved(g.parts, self.graders.weights), g.total) for g in grades]
-
-    def _item(self, prompt: Prompt, answer: Completion) -> GradeItem:
-        tokens, episode = answer.tokens, answer.episode
-        if episode is None:
-            return grade_item(meta_of(prompt), answer.id, self.decode(tokens))
-        text = self.decode(tokens[slice(*episode.turns[-1])])
-        return grade_item(meta_of(prompt), answer.id, text, episode.conversation, sum(episode.rewards))
 
 
 class EvaluateApart:
@@ -164,17 +157,15 @@ class EvaluateApart:
         self.version = -1
 
     def _sums(self) -> tuple[list[float], tuple[float, float]]:
-        of_episodes = [name for name in self.reward.spec.reads if name == FAILED]
-        rows = self.reward.graded(self.ids, ("reward_parts", "response_length", "finish", *of_episodes))
-        weights, lengths = self.reward.graders.weights, rows["response_length"].tolist()
+        failures = {FAILED}.intersection(self.reward.spec.reads)
+        rows = self.reward.graded(self.ids, ("reward_parts", "response_length", "finish", *failures))
+        weights = self.reward.graders.weights
         scores = [
             (solved(parts, weights), reward)
             for parts, reward in zip(rows["reward_parts"].tolist(), rows["reward"].tolist(), strict=True)
         ]
-        ends = [FINISH[i] for i in rows["finish"].tolist()]
-        failed = rows[FAILED].sum() if of_episodes else 0
-        sums = _sums_of(lengths, ends, scores, self.samples)
-        return sums, (float(rows["grader_error"].sum()), float(failed))
+        failed = float(rows["grader_error"].sum()), float(_failed_environments(rows))
+        return _sums_of(rows, scores, self.samples), failed
 
 
 class EvaluatePairs:
@@ -210,24 +201,26 @@ def _shown(items: Sequence[GradeItem], rewards: Sequence[float]) -> list[list[An
     ]
 
 
-FAILED = "environment_failed"  # a column of episodes
+FAILED = "environment_failed"  # a column, where environments answer
 SUMS = ("prompts", "solved", "reward", "tokens", "truncated", "pass_1", "pass_k")
 """What ranks and replicas add up: prompts; of their greedy responses how many are right, their rewards, tokens, and how
 many were cut; the sums of the estimated pass@1 and pass@k."""
 
 
-def _sums_of(
-    tokens: Sequence[int], ends: Sequence[str], scores: Sequence[tuple[bool, float]], samples: int
-) -> list[float]:
-    """`SUMS` of the responses, of each prompt the greedy one first."""
-    of_prompts = []
+def _sums_of(rows: Rows, scores: Sequence[tuple[bool, float]], samples: int) -> list[float]:
+    """`SUMS` of the responses, of each prompt the greedy one first. scores: whether each is right, and its reward."""
+    tokens, ends, of_prompts = rows["response_length"].tolist(), rows["finish"].tolist(), []
     for first in range(0, len(scores), samples + 1):
         (right, reward), *sampled = scores[first : first + samples + 1]
         correct = sum(bool(ok) for ok, _ in sampled)
         passes = [pass_at_k(samples, correct, 1), pass_at_k(samples, correct, samples)] if samples else [0.0, 0.0]
-        cut = float(ends[first] == "length")
+        cut = float(FINISH[ends[first]] == "length")
         of_prompts.append([1.0, float(right), reward, float(tokens[first]), cut, *passes])
     return [sum(column) for column in zip(*of_prompts, strict=True)]
+
+
+def _failed_environments(rows: Rows) -> int:
+    return int(rows[FAILED].sum()) if FAILED in rows.columns else 0
 
 
 def _failures(graders: float, environments: float) -> dict[str, float]:

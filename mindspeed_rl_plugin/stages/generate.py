@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Lease
 from mindspeed_rl_plugin.engine.rollout_engine import Engine, generate, stream
@@ -17,15 +16,13 @@ from mindspeed_rl_plugin.monitor.console import ProgressBar
 from mindspeed_rl_plugin.rows import (
     EPISODE_COUNTS,
     FINISH,
-    Column,
     Completion,
-    Episode,
     GenerateRequest,
     Ragged,
     Rows,
     SampleId,
     Sampling,
-    pack_json,
+    joined,
     unpack_json,
 )
 from mindspeed_rl_plugin.stages.context import RankContext
@@ -195,13 +192,13 @@ def digest_number(digest: str | None) -> int:
 def completion_rows(
     requests: Sequence[GenerateRequest], completions: Sequence[Completion], digest: str | None = None
 ) -> Rows:
-    """The columns of `SPEC`, aligned with tokens = prompt + response (see `rows`); of episodes more."""
+    """The columns of `SPEC`, aligned with tokens = prompt + response (see `rows`), and those that completions bring."""
     tokens, masks, logps, segments = [], [], [], []
     for request, completion in zip(requests, completions, strict=True):
         assert request.id == completion.id, (request.id, completion.id)
-        prompt = request.prompt_tokens if completion.episode is None else completion.episode.prompt
+        prompt = completion.prompt or request.prompt_tokens
         tokens.append(torch.tensor((*prompt, *completion.tokens), dtype=torch.int32))
-        masks.append(torch.cat([torch.zeros(len(prompt), dtype=torch.uint8), _sampled(completion)]))
+        masks.append(torch.cat([torch.zeros(len(prompt), dtype=torch.uint8), completion.mask]))
         logps.append(torch.tensor([0.0] * len(prompt) + list(completion.logps), dtype=torch.float32))
         segments.append(torch.tensor([(len(prompt) + first, version) for first, version in completion.segments]))
     columns = {
@@ -217,35 +214,5 @@ def completion_rows(
         ),
         "segments": Ragged.from_rows(segments, torch.int64),
     }
-    episodes = [completion.episode for completion in completions]
-    if None not in episodes:
-        columns |= _episode_columns(episodes, [request.prompt_tokens for request in requests])
-    return Rows(tuple(request.id for request in requests), columns)
-
-
-def _sampled(completion: Completion) -> Tensor:
-    """`[R]` uint8, 1 where the model sampled the token."""
-    if completion.episode is None:
-        return torch.ones(len(completion.tokens), dtype=torch.uint8)
-    mask = torch.zeros(len(completion.tokens), dtype=torch.uint8)
-    for first, end in completion.episode.turns:
-        mask[first:end] = 1
-    return mask
-
-
-def _episode_columns(episodes: Sequence[Episode], prompts: Sequence[Sequence[int]]) -> dict[str, Column]:
-    """prompts: the data's."""
-    began = [tuple(episode.prompt) != tuple(prompt) for episode, prompt in zip(episodes, prompts, strict=True)]
-    before = [len(episode.prompt) for episode in episodes]
-    turns = [torch.tensor(e.turns, dtype=torch.int64) + start for e, start in zip(episodes, before, strict=True)]
-    return {
-        "prompt_length": torch.tensor(before, dtype=torch.int64),
-        "environment_began": torch.tensor(began, dtype=torch.int8),
-        "turns": Ragged.from_rows(turns, torch.int64),
-        "turn_reward": Ragged.from_rows([torch.tensor(e.rewards) for e in episodes], torch.float32),
-        "conversation": pack_json([list(e.conversation) for e in episodes]),
-        "environment_failed": torch.tensor([e.failure is not None for e in episodes], dtype=torch.int8),
-        "episode_counts": torch.tensor([[e.counts[n] for n in EPISODE_COUNTS] for e in episodes], dtype=torch.int64),
-        # of each tool: made, raised
-        **({"tool_calls": torch.tensor([e.tools for e in episodes])} if episodes[0].tools else {}),
-    }
+    more = {name: joined([c.columns[name] for c in completions]) for name in completions[0].columns}
+    return Rows(tuple(request.id for request in requests), columns | more)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.environment import say
@@ -18,8 +16,7 @@ from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 REWARD = ColumnSpec("reward", torch.float32, "sample", ragged=False)
 
-
-OF_EPISODES = ("turns", "turn_reward", "conversation", "environment_failed")
+OF_TURNS = ("turns", "turn_reward", "conversation", "environment_failed")
 
 
 def spec(graders: int, by_group: bool = True) -> StageSpec:
@@ -27,7 +24,7 @@ def spec(graders: int, by_group: bool = True) -> StageSpec:
     return StageSpec(
         "reward",
         reads=("tokens", "loss_mask", "meta"),
-        if_written=OF_EPISODES,
+        if_written=OF_TURNS,
         writes=(
             REWARD,
             ColumnSpec("reward_parts", torch.float32, "sample", ragged=False, trailing=(graders,)),
@@ -66,11 +63,7 @@ class Reward(Stage):
 
     def items(self, rows: Rows) -> list[GradeItem]:
         """What graders get of B responses."""
-        if "turns" in rows.columns:
-            return self._episodes(rows)
-        masks = rows["loss_mask"].rows()
-        texts = [self.decode(row[mask.bool()].tolist()) for row, mask in zip(rows["tokens"].rows(), masks, strict=True)]
-        return [grade_item(*of) for of in zip(unpack_json(rows["meta"]), rows.ids, texts, strict=True)]
+        return grade_items(rows, self.decode)
 
     def grades(self, rows: Rows, grades: Sequence[Grade]) -> Rows:
         """The columns of `spec` for rows that were graded."""
@@ -79,19 +72,6 @@ class Reward(Stage):
             graded["graded"][rows["environment_failed"].bool()] = 0
         return graded
 
-    def _episodes(self, rows: Rows) -> list[GradeItem]:
-        """The same of B episodes: their last turn."""
-        columns = (rows["tokens"].rows(), rows["turns"].rows(), rows["turn_reward"].rows())
-        columns = (unpack_json(rows["meta"]), rows.ids, *columns, unpack_json(rows["conversation"]))
-        return [
-            grade_item(meta, sample, self._last(tokens, turns), said, float(rewards.sum()))
-            for meta, sample, tokens, turns, rewards, said in zip(*columns, strict=True)
-        ]
-
-    def _last(self, tokens: Tensor, turns: Tensor) -> str:
-        first, end = turns[-1].tolist()
-        return self.decode(tokens[first:end].tolist())
-
     def graded(self, ids: Sequence[SampleId], more: Sequence[str] = ()) -> Rows:
         """The rewards and lengths of rows that are graded, whoever did that, and `more` columns."""
         names = {self.spec.stored_writes.get(name, name): name for name in ("reward", "graded", "grader_error")}
@@ -99,16 +79,25 @@ class Reward(Stage):
         return Rows(rows.ids, {names.get(name, name): column for name, column in rows.columns.items()})
 
 
-def grade_item(
-    meta: Mapping[str, Any],
-    sample: SampleId,
-    text: str,
-    conversation: Sequence[Mapping[str, object]] | None = None,
-    environment: float | None = None,
-) -> GradeItem:
-    """What graders get. meta: of the prompt (`prompts.meta_of`); text: response, of an episode its last turn."""
-    fields = meta["text"], text, meta["answer"], meta["record"], sample, meta.get("messages")
-    return GradeItem(*fields, conversation, environment)
+def grade_items(rows: Rows, decode: Callable[[Sequence[int]], str]) -> list[GradeItem]:
+    """What graders get of B responses: of several turns the last one, and the columns of `OF_TURNS` where they are."""
+    said, rewards = ([None] * len(rows),) * 2
+    if "conversation" in rows.columns:
+        said, rewards = unpack_json(rows["conversation"]), [float(row.sum()) for row in rows["turn_reward"].rows()]
+    parts = zip(rows.ids, map(decode, _last_turns(rows)), unpack_json(rows["meta"]), said, rewards, strict=True)
+    return [
+        GradeItem(m["text"], text, m["answer"], m["record"], sample, m.get("messages"), conversation, reward)
+        for sample, text, m, conversation, reward in parts
+    ]
+
+
+def _last_turns(rows: Rows) -> list[list[int]]:
+    """Token ids."""
+    if "turns" in rows.columns:
+        ends = (turns[-1].tolist() for turns in rows["turns"].rows())
+        return [tokens[first:end].tolist() for tokens, (first, end) in zip(rows["tokens"].rows(), ends, strict=True)]
+    masks = rows["loss_mask"].rows()
+    return [tokens[mask.bool()].tolist() for tokens, mask in zip(rows["tokens"].rows(), masks, strict=True)]
 
 
 def grade_rows(ids: Sequence[SampleId], grades: Sequence[Grade]) -> Rows:

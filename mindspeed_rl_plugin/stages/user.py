@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, from_tensordict, to_tensordict
+from mindspeed_rl_plugin.episodes.episode_rows import episode_row
 from mindspeed_rl_plugin.reward.items import opening
 from mindspeed_rl_plugin.rows import (
     EPISODE_COUNTS,
     Completion,
-    Episode,
     GenerateRequest,
     Prompt,
     Ragged,
@@ -124,17 +124,20 @@ def _as_sampled(
 ) -> Rows:
     """The columns that a stage may read, of one group. An episode has one turn."""
     turn = {"role": "assistant", "content": prompt.answer, "turn": [0, len(response)], "reward": 0.0}
-    episode = episodes and Episode(
-        prompt=prompt.tokens,
-        turns=((0, len(response)),),
-        rewards=(0.0,),
-        conversation=(*opening(prompt.messages, prompt.text), turn),
+    columns = episodes and episode_row(
+        prompt.tokens,
+        prompt.tokens,
+        [(0, len(response))],
+        [0.0],
+        [*opening(prompt.messages, prompt.text), turn],
         counts=dict.fromkeys(EPISODE_COUNTS, 0),
-        tools=((0, 0),) * episodes.tools,
+        tools=[(0, 0)] * episodes.tools,
+        failed=False,
     )
     ids = [SampleId(0, 0, member) for member in range(members)]
+    done = Completion(ids[0], tuple(response), (-1.0,) * len(response), "stop", ((0, 0),), columns=columns or {})
     requests = [GenerateRequest(i, prompt.tokens, Sampling(len(response)), 0) for i in ids]
-    answers = [Completion(i, tuple(response), (-1.0,) * len(response), "stop", ((0, 0),), episode) for i in ids]
+    answers = [replace(done, id=i) for i in ids]
     right = (torch.arange(members) + 1) % 2
     graded = {"reward": right, "reward_parts": right[:, None].expand(-1, graders), "graded": right | 1}
     columns = {c.name: graded.get(c.name, right * 0).to(c.dtype) for c in reward.spec(graders).writes}

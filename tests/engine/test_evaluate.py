@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_rl_plugin.rows import Prompt, Sampling
+from mindspeed_rl_plugin.rows import Prompt, Sampling, unpack_json
 from mindspeed_rl_plugin.stages.evaluate import Evaluate, eval_metrics, pass_at_k
 
 
@@ -28,10 +28,10 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def run(engine, count: int, samples: int):
-    def score(pairs):
+    def score(rows):
         # The response of prompt i is right in attempts i, i + 1, ... so that every prompt counts differently.
-        assert all(prompt.row == completion.id.group for prompt, completion in pairs)
-        return [(c.id.member >= c.id.group, 0.5 * c.id.group) for _, c in pairs]
+        assert [meta["row"] for meta in unpack_json(rows["meta"])] == [sample.group for sample in rows.ids]
+        return [(sample.member >= sample.group, 0.5 * sample.group) for sample in rows.ids]
 
     sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(2,))
     ranks = SimpleNamespace(deadline=5)

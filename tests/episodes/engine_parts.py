@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from mindspeed_rl_plugin.dock.peers import Peers
@@ -10,7 +11,7 @@ from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.episodes.environments import Reply, Turn
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
+from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, GenerateRequest, SampleId, Sampling, unpack_json
 
 CLOSE, PROMPT = 99, (7, 8, 9)
 LIMITS = EpisodeLimits(turns=4, observation=6, prompt=5)
@@ -157,4 +158,16 @@ def echo(episode: SampleId, turn: Turn, number: int) -> Reply:
 
 
 def whole(completion: Completion) -> tuple[int, ...]:
-    return (*completion.episode.prompt, *completion.tokens)
+    return (*completion.prompt, *completion.tokens)
+
+
+def told(completion: Completion) -> SimpleNamespace:
+    """What its columns say of an episode."""
+    columns = completion.columns
+    return SimpleNamespace(
+        rewards=columns["turn_reward"].row(0).tolist(),
+        conversation=unpack_json(columns["conversation"])[0],
+        counts=dict(zip(EPISODE_COUNTS, columns["episode_counts"][0].tolist(), strict=True)),
+        tools=columns["tool_calls"][0].tolist() if "tool_calls" in columns else [],
+        failed=bool(columns["environment_failed"][0]),
+    )

@@ -15,11 +15,11 @@ from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.dock import VersionBound
 from mindspeed_rl_plugin.episodes.environments import EpisodeError
+from mindspeed_rl_plugin.episodes.episode_rows import episode_row
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import (
     EPISODE_COUNTS,
     Completion,
-    Episode,
     GenerateRequest,
     Ragged,
     Rows,
@@ -45,9 +45,11 @@ def episode_rows(
         requests.append(GenerateRequest(sample, data, Sampling(40), 0))
         sampled = {place for first, end in turns for place in range(first, end)}
         logps = tuple(-0.5 if place in sampled else 0.0 for place in range(length))
-        said = ({"role": "assistant", "content": "x"},)
-        told = Episode((1, 2), tuple(turns), tuple(rewards), said, COUNTS | counts, tools, failed)
-        completions.append(Completion(sample, tuple(range(3, 3 + length)), logps, "stop", ((0, 4),), told))
+        said = [{"role": "assistant", "content": "x"}]
+        told = {"counts": COUNTS | counts, "tools": tools, "failed": failed is not None}
+        columns = episode_row((1, 2), data, turns, rewards, said, **told)
+        tokens, more = tuple(range(3, 3 + length)), {"prompt": (1, 2), "turns": tuple(turns), "columns": columns}
+        completions.append(Completion(sample, tokens, logps, "stop", ((0, 4),), **more))
     return generate.completion_rows(requests, completions)
 
 

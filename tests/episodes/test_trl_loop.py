@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.rows import Completion, SampleId, Sampling
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 from end_to_end import interpreter  # noqa: E402
-from engine_parts import FIELDS, Engine  # noqa: E402
+from engine_parts import FIELDS, Engine, told  # noqa: E402
 from families import FAMILIES, make_tokenizer, template  # noqa: E402
 
 sys.path[:2] = []
@@ -125,13 +125,12 @@ def ours(name: str, episode: dict[str, Any], environments: Any) -> dict[str, Any
     engine = SETUP.over(scripted, tokenizer, environments, Peers())
     request = response_request(Sampling(10**6), 0, SampleId(0, 0, 0), prompt, fields=FIELDS)
     (made,) = generate(engine, [request], deadline=60)
-    story = made.episode
     return {
-        "prompt": list(story.prompt),
+        "prompt": list(made.prompt),
         "ids": list(made.tokens),
-        "mask": [int(any(start <= i < end for start, end in story.turns)) for i in range(len(made.tokens))],
+        "mask": [int(any(start <= i < end for start, end in made.turns)) for i in range(len(made.tokens))],
         "prompts": [list(asked.prompt_tokens) for asked in scripted.seen],
-        "results": [[m["name"], m["content"]] for m in story.conversation if m["role"] == "tool"],
+        "results": [[m["name"], m["content"]] for m in told(made).conversation if m["role"] == "tool"],
     }
 
 

@@ -14,9 +14,10 @@ from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import meaning
 from mindspeed_rl_plugin.monitor.run_files import check_dumps, dump_file, dump_files, read_jsonl, read_metrics
 from mindspeed_rl_plugin.reward import Grade, GradeItem
-from mindspeed_rl_plugin.rows import Completion, Episode, Prompt, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.rows import Completion, Prompt, Ragged, Rows, SampleId, Sampling, pack_json
 from mindspeed_rl_plugin.stages import evaluate, measure, update
 from mindspeed_rl_plugin.stages.generate import digest_number
+from mindspeed_rl_plugin.stages.prompts import meta_of
 from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.update import objective, value_step
 from mindspeed_rl_plugin.weights.resharder import Transfer
@@ -156,15 +157,17 @@ def test_an_evaluation_asks_for_solved_and_tells_the_mean_reward(tmp_path, monke
     assert line["eval/environment_failed"] == 2
     (shown,) = read_jsonl(tmp_path / "heldout.jsonl")
     rewards = (-1.0, -1.0, -1.0, 2.0)
-    assert shown == {"iteration": 3, "rows": [[i, f"p{i}", "(3,)", "a", r] for i, r in enumerate(rewards)] + [[9, "x"]]}
+    assert shown == {"iteration": 3, "rows": [[i, f"p{i}", "[3]", "a", r] for i, r in enumerate(rewards)] + [[9, "x"]]}
 
 
 def test_environments_that_fail_in_an_evaluation_are_counted():
     """Beside training too, where the rows say so."""
-    told = [Completion(SampleId(-1, i, 0), (3,), (0.0,), "stop", ((0, 0),), episode(i)) for i in range(3)]
     graders = SimpleNamespace(weights=[1.0], grade=lambda items: [Grade(0.0, (0.0,), "raised")] * len(items))
     inside = evaluate.Evaluate(None, (), graders, str, Sampling(max_tokens=4), None, None, samples=0, seed=0)
-    inside._score([(Prompt((1,), "p", "a", 0), completion) for completion in told])
+    masks = Ragged.from_rows([torch.tensor([0, 1])] * 3)
+    meta = pack_json([meta_of(Prompt((1,), "p", "a", 0))] * 3)
+    failed = {"tokens": masks, "loss_mask": masks, "meta": meta, "environment_failed": torch.tensor([0, 1, 1])}
+    inside._score(Rows(tuple(SampleId(-1, i, 0) for i in range(3)), failed))
     assert inside._failed == [3, 2]
     logged, columns = [], {"reward_parts": torch.zeros(3, 1), "reward": torch.zeros(3), "finish": torch.zeros(3).int()}
     columns["meta"] = torch.zeros(3)
@@ -191,10 +194,6 @@ def test_an_evaluation_is_of_one_version():
         apart.begin(version)
         assert len(asked[-1]) == 3 and epochs[-1][1:] == (3, 3, (version, version))
     assert [epoch for epoch, *_ in epochs] == [-1, -2]
-
-
-def episode(i):
-    return Episode((1,), ((0, 1),), (0.0,), ({"role": "assistant", "content": "x"},), failure="raised" if i else None)
 
 
 def answers(engine, requests, **_):

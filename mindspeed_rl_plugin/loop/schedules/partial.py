@@ -75,7 +75,7 @@ class PartialSchedule(SyncSchedule):
         """What is in flight, with the tokens of what is begun."""
         generate = self.stages["generate"]
         begun = generate.begun if generate.engine.leader else {}
-        whole = {sample: c for sample, c in begun.items() if c.episode is None}  # environments are in no checkpoint
+        whole = {sample: c for sample, c in begun.items() if c.resumable}
         begun = [_packed(c) for part in self.job.ranks.gather(whole) for c in part.values()]
         return {"making": {**self.in_flight.state(), "begun": begun}}
 
