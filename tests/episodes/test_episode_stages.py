@@ -1,6 +1,5 @@
 """What stages make of episodes: grades, rewards of turns, the gate for rows from outside, metrics, refusals."""
 
-import re
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import RewardBatch, resolve
 from mindspeed_rl_plugin.algorithms.estimators import gae, reinforce_plus_plus
-from mindspeed_rl_plugin.checks.episode_checks import notes, problems
+from mindspeed_rl_plugin.checks.episode_checks import notes
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.dock import VersionBound
@@ -242,30 +241,19 @@ def test_metrics_and_tools_that_never_work(capsys) -> None:
     assert "the model called no tool in any of the 1 episodes" in capsys.readouterr().out
 
 
-TOOLS = EpisodeConfig(tools=("a.py:f",), tool_parser="hermes")
-VERIFIERS = EpisodeConfig(environment="verifiers:x")
-
-
-def test_flags_that_fit_are_not_refused() -> None:
-    config = RLConfig(episodes=TOOLS)
-    assert not [*problems(None, config)] and config.graders == config.reward.reward
-    playing = replace(config, episodes=EpisodeConfig(environment="a.py:A", max_turns=1))
-    assert not [*problems(None, playing)] and playing.graders == ("environment",) and not [*notes(playing)]
-    foreign = replace(config, episodes=VERIFIERS, data=replace(config.data, apply_chat_template=True))
-    assert not [*problems(None, foreign)]
-
-
 @pytest.mark.parametrize(
     ("graders", "environment", "said"),
     [
-        (("exact",), "a.py:A", r"^--rl-reward exact leaves out what --rl-environment a.py:A rewards, .* nothing; add "),
-        (("model:d=2",), "a.py:A", "so that it trains nothing; add environment, or environment=0 to log it alone$"),
+        (("exact",), "a.py:A", "so that it trains nothing; add environment"),
         (("exact", "b.py:f=0.5"), "a.py:A", "nothing, unless a function of yours reads `environment`; add"),
         (("exact", "environment=0"), "a.py:A", None),
         (("exact",), None, None),
+        ((), "a.py:A", None),
     ],
 )
 def test_rewards_of_an_environment_that_no_grader_reads_are_told_of(graders, environment, said) -> None:
-    config = RLConfig(episodes=replace(TOOLS, environment=environment))
-    lines = [*notes(replace(config, reward=replace(config.reward, reward=graders)))]
-    assert len(lines) == (said is not None) and all(re.search(said, line) for line in lines), lines
+    config = RLConfig(episodes=EpisodeConfig(environment=environment))
+    config = replace(config, reward=replace(config.reward, reward=graders))
+    assert config.graders == (graders or ("environment",))
+    lines = [*notes(config)]
+    assert len(lines) == (said is not None) and all(said in line for line in lines), lines
