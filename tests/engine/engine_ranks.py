@@ -20,22 +20,10 @@ from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Samp
 
 VOCAB, EOS, LENGTH = 50, 2, 24
 LONG = 1200  # tokens of a prompt; vLLM takes up to 2,048 of a step
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": LONG + LENGTH,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
+CONFIG = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu", vocab_size=VOCAB)
+CONFIG |= dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, head_dim=32)
+CONFIG |= dict(num_key_value_heads=2, max_position_embeddings=LONG + LENGTH, rms_norm_eps=1e-6, rope_theta=10000.0)
+CONFIG |= dict(tie_word_embeddings=False)
 
 
 def write_tokenizer(directory: str) -> None:

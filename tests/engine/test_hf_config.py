@@ -131,7 +131,8 @@ LATENT = {
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", FAMILIES | LATENT)
 def test_transformers_reads_the_same_model(name, tied, tmp_path) -> None:
-    """The same fields, and the same tensors in the checkpoint that it writes (its modules may stack experts)."""
+    """The same fields, the same tensors in the checkpoint that it writes (its modules may stack experts), and the same
+    frequencies of its rotary embedding."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     args = megatron(**(FAMILIES | LATENT)[name], untie_embeddings_and_output_weights=not tied)
@@ -155,6 +156,11 @@ def test_transformers_reads_the_same_model(name, tied, tmp_path) -> None:
         # softmax scale as Megatron's latent attention has it: (0.1 mscale_all_dim ln factor + 1)^2 / sqrt(nope + rope)
         grown = 0.1 * math.log(40.0) + 1 if name.endswith("yarn") else 1.0
         assert model.model.layers[0].self_attn.scaling == pytest.approx(grown**2 / math.sqrt(24))
+    theirs = model.model.rotary_emb
+    torch.testing.assert_close(rope_frequencies(normalized(config)), theirs.inv_freq, rtol=1e-6, atol=0)
+    check_rotary(normalized(config), theirs)
+    # Cosine and sine are multiplied as MindSpeed-LLM does: by the ratio of two growths with the length.
+    assert theirs.attention_scaling == pytest.approx(0.1 * math.log(4.0) + 1 if name == "llama-yarn" else 1.0)
 
 
 def test_shape_from_arguments() -> None:
@@ -175,25 +181,6 @@ def test_shape_from_arguments() -> None:
     args = megatron(**unsaid, group_query_attention=False, num_query_groups=1, tensor_model_parallel_size=2)
     shape = ModelShape.from_megatron_args(args, 257)
     assert (shape.head_dim, shape.ffn, shape.groups, shape.vocab, shape.padded_vocab) == (32, 320, 4, 257, 512)
-
-
-@pytest.mark.parametrize("name", FAMILIES | LATENT)
-def test_frequencies_are_those_of_transformers(name, tmp_path) -> None:
-    from transformers import AutoConfig
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
-    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = derive_config(megatron(**(FAMILIES | LATENT)[name]), vocab_size=250)
-    write_config(config, tmp_path)
-    hf = AutoConfig.from_pretrained(tmp_path)
-    kinds = {"deepseek": DeepseekV3RotaryEmbedding, "glm4": Glm4MoeRotaryEmbedding}
-    theirs = next((kind for family, kind in kinds.items() if name.startswith(family)), LlamaRotaryEmbedding)(hf)
-    torch.testing.assert_close(rope_frequencies(normalized(config)), theirs.inv_freq, rtol=1e-6, atol=0)
-    check_rotary(normalized(config), theirs)
-    # Cosine and sine are multiplied as MindSpeed-LLM does: by the ratio of two growths with the length.
-    grown = 0.1 * math.log(4.0) + 1 if name == "llama-yarn" else 1.0
-    assert theirs.attention_scaling == pytest.approx(grown)
 
 
 def rotary(frequencies, **more) -> torch.nn.Module:
@@ -226,20 +213,14 @@ def test_megatrons_own_yarn_keeps_what_it_starts_from() -> None:
 
 
 def test_mindspeed_llm_scaling() -> None:
-    args = megatron(
-        rope_scaling_type="llama3",
-        rope_scaling_factor=4.0,
-        low_freq_factor=2.0,
-        high_freq_factor=8.0,
-        original_max_position_embeddings=4096,
-    )
-    assert derive_config(args, vocab_size=250)["rope_scaling"] == {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 2.0,
-        "high_freq_factor": 8.0,
-        "original_max_position_embeddings": 4096,
-    }
+    given = {"low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 4096}
+    args = megatron(rope_scaling_type="llama3", rope_scaling_factor=4.0, **given)
+    expected = {"rope_type": "llama3", "factor": 4.0} | given
+    assert derive_config(args, vocab_size=250)["rope_scaling"] == expected
+
+
+def balanced(kind: str) -> dict[str, str]:
+    return {"moe_router_load_balancing_type": kind}
 
 
 @pytest.mark.parametrize(
@@ -251,14 +232,11 @@ def test_mindspeed_llm_scaling() -> None:
         ({"norm_topk_prob": False}, True),
         ({"norm_topk_prob": False, "moe_router_pre_softmax": True}, False),
         ({"norm_topk_prob": True, "moe_router_pre_softmax": True}, True),
-        (
-            {"norm_topk_prob": True, "moe_router_pre_softmax": True, "moe_router_load_balancing_type": "seq_aux_loss"},
-            False,
-        ),
-        ({"norm_topk_prob": True, "moe_router_load_balancing_type": "pai_megatron_aux_loss"}, False),
-        ({"moe_router_load_balancing_type": "pai_megatron_aux_loss", "moe_router_num_groups": 8}, False),
-        ({"norm_topk_prob": True, "moe_router_load_balancing_type": "softmax_topk"}, True),
-        ({"norm_topk_prob": False, "moe_router_load_balancing_type": "softmax_topk"}, False),
+        ({"norm_topk_prob": True, "moe_router_pre_softmax": True, **balanced("seq_aux_loss")}, False),
+        ({"norm_topk_prob": True, **balanced("pai_megatron_aux_loss")}, False),
+        ({"moe_router_num_groups": 8, **balanced("pai_megatron_aux_loss")}, False),
+        ({"norm_topk_prob": True, **balanced("softmax_topk")}, True),
+        ({"norm_topk_prob": False, **balanced("softmax_topk")}, False),
         ({"norm_topk_prob": True, "moe_router_topk_scaling_factor": 2.5}, True),  # what is scaled first adds up to 1
     ],
 )
@@ -279,32 +257,12 @@ def test_all_problems_come_at_once() -> None:
 
 
 # The published config.json of Qwen2.5-7B, as far as it names the model.
-QWEN25_7B = {
-    "hidden_act": "silu",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "model_type": "qwen2",
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 152064,
-}
-QWEN25_7B_ARGS = {
-    "num_layers": 28,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_query_groups": 4,
-    "kv_channels": 128,
-    "ffn_hidden_size": 18944,
-    "padded_vocab_size": 152064,
-    "rotary_base": 1000000,
-    "norm_epsilon": 1e-6,
-    "add_qkv_bias": True,
-}
+QWEN25_7B = dict(model_type="qwen2", hidden_act="silu", rms_norm_eps=1e-06, rope_theta=1000000.0, vocab_size=152064)
+QWEN25_7B |= dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28)
+QWEN25_7B |= dict(num_key_value_heads=4, tie_word_embeddings=False, use_sliding_window=False)
+QWEN25_7B_ARGS = dict(num_layers=28, hidden_size=3584, ffn_hidden_size=18944, num_attention_heads=28, kv_channels=128)
+QWEN25_7B_ARGS |= dict(num_query_groups=4, padded_vocab_size=152064, rotary_base=1000000, norm_epsilon=1e-6)
+QWEN25_7B_ARGS |= dict(add_qkv_bias=True)
 
 
 def test_a_published_config(tmp_path) -> None:
@@ -322,28 +280,19 @@ def test_a_published_config(tmp_path) -> None:
         check_against(wrong, str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", "factor": 8.0}},
-        {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8}},
-    ],
-)
-def test_both_spellings_of_rope(rope) -> None:
-    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    (inner,) = [v for v in rope.values() if isinstance(v, dict)]
-    inner.update(more)
+def test_both_spellings_of_rope() -> None:
     derived = derive_config(megatron(**LLAMA3), vocab_size=250)
     sizes = {k: v for k, v in derived.items() if not k.startswith("rope")}
-    assert compare_configs(derived, {**sizes, **rope}) == []
-    inner["factor"] = 32.0
-    (line,) = compare_configs(derived, {**sizes, **rope})
-    assert line.startswith("rope_scaling: ")
+    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    for factor, differs in ((8, 0), (32.0, 1)):
+        scaling = {"factor": factor, **more}
+        four = {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **scaling}}
+        five = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", **scaling}}
+        assert [len(compare_configs(derived, {**sizes, **rope})) for rope in (four, five)] == [differs] * 2
 
 
 def test_a_directory_without_config(tmp_path) -> None:
-    with pytest.raises(ValueError, match="config.json"):
-        check_against({}, str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
-    with pytest.raises(ValueError, match="vocab_size"):
-        check_against({}, str(tmp_path))
+    for says in ("config.json", "vocab_size"):
+        with pytest.raises(ValueError, match=says):
+            check_against({}, str(tmp_path))
+        (tmp_path / "config.json").write_text('{"model_type": "clip"}')

@@ -1,20 +1,14 @@
 """VllmEngine over a scripted vLLM: what it hands on, what it refuses, and its states."""
 
 import math
-import os
 import queue
-import random
 import re
-import sys
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
-from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_api, vllm_engine
 from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY
 from mindspeed_rl_plugin.engine.rollout_engine import ENGINE_PARTS
@@ -131,22 +125,6 @@ def test_old_vllm_has_only_plain_log_probs(make_engine, request_of) -> None:
             engine.submit([request_of(2, **sampling)])
 
 
-@pytest.mark.parametrize(
-    ("sampler", "processed"),
-    [
-        # vllm-ascend leaves both parts at their default; 0.9 has no mode at all.
-        (SimpleNamespace(logprobs_mode="raw", topk_topp_sampler=SimpleNamespace(logprobs_mode="raw")), True),
-        (SimpleNamespace(logprobs_mode="processed_logprobs"), True),
-        (SimpleNamespace(topk_topp_sampler=SimpleNamespace()), False),
-    ],
-)
-def test_the_sampler_itself_is_told(sampler, processed) -> None:
-    worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler))
-    assert vllm_api.demand_processed_logprobs(worker) == processed
-    for part in (sampler, getattr(sampler, "topk_topp_sampler", None)):
-        assert getattr(part, "logprobs_mode", "processed_logprobs") == "processed_logprobs"
-
-
 @pytest.mark.parametrize(("logprob", "finish"), [(math.nan, "stop"), (-math.inf, "stop"), (-1.0, "error")])
 def test_a_response_that_cannot_be_trained_on(engine, fake_vllm, request_of, logprob, finish) -> None:
     fake_vllm.logprob = logprob
@@ -162,6 +140,7 @@ def test_weights_come_before_responses(make_engine, fake_vllm, request_of) -> No
         engine.submit([request_of(0)])
     engine.update_weights(0, digest="d")
     assert (engine.version, engine.digest, fake_vllm.calls) == (0, "d", ["reset_prefix_cache"])
+    assert fake_vllm.refreshed == [fake_vllm], "what is derived from weights follows them"
     engine.sleep()
     assert engine.version == -1
     with pytest.raises(ValueError, match="weights sleep"):
@@ -240,19 +219,14 @@ def pair(make_engine, fake_vllm, request_of, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_ranks_agree_on_the_time(pair, fake_vllm, late) -> None:
+@pytest.mark.parametrize(
+    ("timeout", "late", "finished", "steps"),
+    [(1e9, False, 1, 40), (1e9, True, 0, AGREE_EVERY), (-1, False, 0, AGREE_EVERY)],  # here, there, late here alone
+)
+def test_ranks_agree_on_the_time(pair, fake_vllm, timeout, late, finished, steps) -> None:
     engine, peers = pair(late=late)
-    # This rank has all the time in the world; its peer decides. Or the other way round.
-    assert len(engine.poll(1e9)) == (0 if late else 1)
-    assert fake_vllm.calls.count("step") == (AGREE_EVERY if late else 40)
-    assert peers.count == (1 if late else 40 // AGREE_EVERY)
-
-
-def test_a_rank_alone_in_time_trouble_waits_for_its_peers(pair, fake_vllm) -> None:
-    engine, _ = pair()
-    assert engine.poll(-1) == []
-    assert fake_vllm.calls.count("step") == AGREE_EVERY
+    assert len(engine.poll(timeout)) == finished
+    assert fake_vllm.calls.count("step") == steps and peers.count == steps // AGREE_EVERY
 
 
 def test_ranks_that_sampled_other_tokens(pair) -> None:
@@ -353,113 +327,7 @@ def test_a_job_that_was_suspended_is_not_ended(monkeypatch) -> None:
     assert not ended and limit._closed.count == 4
 
 
-def test_vllm_takes_the_place_of_an_engine_from_its_rank_in_the_job(monkeypatch) -> None:
-    """And counts engines that share experts twice: `_sharing_experts` mends both."""
-    from vllm.config import ParallelConfig
-
-    class Given:
-        tensor_parallel_size = data_parallel_size = 2
-
-        def create_engine_config(self):
-            sizes = dict(tensor_parallel_size=2, data_parallel_size=2, enable_expert_parallel=True)
-            parallel = ParallelConfig(**sizes, distributed_executor_backend="external_launcher")
-            assert parallel.world_size_across_dp == 8
-            return SimpleNamespace(parallel_config=parallel)
-
-    monkeypatch.setenv("RANK", "7")
-    with pytest.raises(ValueError, match="data_parallel_rank"):
-        Given().create_engine_config()
-    engine = SimpleNamespace(from_vllm_config=lambda config, disable_log_stats: config)
-    parallel = vllm_api._sharing_experts(engine, Given()).parallel_config
-    assert (parallel.data_parallel_rank, parallel.world_size_across_dp, os.environ["RANK"]) == (1, 4, "7")
-
-
-def test_generators_of_the_trainer_are_left_alone(make_engine, fake_vllm, request_of, monkeypatch) -> None:
-    def use_generator(*unused):
-        random.random(), np.random.rand(), torch.rand(1)
-
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    before = torch.rand(3).tolist(), random.random(), np.random.rand()
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    monkeypatch.setattr(fake_vllm, "reset_prefix_cache", lambda: None)
-    engine = make_engine()
-    build = vllm_api.build
-    monkeypatch.setattr(vllm_api, "build", lambda a: (use_generator(), build(a))[1])
-    engine = type(engine)(engine.options, engine._device)
-    engine.update_weights(0)
-    fake_vllm.script = {"0-0-0": ([7], "stop")}
-    step, api = fake_vllm.step, fake_vllm.api
-    monkeypatch.setattr(fake_vllm, "step", lambda: (torch.rand(2), api.draw(), step())[2])
-    engine.submit([request_of(0)])
-    engine.poll(5)
-    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == before
-    assert api.state == ("trainer", 7) and api.stream.name == "trainer"
-
-
 @pytest.mark.parametrize(("given", "used"), [(0.35, 0.35), (None, 0.81)])
 def test_a_share_of_memory_that_is_given_stands_and_else_it_is_measured(make_engine, monkeypatch, given, used) -> None:
     monkeypatch.setattr(vllm_engine, "free_share", lambda device, deadline: 0.81)
     assert make_engine(memory_utilization=given).options.memory_utilization == used
-
-
-class Experts(torch.nn.Module):
-    """vLLM's layer of experts, as far as it tells by what it is run."""
-
-    def __init__(self, backend=None, **flags) -> None:
-        super().__init__()
-        self.quant_method = SimpleNamespace(**flags)
-        if backend:
-            self.quant_method.unquantized_backend = SimpleNamespace(name=backend)
-
-
-def worker_of(*layers):
-    return SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: torch.nn.Sequential(*layers)))
-
-
-@pytest.mark.parametrize(
-    ("layer", "named"),
-    [
-        (Experts("FLASHINFER_TRTLLM"), "experts of 2 by FLASHINFER_TRTLLM"),
-        (Experts("AITER"), "by AITER"),
-        (Experts(flashinfer_cutlass_moe_enabled=True), "by flashinfer_cutlass_moe_enabled"),
-        (Experts(rocm_aiter_moe_enabled=True), "by rocm_aiter_moe_enabled"),
-    ],
-)
-def test_kernels_that_permute_experts_in_place_are_refused(layer, named) -> None:
-    plain = [torch.nn.Linear(2, 2), Experts("TRITON", flashinfer_cutlass_moe_enabled=False), Experts("OOT"), Experts()]
-    vllm_api.demand_plain_experts(worker_of(*plain))
-    with pytest.raises(ValueError, match=named):
-        vllm_api.demand_plain_experts(worker_of(*plain[:2], layer))
-
-
-class Formatted(torch.Tensor):
-    """A weight in a format of the NPU's own, whose elements lie elsewhere than its shape says."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        assert function.__name__ not in ("copy_", "view", "resize_", "set_"), function
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-def test_weights_in_a_format_of_the_npus_own_are_refused(monkeypatch) -> None:
-    npu = SimpleNamespace(get_npu_format=lambda t: 29 if isinstance(t, Formatted) else 2)
-    monkeypatch.setitem(sys.modules, "torch_npu", npu)
-    layer = torch.nn.Linear(2, 2)
-    vllm_api.demand_base_format(worker_of(layer), Device("npu"))
-    layer._parameters["weight"] = torch.ones(2, 2).as_subclass(Formatted)
-    vllm_api.demand_base_format(worker_of(layer), Device("cuda"))
-    with pytest.raises(ValueError, match="stores 0.weight in a format"):
-        vllm_api.demand_base_format(worker_of(layer), Device("npu"))
-
-
-def test_the_names_of_kernels_are_vllms() -> None:
-    """What 0.32 leaves as it is declared: read from its own function."""
-    import inspect
-
-    from vllm.model_executor.layers.fused_moe.oracle import unquantized
-
-    assert set(vllm_api.PLAIN_EXPERTS) <= {b.name for b in unquantized.UnquantizedMoeBackend}
-    assert unquantized.map_unquantized_backend("triton").name == "TRITON"
-    source = inspect.getsource(unquantized.convert_to_unquantized_kernel_format)
-    rearranged = [b.name for b in unquantized.UnquantizedMoeBackend if f"Backend.{b.name}:" in source]
-    assert rearranged and not set(rearranged) & set(vllm_api.PLAIN_EXPERTS)

@@ -24,23 +24,25 @@ def test_zeros_stay_within_the_storage(bytes_, drops, monkeypatch) -> None:
     assert int(tensors[1].min()) == 3
 
 
-@pytest.fixture
-def worker():
-    """Of one rank: a tied weight, a buffer, and a KV cache of two tensors in one storage."""
+@pytest.mark.parametrize("dirty", [False, True])
+def test_sleep_and_wake(monkeypatch, dirty) -> None:
+    """A tied weight, a buffer, and a KV cache of two tensors in one storage. dirty: the allocator hands out what others
+    have written, which resize_ alone leaves."""
     model = torch.nn.Module()
-    model.embed = torch.nn.Parameter(torch.ones(6, 4))
-    model.head = model.embed
+    model.embed = model.head = torch.nn.Parameter(torch.ones(6, 4))
     model.norm = torch.nn.Parameter(torch.ones(4))
     model.register_buffer("rotary", torch.arange(4.0))
-    cache = torch.full((2, 3000), torch.nan)
-    runner = SimpleNamespace(get_model=lambda: model, kv_caches=[cache[0], cache[1]])
-    return SimpleNamespace(model_runner=runner)
+    first, second = torch.full((2, 3000), torch.nan)
+    runner = SimpleNamespace(get_model=lambda: model, kv_caches=[first, second])
+    resize = torch.UntypedStorage.resize_
 
+    def resized(storage, size):
+        resize(storage, size)
+        if size and dirty:
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
 
-def test_sleep_and_wake(worker) -> None:
-    runner = worker.model_runner
-    model, (first, second) = runner.get_model(), runner.kv_caches
-    memory = HostMemory(worker)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resized)
+    memory = HostMemory(SimpleNamespace(model_runner=runner))
     memory.sleep()
     sizes = [t.untyped_storage().nbytes() for t in (model.embed, model.norm, first, model.rotary)]
     assert sizes == [0, 0, 0, 16]
@@ -51,22 +53,6 @@ def test_sleep_and_wake(worker) -> None:
     memory.wake_up(["kv_cache"])
     assert first.tolist() == second.tolist() == [0.0] * 3000
     assert model.rotary.tolist() == [0, 1, 2, 3]
-
-
-def test_a_reused_block_is_zeroed_too(worker, monkeypatch) -> None:
-    # What an allocator hands out again is not zero; resize_ alone would not do.
-    resize = torch.UntypedStorage.resize_
-
-    def dirty(storage, size):
-        resize(storage, size)
-        if size:
-            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
-
-    monkeypatch.setattr(torch.UntypedStorage, "resize_", dirty)
-    memory = HostMemory(worker)
-    memory.sleep()
-    memory.wake_up(["kv_cache"])
-    assert worker.model_runner.kv_caches[1].tolist() == [0.0] * 3000
 
 
 class Pool:
@@ -120,12 +106,7 @@ class Worker:
         self.pool.wake_up(tags=tags)
         if self.transposes and "weights" in tags:
             for name, param in list(self.model.named_parameters()):
-                if (
-                    "w2_weight" in name
-                    and param.shape[2] == HIDDEN
-                    or "w13_weight" in name
-                    and param.shape[1] == HIDDEN
-                ):
+                if param.shape[{"w13_weight": 1, "w2_weight": 2}[name]] == HIDDEN:
                     setattr(self.model, name, torch.nn.Parameter(param.transpose(1, 2), requires_grad=False))
         for name, buffer in self.model.named_buffers():
             if name in self.saved:
@@ -140,13 +121,8 @@ TABLE = []  # as vllm-ascend's rotary_embedding module holds its tables, in no m
 def experts():
     """One layer of two experts and what lies beside them in the pool; its forward is need_trans=False's."""
     pool, model = Pool(), torch.nn.Module()
-    w13, w2, table, expert_map = pool.piece(
-        "weights",
-        torch.randn(2, HIDDEN, 2 * INNER),
-        torch.randn(2, INNER, HIDDEN),
-        torch.arange(5.0),
-        torch.tensor([1, 0]),
-    )
+    given = torch.randn(2, HIDDEN, 2 * INNER), torch.randn(2, INNER, HIDDEN), torch.arange(5.0), torch.tensor([1, 0])
+    w13, w2, table, expert_map = pool.piece("weights", *given)
     model.w13_weight, model.w2_weight = (torch.nn.Parameter(w, requires_grad=False) for w in (w13, w2))
     model.register_buffer("rotary", table)
     TABLE[:] = pool.piece("weights", torch.arange(3.0))
