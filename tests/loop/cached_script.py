@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mindspeed_rl_plugin.engine import vllm_engine
 
-arguments, VllmEngine = vllm_engine._arguments, vllm_engine.VllmEngine
+arguments, VllmEngine = vllm_engine.engine_arguments, vllm_engine.VllmEngine
 init, update = VllmEngine.__init__, VllmEngine.update_weights
 CACHED = [0]
 
@@ -30,6 +30,6 @@ def saying(self, *args, **named):
 
 if __name__ == "__main__":
     enabled = {"enable_prefix_caching": os.environ["PREFIX_CACHE"] == "on"}
-    vllm_engine._arguments = lambda *args: arguments(*args) | enabled
+    vllm_engine.engine_arguments = lambda *args: arguments(*args) | enabled
     VllmEngine.__init__, VllmEngine.update_weights = counting, saying
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"), run_name="__main__")
