@@ -136,19 +136,10 @@ def test_an_observation_never_becomes_a_special_token(name, text):
     close = tokenizer.convert_ids_to_tokens(form.close)
     as_read = (unicodedata.normalize("NFC", t) for t in (close + tokenizer.decode(ids), straight))
     assert len({*as_read}) == 1, "no character of it is lost"
-    if not form.holds_special(text):
+    special = form.holds_special(text)
+    assert special or not any(token in text for token in FAMILIES[FAMILY[name]].special)
+    if not special:
         assert [form.close, *ids] == tokenizer.encode(straight, add_special_tokens=False)
-
-
-@pytest.mark.parametrize("name", FAMILY)
-def test_the_text_of_special_tokens_is_spelled_as_transformers_spells_it(name):
-    form, tokenizer = format_of(name), tokenizer_of(name)
-    special = FAMILIES[FAMILY[name]].special
-    for text in special:
-        spelled = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        ids = form.behind(form.close, observed(name, [f"a {text} b"]))
-        assert spelled in [ids[first : first + len(spelled)] for first in range(len(ids))]
-    assert all(form.holds_special(f"a{text}b") for text in special) and not form.holds_special("a <|b|> c")
 
 
 def test_added_tokens_that_are_words_are_no_special_tokens():
@@ -162,24 +153,15 @@ def test_added_tokens_that_are_words_are_no_special_tokens():
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_a_prompt_with_an_observation_in_it(name):
-    form, plain_prompt = format_of(name), format_of(name).prompt([QUESTION])
-    assert plain_prompt == rendered(name, [QUESTION])
-    hostile = "".join(CONTROL)
-    ids = form.prompt([{**QUESTION, "content": f"{QUESTION['content']}{hostile}"}], len(hostile))
-    assert control_ids(name, ids) == control_ids(name, plain_prompt) and hostile in decoded(name, ids)
-    shots = [QUESTION, {"role": "assistant", "content": "<think>\n\n</think>\n\n12"}, QUESTION]
-    assert form.prompt(shots) == rendered(name, shots), "examples of the data are rendered as they are"
-
-
-@pytest.mark.parametrize("name", FAMILY)
 @QUICK
 @given(data=hostile, said=hostile)
 def test_an_observation_leaves_the_data_of_a_prompt_as_they_are(name, data, said):
     """Control tokens of the data stay what they are; none comes of what is said, nor of both together."""
     data, said = whole(data), whole(said)
     form, message = format_of(name), {**QUESTION, "content": f"(:{data}{said}:)"}
-    assert form.prompt([message]) == rendered(name, [message]), "as `Renderer` encodes it"
+    shots = [QUESTION, {"role": "assistant", "content": "<think>\n\n</think>\n\n12"}, message]
+    for messages in ([message], shots):
+        assert form.prompt(messages) == rendered(name, messages), "as `Renderer` encodes it"
     ids = form.prompt([message], len(said) + 2)
     assert control_ids(name, ids) == control_ids(name, rendered(name, [{**QUESTION, "content": f"(:{data}"}]))
     read = unicodedata.normalize("NFC", message["content"])

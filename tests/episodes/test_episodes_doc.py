@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.checks.episode_checks import problems
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.rl_config import add_flags
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.environments import Reply, ToolCall, Turn
+from mindspeed_rl_plugin.episodes.environments import ToolCall, Turn
 from mindspeed_rl_plugin.episodes.tools import read_calls
 from mindspeed_rl_plugin.reward import GradeItem, RewardPool
 from mindspeed_rl_plugin.rows import SampleId
@@ -34,20 +34,6 @@ def shown(tmp_path):
     return tmp_path
 
 
-def played(tools: list[str], environment: str | None, turns: list[Turn]) -> list[Reply]:
-    """What comes of a beginning, of each turn, and of the end where the last one is not."""
-    with closing(EnvironmentPool(tools, environment, workers=1, timeout=20, wait_timeout=60)) as pool:
-        pool.begin(SAMPLE, TASK, 1)
-        said = pool.poll(20) if environment else []
-        for turn in turns:
-            pool.act(SAMPLE, turn)
-            said += pool.poll(20)
-        if not said[-1].done:
-            pool.finish(SAMPLE)
-            said += pool.poll(20)
-        return said
-
-
 def spoken(text: str, *calls: ToolCall) -> Turn:
     return Turn((1,), (0.0,), text, calls)
 
@@ -63,21 +49,40 @@ def flags_of(environment: str | None) -> RLConfig:
     return config
 
 
+# What plays, turns, texts that the model sees, and rewards of the replies.
+PLAYED = [
+    ("tools.py:multiply", [ToolCall("multiply", {"a": 6, "b": 7})], ["42"], [0, 0]),
+    ("search.py:lookup", [ToolCall("lookup", {"word": "tea"})], ["tea has 3 letters"], [0, 0]),
+    ("guess.py:GuessTheNumber", [*"x397"], ["give a number", "higher", "lower", "right"], [0, 0, 0, 0, 1]),
+    ("countdown.py:Countdown", [*"321"], ["count down from 4", *["go on"] * 3], [0, 1, 1, 1]),
+    ("countdown.py:Countdown", ["9"], ["count down from 4", "go on"], [0, 0]),
+    ("spell.py:Spell", ["7"], ["the next letter"], [0, 1]),
+    ("spell.py:Spell", ["8"], ["wrong"], [0, 0]),
+    ("notes.py:Notes", [ToolCall("write", {"text": "7"}), "done"], ["page 1 is written"], [0, 0, 1]),
+]
+
+
 def test_no_file_is_new_here() -> None:
-    """One that the page shows anew needs a test below."""
-    assert FILES.keys() == {
-        *("tools.py", "search.py", "parser.py", "guess.py", "countdown.py", "spell.py", "notes.py", "reward.py")
-    }
+    """One that the page shows anew needs a row above, or a test below."""
+    assert FILES.keys() == {what.partition(":")[0] for what, *_ in PLAYED} | {"parser.py", "reward.py"}
 
 
-def test_the_tool(shown) -> None:
-    (said, last) = played([f"{shown}/tools.py:multiply"], None, [spoken("", ToolCall("multiply", {"a": 6, "b": 7}))])
-    assert [message["content"] for message in said.messages] == ["42"] and last.done
-
-
-def test_the_asynchronous_tool(shown) -> None:
-    (said, _) = played([f"{shown}/search.py:lookup"], None, [spoken("", ToolCall("lookup", {"word": "tea"}))])
-    assert [message["content"] for message in said.messages] == ["tea has 3 letters"]
+@pytest.mark.parametrize(("what", "turns", "texts", "rewards"), PLAYED)
+def test_what_is_shown_plays(shown, what: str, turns: list, texts: list[str], rewards: list) -> None:
+    """Replies to the beginning, each turn, and the end where the last one is not."""
+    tool = what.partition(":")[2].islower()
+    given = ([f"{shown}/{what}"], None) if tool else ([], f"{shown}/{what}")
+    with closing(EnvironmentPool(*given, workers=1, timeout=20, wait_timeout=60)) as pool:
+        pool.begin(SAMPLE, TASK, 1)
+        said = [] if tool else pool.poll(20)
+        for turn in turns:
+            pool.act(SAMPLE, spoken(turn) if isinstance(turn, str) else spoken("", turn))
+            said += pool.poll(20)
+        if not said[-1].done:
+            pool.finish(SAMPLE)
+            said += pool.poll(20)
+    assert [message["content"] for reply in said for message in reply.messages] == texts
+    assert [reply.reward for reply in said] == rewards and said[-1].done
 
 
 def test_the_flags_of_tools_and_of_an_environment() -> None:
@@ -85,6 +90,7 @@ def test_the_flags_of_tools_and_of_an_environment() -> None:
     assert tools.episodes.tools == ("my/tools.py:multiply",) and tools.graders == ("math",)
     assert game.episodes.max_turns == 5 and game.graders == ("environment",)
     assert tools.data.apply_chat_template and game.data.apply_chat_template
+    assert flags_of("openenv:http://HOST:PORT").graders == ("environment",)
 
 
 def test_the_lines_for_verifiers(monkeypatch) -> None:
@@ -96,43 +102,9 @@ def test_the_lines_for_verifiers(monkeypatch) -> None:
     assert given == [("ID", config.episodes.environment_python, *config.data.prompt_data, None)]
 
 
-def test_the_line_for_openenv() -> None:
-    assert flags_of("openenv:http://HOST:PORT").graders == ("environment",)
-
-
 def test_the_parser(shown) -> None:
     found = load_function(f"{shown}/parser.py", "calls")("well, CALL multiply(6, 7)")
     assert json.loads(read_calls(found)) == [["multiply", {"a": 6, "b": 7}]]
-
-
-def test_the_environment_with_steps(shown) -> None:
-    turns = [spoken(text) for text in ("x", "3", "9", "7")]
-    said = played([], f"{shown}/guess.py:GuessTheNumber", turns)
-    texts = [message["content"] for reply in said for message in reply.messages]
-    assert texts == ["give a number", "higher", "lower", "right"]
-    assert [reply.reward for reply in said] == [0, 0, 0, 0, 1] and [reply.done for reply in said][-1]
-
-
-def test_the_environment_in_the_form_of_gymnasium(shown) -> None:
-    said = played([], f"{shown}/countdown.py:Countdown", [spoken("3"), spoken("2"), spoken("1")])
-    texts = [message["content"] for reply in said for message in reply.messages]
-    assert texts == ["count down from 4", *["go on"] * 3]
-    assert [(reply.reward, reply.done) for reply in said[1:]] == [(1, False), (1, False), (1, True)]
-    assert [reply.done for reply in played([], f"{shown}/countdown.py:Countdown", [spoken("9")])] == [False, True]
-
-
-def test_the_environment_in_the_form_of_skyrl(shown) -> None:
-    said = played([], f"{shown}/spell.py:Spell", [spoken("7")])
-    assert said[-1].messages[0]["content"] == "the next letter" and said[-1].reward == 1.0 and said[-1].done
-    said = played([], f"{shown}/spell.py:Spell", [spoken("8")])
-    assert said[-1].messages[0]["content"] == "wrong" and said[-1].reward == 0.0 and said[-1].done
-
-
-def test_the_environment_with_tools(shown) -> None:
-    turns = [spoken("", ToolCall("write", {"text": "7"})), spoken("done")]
-    said = played([], f"{shown}/notes.py:Notes", turns)
-    assert [message["content"] for reply in said for message in reply.messages] == ["page 1 is written"]
-    assert said[-1].done and said[-1].reward == 1.0
 
 
 def test_the_grader(shown) -> None:

@@ -36,15 +36,11 @@ def episode(echo):
 
 @pytest.mark.slow
 def test_an_episode(episode):
+    assert episode.reset(3, reset={"greeting": "good evening"}) == "good evening 3", "a row has arguments for it"
     assert episode.reset(7) == "hello 7"
     assert episode.step("hi") == ("1 hi", 2.0, False)
     assert episode.step('{"message": "you"}') == ("2 you", 3.0, False)
     assert episode.step("bye") == ("3 bye", 3.0, True)
-
-
-@pytest.mark.slow
-def test_a_row_has_arguments_for_reset(episode):
-    assert episode.reset(3, reset={"greeting": "good evening"}) == "good evening 3"
 
 
 @pytest.mark.slow

@@ -170,18 +170,6 @@ def test_a_coroutine_of_an_environment_that_runs_too_long(started) -> None:
     assert replies(pool)[1].failure == "failed: Slow.reset ran out of time"
 
 
-def test_a_method_that_is_lost_in_replay_is_a_failure_of_its_environment(started) -> None:
-    pool = started("Shop")
-    begin(pool, [0], money=5)
-    act(pool, 0, "", call("buy", item="tea"))
-    home, (worker,) = pool._opened[sample(0)], pool._pool.workers
-    former, answer = home.asked[1]
-    home.asked[1] = (replace(former, message=(*former.message[:2], "fail", {"kind": "loops"})), answer)
-    os.kill(below(worker), signal.SIGKILL)
-    failure = act(pool, 0, "", call("buy", item="milk")).failure
-    assert failure == f"failed: Shop.buy ran longer than 0.5 s and was killed when it was replayed{LIMIT}"
-
-
 # What is said of a fault of an environment; None where it is none.
 SAID = {
     "loops": "ran longer than 0.5 s and was killed",

@@ -182,12 +182,6 @@ def test_a_rollout_that_is_cancelled_and_was_not_given_up_has_failed(made, scrip
     assert not environments.pending
 
 
-def test_garbage_from_a_process_ends_it(made):
-    environments = made()
-    begin(environments, ONE=["garbage"])
-    assert "wrote into the pipe of its worker" in replies(environments, 1)[ONE].failure
-
-
 def test_a_row_without_verifiers_own_field_is_refused(made):
     environments = made()
     environments.check_fields({"a.jsonl line 1": {"verifiers", "other"}})
@@ -199,14 +193,6 @@ def test_an_environment_that_cannot_be_loaded_stops_the_run(made):
     environments = made("unknown")
     begin(environments, ONE=[ASKS])
     with pytest.raises(EpisodeError, match="there is no such environment"):
-        replies(environments, 1)
-
-
-def test_one_that_loads_too_slowly_is_told_by_the_ranks_patience_and_the_mend(made):
-    environments = made("slow", wait=0.5)
-    begin(environments, ONE=[ASKS])
-    fix = "longer than 0.45 s .* while it loaded verifiers:slow; .* raise --rl-wait-timeout 0.5, of which .* 0.9$"
-    with pytest.raises(EpisodeError, match=fix):
         replies(environments, 1)
 
 
@@ -226,8 +212,6 @@ def test_an_interpreter_that_is_none_is_refused(tmp_path):
     old.chmod(0o755)
     with pytest.raises(ValueError, match="there is no such program here; give an interpreter of Python 3.11"):
         interpreter("/nowhere/python")
-    with pytest.raises(ValueError, match="/bin/echo is no Python interpreter"):
-        interpreter("/bin/echo")
     with pytest.raises(ValueError, match="is Python 3.8; give an interpreter of Python 3.11 or later"):
         interpreter(str(old))
     assert interpreter(None) is None and os.path.isabs(interpreter("python3"))

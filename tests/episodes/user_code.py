@@ -49,11 +49,6 @@ def parser_that_raises(text):
     return [][0]
 
 
-def parser_that_hangs(text):
-    while True:
-        pass
-
-
 def parser_that_goes_wrong(text):
     """Later."""
     return PARSED[text]() if text else []
@@ -282,18 +277,6 @@ class Slow:
     def step(self, text): ...
 
 
-class Named:
-    """Begins beside others."""
-
-    async def reset(self):
-        self.episode = os.environ["MINDSPEED_RL_EPISODE"]
-        await asyncio.sleep(0.3)
-
-    async def step(self, text):
-        await asyncio.sleep(0.3)
-        return self.episode, 0.0, False
-
-
 class Judge:
     """Its reward is what the row says."""
 
@@ -376,23 +359,7 @@ def no_hint(a):
     """
 
 
-def no_docstring(a: int) -> int:
-    return a
-
-
-def undocumented(a: int) -> int:
-    """Nothing."""
-
-
 def stars(*a: int) -> int:
-    """Nothing.
-
-    Args:
-        a: Things.
-    """
-
-
-def keywords(**a: int) -> int:
     """Nothing.
 
     Args:

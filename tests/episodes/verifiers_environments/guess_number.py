@@ -21,8 +21,6 @@ class GuessHarness(vf.Harness[vf.HarnessConfig]):
             prompt = [vf.UserMessage(content=prompt)]
         messages = [{"role": "system", "content": system}] if system else []
         messages += [message.model_dump(exclude_none=True) for message in prompt]
-        if messages[0]["content"] == "Forget":  # a harness that does not keep its conversation
-            messages = messages[-1:]
         async with httpx.AsyncClient(timeout=None) as client:
             answer = await client.post(
                 f"{endpoint}/chat/completions",
