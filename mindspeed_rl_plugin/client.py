@@ -28,8 +28,7 @@ from mindspeed_rl_plugin.dock.api import numbers
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.rows import FINISH, Column, Completion, GenerateRequest, Ragged, Rows, Sampling
-from mindspeed_rl_plugin.service.guest_dock import GuestDock
-from mindspeed_rl_plugin.service.joining import here
+from mindspeed_rl_plugin.service.guest_dock import GuestDock, here
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
 from mindspeed_rl_plugin.weights.pull import pull_tensors
 from mindspeed_rl_plugin.weights.version_source import sources_of

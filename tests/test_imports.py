@@ -177,9 +177,9 @@ def test_every_folder_is_in_the_table():
 @pytest.mark.parametrize(
     ("name", "imported", "fine"),
     [
-        ("dock.client", "rows", True),
-        ("dock.client", "dock.api", True),
-        ("dock.client", "reward.reward_pool", False),
+        ("dock.dock", "rows", True),
+        ("dock.dock", "dock.api", True),
+        ("dock.dock", "reward.reward_pool", False),
         ("algorithms.losses", "update.step", False),
         ("weights.transfer", "layout.transfer_plan", True),
         ("layout.transfer_plan", "weights.offload", False),
@@ -205,7 +205,7 @@ def test_relative_imports_and_type_checking_are_understood():
         "if TYPE_CHECKING:\n    from mindspeed_rl_plugin.update import step\n"
         "def f():\n    from mindspeed_rl_plugin import loop\n    import vllm\n"
     )
-    lines = dict(imports(ast.parse(source), "dock.client"))
+    lines = dict(imports(ast.parse(source), "dock.dock"))
     assert lines == {
         "typing": True,
         f"{NAME}.dock.api": True,

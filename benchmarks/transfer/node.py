@@ -23,13 +23,13 @@ from docks import Ranks, lease_into
 from limiter import Link
 from worker import Pipe
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Limits, Ragged, Rows, SampleId, StateSpec
+from mindspeed_rl_plugin.dock import ColumnSpec, DockLimits, Ragged, Rows, SampleId, StateSpec
 from mindspeed_rl_plugin.dock.factory import Member
 
 SECONDS = 300.0
 BATCH = 64
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-LIMITS = Limits(segment_bytes=8 << 20)  # small, for many nodes share one machine's memory
+LIMITS = DockLimits(segment_bytes=8 << 20)  # small, for many nodes share one machine's memory
 DTYPES = {name: torch.from_numpy(np.empty(0, kind)).dtype for name, kind in work.RAGGED.items()}
 
 

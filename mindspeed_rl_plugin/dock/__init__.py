@@ -11,10 +11,10 @@ from mindspeed_rl_plugin.dock.api import (
     from_tensordict,
     to_tensordict,
 )
-from mindspeed_rl_plugin.dock.client import Dock
+from mindspeed_rl_plugin.dock.dock import Dock
 from mindspeed_rl_plugin.dock.factory import make_docks
 from mindspeed_rl_plugin.dock.machines import machine
-from mindspeed_rl_plugin.dock.memory import Limits
+from mindspeed_rl_plugin.dock.memory import DockLimits
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "Dock",
     "Gone",
     "Lease",
-    "Limits",
+    "DockLimits",
     "Moved",
     "Ragged",
     "Rows",

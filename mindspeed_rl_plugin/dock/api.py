@@ -1,11 +1,9 @@
-"""What a dock's users declare and get: columns, worker states, leases, and how many bytes were moved.
+"""What a dock's users declare and get: columns, worker states, leases, how many bytes were moved, and TensorDicts.
 
-A dock knows nothing about algorithms: who uses a column declares it, and a worker state is a name with the
-columns it reads and writes. A row is *ready* for a state when all columns that the state reads are committed;
-each ready row is delivered to the state exactly once: `lease`, then `commit` (write back and acknowledge) or
-`release` (hand back undone, to be delivered again). The first commit of a cell wins; repeats change nothing. Who leases
-may say which version of the weights it has: it is given only rows of epochs whose `VersionBound` allows that. Rows can
-be turned into a TensorDict, and back.
+A dock knows nothing about algorithms: who uses a column declares it, and a worker state is a name with the columns it
+reads and writes. A row is *ready* for a state when all columns that the state reads are committed; each ready row is
+delivered to the state exactly once: `lease`, then `commit` (write back and acknowledge) or `release` (hand back undone,
+to be delivered again). The first commit of a cell wins; repeats change nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows, SampleId
@@ -48,19 +47,16 @@ ANY_VERSION = VersionBound()
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """One column: what its cells are.
-
-    level: "token" (ragged, all token columns of one row have the same length), "sample" (one cell per sample) or
-    "group" (one cell per group, repeated for each sample on read). ragged: cells are `[L_i, *trailing]`, packed;
-    otherwise `[*trailing]`. longest: entries of the longest ragged cell, where it is not the longest sample.
-    """
+    """One column: what its cells are."""
 
     name: str
     dtype: torch.dtype
+    # "token" (ragged, all token columns of a row have the same length), "sample" (one cell a sample) or "group" (one
+    # cell a group, repeated for each sample on read)
     level: str
-    ragged: bool
+    ragged: bool  # cells are `[L_i, *trailing]`, packed; otherwise `[*trailing]`
     trailing: tuple[int, ...] = ()
-    longest: int | None = None
+    longest: int | None = None  # entries of the longest ragged cell, where it is not the longest sample
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -78,14 +74,14 @@ class ColumnSpec:
         if isinstance(column, Ragged) != self.ragged:
             wants, got = ("Ragged", "a tensor") if self.ragged else ("a tensor", "Ragged")
             raise ValueError(f"column {self.name!r} is declared {self.describe()}: pass {wants}, not {got}")
-        values = column.values if isinstance(column, Ragged) else column
+        values = column.values if self.ragged else column
         if values.dtype != self.dtype:
             raise ValueError(f"column {self.name!r} is declared {self.dtype}, got {values.dtype}; convert it first")
         if tuple(values.shape[1:]) != self.trailing:
             raise ValueError(
                 f"column {self.name!r} has trailing shape {list(self.trailing)}, got {list(values.shape[1:])}"
             )
-        if isinstance(column, Ragged):
+        if self.ragged:
             offsets = column.offsets.cpu().numpy()
             if offsets[0] != 0 or offsets[-1] != values.shape[0] or (offsets[1:] < offsets[:-1]).any():
                 raise ValueError(
@@ -96,41 +92,39 @@ class ColumnSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One worker state: the columns it reads, those it writes back, and whether it takes only whole groups."""
+    """One worker state."""
 
     name: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    whole_groups: bool = False
+    reads: tuple[str, ...]  # columns
+    writes: tuple[str, ...]  # columns
+    whole_groups: bool = False  # whether it takes nothing less
 
 
 @dataclass(frozen=True)
 class Lease:
     """Rows given to a state until `commit` or `release`."""
 
-    token: int  # 0: the empty lease, there was nothing to give
+    token: int  # 0: the empty lease
     state: str
     rows: Rows
-    needs: VersionBound | None = None  # of the rows that are next, where the version of an empty lease is not allowed
+    needs: VersionBound | None = None  # of the rows that are next, where it does not allow the version that asked
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
 class Moved(NamedTuple):
-    """Bytes of cells that a process moved. way: "read" or "written"; state: worker state, "put" for a producer, "read"
-    for a look without a lease; where: "local" for the memory of this machine's warehouse, "remote" for what travels in
-    messages."""
+    """Bytes of cells that a process moved."""
 
-    way: str
-    state: str
+    way: str  # "read" or "written"
+    state: str  # worker state, "put" for a producer, "read" for a look without a lease
     column: str
-    where: str
+    where: str  # "local" for the memory of this machine's warehouse, "remote" for what travels in messages
     nbytes: int
 
 
 class Gone(ValueError):
-    """A version of published weights has been overwritten: `newest` is the newest of the rank that said so."""
+    """A version of published weights has been overwritten. newest: that of the rank that said so."""
 
     def __init__(self, version: int, newest: int) -> None:
         super().__init__(f"version {version} of the weights is gone; the newest is {newest}")
@@ -211,19 +205,20 @@ def to_tensordict(rows: Rows) -> TensorDict:
 def from_tensordict(td: TensorDict) -> Rows:
     """Inverse of `to_tensordict`. Raises ValueError where "ids" are no integers `[B, 3]`, and for a column that is no
     tensor, or a nested one that is not packed."""
-    names = sorted(td.keys())
-    if IDS not in names:
+    if IDS not in (names := sorted(td.keys())):
         raise ValueError(f"the TensorDict has no {IDS!r} of shape [B, 3]; it holds {names}")
     columns: dict[str, Column] = {}
     for name, value in td.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"column {name!r} is a {type(value).__name__}; give a tensor, or a jagged nested one")
-        if name == IDS:
-            continue
         if value.is_nested and value.layout != torch.jagged:
             raise ValueError(f"column {name!r} is a strided nested tensor; make it with layout=torch.jagged")
         columns[name] = _pack(value) if value.is_nested else value
-    return Rows(_ids_of(td[IDS]), columns)
+    ids = columns.pop(IDS)
+    if isinstance(ids, Ragged) or ids.shape[1:] != (3,) or numbers(ids) != "integers":
+        shape = "of rows that differ in length" if isinstance(ids, Ragged) else f"{list(ids.shape)}, {ids.dtype}"
+        raise ValueError(f"{IDS!r} is {shape}; give integers [B, 3] as they came: rollout, group, member of each row")
+    return Rows(tuple(SampleId(*i) for i in ids.tolist()), columns)
 
 
 def numbers(values: torch.Tensor) -> str:
@@ -231,15 +226,6 @@ def numbers(values: torch.Tensor) -> str:
     if values.is_floating_point():
         return "floats"
     return "others" if values.is_complex() else "integers"
-
-
-def _ids_of(values: torch.Tensor) -> tuple[SampleId, ...]:
-    if values.is_nested or values.shape[1:] != (3,) or numbers(values) != "integers":
-        shape = "of rows that differ in length" if values.is_nested else list(values.shape)
-        raise ValueError(
-            f"{IDS!r} is {shape}, {values.dtype}; give integers [B, 3] as they came: rollout, group, member of each row"
-        )
-    return tuple(SampleId(*i) for i in values.tolist())
 
 
 def _pack(value: torch.Tensor) -> Ragged:
@@ -255,9 +241,10 @@ def refuse(what: str, names: Iterable[str], declared: Iterable[str]) -> None:
 
 
 def listed(items: Iterable[object]) -> str:
-    """The first few items and how many there are."""
-    items = [tuple(i) if isinstance(i, SampleId) else i for i in items]
-    if not items:
+    """The first few items, or rows of an array, and how many there are."""
+    items = items if isinstance(items, np.ndarray) else list(items)
+    if not len(items):
         return "none"
-    shown = ", ".join(str(i) for i in items[:SHOWN])
-    return shown if len(items) <= SHOWN else f"{shown}, ... ({len(items)} in all)"
+    shown = items[:SHOWN].tolist() if isinstance(items, np.ndarray) else items[:SHOWN]
+    text = ", ".join(str(tuple(i) if isinstance(i, (list, SampleId)) else i) for i in shown)
+    return text if len(items) <= SHOWN else f"{text}, ... ({len(items)} in all)"

@@ -21,31 +21,30 @@ Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` wareh
 
 @dataclass
 class Epoch:
-    """owner: `[groups]` warehouse of each group, -1 where that is not known; alive: `[groups]` bool, not cleared."""
+    """One that is open."""
 
     shape: m.Shape
-    owner: np.ndarray
-    alive: np.ndarray
+    owner: np.ndarray  # `[groups]` warehouse of each group, -1 where that is not known
+    alive: np.ndarray  # `[groups]` bool, not cleared
 
 
 class Epochs:
-    """Epochs that this process knows. known: the open ones; first, last: lowest and highest number ever opened; owners:
-    where groups lie, None where only leases tell."""
+    """Epochs that this process knows. first, last: lowest and highest number ever opened; owners: where groups lie,
+    None where only leases tell."""
 
     def __init__(self, owners: Owners | None) -> None:
         self.owners, self.known, self.first, self.last = owners, dict[int, Epoch](), 0, -1
         self._cleared: dict[int, Epoch] = {}
 
     def add(self, number: int, shape: m.Shape) -> None:
-        """It is open."""
         groups = shape.groups
         owner = np.full(groups, -1) if self.owners is None else np.asarray(self.owners(number, groups))
         self.known[number] = Epoch(shape, owner, np.ones(groups, bool))
         self.first, self.last = min(self.first, number), max(self.last, number)
 
     def learn(self, grant: m.Grant) -> None:
-        """What a lease says about epochs, to a process that opened none, and does not hear when they are cleared: it
-        forgets the oldest ones."""
+        """Epochs of a lease, for a process outside of the job, which is not told when they are cleared: it forgets the
+        oldest ones."""
         for number, shape in grant.shapes:
             if number not in self.known:
                 self.add(number, shape)
@@ -110,9 +109,9 @@ class Calls:
     """Shared by all views of the dock in a process.
 
     me: this process; core: what it serves itself, which is called directly; warehouse: number of the one whose memory
-    is mapped here, None without; owners: where groups lie, None where only leases tell; lease_seconds: life of a lease,
-    None for as long as the job lives, in a process of it; lost: called where a connection breaks; ended: whether the
-    job has left, in a process outside of it; closed: whether this process has.
+    is mapped here; owners: of `Epochs`; lease_seconds: life of a lease, None for as long as the job lives, in a process
+    of it; lost: called where a connection breaks; ended: whether the job has left, in a process outside of it; closed:
+    whether this process has.
     """
 
     def __init__(
@@ -139,14 +138,7 @@ class Calls:
     def for_thread(self) -> Calls:
         """Calls of another thread, with connections, leases and mapped segments of its own. It knows the epochs that
         this one opens and clears, and their bytes count together."""
-        other = Calls(
-            self.directory,
-            self.me,
-            core=self.core,
-            warehouse=self.warehouse,
-            owners=self.epochs.owners,
-            lost=self._lost,
-        )
+        other = Calls(self.directory, self.me, core=self.core, warehouse=self.warehouse, lost=self._lost)
         other.epochs, other.traffic = self.epochs, self.traffic
         self._others.append(other)
         return other
@@ -165,8 +157,7 @@ class Calls:
         return answer if got is None else got
 
     def ask_rank(self, address: m.Address, message: m.Message, seconds: float) -> Any:
-        """Ask the rank at an address, which has so many seconds to answer; its answer, or the bytes that came with
-        it."""
+        """Ask the rank at an address, which has so many seconds; its answer, or the bytes that came with it."""
         answer, got = self._ask(address, message, None, seconds)
         return answer if got is None else got
 
@@ -184,9 +175,8 @@ class Calls:
             while idle:
                 idle.pop().close()
 
-    def _ask(
-        self, address: m.Address, message: m.Message, bulk: np.ndarray | None, patience: float = REPLY_TIMEOUT
-    ) -> tuple[m.Message, Any]:
+    def _ask(self, address: m.Address, message: m.Message, bulk: Any, patience: float = REPLY_TIMEOUT) -> Any:
+        """The answer, and the bytes that came with it."""
         if self.core is not None and address.rank == self.me.rank:
             answer, got = self.core.call(self.me.name, message, bulk)[0], None
         else:
@@ -195,9 +185,7 @@ class Calls:
             raise answer.raised()
         return answer, got
 
-    def _send(
-        self, address: m.Address, message: m.Message, bulk: np.ndarray | None, patience: float
-    ) -> tuple[m.Message, Any]:
+    def _send(self, address: m.Address, message: m.Message, bulk: Any, patience: float) -> Any:
         idle = self._idle[address]  # a connection serves one thread at a time
         try:
             stream = idle.pop()

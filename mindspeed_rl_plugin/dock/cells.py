@@ -15,7 +15,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared
 from mindspeed_rl_plugin.dock.calls import Calls, by_value
 from mindspeed_rl_plugin.dock.memory import items
-from mindspeed_rl_plugin.dock.messages import Fetch, Locate, Part, Put
+from mindspeed_rl_plugin.dock.messages import Fetch, Locate, Put, Slots, no_cells
 from mindspeed_rl_plugin.dock.places import ids_array, runs
 from mindspeed_rl_plugin.dock.storage import as_column, layout
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows
@@ -54,7 +54,7 @@ class Writer:
                 put.state, put.rows, put.checked = state, (group * shape.members + member).astype(np.int32), checked
             self._send(warehouse, put, state or "put", [cell for _, picked in parts for cell in picked])
 
-    def _parts(self, members: int, rows: Rows, ids: np.ndarray, index: np.ndarray) -> Iterator[tuple[Part, Picked]]:
+    def _parts(self, members: int, rows: Rows, ids: np.ndarray, index: np.ndarray) -> Iterator[tuple[Slots, Picked]]:
         """What rows `index` of `rows` bring: a part of what is numbered by row, one of what is numbered by group."""
         for grouped in (False, True):
             names = tuple(n for n in rows.columns if (self._declared.columns[n].level == "group") == grouped)
@@ -67,7 +67,7 @@ class Writer:
             whole = None if len(pick) == len(rows) else pick
             columns = [rows.columns[name] for name in names]
             length = np.stack([lengths_of(column)[pick] for column in columns])
-            yield Part(names, slots.astype(np.int32), length), [(column, whole) for column in columns]
+            yield Slots(names, slots.astype(np.int32), length), [(column, whole) for column in columns]
 
     def _send(self, warehouse: int, put: Put, state: str, cells: Picked) -> None:
         """The cells as bytes, into memory that this machine's warehouse lends, or with the message."""
@@ -88,25 +88,20 @@ class Writer:
         calls.ask_warehouse(warehouse, put, None if lent or not put.parts else data)
 
 
-def pieces(rows: Rows, most: int) -> Iterator[Rows]:
-    """The rows in their order, each time as many as have at most `most` bytes of cells, one at least."""
-    nbytes, first = _bytes_of(rows), 0
-    if nbytes.sum() <= most:
+def pieces(rows: Rows, most: int | None) -> Iterator[Rows]:
+    """The rows in their order, each time as many as have at most `most` bytes of cells (None: no limit), one at
+    least."""
+    nbytes, first = np.zeros(len(rows), np.int64), 0  # of the cells of each row
+    for column in rows.columns.values():
+        values = column.values if isinstance(column, Ragged) else column
+        nbytes += lengths_of(column).astype(np.int64) * (values.dtype.itemsize * prod(values.shape[1:]))
+    if most is None or nbytes.sum() <= most:
         yield rows
         return
     while first < len(rows):
         count = max(1, int(np.searchsorted(nbytes[first:].cumsum(), most, "right")))
         yield rows.take([*range(first, min(first + count, len(rows)))])
         first += count
-
-
-def _bytes_of(rows: Rows) -> np.ndarray:
-    """`[B]` int64, bytes of the cells of each row."""
-    nbytes = np.zeros(len(rows), np.int64)
-    for column in rows.columns.values():
-        values = column.values if isinstance(column, Ragged) else column
-        nbytes += lengths_of(column).astype(np.int64) * (values.dtype.itemsize * prod(values.shape[1:]))
-    return nbytes
 
 
 def lengths_of(column: Column) -> np.ndarray:
@@ -130,12 +125,9 @@ def copy_rows(column: Column, index: np.ndarray | None, out: np.ndarray) -> None
 def _spans(column: Column, index: np.ndarray) -> Iterator[tuple[int, int]]:
     """Begin and end of rows in the values of a column, neighbours joined."""
     offsets = column.offsets.cpu().numpy() if isinstance(column, Ragged) else np.arange(len(column) + 1)
-    if not len(index):
-        return
-    begins, ends = offsets[index], offsets[index + 1]
-    cuts = np.flatnonzero(begins[1:] != ends[:-1]) + 1
-    for low, high in zip([0, *cuts.tolist()], [*cuts.tolist(), len(index)], strict=True):
-        yield int(begins[low]), int(ends[high - 1])
+    begins = offsets[index]
+    flat, sizes = runs((offsets[index + 1] - begins)[None], np.zeros((1, len(index))), begins[None])
+    yield from zip(begins[flat].tolist(), (begins[flat] + sizes).tolist(), strict=True)
 
 
 def fresh(column: str, nbytes: int) -> np.ndarray:
@@ -174,8 +166,7 @@ def gather(
 def locate(calls: Calls, columns: tuple[str, ...], ids: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
     """`[B]` warehouse of each of `ids` `[B, 3]`, and segment (-1 for a cell that is not there), offset and length
     `[C, B]` of their cells."""
-    owner = np.empty(len(ids), np.int64)
-    places = [np.full((len(columns), len(ids)), x, t) for x, t in ((-1, np.int32), (0, np.int64), (0, np.int32))]
+    owner, places = np.empty(len(ids), np.int64), no_cells(len(columns), len(ids))
     for (number, warehouse), at in calls.epochs.owned("read", ids).items():
         owner[at], rows = warehouse, ids[at, 1] * calls.epochs.shape(number).members + ids[at, 2]
         located = calls.ask_warehouse(warehouse, Locate(number, columns, rows))

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from mindspeed_rl_plugin.dock.api import SHOWN, ColumnSpec, StateSpec, VersionBound, listed
 from mindspeed_rl_plugin.dock.messages import Ask, Grant, Record, Shape
-from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, Numbers, ids_tuple, row_ids, rows_of_groups
+from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, Numbers, row_ids, rows_of_groups
 
 EMPTY = np.empty(0, np.int32)
 Picked = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
@@ -25,12 +25,12 @@ Picked = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
 
 @dataclass
 class Held:
-    """A live lease: epoch -> row numbers, who has it, and until when."""
+    """A live lease."""
 
     token: int
     rows: Picked
     holder: Hashable
-    expires: float
+    expires: float  # by the clock of `Core`
 
 
 class Controller:
@@ -82,11 +82,10 @@ class Controller:
         """Rows under a lease, with token 0 where every row is acknowledged, or where the asker needs other weights;
         None: not ready, which to a process outside of the job an empty dock is, too. Raises ValueError for ids that
         cannot be had."""
-        if ask.ids is not None:
-            numbers = set(ask.ids[:, 0].tolist())
-            if gone := [number for number in sorted(numbers) if number in self._gone]:
-                raise ValueError(f"state {self.spec.name!r}: epoch {gone[0]} is cleared, its cells are gone")
-            if not numbers <= self._epochs.keys():
+        for number in set() if ask.ids is None else sorted({*ask.ids[:, 0].tolist()}):
+            if number in self._gone:
+                raise ValueError(f"state {self.spec.name!r}: epoch {number} is cleared, its cells are gone")
+            if number not in self._epochs:
                 return None  # its first record is on the way
         rows = pick(self._epochs, ask)
         if isinstance(rows, VersionBound):
@@ -133,38 +132,34 @@ class Controller:
 
     # looking
 
-    def undone(self, ids: np.ndarray | None) -> np.ndarray:
-        """`[n, 3]` what is not acknowledged, leased rows included, of `ids` or of all; cleared rows are left out."""
+    def look(self, ids: np.ndarray | None, done: bool) -> Grant:
+        """What is acknowledged (`done`), or is not, leased rows included, of `ids` or of all, but for what is cleared:
+        ids and owners, without a lease and without cells."""
+        masks = {n: view.done() if done else view.undone() for n, view in sorted(self._epochs.items())}
         if ids is None:
-            parts = [(number, view.undone().nonzero()[0]) for number, view in sorted(self._epochs.items())]
+            rows = [(number, mask.nonzero()[0]) for number, mask in masks.items()]
         else:
-            asked = rows_of(self._epochs, ids)
-            parts = [(number, rows[self._epochs[number].undone()[rows]]) for number, rows in asked]
-        return self._ids(parts)
-
-    def finished(self) -> Grant:
-        """What is acknowledged and not cleared: ids and owners, without a lease and without cells."""
-        rows = [(number, view.finished().nonzero()[0]) for number, view in sorted(self._epochs.items())]
-        shapes = [(number, self._epochs[number].shape) for number, _ in rows]
+            rows = [(number, part[masks[number][part]]) for number, part in rows_of(self._epochs, ids)]
         owners = [self._epochs[n].owner[part // self._epochs[n].shape.members] for n, part in rows]
+        shapes = [(number, self._epochs[number].shape) for number in dict(rows)]
         return replace(Grant.empty(0), ids=self._ids(rows), owner=np.concatenate([*owners, EMPTY]), shapes=shapes)
 
     def explain(self, ask: Ask) -> str:
-        """Why an ask was not served within its deadline: who should have written what, and who holds what: the first
-        few of each, for consumers that wait often are told each time."""
-        wanted, reasons = self.undone(ask.ids), list[str]()
+        """Why an ask was not served within its deadline: who should have written what, and who holds what, the first
+        few of each."""
+        wanted, reasons = self.look(ask.ids, done=False).ids, list[str]()
         for name in self.spec.reads:
             parts = [(n, self._epochs[n], rows) for n, rows in rows_of(self._epochs, wanted)]
             missing = self._ids([(n, rows[view.absent((name,), rows)[0]]) for n, view, rows in parts])
             writers = " or ".join(repr(s.name) for s in self.states.values() if name in s.writes)
             writer = f"state {writers}" if writers else "a producer's put"
             if len(missing):
-                reasons.append(f"column {name!r} (written by {writer}) is missing for {_listed(missing)}")
+                reasons.append(f"column {name!r} (written by {writer}) is missing for {listed(missing)}")
         asked = {number: np.zeros(len(view.status), bool) for number, view in self._epochs.items()}
         for number, rows in rows_of(self._epochs, wanted):
             asked[number][rows] = True
         holding = (
-            f"lease {token} holds {_listed(ids)}"
+            f"lease {token} holds {listed(ids)}"
             for token, held in self._leases.items()
             if len(ids := self._ids([(n, rows[asked[n][rows]]) for n, rows in held.rows if n in asked]))
         )
@@ -196,19 +191,10 @@ class Controller:
         return np.concatenate([np.empty((0, 3), np.int64), *parts])
 
 
-def _listed(ids: np.ndarray) -> str:
-    """The first few of `[n, 3]` ids, and how many there are."""
-    shown = listed(ids_tuple(ids[:SHOWN]))
-    return shown if len(ids) <= SHOWN else f"{shown}, ... ({len(ids)} in all)"
-
-
 def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | VersionBound | None:
     """The rows to give out; [] where every row is acknowledged; None to wait for more; the bound of the rows that are
-    next where it does not allow the version of who asks.
-
-    Raises ValueError for ids that are cleared, done, or a part of a group where groups are whole, and for `max_rows`
-    below one group.
-    """
+    next where it does not allow the version of who asks. Raises ValueError for ids that are cleared, done, or a part of
+    a group where groups are whole, and for `max_rows` below one group."""
     if ask.ids is not None:
         asked = rows_of(epochs, ask.ids)
         for number, rows in asked:

@@ -1,6 +1,5 @@
 """What one process serves of the dock, without sockets or threads of its own: its machine's warehouse, the controllers
-of some states, or both. All requests about rows happen under one lock. What else may be asked of this process is added
-by `Core.serve`.
+of some states, or both. Requests about rows happen under one lock; `Core.serve` adds others.
 
 A commit goes to the warehouse, which describes it to every controller before it answers.
 """
@@ -11,13 +10,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mindspeed_rl_plugin.dock import messages as m
-from mindspeed_rl_plugin.dock.codec import MALFORMED, FrameError
 from mindspeed_rl_plugin.dock.controller import Controller
+from mindspeed_rl_plugin.dock.gate import Gate
 from mindspeed_rl_plugin.dock.storage import Warehouse
 
 BEHIND_SECONDS = 60.0  # that a controller may take to learn of a commit that its asker has made
@@ -29,68 +28,47 @@ Answer = tuple[m.Message, Sequence[Any]]  # and its bulk
 
 
 class Request(NamedTuple):
-    """What is asked of a process.
+    """What is asked of a process."""
 
-    peer: name of the asker; bulk: `[bytes]` uint8 that came with the message; waited: seconds that it has waited, 0
-    when it is served for the first time; ended: whether the asker is gone; None: it is this process itself.
-    """
-
-    peer: str
+    peer: str  # name of the asker
     message: Any
-    bulk: np.ndarray | None
-    waited: float
-    ended: Callable[[], bool] | None
+    bulk: np.ndarray | None  # `[bytes]` uint8 that came with the message
+    waited: float  # seconds, 0 when it is served for the first time
+    ended: Callable[[], bool] | None  # whether the asker is gone; None: it is this process itself
 
 
 # The answer, with or without bulk; or what to wait for (a key of `Core.wake`) before the request is served again.
 Handler = Callable[[Request], m.Message | Answer | str]
 
 
-class RequestGate(Protocol):
-    """Checks what processes outside of the job ask. most_bytes: of the cells that come with one request."""
-
-    most_bytes: int
-
-    def check(self, message: m.Message, bulk: np.ndarray | None, house: Warehouse | None) -> None:
-        """Raise ValueError for a request that is refused; it changes nothing."""
-
-
 class Core:
-    """Serves `warehouse` and `controllers` (both optional).
-
-    tell: sends a record to the controllers of other processes; gate: of processes outside of the job, None: they may
-    ask what a rank may; directory: answers a process that joins; clock: seconds; at_close: called by `close`; at_gone:
-    called with the name of a process outside of the job that has ended; lock: of the rows. served: messages, and bytes
-    of cells and weights that went through this process, to show that none sees them all; refused: what was turned away,
-    by reason.
-    """
+    """Serves `warehouse` and `controllers`, both optional."""
 
     def __init__(self, warehouse: Warehouse | None = None, controllers: Mapping[str, Controller] | None = None) -> None:
         self.warehouse, self.controllers = warehouse, dict(controllers or {})
-        self.tell: Callable[[m.Record], None] = lambda record: None
-        self.directory: m.Message = m.Ok()
-        self.gate: RequestGate | None = None
+        self.tell: Callable[[m.Record], None] = lambda record: None  # the controllers of other processes
+        self.directory: m.Message = m.Ok()  # answers a process that joins
+        self.gate: Gate | None = None  # of processes outside of the job; None: they may ask what a rank may
         self.clock = time.monotonic
         self.at_close: list[Callable[[], None]] = []
-        self.at_gone: list[Callable[[str], object]] = []
-        self.served = {"messages": 0, "bytes": 0}
+        self.at_gone: list[Callable[[str], object]] = []  # with the name of a process outside of the job that has ended
+        self.served = {"messages": 0, "bytes": 0}  # that went through this process, to show that none sees them all
         self.refused = {"stranger": 0, "malformed": 0}
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # of the rows
         self._changed = defaultdict(lambda: threading.Condition(self.lock))  # by what is waited for
         self._handlers: dict[type[m.Message], tuple[Handler, bool]] = {}
         self.serve(
             {
                 m.Ask: self._on_ask,
                 m.Release: self._on_release,
-                m.Reclaim: self._on_reclaim,
-                m.Remaining: self._on_remaining,
-                m.Finished: self._on_finished,
+                m.Reclaim: lambda request: self._reclaim(request.message.state, request.message.holder),
+                m.Look: lambda request: self._asked(request).look(request.message.ids, request.message.done),
                 m.Retire: self._on_retire,
                 m.Put: self._on_put,
                 m.Clear: self._on_clear,
                 m.Locate: self._on_locate,
                 m.Fetch: self._on_fetch,
-                m.Map: self._on_map,
+                m.Map: lambda request: m.Mapped(*self.warehouse.slabs.place(request.message.segment)),
                 m.Join: lambda request: self.directory,
             }
         )
@@ -132,11 +110,11 @@ class Core:
             if isinstance(message, m.Query) and self._behind(message, waited):
                 return AFTER
             answer = handler(request)
-        except (FrameError, *MALFORMED) as error:
+        except (m.FrameError, *m.MALFORMED) as error:
             if ended is None:
                 raise
             self.refused["malformed"] += 1
-            return m.Failed.of(FrameError(f"malformed {type(message).__name__}: {error!r}")), ()
+            return m.Failed.of(m.FrameError(f"malformed {type(message).__name__}: {error!r}")), ()
         except (ValueError, OSError) as error:
             return m.Failed.of(error), ()
         if isinstance(answer, tuple):
@@ -182,25 +160,19 @@ class Core:
         self.controllers[state].end(lambda held: held.expires <= now)
         return self.controllers[state]
 
+    def _asked(self, request: Request) -> Controller:
+        return self.controllers[request.message.state]
+
     def _on_release(self, request: Request) -> m.Message:
         message: m.Release = request.message
-        self.controllers[message.state].end(lambda held: held.token == message.token)
+        self._asked(request).end(lambda held: held.token == message.token)
         self.wake(message.state)
         return m.Ok()
 
-    def _on_reclaim(self, request: Request) -> m.Message:
-        self._reclaim(request.message.state, request.message.holder)
-        return m.Ok()
-
-    def _reclaim(self, state: str, holder: str) -> None:
+    def _reclaim(self, state: str, holder: str) -> m.Message:
         if self.controllers[state].end(lambda held: held.holder == holder):
             self.wake(state)
-
-    def _on_remaining(self, request: Request) -> m.Message:
-        return m.Left(self.controllers[request.message.state].undone(request.message.ids))
-
-    def _on_finished(self, request: Request) -> m.Message:
-        return self.controllers[request.message.state].finished()
+        return m.Ok()
 
     def _on_retire(self, request: Request) -> m.Message | str:
         message: m.Retire = request.message
@@ -280,9 +252,6 @@ class Core:
     def _on_fetch(self, request: Request) -> Answer:
         return m.Ok(), [self.warehouse.slabs.view(*span) for span in request.message.spans.tolist()]
 
-    def _on_map(self, request: Request) -> m.Message:
-        return m.Mapped(*self.warehouse.slabs.place(request.message.segment))
-
     def _tell(self, record: m.Record | None) -> None:
         if record is not None:
             self.apply(record)
@@ -290,4 +259,4 @@ class Core:
 
 
 def _no_request(request: Request) -> m.Message:
-    raise FrameError(f"{type(request.message).__name__} is no request that this process answers")
+    raise m.FrameError(f"{type(request.message).__name__} is no request that this process answers")

@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, StateSpec
 from mindspeed_rl_plugin.dock.calls import Calls, Owners
-from mindspeed_rl_plugin.dock.client import Dock
 from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.core import Core
+from mindspeed_rl_plugin.dock.dock import Dock
 from mindspeed_rl_plugin.dock.machines import check_addresses, machine, own_address
-from mindspeed_rl_plugin.dock.memory import Limits
+from mindspeed_rl_plugin.dock.memory import DockLimits
 from mindspeed_rl_plugin.dock.messages import Address, Bye, Directory, Message, Record, Stopped
 from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
 from mindspeed_rl_plugin.dock.rpc import Process
-from mindspeed_rl_plugin.dock.server import Server
+from mindspeed_rl_plugin.dock.server import DockServer
 from mindspeed_rl_plugin.dock.storage import Warehouse
 from mindspeed_rl_plugin.dock.watch import HEARTBEAT, Watch, heartbeat_of
 
@@ -37,7 +37,7 @@ def make_docks(
     *,
     group: dist.ProcessGroup | None = None,
     deadline: float = 600.0,
-    limits: Limits | None = None,
+    limits: DockLimits | None = None,
     owners: Owners | None = None,
 ) -> list[Dock]:
     """One dock, seen by several divisions of the ranks into consumers: a `Dock` for each. Collective over `group`.
@@ -45,14 +45,14 @@ def make_docks(
     divisions: (consumer that this rank belongs to, number of consumers), such as its data parallel rank or its
     rollout engine; the ranks of one consumer make equal calls and get equal rows. None: each rank is one. group: all
     ranks, with host memory (gloo); None for a job of one process. deadline: seconds that the ranks wait for each
-    other; a rank without a sign of life for a tenth of them, 30 s at least, counts as gone and the job ends; limits: of
-    a warehouse; owners: (epoch, groups) -> `[groups]` machine of each group, numbered by lowest rank.
+    other; after a tenth of them (30 s at least) without a sign of life a rank counts as gone and the job ends; owners:
+    (epoch, groups) -> `[groups]` machine of each group, numbered by lowest rank.
     Raises ValueError, on every rank, for a machine of several that has no address that the others can reach.
     """
     job, host = Peers() if group is None else GroupPeers(group), own_address()
     check_addresses(job.gather((machine(), host)))
-    more = {"limits": limits, "owners": owners, "heartbeat": heartbeat_of(deadline)}
-    member = Member(columns, states, job, host=host, **more)
+    how = {"limits": limits, "owners": owners, "heartbeat": heartbeat_of(deadline)}
+    member = Member(columns, states, job, host=host, **how)
     every = [make_peers(job, division, group, deadline) for division in divisions]
     return [member.dock(peers=peers, deadline=deadline) for peers in every]
 
@@ -73,7 +73,7 @@ class Member:
         *,
         node: str = "",
         host: str = "",
-        limits: Limits | None = None,
+        limits: DockLimits | None = None,
         owners: Owners | None = None,
         heartbeat: float = HEARTBEAT,
         end: Callable[[int], object] = os._exit,
@@ -87,8 +87,8 @@ class Member:
         self._leads = [nodes.index(name) for name in machines]
         self._held_by = {s.name: controller_rank(i, len(states), len(nodes)) for i, s in enumerate(states)}
         self.watch = Watch(rank, heartbeat, end)
-        self.core = self._core(limits or Limits())
-        self.server = Server(self.core, self.me, self.watch)
+        self.core = self._core(limits or DockLimits())
+        self.server = DockServer(self.core, self.me, self.watch)
         self.directory = self.core.directory = Directory(list(columns), list(states), [], {}, [])
         here = self.server.start(host if len(machines) > 1 else "") if many else Address(nodes[rank], "", rank=rank)
         self._publish(here)
@@ -111,7 +111,7 @@ class Member:
 
     def listen(self, host: str, about: str) -> str:
         """Answer processes outside of the job from now on, those of other machines at `host`; the address where they
-        ask first. Collective. about: what the job says of itself."""
+        ask first. Collective. about: of `Directory`."""
         self.directory.about = about
         self._publish(self.server.start(host))
         first = self.directory.warehouses[0]
@@ -136,7 +136,7 @@ class Member:
         self.server.close(last)
         self.core.close()
 
-    def _core(self, limits: Limits) -> Core:
+    def _core(self, limits: DockLimits) -> Core:
         columns, states, rank = self.declared.columns, self.declared.states, self.peers.rank
         house = Warehouse(self._leads.index(rank), self.declared, limits) if rank in self._leads else None
         here = [name for name, holder in self._held_by.items() if holder == rank]
@@ -179,7 +179,6 @@ def contiguous(machines: int, epoch: int, groups: int) -> np.ndarray:
 
 
 def controller_rank(index: int, controllers: int, world: int) -> int:
-    """Rank that holds the controller of state `index`: where there are enough ranks one of its own for each state,
-    spread evenly; else as many for each rank, to one, from the second on: the first, which holds a warehouse
-    already, has no more than any other."""
+    """Rank that holds the controller of state `index`: with enough ranks one of its own for each state, spread evenly;
+    else in turn from the second rank on, for the first holds a warehouse already."""
     return (index * world // controllers if world >= controllers else index + 1) % world

@@ -17,6 +17,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -60,14 +61,13 @@ def put_bytes(blocks: Iterable[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """capacity, rows: bytes of cells and rows of groups that a warehouse may hold (None: no limit); max_tokens: longest
-    sample, needed with a capacity, for what write-backs are promised."""
+class DockLimits:
+    """What a warehouse may hold."""
 
-    capacity: int | None = None
-    max_tokens: int | None = None
+    capacity: int | None = None  # bytes of cells, None for no limit
+    max_tokens: int | None = None  # longest sample, needed with a capacity, for what write-backs are promised
     segment_bytes: int = SEGMENT_BYTES
-    rows: int | None = None
+    rows: int | None = None  # of groups, None for no limit
 
     def write_backs(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> dict[str, int]:
         """Most bytes that states write into one row, by column. Raises ValueError for a capacity without max_tokens."""
@@ -79,11 +79,9 @@ class Limits:
         return {c.name: self._cell_bytes(c) for c in columns if c.name in written}
 
     def check(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], groups: int, members: int) -> None:
-        """Raise ValueError where a warehouse cannot admit `groups` of `members` samples, the longest there may be.
-
-        A ragged column that declares no `longest` counts with max_tokens entries. Where its cells can be longer (text
-        and record of a prompt), a put of such cells still says by itself what it lacks.
-        """
+        """Raise ValueError where a warehouse cannot admit `groups` of `members` samples, the longest there may be. A
+        cell that nothing bounds (text of a prompt) counts with max_tokens entries; a put of longer ones still says what
+        it lacks."""
         if self.rows is not None and groups * members > self.rows:
             raise ValueError(
                 f"--rl-dock-rows {self.rows}: {groups} groups of {members} samples on one machine are "
@@ -97,10 +95,12 @@ class Limits:
         row = row_reserve(written) + put_bytes(self._cell_bytes(c) for c in produced if c.level != "group")
         need = groups * (members * row + put_bytes(self._cell_bytes(c) for c in produced if c.level == "group"))
         if need > self.capacity:
+            names = ", ".join(c.name for c in produced if open_ended(c))
+            uncounted = f", with {self.max_tokens} entries per cell of {names}" if names else ""
             raise ValueError(
                 f"--rl-dock-gb {self.capacity / 2**30:g}: {groups} groups of {members} samples on one machine may need "
-                f"{need} bytes ({need / 2**30:.3g} GiB){self._uncounted(produced)}; raise it, or lower "
-                "--rl-rollout-prompts or the length limits"
+                f"{need} bytes ({need / 2**30:.3g} GiB){uncounted}; raise it, or lower --rl-rollout-prompts or the "
+                "length limits"
             )
 
     def missing(self, wanted: Mapping[str, int], taken: Mapping[str, int], groups: int) -> str | None:
@@ -121,16 +121,12 @@ class Limits:
                 return f"{taken[unit]} of {limit} {unit} are taken or promised, the put needs {wanted[unit]} more"
         return None
 
-    def _uncounted(self, produced: Sequence[ColumnSpec]) -> str:
-        names = [c.name for c in produced if open_ended(c)]
-        return f", with {self.max_tokens} entries per cell of {', '.join(names)}" if names else ""
-
     def _cell_bytes(self, column: ColumnSpec) -> int:
         return entry_bytes(column) * ((column.longest or self.max_tokens) if column.ragged else 1)
 
 
-def rounded(nbytes: int) -> int:
-    """Bytes of the whole lines that hold `nbytes`."""
+def rounded(nbytes: Any) -> Any:
+    """Bytes of the whole lines that hold `nbytes`, an integer or an array of them."""
     return -(-nbytes // LINE) * LINE
 
 
@@ -159,15 +155,14 @@ class Segments:
 
 
 class Slabs(Segments):
-    """The owner's side.
+    """The owner's side. Wholly free segments stay for the next rollout, and go where new memory would pass the limit.
 
     segment_bytes: size of an ordinary segment; a larger extent gets one of its own, up to twice as large, in which a
     block that grows from rollout to rollout has space again. limit: bytes that all segments should not pass, what is
-    handed out aside; None: twice the most that was ever handed out. Wholly free segments stay for the next rollout, and
-    go where new memory would pass the limit.
+    handed out aside; None: twice the most that was ever handed out.
     """
 
-    def __init__(self, segment_bytes: int = 64 << 20, limit: int | None = None) -> None:
+    def __init__(self, segment_bytes: int = SEGMENT_BYTES, limit: int | None = None) -> None:
         super().__init__(self.place)
         self.segment_bytes, self.limit = rounded(segment_bytes), limit
         self._files: dict[int, tuple[int, int]] = {}  # segment -> descriptor, bytes
@@ -189,13 +184,15 @@ class Slabs(Segments):
         return f"/proc/{os.getpid()}/fd/{handle}", size, [*self._files]
 
     def allocate(self, nbytes: int) -> Extent:
-        """An extent of at least `nbytes`. Raises OSError when the machine has no memory left."""
+        """The first free extent of at least `nbytes`. Raises OSError when the machine has no memory left."""
         size = rounded(max(nbytes, 1))
-        for segment, free in self._free.items():
-            for i, (offset, space) in enumerate(free):
-                if space >= size:
-                    return self._hand_out(segment, i, offset, size)
-        return self._hand_out(self._grow(size), 0, 0, size)
+        spaces = ((segment, *space) for segment, free in self._free.items() for space in free)
+        segment, offset = next((x[:2] for x in spaces if x[2] >= size), (-1, 0))
+        segment = self._grow(size) if segment < 0 else segment
+        cut(self._free[segment], offset, offset + size)
+        self.used += size
+        self._most = max(self._most, self.used)
+        return Extent(segment, offset, size)
 
     def free(self, segment: int, offset: int, nbytes: int) -> None:
         """Give a range of extents back: whole lines."""
@@ -208,14 +205,6 @@ class Slabs(Segments):
             os.close(handle)
         for known in (self._files, self._free, self._arrays):
             known.clear()
-
-    def _hand_out(self, segment: int, index: int, offset: int, size: int) -> Extent:
-        free = self._free[segment]
-        space = free[index][1]
-        free[index : index + 1] = [(offset + size, space - size)] if space > size else []
-        self.used += size
-        self._most = max(self._most, self.used)
-        return Extent(segment, offset, size)
 
     def _grow(self, size: int) -> int:
         """A new segment that has space for `size` bytes; its number."""
@@ -235,8 +224,8 @@ class Slabs(Segments):
     def _make(self, space: int) -> int:
         left = host_available()
         if space > left:
-            raise OSError(f"no memory for {space} bytes of rows: {left} are free here; lower --rl-rollout-prompts or "
-                          "set --rl-dock-gb, with which producers wait")  # fmt: skip
+            mend = "lower --rl-rollout-prompts or set --rl-dock-gb, with which producers wait"
+            raise OSError(f"no memory for {space} bytes of rows: {left} are free here; {mend}")
         handle = nameless_file(space)
         segment, self._next = self._next, self._next + 1
         self._arrays[segment] = mapped(handle, space)

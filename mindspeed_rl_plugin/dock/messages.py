@@ -1,16 +1,25 @@
-"""What the processes of a dock say to each other: typed structs as MessagePack, never pickle.
+"""What the processes of a dock say to each other: typed structs as MessagePack, never pickle. What does not fit their
+types is no message; arrays are `[dtype, shape, bytes]`.
 
-`codec` writes and reads them.
+Another folder that has messages of its own says so by `add`, where it defines them.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Union
 
 import msgspec
 import numpy as np
+import torch
 
 from mindspeed_rl_plugin.dock.api import ANY_VERSION, ColumnSpec, StateSpec, VersionBound
+
+# What garbage inside a well-formed message raises where it is served.
+MALFORMED = (KeyError, IndexError, TypeError, AttributeError, OverflowError)
+
+
+class FrameError(ValueError):
+    """What is no message of this protocol, or one above the limits."""
 
 
 class Shape(NamedTuple):
@@ -47,7 +56,7 @@ class Message(msgspec.Struct, tag=True, array_like=True, gc=False):
     """A request, an answer or a note."""
 
 
-class Part(msgspec.Struct, array_like=True, gc=False):
+class Slots(msgspec.Struct, array_like=True, gc=False):
     """Columns that are written for the same rows. names: C columns; slots: `[n]` int32 row numbers (group numbers for
     group columns); length: `[C, n]` int32 entries of each cell."""
 
@@ -56,12 +65,18 @@ class Part(msgspec.Struct, array_like=True, gc=False):
     length: np.ndarray
 
 
-class Cells(Part, array_like=True, gc=False):
+class Cells(Slots, array_like=True, gc=False):
     """And where they lie. segment: `[C, n]` or `[1, 1]` int32, -1 for a cell that is not there; offset: `[C, n]` int64
     bytes."""
 
     segment: np.ndarray
     offset: np.ndarray
+
+
+def no_cells(columns: int, rows: int) -> list[np.ndarray]:
+    """Segment, offset and length `[columns, rows]` of cells that are not there."""
+    shape = (columns, rows)
+    return [np.full(shape, -1, np.int32), np.zeros(shape, np.int64), np.zeros(shape, np.int32)]
 
 
 class Query(Message):
@@ -103,8 +118,7 @@ class Grant(Message):
     @classmethod
     def empty(cls, columns: int, needs: VersionBound | None = None) -> Grant:
         """Nothing, for a state that reads so many columns."""
-        tables = (np.empty((columns, 0), t) for t in (np.int32, np.int64, np.int32))
-        return cls(0, np.empty((0, 3), np.int64), np.empty(0, np.int32), *tables, [], needs)
+        return cls(0, np.empty((0, 3), np.int64), np.empty(0, np.int32), *no_cells(columns, 0), [], needs)
 
 
 class Release(Query):
@@ -127,20 +141,12 @@ class Retire(Query):
     deadline: float
 
 
-class Remaining(Query):
-    """Which rows are not acknowledged, of `ids` `[B, 3]` or of all."""
+class Look(Query):
+    """Which rows are acknowledged (`done`), or are not, of `ids` `[B, 3]` or of all; answered by a `Grant` of no lease
+    and no cells."""
 
-    ids: np.ndarray | None = None
-
-
-class Finished(Query):
-    """Which rows are acknowledged and not cleared; answered by a `Grant` of no lease and no cells."""
-
-
-class Left(Message):
-    """Rows that are not acknowledged. ids: `[n, 3]`."""
-
-    ids: np.ndarray
+    ids: np.ndarray | None
+    done: bool
 
 
 # To a warehouse.
@@ -153,7 +159,7 @@ class Put(Message):
 
     epoch: int
     shape: Shape
-    parts: list[Part]
+    parts: list[Slots]
     producer: bool
     deadline: float
     extent: Extent | None = None
@@ -289,3 +295,45 @@ class Failed(Message):
 
     def raised(self) -> Exception:
         return (TimeoutError if self.late else ValueError)(self.text)
+
+
+DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
+TYPES = {np.dtype(t).str: np.dtype(t) for t in (np.uint8, np.int32, np.int64)}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} is no part of a message")
+    return value.dtype.str, value.shape, np.ascontiguousarray(value).data
+
+
+def _decode(kind: type, value: Any) -> Any:
+    if kind is torch.dtype:
+        return DTYPES[value]
+    dtype, shape, data = value
+    return np.frombuffer(data, TYPES[dtype]).reshape(shape)
+
+
+pack = msgspec.msgpack.Encoder(enc_hook=_encode).encode
+_types: list[type[Message]] = []  # of messages that are understood
+_decoder = msgspec.msgpack.Decoder()
+
+
+def add(*types: type[Message]) -> None:
+    """From now on `unpack` understands messages of these types, too."""
+    global _decoder
+    _types.extend(types)
+    _decoder = msgspec.msgpack.Decoder(Union[tuple(_types)], dec_hook=_decode)  # noqa: UP007
+
+
+add(*Message.__subclasses__(), *Query.__subclasses__())
+
+
+def unpack(data: bytes | bytearray) -> Message:
+    """Inverse of `pack`. Raises FrameError for anything malformed."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, *MALFORMED) as error:
+        raise FrameError(f"malformed message: {error}") from error

@@ -11,33 +11,27 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.memory import Range, insert
-from mindspeed_rl_plugin.dock.messages import Cells, Part, Record, Shape
+from mindspeed_rl_plugin.dock.messages import Cells, Record, Shape, Slots, no_cells
 from mindspeed_rl_plugin.rows import SampleId
 
 FREE, LEASED, DONE = 0, 1, 2
 
 
 class Places:
-    """Of the columns `names`, among all that are declared.
-
-    segment, offset, length: `[columns, rows]`, segment -1 where there is no cell; the cell of a group is that of all
-    its rows. Rows are numbered group * members + member. alive: `[groups]` bool, those that are not cleared.
-    """
+    """Of the columns `names`, among all that are declared. segment (-1 where there is no cell), offset, length:
+    `[columns, rows]`; the cell of a group is that of all its rows."""
 
     def __init__(self, shape: Shape, names: Iterable[str], columns: Mapping[str, ColumnSpec]) -> None:
-        self.shape, rows = shape, shape.groups * shape.members
-        self.row = {name: i for i, name in enumerate(names)}
-        self.segment = np.full((len(self.row), rows), -1, np.int32)
-        self.offset = np.zeros((len(self.row), rows), np.int64)
-        self.length = np.zeros((len(self.row), rows), np.int32)
-        self.alive = np.ones(shape.groups, bool)
+        self.shape, self.row = shape, {name: i for i, name in enumerate(names)}
+        self.segment, self.offset, self.length = no_cells(len(self.row), shape.groups * shape.members)
+        self.alive = np.ones(shape.groups, bool)  # those that are not cleared
         self._grouped = frozenset(name for name, c in columns.items() if c.level == "group")
 
     def repeat(self, names: tuple[str, ...]) -> int:
         """Rows of one cell of these columns, which are all of groups or all of rows."""
         return self.shape.members if names[0] in self._grouped else 1
 
-    def groups_of(self, cells: Cells | Part) -> np.ndarray:
+    def groups_of(self, cells: Cells | Slots) -> np.ndarray:
         """`[n]` group of each slot."""
         return cells.slots // (self.shape.members // self.repeat(cells.names))
 
@@ -122,7 +116,7 @@ class EpochView(Places):
         members = self.shape.members
         return np.repeat(mask.reshape(-1, members).all(1), members) if self.spec.whole_groups else mask
 
-    def finished(self) -> np.ndarray:
+    def done(self) -> np.ndarray:
         """`[rows]` bool: acknowledged."""
         return (self.status == DONE) & self._open()
 

@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mindspeed_rl_plugin.dock.codec import FrameError, pack, unpack
-from mindspeed_rl_plugin.dock.messages import Address, Bye, Hello, Message, Stopped
+from mindspeed_rl_plugin.dock.messages import Address, Bye, FrameError, Hello, Message, Stopped, pack, unpack
 
-MAGIC, VERSION = b"MSTD", 9
+MAGIC, VERSION = b"MSTD", 10
 PREFIX = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 256 << 20  # bytes
 MAX_BULK = 1 << 40  # bytes
@@ -41,16 +40,24 @@ ALIVE_SECONDS = 10.0  # without an answer, until it is asked whether the other s
 
 
 class Process(NamedTuple):
-    """One that takes part. name: unique in the job; rank: of it, -1 outside; node: its machine; secret: of the job."""
+    """One that takes part."""
 
-    name: str
-    rank: int
-    node: str
-    secret: bytes
+    name: str  # unique in the job
+    rank: int  # of the job, -1 outside
+    node: str  # its machine
+    secret: bytes  # of the job
 
 
 class Silent(ConnectionError):
     """Something takes a connection, and does not answer."""
+
+
+class Lost(ConnectionError):
+    """A connection broke, and nobody said that it would."""
+
+
+class Closed(ConnectionError):
+    """The other side has left in order."""
 
 
 class Oversized(ValueError):
@@ -213,14 +220,6 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[Stream, Hello]:
     return stream, hello
 
 
-class Lost(ConnectionError):
-    """A connection broke, and nobody said that it would."""
-
-
-class Closed(ConnectionError):
-    """The other side has left in order."""
-
-
 def ask(
     stream: Stream,
     address: Address,
@@ -233,7 +232,7 @@ def ask(
     in which nothing may come; alive: called each ALIVE_SECONDS without an answer, raises where there will be none.
 
     Raises TimeoutError when no answer comes, `Closed` when the other side has left, `Lost` when it is gone, and
-    ConnectionError when it stops; a late answer would be taken for that of the next request then.
+    ConnectionError when it stops; the stream is of no use then, for a late answer may come.
     """
     kind, begin = type(message).__name__, time.monotonic()
     end = begin + getattr(message, "deadline", 0.0) + patience
@@ -260,7 +259,7 @@ def ask(
 
 
 def thread(work: Callable[..., object], *arguments: object) -> threading.Thread:
-    """Run it beside everything else."""
+    """Run it in a thread that ends with the process."""
     made = threading.Thread(target=work, args=arguments, name="rl-dock", daemon=True)
     made.start()
     return made

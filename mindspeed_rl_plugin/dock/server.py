@@ -1,8 +1,5 @@
-"""The answering side: a thread for each connection of a process, which asks its `Core`.
-
-Answers are sent outside of the core's lock, so that nobody waits for a slow reader. A dock of one process has no thread
-until somebody outside is invited.
-"""
+"""The answering side: a thread for each connection of a process, which asks its `Core`. Answers are sent outside of the
+core's lock, so that nobody waits for a slow reader."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import threading
 import time
 
 from mindspeed_rl_plugin.dock import messages as m
-from mindspeed_rl_plugin.dock.codec import FrameError
 from mindspeed_rl_plugin.dock.core import OUTSIDE, Core
 from mindspeed_rl_plugin.dock.rpc import MAX_BULK, Oversized, Process, Stream, admit, connect, thread
 from mindspeed_rl_plugin.dock.watch import Link, Watch
@@ -21,7 +17,7 @@ from mindspeed_rl_plugin.dock.watch import Link, Watch
 EXHAUSTED_SECONDS = 0.1  # until the next try to accept, where descriptors or memory have run out
 
 
-class Server:
+class DockServer:
     """Serves `core`, after `start`. me: this rank; watch: of a job of several."""
 
     def __init__(self, core: Core, me: Process, watch: Watch | None = None) -> None:
@@ -93,10 +89,9 @@ class Server:
             if hello.watch and hello.rank >= 0 and self.watch is not None:
                 stream = Link(connection, hello.rank, hello.node)
                 self.watch.add(stream)
-        except (OSError, EOFError, FrameError) as error:
-            refused = "malformed" if isinstance(error, FrameError) else "stranger"
-            if isinstance(error, (PermissionError, FrameError)):
-                self.core.refused[refused] += 1
+        except (OSError, EOFError, m.FrameError) as error:
+            if isinstance(error, (PermissionError, m.FrameError)):
+                self.core.refused["malformed" if isinstance(error, m.FrameError) else "stranger"] += 1
             return connection.close()
         name = hello.name if hello.rank >= 0 or hello.name.startswith(OUTSIDE) else f"{OUTSIDE} {hello.name}"
         self._streams[stream] = name
@@ -109,8 +104,8 @@ class Server:
                 self.core.gone(name)
 
     def _converse(self, stream: Stream, peer: str) -> None:
-        """Serve what comes over a connection, until it ends. A lease that it ends with may not have been heard of: its
-        asker may have waited no longer."""
+        """Serve what comes over a connection, until it ends. Its last answer may not have been heard: a lease in it is
+        handed back."""
         unheard: m.Release | None = None
         try:
             while True:
@@ -128,9 +123,9 @@ class Server:
                         unheard = m.Release(message.state, [], {}, answer[0].token)
                     try:
                         stream.send(*answer)
-                    except FrameError as error:
+                    except m.FrameError as error:
                         stream.send(m.Failed.of(error))
-        except FrameError:
+        except m.FrameError:
             self.core.refused["malformed"] += 1
         except (OSError, EOFError):
             pass

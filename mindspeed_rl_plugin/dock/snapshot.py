@@ -11,7 +11,7 @@ import torch
 from mindspeed_rl_plugin.dock.api import ANY_VERSION, ColumnSpec, Declared, VersionBound
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.cells import Writer, gather, locate
-from mindspeed_rl_plugin.dock.messages import Remaining
+from mindspeed_rl_plugin.dock.messages import Look
 from mindspeed_rl_plugin.dock.places import DONE, ids_tuple, row_ids
 from mindspeed_rl_plugin.rows import Ragged, Rows
 
@@ -20,7 +20,7 @@ FORMAT = 1
 
 def check(state: Mapping[str, Any], columns: Mapping[str, ColumnSpec]) -> None:
     """Raise ValueError unless a dock with these columns can take over a snapshot. Columns and states that are not
-    declared here are left behind: nobody reads them."""
+    declared here are dropped."""
     if state.get("format") != FORMAT:
         raise ValueError(f"dock snapshot has format {state.get('format')!r}, this dock reads format {FORMAT}")
     declared = {n: c.describe() for n, c in columns.items()}
@@ -53,7 +53,7 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
     status = {}
     # First: processes outside of the job go on, and what they write meanwhile must not count as done without its cells.
     for state in declared.states:
-        left = calls.query(Remaining, state, ids).ids
+        left = calls.query(Look, state, ids, False).ids
         done = alive.copy()
         done[left[:, 1] * members + left[:, 2]] = False
         status[state] = torch.from_numpy(np.where(done, DONE, 0).astype(np.uint8))

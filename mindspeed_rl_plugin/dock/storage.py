@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, VersionBound, listed, refuse
+from mindspeed_rl_plugin.dock.api import ColumnSpec, Declared, listed
 from mindspeed_rl_plugin.dock.memory import (
     LINE,
-    Limits,
+    DockLimits,
     Range,
     Slabs,
     cut,
@@ -28,21 +28,20 @@ from mindspeed_rl_plugin.dock.memory import (
     rounded,
     row_reserve,
 )
-from mindspeed_rl_plugin.dock.messages import Cells, Extent, Part, Put, Record, Shape
-from mindspeed_rl_plugin.dock.places import Numbers, Places, ids_tuple, row_ids, rows_of_groups, runs
-from mindspeed_rl_plugin.rows import Column, Ragged, Rows
+from mindspeed_rl_plugin.dock.messages import Cells, Extent, Put, Record, Shape, Slots, no_cells
+from mindspeed_rl_plugin.dock.places import Numbers, Places, rows_of_groups, runs
+from mindspeed_rl_plugin.rows import Column, Ragged
 
 
 @dataclass
 class Block:
-    """Memory of one commit. rest: ranges of its segment that are not free yet; groups: whose cells lie in it; promised:
-    whether it holds nothing but what was kept free for write-backs; beyond: bytes that were not."""
+    """Memory of one commit."""
 
     segment: int
-    rest: list[Range]
-    groups: np.ndarray
-    promised: bool
-    beyond: int
+    rest: list[Range]  # ranges of its segment that are not free yet
+    groups: np.ndarray  # whose cells lie in it
+    promised: bool  # whether it holds nothing but what was kept free for write-backs
+    beyond: int  # bytes that were not
 
 
 class EpochTables(Places):
@@ -54,13 +53,15 @@ class EpochTables(Places):
         self.blocks: list[Block] = []
 
 
-def layout(columns: Mapping[str, ColumnSpec], parts: Sequence[Part]) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+def layout(
+    columns: Mapping[str, ColumnSpec], parts: Sequence[Slots]
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
     """Where the columns of a put lie in its extent: `[C]` int64 begin and bytes of each, by part; and the bytes of all,
     whole lines."""
     at, places = 0, []
     for part in parts:
         sizes = part.length.sum(1, dtype=np.int64) * items(columns, part.names)[:, 0]
-        whole = -(-sizes // LINE) * LINE
+        whole = rounded(sizes)
         places.append((at + np.cumsum(whole) - whole, sizes))
         at += int(whole.sum())
     return places, at
@@ -69,7 +70,7 @@ def layout(columns: Mapping[str, ColumnSpec], parts: Sequence[Part]) -> tuple[li
 class Warehouse:
     """`index`: number of this warehouse; limits: what it may hold."""
 
-    def __init__(self, index: int, declared: Declared, limits: Limits) -> None:
+    def __init__(self, index: int, declared: Declared, limits: DockLimits) -> None:
         self.index, self.limits, self._declared = index, limits, declared
         self.columns, self.states = declared.columns, declared.states
         self.slabs = Slabs(limits.segment_bytes, limits.capacity)
@@ -109,11 +110,11 @@ class Warehouse:
         back = sum(nbytes for block in kept for _, nbytes in block.rest) - sum(block.beyond for block in kept)
         return {"bytes": self.slabs.used - back + rows * self._reserve, "rows": rows}
 
-    def reserve(self, parts: Sequence[Part]) -> Extent:
+    def reserve(self, parts: Sequence[Slots]) -> Extent:
         """Memory for a put of `parts`, which its writer fills and commits."""
         return self.slabs.allocate(layout(self.columns, parts)[1])
 
-    def store(self, parts: Sequence[Part], bulk: np.ndarray) -> Extent:
+    def store(self, parts: Sequence[Slots], bulk: np.ndarray) -> Extent:
         """Memory for cells that came with a message, with them in it."""
         extent = self.reserve(parts)
         self.slabs.view(extent.segment, extent.offset, len(bulk))[:] = bulk
@@ -125,8 +126,8 @@ class Warehouse:
         """Make cells visible that lie in `extent`, and note that a state is done with rows. None for a late repeat: all
         of it is cleared.
 
-        Raises ValueError, and changes nothing but that the extent goes back, for token columns of unequal length, and
-        rows that lack a column that the state writes.
+        Raises ValueError for token columns of unequal length, and rows that lack a column that the state writes; the
+        extent goes back then, nothing else changes.
         """
         used = 0
         try:
@@ -163,7 +164,7 @@ class Warehouse:
         record = self._record(put.epoch, put.shape, cells=cells, state=put.state, rows=put.rows)
         return record, used if groups.any() else 0
 
-    def _enter(self, tables: EpochTables, part: Part, extent: Extent, begins: np.ndarray) -> tuple[Cells, np.ndarray]:
+    def _enter(self, tables: EpochTables, part: Slots, extent: Extent, begins: np.ndarray) -> tuple[Cells, np.ndarray]:
         """Enter those cells of a part that are new; which, and their groups. begins: `[C]` bytes of the extent."""
         nbytes = part.length * items(self.columns, part.names)
         offset = extent.offset + begins[:, None] + np.cumsum(nbytes, 1) - nbytes
@@ -229,72 +230,13 @@ class Warehouse:
                 missing = listed((put.epoch, *divmod(row, members)) for row in rows[lacking].tolist())
                 raise ValueError(f"commit: state {put.state!r} must write column {name!r}; it is missing for {missing}")
 
-    # what others want to commit
-
-    def brought(self, put: Put, bulk: np.ndarray | None, beside: Sequence[str]) -> Rows:
-        """The rows that a process outside of the job wants to commit, with the columns `beside` that are there; without
-        those that are cleared. Raises ValueError where the put is not what its state and columns are declared to be."""
-        if put.epoch in self._gone:
-            return Rows(())
-        if put.epoch not in self._epochs:
-            raise ValueError(f"put: epoch {put.epoch} is not open; open: {listed(sorted(self._epochs))}")
-        tables = self._tables(put.epoch, put.shape)
-        if len(put.rows) and not 0 <= put.rows.min() <= put.rows.max() < len(tables.alive) * tables.shape.members:
-            raise ValueError(f"put: rows {put.rows.min()} to {put.rows.max()} are not all of epoch {put.epoch}")
-        if not put.parts:
-            return Rows(())
-        (part,) = put.parts
-        self._check_part(put, part, tables)
-        places, total = layout(self.columns, put.parts)
-        if (there := 0 if bulk is None else len(bulk)) != total:
-            raise ValueError(f"put: {there} bytes came where cells of these lengths have {total}")
-        columns, packed = {}, dict[bytes, Tensor]()
-        for name, length, begin, nbytes in zip(part.names, part.length, *places[0], strict=True):
-            columns[name] = as_column(self.columns[name], bulk[begin : begin + nbytes], length, packed)
-        rows = Rows(ids_tuple(row_ids(put.epoch, put.shape.members, part.slots)), columns)
-        alive = tables.alive[part.slots // put.shape.members]
-        if not alive.all():
-            rows = rows.take(alive.nonzero()[0].tolist())
-        return rows.with_columns(**{name: self._column(tables, name, part.slots[alive]) for name in beside})
-
-    def bound(self, epoch: int) -> VersionBound:
-        """Of an epoch that is open."""
-        return self._epochs[epoch].shape.bound
-
-    def _check_part(self, put: Put, part: Part, tables: EpochTables) -> None:
-        wanted, rows = self.states[put.state].writes, len(tables.alive) * tables.shape.members
-        refuse(f"put: state {put.state!r} does not write", part.names, wanted)
-        if sorted(part.names) != sorted(wanted):
-            raise ValueError(f"put: state {put.state!r} writes {listed(wanted)}, each once; got {listed(part.names)}")
-        acked = put.rows if put.rows is not None else part.slots[:0]
-        for what, slots in (("rows", part.slots), ("acknowledged rows", acked)):
-            if slots.dtype != np.int32 or slots.ndim != 1 or (slots < 0).any() or (slots >= rows).any():
-                raise ValueError(f"put: {what} {listed(slots.tolist())} are not in 0..{rows - 1} of epoch {put.epoch}")
-        if len(np.unique(part.slots)) != len(part.slots):
-            raise ValueError(f"put: a row occurs twice among {listed(part.slots.tolist())}")
-        if part.length.dtype != np.int32 or part.length.shape != (len(part.names), len(part.slots)):
-            raise ValueError(f"put: lengths of shape {list(part.length.shape)} for {len(part.slots)} rows")
-        for name, length in zip(part.names, part.length, strict=True):
-            if (length < 0).any() or (not self.columns[name].ragged and (length != 1).any()):
-                raise ValueError(f"put: column {name!r} has cells of {int(length.min(initial=0))} entries or more")
-
-    def _column(self, tables: EpochTables, name: str, rows: np.ndarray) -> Column:
-        """A column of rows that has been committed. Raises ValueError where it has not."""
-        segment, offset, length = (table[0] for table in tables.cells((name,), rows))
-        if (segment < 0).any():
-            raise ValueError(f"put: a row has no {name!r}, so nobody was asked for it")
-        sizes = (length * entry_bytes(self.columns[name])).tolist()
-        cells = zip(segment.tolist(), offset.tolist(), sizes, strict=True)
-        data = np.concatenate([np.empty(0, np.uint8), *(self.slabs.view(*cell) for cell in cells)])
-        return as_column(self.columns[name], data, length, {})
-
     # looking
 
     def locate(self, epoch: int, columns: tuple[str, ...], rows: np.ndarray) -> list[np.ndarray]:
         """Segment, offset and length `[C, n]` of cells, segment -1 of one that is not committed."""
         tables = self._epochs.get(epoch)
         if tables is None:
-            return [np.full((len(columns), len(rows)), x, t) for x, t in ((-1, "i4"), (0, "i8"), (0, "i4"))]
+            return no_cells(len(columns), len(rows))
         return tables.cells(columns, rows)
 
     # clearing
@@ -339,6 +281,14 @@ class Warehouse:
         begin, first = np.unique(offset[mine], return_index=True)
         flat, sizes = runs(nbytes[mine][first][None], np.zeros((1, len(begin))), begin[None])
         return list(zip(begin[flat].tolist(), sizes.tolist(), strict=True))
+
+    def opened(self, epoch: int, shape: Shape) -> EpochTables | None:
+        """An epoch that has been opened, None where all of it is cleared. Raises ValueError for another one."""
+        if epoch in self._gone:
+            return None
+        if epoch not in self._epochs:
+            raise ValueError(f"put: epoch {epoch} is not open; open: {listed(sorted(self._epochs))}")
+        return self._tables(epoch, shape)
 
     def _tables(self, number: int, shape: Shape) -> EpochTables:
         tables = self._epochs.get(number)

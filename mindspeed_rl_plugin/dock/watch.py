@@ -1,11 +1,10 @@
 """Fail-stop: the ranks of a job watch each other, and when one is gone all end, each with a line that names it.
 
-A torchrun job cannot go on without one of its ranks; a checkpoint is what brings it back. So a link between two ranks
-that breaks, or over which nothing comes for the heartbeat (a machine without power breaks no connection), ends the
-process at once, even if its main thread hangs in a collective. Each rank is linked to the lowest rank of its machine,
-these to rank 0, and every warehouse to the controllers; generators of the launcher, the ranks after those that train,
-are linked to rank 0, which expects them. Who stops says over its links because of whom. Who leaves in order says so
-first, and nobody stops for it.
+A torchrun job cannot go on without one of its ranks. So a link between two ranks that breaks, or over which nothing
+comes for the heartbeat (a machine without power breaks no connection), ends the process at once, even if its main
+thread hangs in a collective. Each rank is linked to the lowest rank of its machine, these to rank 0, and every
+warehouse to the controllers; generators of the launcher, the ranks after those that train, to rank 0, which expects
+them. Who stops says over its links because of whom; who leaves in order says so first, and nobody stops for it.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ from mindspeed_rl_plugin.generators.server_engine import ServerEngine, ServerWei
 from mindspeed_rl_plugin.generators.vllm_server import VllmServer, check_served
 from mindspeed_rl_plugin.layout.layout import EngineParallel
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
-from mindspeed_rl_plugin.service.guest_dock import GuestDock
+from mindspeed_rl_plugin.service.guest_dock import GuestDock, here
 from mindspeed_rl_plugin.service.invitation import read_secret
-from mindspeed_rl_plugin.service.joining import here
 
 
 def serve(

@@ -72,7 +72,7 @@ def _generate(split: RankSplit, engine: int) -> None:
     attend()
     from mindspeed_rl_plugin.dock.watch import heartbeat_of
     from mindspeed_rl_plugin.generators.serving import serve
-    from mindspeed_rl_plugin.service.joining import linked
+    from mindspeed_rl_plugin.service.guest_dock import linked
 
     first = split.trainers + engine * split.engine
     rank = first + launch_env()["rank"]

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.dock.machines import machine
 from mindspeed_rl_plugin.environment import last_words, launch_name, say
 from mindspeed_rl_plugin.monitor.run_files import write_json
 from mindspeed_rl_plugin.processes import began
-from mindspeed_rl_plugin.service.joining import here
+from mindspeed_rl_plugin.service.guest_dock import here
 
 FILE = "owner.json"  # in SAVE/rl
 BEAT_SECONDS = 5.0

@@ -11,6 +11,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.dock.gate import Opening
 from mindspeed_rl_plugin.dock.machines import own_address
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
@@ -26,7 +27,6 @@ from mindspeed_rl_plugin.loop.schedules.schedule import Job
 from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.ranks import Collectives
-from mindspeed_rl_plugin.service.gate import Opening
 from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.response_validator import READS, STATE, ResponseValidator

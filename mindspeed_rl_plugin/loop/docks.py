@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.dock import Dock, Limits, machine, make_docks
+from mindspeed_rl_plugin.dock import Dock, DockLimits, machine, make_docks
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.placement import Placement
@@ -67,9 +67,9 @@ class Docks:
         return cls(*docks)
 
 
-def limits(config: RLConfig) -> Limits:
+def limits(config: RLConfig) -> DockLimits:
     """How much a machine's part of the dock may hold."""
-    return Limits(
+    return DockLimits(
         capacity=int(config.dock.dock_gb * 2**30) or None,
         rows=config.dock.dock_rows or None,
         max_tokens=config.data.max_prompt_length + config.rollout.max_response_length,
@@ -77,9 +77,8 @@ def limits(config: RLConfig) -> Limits:
 
 
 class DockSize:
-    """Refuses a dock that is too small, before it is waited for. table: of stages; sizes: of a rollout; rounds: that
-    dynamic sampling may sample for a rollout, 0 without it; ahead: rollouts sampled ahead of the one in use, and groups
-    of an evaluation beside them."""
+    """Refuses a dock that is too small, before it is waited for. rounds: that dynamic sampling may sample for a
+    rollout, 0 without it; ahead: rollouts sampled ahead of the one in use, and groups of an evaluation."""
 
     def __init__(
         self,

@@ -1,22 +1,27 @@
-"""The dock of a job as a process outside of it has it: rows of the states that are open to it, and the job's news."""
+"""The dock of a job as a process outside of it has it: rows of the states that are open to it, and the job's news; how
+such a process joins, and how one of the job's launcher ends with the job."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.dock import Dock, Lease, Rows, SampleId
+from mindspeed_rl_plugin.dock import Dock, Lease, SampleId, machine
 from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.calls import Calls
-from mindspeed_rl_plugin.dock.cells import pieces
-from mindspeed_rl_plugin.dock.messages import Finished, Grant, Message
+from mindspeed_rl_plugin.dock.core import OUTSIDE
+from mindspeed_rl_plugin.dock.gate import MOST_BYTES
+from mindspeed_rl_plugin.dock.messages import Address, Bye, Failed, Grant, Join, Look, Message, Stopped
 from mindspeed_rl_plugin.dock.places import ids_tuple
-from mindspeed_rl_plugin.dock.rpc import REPLY_TIMEOUT
-from mindspeed_rl_plugin.service import joining
-from mindspeed_rl_plugin.service.gate import MOST_BYTES
+from mindspeed_rl_plugin.dock.rpc import REPLY_TIMEOUT, Process, ask, connect, thread
+from mindspeed_rl_plugin.dock.server import DockServer
+from mindspeed_rl_plugin.dock.watch import Watch
+from mindspeed_rl_plugin.service.invitation import PRINTED, parse_address, read_secret
 from mindspeed_rl_plugin.service.notes import Announced, Follow, News, Report, SubmitPrompts, Told
 
 LEAVE_SECONDS = 5.0  # between the ends of a job's ranks, at most
@@ -26,6 +31,8 @@ class GuestDock(Dock):
     """It leases what is ready, reads, commits and releases. Its leases run out, or end with its connection; their rows
     are given out again then, and the first commit of a cell wins. `lease` gives the empty lease when the job has left.
     """
+
+    piece_bytes = MOST_BYTES // 2  # so that each passes a gate of the job
 
     def __init__(self, declared: Declared, calls: Calls) -> None:
         super().__init__(declared, calls, leader=False)
@@ -38,13 +45,32 @@ class GuestDock(Dock):
         *,
         lease_seconds: float = 600.0,
         who: str = "a process",
+        node: str = "",
     ) -> GuestDock:
         """For a process on a machine of the job or another one. secret: the job's, or the file that holds it;
-        lease_seconds: life of a lease; who: this process, in what the job logs.
+        lease_seconds: life of a lease; who: this process, in what the job logs; node: another name for this machine, in
+        tests.
 
         Raises ConnectionError where nobody answers, and PermissionError for a wrong secret or one that others can
         read."""
-        return cls(*joining.join(address, secret, lease_seconds, who=who))
+        name = f"{OUTSIDE} {who} {secrets.token_hex(4)}"
+        me = Process(name, -1, node or machine(), secret if isinstance(secret, bytes) else read_secret(secret))
+        unix, host, port = parse_address(address)
+        place = Address(me.node, unix) if unix else Address("", "", host, port)
+        try:
+            stream = connect(place, me)
+        except PermissionError as error:
+            given = "" if isinstance(secret, bytes) else f", not the one in {os.fspath(secret)}"
+            raise PermissionError(f"{error}{given}; {PRINTED}, and the secret file that is printed with it") from error
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}; {PRINTED}, while it runs: each start has another address") from error
+        directory, _ = ask(stream, place, Join())
+        stream.close()
+        if isinstance(directory, Failed):
+            raise directory.raised()
+        here = [i for i, place in enumerate(directory.warehouses) if place.node == me.node]
+        calls = Calls(directory, me, warehouse=here[0] if here else None, lease_seconds=lease_seconds)
+        return cls(Declared(directory.columns, directory.states), calls)
 
     # rows
 
@@ -60,12 +86,9 @@ class GuestDock(Dock):
 
     def finished(self, state: str) -> list[SampleId]:
         """Rows that a state has acknowledged and that are not cleared."""
-        grant = self.calls.query(Finished, state)
+        grant = self.calls.query(Look, state, None, True)
         self.calls.epochs.learn(grant)
         return list(ids_tuple(grant.ids))
-
-    def _pieces(self, rows: Rows) -> Iterable[Rows]:
-        return pieces(rows, MOST_BYTES // 2)  # each passes a gate of the job
 
     # the job
 
@@ -96,8 +119,7 @@ class GuestDock(Dock):
         return self._ask_leader(SubmitPrompts(list(rows), deadline)).numbers
 
     def report(self, counts: Mapping[str, float], spans: Sequence[tuple[str, float, float]] = ()) -> Announced:
-        """What this process has counted since it joined, and what it did since its last report: what, and from when to
-        when, seconds since 1970. What the job announced last."""
+        """As `Report` says. What the job announced last."""
         return self._ask_leader(Report(dict(counts), list(spans)))
 
     def news(self, after: int, deadline: float, patience: float = REPLY_TIMEOUT) -> Announced:
@@ -107,3 +129,28 @@ class GuestDock(Dock):
 
     def _ask_leader(self, message: Message, patience: float = REPLY_TIMEOUT) -> Any:
         return self.calls.ask_rank(self.calls.directory.ranks[0], message, patience)
+
+
+def here(what: str) -> str:
+    """This process, for people."""
+    return f"{what}, process {os.getpid()} on {socket.gethostname()}"
+
+
+@contextlib.contextmanager
+def linked(
+    address: str, secret: bytes, rank: int, heartbeat: float, end: Callable[[int], object] = os._exit
+) -> Iterator[None]:
+    """Meanwhile this process, which is outside of the dock and a rank of the job's launcher, ends when another rank is
+    gone, and the others when this one is. rank: behind those of the dock; heartbeat, end: as of `Watch`."""
+    calls = GuestDock.join(address, secret).calls
+    server = DockServer(None, calls.me._replace(name=f"rank {rank}", rank=rank), Watch(rank, heartbeat, end))
+    server.link(calls.directory.ranks[0])
+    thread(server.tick)
+    last: Message = Bye()
+    try:
+        yield
+    except Exception:
+        last = Stopped(rank, "ended by an error", server.me.node)
+        raise
+    finally:
+        server.close(last)

@@ -1,4 +1,4 @@
-"""The job's side of what it exchanges with processes outside of it, beside rows: invitations, news, records, prompts
+"""The job's side of what it exchanges with processes outside of it, besides rows: invitations, news, records, prompts
 and reports."""
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.dock.core import Request
+from mindspeed_rl_plugin.dock.core import OUTSIDE, Request
+from mindspeed_rl_plugin.dock.gate import Gate, Opening
 from mindspeed_rl_plugin.dock.messages import Reclaim
-from mindspeed_rl_plugin.service.gate import Gate, Opening, called
 from mindspeed_rl_plugin.service.invitation import write_secret
 from mindspeed_rl_plugin.service.notes import Announced, Follow, News, PromptNumbers, Report, SubmitPrompts, Told
 
@@ -20,6 +20,11 @@ NEWS, TOLD = "(news)", "(told)"  # what requests wait for
 
 # Takes rows as JSON, waits for room so many seconds, unless the asker is gone; their numbers.
 TakePrompts = Callable[[Sequence[str], float, Callable[[], bool] | None], list[int]]
+
+
+def called(name: str) -> str:
+    """What people call a process outside of the job, by its name, which is "outside WHO NUMBER"."""
+    return name.removeprefix(f"{OUTSIDE} ").rpartition(" ")[0]
 
 
 class JobService:
@@ -56,7 +61,7 @@ class JobService:
         self._core.gate = Gate(open)
 
     def expect(self, ranks: Iterable[int]) -> None:
-        """Other ranks of the launcher, which are to be `joining.linked` within a heartbeat; on the leader."""
+        """Other ranks of the launcher, which are to be `linked` within a heartbeat; on the leader."""
         self._dock.member.watch.expect(ranks)
 
     def announce(self, version: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_rl_plugin.dock import codec
+from mindspeed_rl_plugin.dock import messages
 from mindspeed_rl_plugin.dock.messages import Message
 
 
@@ -56,4 +56,4 @@ class Report(Message):
     spans: list[tuple[str, float, float]] = []
 
 
-codec.add(News, Announced, Follow, Told, SubmitPrompts, PromptNumbers, Report)
+messages.add(News, Announced, Follow, Told, SubmitPrompts, PromptNumbers, Report)

@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.core import Answer
 from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 from mindspeed_rl_plugin.dock.rpc import ALIVE_SECONDS, Process, Silent, Stream, ask, connect
-from mindspeed_rl_plugin.dock.server import Server
+from mindspeed_rl_plugin.dock.server import DockServer
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.weights.published_memory import Found, Missed, Seek, check_memory
 from mindspeed_rl_plugin.weights.version_source import LEAST_SECONDS, Maps
@@ -47,7 +47,7 @@ class _Buffer:
 
 
 class _Reader:
-    """The side of the one that reads. Asked by its `Server`, as a core is."""
+    """The side of the one that reads. Asked by its `DockServer`, as a core is."""
 
     def __init__(self, nbytes: int, fill: Fill) -> None:
         self.nbytes, self.refused = nbytes, {"stranger": 0, "malformed": 0}
@@ -116,7 +116,7 @@ class Shared:
         self._next_name()
         self._nbytes, self._fill = nbytes, fill
         self._reader: _Reader | None = None
-        self._server: Server | None = None
+        self._server: DockServer | None = None
         self._stream: Stream | None = None
         self._maps = Maps()
 
@@ -168,7 +168,7 @@ class Shared:
     def _find(self, seconds: float) -> None:
         """Become the one that reads, or connect to it."""
         reader = _Reader(self._nbytes, self._fill)
-        server = Server(reader, self._me)
+        server = DockServer(reader, self._me)
         with contextlib.suppress(OSError):  # the name is taken
             server.start(name=self._address.unix)
             self._reader, self._server = reader, server

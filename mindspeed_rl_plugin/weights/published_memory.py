@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindspeed_rl_plugin.device.meters import host_available
-from mindspeed_rl_plugin.dock import Dock, codec
+from mindspeed_rl_plugin.dock import Dock, messages
 from mindspeed_rl_plugin.dock.core import Answer
 from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 from mindspeed_rl_plugin.dock.messages import Message, Ok
@@ -68,7 +68,7 @@ class Take(Message):
     spans: np.ndarray
 
 
-codec.add(Seek, Found, Missed, ListVersions, VersionList, Take)
+messages.add(Seek, Found, Missed, ListVersions, VersionList, Take)
 
 
 def check_memory(count: int, nbytes: int, mend: str) -> None:

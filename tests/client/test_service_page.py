@@ -1,4 +1,4 @@
-"""docs/service.md: the loop of an observer reads each row once, and limits are those of the code."""
+"""docs/service.md: the loop of an observer reads each row once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin import client
-from mindspeed_rl_plugin.service.gate import MOST_BYTES
 
 PAGE = Path(__file__).parents[2] / "docs" / "service.md"
 
@@ -47,9 +46,3 @@ def test_an_observer_reads_each_row_once(monkeypatch: pytest.MonkeyPatch) -> Non
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert "Client(" in code
     exec(code, {})
-
-
-def test_the_page_says_how_much_one_message_may_bring() -> None:
-    """All rows of a machine stand still while they are checked."""
-    said = f"more than {MOST_BYTES >> 20} MiB in one message (the client sends {MOST_BYTES >> 21} MiB at a time"
-    assert MOST_BYTES <= 128 << 20 and said in PAGE.read_text()

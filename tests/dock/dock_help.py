@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Limits, Ragged, Rows, SampleId, StateSpec
+from mindspeed_rl_plugin.dock import ColumnSpec, Dock, DockLimits, Ragged, Rows, SampleId, StateSpec
 from mindspeed_rl_plugin.dock.factory import Member
 from mindspeed_rl_plugin.dock.peers import Peers
 
@@ -58,7 +58,7 @@ def tokens(rows: Sequence[SampleId], *lengths: int, start: int = 0) -> Rows:
     return Rows(tuple(rows), {"tokens": ragged(*(lengths or [2] * len(rows)), start=start)})
 
 
-SMALL = Limits(segment_bytes=1 << 20)  # making large segments takes time
+SMALL = DockLimits(segment_bytes=1 << 20)  # making large segments takes time
 
 
 class Exchange:
@@ -113,8 +113,8 @@ class Maker:
     def __init__(self, nodes: Sequence[str]) -> None:
         self.nodes, self.members = nodes, list[Member]()
 
-    def __call__(self, columns=COLUMNS, states=STATES, *, limits: Limits | None = None, deadline: float = 0.5) -> Dock:
-        made = make_members(columns, states, self.nodes, limits=limits or SMALL)
+    def __call__(self, columns=COLUMNS, states=STATES, *, limits: DockLimits = SMALL, deadline: float = 0.5) -> Dock:
+        made = make_members(columns, states, self.nodes, limits=limits)
         self.members += made
         return Dock(made[-1].declared, made[-1].calls, deadline=deadline)
 

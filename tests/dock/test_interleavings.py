@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mindspeed_rl_plugin.dock import Dock, Lease, Limits, Ragged, Rows, StateSpec
+from mindspeed_rl_plugin.dock import Dock, DockLimits, Lease, Ragged, Rows, StateSpec
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.factory import Member
 from mindspeed_rl_plugin.dock.rpc import Process
@@ -64,7 +64,7 @@ class DockMachine(RuleBasedStateMachine):
         self.make()
 
     def make(self) -> None:
-        self.member = Member(COLUMNS, STATES, node="here", limits=Limits(segment_bytes=1 << 14))
+        self.member = Member(COLUMNS, STATES, node="here", limits=DockLimits(segment_bytes=1 << 14))
         self.member.core.clock = lambda: self.now
         self.dock = self.member.dock(deadline=5)
         self.enter()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from dock_help import Maker, ids
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Limits, Ragged, Rows, SampleId, StateSpec
+from mindspeed_rl_plugin.dock import ColumnSpec, DockLimits, Ragged, Rows, SampleId, StateSpec
 from mindspeed_rl_plugin.dock.calls import KEPT, Epochs
 from mindspeed_rl_plugin.dock.messages import Grant, Shape
 
@@ -27,13 +27,13 @@ GROUP = 7 * 64  # 100 * 4 bytes in whole lines
 
 def test_a_dock_below_one_rollout_is_refused() -> None:
     need = 5 * (2 * ROW + GROUP)
-    Limits(capacity=need, max_tokens=100).check(COLUMNS, STATES, 5, 2)
-    Limits().check(COLUMNS, STATES, 5, 2)
+    DockLimits(capacity=need, max_tokens=100).check(COLUMNS, STATES, 5, 2)
+    DockLimits().check(COLUMNS, STATES, 5, 2)
     with pytest.raises(ValueError, match="longest sample"):
-        Limits(capacity=need).check(COLUMNS, STATES, 5, 2)
+        DockLimits(capacity=need).check(COLUMNS, STATES, 5, 2)
     said = rf"5 groups of 2 samples on one machine may need {need} bytes .* with 100 entries per cell of prompt;"
     with pytest.raises(ValueError, match=said):
-        Limits(capacity=need - 1, max_tokens=100).check(COLUMNS, STATES, 5, 2)
+        DockLimits(capacity=need - 1, max_tokens=100).check(COLUMNS, STATES, 5, 2)
 
 
 EXTRA = {  # a column more
@@ -56,13 +56,13 @@ def test_the_longest_rollout_fits_at_exactly_the_capacity_that_passes(
 
     def passes(capacity: int) -> bool:
         try:
-            Limits(capacity, max_tokens=100).check(columns, states, groups, size)
+            DockLimits(capacity, max_tokens=100).check(columns, states, groups, size)
         except ValueError:
             return False
         return True
 
     need = bisect.bisect(range(1 << 20), False, key=passes)
-    dock = make_one(columns, states, limits=Limits(need, max_tokens=100))
+    dock = make_one(columns, states, limits=DockLimits(need, max_tokens=100))
     (house,) = make_one.houses
     dock.open(0, groups, size)
     rows = ids(groups, size)
@@ -90,10 +90,10 @@ def full(column: ColumnSpec, rows: int) -> torch.Tensor | Ragged:
 
 def test_a_put_waits_for_rows_and_for_bytes_until_groups_are_cleared(make_one) -> None:
     """Space for two groups: a third waits until one is cleared, and says so when none is."""
-    Limits(rows=10).check(COLUMNS, STATES, 5, 2)
+    DockLimits(rows=10).check(COLUMNS, STATES, 5, 2)
     with pytest.raises(ValueError, match="--rl-dock-rows 9: 5 groups of 2 .* 10 rows"):
-        Limits(rows=9).check(COLUMNS, STATES, 5, 2)
-    for limits, unit in ((Limits(rows=4), "rows"), (Limits(2 * (2 * ROW + GROUP), max_tokens=100), "bytes")):
+        DockLimits(rows=9).check(COLUMNS, STATES, 5, 2)
+    for limits, unit in ((DockLimits(rows=4), "rows"), (DockLimits(2 * (2 * ROW + GROUP), max_tokens=100), "bytes")):
         dock = make_one(COLUMNS, STATES, limits=limits)
         dock.open(0, 3, 2)
         put = [Rows((SampleId(0, group, 0),), {"prompt": full(COLUMNS[0], 1)}) for group in range(3)]
@@ -101,16 +101,14 @@ def test_a_put_waits_for_rows_and_for_bytes_until_groups_are_cleared(make_one) -
             dock.put(rows)
         with pytest.raises(TimeoutError, match=rf"(\d+) of \1 {unit} .* \d+ more"):
             dock.put(put[2])
+        with pytest.raises(ValueError, match=f"a put of 3 groups needs .* {unit}"):  # an empty dock does not hold it
+            dock.open(1, 3, 2)
+            dock.put(Rows(ids(3, 2, 1)[::2], {"prompt": full(COLUMNS[0], 3)}))
         timer = threading.Timer(0.05, lambda dock=dock: dock.clear(0, [0]))
         timer.start()
         dock.put(put[2])
         timer.join()
-        assert dock.remaining("generate") == 4
-
-
-def test_what_an_empty_dock_does_not_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="11 rows.*10; .*--rl-rollout-prompts .*--rl-dock-rows"):
-        Limits(100, rows=10).missing({"bytes": 1, "rows": 11}, {"bytes": 100, "rows": 0}, 11)
+        assert len(dock.lease("generate", deadline=5)) == 4
 
 
 def test_text_that_a_state_writes_counts_as_long_as_it_is(make_one: Maker) -> None:
@@ -118,7 +116,7 @@ def test_text_that_a_state_writes_counts_as_long_as_it_is(make_one: Maker) -> No
     columns = [*COLUMNS, ColumnSpec("text", torch.uint8, "sample", ragged=True)]
     states = [StateSpec("generate", ("prompt",), ("tokens", "parts", "text")), STATES[1]]
     row = ROW + 100 + 128
-    dock = make_one(columns, states, limits=Limits(2 * (row + GROUP), max_tokens=100))
+    dock = make_one(columns, states, limits=DockLimits(2 * (row + GROUP), max_tokens=100))
     (house,) = make_one.houses
     dock.open(0, 2, 1)
     puts = [Rows((SampleId(0, group, 0),), {"prompt": full(COLUMNS[0], 1)}) for group in range(2)]
@@ -157,10 +155,5 @@ def test_epochs_that_are_learned_do_not_grow_without_bound() -> None:
     assert list(epochs.owned("commit", old)) == [(5, 1)] and len(epochs.known) == KEPT
     with pytest.raises(ValueError, match="epoch 9999 was not opened"):
         epochs.opened("read", 9999)
-
-
-def test_what_one_lease_brings_is_all_known() -> None:
-    epochs = Epochs(None)
-    epochs.learn(grant(*range(KEPT)))
-    epochs.learn(grant(0, *range(KEPT, 2 * KEPT)))
-    assert {0, *range(KEPT, 2 * KEPT)} == epochs.known.keys()
+    epochs.learn(grant(5, *range(9000, 9000 + KEPT)))
+    assert {5, *range(9000, 9000 + KEPT)} == epochs.known.keys(), "what one lease brings is all known"

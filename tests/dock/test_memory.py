@@ -8,7 +8,7 @@ from dock_help import COLUMNS, ids, prompts, ragged, sid, tokens
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.dock import Limits, Rows
+from mindspeed_rl_plugin.dock import DockLimits, Rows
 from mindspeed_rl_plugin.dock.memory import LEAST, LINE, Segments, Slabs
 
 SEGMENT = 64 << 10
@@ -85,8 +85,8 @@ def test_the_line_in_which_a_neighbour_begins_is_not_freed(make_one) -> None:
     assert dock.read([sid(1, 0)], ["tokens"])["tokens"].values.tolist() == [*range(25)]
 
 
-@pytest.mark.parametrize("limits", [Limits(segment_bytes=SEGMENT), Limits(3 << 20, 4000, SEGMENT)], ids=["", "capped"])
-def test_rollouts_that_grow_leave_memory_flat(make_one, limits: Limits) -> None:
+@pytest.mark.parametrize("limits", [DockLimits(None, None, SEGMENT), DockLimits(3 << 20, 4000, SEGMENT)])
+def test_rollouts_that_grow_leave_memory_flat(make_one, limits: DockLimits) -> None:
     """A hundred, half of every third deferred to the next: what is free is used again."""
     dock = make_one(limits=limits, deadline=5)
     (house,) = make_one.houses

@@ -14,14 +14,14 @@ from dock_help import COLUMNS, STATES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.dock import VersionBound, codec, rpc
+from mindspeed_rl_plugin.dock import VersionBound, rpc
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.weights.published_memory import Found, Take
 
 SAMPLES = [
     m.Ask("generate", [(0, m.Shape(2, 1, VersionBound(3, 4)))], {0: 5}, np.arange(6).reshape(2, 3), 1.5, max_rows=3),
     m.Ask("generate", [], {}, None, 0.0),
-    m.Put(3, m.Shape(2, 2), [m.Part(("a", "b"), np.arange(2, dtype=np.int32), np.ones((2, 2), np.int32))], True, 9.0),
+    m.Put(3, m.Shape(2, 2), [m.Slots(("a", "b"), np.arange(2, dtype=np.int32), np.ones((2, 2), np.int32))], True, 9.0),
     m.Record(1, 7, 3, m.Shape(2, 2), cleared=np.empty(0, np.int32)),
     m.Directory(COLUMNS, STATES, [m.Address("n", "u")], {"generate": m.Address("n", "v")}),
     Found(3, b"digests", "/proc/1/fd/4", 1 << 40),
@@ -58,25 +58,25 @@ def test_messages_come_as_they_go(pair, bulk: int) -> None:
 @given(st.binary(max_size=60))
 @settings(max_examples=200)
 def test_garbage_is_a_frame_error_and_nothing_else(data: bytes) -> None:
-    with contextlib.suppress(codec.FrameError):
-        assert isinstance(codec.unpack(data), m.Message)
+    with contextlib.suppress(m.FrameError):
+        assert isinstance(m.unpack(data), m.Message)
 
 
 @pytest.mark.parametrize("array", [["<O", [1], b"12345678"], ["<i4", [3], b"1234"], ["<i4", [-1, -1], b""], [], 3])
 def test_arrays_that_are_none_are_refused(array: object) -> None:
-    head = codec.pack(m.Fetch(np.zeros((1, 3), np.int64)))
-    assert isinstance(codec.unpack(head), m.Fetch)
-    with pytest.raises(codec.FrameError):
-        codec.unpack(msgspec.msgpack.encode(["Fetch", array]))
+    head = m.pack(m.Fetch(np.zeros((1, 3), np.int64)))
+    assert isinstance(m.unpack(head), m.Fetch)
+    with pytest.raises(m.FrameError):
+        m.unpack(msgspec.msgpack.encode(["Fetch", array]))
 
 
 def test_what_announces_too_much_is_refused(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     for head, bulk in ((rpc.MAX_HEAD + 1, 0), (1, rpc.MAX_BULK + 1)):
         pair[0].socket.sendall(rpc.PREFIX.pack(rpc.MAGIC, rpc.VERSION, head, bulk))
-        with pytest.raises(codec.FrameError, match=str(head)):
+        with pytest.raises(m.FrameError, match=str(head)):
             pair[1].receive()
     monkeypatch.setattr(rpc, "MAX_HEAD", 10)
-    with pytest.raises(codec.FrameError, match="limit 10"):
+    with pytest.raises(m.FrameError, match="limit 10"):
         pair[0].send(SAMPLES[0])
 
 

@@ -7,7 +7,7 @@ from dock_help import ids
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import ColumnSpec, Ragged, Rows, SampleId
-from mindspeed_rl_plugin.dock.codec import pack
+from mindspeed_rl_plugin.dock.messages import pack
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.tools.plan.dock_volume import Load, listeners_elsewhere, record_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -25,7 +24,6 @@ from mindspeed_rl_plugin.dock import (
     messages,
 )
 from mindspeed_rl_plugin.dock.controller import Controller
-from mindspeed_rl_plugin.service import joining
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.job_service import JobService
 
@@ -53,18 +51,6 @@ def test_a_rollout_is_delivered_once_as_it_was_written(make) -> None:
         tokens_read = dock.read(first.rows.ids, ["tokens"])["tokens"]
         assert [row.tolist() for row in tokens_read.rows()] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
         tokens_read.values.fill_(7)  # a copy
-
-
-def test_ids_come_in_the_order_asked_and_across_epochs(make) -> None:
-    dock = make()
-    dock.open(0, 2, 1)
-    dock.open(3, 1, 1)
-    dock.put(prompts(2))
-    dock.put(prompts(1, epoch=3))
-    asked = [sid(1, 0), sid(0, 0, 3), sid(0, 0)]
-    lease = dock.lease("generate", ids=torch.tensor(asked), deadline=5)
-    assert list(lease.rows.ids) == asked and lease.rows["prompt"].lengths.tolist() == [2, 1, 1]
-    assert not dock.lease("generate", ids=[], deadline=5)
 
 
 def test_a_share_of_an_epoch_is_given_whole(make) -> None:
@@ -176,15 +162,6 @@ def test_a_wait_that_ends_names_state_columns_ids_writer_and_lease(make) -> None
         dock.lease("generate", ids=[sid(0, 1)], deadline=0)
 
 
-def test_a_waiting_lease_wakes(make) -> None:
-    dock = make()
-    dock.open(0, 2, 2)
-    timer = threading.Timer(0.1, lambda: dock.put(prompts(2)))
-    timer.start()
-    assert len(dock.lease("generate", ids=ids(2, 2), deadline=20)) == 4
-    timer.join()
-
-
 def test_who_waits_is_woken_by_what_is_ready_and_nothing_else(make_one, monkeypatch) -> None:
     """With many consumers that wait, waking them for each commit of every state would cost more than the commits."""
     dock, looks, take = make_one(), [], Controller.take
@@ -274,7 +251,7 @@ def test_an_empty_dock_is_no_end_to_a_consumer_outside_but_the_jobs_leaving_is(
     made, secret, seen = members(COLUMNS, STATES, [machine()] * ranks), tmp_path / "secret", []
     docks = [m.dock(deadline=5) for m in made]
     address = together(ranks, lambda r: JobService(docks[r]).invite(secret, "127.0.0.1" if node else ""))[0]
-    waits, slow, orphan = (GuestDock(*joining.join(address, secret, s, node)) for s in (60.0, 0.5, 60.0))
+    waits, slow, orphan = (GuestDock.join(address, secret, lease_seconds=s, node=node) for s in (60.0, 0.5, 60.0))
     for dock in (waits, slow, orphan):
         assert not dock.lease("generate", deadline=0) and not dock.ended, "it only tries"
         with pytest.raises(TimeoutError, match="'generate' waited 0.05 s"):
@@ -418,19 +395,12 @@ def test_bad_calls_are_refused(make) -> None:
         (lambda: dock.read([sid(0, 0)], ["prompt"]), r"'prompt' of \(0, 0, 0\)"),
         (lambda: dock.lease("update", ids=[sid(0, 0)], deadline=0), r"without members \[1\]"),
         (lambda: dock.lease("update", max_rows=1, deadline=0), "max_rows 1"),
+        (lambda: make(COLUMNS, [StateSpec("s", ("zzz",), ())]), "zzz"),
+        (lambda: make([*COLUMNS, COLUMNS[0]], []), "twice"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_bad_declarations_are_refused(make_one) -> None:
-    for columns, states, message in [
-        (COLUMNS, [StateSpec("s", ("zzz",), ())], "zzz"),
-        ([*COLUMNS, COLUMNS[0]], [], "twice"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            make_one(columns, states)
 
 
 def test_a_commit_writes_what_its_state_writes_or_nothing(make) -> None:

@@ -11,7 +11,6 @@ from dock_help import COLUMNS, STATES, ids, prompts, tokens
 
 from mindspeed_rl_plugin.dock import Dock, SampleId, rpc
 from mindspeed_rl_plugin.dock import messages as m
-from mindspeed_rl_plugin.service import joining
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.service.notes import News
@@ -25,7 +24,7 @@ def job(members, tmp_path):
     address = JobService(dock).invite(secret)
     dock.open(0, 2, 2)
     dock.put(prompts(2))
-    asker, other = (GuestDock(*joining.join(address, secret, 60.0, "a")) for _ in range(2))
+    asker, other = (GuestDock.join(address, secret, node="a") for _ in range(2))
     yield SimpleNamespace(member=member, asker=asker, other=other)
     asker.close()
     other.close()

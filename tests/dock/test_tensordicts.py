@@ -30,7 +30,7 @@ def assert_same(a: Rows, b: Rows) -> None:
             assert p.dtype == q.dtype and torch.equal(p, q), name
 
 
-@pytest.mark.parametrize("lengths", [[3, 0, 5], [1], [0, 0]])
+@pytest.mark.parametrize("lengths", [[3, 0, 5], [0, 0]])
 def test_tensordict_round_trip(lengths: list[int]) -> None:
     rows = rows_of(lengths)
     td = to_tensordict(rows)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mindspeed_rl_plugin.dock import factory, machine, machines, make_docks, watch
+from mindspeed_rl_plugin.dock import machine, machines, watch
 from mindspeed_rl_plugin.dock.messages import Bye, Ping, Stopped
 from mindspeed_rl_plugin.dock.rpc import Stream, thread
-from mindspeed_rl_plugin.dock.server import Server
+from mindspeed_rl_plugin.dock.server import DockServer
 from mindspeed_rl_plugin.dock.watch import Watch
-from mindspeed_rl_plugin.service import joining
+from mindspeed_rl_plugin.service import guest_dock
 from mindspeed_rl_plugin.service.job_service import JobService
 
 
@@ -107,13 +107,13 @@ def test_a_rank_that_is_expected_and_does_not_come_ends_the_others(case, capfd) 
 def test_a_generator_of_the_launcher_and_the_job_end_together(members, monkeypatch, tmp_path, capfd, how: str) -> None:
     """Though it is outside of the dock, and the job is one rank."""
     of_job, of_generator, servers = [], [], []
-    monkeypatch.setattr(joining, "Server", lambda *given: servers.append(Server(*given)) or servers[-1])
+    monkeypatch.setattr(guest_dock, "DockServer", lambda *given: servers.append(DockServer(*given)) or servers[-1])
     (member,) = members([], [], [machine()], heartbeat=5.0, end=of_job.append)
     member.watch.expect([1])
     address = JobService(member.dock()).invite(tmp_path / "secret")
     raised = {"ends by an error": ValueError, "is interrupted": KeyboardInterrupt}.get(how)
     with contextlib.suppress(ValueError, KeyboardInterrupt):
-        with joining.linked(address, member.me.secret, 1, 5.0, of_generator.append):
+        with guest_dock.linked(address, member.me.secret, 1, 5.0, of_generator.append):
             if how == "is killed":
                 next(iter(servers[0]._streams)).socket.shutdown(socket.SHUT_RDWR)
             elif how.startswith("the job"):
@@ -132,14 +132,6 @@ def test_a_generator_of_the_launcher_and_the_job_end_together(members, monkeypat
         assert of_generator == [1] and f"[rl] rank 1 stops: rank 0 on {host} is gone (ended by an error)\n" in said
     else:
         assert (of_job, of_generator, said) == ([], [], "")
-
-
-@pytest.mark.parametrize(("deadline", "beat"), [(1800.0, 180.0), (60.0, 30.0)])
-def test_the_heartbeat_is_a_part_of_the_deadline(monkeypatch, deadline: float, beat: float) -> None:
-    seen, member = [], factory.Member
-    monkeypatch.setattr(factory, "Member", lambda *args, **how: seen.append(how["heartbeat"]) or member(*args, **how))
-    make_docks([], [], [None], deadline=deadline)[0].close()
-    assert seen == [beat]
 
 
 @pytest.mark.parametrize(

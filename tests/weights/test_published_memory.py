@@ -9,7 +9,6 @@ import pytest
 from dock_help import COLUMNS, STATES, make_members, together
 
 from mindspeed_rl_plugin.dock import Gone
-from mindspeed_rl_plugin.service import joining
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.weights.published_memory import PublishedMemory, Take, publish_memory
@@ -36,7 +35,7 @@ def readers(tmp_path: Path, request: pytest.FixtureRequest):
     ranks = make_members(COLUMNS, STATES, ["a", "b"])
     address = together(2, lambda rank: JobService(ranks[rank].dock()).invite(tmp_path / "secret"))[0]
     stores = [publish_memory(rank.dock(), NBYTES, 2) for rank in ranks]
-    outside = GuestDock(*joining.join(address, tmp_path / "secret", 60.0, request.param))
+    outside = GuestDock.join(address, tmp_path / "secret", node=request.param)
     yield ranks, stores, sources_of(outside)
     outside.close()
     for rank in ranks:
@@ -130,7 +129,7 @@ def test_too_much_is_refused(readers, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_publishes_nothing_says_so(tmp_path: Path) -> None:
     (rank,) = make_members(COLUMNS, STATES, ["a"])
     address = JobService(rank.dock()).invite(tmp_path / "secret")
-    outside = GuestDock(*joining.join(address, tmp_path / "secret", 60.0, "a"))
+    outside = GuestDock.join(address, tmp_path / "secret", node="a")
     with pytest.raises(ValueError, match="Seek is no request that this process answers"):
         sources_of(outside)[0].seek(0, 5)
     with pytest.raises(ValueError, match="only a rank of the job"):

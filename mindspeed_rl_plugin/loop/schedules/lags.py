@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.dock.api import listed
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.rows import Rows, SampleId
-from mindspeed_rl_plugin.service.gate import called
+from mindspeed_rl_plugin.service.job_service import called
 
 SILENT_SECONDS = 60.0  # an engine reports twice a second, but not within a step
 

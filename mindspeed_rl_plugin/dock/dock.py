@@ -32,11 +32,12 @@ class Dock:
     Whatever a user can cause raises ValueError with the names; a wait that ends raises TimeoutError that names the
     state, the missing columns and ids, and the state that should have written them.
 
-    calls: what this process asks others; member: the process of the job that this view belongs to (`factory.Member`),
-    None outside of it; peers: the ranks of this view's consumer, which make all calls of `lease`, `commit` and
-    `release` alike; leader: whether this rank speaks for the job in `clear`, `snapshot` and `restore`; deadline:
-    seconds for what waits on others.
+    member: the process of the job that this view belongs to (`factory.Member`), None outside of it; peers: the ranks of
+    this view's consumer, which make all calls of `lease`, `commit` and `release` alike; leader: whether this rank
+    speaks for the job in `clear`, `snapshot` and `restore`; deadline: seconds for what waits on others.
     """
+
+    piece_bytes: int | None = None  # of the cells that are sent at once, None for no limit
 
     def __init__(
         self,
@@ -56,8 +57,7 @@ class Dock:
 
     @property
     def served(self) -> dict[str, Any]:
-        """states: whose controllers this process holds; messages, bytes: what it did for all ranks' requests; refused:
-        how many connections and messages it turned away, by reason."""
+        """states: whose controllers this process holds; messages, bytes, refused: of `Core`."""
         if (core := self.calls.core) is None:
             return {"states": []}
         return {"states": sorted(core.controllers), **core.served, "refused": dict(core.refused)}
@@ -91,8 +91,7 @@ class Dock:
         if self.leader and len(chosen):
             for state in self.states:
                 calls.query(m.Retire, state, epoch, chosen, self._deadline)
-            for warehouse in range(len(calls.directory.warehouses)):
-                # All of them, whosever groups they are: each must know when an epoch is over.
+            for warehouse in range(len(calls.directory.warehouses)):  # each must know when an epoch is over
                 calls.ask_warehouse(warehouse, m.Clear(epoch, shape, chosen))
         return calls.epochs.forget(epoch, chosen)
 
@@ -112,14 +111,13 @@ class Dock:
         """Look at committed cells without a lease and without waiting, while nobody clears them. Raises ValueError
         naming the columns and ids that are not there."""
         refuse("read: undeclared columns", columns, self.columns)
-        calls, columns = self.calls, tuple(columns)
-        wanted = ids_array(ids)
-        gone = calls.epochs.cleared("read", wanted)
-        if gone.any():
-            raise ValueError(f"read: cleared, their cells are gone: {listed(ids_tuple(wanted[gone]))}")
+        calls, columns, wanted = self.calls, tuple(columns), ids_array(ids)
+        cleared = calls.epochs.cleared("read", wanted)
+        if cleared.any():
+            raise ValueError(f"read: cleared, their cells are gone: {listed(wanted[cleared])}")
         owner, places = cells.locate(calls, columns, wanted)
         missing = [
-            f"column {name!r} of {listed(ids_tuple(wanted[segment < 0]))}"
+            f"column {name!r} of {listed(wanted[segment < 0])}"
             for name, segment in zip(columns, places[0], strict=True)
             if (segment < 0).any()
         ]
@@ -143,7 +141,7 @@ class Dock:
                 got = None
             there = (cells.locate(calls, columns, wanted)[1][0] >= 0).all(0)  # a cell that is there has never moved
             if got is None and there.all():
-                raise ValueError(f"read: columns {list(columns)} of {listed(ids_tuple(wanted))} cannot be read")
+                raise ValueError(f"read: columns {list(columns)} of {listed(wanted)} cannot be read")
         return Rows(ids_tuple(wanted), got)
 
     # work
@@ -159,8 +157,8 @@ class Dock:
         share: tuple[int, int] | None = None,
         version: int | None = None,
     ) -> Lease:
-        """Wait for ready rows and take them; their rows hold the columns that the state reads, or those of them that
-        are asked for.
+        """Wait for ready rows and take them, with the columns that the state reads, or those of them that are asked
+        for.
 
         ids: exactly these, in this order, once all are ready (plain triples or a `[B, 3]` tensor will do). None:
         whatever is ready, in the order of ids, rows of this machine first, at most `max_rows`, whole groups where the
@@ -168,8 +166,8 @@ class Dock:
         that there is nothing to be had now.
 
         share: (i, n), the i-th of n equal parts of an epoch's rows, whole, once all that is undone of it is ready.
-        version: of the asker's weights, which may sample all that is given: rows come in their order up to the first
-        epoch whose `version_bound` does not allow it. Where that is at once, the empty lease says what it `needs`.
+        version: of the asker's weights: rows come in their order up to the first epoch whose `version_bound` does not
+        allow it. Where that is at once, the empty lease says what it `needs`.
         """
         names, calls = self._declared.reads(state, columns), self.calls
         wanted = None
@@ -177,7 +175,7 @@ class Dock:
             wanted = ids_array(ids)
             calls.epochs.cleared(f"lease of state {state!r}", wanted)
             if len(set(ids_tuple(wanted))) != len(wanted):
-                raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(ids_tuple(wanted))}")
+                raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(wanted)}")
         bounds = (max_rows, calls.warehouse, share, version)
         ask = partial(calls.query, m.Ask, state, wanted, deadline, calls.lease_seconds, *bounds)
         grant = self._granted(ask, state, wanted)
@@ -228,7 +226,7 @@ class Dock:
         held = calls.held.get(key)
         if held is None:
             return self._check_done(replace(lease, rows=rows), rows)
-        for piece in () if self.peers.rank else self._pieces(rows):
+        for piece in () if self.peers.rank else cells.pieces(rows, self.piece_bytes):
             if (failed := self._write_back(lease, piece, ids_array(piece.ids))) is not None:
                 raise failed
         calls.held[key] = left = held[~(held[:, None] == part).all(2).any(1)]
@@ -301,7 +299,7 @@ class Dock:
         if isinstance(answer, Exception):
             raise answer
         if wanted is not None and not np.array_equal(wanted, answer.ids):
-            mine, theirs = (listed(ids_tuple(x)) for x in (wanted, answer.ids))
+            mine, theirs = (listed(x) for x in (wanted, answer.ids))
             raise ValueError(
                 f"lease of state {state!r}: this rank asks for ids {mine}, the first rank of its consumer for "
                 f"{theirs}; ranks of one consumer must lease alike"
@@ -325,10 +323,6 @@ class Dock:
             raise
         return Rows(ids_tuple(grant.ids), got)
 
-    def _pieces(self, rows: Rows) -> Iterable[Rows]:
-        """Rows in the pieces in which they are sent."""
-        return [rows]
-
     def _write_back(self, lease: Lease, rows: Rows | None, held: np.ndarray | None) -> Exception | None:
         """Write, and acknowledge what is held; what went wrong."""
         try:
@@ -345,9 +339,9 @@ class Dock:
         if len(undone):
             raise ValueError(
                 f"commit: lease {lease.token} of state {lease.state!r} is void (released, or the dock was restored); "
-                f"lease its undone rows again: {listed(ids_tuple(undone))}"
+                f"lease its undone rows again: {listed(undone)}"
             )
 
     def _undone(self, state: str, ids: np.ndarray | None) -> np.ndarray:
         """`[n, 3]` rows of all open epochs, or of `ids`, that are not acknowledged."""
-        return self.calls.query(m.Remaining, state, ids).ids
+        return self.calls.query(m.Look, state, ids, False).ids

@@ -1,0 +1,99 @@
+"""What processes outside of the job may ask of its dock: rows of the states that are open to them, and looks at all.
+Their rows are checked where they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from mindspeed_rl_plugin.dock import messages as m
+from mindspeed_rl_plugin.dock.api import VersionBound, listed, refuse
+from mindspeed_rl_plugin.dock.memory import entry_bytes
+from mindspeed_rl_plugin.dock.places import ids_tuple, row_ids
+from mindspeed_rl_plugin.dock.storage import EpochTables, Warehouse, as_column, layout
+from mindspeed_rl_plugin.rows import Column, Rows
+
+MOST_BYTES = 128 << 20  # of the cells of one commit: no other row of the machine moves while they are checked
+
+
+class Opening(NamedTuple):
+    """A state that is open."""
+
+    check: Callable[[Rows, VersionBound], None]  # raises ValueError for rows that may not be committed
+    more: Sequence[str] = ()  # columns of the same rows that `check` needs besides those that come
+
+
+class Gate:
+    """open: states from which others may lease and to which they may commit; most_bytes: cells of one commit."""
+
+    def __init__(self, open: Mapping[str, Opening]) -> None:
+        self.open, self.most_bytes = open, MOST_BYTES
+
+    def check(self, message: m.Message, bulk: np.ndarray | None, house: Warehouse | None) -> None:
+        """Raise ValueError for a request that only the job itself may make, and for rows that it cannot take. Such a
+        request changes nothing."""
+        kind = type(message).__name__.lower()
+        if isinstance(message, (m.Clear, m.Retire, m.Reclaim)) or (isinstance(message, m.Query) and message.epochs):
+            raise ValueError(f"{kind}: only the job itself opens, clears and takes back rows")
+        if isinstance(message, (m.Ask, m.Release, m.Put)) and message.state not in self.open:
+            raise ValueError(
+                f"{kind}: state {message.state!r} is not open to processes outside of the job, which lease and commit "
+                f"rows of {listed(self.open)}"
+            )
+        if isinstance(message, m.Put):
+            self._check_put(message, bulk, house)
+
+    def _check_put(self, put: m.Put, bulk: np.ndarray | None, house: Warehouse) -> None:
+        if put.producer or put.reserve or put.extent is not None or len(put.parts) > 1:
+            raise ValueError("put: a process outside of the job commits rows of its leases, with their cells")
+        put.checked = True
+        if (tables := house.opened(put.epoch, put.shape)) is None:
+            return  # a late repeat is harmless
+        rows = rows_of(put, np.empty(0, np.uint8) if bulk is None else bulk, house, tables)
+        if len(rows):
+            opening, slots = self.open[put.state], np.array([i.group * put.shape.members + i.member for i in rows.ids])
+            more = {name: _column(house, tables, name, slots) for name in opening.more}
+            opening.check(rows.with_columns(**more), put.shape.bound)
+
+
+def rows_of(put: m.Put, bulk: np.ndarray, house: Warehouse, tables: EpochTables) -> Rows:
+    """The rows of a put that are not cleared. Raises ValueError where it is not what its state and columns are declared
+    to be."""
+    every = len(tables.alive) * tables.shape.members
+    if len(put.rows) and not 0 <= put.rows.min() <= put.rows.max() < every:
+        raise ValueError(f"put: rows {put.rows.min()} to {put.rows.max()} are not all of epoch {put.epoch}")
+    if not put.parts:
+        return Rows(())
+    (part,) = put.parts
+    wanted = house.states[put.state].writes
+    refuse(f"put: state {put.state!r} does not write", part.names, wanted)
+    if sorted(part.names) != sorted(wanted):
+        raise ValueError(f"put: state {put.state!r} writes {listed(wanted)}, each once; got {listed(part.names)}")
+    slots, ragged = part.slots, np.array([house.columns[name].ragged for name in part.names])[:, None]
+    sound = {put.rows.dtype, slots.dtype, part.length.dtype} == {np.dtype(np.int32)} and part.length.min(initial=0) >= 0
+    sound &= len(np.unique(slots)) == len(slots) and 0 <= slots.min(initial=0) <= slots.max(initial=0) < every
+    if not sound or ((part.length != 1) & ~ragged).any():
+        raise ValueError(f"put: numbers of rows, or lengths of cells, that no row of epoch {put.epoch} has")
+    places, total = layout(house.columns, put.parts)
+    if len(bulk) != total:
+        raise ValueError(f"put: {len(bulk)} bytes came where cells of these lengths have {total}")
+    columns, packed = {}, dict[bytes, Tensor]()
+    for name, length, begin, nbytes in zip(part.names, part.length, *places[0], strict=True):
+        columns[name] = as_column(house.columns[name], bulk[begin : begin + nbytes], length, packed)
+    rows = Rows(ids_tuple(row_ids(put.epoch, tables.shape.members, slots)), columns)
+    alive = tables.alive[slots // tables.shape.members]
+    return rows if alive.all() else rows.take(alive.nonzero()[0].tolist())
+
+
+def _column(house: Warehouse, tables: EpochTables, name: str, rows: np.ndarray) -> Column:
+    """A column of rows that has been committed. Raises ValueError where it has not."""
+    segment, offset, length = (table[0] for table in tables.cells((name,), rows))
+    if (segment < 0).any():
+        raise ValueError(f"put: a row has no {name!r}, so nobody was asked for it")
+    sizes = (length * entry_bytes(house.columns[name])).tolist()
+    cells = zip(segment.tolist(), offset.tolist(), sizes, strict=True)
+    data = np.concatenate([np.empty(0, np.uint8), *(house.slabs.view(*cell) for cell in cells)])
+    return as_column(house.columns[name], data, length, {})
