@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ class Epochs:
 
 
 class Calls:
-    """Shared by all views of the dock in a process.
+    """Shared by all views of the dock in a process, and by its threads.
 
     me: this process; core: what it serves itself, which is called directly; warehouse: number of the one whose memory
     is mapped here; owners: of `Epochs`; lease_seconds: life of a lease, None for as long as the job lives, in a process
@@ -133,15 +134,7 @@ class Calls:
         self.segments = Segments(self._find)
         self._idle: defaultdict[m.Address, list[Stream]] = defaultdict(list)
         self.closed = self.ended = False
-        self._others: list[Calls] = []  # of other threads
-
-    def for_thread(self) -> Calls:
-        """Calls of another thread, with connections, leases and mapped segments of its own. It knows the epochs that
-        this one opens and clears, and their bytes count together."""
-        other = Calls(self.directory, self.me, core=self.core, warehouse=self.warehouse, lost=self._lost)
-        other.epochs, other.traffic = self.epochs, self.traffic
-        self._others.append(other)
-        return other
+        self._hearing = threading.Lock()
 
     def query(self, kind: type[m.Query], state: str, *what: Any) -> Any:
         """Ask the controller of a state, which first knows what this process has caused."""
@@ -163,14 +156,13 @@ class Calls:
 
     def hear(self, after: Mapping[int, int]) -> None:
         """Remember the newest records that this process, or a peer, has caused."""
-        for warehouse, seq in after.items():
-            self.after[warehouse] = max(self.after.get(warehouse, 0), seq)
+        with self._hearing:
+            for warehouse, seq in after.items():
+                self.after[warehouse] = max(self.after.get(warehouse, 0), seq)
 
     def close(self) -> None:
-        """End all connections, those of other threads too. Idempotent."""
+        """End all connections. Idempotent."""
         self.closed = True
-        for other in self._others:
-            other.close()
         for idle in list(self._idle.values()):
             while idle:
                 idle.pop().close()

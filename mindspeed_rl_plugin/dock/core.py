@@ -223,7 +223,6 @@ class Core:
 
     def _on_put(self, request: Request) -> m.Message | str:
         put, bulk, house = request.message, request.bulk, self.warehouse
-        extent = put.extent
         if put.producer and (put.reserve or bulk is not None):
             reason = house.admit(put)
             if reason is not None and request.waited >= put.deadline:
@@ -232,10 +231,8 @@ class Core:
                 return MEMORY
         if put.reserve:
             return m.Ok(house.seq, house.reserve(put.parts))
-        if bulk is not None:
-            extent = house.store(put.parts, bulk)
-            self.served["bytes"] += len(bulk)
-        self._tell(house.commit(put, extent))
+        self.served["bytes"] += 0 if bulk is None else len(bulk)
+        self._tell(house.commit(put, bulk))
         return m.Ok(house.seq)
 
     def _on_clear(self, request: Request) -> m.Message:

@@ -8,9 +8,8 @@ the cells itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -177,8 +176,7 @@ class Dock:
             if len(set(ids_tuple(wanted))) != len(wanted):
                 raise ValueError(f"lease of state {state!r}: an id occurs twice among {listed(wanted)}")
         bounds = (max_rows, calls.warehouse, share, version)
-        ask = partial(calls.query, m.Ask, state, wanted, deadline, calls.lease_seconds, *bounds)
-        grant = self._granted(ask, state, wanted)
+        grant = self._granted(state, wanted, deadline, calls.lease_seconds, *bounds)
         rows = self._rows_of(grant, state, names)
         if grant.token:
             calls.held[state, grant.token] = grant.ids
@@ -278,7 +276,7 @@ class Dock:
     def for_thread(self) -> Dock:
         """The same dock for another thread of this rank, which leases, writes and reads by itself; this one opens
         epochs, clears them, and closes both."""
-        return Dock(self._declared, self.calls.for_thread(), leader=False, deadline=self._deadline)
+        return Dock(self._declared, self.calls, leader=False, deadline=self._deadline)
 
     def close(self) -> None:
         """Leave the dock and free what this process holds of it. Its memory on a machine goes with the lowest rank
@@ -287,12 +285,12 @@ class Dock:
 
     # inside
 
-    def _granted(self, ask: Callable[[], m.Grant], state: str, wanted: np.ndarray | None) -> m.Grant:
-        """What the consumer's first rank gets from the controller, the same on all its ranks."""
+    def _granted(self, state: str, wanted: np.ndarray | None, *more: Any) -> m.Grant:
+        """What the consumer's first rank gets from the controller, the same on all its ranks. more: as in `Ask`."""
         answer: m.Grant | Exception | None = None
         if not self.peers.rank:
             try:
-                answer = ask()
+                answer = self.calls.query(m.Ask, state, wanted, *more)
             except (ValueError, TimeoutError) as error:
                 answer = error
         answer = self.peers.share(answer)

@@ -21,7 +21,6 @@ from mindspeed_rl_plugin.dock.memory import (
     Range,
     Slabs,
     cut,
-    entry_bytes,
     items,
     open_ended,
     put_bytes,
@@ -114,23 +113,19 @@ class Warehouse:
         """Memory for a put of `parts`, which its writer fills and commits."""
         return self.slabs.allocate(layout(self.columns, parts)[1])
 
-    def store(self, parts: Sequence[Slots], bulk: np.ndarray) -> Extent:
-        """Memory for cells that came with a message, with them in it."""
-        extent = self.reserve(parts)
-        self.slabs.view(extent.segment, extent.offset, len(bulk))[:] = bulk
-        return extent
-
     # commits
 
-    def commit(self, put: Put, extent: Extent | None) -> Record | None:
-        """Make cells visible that lie in `extent`, and note that a state is done with rows. None for a late repeat: all
-        of it is cleared.
+    def commit(self, put: Put, bulk: np.ndarray | None) -> Record | None:
+        """Make cells visible that lie in the put's extent, or that came with it, and note that a state is done with
+        rows. None for a late repeat: all of it is cleared.
 
         Raises ValueError for token columns of unequal length, and rows that lack a column that the state writes; the
         extent goes back then, nothing else changes.
         """
-        used = 0
+        extent, used = put.extent if bulk is None else self.reserve(put.parts), 0
         try:
+            if bulk is not None:
+                self.slabs.view(extent.segment, extent.offset, len(bulk))[:] = bulk
             record, used = self._commit(put, extent or Extent(0, 0, 0))
         finally:
             if extent is not None and not used:
@@ -146,7 +141,7 @@ class Warehouse:
             return None, 0
         tables = self._tables(put.epoch, put.shape)
         self._check_tokens(put, tables)
-        self._check_promise(put)
+        promised, beyond = self._promised(put)
         if put.state is not None:
             self._check_complete(put, tables)
         cells, groups = list[Cells](), np.zeros(put.shape.groups, bool)
@@ -157,8 +152,6 @@ class Warehouse:
         if groups.any():
             tables.admitted |= groups
             if used:
-                promised = all(name in self.write_backs for part in put.parts for name in part.names)
-                beyond = self._beyond(put) if promised else 0
                 block = Block(extent.segment, [(extent.offset, used)], groups.nonzero()[0], promised, beyond)
                 tables.blocks.append(block)
         record = self._record(put.epoch, put.shape, cells=cells, state=put.state, rows=put.rows)
@@ -175,26 +168,21 @@ class Warehouse:
             cells.segment = np.where(new, cells.segment, np.int32(-1))
         return cells, tables.groups_of(part)[new.any(0)]
 
-    def _check_promise(self, put: Put) -> None:
-        """Raise ValueError for a cell that is longer than what bounds it."""
+    def _promised(self, put: Put) -> tuple[bool, int]:
+        """Whether all columns of a put are such as states write back, and their bytes beyond what is kept free for
+        them. Raises ValueError for a cell that is longer than what bounds it."""
+        every, beyond = True, 0
         for part in put.parts if self.write_backs else ():
-            for name, lengths in zip(part.names, part.length, strict=True):
-                if open_ended(self.columns[name]):
-                    continue
-                longest = int(lengths.max(initial=0)) * entry_bytes(self.columns[name])
-                if longest > self.write_backs.get(name, longest):
+            for name, nbytes in zip(part.names, part.length * items(self.columns, part.names), strict=True):
+                kept, longest = self.write_backs.get(name), int(nbytes.max(initial=0))
+                every &= kept is not None
+                if kept is not None and longest > kept and not open_ended(self.columns[name]):
                     raise ValueError(
-                        f"column {name!r}: a cell of {longest} bytes, the dock keeps {self.write_backs[name]} free for "
-                        "it; raise the length limit that it was made with"
+                        f"column {name!r}: a cell of {longest} bytes, the dock keeps {kept} free for it; raise the "
+                        "length limit that it was made with"
                     )
-
-    def _beyond(self, put: Put) -> int:
-        """Bytes of cells beyond what is kept free for them."""
-        over = 0
-        for part in put.parts:
-            kept = np.array([self.write_backs[name] for name in part.names], np.int64)[:, None]
-            over += int((part.length * items(self.columns, part.names) - kept).clip(0).sum())
-        return over
+                beyond += 0 if kept is None else int((nbytes - kept).clip(0).sum())
+        return every and bool(self.write_backs), beyond
 
     def _check_tokens(self, put: Put, tables: EpochTables) -> None:
         """Raise ValueError where new token cells are not as long as the other token cells of their row."""

@@ -14,6 +14,8 @@ from mindspeed_rl_plugin.dock import ColumnSpec, DockLimits, Ragged, Rows, Sampl
 from mindspeed_rl_plugin.dock.calls import KEPT, Epochs
 from mindspeed_rl_plugin.dock.messages import Grant, Shape
 
+pytestmark = pytest.mark.quick
+
 COLUMNS = [
     ColumnSpec("prompt", torch.int32, "group", ragged=True),
     ColumnSpec("tokens", torch.int32, "token", ragged=True),

@@ -48,7 +48,7 @@ def test_messages_come_as_they_go(pair, bulk: int) -> None:
     for sample in SAMPLES:
         message, got = pair[1].receive()
         assert str(message) == str(sample)
-        assert got.tolist() == data.tolist() if bulk else got is None
+        assert np.array_equal(got, data) if bulk else got is None
     sender.join()
     pair[0].close()
     with pytest.raises(EOFError):

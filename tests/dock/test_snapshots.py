@@ -12,6 +12,8 @@ from dock_help import COLUMNS, SMALL, STATES, ids, make_members, plain, prompts,
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import outline
 from mindspeed_rl_plugin.dock import ColumnSpec, Rows, VersionBound, snapshot
 
+pytestmark = pytest.mark.quick
+
 
 def test_snapshot_and_restore(make) -> None:
     dock = make.filled(4, 2)
