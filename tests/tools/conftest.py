@@ -8,6 +8,8 @@ from shutil import rmtree
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from family_models import AS_DEEPSEEK, EXPERTS
+from family_models import FAMILIES as PUBLISHED
 from safetensors.torch import load_file, save_file
 
 from mindspeed_rl_plugin.layout.families import FAMILIES
@@ -18,33 +20,21 @@ from mindspeed_rl_plugin.tools.convert.checkpoint import MODEL_FILE
 SIZES = dict(vocab_size=250, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 SIZES |= dict(max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=10000.0)
 DENSE = SIZES | dict(num_key_value_heads=2, head_dim=8)
-MOE = dict(moe_intermediate_size=24, num_experts_per_tok=2)
-AS_DEEPSEEK = MOE | dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1)
-LATENT = AS_DEEPSEEK | dict(n_shared_experts=2, q_lora_rank=12, kv_lora_rank=10)
+LATENT = SIZES | AS_DEEPSEEK | dict(n_shared_experts=2, q_lora_rank=12, kv_lora_rank=10)
 LATENT |= dict(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-CONFIGS = {
+GROUPED = dict(topk_method="group_limited_greedy", n_group=2, topk_group=1, routed_scaling_factor=16.0)
+KIMI = dict(rope_type="yarn", factor=32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+CONFIGS = {name: DENSE | config for name, config in PUBLISHED.items()} | {
     "llama": DENSE | dict(rope_scaling=dict(rope_type="llama3", **LLAMA3)),
     "qwen2": DENSE | dict(tie_word_embeddings=True),
     "qwen3": DENSE | dict(tie_word_embeddings=False, head_dim=16),
-    "qwen3_moe": DENSE | MOE | dict(num_experts=4, mlp_only_layers=[1]),
-    "mistral": DENSE | dict(sliding_window=None, head_dim=16),
-    "seed_oss": DENSE | dict(attention_bias=True, head_dim=16),
-    "mixtral": DENSE | dict(num_local_experts=4, num_experts_per_tok=2),
-    "qwen2_moe": DENSE | MOE | dict(num_experts=4, mlp_only_layers=[1], shared_expert_intermediate_size=40),
-    "glm4_moe": DENSE | AS_DEEPSEEK | dict(attention_bias=True),
-    "glm4_moe_355b": DENSE | AS_DEEPSEEK | dict(attention_bias=True, use_qk_norm=True),
-    "bailing_moe": DENSE
-    | MOE
-    | dict(num_experts=4, num_shared_experts=1, first_k_dense_replace=1, partial_rotary_factor=0.5),
-    "deepseek_v2": SIZES | LATENT | dict(q_lora_rank=None),
-    "deepseek_v2_236b": SIZES
-    | LATENT
-    | dict(topk_method="group_limited_greedy", n_group=2, topk_group=1, routed_scaling_factor=16.0),
-    "deepseek_v3": SIZES | LATENT,
+    "qwen3_moe": DENSE | EXPERTS | dict(num_experts=4, mlp_only_layers=[1]),
+    "deepseek_v2": LATENT | dict(q_lora_rank=None),
+    "deepseek_v2_236b": LATENT | GROUPED,
+    "deepseek_v3": LATENT,
+    "kimi_k2": LATENT | dict(rope_scaling=KIMI | dict(original_max_position_embeddings=4096)),
 }
-KIMI = dict(rope_type="yarn", factor=32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-CONFIGS["kimi_k2"] = CONFIGS["deepseek_v3"] | dict(rope_scaling=KIMI | dict(original_max_position_embeddings=4096))
 
 
 class Convert:

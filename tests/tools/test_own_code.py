@@ -89,10 +89,7 @@ def test_a_tokenizer_is_exported_whole(convert, own):
     assert "not loaded" not in convert.said
 
 
-@pytest.mark.parametrize(
-    "flag, refused", [("--tokenizer", "no tokenizer can be loaded"), ("--config", "config.json cannot be loaded")]
-)
-def test_what_cannot_be_loaded_is_no_export(flag, refused, convert, own, monkeypatch):
+def test_what_cannot_be_loaded_is_no_export(convert, own, monkeypatch):
     """Known before the weights are written, and nothing is left."""
     convert.make("qwen2")
     convert.imported("tp2")
@@ -100,7 +97,8 @@ def test_what_cannot_be_loaded_is_no_export(flag, refused, convert, own, monkeyp
     config = json.loads((convert.hf / "config.json").read_text())
     (own / "config.json").write_text(json.dumps(config | {"layer_types": 5}))
     monkeypatch.setattr("mindspeed_rl_plugin.tools.convert.to_hf.write_shards", None)
-    convert.exported(flag, own, TRUST, refused=refused)
+    convert.exported("--tokenizer", own, TRUST, refused="no tokenizer can be loaded")
+    convert.exported("--config", own, TRUST, refused="config.json cannot be loaded")
     assert not convert.back.exists()
 
 
