@@ -23,18 +23,17 @@ class Tree(NamedTuple):
 
     kind: str  # "Megatron-LM" or "MindSpeed-LLM"
     release: str  # branch or tag
-    anchor: str  # the line of `pretrain_gpt.py` that ours follows
-    line: int  # its number in that release, from 1
+    line: int  # number of the line `ANCHOR` in that release, from 1
     diff: str  # name in `patches/`
 
 
-_TORCH = "import torch"  # before MindSpeed's adaptor, which reads the command line
+ANCHOR = "import torch"  # the line of `SCRIPT` that ours follows: before MindSpeed's adaptor reads the command line
 TREES: tuple[Tree, ...] = (
-    Tree("Megatron-LM", "core_v0.12.1", _TORCH, 4, "megatron-lm-core_v0.12.1.patch"),
-    Tree("Megatron-LM", "core_v0.16.1", _TORCH, 22, "megatron-lm-core_v0.16.1.patch"),
-    Tree("Megatron-LM", "core_v0.18.0, core_v0.19.0", _TORCH, 24, "megatron-lm-core_v0.19.0.patch"),
-    Tree("MindSpeed-LLM", "2.2.0, 2.3.0, 26.0.0, 26.1.0, master", _TORCH, 9, "mindspeed-llm-master.patch"),
-    Tree("MindSpeed-LLM", "2.1.0", _TORCH, 8, "mindspeed-llm-2.1.0.patch"),
+    Tree("Megatron-LM", "core_v0.12.1", 4, "megatron-lm-core_v0.12.1.patch"),
+    Tree("Megatron-LM", "core_v0.16.1", 22, "megatron-lm-core_v0.16.1.patch"),
+    Tree("Megatron-LM", "core_v0.18.0, core_v0.19.0", 24, "megatron-lm-core_v0.19.0.patch"),
+    Tree("MindSpeed-LLM", "2.2.0, 2.3.0, 26.0.0, 26.1.0, master", 9, "mindspeed-llm-master.patch"),
+    Tree("MindSpeed-LLM", "2.1.0", 8, "mindspeed-llm-2.1.0.patch"),
 )
 
 
@@ -93,11 +92,11 @@ def inspect(directory: str) -> tuple[bool, str, int]:
         if re.match(r"import mindspeed_rl_plugin\.adaptor\b", line):
             return True, f"{kind} {version}: applied, line {number} of {script}", number
     rows = [tree for tree in TREES if tree.kind == kind]
-    at = [number for number, line in lines.items() if line == rows[0].anchor]
+    at = [number for number, line in lines.items() if line == ANCHOR]
     if len(at) != 1:
         places = ", ".join(f"line {tree.line} in {tree.release}" for tree in rows)
         raise ValueError(
-            f"{kind} {version}: expected the line {rows[0].anchor!r} once in {script} ({places}); it is there "
+            f"{kind} {version}: expected the line {ANCHOR!r} once in {script} ({places}); it is there "
             f"{len(at)} times"
         )
     known = any(tree.line == at[0] for tree in rows)

@@ -15,6 +15,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.episode_flags import VERIFIERS
 from mindspeed_rl_plugin.episodes.verifiers_bridge import interpreter
+from mindspeed_rl_plugin.monitor.run_files import atomic_write
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
 LOAD_SECONDS = 3600.0  # in which the tasks are loaded; those that are downloaded take long
@@ -43,19 +44,21 @@ def main(argv: list[str]) -> int:
 
 def write(environment: str, python: str | None, path: str, most: int | None) -> int:
     """Write the file, whole or not at all. Returns how many rows. Raises ValueError for what cannot be used."""
-    part, count = Path(f"{path}.part"), 0
-    try:
+    count = 0
+
+    def fill(part: Path) -> None:
+        nonlocal count
         with part.open("w", encoding="utf-8") as file:
             for row in rows(environment, python, most):
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 count += 1
         if not count:
             raise ValueError(f"{environment!r} has no tasks")
-        part.replace(path)
+
+    try:
+        atomic_write(path, fill)
     except OSError as error:
         raise ValueError(f"--out {path}: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
     return count
 
 

@@ -9,14 +9,14 @@ import pytest
 from checkouts import checkouts
 
 from mindspeed_rl_plugin.tools import patch as command
-from mindspeed_rl_plugin.tools.patch import IMPORT_LINE, SCRIPT, TREES
+from mindspeed_rl_plugin.tools.patch import ANCHOR, IMPORT_LINE, SCRIPT, TREES
 
 PATCHES = Path(__file__).parents[2] / "patches"
 
 
 def script(tree, *, before=0):
     """A script with the tree's anchor on its line."""
-    lines = [f"# {n}\n" for n in range(1, tree.line + before)] + [tree.anchor + "\n", "from megatron import x\n"]
+    lines = [f"# {n}\n" for n in range(1, tree.line + before)] + [ANCHOR + "\n", "from megatron import x\n"]
     return "".join(lines)
 
 
@@ -51,13 +51,13 @@ def test_check_apply_revert(tree, make):
     for _ in range(2):
         assert run("--apply") == 0 == run("--check")
         lines = file.read_text().splitlines(keepends=True)
-        assert lines[tree.line - 1 : tree.line + 1] == [tree.anchor + "\n", IMPORT_LINE]
+        assert lines[tree.line - 1 : tree.line + 1] == [ANCHOR + "\n", IMPORT_LINE]
         assert lines.count(IMPORT_LINE) == 1
     assert stat.S_IMODE(file.stat().st_mode) == 0o755
     for _ in range(2):
         assert run("--revert") == 0 and file.read_text() == before
     # Without context lines; the anchor stands after the @@, where git ignores it and a reader finds it.
-    at = f"@@ -{tree.line},0 +{tree.line + 1} @@ {tree.anchor}\n+{IMPORT_LINE}"
+    at = f"@@ -{tree.line},0 +{tree.line + 1} @@ {ANCHOR}\n+{IMPORT_LINE}"
     diff = f"diff --git a/{SCRIPT} b/{SCRIPT}\n--- a/{SCRIPT}\n+++ b/{SCRIPT}\n{at}"
     assert (PATCHES / tree.diff).read_text() == diff
     git_apply(root, tree.diff)

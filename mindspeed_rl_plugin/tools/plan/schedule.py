@@ -11,7 +11,6 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.flag import spelt
@@ -22,10 +21,9 @@ from mindspeed_rl_plugin.prompts.sources import open_source
 from mindspeed_rl_plugin.prompts.tokenizer import TOKENIZER_FLAGS, load_tokenizer
 from mindspeed_rl_plugin.tools.layout_args import check_least
 from mindspeed_rl_plugin.tools.plan import fit
-from mindspeed_rl_plugin.tools.plan.script_args import rl_flags
+from mindspeed_rl_plugin.tools.plan.script_args import launched, rl_flags
 from mindspeed_rl_plugin.tools.plan.simulate import Outcome, simulate
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal
-from mindspeed_rl_plugin.tools.rehearse.capture import capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.text_table import aligned
 
@@ -110,11 +108,10 @@ def report(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def script_setup(path: Path, timeout: float = 60.0, prompts: bool = False) -> Setup:
+def script_setup(path: Path, prompts: bool = False) -> Setup:
     """What a launch script's flags say, with `prompts` its data too. Raises ValueError for a script without RL flags,
     for sizes that do not divide, and for a row that a run refuses."""
-    with TemporaryDirectory(prefix="plan-") as scratch:
-        launch = capture(path.resolve(), Path(scratch), timeout)
+    launch = launched(path)
     flags = Flags.parse(launch.arguments)
     config, algorithm, _ = rl_flags(flags)
     if algorithm is None or algorithm.from_pairs:

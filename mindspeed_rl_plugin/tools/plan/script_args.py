@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.prompts.tokenizer import TOKENIZER_FLAGS, vocabulary_size
 from mindspeed_rl_plugin.tools.plan.dock_volume import rollout_bytes
 from mindspeed_rl_plugin.tools.plan.estimate import PlannedRun
-from mindspeed_rl_plugin.tools.rehearse.capture import capture
+from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 # What is read of a script, with Megatron's defaults: sizes from 1 on, other numbers, switches, words.
@@ -56,26 +56,30 @@ _NO_FLAGS = {
     "--num-layers-in-first-pipeline-stage": "--decoder-first-pipeline-num-layers",
     "--num-layers-in-last-pipeline-stage": "--decoder-last-pipeline-num-layers",
 }
+TIMEOUT = 60.0  # seconds in which a script comes to its torchrun
 _ENGINE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # else the trainer's
 
 
-def read_script(path: Path, vocab: int | None = None, timeout: float = 60.0) -> PlannedRun:
-    """Run the script up to its torchrun and read the arguments.
-
-    vocab: real vocabulary, where it is not in the script or its tokenizer's files. Raises ValueError for what no
-    family expresses.
-    """
+def launched(path: Path) -> CapturedLaunch:
+    """What a script would start. Raises ValueError where that is nothing."""
     with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
-        launch = capture(path.resolve(), Path(scratch), timeout)
-        try:
-            script = read_arguments(Flags.parse(launch.arguments), launch.world, vocab, launch.cwd)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        return capture(path.resolve(), Path(scratch), TIMEOUT)
+
+
+def read_script(path: Path, vocab: int | None = None) -> PlannedRun:
+    """Run the script up to its torchrun and read the arguments. vocab: as of `read_arguments`. Raises ValueError for
+    what no family expresses."""
+    launch = launched(path)
+    try:
+        script = read_arguments(Flags.parse(launch.arguments), launch.world, vocab, launch.cwd)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return replace(script, node=launch.nproc)
 
 
 def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: Path = Path()) -> PlannedRun:
-    """The same from arguments that are at hand, for a world of ranks. folder: where their relative paths begin."""
+    """The same from arguments that are at hand, for a world of ranks. vocab: real vocabulary, where it is not in the
+    script or its tokenizer's files; folder: where relative paths begin."""
     args = _namespace(flags)
     args.world_size = world
     if problem := unbuilt_family(args):

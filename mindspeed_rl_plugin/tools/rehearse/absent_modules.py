@@ -1,14 +1,19 @@
 """Run the entry script where Python modules that MindSpeed imports are not installed: each gets a stand-in.
 
-    python -m mindspeed_rl_plugin.tools.rehearse.absent_modules SCRIPT.py ARGS
+    python -m mindspeed_rl_plugin.tools.rehearse.absent_modules [--accept] [--any-flag] SCRIPT.py ARGS
 
 MindSpeed and MindSpeed-LLM import libraries of all their features when they start (peft for LoRA, trl, nltk). A
 stand-in serves what happens at import: its names can be imported, inherited from and used as decorators. A later call
 of one is an error that says what to install. An import that its author guards against ImportError gets none.
+
+--accept: take the arguments through the real parsers and validation, as rank 0 of the world that WORLD_SIZE names, and
+no further: when Megatron is about to connect the ranks, only its config of the model is built, whose own checks are
+part of the validation. --any-flag: name flags that the parser does not have, and go on without them.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import runpy
 import sys
@@ -17,10 +22,12 @@ from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from inspect import CO_OPTIMIZED
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+ACCEPTED, UNKNOWN = "rehearse: arguments accepted", "rehearse: no flags here: "
 STANDIN = "rehearse: stand-in for the Python module "
 _OWNERS = ("mindspeed", "mindspeed_llm")
 _GUARDS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
@@ -112,6 +119,43 @@ def install() -> None:
     sys.meta_path.append(_StandInFinder())
 
 
-if __name__ == "__main__":
+def _stop_at_connection() -> None:
+    """When the ranks are to be connected: build the config of the model, say so, and end."""
+    from mindspeed_rl_plugin import host
+    from mindspeed_rl_plugin.engine import engine_sizes
+
+    host.activate_if_needed(announce=False)
+    import torch.distributed as dist
+
+    dist.init_process_group = _accept
+    engine_sizes.host_total = lambda: sys.maxsize  # the script's machine is another one
+
+
+def _accept(*args: object, **kwargs: object) -> None:
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    core_transformer_config_from_args(get_args())
+    print(ACCEPTED, flush=True)
+    sys.exit(0)
+
+
+def _parse_known(parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> argparse.Namespace:
+    parsed, rest = parser.parse_known_args(*args, **kwargs)
+    print(UNKNOWN + " ".join(word for word in rest if word.startswith("--")), flush=True)
+    return parsed
+
+
+def main(argv: list[str]) -> None:
+    options = list(takewhile(lambda word: word.startswith("--"), argv))
+    if "--accept" in options:
+        _stop_at_connection()
+    if "--any-flag" in options:
+        argparse.ArgumentParser.parse_args = _parse_known
     install()
+    sys.argv = ["mindspeed_rl_plugin", *argv[len(options) :]]
     runpy.run_module("mindspeed_rl_plugin", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -24,7 +24,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mindspeed_rl_plugin.tools.rehearse import absent_modules, accept, outcome
+from mindspeed_rl_plugin.tools.rehearse import absent_modules, outcome
+from mindspeed_rl_plugin.tools.rehearse.absent_modules import ACCEPTED, UNKNOWN
 from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, Done, capture, run
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, Entry, find_entry, pretraining
@@ -119,11 +120,12 @@ class _Rehearsal:
         ranks |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
         # The KV cache's size is a limit on a host alone: it must not refuse the script's lengths.
         cache = ["--rl-kv-cache-gb", "1e6"] if "--rl-algorithm" in flags else []
-        command = ["-m", accept.__name__, *([] if entry.mindspeed_llm else ["--any-flag"]), str(entry.script)]
+        options = ["--accept"] if entry.mindspeed_llm else ["--accept", "--any-flag"]
+        command = ["-m", absent_modules.__name__, *options, str(entry.script)]
         done = self._run("arguments", [*command, *flags.argv(), *cache], **ranks)
-        unknown = (line.removeprefix(accept.UNKNOWN) for line in done.lines if line.startswith(accept.UNKNOWN))
+        unknown = (line.removeprefix(UNKNOWN) for line in done.lines if line.startswith(UNKNOWN))
         flags.apply(f"no flag of {entry.platform}", next(unknown, ""))
-        return self._show(f"arguments as written, for {self.launch.world} ranks", done, accept.ACCEPTED in done.lines)
+        return self._show(f"arguments as written, for {self.launch.world} ranks", done, ACCEPTED in done.lines)
 
     def trained(self) -> bool:
         """One iteration; before it, where the script loads a checkpoint, one that makes that checkpoint."""
