@@ -10,7 +10,7 @@ from small_tokenizers import make
 
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.run_setup import Setup
-from mindspeed_rl_plugin.tools.plan import plan, schedule
+from mindspeed_rl_plugin.tools.plan import plan, which_schedule
 from mindspeed_rl_plugin.tools.plan.simulate import Outcome
 from mindspeed_rl_plugin.tools.plan.virtual import Graders
 
@@ -58,35 +58,35 @@ def run_of(folder, grading=1.0, call=1.0 * 4 / 64, together=1.0):
 
 
 def test_a_script_is_read(tmp_path):
-    setup = schedule.script_setup(script(tmp_path, "--rl-max-staleness 3"))
+    setup = which_schedule.script_setup(script(tmp_path, "--rl-max-staleness 3"))
     sizes = setup.sizes
     assert (sizes.prompts, sizes.members, sizes.data_parallel, sizes.engines) == (16, 8, 4, 4)
     assert (setup.trainer_ranks, setup.engine_ranks, setup.graders, setup.limit, setup.world) == (2, 2, 32, 1024, 8)
-    apart = schedule.script_setup(
+    apart = which_schedule.script_setup(
         script(tmp_path, "--rl-schedule async --rl-generators 4 --rl-max-staleness 0 --rl-async-order strict")
     )
     assert (apart.sizes.data_parallel, apart.sizes.engines, apart.world, apart.order) == (2, 2, 8, "strict")
     more = "--rl-schedule async --rl-generators 4 --rl-correction mask --rl-engine-url http://a:1 http://b:2"
-    assert schedule.script_setup(script(tmp_path, more)).sizes.engines == 4, "two of ranks, two servers"
+    assert which_schedule.script_setup(script(tmp_path, more)).sizes.engines == 4, "two of ranks, two servers"
 
 
 def test_schedules_that_divide_are_tried(tmp_path):
-    setup = schedule.script_setup(script(tmp_path))
-    tried = list(schedule.candidates(setup, 8, 8))
+    setup = which_schedule.script_setup(script(tmp_path))
+    tried = list(which_schedule.candidates(setup, 8, 8))
     assert [(s.schedule, s.sizes.data_parallel, s.sizes.engines) for s in tried] == [
         ("sync", 4, 4), ("streamed", 4, 4), ("async", 2, 2), ("async", 1, 3),
     ]  # fmt: skip
     assert [s.graders for s in tried] == [32, 32, 16, 8]  # those of the ranks that train
     assert [s.world for s in tried] == [8] * 4
-    machines = list(schedule.candidates(setup, 32, 8))[2:]  # whole ones; 12 trainers do not divide the batch
+    machines = list(which_schedule.candidates(setup, 32, 8))[2:]  # whole ones; 12 trainers do not divide the batch
     assert [(s.sizes.data_parallel, s.sizes.engines) for s in machines] == [(8, 8), (4, 12)]
     with pytest.raises(ValueError, match="6 ranks do not divide"):
-        list(schedule.candidates(setup, 6, 8))
+        list(which_schedule.candidates(setup, 6, 8))
     joined = dataclasses.replace(setup, schedule="async", sizes=dataclasses.replace(setup.sizes, engines=1))
     with pytest.raises(
         ValueError, match=r"10 ranks \(8 that train, 2 of engines\) do not divide: .* --world, such as 8"
     ):
-        list(schedule.candidates(joined, joined.world, 8))
+        list(which_schedule.candidates(joined, joined.world, 8))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_schedules_that_divide_are_tried(tmp_path):
 )
 def test_what_flags_exclude_is_not_advised(tmp_path, said, more, tried, flag):
     path = script(tmp_path, more)
-    assert [one.schedule for one in schedule.candidates(schedule.script_setup(path), 8, 8)] == tried
+    assert [one.schedule for one in which_schedule.candidates(which_schedule.script_setup(path), 8, 8)] == tried
     out = said(path)
     assert f"note    {flag} excludes --rl-schedule async\n" in out and "take --rl-schedule async" not in out
 
@@ -181,7 +181,7 @@ def test_prompts_of_a_script_are_as_long_as_a_run_renders_them(tmp_path, said, m
     line = "prompts mean {} tokens, of at most the first 100 rows of each file of --rl-prompt-data\n"
     out = said(script(tmp_path, words))
     assert line.format(frame + 3) in out and "--prompt-tokens" not in out
-    monkeypatch.setattr(schedule, "ROWS", 1)
+    monkeypatch.setattr(which_schedule, "ROWS", 1)
     assert line.format(frame + 4) in said(script(tmp_path, words))
     assert "prompts mean" not in said(script(tmp_path, f"{words} --rl-prompt-key answers"), "--prompt-tokens", 9)
     out = said(script(tmp_path, f"{words} --rl-prompt-data {tmp_path}/none.jsonl"))
@@ -214,7 +214,7 @@ def test_the_advice_is_the_simplest_that_is_nearly_fastest(seconds, advised):
     setup = Setup(Arithmetic(8, 8, 64, 1, 1, 2, 2, 5))
     setups = [dataclasses.replace(setup, schedule=name) for name in ("sync", "streamed", "async")]
     outcomes = [Outcome(2 * s, s, {}, {}, 0.0, 0.0) for s in seconds]
-    assert schedule.advice(setups, outcomes).startswith(f"take --rl-schedule {advised}")
+    assert which_schedule.advice(setups, outcomes).startswith(f"take --rl-schedule {advised}")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
     python -m mindspeed_rl_plugin plan --model qwen2.5-32b --train tp8,dp2 --generate tp4,dp4
     python -m mindspeed_rl_plugin plan SCRIPT.sh --generate tp2,ep8
     python -m mindspeed_rl_plugin plan --dock          the bytes of a rollout's samples (dock_volume.py)
-    python -m mindspeed_rl_plugin plan --schedule ...  seconds of an iteration under each schedule (schedule.py)
+    python -m mindspeed_rl_plugin plan --schedule ...  seconds of an iteration under each schedule (which_schedule.py)
 
 GB are 1e9 bytes, and MB, in which smaller models are printed, 1e6; MiB are 2**20. Activations and the KV cache are not
 counted; gradients and optimizer state leave the device before any reshard.
@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.tools.layout_args import (
     model_shape,
     train_layout,
 )
-from mindspeed_rl_plugin.tools.plan import dock_volume, schedule
+from mindspeed_rl_plugin.tools.plan import dock_volume, which_schedule
 from mindspeed_rl_plugin.tools.plan.estimate import COMMON, EXPERT, MODES, TENSOR, Estimate, PlannedRun, estimate
 from mindspeed_rl_plugin.tools.plan.script_args import read_script
 from mindspeed_rl_plugin.tools.text_table import aligned
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     if any(word.startswith("--dock") for word in argv):
         return dock_volume.main(argv)
     by_schedule = "--schedule" in argv
-    parser, lines = (schedule.parser, schedule.report) if by_schedule else (_parser, report)
+    parser, lines = (which_schedule.parser, which_schedule.report) if by_schedule else (_parser, report)
     options = parser().parse_args([word for word in argv if word != "--schedule"])
     try:
         print("\n".join(lines(options)))

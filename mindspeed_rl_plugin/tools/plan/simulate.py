@@ -204,13 +204,12 @@ class _Colocated(_Job):
 
 
 class AdmittedRow(NamedTuple):
-    """A prompt that is admitted. bound: who may sample it; tokens: of its response; version: of the weights that began
-    it."""
+    """A prompt that is admitted."""
 
     id: SampleId
-    bound: VersionBound
-    tokens: int
-    version: int = -1
+    bound: VersionBound  # who may sample it
+    tokens: int  # of its response
+    version: int = -1  # of the weights that began it
 
 
 class ModelEngine:
