@@ -154,8 +154,8 @@ class Monitor:
         drop_foreign_events(self.run_dir, world_size, resume_iteration)
         self._metrics = JsonLines(self.run_dir / METRICS_FILE, resume_iteration)
         if not resume_iteration:
-            set_aside(self.run_dir / APART_FILE)
-            set_aside(self.run_dir / LOG_FILE)
+            for name in (APART_FILE, HELD_OUT_FILE, LOG_FILE):
+                set_aside(self.run_dir / name)
         keep_in(self.run_dir / LOG_FILE)
         self._written = {(r["kind"], r["iteration"]) for r in self._metrics.lines_kept}
         before = read_run(self.run_dir).get("starts", []) if resume_iteration else []

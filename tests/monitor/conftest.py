@@ -126,66 +126,6 @@ def make_episodes() -> Rows:
     return rows.with_columns(**columns)
 
 
-class Builder:
-    """A run in the making: its monitors, one per rank, and their meters, by one clock."""
-
-    def __init__(self, run_dir: Path, iterations: int, ranks: int, dumps: bool) -> None:
-        self.wall, self.rng = Clock(1.7e9), random.Random(7)
-        info = {"algorithm": "grpo", "model": "qwen2 2 layers", "dump_dir": str(run_dir / "dump") if dumps else None}
-        info |= {"flags": {"--rl-reward": ["math", "exact"]}, "arguments": {"lr": 1e-4}, "versions": {"torch": "2.x"}}
-        more = dict(is_terminal=False, total_iterations=iterations, info=info, stream=io.StringIO())
-        self.meters = [Meter() for _ in range(ranks)]
-        self.monitors = [Monitor(run_dir, rank, ranks, meter=m, **more) for rank, m in enumerate(self.meters)]
-        for monitor in self.monitors:
-            monitor.clock._now = monitor.clock._tick = self.wall
-
-    def run_stages(self, iteration: int) -> None:
-        """Every rank's stages from the same time on; the clock goes to the last one's end."""
-        start = finish = self.wall.at
-        for monitor, meter in zip(self.monitors, self.meters, strict=True):
-            self.wall.at = start
-            monitor.begin(iteration)
-            for stage, (seconds, memory) in STAGES.items():
-                with monitor.stage(stage):
-                    self.wall.at += seconds * (1 + 0.25 * self.rng.random())
-                    meter.use(int(memory * (1 + 0.02 * self.rng.random()) * 3 * 2**30))
-                self.wall.at += 0.02
-            finish = max(finish, self.wall.at)
-        self.wall.at = finish
-
-    def generate_apart(self) -> None:
-        """Two engines that are no ranks, and weights that go out, in the last second."""
-        log, end = self.monitors[0].log_apart, self.wall.at
-        for engine in ("generator rank 4", "joined engine, process 78 on machine-2"):
-            log(engine, "generate", end - 1.0, end - 0.4)
-            log(engine, "pull", end - 0.6, end - 0.4)
-            log(engine, "back-pressure", end - 0.4, end)
-        log("weights", "version 5", end - 0.7, end - 0.7)
-
-    def evaluate(self, iteration: int, accuracy: float) -> None:
-        """An evaluation of 0.8 s on every rank."""
-        start = self.wall.at
-        for monitor in self.monitors:
-            self.wall.at = start
-            with monitor.stage("evaluate"):
-                self.wall.at += 0.8
-        result = {"accuracy": accuracy, "reward_mean": accuracy - 0.1, "pass@8": min(1, accuracy + 0.2)}
-        self.monitors[0].log_eval(iteration, result)
-        rows = [[0, "1+1=", HOSTILE, "2", 0.0], [1, "2+2=", f"4 ({iteration})", "4", 1.0]]
-        self.monitors[0].log_held_out(iteration, rows)
-
-    def update(self, progress: float) -> dict[str, float]:
-        """What an update measures after this share of the run."""
-        rng = self.rng
-        return {
-            "loss": rng.gauss(0, 0.01),
-            "kl/ref": 2e-3 * progress * (1 + 0.3 * rng.random()),
-            "clip_fraction": 0.02 * rng.random(),
-            "logp_diff/max": 1e-5 * rng.random(),
-            "entropy": 0.9 * math.exp(-progress) + 0.02 * rng.random(),
-        }
-
-
 def build_run(
     run_dir: Path,
     *,
@@ -196,28 +136,65 @@ def build_run(
     events: bool = True,
     apart: bool = False,
 ) -> Path:
-    """Write a whole run: metrics, stage events of every rank, dumps. Returns the directory."""
-    run = Builder(run_dir, iterations, ranks, dumps)
-    leader = run.monitors[0]
+    """Write a whole run by one clock: metrics, stage events of every rank, dumps. Returns the directory."""
+    wall, rng, meters = Clock(1.7e9), random.Random(7), [Meter() for _ in range(ranks)]
+    info = {"algorithm": "grpo", "model": "qwen2 2 layers", "dump_dir": str(run_dir / "dump") if dumps else None}
+    info |= {"flags": {"--rl-reward": ["math", "exact"]}, "arguments": {"lr": 1e-4}, "versions": {"torch": "2.x"}}
+    more = dict(is_terminal=False, total_iterations=iterations, info=info, stream=io.StringIO())
+    monitors = [Monitor(run_dir, rank, ranks, meter=m, **more) for rank, m in enumerate(meters)]
+    leader = monitors[0]
+    for monitor in monitors:
+        monitor.clock._now = monitor.clock._tick = wall
+
+    def stages(named, iteration=None):
+        """Every rank's stages from the same time on; the clock goes to the last one's end."""
+        start = finish = wall.at
+        for monitor, meter in zip(monitors, meters, strict=True):
+            wall.at = start
+            if iteration:
+                monitor.begin(iteration)
+            for stage, (seconds, memory) in named.items():
+                with monitor.stage(stage):
+                    wall.at += seconds * (1 + (0.25 * rng.random() if iteration else 0.0))
+                    meter.use(int(memory * (1 + 0.02 * rng.random()) * 3 * 2**30))
+                wall.at += 0.02
+            finish = max(finish, wall.at)
+        wall.at = finish
+
+    def evaluated(iteration, accuracy):
+        stages({"evaluate": (0.8, 0.1)})
+        leader.log_eval(
+            iteration, {"accuracy": accuracy, "reward_mean": accuracy - 0.1, "pass@8": min(1, accuracy + 0.2)}
+        )
+        rows = [[0, "1+1=", HOSTILE, "2", 0.0], [1, "2+2=", f"4 ({iteration})", "4", 1.0]]
+        leader.log_held_out(iteration, rows)
+
+    def generated_apart(end):
+        """Two engines that are no ranks, and weights that go out, in the last second."""
+        for engine in ("generator rank 4", "joined engine, process 78 on machine-2"):
+            for what, start, until in (("generate", 1.0, 0.4), ("pull", 0.6, 0.4), ("back-pressure", 0.4, 0.0)):
+                leader.log_apart(engine, what, end - start, end - until)
+        leader.log_apart("weights", "version 5", end - 0.7, end - 0.7)
+        return {"lag/max": 1.0, **{name: rng.random() for name in OF_APART}}
+
     if evaluate:
-        run.evaluate(0, 0.31)
+        evaluated(0, 0.31)
     for k in range(1, iterations + 1):
         skill = 0.31 + 0.62 * (1 - math.exp(-k / (iterations / 2.5)))
         rows = make_rows(k - 1, skill, hostile=k == 1)
-        run.run_stages(k)
-        if apart:
-            run.generate_apart()
-        stages = leader.stage_metrics()
-        speed = throughput(int(rows["length"].sum()), devices=ranks, seconds=stages["seconds/iteration"])
+        stages(STAGES, k)
         measured = rollout_metrics(rows, rows["reward"].bool().tolist())
-        if apart:
-            measured |= {"lag/max": 1.0, **{name: run.rng.random() for name in OF_APART}}
-        leader.log(k, measured | run.update(k / iterations) | speed | stages)
+        measured |= generated_apart(wall.at) if apart else {}
+        measured |= {"loss": rng.gauss(0, 0.01), "kl/ref": 2e-3 * k / iterations * (1 + 0.3 * rng.random())}
+        measured |= {"clip_fraction": 0.02 * rng.random(), "logp_diff/max": 1e-5 * rng.random()}
+        measured |= {"entropy": 0.9 * math.exp(-k / iterations) + 0.02 * rng.random()} | leader.stage_metrics()
+        speed = throughput(int(rows["length"].sum()), devices=ranks, seconds=measured["seconds/iteration"])
+        leader.log(k, measured | speed)
         if dumps:
             dump_rollout(run_dir / "dump", rows, decode, iteration=k, graders=("math", "format"))
         if evaluate and k % 10 == 0:
-            run.evaluate(k, skill + run.rng.gauss(0, 0.01))
-    for monitor in run.monitors:
+            evaluated(k, skill + rng.gauss(0, 0.01))
+    for monitor in monitors:
         monitor.close()
     for path in [] if events else list(run_dir.glob("events-rank*.jsonl")):
         path.unlink()
