@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_models import EXPERTS, LATENT
 from safetensors.torch import load_file
 
 from mindspeed_rl_plugin.__main__ import main as plugin
@@ -24,18 +25,14 @@ RUN = (
     "--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-bias-dropout-fusion"
 )
 STILL = RUN.replace("--lr 1e-2", "--lr 1e-30").replace("iters 2", "iters 1").replace("interval 2", "interval 1")
-EXPERTS = dict(moe_intermediate_size=48, num_experts_per_tok=2)
+SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+SIZES |= dict(max_position_embeddings=LENGTH, initializer_range=0.1, tie_word_embeddings=False, num_key_value_heads=2)
 FAMILIES = {
-    "llama": dict(num_key_value_heads=2, head_dim=16),
-    "qwen2": dict(num_key_value_heads=2, head_dim=32, hidden_size=128, tie_word_embeddings=True),
-    "qwen3": dict(num_key_value_heads=2, head_dim=32),
-    "qwen3_moe": dict(num_key_value_heads=2, head_dim=32, num_experts=4, norm_topk_prob=True, mlp_only_layers=[1])
-    | EXPERTS,
-    # vLLM on CPU decodes latent attention of these sizes only
-    "deepseek_v3": dict(num_key_value_heads=4, n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1)
-    | dict(n_group=2, topk_group=1, q_lora_rank=24, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
-    | dict(v_head_dim=128, routed_scaling_factor=2.5)
-    | EXPERTS,
+    "llama": dict(head_dim=16),
+    "qwen2": dict(head_dim=32, hidden_size=128, tie_word_embeddings=True),
+    "qwen3": dict(head_dim=32),
+    "qwen3_moe": dict(head_dim=32, num_experts=4, norm_topk_prob=True, mlp_only_layers=[1]) | EXPERTS,
+    "deepseek_v3": LATENT | dict(num_key_value_heads=4, q_lora_rank=24, n_group=2, topk_group=1, n_shared_experts=2),
 }
 
 
@@ -48,9 +45,7 @@ def random_model(family: str, directory: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    sizes = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
-    sizes |= dict(max_position_embeddings=LENGTH, initializer_range=0.1, tie_word_embeddings=False)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes | FAMILIES[family]))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | FAMILIES[family]))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if any(part in name for part in ("norm", "bias")):
             tensor.data.add_(torch.randn_like(tensor) * 0.1)

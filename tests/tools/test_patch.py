@@ -11,6 +11,7 @@ from checkouts import checkouts
 from mindspeed_rl_plugin.tools import patch as command
 from mindspeed_rl_plugin.tools.patch import ANCHOR, IMPORT_LINE, SCRIPT, TREES
 
+INFO = "megatron/core/package_info.py"
 PATCHES = Path(__file__).parents[2] / "patches"
 
 
@@ -90,23 +91,20 @@ def test_windows_line_ends_are_kept(make):
     assert (root / SCRIPT).read_bytes() == text
 
 
+@pytest.mark.parametrize("option", ["--check", "--apply", "--revert"])
 @pytest.mark.parametrize(
-    ("damage", "expected"),
+    ("file", "text", "expected"),
     [
-        (lambda root: (root / SCRIPT).write_text("print()\n"), "expected the line 'import torch' once in"),
-        (lambda root: (root / SCRIPT).write_text("import torch\n" * 2), "it is there 2 times"),
-        (lambda root: (root / SCRIPT).unlink(), "but has no pretrain_gpt.py"),
-        (lambda root: shutil.rmtree(root / "megatron"), "expected megatron/core/package_info.py (Megatron-LM) or"),
-        (
-            lambda root: (root / "megatron/core/package_info.py").write_text("MAJOR = 0\nMINOR = 11\nPATCH = 0\n"),
-            "is Megatron-LM core 0.11.0; expected core 0.12.1 to 0.19.x",
-        ),
+        (SCRIPT, "print()\n", "expected the line 'import torch' once in"),
+        (SCRIPT, "import torch\n" * 2, "it is there 2 times"),
+        (SCRIPT, None, "but has no pretrain_gpt.py"),
+        (INFO, None, "expected megatron/core/package_info.py (Megatron-LM) or"),
+        (INFO, "MAJOR = 0\nMINOR = 11\nPATCH = 0\n", "is Megatron-LM core 0.11.0; expected core 0.12.1 to 0.19.x"),
     ],
 )
-@pytest.mark.parametrize("option", ["--check", "--apply", "--revert"])
-def test_what_does_not_match_says_what_was_expected(make, capsys, damage, expected, option):
+def test_what_does_not_match_says_what_was_expected(make, capsys, file, text, expected, option):
     root = make(TREES[0])
-    damage(root)
+    (root / file).unlink() if text is None else (root / file).write_text(text)
     files = {path: path.read_bytes() for path in root.rglob("*.py")}
     assert command.main([option, str(root)]) == 2
     assert expected in capsys.readouterr().err
@@ -120,7 +118,7 @@ def test_real_checkouts(tmp_path):
     for number, checkout in enumerate([*checkouts(), *checkouts("MINDSPEED_LLM_PATH")]):
         root = tmp_path / str(number)
         root.mkdir()
-        for part in ("megatron/core/package_info.py", "mindspeed_llm/__init__.py", "setup.py", SCRIPT):
+        for part in (INFO, "mindspeed_llm/__init__.py", "setup.py", SCRIPT):
             if (checkout / part).is_file():
                 (root / part).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(checkout / part, root / part)

@@ -42,15 +42,14 @@ def test_table_1_of_the_paper_comes_out(capsys):
 
 
 def test_a_load_of_ones_own(capsys):
-    """`--dock G N PL SL n M`: Eq. 2 as the paper writes it."""
+    """`--dock G N PL SL n M`: Eq. 2 and 4 as the paper writes them."""
     assert plan.main(["--dock", "64", "4", "100", "900", "6", "2", "--nodes", "4"]) == 0
     row = capsys.readouterr().out.splitlines()[2].split()
     assert row[:6] == ["64", "4", "100", "6", "900", "2"]
-    load, entries = Load(64, 4, 100, 900, 6, 2), 2 * 100 + 3 * 6 * 900
-    assert padded_gib(load) == pytest.approx(64 * 4 * 4 * (entries + 8 * 2) / 1024**3)
-    assert padded_gib(load, 4, 6) == pytest.approx(64 * 4 * 4 * (entries + 8 * 7 * 2) / 4 / 1024**3)
-    assert float(row[6]) == pytest.approx(padded_gib(load), abs=0.005)
-    assert float(row[9]) == pytest.approx(padded_gib(load, 4, 6), abs=5e-4)
+    entries = 2 * 100 + 3 * 6 * 900
+    eq2, eq4 = (64 * 4 * 4 * (entries + 8 * n * 2) / 1024**3 for n in (1, 7))
+    assert padded_gib(Load(64, 4, 100, 900, 6, 2)) == pytest.approx(eq2)
+    assert (float(row[6]), float(row[9])) == (pytest.approx(eq2, abs=0.005), pytest.approx(eq4 / 4, abs=5e-4))
 
 
 def test_one_machine_tells_no_other(capsys):
