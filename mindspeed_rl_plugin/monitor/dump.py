@@ -126,9 +126,9 @@ def _of_episodes(rows: Rows, prompt: Ragged) -> dict[str, Any]:
     import pyarrow as pa
 
     turns = _shifted(rows["turns"].rows(), -prompt.lengths, [1, 1])
-    said = [_utf8(json.dumps(messages, ensure_ascii=False)) for messages in unpack_json(rows["conversation"])]
+    texts = [_utf8(json.dumps(messages, ensure_ascii=False)) for messages in unpack_json(rows["conversation"])]
     rewards = _plain(rows["turn_reward"])
-    return {"turns": pa.array(turns), "turn_reward": rewards, "conversation": pa.array(said)}
+    return {"turns": pa.array(turns), "turn_reward": rewards, "conversation": pa.array(texts)}
 
 
 def _shifted(rows: Iterable[Tensor], by: Tensor, which: Sequence[int]) -> list[list[list[int]]]:

@@ -52,10 +52,10 @@ def main(argv: list[str]) -> int:
 
 
 def elsewhere(word: str) -> str:
-    """What to use for a word that other programs have flags of; empty where nothing needs to be said."""
+    """What to use for a word that other programs have flags of; else empty."""
     word = word.lower().replace("_", "-")
-    said = (text for words, text in FLAGS_ELSEWHERE.items() if {word, word.partition("-")[0]} & {*words.split()})
-    return f"{word}: {text}" if (text := next(said, "")) else ""
+    texts = (text for words, text in FLAGS_ELSEWHERE.items() if {word, word.partition("-")[0]} & {*words.split()})
+    return f"{word}: {text}" if (text := next(texts, "")) else ""
 
 
 def plain(word: str = "") -> str:

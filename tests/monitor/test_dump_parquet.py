@@ -12,6 +12,8 @@ from mindspeed_rl_plugin.monitor.dump import FIELDS, TOKEN_COLUMNS, discard_dump
 from mindspeed_rl_plugin.monitor.run_files import check_dumps, claim_dumps, dump_files, write_json
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, pack_json
 
+pytestmark = pytest.mark.quick
+
 
 def decode(tokens):
     return "".join(map(chr, tokens))

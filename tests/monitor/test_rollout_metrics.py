@@ -9,6 +9,8 @@ from mindspeed_rl_plugin.monitor.names import METRICS
 from mindspeed_rl_plugin.monitor.rollout_metrics import filtration_metrics, largest, rollout_metrics, throughput
 from mindspeed_rl_plugin.rows import Rows, SampleId
 
+pytestmark = pytest.mark.quick
+
 
 def test_rollout_metrics_equal_plain_loops(rows_builder):
     rows = rows_builder(3, 0.5, groups=7, members=5)

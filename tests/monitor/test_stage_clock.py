@@ -5,6 +5,8 @@ import pytest
 from mindspeed_rl_plugin.monitor.run_files import event_files, read_events, read_jsonl
 from mindspeed_rl_plugin.monitor.stage_clock import StageClock, drop_foreign_events
 
+pytestmark = pytest.mark.quick
+
 
 def clock_at(tmp_path, time, **kwargs):
     return StageClock(tmp_path, kwargs.pop("rank", 0), now=time, tick=time, **kwargs)

@@ -3,10 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
 from flag_table import verdict
 
 from mindspeed_rl_plugin.config import flag_names
 from mindspeed_rl_plugin.tools import flags
+
+pytestmark = pytest.mark.quick
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
 

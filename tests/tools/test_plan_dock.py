@@ -7,6 +7,8 @@ from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.tools.plan import plan
 from mindspeed_rl_plugin.tools.plan.dock_volume import Load, packed_gib, padded_gib
 
+pytestmark = pytest.mark.quick
+
 # Table 1 of the paper as printed: G, N, PL, n, SL, M, then TCV in GB and seconds at 100 MB/s and 1 GB/s.
 TABLE_1 = """
 256 8 2K 5 8K 3 0.96 9.92 0.97

@@ -14,6 +14,8 @@ from mindspeed_rl_plugin.tools.plan.fit import USUAL_RATIO, Observed, fit, obser
 from mindspeed_rl_plugin.tools.plan.simulate import simulate
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal
 
+pytestmark = pytest.mark.quick
+
 PROMPTS, MEMBERS, PROMPT_TOKENS = 16, 4, 20
 TRUE = Costs(step=0.02, sequence=0.001, token=0.0004, old_token=0.0001, rollout=0.3, reshard=0.7)
 SIZES = Arithmetic(PROMPTS, MEMBERS, PROMPTS * MEMBERS, 1, 4, 1, 1, 100)

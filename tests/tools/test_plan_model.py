@@ -13,6 +13,8 @@ from mindspeed_rl_plugin.loop.run_setup import Setup
 from mindspeed_rl_plugin.tools.plan.simulate import simulate
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal, recorded
 
+pytestmark = pytest.mark.quick
+
 PROMPTS, MEMBERS, TOKENS = 8, 4, 100
 ROWS = PROMPTS * MEMBERS
 ALIKE = Responses(recorded([[TOKENS]]))

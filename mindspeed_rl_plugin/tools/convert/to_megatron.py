@@ -63,8 +63,8 @@ def import_(options: argparse.Namespace) -> str:
     wrong = compare_configs(derive_config(args, vocab_size=config["vocab_size"]), config)
     raise_if(wrong, "Megatron's arguments cannot express the model of config.json")
     source = open_tensors(options.load)
-    left = _left_out(source, shape, config.get(shape.table.hf.mtp) or 0)
-    notes = [f"note: left out: {name}" for name in left]
+    extra = _left_out(source, shape, config.get(shape.table.hf.mtp) or 0)
+    notes = [f"note: left out: {name}" for name in extra]
     if shape.groups % parallel.tp:
         notes.append(
             f"note: {shape.groups} query groups are fewer than tp{parallel.tp}: Megatron core 0.12 and MindSpeed "
@@ -107,12 +107,12 @@ def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[st
         raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
     expected = {name: tensor.shape for name, tensor in canonical_tensors(shape).items()}
     wrong = differences(expected, {n: tuple(source[n].get_shape()) for n in source.keys() & expected.keys()})
-    left, ahead, embedding = [], Counter(), shape.table.embedding
+    extra, ahead, embedding = [], Counter(), shape.table.embedding
     for name in sorted(source.keys() - expected.keys()):
         match = _LAYER.match(name)
         layer = int(match[1]) if match else -1
         if name.endswith(_FREQUENCIES):
-            left.append(name)
+            extra.append(name)
         elif shape.layers <= layer < shape.layers + mtp and _MTP.format(layer) in source:
             ahead[layer] += 1
         elif layer >= shape.layers:
@@ -122,13 +122,13 @@ def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[st
         elif name != HEAD_WEIGHT or not shape.tied or embedding not in source:
             wrong.append(f"{name} is not of this model")
         elif _same(source, embedding, shape.vocab):
-            left.append(f"{name}, which repeats {embedding}")
+            extra.append(f"{name}, which repeats {embedding}")
         else:
             wrong.append(f"{HEAD_WEIGHT} is not {embedding}, to which tie_word_embeddings ties it")
     raise_if(wrong, "the files do not hold the model of config.json")
-    if len(left) > LISTED_DIFFERENCES:
-        left[LISTED_DIFFERENCES:] = [f"{len(left) - LISTED_DIFFERENCES} more of their kind"]
-    return left + [f"model.layers.{n}, which predicts further tokens: {ahead[n]} tensors" for n in sorted(ahead)]
+    if len(extra) > LISTED_DIFFERENCES:
+        extra[LISTED_DIFFERENCES:] = [f"{len(extra) - LISTED_DIFFERENCES} more of their kind"]
+    return extra + [f"model.layers.{n}, which predicts further tokens: {ahead[n]} tensors" for n in sorted(ahead)]
 
 
 def _same(source: Mapping[str, Any], embedding: str, vocab: int) -> bool:

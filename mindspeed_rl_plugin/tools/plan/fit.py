@@ -84,8 +84,8 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
             f"{run_dir}: run.json has no {SETUP!r}: an older version of this package, DPO, or partial rollouts"
         )
     known = {field.name for field in dataclasses.fields(Setup)}
-    said = {name: value for name, value in run[SETUP].items() if name in known}  # other versions said more
-    setup = Setup(**{**said, "sizes": Arithmetic(**said["sizes"])})
+    stored = {name: value for name, value in run[SETUP].items() if name in known}  # other versions stored more
+    setup = Setup(**stored | {"sizes": Arithmetic(**stored["sizes"])})
     rollouts: list[dict[str, float]] = []
     for line in lines:
         if "seconds/iteration" not in line:

@@ -48,7 +48,7 @@ def simulate(setup: Setup, costs: Costs, responses: Responses, rollouts: int = 1
         job, ahead = _Colocated(setup, costs, responses, WARM_UP + rollouts), 0
     else:  # at the end nothing is left to sample ahead
         ahead = setup.staleness + 1
-        job = _Apart(setup, costs, responses, WARM_UP + rollouts + 2 * ahead)
+        job = _Async(setup, costs, responses, WARM_UP + rollouts + 2 * ahead)
     job.run()
     return job.outcome(WARM_UP + ahead, rollouts)
 
@@ -153,7 +153,7 @@ class _Job:
 
 
 class _Colocated(_Job):
-    """sync and streamed: the stages one after the other on the same devices, in the second one grading beside
+    """sync and streamed: the stages one after the other on the same devices, in the second one grading during
     generation."""
 
     def run(self) -> None:
@@ -213,13 +213,13 @@ class AdmittedRow(NamedTuple):
 
 
 class ModelEngine:
-    """An engine apart: what `generators.engine_state.choose` says. number: its place among those of the job.
+    """An engine of async: what `generators.engine_state.choose` says. number: its place among those of the job.
 
     due: when it acts next; inf: when there is news. idle: seconds without work by cause: "version", it waits for
     weights; "back-pressure", for admission.
     """
 
-    def __init__(self, job: _Apart, number: int) -> None:
+    def __init__(self, job: _Async, number: int) -> None:
         self.job, self.number, setup = job, number, job.setup
         self.decoder = Decoder(job.costs, setup.slots)
         self.state = EngineState(setup.slots, setup.inflight == "drain", setup.order == "strict")
@@ -277,8 +277,8 @@ class ModelEngine:
         return self.decoder.boundary(self._looked + polls * POLL_SECONDS)
 
 
-class _Apart(_Job):
-    """async: engines beside the trainers, bound by admission.
+class _Async(_Job):
+    """async: engines on ranks of their own, bound by admission.
 
     now: seconds since the start; announced: the newest version of the weights, -1 for none.
     """

@@ -268,12 +268,12 @@ def _compared(folders: Sequence[Path], runs: Sequence[fit.Observed]) -> Iterator
     whose number of engines changed, which the model does not know."""
     costs = fit.fit(runs) if runs else Costs()
     for folder, run in zip(folders, runs, strict=True):
-        said = f"note    {folder} measured {run.iteration:.2f} s an iteration, {run.setup.schedule}"
+        line = f"note    {folder} measured {run.iteration:.2f} s an iteration, {run.setup.schedule}"
         if costs.step + costs.sequence:
             model = simulate(run.setup, costs, _graded(run.responses, *run.calls or (0.0, 1.0))).iteration
             off = max(model, run.iteration) / max(min(model, run.iteration), 1e-9)
-            said += f"; by this model {model:.2f}" + MISSES * (off > MISS)
-        yield said
+            line += f"; by this model {model:.2f}" + MISSES * (off > MISS)
+        yield line
         low, high = run.engines
         if low < high:
             yield f"note    {folder} had {low} to {high} engines at work; taken: {run.setup.sizes.engines}"

@@ -93,10 +93,10 @@ def pretraining(script: Path, flags: Flags) -> Path:
     """The script that makes a checkpoint for this one: itself, or the one that pretrains where it fine-tunes. What RL
     takes over is taken out: how the data of either is packed and masked."""
     theirs = {flag for row in TAKEN_OVER.values() for flag in row.split()} - {"--mock-data", "--split"}
-    gone = (name for name, _, value in (flag.partition("=") for flag in theirs) if value in ("", flags.get(name)))
-    flags.apply("of training without RL", " ".join(("--stage", *gone)))
-    beside = script.with_name(_PRETRAINING)
-    return beside if script.name == _FINE_TUNING and beside.is_file() else script
+    taken = (name for name, _, value in (flag.partition("=") for flag in theirs) if value in ("", flags.get(name)))
+    flags.apply("of training without RL", " ".join(("--stage", *taken)))
+    other = script.with_name(_PRETRAINING)
+    return other if script.name == _FINE_TUNING and other.is_file() else script
 
 
 def _importable(package: str, folders: Sequence[Path]) -> bool:

@@ -55,8 +55,8 @@ def removed(flags: Flags) -> list[str]:
     """Flags of the script that are not rehearsed: those removed here, but not those that RL removes or that something
     generated replaces; and splits left out for want of ranks."""
     ours = {flag for row in TAKEN_OVER.values() for flag in row.split()} if "--rl-algorithm" in flags else set()
-    gone = [c for c in flags.changes if c.old is not None and not c.why.startswith(("here: ", "nothing is reported"))]
-    return [c.flag for c in gone if c.new is None and c.flag not in ours or c.new == "1" and "-parallel-" in c.flag]
+    lost = [c for c in flags.changes if c.old is not None and not c.why.startswith(("here: ", "nothing is reported"))]
+    return [c.flag for c in lost if c.new is None and c.flag not in ours or c.new == "1" and "-parallel-" in c.flag]
 
 
 def changes(title: str, flags: Flags, scratch: Path) -> str:

@@ -40,7 +40,7 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
 
     prompts: distinct prompt texts; rows: [epoch, group, member, index of the prompt, response, answer,
     reward, parts, advantage, length, finish, version, largest |engine - trainer| log-prob]. The response is a text,
-    of an episode the list of `_said`. Both are cut at `text_limit` characters. Raises ValueError naming a file that
+    of an episode the list of `_turns`. Both are cut at `text_limit` characters. Raises ValueError naming a file that
     is not a dump.
     """
     import pyarrow as pa
@@ -93,10 +93,11 @@ def _row(record: dict[str, Any], prompts: dict[str, int], text_limit: int) -> li
     messages = json.loads(get("conversation") or "[]")
     asked = list(takewhile(lambda message: "turn" not in message, messages))
     prompt = _asked(asked) if asked else record["prompt"]
+    spoken = messages[len(asked) :]
     return [
         *(record[k] for k in ("epoch", "group", "member")),
         prompts.setdefault(_clip(prompt, text_limit), len(prompts)),
-        _said(record, asked, messages[len(asked) :], text_limit) if messages else _clip(record["response"], text_limit),
+        _turns(record, asked, spoken, text_limit) if messages else _clip(record["response"], text_limit),
         _clip(get("answer") or "", text_limit),
         _short(record["reward"]),
         [_short(p) for p in get("reward_parts") or []],
@@ -115,7 +116,7 @@ def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
-def _said(
+def _turns(
     record: dict[str, Any], asked: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], text_limit: int
 ) -> list[list[Any]]:
     """Turns of the model and observations, together cut at `text_limit` characters.
@@ -124,17 +125,17 @@ def _said(
     stand at the first message of a reply, or at the turn where it has none, or at "reset" where that came first. The
     rewards are those that are trained: 0 where an environment failed.
     """
-    rewards, left = iter(record["turn_reward"]), text_limit
-    said = [["reset", "", None, None, None, m["seconds"]] for m in asked[-1:] if "seconds" in m]
+    rewards, room = iter(record["turn_reward"]), text_limit
+    shown = [["reset", "", None, None, None, m["seconds"]] for m in asked[-1:] if "seconds" in m]
     for message in messages:
-        if left <= 0:
-            return [*said, ["", f"[cut here, {len(messages)} messages in all]", None, None, None, None]]
+        if room <= 0:
+            return [*shown, ["", f"[cut here, {len(messages)} messages in all]", None, None, None, None]]
         first, end = message.get("turn", (0, 0))
         trained = [end - first, sum(record["loss_mask"][first:end]), _short(next(rewards))] if end else [None] * 3
-        text = _clip(message["content"], left)
-        said.append([message.get("name") or message["role"], text, *trained, message.get("seconds")])
-        left -= len(text) + MESSAGE_SIZE
-    return said
+        text = _clip(message["content"], room)
+        shown.append([message.get("name") or message["role"], text, *trained, message.get("seconds")])
+        room -= len(text) + MESSAGE_SIZE
+    return shown
 
 
 def _largest_difference(
