@@ -30,8 +30,8 @@ from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.rows import FINISH, Column, Completion, GenerateRequest, Ragged, Rows, Sampling
 from mindspeed_rl_plugin.service.guest_dock import GuestDock, here
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
+from mindspeed_rl_plugin.weights.published_memory import sources_of
 from mindspeed_rl_plugin.weights.pull import pull_tensors
-from mindspeed_rl_plugin.weights.version_source import sources_of
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -254,7 +254,7 @@ class Client:
         while True:
             try:
                 left = end - time.monotonic()
-                return pull_tensors(self._weights, self._sources, version, names, left)[:2]
+                return pull_tensors(self._weights, self._sources, version, names, left)
             except Gone:  # newer ones came while the newest was read
                 if version is not None:
                     raise

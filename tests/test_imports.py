@@ -183,7 +183,7 @@ def test_every_folder_is_in_the_table():
         ("algorithms.losses", "update.step", False),
         ("weights.transfer", "layout.transfer_plan", True),
         ("layout.transfer_plan", "weights.offload", False),
-        ("layout.layout", "layout.cuts", True),
+        ("layout.layout", "layout.parallel", True),
         ("rows", "config", True),
         ("rows", "dock.api", False),
         ("launch.launch", "loop.loop", True),

@@ -28,9 +28,7 @@ from mindspeed_rl_plugin.layout.layout import (
     ModelShape,
     canonical_tensors,
     engine_layout,
-    engine_shapes,
     megatron_layout,
-    megatron_shapes,
 )
 from mindspeed_rl_plugin.layout.transfer_plan import make_plan  # noqa: E402
 from mindspeed_rl_plugin.service.guest_dock import GuestDock  # noqa: E402
@@ -42,12 +40,10 @@ from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget  # noqa: E4
 from mindspeed_rl_plugin.weights.machine_staging import Shared  # noqa: E402
 from mindspeed_rl_plugin.weights.offload import TrainState  # noqa: E402
 from mindspeed_rl_plugin.weights.p2p import P2PChannel  # noqa: E402
-from mindspeed_rl_plugin.weights.publish import Publisher  # noqa: E402
-from mindspeed_rl_plugin.weights.published_memory import publish_memory  # noqa: E402
+from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights  # noqa: E402
+from mindspeed_rl_plugin.weights.published_memory import publish_memory, sources_of  # noqa: E402
 from mindspeed_rl_plugin.weights.pull import Puller  # noqa: E402
-from mindspeed_rl_plugin.weights.shares import TrainerWeights  # noqa: E402
 from mindspeed_rl_plugin.weights.transfer import stream  # noqa: E402
-from mindspeed_rl_plugin.weights.version_source import sources_of  # noqa: E402
 
 DTYPE = torch.bfloat16
 DEADLINE = 600.0
@@ -81,17 +77,16 @@ class Rank:
         engine, _ = engine_layout_of(generate, world)
         ranks, self.tensors = range(world), canonical_tensors(shape)
         sources = {r: megatron_layout(shape, parallel, r) for r in ranks}
-        shapes = {r: megatron_shapes(shape, parallel, r) for r in ranks}
         wanted = {r: engine_layout(shape, engine, r % engine.ranks) for r in ranks}
-        self.source = Weights(shapes[self.rank], lambda size: torch.empty(size, dtype=DTYPE).fill_(0.5))
+        self.source = Weights(sources[self.rank].shapes, lambda size: torch.empty(size, dtype=DTYPE).fill_(0.5))
         self._number(sources[self.rank])
         self.engine = {
             name: torch.zeros(size, dtype=DTYPE)
-            for name, size in engine_shapes(shape, engine, self.rank % engine.ranks).items()
+            for name, size in wanted[self.rank].shapes.items()
         }
         plan = dict(itemsize=DTYPE.itemsize, rank=self.rank, bucket_bytes=bucket_bytes)
         self.stream = make_plan(sources, wanted, self.tensors, **plan)
-        self.shards = make_allgather_plan(sources, shapes, wanted, self.tensors, **plan)
+        self.shards = make_allgather_plan(sources, wanted, self.tensors, **plan)
         cells = FlowCells(sources, wanted, self.tensors, itemsize=DTYPE.itemsize, node_size=world)
         self.least = cells.flow().received
         self.everything = cells.flow(everything=True).received

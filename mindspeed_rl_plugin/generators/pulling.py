@@ -13,8 +13,8 @@ from mindspeed_rl_plugin.layout.layout import EngineParallel
 from mindspeed_rl_plugin.processes import in_background
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.weights.machine_staging import Shared
+from mindspeed_rl_plugin.weights.published_memory import sources_of
 from mindspeed_rl_plugin.weights.pull import Puller
-from mindspeed_rl_plugin.weights.version_source import sources_of
 
 
 def puller_of(

@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.device.meters import host_total
 from mindspeed_rl_plugin.environment import launch_env
-from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, megatron_shapes
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, megatron_layout
 
 # By the bytes of a weight: float32 moments of Adam, and a main parameter where the weight is none. Under these flags
 # they are elsewhere, smaller or fewer, and not counted.
@@ -28,7 +28,8 @@ def check(args: Any, vocab: int) -> None:
     with contextlib.suppress(ValueError):
         shape, train = ModelShape.from_megatron_args(args, vocab), Parallel.from_megatron_args(args)
         first = env["rank"] - env["local_rank"] * (ranks > 1)
-        shapes = (megatron_shapes(shape, train, rank) for rank in range(first, min(first + ranks, train.world)))
+        here = range(first, min(first + ranks, train.world))
+        shapes = (megatron_layout(shape, train, rank).shapes for rank in here)
         needed = _least(args, train) * sum(prod(size) for each in shapes for size in each.values())
     total = host_total() if device.is_cpu else device.memory_info()[1]
     if needed > total:

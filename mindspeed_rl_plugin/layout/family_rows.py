@@ -180,8 +180,11 @@ def _split_up(name: str, part: tuple[str, ...], *of_head: str) -> Row:
 
 _LATENT_ATTENTION = (
     _whole("input_layernorm.weight", "input_layernorm.weight", "hidden"),
-    _only(_layer(f"{_SELF_ATTN}linear_q_down_proj.weight", None, Split.DOWN, _Q_DOWN), *_CORE),
-    _only(_layer(f"{_SELF_ATTN}linear_kv_down_proj.weight", None, Split.DOWN, _KV_DOWN), *_CORE),
+    *(
+        _only(_layer(f"{_SELF_ATTN}linear_{x}_down_proj.weight", None, split, part), *sides)
+        for x, part in (("q", _Q_DOWN), ("kv", _KV_DOWN))
+        for split, sides in ((Split.REPLICATED, ("te",)), (Split.ROWS, ("local", "te_sharded")))
+    ),
     _only(_QKV_DOWN, *_MINDSPEED, ENGINE, unfused=tuple(part.name for part in _QKV_DOWN.parts)),
     # Without --q-lora-rank queries are not compressed; MindSpeed-LLM stacks them with keys and values, uncut.
     _only(_layer(f"{_SELF_ATTN}linear_q_proj.weight", _Q[0], Split.ROWS, _Q), *_CORE, ENGINE, without="q_lora"),

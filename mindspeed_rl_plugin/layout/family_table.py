@@ -29,7 +29,6 @@ class Split(Enum):
                   stacks its shares of q, k and v, and repeats key heads when it has more ranks than groups;
                   one part has q, k and v stacked
     HEAD_PART     of the rows of each of a rank's heads only those that `Row.of_head` names
-    DOWN          MLA's down projections: even rows in "local" and "te_sharded", whole elsewhere
     """
 
     REPLICATED = "replicated"
@@ -39,7 +38,6 @@ class Split(Enum):
     GATE_UP = "gate_up"
     QUERY_GROUPS = "query_groups"
     HEAD_PART = "head_part"
-    DOWN = "down"
 
 
 class LayerType(Enum):

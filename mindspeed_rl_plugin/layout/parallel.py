@@ -183,6 +183,7 @@ class EngineParallel:
     # each rank stores all of the shared experts (vLLM on CUDA and CPU where tensor parallel engines share experts: its
     # ranks then have different tokens, `use_sequence_parallel_moe`)
     whole_shared: bool = False
+    own_head: bool = False  # a head is stored even where embeddings are tied
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.ep < 1:

@@ -14,8 +14,9 @@ its buckets in rising order, so that ranks need no other agreement and cannot de
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -59,23 +60,12 @@ class Move(NamedTuple):
     piece: Piece
 
 
-@dataclass
-class PlannedTraffic:
-    """Bytes of one rank on the wire."""
-
-    copied: int = 0
-    sent: int = 0
-    received: int = 0
-    off_node: int = 0  # part of `received` that crosses nodes
-
-
 @dataclass(frozen=True)
 class TransferPlan:
     """What `make_plan` returns."""
 
     copies: tuple[Copy, ...]  # everyone's, or one rank's, in rising bucket order
     moves: tuple[Move, ...]  # likewise
-    traffic: Mapping[int, PlannedTraffic]  # rank -> bytes
     unused: tuple[str, ...]  # canonical tensors of the trainer that no engine rank wants
     fingerprint: int  # equal on ranks that planned the same
 
@@ -83,6 +73,10 @@ class TransferPlan:
         """The moves in which a rank takes part, bucket by bucket."""
         mine = (m for m in self.moves if rank in (m.source, m.destination))
         return [list(moves) for _, moves in groupby(mine, key=lambda m: m.bucket)]
+
+    def copied(self, rank: int) -> int:
+        """Bytes that a rank takes from itself."""
+        return sum(copy.piece.nbytes for copy in self.copies if copy.rank == rank)
 
 
 def make_plan(
@@ -106,7 +100,7 @@ def make_plan(
     """
     holders = Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
     wanted = [(_places(layout, ranks[0], tensors), ranks) for layout, ranks in _classes(destinations)]
-    build = _Builder(holders.node_size, bucket_bytes, rank, {*sources, *destinations})
+    build = _Builder(holders.node_size, bucket_bytes, rank)
     missing = sorted({name for places, _ in wanted for name in places} - set(holders.order))
     for name in [*holders.order, *missing]:
         for places, ranks in wanted:
@@ -118,7 +112,8 @@ def make_plan(
                     at = stop
                 assert at == place.segment.stop, f"{name}: not delivered to {place.param} from {at} on"
     unused = tuple(name for name in holders.order if not any(name in places for places, _ in wanted))
-    return build.plan(unused)
+    moves = tuple(sorted(build.moves, key=lambda move: move.bucket))
+    return TransferPlan(tuple(build.copies), moves, unused, build.fingerprint)
 
 
 def _classes(layouts: Mapping[int, Layout]) -> list[tuple[Layout, tuple[int, ...]]]:
@@ -204,26 +199,18 @@ def _check_disjoint(param: str, segments: Iterable[Segment], rank: int) -> None:
         assert a.slot < b.slot or a.offset + a.size <= b.offset, f"{param} of engine rank {rank}: {b} overlaps {a}"
 
 
-@dataclass
 class _Builder:
     """Chooses sources and buckets, move by move, alike on every rank."""
 
-    node_size: int
-    bucket_bytes: int
-    rank: int | None
-    ranks: Iterable[int]
-    copies: list[Copy] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
-    fingerprint: int = 0
-
-    def __post_init__(self) -> None:
-        self.limit = self.bucket_bytes // 2
-        self.traffic = {r: PlannedTraffic() for r in sorted(self.ranks)}
-        self.sent = dict.fromkeys(self.traffic, 0)
-        self.node_sent = dict.fromkeys((r // self.node_size for r in self.traffic), 0)  # to other nodes
+    def __init__(self, node_size: int, bucket_bytes: int, rank: int | None) -> None:
+        self.node_size, self.bucket_bytes, self.limit, self.rank = node_size, bucket_bytes, bucket_bytes // 2, rank
+        self.copies: list[Copy] = []
+        self.moves: list[Move] = []
+        self.fingerprint = 0
+        self.sent = defaultdict[int, int](int)  # bytes by rank
+        self.node_sent = defaultdict[int, int](int)  # bytes by node, to other nodes
         # Bucket that a rank fills now and the bytes in it, as a sender and as a receiver.
-        self.sending = {r: [0, 0] for r in self.traffic}
-        self.receiving = {r: [0, 0] for r in self.traffic}
+        self.sending, self.receiving = (defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2))
 
     def add(self, start: int, stop: int, slice_bytes: int, pool: _Pool, want: Place, ranks: Sequence[int]) -> None:
         """Deliver `[start, stop)` of `want` to every one of `ranks`."""
@@ -232,9 +219,8 @@ class _Builder:
         for rank in ranks:
             own = pool.place.get(rank)
             if own is not None:
-                self.traffic[rank].copied += nbytes
                 self.fingerprint = hash((self.fingerprint, tag, start, nbytes, rank))
-                if self.rank is None or self.rank == rank:
+                if self.rank in (None, rank):
                     self.copies.append(Copy(rank, Piece(start, stop - start, nbytes, own, want)))
                 continue
             near = pool.near.get(rank // self.node_size)
@@ -242,11 +228,12 @@ class _Builder:
                 source = min(near, key=self.sent.__getitem__)
             else:  # where the link to other nodes has sent least
                 source = min(pool.ranks, key=lambda r: (self.node_sent[r // self.node_size], self.sent[r]))
+                self.node_sent[source // self.node_size] += nbytes
             place = pool.place[source]
             if place not in pieces:
                 pieces[place] = list(self._split(start, stop, slice_bytes, place, want))
             for piece in pieces[place]:
-                self._move(source, rank, piece, near is not None, tag)
+                self._move(source, rank, piece, tag)
 
     def _split(self, start: int, stop: int, slice_bytes: int, source: Place, want: Place) -> Iterator[Piece]:
         step = self.limit // slice_bytes
@@ -259,31 +246,15 @@ class _Builder:
             size = min(step, stop - at)
             yield Piece(at, size, size * slice_bytes, source, want)
 
-    def _move(self, source: int, destination: int, piece: Piece, near: bool, tag: int) -> None:
-        send, receive, nbytes = self.sending[source], self.receiving[destination], piece.nbytes
-        bucket = max(send[0], receive[0])
+    def _move(self, source: int, destination: int, piece: Piece, tag: int) -> None:
+        ends, nbytes = (self.sending[source], self.receiving[destination]), piece.nbytes
+        bucket = max(number for number, _ in ends)
         # The later of both buckets may be full: then the move begins the next one.
-        if (send[0] == bucket and send[1] + nbytes > self.limit) or (
-            receive[0] == bucket and receive[1] + nbytes > self.limit
-        ):
+        if any(number == bucket and filled + nbytes > self.limit for number, filled in ends):
             bucket += 1
-        for queue in (send, receive):
-            if queue[0] < bucket:
-                queue[0], queue[1] = bucket, nbytes
-            else:
-                queue[1] += nbytes
+        for end in ends:
+            end[:] = bucket, nbytes + (end[1] if end[0] == bucket else 0)
         self.sent[source] += nbytes
-        arrived = self.traffic[destination]
-        arrived.received += nbytes
-        if not near:
-            arrived.off_node += nbytes
-            self.node_sent[source // self.node_size] += nbytes
         self.fingerprint = hash((self.fingerprint, tag, piece.start, nbytes, source, destination, bucket))
-        if self.rank is None or self.rank == source or self.rank == destination:
+        if self.rank in (None, source, destination):
             self.moves.append(Move(bucket, source, destination, piece))
-
-    def plan(self, unused: tuple[str, ...]) -> TransferPlan:
-        copies, moves = tuple(self.copies), tuple(sorted(self.moves, key=lambda m: m.bucket))
-        for rank, traffic in self.traffic.items():
-            traffic.sent = self.sent[rank]
-        return TransferPlan(copies, moves, self.traffic, unused, self.fingerprint)

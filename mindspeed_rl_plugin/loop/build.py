@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.stages.evaluate import Due, Evaluate
 from mindspeed_rl_plugin.stages.measure import IterationLog
 from mindspeed_rl_plugin.stages.stage import Stages
-from mindspeed_rl_plugin.weights.host_weights import HostWeights
+from mindspeed_rl_plugin.weights.host_memory import HostWeights
 
 
 def build_loop(

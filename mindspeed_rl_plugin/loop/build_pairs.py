@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.stages.evaluate import Due, EvaluatePairs
 from mindspeed_rl_plugin.stages.measure import IterationLog
 from mindspeed_rl_plugin.stages.references import PairScorer, cache_file, cache_key, read_cache, write_cache
 from mindspeed_rl_plugin.stages.stage import Stages
-from mindspeed_rl_plugin.weights.host_weights import HostWeights
+from mindspeed_rl_plugin.weights.host_memory import HostWeights
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,9 @@ class Colocation:
         """Begin to copy to the host what the transfer of weights does not read: gradients and optimizer state, those
         of the critic too. What has begun to leave is passed over. It may still be read, for a checkpoint."""
         early = self.offloaded - {"params"}
-        self.state.ensure_offloading(early)
+        self.state.start_offload(early)
         if self.critic is not None:
-            self.critic.state.ensure_offloading(early)
+            self.critic.state.start_offload(early)
 
     def onload(self) -> None:
         """All of the training state is on the device."""

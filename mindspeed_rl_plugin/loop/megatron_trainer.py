@@ -13,8 +13,7 @@ from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.stages.logprobs import compute_logps
 from mindspeed_rl_plugin.stages.update import OPTIMIZER, TrainStep, grad_norm, learning_rate
 from mindspeed_rl_plugin.update.step import PolicyStep
-from mindspeed_rl_plugin.weights.publish import Published, Publisher
-from mindspeed_rl_plugin.weights.shares import TrainerWeights
+from mindspeed_rl_plugin.weights.publish import Published, Publisher, TrainerWeights
 
 
 @dataclass

@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.rows import Group
 from mindspeed_rl_plugin.stages.measure import Rollout, prepare_dumps
 from mindspeed_rl_plugin.stages.stage import columns_of
 from mindspeed_rl_plugin.stages.update import TrainStep
-from mindspeed_rl_plugin.weights.host_weights import HostWeights
+from mindspeed_rl_plugin.weights.host_memory import HostWeights
 
 _run: Run | None = None
 

@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.stages.trainer import Trainer
 
 if TYPE_CHECKING:  # these import Megatron, which the stage table does without
     from mindspeed_rl_plugin.critic.critic import Critic
-    from mindspeed_rl_plugin.weights.host_weights import HostWeights
+    from mindspeed_rl_plugin.weights.host_memory import HostWeights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from mindspeed_rl_plugin.rows import Ragged, Rows
-from mindspeed_rl_plugin.weights.publish import Published
-from mindspeed_rl_plugin.weights.shares import TrainerWeights
+from mindspeed_rl_plugin.weights.publish import Published, TrainerWeights
 
 
 class Trainer(Protocol):

@@ -80,11 +80,11 @@ def train_layout(text: str, world: int | None) -> Parallel:
     return Parallel(world, first_layers=first, last_layers=last, **sizes)
 
 
-def engine_layout_of(text: str, world: int, **traits: bool) -> tuple[EngineParallel, int]:
+def engine_layout_of(text: str, world: int) -> tuple[EngineParallel, int]:
     """One engine, and how many there are. dp counts engines, or their data parallel ranks, and is only checked."""
     sizes = parse_sizes(text, _ENGINE_SIZES, "--generate")
     dp = sizes.pop("dp", None)
-    engine = EngineParallel(**sizes, **traits)
+    engine = EngineParallel(**sizes)
     if world % engine.ranks:
         raise ValueError(f"--generate {text}: engines of {engine.ranks} ranks do not divide {world} ranks")
     if dp is not None and dp not in (world // engine.ranks, world // engine.tp):

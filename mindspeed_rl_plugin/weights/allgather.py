@@ -10,7 +10,7 @@ have no allgather that would not pad them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.layout.layout import Canonical, Layout, Segment, Shapes
-from mindspeed_rl_plugin.layout.transfer_plan import Copy, Move, PlannedTraffic, TransferPlan, make_plan
-from mindspeed_rl_plugin.weights.p2p import MessageBatch, P2PChannel
-from mindspeed_rl_plugin.weights.transfer import copy_pieces
+from mindspeed_rl_plugin.layout.layout import Canonical, Layout, RankLayout, Segment
+from mindspeed_rl_plugin.layout.transfer_plan import Copy, Move, Piece, TransferPlan, make_plan
+from mindspeed_rl_plugin.weights.p2p import P2PChannel
+from mindspeed_rl_plugin.weights.transfer import copy_pieces, in_turn
 
 _ALIGNMENT = 64  # bytes, of a shard in the buffer
 
@@ -32,15 +32,10 @@ class Shard(NamedTuple):
     segments: tuple[Segment, ...]
     shape: tuple[int, ...]  # without the padding behind the segments
     wide: bool  # whether it is float32 whatever the model's dtype
-    names: Mapping[int, str]  # trainer rank -> name of the parameter
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which the shard travels, of a model of `dtype`."""
         return torch.float32 if self.wide else dtype
-
-    def stored(self, source: Mapping[str, Tensor], rank: int) -> Tensor:
-        """The shard's part of the parameter on a rank that stores it, a view."""
-        return source[self.names[rank]][: self.shape[0]]
 
 
 @dataclass(frozen=True)
@@ -49,11 +44,17 @@ class AllgatherPlan:
 
     shards: tuple[Shard, ...]
     gather: TransferPlan  # brings every shard, by its number, to every engine rank
-    copies: tuple[tuple[Copy, ...], ...]  # per shard, what this rank's engine takes of it; empty without an engine
+    copies: tuple[Copy, ...]  # what this rank's engine takes of the shards, by their numbers; empty without an engine
+    unused: tuple[str, ...]  # canonical tensors that this rank's engine takes nothing of
 
     @property
-    def traffic(self) -> Mapping[int, PlannedTraffic]:
-        return self.gather.traffic
+    def fingerprint(self) -> int:
+        """As `TransferPlan` has it, of the shards' way."""
+        return self.gather.fingerprint
+
+    def copied(self, rank: int) -> int:
+        """Bytes that a rank takes from itself."""
+        return self.gather.copied(rank)
 
     def places(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The place of each shard, by number, in a new buffer for all of them."""
@@ -66,10 +67,14 @@ class AllgatherPlan:
         views = (buffer[span].view(s.dtype(dtype)).view(s.shape) for span, s in zip(spans, self.shards, strict=True))
         return {str(i): view for i, view in enumerate(views)}
 
+    def stored(self, piece: Piece, source: Mapping[str, Tensor]) -> Tensor:
+        """The shard of a piece of `gather` in the parameters of the rank that it comes from, a view."""
+        shard = self.shards[int(piece.destination.param)]
+        return source[piece.source.param][: shard.shape[0]]
+
 
 def make_allgather_plan(
-    sources: Mapping[int, Layout],
-    shapes: Mapping[int, Shapes],
+    sources: Mapping[int, RankLayout],
     destinations: Mapping[int, Layout],
     tensors: Mapping[str, Canonical],
     *,
@@ -78,12 +83,12 @@ def make_allgather_plan(
     rank: int,
     node_size: int | None = None,
 ) -> AllgatherPlan:
-    """Plan it, alike on every rank. sources, destinations: rank -> layout; shapes: what trainer ranks store; itemsize:
-    bytes of an element on the wire; bucket_bytes: as `make_plan` has it, more where a shard is larger than half of it.
+    """Plan it, alike on every rank; see `make_plan`. A bucket is larger than `bucket_bytes` where a shard is more than
+    half of it.
 
     Raises ValueError where no shard holds what an engine wants.
     """
-    shards = _make_shards(sources, shapes, tensors)
+    shards = _make_shards(sources, tensors)
     numbers = {shard.segments: str(i) for i, shard in enumerate(shards)}
     slices = {numbers[s.segments]: Canonical((1, prod(s.shape)), 0, s.wide) for s in shards}
     whole = {number: (Segment(number, 0, 0, 1, 0),) for number in slices}
@@ -98,26 +103,20 @@ def make_allgather_plan(
         rank=rank,
         node_size=node_size,
     )
-    copies: list[list[Copy]] = [[] for _ in shards]
-    if rank in destinations:
-        buffer = {rank: {str(i): shard.segments for i, shard in enumerate(shards)}}
-        wanted = {rank: destinations[rank]}
-        for copy in make_plan(buffer, wanted, tensors, itemsize=itemsize, bucket_bytes=bucket_bytes).copies:
-            copies[int(copy.piece.source.param)].append(copy)
-    return AllgatherPlan(shards, gather, tuple(map(tuple, copies)))
+    if rank not in destinations:
+        return AllgatherPlan(shards, gather, (), ())
+    buffer = {rank: {str(i): shard.segments for i, shard in enumerate(shards)}}
+    taken = make_plan(buffer, {rank: destinations[rank]}, tensors, itemsize=itemsize, bucket_bytes=bucket_bytes)
+    return AllgatherPlan(shards, gather, taken.copies, taken.unused)
 
 
-def _make_shards(
-    sources: Mapping[int, Layout], shapes: Mapping[int, Shapes], tensors: Mapping[str, Canonical]
-) -> tuple[Shard, ...]:
+def _make_shards(sources: Mapping[int, RankLayout], tensors: Mapping[str, Canonical]) -> tuple[Shard, ...]:
     shards: dict[tuple[Segment, ...], Shard] = {}
     for rank in sorted(sources):
         for name, segments in sources[rank].items():
             if segments and segments not in shards:
-                shape = _without_padding(segments, shapes[rank][name])
-                shards[segments] = Shard(segments, shape, tensors[segments[0].name].wide, {})
-            if segments:
-                shards[segments].names.setdefault(rank, name)
+                shape = _without_padding(segments, sources[rank].shapes[name])
+                shards[segments] = Shard(segments, shape, tensors[segments[0].name].wide)
     return tuple(shards.values())
 
 
@@ -138,26 +137,13 @@ def allgather(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Carry out the plan on this rank. Collective over all ranks that it names.
-
-    dtype: what travels. Raises what `MessageBatch.wait` does.
-    """
-    rank, flying = channel.rank, None
-    places = plan.places(device, dtype) if any(plan.copies) else {}
-    own = {str(i): shard.stored(source, rank) for i, shard in enumerate(plan.shards) if places and rank in shard.names}
-    for moves in plan.gather.buckets_of(rank):
-        for number in own.keys() & {m.piece.destination.param for m in moves}:  # from where they are sent
-            places[number].copy_(own.pop(number))
-        posted = post_bucket(plan, moves, source, places, channel, dtype)
-        if flying is not None:
-            flying.wait()
-        flying = posted
-    for number, stored in own.items():
-        places[number].copy_(stored)
-    if flying is not None:
-        flying.wait()
-    for copies in plan.copies:
-        copy_pieces(copies, places, destination)
+    """Carry out the plan on this rank, as `stream` does; temporary memory is the buffer for all shards."""
+    places = plan.places(device, dtype) if plan.copies else {}
+    for _, piece in plan.gather.copies:
+        places[piece.destination.param].copy_(plan.stored(piece, source))
+    buckets = plan.gather.buckets_of(channel.rank)
+    in_turn(buckets, lambda moves: post_bucket(plan, moves, source, places, channel, dtype))
+    copy_pieces(plan.copies, places, destination)
 
 
 def post_bucket(
@@ -167,17 +153,17 @@ def post_bucket(
     places: Mapping[str, Tensor],
     channel: P2PChannel,
     dtype: torch.dtype,
-) -> MessageBatch:
-    """Post the messages of a bucket. A shard that arrives is received into its place; one that is sent comes from its
-    place, or from `source` where it has none."""
-    rank, sends, receives = channel.rank, [], []
+) -> Callable[[], None]:
+    """Post the messages of a bucket; returns what waits for them. A shard that arrives is received into its place; one
+    that is sent comes from its place, or from `source` where it has none."""
+    sends, receives = [], []
     for m in moves:
         number = m.piece.destination.param
-        if m.source == rank and number not in places:
-            shard = plan.shards[int(number)]
-            sends.append((shard.stored(source, rank).to(shard.dtype(dtype)).contiguous(), m.destination, int(number)))
-        elif m.source == rank:
+        if m.source == channel.rank and number in places:
             sends.append((places[number], m.destination, int(number)))
+        elif m.source == channel.rank:
+            stored, kind = plan.stored(m.piece, source), plan.shards[int(number)].dtype(dtype)
+            sends.append((stored.to(kind).contiguous(), m.destination, int(number)))
         else:
             receives.append((places[number], m.source, int(number)))
-    return channel.post(f"bucket {moves[0].bucket} of shards", sends, receives)
+    return channel.post(f"bucket {moves[0].bucket} of shards", sends, receives).wait

@@ -1,21 +1,25 @@
-"""Host memory for what an offload keeps: reserved by all ranks of a machine together, taken in powers of two."""
+"""Host memory for copies of a rank's state: reserved by all ranks of a machine together, taken in powers of two; and a
+copy of a model's weights there that changes places with the live ones."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.weights.p2p import P2PChannel
-from mindspeed_rl_plugin.weights.storages import bytes_of
+from mindspeed_rl_plugin.weights.storages import bytes_of, distinct, keep_wide, weights
 
 GRANULE = 1 << 20  # bytes; a request is rounded up to it, and what is smaller to a power of two
 LESS = "offload less (for example --rl-swap grads,optimizer), or run fewer ranks per machine"
 _ALIGNMENT = 512  # bytes, of a copy on the host
+_SCRATCH = 64 << 20  # bytes of device memory that an exchange of weights uses
 
 Place = list[Tensor]  # of a storage on the host: its bytes, on one piece of memory or several
 
@@ -30,23 +34,20 @@ class HostMemoryBudget:
         self._device, self._channel, self.ranks = device or get_device(), channel, ranks
 
     @classmethod
-    def of_machine(cls, ranks: int, deadline: float, device: Device | None = None) -> HostMemoryBudget:
+    def of_machine(cls, ranks: int, deadline: float) -> HostMemoryBudget:
         """The budget of each machine. Collective over the world.
 
         ranks: on each machine, which follow each other (where they do not divide the world each asks for itself);
         deadline: seconds that they wait for each other.
         """
         if ranks == 1 or not dist.is_initialized() or dist.get_world_size() % ranks:
-            return cls(device)
+            return cls()
         group, _ = dist.new_subgroups(ranks, backend="gloo")
-        return cls(device, P2PChannel(dist.get_rank(), group=group, deadline=deadline), ranks)
+        return cls(None, P2PChannel(dist.get_rank(), group=group, deadline=deadline), ranks)
 
     def reserve(self, nbytes: int, what: str, mend: str = LESS) -> None:
         """Ask for bytes on this rank. Collective over the machine's ranks, so that all look at what is free before one
-        of them takes any.
-
-        Raises MemoryError, on all of them alike, where less is free than they ask for together.
-        """
+        of them takes any. Raises MemoryError, on all alike, where less is free than they ask for together."""
         total, free = nbytes, self._device.host_available()
         if self._channel is not None:
             each = self._channel.share("host memory for the offload", (nbytes, free), 2, torch.device("cpu"))
@@ -99,10 +100,76 @@ class HostPieces:
         ]
 
 
+class HostWeights:
+    """A copy of a model's weights on the host that changes places with the live ones: the frozen reference."""
+
+    def __init__(self, host: list[Place], device: Device) -> None:
+        self._host, self._device = host, device
+
+    @classmethod
+    @torch.no_grad()
+    def capture(
+        cls, model_chunks: Sequence[Module], device: Device | None = None, budget: HostMemoryBudget | None = None
+    ) -> HostWeights:
+        """Copy all parameters, buffers and parameter buffers of the chunks to host memory.
+
+        budget: of the machine; then collective over its ranks. Raises MemoryError where it has too little for the copy.
+        """
+        device = device or get_device()
+        keep_wide(model_chunks)
+        storages = _storages(model_chunks)
+        budget, sizes = budget or HostMemoryBudget(device), {"": [s.nbytes() for s in storages]}
+        host = budget.places({"": HostPieces(device)}, sizes, "the host copy of the reference's weights")[""]
+        for place, storage in zip(host, storages, strict=True):
+            to_host(place, storage)
+        device.synchronize()
+        return cls(host, device)
+
+    @contextlib.contextmanager
+    def swapped_into(self, model_chunks: Sequence[Module]) -> Iterator[None]:
+        """Inside the context the live model has these weights; after it, bitwise its own again.
+
+        The weights change places, so that no second host copy is needed. Do not enter it twice, nor step the optimizer
+        inside. The chunks are those that were captured, on the device.
+        """
+        self._exchange(model_chunks)
+        try:
+            yield
+        finally:
+            self._exchange(model_chunks)
+
+    @torch.no_grad()
+    def _exchange(self, model_chunks: Sequence[Module]) -> None:
+        storages = _storages(model_chunks)
+        sizes = [sum(part.numel() for part in place) for place in self._host]
+        assert sizes == [s.nbytes() for s in storages], "the model's storages are not those that were captured"
+        if not storages:
+            return
+        scratch = torch.empty(min(_SCRATCH, max(sizes)), dtype=torch.uint8, device=storages[0].device)
+        for place, storage in zip(self._host, storages, strict=True):
+            for host, inside in paired(place, storage):
+                for mine, live in zip(host.split(_SCRATCH), inside.split(_SCRATCH), strict=True):
+                    copy = scratch[: live.numel()]
+                    copy.copy_(live)
+                    live.copy_(mine, non_blocking=True)
+                    mine.copy_(copy, non_blocking=True)
+        self._device.synchronize_stream()
+
+
+def _storages(model_chunks: Sequence[Module]) -> list[torch.UntypedStorage]:
+    return list(distinct(tensor for _, tensor in weights(model_chunks)).values())
+
+
 def paired(host: Place, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
     """A storage's place on the host and its bytes, part by part."""
     if host:
         yield from zip(host, bytes_of(storage).split([part.numel() for part in host]), strict=True)
+
+
+def to_host(place: Place, storage: torch.UntypedStorage) -> None:
+    """Begin to copy a storage to its place on the host."""
+    for mine, live in paired(place, storage):
+        mine.copy_(live, non_blocking=True)
 
 
 def powers_of_two(nbytes: int) -> list[int]:

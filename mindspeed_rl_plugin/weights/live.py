@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.layout.families import FAMILIES
+from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.family_table import ENGINE, EXPERTS, IMPLS
 from mindspeed_rl_plugin.layout.layout import (
     Canonical,
     EngineParallel,
-    Layout,
     ModelShape,
     Parallel,
     Shapes,
-    engine_shapes,
-    megatron_shapes,
+    canonical_tensors,
+    engine_layout,
+    megatron_layout,
 )
 from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.weights.storages import unwrap
@@ -80,20 +81,20 @@ def trainer_storage(
     kinds = EXPERTS if shape.moe_layers else EXPERTS[:1]
     known = [(impl, kind) for impl in IMPLS for kind in kinds]
     sizes = sizes_of(live)
-    wrong = {k: differences(megatron_shapes(shape, parallel, rank, *k), sizes) for k in known}
+    wrong = {k: differences(megatron_layout(shape, parallel, rank, *k).shapes, sizes) for k in known}
     best = min(known, key=lambda k: len(wrong[k]))
     ours = f"Megatron's parameters on rank {rank} are not those of {shape}"
     raise_if(wrong[best], f"{file} is not what its arguments say" if file else ours)
     return best
 
 
-def engine_storage(
-    shape: ModelShape, engine: EngineParallel, rank: int, own_head: bool | None, live: Mapping[str, Tensor]
-) -> EngineParallel:
-    """The engine with its version's way of storing experts and latent attention, read off the live names and shapes.
+def engine_storage(shape: ModelShape, engine: EngineParallel, rank: int, live: Mapping[str, Tensor]) -> EngineParallel:
+    """The engine with its version's way of storing the head, experts and latent attention, read off the live names and
+    shapes.
 
     rank: within the engine. Raises ValueError that lists what differs when no way fits.
     """
+    engine = replace(engine, own_head=shape.tied and HEAD_WEIGHT in live)
     if shape.moe_layers:
         engine = replace(engine, nested=any(".routed_experts." in name for name in live))
     if shape.table.mla:
@@ -101,28 +102,30 @@ def engine_storage(
     transposed = (False, True) if shape.moe_layers else (False,)
     whole = (False, True) if shape.shared_ffn and engine.ep > engine.tp > 1 else (False,)
     ways = [replace(engine, transposed=t, whole_shared=w) for t in transposed for w in whole]
-    wrong = [differences(engine_shapes(shape, way, rank, own_head), sizes_of(live)) for way in ways]
-    best = min(range(len(ways)), key=lambda i: len(wrong[i]))
+    wrong = {way: differences(engine_layout(shape, way, rank).shapes, sizes_of(live)) for way in ways}
+    best = min(ways, key=lambda way: len(wrong[way]))
     raise_if(wrong[best], f"the engine's parameters on rank {rank} of it are not those of {shape}")
-    return ways[best]
+    return best
 
 
-def narrowed(
-    layout: Layout, live: Mapping[str, Tensor], tensors: Mapping[str, Canonical], dtype: torch.dtype, whose: str
-) -> dict[str, Canonical]:
-    """Canonical tensors that are float32 in the trainer, and that an engine of `dtype` keeps in its own dtype.
+def engine_tensors(
+    shape: ModelShape, engine: EngineParallel, rank: int, live: Mapping[str, Tensor], dtype: torch.dtype
+) -> Mapping[str, Canonical]:
+    """The canonical tensors as both sides are compared: one that is float32 in the trainer is not `wide` where an
+    engine of `dtype` stores it in its own dtype. engine: as `engine_storage` returns it.
 
-    layout, live: of an engine rank. Raises ValueError for parameters of another dtype; whose: ends its first line.
+    Raises ValueError for parameters of another dtype.
     """
+    tensors, layout = canonical_tensors(shape), engine_layout(shape, engine, rank)
     wide = {name for name, segments in layout.items() if any(tensors[s.name].wide for s in segments)}
     problems = [
         f"{name} is {tensor.dtype}, not {dtype}" + (" or torch.float32" if name in wide else "")
         for name, tensor in live.items()
         if tensor.dtype != dtype and not (name in wide and tensor.dtype == torch.float32)
     ]
-    raise_if(problems, f"the engine's parameters on {whose}")
-    names = {s.name for name in wide if live[name].dtype != torch.float32 for s in layout[name]}
-    return {name: replace(tensors[name], wide=False) for name in names}
+    raise_if(problems, f"the engine's parameters on rank {rank} of it are not those of {shape}")
+    narrow = {s.name for name in wide if live[name].dtype != torch.float32 for s in layout[name]}
+    return {**tensors, **{name: replace(tensors[name], wide=False) for name in narrow}}
 
 
 def sizes_of(live: Mapping[str, Tensor]) -> Shapes:

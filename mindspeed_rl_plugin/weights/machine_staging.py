@@ -25,8 +25,7 @@ from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 from mindspeed_rl_plugin.dock.rpc import ALIVE_SECONDS, Process, Silent, Stream, ask, connect
 from mindspeed_rl_plugin.dock.server import DockServer
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.weights.published_memory import Found, Missed, Seek, check_memory
-from mindspeed_rl_plugin.weights.version_source import LEAST_SECONDS, Maps
+from mindspeed_rl_plugin.weights.published_memory import LEAST_SECONDS, Found, Maps, Missed, Seek, check_memory
 
 RETRY_SECONDS = 0.05  # until it is tried again to take the place of a process that has just ended
 

@@ -1,14 +1,11 @@
 """Offload: training state leaves the device and returns, by resizing storages, so that every view stays valid.
 
-Megatron keeps many views of the same memory: parameters, buckets, gradients, shards of main
-parameters. Moving tensors would break them. A storage that is resized to zero bytes gives its memory
-back, and when it is resized again all its views see the restored bytes.
+Megatron keeps many views of the same memory: parameters, buckets, gradients, shards of main parameters. Moving tensors
+would break them. A storage that is resized to zero bytes gives its memory back, and when it is resized again all its
+views see the restored bytes.
 
-Copies overlap other work (`Device.copier`): `start_offload` and `start_onload` only begin them. Until
-`finish_offload` what leaves may be read but not written; until `wait` what returns may not be touched at all.
-
-Parameters of a model whose parameter gather is overlapped with the forward pass are complete only
-inside `gathered`: enter it before exporting, offloading or scoring.
+Copies overlap other work (`Device.copier`): `start_offload` and `start_onload` only begin them. Until `finish_offload`
+what leaves may be read but not written; until `wait` what returns may not be touched at all.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from torch.nn import Module
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.device.copies import Copying
 from mindspeed_rl_plugin.weights import aliases, storages
-from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget, HostPieces, Place, paired
+from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget, HostPieces, Place, paired, to_host
 from mindspeed_rl_plugin.weights.storages import bytes_of, keep_wide
 from mindspeed_rl_plugin.weights.verify import BLOCK_BYTES, WeightMismatch, storage_digests
 
@@ -48,13 +45,12 @@ _InFlight = tuple[list[_Saved], Copying]  # the storages of a category on their 
 
 
 class TrainState:
-    """Everything a training rank keeps on its device: parameters, gradients, optimizer state.
+    """Everything a training rank keeps on its device, by CATEGORIES.
 
-    Methods take names of CATEGORIES: params are the parameters, buffers and Megatron's parameter buffers;
-    optimizer are main parameters and moments that do not share memory with params; grads are freed without a copy and
-    come back as zeros. Host memory is kept for the next time. budget: of the machine, asked before any memory is
-    taken; then `start_offload` is collective over the machine's ranks. verify: compare what returns with what left, bit
-    by bit.
+    params: parameters, buffers and Megatron's parameter buffers; optimizer: main parameters and moments that do not
+    share memory with params; grads: freed without a copy, they come back as zeros. Host memory is kept for the next
+    time. budget: of the machine, asked before any memory is taken; then `start_offload` is collective over the
+    machine's ranks. verify: compare what returns with what left, bit by bit.
     """
 
     def __init__(
@@ -68,9 +64,9 @@ class TrainState:
     ) -> None:
         self.chunks, self.optimizer, self.device = list(model_chunks), optimizer, device or get_device()
         self.budget, self.verify = budget or HostMemoryBudget(self.device), verify
+        keep_wide(self.chunks)
         self._copier = self.device.copier()
         self._offloading: dict[str, _InFlight] = {}
-        keep_wide(self.chunks)
         self._offloaded: dict[str, list[_Saved]] = {}
         self._onloading: dict[str, _InFlight] = {}
         self._host = {name: HostPieces(self.device) for name in CATEGORIES}
@@ -85,19 +81,16 @@ class TrainState:
         self.start_offload(what)
         return self.finish_offload()
 
-    def ensure_offloading(self, what: Iterable[str]) -> None:
-        """`start_offload` of those of `what` that have not begun to leave."""
-        self.start_offload(set(what) - set(self._offloading))
-
     @torch.no_grad()
     def start_offload(self, what: Iterable[str] = CATEGORIES) -> None:
-        """Begin to copy categories to the host. Where they are not to leave after all, `start_onload` keeps them.
+        """Begin to copy categories to the host, but for those that have begun to leave. Where they are not to leave
+        after all, `start_onload` keeps them.
 
         None of them may be out already. Raises MemoryError where the host has no memory for the copies; the training
         state is then as it was.
         """
-        names = _ordered(what)
-        assert not {*names} & {*self._offloaded, *self._offloading}, f"of {names} some are offloaded already"
+        names = _ordered(set(what) - set(self._offloading))
+        assert not {*names} & {*self._offloaded}, f"of {names} some are offloaded already"
         if not names:
             return
         self.wait(set(names) & set(self._onloading))
@@ -108,9 +101,8 @@ class TrainState:
         hosts = self.budget.places(self._host, sizes, "--rl-swap")
         for name in names:
             places = hosts.get(name, [None] * len(by_name[name]))
-            checked = self.verify and name != "grads"
             parts = [
-                _Saved(s, s.nbytes(), host, storage_digests(s) if checked else None)
+                _Saved(s, s.nbytes(), host, storage_digests(s) if self.verify and name != "grads" else None)
                 for s, host in zip(by_name[name], places, strict=True)
             ]
             self._offloading[name] = parts, self._copier.start(lambda parts=parts: _to_host(parts))
@@ -200,10 +192,9 @@ class TrainState:
         params = storages.distinct(tensor for _, tensor in storages.weights(self.chunks))
         if name == "params":
             return params
-        if name == "grads":
-            state = storages.distinct(storages.gradients(self.chunks))
-        else:
-            state = storages.distinct(tensor for _, tensor in storages.optimizer_state(self.chunks, self.optimizer))
+        named = storages.optimizer_state(self.chunks, self.optimizer)
+        tensors = storages.gradients(self.chunks) if name == "grads" else (tensor for _, tensor in named)
+        state = storages.distinct(tensors)
         # Main parameters may be views of the parameter buffer, and gradients may share its storage. State
         # that an optimizer keeps on the host anyway (CPU offload) stays there.
         return {k: s for k, s in state.items() if k not in params and s.device.type == self.device.kind}
@@ -211,8 +202,7 @@ class TrainState:
 
 def _to_host(parts: Sequence[_Saved]) -> None:
     for part in parts:
-        for mine, live in paired(part.host or [], part.storage):
-            mine.copy_(live, non_blocking=True)
+        to_host(part.host or [], part.storage)
 
 
 def _from_host(parts: Sequence[_Saved]) -> None:
@@ -236,12 +226,12 @@ def _revive(storage: torch.UntypedStorage, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def gathered(model_chunks: Sequence[Module]) -> Iterator[None]:
-    """Inside, all parameters of the chunks are complete, whether or not their gather is overlapped.
+    """Inside, all parameters of the chunks are complete: to export, offload or score them. Collective over data
+    parallel ranks.
 
     Megatron's distributed optimizer with --overlap-param-gather leaves parameters stale until the next forward pass
     gathers them in a pre-hook. Here the hooks are removed, which gathers at once, and restored at the end. In the first
-    iteration of a process Megatron itself has removed them, and parameters are just as stale after its step. Collective
-    over data parallel ranks.
+    iteration of a process Megatron itself has removed them, and parameters are just as stale after its step.
     """
     gathering = [chunk for chunk in model_chunks if getattr(chunk, "use_forward_hook", False)]
     hooked = [chunk for chunk in gathering if chunk.remove_forward_pre_hook_handles]

@@ -1,4 +1,9 @@
-"""The trainer's side of weights for engines on other ranks: a copy on the host, under a version.
+"""Weights that a trainer publishes for engines on other ranks: a copy on the host, under a version.
+
+Each slice of a canonical tensor is published by one rank, even where others have it: host memory holds one model over
+the job for each version. Memory is packed in blocks of canonical slices, in the engine's dtype; where weights are
+verified the digests of the slices lie behind each block. Other processes plan what they read from the trainer's
+description alone.
 
 Training stands still only while a rank copies its share. Who reads it, and when, is no concern of the trainer: a
 version goes when its memory is needed for a newer one.
@@ -7,20 +12,216 @@ version goes when its memory is needed for a newer one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.layout.layout import (
+    Canonical,
+    Layout,
+    ModelShape,
+    Parallel,
+    Segment,
+    canonical_tensors,
+    megatron_layout,
+)
+from mindspeed_rl_plugin.layout.transfer_plan import Holders, Place
 from mindspeed_rl_plugin.weights.live import stored_parameters, trainer_storage
 from mindspeed_rl_plugin.weights.offload import gathered
-from mindspeed_rl_plugin.weights.published_memory import PublishedMemory
-from mindspeed_rl_plugin.weights.shares import Gather, TrainerWeights
+from mindspeed_rl_plugin.weights.published_memory import PublishedMemory, Span
 from mindspeed_rl_plugin.weights.verify import first_broken, refuse_broken, slice_digests
+
+_ALIGNMENT = 64  # bytes, of a block
+_DIGEST = 8  # bytes
+
+Gather = Callable[[Any], list[Any]]  # value -> that of every rank
+
+
+class HeldSlices(NamedTuple):
+    """Slices `[start, stop)` of a canonical tensor, and the stored parameter that has them."""
+
+    place: Place
+    start: int
+    stop: int
+
+
+class PublishedBlock(NamedTuple):
+    """Slices of a canonical tensor in host memory. Digests are int64 `[tables, slices]`."""
+
+    segment: Segment  # which slices
+    shape: tuple[int, ...]  # of the block
+    dtype: torch.dtype  # of its elements
+    at: int  # byte offset of its elements
+    digests: int  # byte offset of its digests; 0: none
+    tables: int  # 2 for a tensor that is always float32 (as such, and in the engine's dtype), else 1
+
+    def values(self, memory: Tensor) -> Tensor:
+        """The block's elements in canonical orientation, a view of the bytes `memory`."""
+        return memory[self.at : self.at + prod(self.shape) * self.dtype.itemsize].view(self.dtype).view(self.shape)
+
+    def table(self, memory: Tensor) -> Tensor:
+        """The digests of its slices, a view of the bytes `memory`."""
+        size = self.segment.size
+        flat = memory[self.digests : self.digests + self.tables * size * _DIGEST]
+        return flat.view(torch.int64).view(self.tables, size)
+
+    def spans(self, start: int, size: int) -> list[Span]:
+        """Where slices `[start, start + size)` lie, and their digests where there are some."""
+        first, each = start - self.segment.start, self.segment.size
+        width = prod(self.shape) // each * self.dtype.itemsize  # bytes of a slice
+        if self.segment.axis == 0:
+            out = [(self.at + first * width, 1, size * width, size * width)]
+        else:
+            item = self.dtype.itemsize
+            out = [(self.at + first * item, self.shape[0], size * item, each * item)]
+        if self.digests:
+            out.append((self.digests + first * _DIGEST, self.tables, size * _DIGEST, each * _DIGEST))
+        return out
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Blocks one behind the other, of `nbytes` in all."""
+
+    blocks: tuple[PublishedBlock, ...]
+    nbytes: int
+
+    @property
+    def layout(self) -> Layout:
+        """What `make_plan` takes: the number of a block -> its slices."""
+        return {str(i): (block.segment,) for i, block in enumerate(self.blocks)}
+
+    @classmethod
+    def of(
+        cls, ranges: Iterable[tuple[str, int, int]], tensors: Mapping[str, Canonical], dtype: torch.dtype, verify: bool
+    ) -> Packed:
+        """Blocks for slices `[start, stop)` of tensors, by (name, start, stop); dtype: of the engine."""
+        blocks, end = [], 0
+        for name, start, stop in ranges:
+            tensor, size = tensors[name], stop - start
+            kind = torch.float32 if tensor.wide else dtype
+            shape = tuple(size if axis == tensor.axis else n for axis, n in enumerate(tensor.shape))
+            digests = _aligned(end + prod(shape) * kind.itemsize) if verify else 0
+            tables = 2 if tensor.wide else 1
+            blocks.append(PublishedBlock(Segment(name, tensor.axis, start, size, 0), shape, kind, end, digests, tables))
+            end = _aligned(digests + tables * size * _DIGEST if verify else end + prod(shape) * kind.itemsize)
+        return cls(tuple(blocks), end)
+
+
+@dataclass(frozen=True)
+class Share(Packed):
+    """What one rank publishes."""
+
+    parts: tuple[tuple[HeldSlices, ...], ...] = ()  # per block, where the rank stores it
+
+
+@dataclass(frozen=True)
+class TrainerWeights:
+    """What another process must know of a trainer to plan its pull."""
+
+    shape: ModelShape
+    parallel: Parallel
+    kinds: tuple[tuple[str, str], ...]  # how each rank stores the model, see `live.trainer_storage`
+    dtype: str  # the engine's, in which weights are published
+    verify: bool = False  # whether digests are published too
+
+    def __post_init__(self) -> None:
+        if len(self.kinds) != self.parallel.world:
+            raise ValueError(f"{len(self.kinds)} ways of storing for {self.parallel.world} trainer ranks")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"dtype {self.dtype!r} of published weights is unknown")
+
+    @classmethod
+    def of(
+        cls,
+        shape: ModelShape,
+        parallel: Parallel,
+        rank: int,
+        model_chunks: Sequence[Module],
+        engine_dtype: torch.dtype,
+        gather: Gather,
+        verify: bool = False,
+    ) -> TrainerWeights:
+        """Of a live trainer; collective over its ranks through `gather`. Raises ValueError where the model is not as
+        the shape says."""
+        mine = trainer_storage(shape, parallel, rank, stored_parameters(model_chunks))
+        kinds = tuple(tuple(kind) for kind in gather(mine))
+        return cls(shape, parallel, kinds, str(engine_dtype).removeprefix("torch."), verify)
+
+    def text(self) -> str:
+        """JSON, for other processes."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def parse(cls, text: str) -> TrainerWeights:
+        """Inverse of `text`. Raises ValueError for what is none."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"malformed description of a trainer's weights: {error}") from error
+
+    @property
+    def engine_dtype(self) -> torch.dtype:
+        """In which weights are published."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def tensors(self) -> Mapping[str, Canonical]:
+        return canonical_tensors(self.shape)
+
+    @cached_property
+    def layouts(self) -> dict[int, Layout]:
+        """Trainer rank -> what it stores."""
+        return {r: megatron_layout(self.shape, self.parallel, r, *kinds) for r, kinds in enumerate(self.kinds)}
+
+    @cached_property
+    def shares(self) -> tuple[Share, ...]:
+        """What each rank publishes: together every slice once, about as many bytes each."""
+        parts = _deal(self.layouts, self.tensors, self.engine_dtype.itemsize)
+        return tuple(self._share(parts[rank]) for rank in self.layouts)
+
+    def _share(self, held: Sequence[HeldSlices]) -> Share:
+        """Slices that follow each other become one block."""
+        runs: list[list[HeldSlices]] = []
+        for part in held:
+            last = runs[-1][-1] if runs else None
+            joined = last and last.place.segment.name == part.place.segment.name and last.stop == part.start
+            runs[-1].append(part) if joined else runs.append([part])
+        ranges = [(run[0].place.segment.name, run[0].start, run[-1].stop) for run in runs]
+        packed = Packed.of(ranges, self.tensors, self.engine_dtype, self.verify)
+        return Share(packed.blocks, packed.nbytes, tuple(map(tuple, runs)))
+
+
+def _deal(
+    layouts: Mapping[int, Layout], tensors: Mapping[str, Canonical], itemsize: int
+) -> dict[int, list[HeldSlices]]:
+    """Rank -> what it publishes, of the ranks that have the same slices the one with the fewest bytes so far."""
+    holders, load = Holders(layouts, tensors, len(layouts)), dict.fromkeys(layouts, 0)
+    out: dict[int, list[HeldSlices]] = {rank: [] for rank in layouts}
+    for name in holders.order:
+        tensor, chosen = tensors[name], dict[tuple[int, ...], int]()
+        everything = Place(name, Segment(name, tensor.axis, 0, tensor.slices, 0))
+        for start, stop, pool in holders.find(everything, 0):
+            same = tuple(pool.ranks)  # all that they share of one tensor comes from one of them, in one block
+            if same not in chosen:
+                chosen[same] = min(same, key=load.__getitem__)
+            rank = chosen[same]
+            load[rank] += (stop - start) * tensor.slice_bytes(itemsize)
+            out[rank].append(HeldSlices(pool.place[rank], start, stop))
+    return out
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -35,8 +236,8 @@ class Published:
 class Publisher:
     """Publishes this rank's share of the weights.
 
-    weights: of the trainer; offer: (bytes, versions) -> memory for so many versions of so many bytes;
-    versions: 2 at least, or there would be none to read while the next one is written; gather: of all trainer ranks.
+    offer: (bytes, versions) -> memory for so many versions of so many bytes; versions: 2 at least, or there would be
+    none to read while the next one is written; gather: of all trainer ranks.
     """
 
     def __init__(
@@ -64,7 +265,9 @@ class Publisher:
         with gathered(model_chunks):
             source = stored_parameters(model_chunks)
             self._check(source, f"after {version} updates")
-            memory = self._memory(version)
+            array = self._store.begin(version)
+            get_device().page_lock(array)
+            memory = torch.from_numpy(array)
             self._copy(source, memory)
             get_device().synchronize_stream()
         self._store.commit(version, self._about(memory))
@@ -93,16 +296,8 @@ class Publisher:
         except ValueError as error:
             return str(error)
         described = self.weights.kinds[self.rank]
-        return (
-            ""
-            if kinds == described
-            else f"rank {self.rank} stores the model as {kinds}, and was described as {described}"
-        )
-
-    def _memory(self, version: int) -> Tensor:
-        memory = self._store.begin(version)
-        get_device().page_lock(memory)
-        return torch.from_numpy(memory)
+        changed = f"rank {self.rank} stores the model as {kinds}, and was described as {described}"
+        return "" if kinds == described else changed
 
     def _copy(self, source: dict[str, Tensor], memory: Tensor) -> None:
         for block, parts in zip(self.share.blocks, self.share.parts, strict=True):

@@ -19,18 +19,15 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.layout import EngineParallel, Segment, engine_layout
-from mindspeed_rl_plugin.layout.transfer_plan import Piece, TransferPlan, make_plan
-from mindspeed_rl_plugin.weights.live import engine_storage, narrowed
+from mindspeed_rl_plugin.layout.transfer_plan import Piece, make_plan
+from mindspeed_rl_plugin.weights.live import engine_storage, engine_tensors
 from mindspeed_rl_plugin.weights.machine_staging import Fill, Shared
-from mindspeed_rl_plugin.weights.published_memory import Span, view
-from mindspeed_rl_plugin.weights.shares import Packed, PublishedBlock, TrainerWeights
+from mindspeed_rl_plugin.weights.publish import Packed, PublishedBlock, TrainerWeights
+from mindspeed_rl_plugin.weights.published_memory import Span, VersionSource, view
 from mindspeed_rl_plugin.weights.verify import WeightMismatch, segment_digest, slice_digests, weights_digest
-from mindspeed_rl_plugin.weights.version_source import VersionSource
 
 READ_BYTES = 32 << 20  # bytes of a read; between two of them the deadline is looked at
-SEEK_SECONDS = 60.0  # of one question for a version; between two of them a wait can be ended
 THREADS = 8  # that read from as many trainer ranks at once
 _WRAP = 1 << 64
 
@@ -62,37 +59,49 @@ class SliceReader:
             raise ValueError(f"{len(sources)} sources for weights of {weights.parallel.world} trainer ranks")
         self.weights, self._sources = weights, sources
         self.staging = Packed.of(ranges, weights.tensors, weights.engine_dtype, weights.verify)
-        self.plan = plan_of(weights, self.staging)
-        self._left: Countdown | None = None
+        here = weights.parallel.world  # the staging is a rank behind the trainer's
+        plan = make_plan(
+            {rank: share.layout for rank, share in enumerate(weights.shares)},
+            {here: self.staging.layout},
+            weights.tensors,
+            itemsize=weights.engine_dtype.itemsize,
+            bucket_bytes=2 * READ_BYTES,
+            rank=here,
+        )
+        self._pieces: dict[int, list[Piece]] = {}  # by trainer rank
+        for move in plan.moves:
+            self._pieces.setdefault(move.source, []).append(move.piece)
+        self._until = self._seconds = 0.0
 
     def fill(self, version: int, seconds: float, memory: np.ndarray) -> bytes:
         """Read a version into `[nbytes]` uint8; the digest of the whole model where weights are verified."""
-        self._left = left = Countdown(version, seconds)
-        moves: dict[int, list[Piece]] = {}
-        for move in self.plan.moves:
-            moves.setdefault(move.source, []).append(move.piece)
-        everyone = range(len(self._sources)) if self.weights.verify else list(moves)
+        self._until, self._seconds = time.monotonic() + seconds, seconds
+        everyone = range(len(self._sources)) if self.weights.verify else list(self._pieces)
         with ThreadPoolExecutor(min(THREADS, max(len(everyone), 1)), "rl-pull") as pool:
-            work = [pool.submit(self._read, rank, version, moves.get(rank, ()), memory, left) for rank in everyone]
+            work = [pool.submit(self._read, rank, version, memory) for rank in everyone]
             failed = [one for one in wait(work, return_when=FIRST_EXCEPTION).done if one.exception() is not None]
             if failed:
-                left.end()
+                self.end()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise failed[0].exception()
         return self._digest([one.result() for one in work]).encode() if self.weights.verify else b""
 
     def end(self) -> None:
-        """End a read that another thread makes."""
-        if self._left is not None:
-            self._left.end()
+        """End a read that other threads make."""
+        self._until = 0.0
 
-    def _read(
-        self, rank: int, version: int, pieces: Iterable[Piece], memory: np.ndarray, left: Callable[[], float]
-    ) -> bytes:
-        """All pieces of one trainer rank."""
-        source, share = self._sources[rank], self.weights.shares[rank]
-        about = _sought(source, version, left)
-        for spans, into in _chunks(pieces, share.blocks, self.staging.blocks):
+    def _read(self, rank: int, version: int, memory: np.ndarray) -> bytes:
+        """All pieces of one trainer rank; returns what it says of the version."""
+
+        def left() -> float:
+            if (seconds := self._until - time.monotonic()) <= 0:
+                why = f"was not done within {self._seconds:g} s" if self._until else "was ended"
+                raise TimeoutError(f"the pull of version {version} {why}")
+            return seconds
+
+        source, blocks = self._sources[rank], self.weights.shares[rank].blocks
+        _, about = source.seek(version, left(), left)
+        for spans, into in _chunks(self._pieces.get(rank, ()), blocks, self.staging.blocks):
             source.read(version, spans, [view(memory, span) for span in into], left())
         source.check(version, left())
         return about
@@ -103,6 +112,20 @@ class SliceReader:
             for block, digest in zip(share.blocks, np.frombuffer(about, np.int64).tolist(), strict=True):
                 totals[block.segment.name] = (totals.get(block.segment.name, 0) + digest) % _WRAP
         return weights_digest(totals)
+
+
+class _Taken(NamedTuple):
+    """A segment that an engine rank stores, and where it is staged."""
+
+    param: str
+    segment: Segment
+    block: PublishedBlock
+    at: int  # first of its slices within the block
+
+    @classmethod
+    def of(cls, param: str, s: Segment, blocks: Sequence[PublishedBlock]) -> _Taken:
+        block = next(b for b in blocks if b.segment.start <= s.start and s.stop <= b.segment.stop)
+        return cls(param, s, block, s.start - block.segment.start)
 
 
 class Puller:
@@ -130,19 +153,17 @@ class Puller:
         self.weights, self.rank, self.deadline = weights, rank, deadline
         live, shape = {name: t.data for name, t in parameters.items()}, weights.shape
         self._device = next(iter(live.values())).device
-        own_head = HEAD_WEIGHT in live if shape.tied else None
-        self.engine = engine_storage(shape, engine, rank, own_head, live)
-        self.layout = engine_layout(shape, self.engine, rank, own_head)
-        whose = f"rank {rank} of it are not those of {shape}"
-        self._narrow = narrowed(self.layout, live, weights.tensors, weights.engine_dtype, whose)
+        self.engine = engine_storage(shape, engine, rank, live)
+        self._tensors = engine_tensors(shape, self.engine, rank, live, weights.engine_dtype)
         here = sorted({rank, *ranks})
-        wanted = [engine_layout(shape, self.engine, r, own_head) for r in here]
-        ranges = union(s for layout in wanted for segments in layout.values() for s in segments)
+        wanted = {r: engine_layout(shape, self.engine, r) for r in here}
+        ranges = union(s for layout in wanted.values() for segments in layout.values() for s in segments)
         self._reader = SliceReader(weights, ranges, sources)
-        self.staging, self.plan = self._reader.staging, self._reader.plan
+        self.staging = self._reader.staging
         grouped = groupby(self.staging.blocks, lambda block: block.segment.name)
-        self._blocks = {name: list(blocks) for name, blocks in grouped}
-        key = hashlib.blake2b(f"{weights.text()} {self.engine} {own_head} {here}".encode(), digest_size=16).hexdigest()
+        blocks = {name: list(blocks) for name, blocks in grouped}
+        self._taken = [_Taken.of(name, s, blocks[s.name]) for name, each in wanted[rank].items() for s in each]
+        key = hashlib.blake2b(f"{weights.text()} {self.engine} {here}".encode(), digest_size=16).hexdigest()
         self._shared = sharing(key, self.staging.nbytes, self._reader.fill)
         self._held: tuple[int, Tensor, bytes] | None = None
 
@@ -170,11 +191,9 @@ class Puller:
             raise ValueError("apply: no version is staged, or the last pull failed; pull one first")
         begin, (version, memory, about) = time.perf_counter(), self._held
         live = {name: t.data for name, t in parameters.items()}
-        for name, segments in self.layout.items():
-            for s in segments:
-                block, at = self._inside(s)
-                values = block.values(memory).narrow(s.axis, at, s.size)
-                s.view(live[name], s.start, s.size).copy_(values, non_blocking=True)
+        for name, s, block, at in self._taken:
+            values = block.values(memory).narrow(s.axis, at, s.size)
+            s.view(live[name], s.start, s.size).copy_(values, non_blocking=True)
         get_device().synchronize_stream()
         if self.weights.verify:
             self._verify(live, memory)
@@ -187,29 +206,16 @@ class Puller:
         self._reader.end()
 
     def _verify(self, live: Mapping[str, Tensor], memory: Tensor) -> None:
-        for name, segments in self.layout.items():
-            for s in segments:
-                block, at = self._inside(s)
-                narrow = s.name in self._narrow
-                expected = int(block.table(memory)[-1 if narrow else 0, at : at + s.size].sum())
-                got = segment_digest(
-                    s.view(live[name], s.start, s.size), s, self.weights.tensors[s.name], self._kind(s)
+        for name, s, block, at in self._taken:
+            tensor = self._tensors[s.name]
+            expected = block.table(memory)[0 if tensor.wide else -1, at : at + s.size].sum()
+            kind = torch.float32 if tensor.wide else self.weights.engine_dtype
+            got = segment_digest(s.view(live[name], s.start, s.size), s, tensor, kind)
+            if int(got) != int(expected):
+                raise WeightMismatch(
+                    f"{s.name} [{s.start}, {s.stop}) of axis {s.axis}: {name} of engine rank {self.rank} differs "
+                    "from what the trainer published"
                 )
-                if int(got) != expected:
-                    raise WeightMismatch(
-                        f"{s.name} [{s.start}, {s.stop}) of axis {s.axis}: {name} of engine rank {self.rank} differs "
-                        "from what the trainer published"
-                    )
-
-    def _inside(self, s: Segment) -> tuple[PublishedBlock, int]:
-        """The staged block that a segment of the engine lies in, and the first of its slices there."""
-        each = self._blocks[s.name]
-        block = next(b for b in each if b.segment.start <= s.start and s.stop <= b.segment.stop)
-        return block, s.start - block.segment.start
-
-    def _kind(self, s: Segment) -> torch.dtype:
-        wide = self.weights.tensors[s.name].wide and s.name not in self._narrow
-        return torch.float32 if wide else self.weights.engine_dtype
 
 
 def pull_tensors(
@@ -218,9 +224,9 @@ def pull_tensors(
     version: int | None = None,
     names: Sequence[str] | None = None,
     deadline: float = 600.0,
-) -> tuple[int, dict[str, Tensor], str | None]:
-    """Whole tensors of a version (None: the newest) by their Hugging Face names, in the engine's dtype,
-    on the host; and the digest of the model where weights are verified. Waits for a version that is not published yet.
+) -> tuple[int, dict[str, Tensor]]:
+    """A version (None: the newest), and whole tensors of it by their Hugging Face names, in the engine's dtype, on the
+    host. Waits for a version that is not published yet.
 
     Raises ValueError for names that the model has not, WeightMismatch, and what `VersionSource` does.
     """
@@ -235,7 +241,7 @@ def pull_tensors(
     if version is None:
         version, _ = sources[0].seek(None, deadline)
     memory = torch.empty(reader.staging.nbytes, dtype=torch.uint8)
-    digest = reader.fill(version, end - time.monotonic(), memory.numpy()).decode() or None
+    reader.fill(version, end - time.monotonic(), memory.numpy())
     out = {}
     for block in reader.staging.blocks:
         values, segment = block.values(memory), block.segment
@@ -244,66 +250,18 @@ def pull_tensors(
         ):
             raise WeightMismatch(f"{segment.name}: what was read of version {version} is not what was published")
         out[segment.name] = values
-    return version, out, digest
-
-
-class Countdown:
-    """Seconds that a pull has left; raises TimeoutError where there are none, or where it has been ended."""
-
-    def __init__(self, version: int, seconds: float) -> None:
-        self._version, self._seconds, self._until = version, seconds, time.monotonic() + seconds
-
-    def __call__(self) -> float:
-        left = self._until - time.monotonic()
-        if left <= 0:
-            why = "was ended" if self._until == 0 else f"was not done within {self._seconds:g} s"
-            raise TimeoutError(f"the pull of version {self._version} {why}")
-        return left
-
-    def end(self) -> None:
-        """From now on no time is left."""
-        self._until = 0.0
+    return version, out
 
 
 def union(segments: Iterable[Segment]) -> list[tuple[str, int, int]]:
     """(name, start, stop) of all slices that the segments have, each once, those of a tensor by rising start."""
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for s in segments:
-        spans.setdefault(s.name, []).append((s.start, s.stop))
     out: list[tuple[str, int, int]] = []
-    for name, each in spans.items():
-        low, high = min(each)[0], min(each)[0]
-        for start, stop in sorted(each):
-            if start > high:
-                out.append((name, low, high))
-                low = start
-            high = max(high, stop)
-        out.append((name, low, high))
+    for name, start, stop in sorted({(s.name, s.start, s.stop) for s in segments}):
+        if out and out[-1][0] == name and start <= out[-1][2]:
+            _, low, high = out.pop()
+            start, stop = low, max(high, stop)
+        out.append((name, start, stop))
     return out
-
-
-def plan_of(weights: TrainerWeights, staging: Packed) -> TransferPlan:
-    """What comes from which trainer rank into which block of the staging, whose rank is the one after the trainer's."""
-    here = weights.parallel.world
-    return make_plan(
-        {rank: share.layout for rank, share in enumerate(weights.shares)},
-        {here: staging.layout},
-        weights.tensors,
-        itemsize=weights.engine_dtype.itemsize,
-        bucket_bytes=2 * READ_BYTES,
-        rank=here,
-    )
-
-
-def _sought(source: VersionSource, version: int, left: Callable[[], float]) -> bytes:
-    """What the publisher says of a version, once it is there; the wait ends soon after `left` does."""
-    while True:
-        seconds = left()
-        try:
-            return source.seek(version, min(seconds, SEEK_SECONDS))[1]
-        except TimeoutError:
-            if seconds <= SEEK_SECONDS:
-                raise
 
 
 def _chunks(

@@ -16,23 +16,22 @@ from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.layout import (
     EngineParallel,
     Layout,
     ModelShape,
     Parallel,
+    RankLayout,
     canonical_tensors,
     engine_layout,
     megatron_layout,
-    megatron_shapes,
 )
 from mindspeed_rl_plugin.layout.transfer_plan import TransferPlan, make_plan
 from mindspeed_rl_plugin.weights.allgather import AllgatherPlan, allgather, make_allgather_plan
 from mindspeed_rl_plugin.weights.live import (
     LISTED_DIFFERENCES,
     engine_storage,
-    narrowed,
+    engine_tensors,
     stored_parameters,
     trainer_storage,
 )
@@ -49,7 +48,8 @@ from mindspeed_rl_plugin.weights.verify import (
     weights_digest,
 )
 
-MODES = ("stream", "allgather")
+# By mode: what plans the way, and what carries the plan out.
+MODES = {"stream": (make_plan, stream), "allgather": (make_allgather_plan, allgather)}
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ class Transfer:
 class Resharder:
     """Builds both layouts and the plan once, checks them against the live models, and moves weights.
 
-    shape, train: the model and its training layout; generate: sizes of the engine, or its tensor parallel size;
-    engine_dtype: dtype of its weights, in which they travel; mode: one of MODES; node_size: consecutive ranks on one
-    node; verify: compare digests of both sides after each transfer; deadline: seconds one bucket may take.
-    Every method is collective over `group` (None: the world), and raises ValueError when the layouts cannot be built.
+    shape, train: the model and its training layout; engine: sizes of the engine; engine_dtype: dtype of its weights, in
+    which they travel; mode: one of MODES; node_size: consecutive ranks on one node; verify: compare digests of both
+    sides after each transfer; deadline: seconds one bucket may take. Every method is collective over `group` (None: the
+    world), and raises ValueError when the layouts cannot be built.
     """
 
     def __init__(
         self,
         shape: ModelShape,
         train: Parallel,
-        generate: int | EngineParallel,
+        engine: EngineParallel,
         *,
         rank: int,
         engine_dtype: torch.dtype,
@@ -88,20 +88,18 @@ class Resharder:
         verify: bool = False,
         deadline: float = 600.0,
     ) -> None:
-        engine = EngineParallel(generate) if isinstance(generate, int) else generate
-        assert mode in MODES and train.world % engine.ranks == 0, f"{mode}: {engine.ranks} of {train.world} ranks"
+        assert train.world % engine.ranks == 0, f"{engine.ranks} of {train.world} ranks"
         self.shape, self.train, self.engine, self.rank = shape, train, engine, rank
         self.dtype, self.bucket_bytes, self.node_size = engine_dtype, bucket_bytes, node_size
         self.group, self.verify, self.deadline = group, verify, deadline
         self.device = get_device().current()
-        self.tensors = canonical_tensors(shape)
-        self.mode = mode
+        self._make_plan, self._carry_out = MODES[mode]
         self.plan: TransferPlan | AllgatherPlan | None = None
         self._exported: list[int] = []
-        self._compared = self.tensors  # as both sides are compared: wide where the engine has them wide
+        self._compared = canonical_tensors(shape)  # as both sides are compared: wide where the engine has them wide
         self._temporary = get_device().temporary()
-        self._sources: dict[int, Layout] = {}
-        self._destinations: dict[int, Layout] = {}
+        self._sources: dict[int, RankLayout] = {}
+        self._destinations: dict[int, RankLayout] = {}
 
     def to_engine(
         self, model_chunks: Sequence[Module], engine_parameters: Mapping[str, Tensor], version: int
@@ -114,23 +112,21 @@ class Resharder:
         TimeoutError past the deadline, ConnectionError where a rank is lost.
         """
         begin = time.perf_counter()
-        source = stored_parameters(model_chunks)
+        source = self._stored(model_chunks)
         destination = {name: tensor.data for name, tensor in engine_parameters.items()}
-        plan = self._bind(source, destination)
+        plan = self._bind(destination)
         self._refuse_broken(source, f"after {version} updates")
         exported = self._held(source, self._sources) if self.verify else None
         self._exported = self._as_stored(source) if self.verify else []
         channel = self._channel()
-        options = dict(channel=channel, dtype=self.dtype, device=self.device)
         with self._temporary.measured(*source.values(), *destination.values()):
-            transfer = stream if isinstance(plan, TransferPlan) else allgather
-            transfer(plan, source, destination, **options)
+            self._carry_out(plan, source, destination, channel=channel, dtype=self.dtype, device=self.device)
         digest = None
         if exported is not None:
             arrived = self._held(destination, self._destinations)
-            digest = weights_digest(compare(exported, arrived, self.tensors))
+            digest = weights_digest(compare(exported, arrived, canonical_tensors(self.shape)))
         get_device().synchronize_stream()
-        copied, seconds = plan.traffic[self.rank].copied, time.perf_counter() - begin
+        copied, seconds = plan.copied(self.rank), time.perf_counter() - begin
         return Transfer(copied, channel.sent, channel.received, self._temporary.peak, seconds, digest)
 
     def check_return(self, model_chunks: Sequence[Module]) -> None:
@@ -150,44 +146,41 @@ class Resharder:
 
     def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
         """Before a checkpoint: raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
+        self._refuse_broken(self._stored(model_chunks), "before a checkpoint")
+
+    def _stored(self, model_chunks: Sequence[Module]) -> dict[str, Tensor]:
+        """The trainer's weights on this rank, which are as its layout says."""
         source = stored_parameters(model_chunks)
-        self._bind_source(source)
-        self._refuse_broken(source, "before a checkpoint")
-
-    def _bind(self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> TransferPlan | AllgatherPlan:
-        self._bind_source(source)
-        own_head = HEAD_WEIGHT in destination if self.shape.tied else None
-        size, here = self.engine.ranks, self.rank % self.engine.ranks
-        engine = engine_storage(self.shape, self.engine, here, own_head, destination)
-        layout = engine_layout(self.shape, engine, here, own_head)
-        whose = f"rank {self.rank} are not those of {self.shape}"
-        narrow = narrowed(layout, destination, self.tensors, self.dtype, whose)
-        if self.plan is None:
-            world = range(self.train.world)
-            self._destinations = {w: engine_layout(self.shape, engine, w % size, own_head) for w in world}
-            options = dict(itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
-            options |= dict(rank=self.rank, node_size=self.node_size)
-            plan = make_plan(self._sources, self._destinations, self.tensors, **options)
-            assert not plan.unused, f"the engine has no place for {plan.unused[:LISTED_DIFFERENCES]}"
-            self._compared = {**self.tensors, **narrow}
-            self._agree(plan.fingerprint, len(narrow))
-            if self.mode == "allgather":
-                shapes = {w: megatron_shapes(self.shape, self.train, w, *self._kinds) for w in world}
-                plan = make_allgather_plan(self._sources, shapes, self._destinations, self.tensors, **options)
-            self.plan = plan
-        return self.plan
-
-    def _bind_source(self, source: Mapping[str, Tensor]) -> None:
-        self._kinds = trainer_storage(self.shape, self.train, self.rank, source)
+        kinds = trainer_storage(self.shape, self.train, self.rank, source)
         if not self._sources:
             world = range(self.train.world)
-            self._sources = {w: megatron_layout(self.shape, self.train, w, *self._kinds) for w in world}
+            self._sources = {w: megatron_layout(self.shape, self.train, w, *kinds) for w in world}
+        return source
 
-    def _agree(self, *plan: int) -> None:
-        """All ranks compare their plans; on nccl and hccl this also opens the communicator for all of them."""
-        prints = self._share(plan, len(plan), "the comparison of plans")
-        if any(row != prints[0] for row in prints):
-            raise RuntimeError(f"ranks planned differently, by fingerprint: {dict(enumerate(prints))}")
+    def _bind(self, destination: Mapping[str, Tensor]) -> TransferPlan | AllgatherPlan:
+        """The plan; raises where the engine is not as its layout says."""
+        size, here = self.engine.ranks, self.rank % self.engine.ranks
+        engine = engine_storage(self.shape, self.engine, here, destination)
+        tensors = engine_tensors(self.shape, engine, here, destination, self.dtype)
+        if self.plan is None:
+            self._compared = tensors
+            self._destinations = {w: engine_layout(self.shape, engine, w % size) for w in range(self.train.world)}
+            self.plan = self._make_plan(
+                self._sources,
+                self._destinations,
+                canonical_tensors(self.shape),
+                itemsize=self.dtype.itemsize,
+                bucket_bytes=self.bucket_bytes,
+                rank=self.rank,
+                node_size=self.node_size,
+            )
+            assert not self.plan.unused, f"the engine has no place for {self.plan.unused[:LISTED_DIFFERENCES]}"
+            # On nccl and hccl this also opens the communicator for all ranks.
+            mine = self.plan.fingerprint, sum(tensor.wide for tensor in tensors.values())
+            prints = self._share(mine, 2, "the comparison of plans")
+            if any(row != prints[0] for row in prints):
+                raise RuntimeError(f"ranks planned differently, by fingerprint: {dict(enumerate(prints))}")
+        return self.plan
 
     def _refuse_broken(self, source: Mapping[str, Tensor], when: str) -> None:
         first = first_broken(source[name] for name in self._sources[self.rank])
@@ -196,7 +189,7 @@ class Resharder:
 
     def _as_stored(self, source: Mapping[str, Tensor]) -> list[int]:
         """Digests of this rank's weights in the dtype in which the trainer has them."""
-        return layout_digests(source, self._sources[self.rank], self.tensors, None)
+        return layout_digests(source, self._sources[self.rank], self._compared, None)
 
     def _channel(self) -> P2PChannel:
         return P2PChannel(self.rank, group=self.group, deadline=self.deadline)

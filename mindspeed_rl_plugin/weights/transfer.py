@@ -1,13 +1,13 @@
-"""Executing a plan: local copies, then buckets of sends and receives, straight into the engine's parameters.
+"""Executing a plan in the mode `stream`: local copies, then buckets of messages, straight into the engine's parameters.
 
-Works on gloo, nccl and hccl alike: only batched point-to-point messages, at most one each way between
-two ranks in a bucket. Two buckets are in flight, so that packing one overlaps the other's transfer.
+Works on gloo, nccl and hccl alike: only batched point-to-point messages, at most one each way between two ranks in a
+bucket. Two buckets are in flight, so that packing one overlaps the other's transfer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle, groupby
 from operator import itemgetter
 
 import torch
@@ -36,21 +36,25 @@ def stream(
     rank = channel.rank
     copy_pieces((copy for copy in plan.copies if copy.rank == rank), source, destination)
     buckets = plan.buckets_of(rank)
-    buffers = [_Buffers(buckets[i::2], channel, source, destination, dtype, device) for i in (0, 1)]
-    flying: _Buffers | None = None
-    for i, moves in enumerate(buckets):
-        buffers[i % 2].start(moves)
-        if flying is not None:
-            flying.finish()
-        flying = buffers[i % 2]
-    if flying is not None:
-        flying.finish()
+    buffers = cycle([_Buffers(buckets[i::2], channel, source, destination, dtype, device) for i in (0, 1)])
+    in_turn(buckets, lambda moves: next(buffers).start(moves))
 
 
 def copy_pieces(copies: Iterable[Copy], source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
     """Write pieces that this rank has into its engine's parameters."""
     for _, piece in copies:
         piece.inside(destination, piece.destination).copy_(piece.inside(source, piece.source))
+
+
+def in_turn(buckets: Iterable[list[Move]], start: Callable[[list[Move]], Callable[[], None]]) -> None:
+    """Start every bucket, and finish it once the next one has started; start: returns what finishes a bucket."""
+    finish = None
+    for moves in buckets:
+        before, finish = finish, start(moves)
+        if before is not None:
+            before()
+    if finish is not None:
+        finish()
 
 
 class _Buffers:
@@ -73,8 +77,8 @@ class _Buffers:
         self.batch: MessageBatch | None = None
         self.arrivals: list[tuple[Tensor, Tensor]] = []
 
-    def start(self, moves: Sequence[Move]) -> None:
-        """Pack what this rank sends in the bucket and post all its messages."""
+    def start(self, moves: Sequence[Move]) -> Callable[[], None]:
+        """Pack what this rank sends in the bucket and post all its messages. Returns `finish`."""
         number, out, into = moves[0].bucket, [], []
         for m in moves:
             if m.source == self.rank:
@@ -86,6 +90,7 @@ class _Buffers:
         for inside, slot in departures:
             _pack(inside, slot)
         self.batch = self.channel.post(f"bucket {number}", sends, receives)
+        return self.finish
 
     def finish(self) -> None:
         """Wait for the bucket and write what arrived into the engine's parameters."""

@@ -1,9 +1,8 @@
 """Digests of weights that do not depend on how they are split, and the comparison of both sides.
 
-The digest of a slice is a sum, modulo 2**64, over its elements of (bits + c) x w(i), where i is the
-element's index in the *canonical* tensor and w mixes it. Sums over the parts of any split therefore
-add up to the same number, and a value at a wrong place changes it. The check uses only the layout
-tables, never the plan: a mistake of the plan shows.
+The digest of a slice is a sum, modulo 2**64, over its elements of (bits + c) x w(i), where i is the element's index in
+the *canonical* tensor and w mixes it. Sums over the parts of any split therefore add up to the same number, and a value
+at a wrong place changes it. The check uses only the layout tables, never the plan: a mistake of the plan shows.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def compare(
     totals = {}
     for name, spans in ours.items():
         values = {span: _agreed(name, span, held, "trainer") for span, held in spans.items()}
-        totals[name] = sum(_tiles(values, 0, tensors[name].slices, name)) % _WRAP
+        totals[name] = _sum_of(values, 0, tensors[name].slices, name)
         if name in theirs:
             _compare_tensor(name, values, theirs[name], tensors[name])
     return totals
@@ -138,35 +137,33 @@ def _agreed(name: str, span: Span, held: list[tuple[int, int]], side: str) -> in
     return held[0][1]
 
 
-def _tiles(values: Mapping[Span, int], low: int, high: int, name: str) -> list[int]:
-    """Digests of the spans that tile `[low, high)`."""
-    at, out = low, []
-    for (start, stop), digest in sorted(values.items()):
-        if start >= low and stop <= high:
-            assert start == at, f"{name}: spans {sorted(values)} do not tile [{low}, {high})"
-            at, out = stop, [*out, digest]
-    assert at == high, f"{name}: spans {sorted(values)} do not tile [{low}, {high})"
-    return out
+def _sum_of(values: Mapping[Span, int], low: int, high: int, name: str) -> int:
+    """Digest of `[low, high)`, which some of the spans tile."""
+    inside = sorted(span for span in values if span[0] >= low and span[1] <= high)
+    edges = [low, *(stop for _, stop in inside)]
+    assert inside == list(pairwise(edges)) and edges[-1] == high, f"{name}: {inside} do not tile [{low}, {high})"
+    return sum(values[span] for span in inside) % _WRAP
 
 
 def _compare_tensor(name: str, ours: Mapping[Span, int], spans: Spans, tensor: Canonical) -> None:
     edges = {edge for span in ours for edge in span}
     for span, held in spans.items():
         if edges.issuperset(span):
-            expected = sum(_tiles(ours, *span, name)) % _WRAP
+            expected = _sum_of(ours, *span, name)
             wrong = [rank for rank, digest in held if digest != expected]
             if wrong:
-                raise WeightMismatch(f"{name} {_range(*span, tensor)}: engine ranks {wrong} differ from the trainer")
+                raise _mismatch(name, span, tensor, wrong)
     # Where the engine cuts finer than the trainer, only what lies between common edges can be compared.
     theirs = {span: _agreed(name, span, held, "engine") for span, held in spans.items()}
     for low, high in pairwise(sorted(edges & {edge for span in theirs for edge in span})):
-        if sum(_tiles(ours, low, high, name)) % _WRAP != sum(_tiles(theirs, low, high, name)) % _WRAP:
+        if _sum_of(ours, low, high, name) != _sum_of(theirs, low, high, name):
             ranks = sorted({rank for s, held in spans.items() if s[0] >= low and s[1] <= high for rank, _ in held})
-            raise WeightMismatch(f"{name} {_range(low, high, tensor)}: engine ranks {ranks} differ from the trainer")
+            raise _mismatch(name, (low, high), tensor, ranks)
 
 
-def _range(low: int, high: int, tensor: Canonical) -> str:
-    return f"[{low}, {high}) of axis {tensor.axis}"
+def _mismatch(name: str, span: Span, tensor: Canonical, ranks: Sequence[int]) -> WeightMismatch:
+    where = f"{name} [{span[0]}, {span[1]}) of axis {tensor.axis}"
+    return WeightMismatch(f"{where}: engine ranks {ranks} differ from the trainer")
 
 
 @torch.no_grad()

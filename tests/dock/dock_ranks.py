@@ -20,8 +20,7 @@ from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.weights.machine_staging import Shared
-from mindspeed_rl_plugin.weights.published_memory import publish_memory
-from mindspeed_rl_plugin.weights.version_source import sources_of
+from mindspeed_rl_plugin.weights.published_memory import publish_memory, sources_of
 
 LENGTH = 50_000  # tokens: such puts go through lent memory
 VERSION_BYTES = 8 << 20

@@ -11,8 +11,8 @@ from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.messages import Put
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
+from mindspeed_rl_plugin.weights.published_memory import VersionSource
 from mindspeed_rl_plugin.weights.pull import Puller
-from mindspeed_rl_plugin.weights.version_source import VersionSource
 
 
 def die(*_, **__):

@@ -54,7 +54,7 @@ def test_waits_come_in_the_order_of_need(make):
     events.append("log-probs")
     assert transfer.digest == "d"
     assert [e for e in events if e != "engine.parameters"] == [
-        "state.ensure_offloading grads,optimizer",
+        "state.start_offload grads,optimizer",
         "state.finish_offload",
         "engine.wake weights",
         "state.start_offload params",
@@ -78,8 +78,8 @@ def test_the_critic_leaves_before_the_engine_wakes_and_is_back_for_its_values(ma
     with both.awake(3):
         early = ",".join(sorted(set(offloaded) - {"params"}))
         assert events[:5] == [
-            f"state.ensure_offloading {early}",
-            f"critic state.ensure_offloading {early}",
+            f"state.start_offload {early}",
+            f"critic state.start_offload {early}",
             "critic.offload params" if "params" in offloaded else "critic.offload",  # and ends what began to leave
             "state.finish_offload",
             "engine.wake weights",
@@ -113,7 +113,7 @@ def test_the_first_rollout_begins_with_the_optimizer_state_leaving(make):
     job = SimpleNamespace(plan=None, monitor=SimpleNamespace(stage=lambda name: nullcontext()), admit=admit)
     with pytest.raises(Stop):
         SyncSchedule(job, None, 0, colocation=both, evaluation=None).collect(0)
-    assert events == ["state.ensure_offloading grads,optimizer"]
+    assert events == ["state.start_offload grads,optimizer"]
 
 
 def test_a_checkpoint_of_an_offloaded_trainer_is_refused(make):
@@ -163,5 +163,5 @@ def test_the_update_begins_with_everything_back_and_then_the_optimizer_leaves(ma
     args = SimpleNamespace(curr_iteration=done, train_iters=10)
     loop = Loop(args, job, schedule, SimpleNamespace(run=run), log, both)
     assert loop.train_step(None) == "result" and loop.trained
-    start = ["state.ensure_offloading grads,optimizer"] if leaves else []
+    start = ["state.start_offload grads,optimizer"] if leaves else []
     assert events == ["state.onload", "optimizer step", *start, "log", *["evaluate"] * evaluates]

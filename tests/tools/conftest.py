@@ -8,8 +8,7 @@ from shutil import rmtree
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from family_models import AS_DEEPSEEK, EXPERTS
-from family_models import FAMILIES as PUBLISHED
+from family_configs import CONFIGS
 from safetensors.torch import load_file, save_file
 
 from mindspeed_rl_plugin.layout.families import FAMILIES
@@ -19,22 +18,25 @@ from mindspeed_rl_plugin.tools.convert.checkpoint import MODEL_FILE
 
 SIZES = dict(vocab_size=250, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 SIZES |= dict(max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=10000.0)
-DENSE = SIZES | dict(num_key_value_heads=2, head_dim=8)
-LATENT = SIZES | AS_DEEPSEEK | dict(n_shared_experts=2, q_lora_rank=12, kv_lora_rank=10)
-LATENT |= dict(qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
+SIZES |= dict(num_key_value_heads=2)
+LATENT = dict(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-GROUPED = dict(topk_method="group_limited_greedy", n_group=2, topk_group=1, routed_scaling_factor=16.0)
 KIMI = dict(rope_type="yarn", factor=32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-CONFIGS = {name: DENSE | config for name, config in PUBLISHED.items()} | {
-    "llama": DENSE | dict(rope_scaling=dict(rope_type="llama3", **LLAMA3)),
-    "qwen2": DENSE | dict(tie_word_embeddings=True),
-    "qwen3": DENSE | dict(tie_word_embeddings=False, head_dim=16),
-    "qwen3_moe": DENSE | EXPERTS | dict(num_experts=4, mlp_only_layers=[1]),
-    "deepseek_v2": LATENT | dict(q_lora_rank=None),
-    "deepseek_v2_236b": LATENT | GROUPED,
-    "deepseek_v3": LATENT,
-    "kimi_k2": LATENT | dict(rope_scaling=KIMI | dict(original_max_position_embeddings=4096)),
+OWN = {
+    "llama": dict(rope_scaling=dict(rope_type="llama3", **LLAMA3)),
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen3": dict(tie_word_embeddings=False),
+    "qwen3_moe": dict(mlp_only_layers=[1], head_dim=8),
+    "qwen2_moe": dict(mlp_only_layers=[1]),
+    "deepseek_v2": dict(q_lora_rank=None),
+    "kimi_k2": dict(rope_parameters=None, rope_scaling=KIMI | dict(original_max_position_embeddings=4096)),
 }
+
+
+def config_of(family: str) -> dict[str, object]:
+    """Fields of a small model's config.json."""
+    own = (LATENT if "kv_lora_rank" in CONFIGS[family] else {}) | OWN.get(family, {})
+    return {"model_type": FAMILIES[family].model_type or family} | SIZES | CONFIGS[family] | own
 
 
 class Convert:
@@ -47,7 +49,7 @@ class Convert:
     def make(self, family: str, dtype=torch.bfloat16, **changes) -> dict[str, torch.Tensor]:
         """A random model of a family in two files; returns its tensors."""
         self.hf.mkdir(exist_ok=True)
-        config = {"model_type": FAMILIES[family].model_type or family} | CONFIGS[family] | changes
+        config = config_of(family) | changes
         self.config(**config)
         tensors = canonical_tensors(ModelShape.from_hf_config(config))
         weights = {n: torch.randn(t.shape).to(torch.float32 if t.wide else dtype) for n, t in tensors.items()}

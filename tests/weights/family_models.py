@@ -8,6 +8,7 @@ import math
 import re
 
 import torch
+from family_configs import CONFIGS
 from safetensors.torch import load_file, save_file
 
 from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
@@ -20,31 +21,9 @@ HOST = (
 )
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
 SIZES |= dict(max_position_embeddings=32, tie_word_embeddings=False, initializer_range=0.1, rms_norm_eps=1e-5)
-EXPERTS = dict(moe_intermediate_size=48, num_experts_per_tok=2)
-AS_DEEPSEEK = EXPERTS | dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1)
-# vLLM on CPU has latent attention of these sizes only.
-# transformers' latent norms have 1e-6 whatever the file says, as all published files do.
-LATENT = AS_DEEPSEEK | dict(rms_norm_eps=1e-6, kv_lora_rank=512)
-LATENT |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=4096)
-YARN |= dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-FAMILIES = {
-    "mistral": dict(head_dim=48, sliding_window=None),
-    "seed_oss": dict(head_dim=48, attention_bias=True, attention_dropout=0.0, residual_dropout=0.0),
-    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "qwen2_moe": EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=80, use_sliding_window=False),
-    "glm4_moe": AS_DEEPSEEK
-    | dict(head_dim=64, attention_bias=True, partial_rotary_factor=0.5, routed_scaling_factor=1.5),
-    "glm4_moe_355b": AS_DEEPSEEK
-    | dict(head_dim=64, attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5, routed_scaling_factor=2.5),
-    "bailing_moe": EXPERTS
-    | dict(head_dim=64, num_experts=4, num_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1)
-    | dict(partial_rotary_factor=0.5, routed_scaling_factor=2.5, norm_topk_prob=True, score_function="sigmoid")
-    | dict(moe_router_enable_expert_bias=True, use_qk_norm=True, use_bias=False, use_qkv_bias=False),
-    "deepseek_v2": LATENT | dict(q_lora_rank=24, topk_method="greedy"),
-    "deepseek_v2-lite": LATENT | dict(q_lora_rank=None, topk_method="greedy"),
-    "kimi_k2": LATENT | dict(q_lora_rank=24, n_group=1, topk_group=1, routed_scaling_factor=2.8, rope_parameters=YARN),
-}
+# Whose log-probs are compared: the others are special cases of them, or are trained in tests/loop.
+NAMES = "mistral seed_oss mixtral qwen2_moe glm4_moe glm4_moe_355b bailing_moe deepseek_v2 deepseek_v2-lite kimi_k2"
+FAMILIES = {name: CONFIGS[name] for name in NAMES.split()}
 
 
 def random_model(family, folder, vocab):

@@ -97,7 +97,7 @@ def of_vllm(folder: Path, theirs) -> float:
     config = derive_config(megatron_arguments(shape, Parallel(1), published), vocab_size=VOCAB)
     engine = VllmEngine(VllmOptions(config, 32, 1, 1, kv_cache_bytes=64 << 20, max_running=4))
     live = engine.parameters()
-    fill(live, engine_layout(shape, engine_storage(shape, EngineParallel(), 0, None, live), 0), folder)
+    fill(live, engine_layout(shape, engine_storage(shape, EngineParallel(), 0, live), 0), folder)
     engine.update_weights(0, "f" * 16)
     sampling = Sampling(max_tokens=ANSWER, temperature=1.0, ignore_eos=True)
     prompts = [tuple(torch.randint(0, VOCAB, (PROMPT,)).tolist()) for _ in range(4)]

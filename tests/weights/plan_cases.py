@@ -8,15 +8,7 @@ from reshard_reference import engine_weights, megatron_weights
 
 from mindspeed_rl_plugin.layout.families import FAMILIES
 from mindspeed_rl_plugin.layout.family_table import EXPERTS, IMPLS
-from mindspeed_rl_plugin.layout.layout import (
-    EngineParallel,
-    ModelShape,
-    Parallel,
-    engine_layout,
-    engine_shapes,
-    megatron_layout,
-    megatron_shapes,
-)
+from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel, engine_layout, megatron_layout
 
 TINY = dict(hidden=4, heads=4, ffn=8, expert_ffn=8, experts=8, groups=4, head_dim=2)
 LATENT = dict(q_lora=8, kv_lora=6, nope=4, rope=2, value=2)
@@ -31,21 +23,12 @@ class Case(NamedTuple):
     ranks: range
     impl: str = "local"
     storage: str = "sequential"
-    own_head: bool | None = None
 
     def sources(self):
         return {r: megatron_layout(self.shape, self.parallel, r, self.impl, self.storage) for r in self._world()}
 
-    def stored(self):
-        """Shapes of what each trainer rank stores."""
-        return {r: megatron_shapes(self.shape, self.parallel, r, self.impl, self.storage) for r in self._world()}
-
     def destinations(self):
-        return {r: engine_layout(self.shape, self.engine, at, self.own_head) for r, at in self._engines()}
-
-    def wanted(self):
-        """Shapes of what each engine rank stores."""
-        return {r: engine_shapes(self.shape, self.engine, at, self.own_head) for r, at in self._engines()}
+        return {r: engine_layout(self.shape, self.engine, at) for r, at in self._engines()}
 
     def trainer(self, weights):
         """What each trainer rank stores of a canonical model."""
@@ -54,7 +37,7 @@ class Case(NamedTuple):
 
     def engines(self, weights):
         """What each engine rank has to have of it."""
-        return {r: engine_weights(self.shape, self.engine, at, weights, self.own_head) for r, at in self._engines()}
+        return {r: engine_weights(self.shape, self.engine, at, weights) for r, at in self._engines()}
 
     def _world(self):
         return range(self.parallel.world)
@@ -63,13 +46,21 @@ class Case(NamedTuple):
         return [(r, i % self.engine.ranks) for i, r in enumerate(self.ranks)]
 
 
-def holds(params, shapes, layout, weights):
+def holds(params, layout, weights):
     """Segment by segment: a mistake made alike on both sides would still deliver, and mislead digests and exports."""
-    assert {name: tuple(t.shape) for name, t in params.items()} == dict(shapes)
+    assert {name: tuple(t.shape) for name, t in params.items()} == layout.shapes
     for name, segments in layout.items():
         for s in segments:
             held = s.view(params[name], s.start, s.size)
             assert torch.equal(held, weights[s.name].narrow(s.axis, s.start, s.size)), (name, s)
+
+
+def moved(plan, end, rank, node_size=None):
+    """Bytes that a rank sends (end: "source") or receives ("destination"); node_size: only those that cross nodes."""
+    mine = [m for m in plan.moves if getattr(m, end) == rank]
+    if node_size:
+        mine = [m for m in mine if m.source // node_size != m.destination // node_size]
+    return sum(m.piece.nbytes for m in mine)
 
 
 def slices(layout):
@@ -120,9 +111,9 @@ def cases(draw, world_limit=16):
     )
     engine_tp = one_of(1, 2, 4, 8)
     engine_ep = one_of(*(e for e in (1, 2, 4, 8) if e % engine_tp == 0 or e == 1)) if moe else 1
-    stored = {way: one_of(False, True) for way in ("nested", "fused_down", "transposed", "whole_shared")}
+    stored = {way: one_of(False, True) for way in ("nested", "fused_down", "transposed", "whole_shared", "own_head")}
     engine = EngineParallel(engine_tp, engine_ep, **stored)
     # Engines on ranks of the trainer, on some of them and others, or on others.
     first = one_of(0, world // 2, world)
     ranks = range(first, first + draw(st.integers(1, 3)) * engine.ranks)
-    return Case(shape, parallel, engine, ranks, one_of(*IMPLS), one_of(*EXPERTS), one_of(None, True))
+    return Case(shape, parallel, engine, ranks, one_of(*IMPLS), one_of(*EXPERTS))

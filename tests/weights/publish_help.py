@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from mindspeed_rl_plugin.weights.publish import Publisher
+from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
 from mindspeed_rl_plugin.weights.published_memory import view
 from mindspeed_rl_plugin.weights.pull import Puller
-from mindspeed_rl_plugin.weights.shares import TrainerWeights
 
 
 class Gone(ValueError):
@@ -32,7 +31,7 @@ class Memory:
     def commit(self, version, about):
         self.held[self.slot], self.about[version] = version, about
 
-    def seek(self, version, seconds):
+    def seek(self, version, seconds, alive=None):
         version = max(self.held) if version is None else version
         self.check(version, seconds)
         return version, self.about[version]

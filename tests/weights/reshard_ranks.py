@@ -32,59 +32,49 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
 from megatron_models import built, described, parsed  # noqa: E402
-from reshard_checks import BUCKET, check_memory, check_modes, training_state  # noqa: E402
 from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
 
-from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel  # noqa: E402
-from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget  # noqa: E402
-from mindspeed_rl_plugin.weights.host_weights import HostWeights  # noqa: E402
+from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel  # noqa: E402
+from mindspeed_rl_plugin.tools.plan.estimate import weights_by_layer  # noqa: E402
+from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget, HostWeights  # noqa: E402
 from mindspeed_rl_plugin.weights.live import stored_parameters  # noqa: E402
 from mindspeed_rl_plugin.weights.offload import TrainState, gathered  # noqa: E402
 from mindspeed_rl_plugin.weights.p2p import P2PChannel  # noqa: E402
 from mindspeed_rl_plugin.weights.resharder import Resharder  # noqa: E402
+from mindspeed_rl_plugin.weights.storages import unwrap  # noqa: E402
 
-SEQ, MICRO_BATCHES = 16, 2
+SEQ, MICRO_BATCHES, BUCKET = 16, 2, 16 << 10
+DEFAULTS = dict(family="qwen2", tied=False, tp=1, pp=1, vpp=1, distributed=False, overlap=False, generate=[1])
+DEFAULTS |= dict(dtype="float32", engine_dtype="float32")
+
+
+def shape_of(case):
+    return ModelShape(case.family, 4, 64, 4, 2, 32, 96, 250, 256, case.tied)
 
 
 class Job:
     """A model, its optimizer and its data, in the layout of a case."""
 
     def __init__(self, case, weights):
-        self.case = case
-        self.dtype = getattr(torch, case.dtype)
-        self.shape = self._shape()
-        self.parallel = self._parallel()
-        args = self._arguments()
+        self.case, self.shape, self.dtype = case, shape_of(case), getattr(torch, case.dtype)
+        self.parallel = Parallel(dist.get_world_size(), tp=case.tp, pp=case.pp, vpp=case.vpp)
+        bf16 = self.dtype == torch.bfloat16
+        flags = [*HOST.split(), "--attention-softmax-in-fp32", "--use-cpu-initialization", *["--bf16"] * bf16]
+        args = parsed(described(self.shape, self.parallel), flags)
         self.config = core_transformer_config_from_args(args)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.chunks = self._chunks(args)
-        self._load(weights)
-        bf16 = self.dtype == torch.bfloat16
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=1e-2,
-            bf16=bf16,
-            params_dtype=self.dtype,
-            use_distributed_optimizer=case.distributed,
-            overlap_param_gather=case.overlap,
-            clip_grad=1.0,
-        )
+        mine, live = self.stored(dist.get_rank(), weights), stored_parameters(self.chunks)
+        assert set(mine) == set(live), set(mine) ^ set(live)
+        for name, value in mine.items():
+            live[name].copy_(value)
         if case.overlap:
             assert all(chunk.remove_forward_pre_hook_handles for chunk in self.chunks)
             self.config.no_sync_func = self.chunks[0].no_sync
+        sizes = dict(use_distributed_optimizer=case.distributed, overlap_param_gather=case.overlap)
+        config = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=bf16, params_dtype=self.dtype, clip_grad=1.0, **sizes)
         self.optimizer = get_megatron_optimizer(config, self.chunks)
         self.optimizer.reload_model_params()
-
-    def _shape(self):
-        return ModelShape(self.case.family, 4, 64, 4, 2, 32, 96, 250, 256, self.case.tied)
-
-    def _parallel(self):
-        return Parallel(dist.get_world_size(), tp=self.case.tp, pp=self.case.pp, vpp=self.case.vpp)
-
-    def _arguments(self):
-        """Megatron's, of the shape and the layout."""
-        flags = [*HOST.split(), "--attention-softmax-in-fp32", "--use-cpu-initialization"]
-        return parsed(described(self.shape, self.parallel), [*flags, *["--bf16"] * (self.dtype == torch.bfloat16)])
 
     def _chunks(self, args):
         first, last = mpu.is_pipeline_first_stage, mpu.is_pipeline_last_stage
@@ -107,12 +97,6 @@ class Job:
         """What a rank of this layout stores of a canonical model."""
         return megatron_weights(self.shape, self.parallel, rank, weights)
 
-    def _load(self, weights):
-        mine, live = self.stored(dist.get_rank(), weights), stored_parameters(self.chunks)
-        assert set(mine) == set(live), set(mine) ^ set(live)
-        for name, value in mine.items():
-            live[name].copy_(value)
-
     def canonical(self, like):
         """The canonical model, with the names of `like`, out of all ranks' live tensors: each stored number goes where
         its own index says."""
@@ -130,18 +114,18 @@ class Job:
         assert not flat[1:].isnan().any()
         return {name: flat[i.long()] for name, i in index.items()}
 
-    def forward(self, batches, result, forward_only):
-        """Both halves of a pass; result: of the token losses, on the last pipeline stage."""
-
-        def step(iterator, model):
+    def _run(self, step, forward_only):
+        def forward(iterator, model):
             tokens = next(iterator)
-            mask = torch.ones(1, 1, SEQ, SEQ).triu(1).bool()
-            position = torch.arange(SEQ)[None].expand_as(tokens)
-            return model(tokens, position, mask, labels=tokens.roll(-1, 1)), result
+            mask, position = torch.ones(1, 1, SEQ, SEQ).triu(1).bool(), torch.arange(SEQ)[None].expand_as(tokens)
+            losses = model(tokens, position, mask, labels=tokens.roll(-1, 1))
+            return losses, lambda loss: (loss.float().mean(), {})
 
+        make = torch.Generator().manual_seed(100 * step + mpu.get_data_parallel_rank())
+        batches = [torch.randint(0, 250, (2, SEQ), generator=make) for _ in range(MICRO_BATCHES)]
         iterators = [iter(batches) for _ in self.chunks]
         get_forward_backward_func()(
-            forward_step_func=step,
+            forward_step_func=forward,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks,
             num_microbatches=len(batches),
@@ -149,11 +133,6 @@ class Job:
             micro_batch_size=len(batches[0]),
             forward_only=forward_only,
         )
-
-    def _run(self, step, forward_only):
-        make = torch.Generator().manual_seed(100 * step + mpu.get_data_parallel_rank())
-        batches = [torch.randint(0, 250, (2, SEQ), generator=make) for _ in range(MICRO_BATCHES)]
-        self.forward(batches, lambda loss: (loss.float().mean(), {}), forward_only)
 
     def train_step(self, step):
         for chunk in self.chunks:
@@ -166,17 +145,23 @@ class Job:
         with torch.no_grad():
             self._run(step, forward_only=True)
 
-    def inner(self):
-        return [o.optimizer for o in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
-
     def optimizer_tensors(self):
         """Main parameters and moments in a fixed order."""
         out = []
-        for inner in self.inner():
-            for group in inner.param_groups:
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for group in part.optimizer.param_groups:
                 for p in group["params"]:
-                    out += [p.data, *(t for _, t in sorted(inner.state[p].items()) if torch.is_tensor(t))]
+                    out += [p.data, *(t for _, t in sorted(part.optimizer.state[p].items()) if torch.is_tensor(t))]
         return out
+
+    def on_device(self):
+        """Bytes of training state; Adam's counters of steps live on the host."""
+        tensors = [t for t in self.optimizer_tensors() if t.numel() > 1]
+        for chunk in self.chunks:
+            tensors += [t for b in chunk.buffers for t in (b.grad_data, b.param_data) if t is not None]
+            tensors += [t for p in unwrap(chunk).parameters() for t in (p.data, p.grad, p.main_grad) if t is not None]
+            tensors += unwrap(chunk).buffers()
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
     def snapshot(self):
         with gathered(self.chunks):
@@ -188,17 +173,23 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def empty_engine(shape, engine, dtype=torch.float32):
+    """Parameters of this rank's engine."""
+    expected = engine_weights(shape, engine, dist.get_rank() % engine.ranks, random_weights(shape, dtype=dtype))
+    return {name: torch.zeros_like(t) for name, t in expected.items()}
+
+
 def cycle(job, weights, state, reference, first, resharder, engine, version):
     """What one RL iteration does around generation."""
     state.start_offload(["grads", "optimizer"])
     before = job.snapshot()  # as a checkpoint reads it
     with gathered(job.chunks):
         state.finish_offload()
-        tp = resharder.engine.tp
+        tp, rows = resharder.engine.tp, job.shape.vocab
         expected = {name: t.to(resharder.dtype) for name, t in job.canonical(weights).items()}
-        expected = engine_weights(job.shape, tp, dist.get_rank() % tp, expected)
+        expected = engine_weights(job.shape, resharder.engine, dist.get_rank() % tp, expected)
         done = resharder.to_engine(job.chunks, engine, version)
-        rows = job.shape.vocab
+        assert done.temporary <= 2 * BUCKET
         for name, tensor in expected.items():
             got = engine[name]
             if "embed" in name or "lm_head" in name:  # padding rows are nobody's
@@ -206,7 +197,7 @@ def cycle(job, weights, state, reference, first, resharder, engine, version):
                 got, tensor = got[: max(0, rows - low)], tensor[: max(0, rows - low)]
             assert torch.equal(got, tensor), f"{name} differs in the engine"
         state.offload(["params"])
-        assert not any(t.untyped_storage().nbytes() for t in training_state(job))
+        assert not job.on_device()
         state.onload(["params"])
         state.start_onload(["optimizer"])
         with reference.swapped_into(job.chunks):
@@ -220,7 +211,7 @@ def cycle(job, weights, state, reference, first, resharder, engine, version):
 def check_case(case):
     mpu.initialize_model_parallel(case.tp, case.pp, case.vpp if case.vpp > 1 else None)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    weights = random_weights(ModelShape(case.family, 4, 64, 4, 2, 32, 96, 250, 256, case.tied), dtype=torch.float32)
+    weights = random_weights(shape_of(case))
     plain = Job(case, weights)
     for step in range(3):
         plain.train_step(step)
@@ -232,13 +223,10 @@ def check_case(case):
     state = TrainState(job.chunks, job.optimizer, budget=budget, verify=True)
     dtype = getattr(torch, case.engine_dtype)
     engines = []
-    for tp in case.generate:
-        resharder = Resharder(
-            job.shape, job.parallel, tp, rank=dist.get_rank(), engine_dtype=dtype, bucket_bytes=BUCKET, verify=True
-        )
-        zeros = random_weights(job.shape, dtype=dtype)
-        shapes = engine_weights(job.shape, tp, dist.get_rank() % tp, zeros)
-        engines.append((resharder, {name: torch.zeros_like(t) for name, t in shapes.items()}))
+    options = dict(rank=dist.get_rank(), engine_dtype=dtype, bucket_bytes=BUCKET, verify=True)
+    for engine in map(EngineParallel, case.generate):
+        way = Resharder(job.shape, job.parallel, engine, **options)
+        engines.append((way, empty_engine(job.shape, engine, dtype)))
     digests = []
     for step in range(3):
         digests.append({cycle(job, weights, state, reference, first, *engine, step).digest for engine in engines})
@@ -246,9 +234,14 @@ def check_case(case):
     assert all(len(d) == 1 for d in digests), digests  # one model, one digest, whatever the engine's layout
     assert len(set.union(*digests)) == 3  # and another one after each update
     assert same(plain.snapshot(), job.snapshot()), "training differs from the run without swaps"
-    check_modes(job, engines)
-    if case.long:
-        check_memory(job, state, *engines[0])
+    for stream, engine in engines:
+        other, whole = empty_engine(job.shape, stream.engine, dtype), weights_by_layer(job.shape, dtype.itemsize).sum()
+        way = Resharder(job.shape, job.parallel, stream.engine, mode="allgather", **options)
+        with gathered(job.chunks):
+            stream.to_engine(job.chunks, engine, 3)
+            done = way.to_engine(job.chunks, other, 3)
+        assert same([*engine.values()], [*other.values()]), "the modes differ"
+        assert whole <= done.temporary <= 1.02 * whole, (done.temporary, whole)
     if dist.get_rank() == 0:
         print(f"passed {case.name} digest {sorted(digests[0])[0]}", flush=True)
     mpu.destroy_model_parallel()
@@ -258,21 +251,12 @@ def check_lost_ranks(case):
     """A peer that never comes, and one that dies in the middle, end in a message that names bucket and peer."""
     mpu.initialize_model_parallel(case.tp, case.pp)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    shape = ModelShape(case.family, 4, 64, 4, 2, 32, 96, 250, 256)
-    job = Job(case, random_weights(shape))
-    engine = {n: torch.zeros_like(t) for n, t in engine_weights(shape, 1, 0, random_weights(shape)).items()}
+    job = Job(case, random_weights(shape_of(case)))
+    engine = empty_engine(job.shape, EngineParallel())
+    options = dict(rank=dist.get_rank(), engine_dtype=torch.float32, bucket_bytes=BUCKET)
     groups = [dist.new_group() for _ in range(3)]  # a lost message breaks the connections of its group
     ways = [
-        Resharder(
-            shape,
-            job.parallel,
-            1,
-            rank=dist.get_rank(),
-            engine_dtype=torch.float32,
-            group=group,
-            bucket_bytes=BUCKET,
-            deadline=deadline,
-        )
+        Resharder(job.shape, job.parallel, EngineParallel(), group=group, deadline=deadline, **options)
         for group, deadline in zip(groups, (2.0, 2.0, 20.0), strict=True)
     ]
     for way in ways:
@@ -323,23 +307,10 @@ def main():
     job = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
     hostile.install()
-    defaults = dict(
-        family="qwen2",
-        tied=False,
-        tp=1,
-        pp=1,
-        vpp=1,
-        distributed=False,
-        overlap=False,
-        dtype="float32",
-        engine_dtype="float32",
-        generate=[1],
-        long=False,
-    )
     for case in job["cases"]:
-        check_case(SimpleNamespace(**{**defaults, **case}))
+        check_case(SimpleNamespace(**{**DEFAULTS, **case}))
     if job["break"]:
-        check_lost_ranks(SimpleNamespace(**{**defaults, "pp": 2}))
+        check_lost_ranks(SimpleNamespace(**{**DEFAULTS, "pp": 2}))
     dist.destroy_process_group()
 
 

@@ -1,15 +1,13 @@
-"""What Megatron and vLLM store, by torch.chunk, cat and stack; no table of the package is used."""
+"""What Megatron and vLLM store of a canonical model, by torch.chunk, cat and stack, without the package's layouts."""
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.layout.parallel import EngineParallel
+from mindspeed_rl_plugin.layout.layout import EngineParallel, canonical_tensors
 
 LAYER = "model.layers.{}."
 E_BIAS = "mlp.gate.e_score_correction_bias"
 LATENT = ("deepseek_v2", "deepseek_v2_236b", "deepseek_v3", "kimi_k2")
-QKV_BIAS = ("qwen2", "seed_oss", "qwen2_moe", "glm4_moe", "glm4_moe_355b")
-QK_NORM = ("qwen3", "qwen3_moe", "bailing_moe", "glm4_moe_355b")
 # Names of single families -> those that the functions below know.
 _ALIKE = {
     "bailing_moe": {
@@ -40,64 +38,10 @@ def alike(shape, w: dict[str, Tensor], back: bool = False) -> dict[str, Tensor]:
 
 
 def random_weights(shape, seed: int = 0, dtype=torch.float32) -> dict[str, Tensor]:
-    """A canonical model as transformers saves it."""
+    """A canonical model. That its names and sizes are those of transformers: tests/engine/test_hf_config.py."""
     make = torch.Generator().manual_seed(seed)
-    sizes = {"model.embed_tokens.weight": (shape.vocab, shape.hidden), "model.norm.weight": (shape.hidden,)}
-    if not shape.tied:
-        sizes["lm_head.weight"] = (shape.vocab, shape.hidden)
-    for i in range(shape.layers):
-        mine = {f"{name}_layernorm.weight": (shape.hidden,) for name in ("input", "post_attention")}
-        mine |= _latent_sizes(shape) if shape.family in LATENT else _grouped_sizes(shape)
-        mine |= _mlp_sizes(shape, i)
-        sizes |= {LAYER.format(i) + name: size for name, size in mine.items()}
-    weights = {name: torch.randn(size, generator=make).to(dtype) * 0.05 for name, size in sizes.items()}
-    if shape.family == "bailing_moe":  # one tensor of queries, keys and values
-        for i in range(shape.layers):
-            at = LAYER.format(i) + "self_attn.{}_proj.weight"
-            weights[at.format("qkv")] = torch.cat([weights.pop(at.format(x)) for x in "qkv"])
-    return alike(shape, weights, back=True)
-
-
-def _latent_sizes(s) -> dict[str, tuple[int, ...]]:
-    query = {
-        "self_attn.q_a_proj.weight": (s.q_lora, s.hidden),
-        "self_attn.q_a_layernorm.weight": (s.q_lora,),
-        "self_attn.q_b_proj.weight": (s.heads * (s.nope + s.rope), s.q_lora),
-    }
-    return (query if s.q_lora else {"self_attn.q_proj.weight": (s.heads * (s.nope + s.rope), s.hidden)}) | {
-        "self_attn.kv_a_proj_with_mqa.weight": (s.kv_lora + s.rope, s.hidden),
-        "self_attn.kv_a_layernorm.weight": (s.kv_lora,),
-        "self_attn.kv_b_proj.weight": (s.heads * (s.nope + s.value), s.kv_lora),
-        "self_attn.o_proj.weight": (s.hidden, s.heads * s.value),
-    }
-
-
-def _grouped_sizes(s) -> dict[str, tuple[int, ...]]:
-    out = {"self_attn.o_proj.weight": (s.hidden, s.heads * s.head_dim)}
-    for x, heads in (("q", s.heads), ("k", s.groups), ("v", s.groups)):
-        out[f"self_attn.{x}_proj.weight"] = (heads * s.head_dim, s.hidden)
-        if s.family in QKV_BIAS:
-            out[f"self_attn.{x}_proj.bias"] = (heads * s.head_dim,)
-    if s.family in QK_NORM:
-        out |= {f"self_attn.{x}_norm.weight": (s.head_dim,) for x in "qk"}
-    return out
-
-
-def _mlp_sizes(s, layer: int) -> dict[str, tuple[int, ...]]:
-    out, widths = {}, {"mlp.": s.ffn}
-    if s.experts and layer not in s.dense_layers:
-        widths = {f"mlp.experts.{e}.": s.expert_ffn for e in range(s.experts)}
-        out["mlp.gate.weight"] = (s.experts, s.hidden)
-        if s.family in ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_355b", "bailing_moe"):
-            out[E_BIAS] = (s.experts,)
-        if s.family == "qwen2_moe":
-            out["mlp.shared_expert_gate.weight"] = (1, s.hidden)
-        if s.shared_ffn:
-            widths["mlp.shared_experts."] = s.shared_ffn
-    for where, width in widths.items():
-        out |= {f"{where}{x}_proj.weight": (width, s.hidden) for x in ("gate", "up")}
-        out[f"{where}down_proj.weight"] = (s.hidden, width)
-    return out
+    sizes = {name: tensor.shape for name, tensor in canonical_tensors(shape).items()}
+    return {name: torch.randn(size, generator=make).to(dtype) * 0.05 for name, size in sizes.items()}
 
 
 def pad_rows(t: Tensor, rows: int) -> Tensor:
@@ -232,19 +176,15 @@ def _experts(shape, parallel, at, own, kind: str) -> dict[str, Tensor]:
     return {e + "weight1": first.reshape(shape.hidden, -1), e + "weight2": second.reshape(-1, shape.hidden)}
 
 
-def engine_weights(
-    shape, engine: int | EngineParallel, rank: int, w: dict[str, Tensor], own_head: bool | None = None
-) -> dict[str, Tensor]:
-    """What a vLLM rank stores of the canonical model w; rows of vocabulary padding are zero. engine: its sizes, or its
-    tensor parallel size."""
-    engine = EngineParallel(engine) if isinstance(engine, int) else engine
+def engine_weights(shape, engine: EngineParallel, rank: int, w: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a vLLM rank stores of the canonical model w; rows of vocabulary padding are zero."""
     tp_rank = rank % engine.tp
     cut = lambda t, axis=0: t.chunk(engine.tp, axis)[tp_rank].clone()  # noqa: E731
     w = _apart(shape, alike(shape, w))
     padded, embed = -(-shape.vocab // 64) * 64, w["model.embed_tokens.weight"]
     out = {"model.embed_tokens.weight": cut(pad_rows(embed, padded))}
     out["model.norm.weight"] = w["model.norm.weight"].clone()
-    if own_head if own_head is not None else not shape.tied:
+    if engine.own_head or not shape.tied:
         out["lm_head.weight"] = cut(pad_rows(embed if shape.tied else w["lm_head.weight"], padded))
     for i in range(shape.layers):
         own = layer_of(w, i)

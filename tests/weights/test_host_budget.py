@@ -1,7 +1,10 @@
 """Host memory of a machine: asked for by its ranks together, taken in sizes that nothing rounds up, used whole."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,21 +15,15 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.loop import build_async
 from mindspeed_rl_plugin.weights import host_memory
-from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget, HostPieces
-from mindspeed_rl_plugin.weights.host_weights import HostWeights
+from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget, HostPieces, HostWeights
 from mindspeed_rl_plugin.weights.offload import TrainState
 
 MB = 1 << 20
 
 
-class Machine:
-    """Host memory of a machine whose allocator rounds up to powers of two, as torch's does for pinned memory."""
-
-    def __init__(self, total):
-        self.total, self.used, self.lock = total, 0, threading.Lock()
-
-
 class Rank(Device):
+    """A rank of a machine, whose allocator rounds up to powers of two, as torch's does for pinned memory."""
+
     def __init__(self, machine):
         super().__init__("cpu")
         self.machine = machine
@@ -38,6 +35,10 @@ class Rank(Device):
         with self.machine.lock:
             self.machine.used += 1 << (shape[0] * dtype.itemsize - 1).bit_length()
         return super().host_empty(shape, dtype)
+
+
+def machine_of(total):
+    return SimpleNamespace(total=total, used=0, lock=threading.Lock())
 
 
 class Table:
@@ -54,53 +55,35 @@ class Table:
         return rows
 
 
-def together(machine, nbytes):
-    """One thread per rank, whose weights have so many bytes: what the swap of each raised, None where it went well."""
-    table, said = Table(len(nbytes)), [None] * len(nbytes)
+@pytest.mark.parametrize(
+    ("total", "each", "fits"),
+    [
+        (36, [8] * 4, True),  # where each counted for all after the others took theirs, the last saw 8 and asked for 32
+        (70, [67], True),  # a buffer of 67 MB would take 128
+        (30, [8, 4, 19], False),
+    ],
+)
+def test_ranks_are_refused_together_and_take_what_they_ask_for(total, each, fits):
+    """One thread per rank, whose weights have so many MB."""
+    machine, table = machine_of(total * MB), Table(len(each))
 
-    def run(rank):
-        device = Rank(machine)
-        layer = torch.nn.Linear(1024, nbytes[rank] // 4096, bias=False)
-        state = TrainState([layer], None, device, budget=HostMemoryBudget(device, table, len(nbytes)))
-        try:
-            state.offload(["params"])
-        except MemoryError as error:
-            said[rank] = str(error)
+    def swap(nbytes):
+        layer, device = torch.nn.Linear(1024, nbytes // 4096, bias=False), Rank(machine)
+        TrainState([layer], None, device, budget=HostMemoryBudget(device, table, len(each))).offload(["params"])
 
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(len(nbytes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return said
-
-
-def test_ranks_that_fit_together_are_not_refused():
-    """Where each counted for all after the others had taken theirs, the last of them saw 8 MB free and asked for 32."""
-    machine = Machine(36 * MB)
-    assert together(machine, [8 * MB] * 4) == [None] * 4
-    assert machine.used == 32 * MB
-
-
-def test_ranks_that_do_not_fit_are_refused_alike_and_take_nothing():
-    machine = Machine(30 * MB)
-    said = together(machine, [8 * MB, 4 * MB, 19 * MB])
-    assert machine.used == 0
-    for text, own in zip(said, [8 * MB, 4 * MB, 19 * MB], strict=True):
-        assert text.startswith(
-            f"--rl-swap needs {own} more bytes of host memory on this rank, {31 * MB} on the 3 ranks of this machine "
-            f"together, and {30 * MB} are free; offload less"
-        )
-
-
-def test_what_is_asked_for_is_what_a_rounding_allocator_takes():
-    machine = Machine(70 * MB)  # a buffer of 67 MB would take 128
-    assert together(machine, [67 * MB]) == [None]
-    assert machine.used == 67 * MB
+    with ThreadPoolExecutor(len(each)) as pool:
+        done = [pool.submit(swap, size * MB) for size in each]
+    for size, one in zip(each, done, strict=True):
+        with nullcontext() if fits else pytest.raises(MemoryError) as caught:
+            one.result()
+        ours, all_ours = f"needs {size * MB} more bytes of host memory on this rank", f"{sum(each) * MB} on the"
+        free = f"{len(each)} ranks of this machine together, and {total * MB} are free; offload less"
+        assert fits or f"--rl-swap {ours}, {all_ours} {free}" in str(caught.value)
+    assert machine.used == (sum(each) * MB if fits else 0)
 
 
 def test_versions_of_the_weights_are_asked_for_together(monkeypatch):
-    weights, machine = SimpleNamespace(shares=[SimpleNamespace(nbytes=10 * MB)]), Machine(20 * MB - 1)
+    weights, machine = SimpleNamespace(shares=[SimpleNamespace(nbytes=10 * MB)]), machine_of(20 * MB - 1)
     monkeypatch.setattr(build_async.TrainerWeights, "of", lambda *given, **named: weights)
     for part in (build_async.ModelShape, build_async.Parallel):
         monkeypatch.setattr(part, "from_megatron_args", lambda *given: None)
@@ -111,7 +94,7 @@ def test_versions_of_the_weights_are_asked_for_together(monkeypatch):
 
 
 def test_the_reference_is_asked_for_too():
-    layer, device = torch.nn.Linear(1024, 1024, bias=False), Rank(Machine(3 * MB))
+    layer, device = torch.nn.Linear(1024, 1024, bias=False), Rank(machine_of(3 * MB))
     with pytest.raises(MemoryError, match=f"reference's weights .*{4 * MB} more bytes"):
         HostWeights.capture([layer], device)
     assert device.machine.used == 0
@@ -121,8 +104,7 @@ def test_the_reference_is_asked_for_too():
 @given(st.lists(st.lists(st.integers(1, 5000), max_size=6), min_size=1, max_size=3))
 def test_places_hold_what_is_written_into_them(swaps):
     """Over pieces that grow between swaps: every byte has a place of its own, and is found again."""
-    before, host_memory.GRANULE = host_memory.GRANULE, 1024
-    try:
+    with patch.object(host_memory, "GRANULE", 1024):
         memory = HostPieces(Device("cpu"))
         for sizes in swaps:
             memory.take(memory.lacking(sizes))
@@ -134,5 +116,3 @@ def test_places_hold_what_is_written_into_them(swaps):
                     part.fill_(number)
             for number, place in enumerate(places):
                 assert all((part == number).all() for part in place)
-    finally:
-        host_memory.GRANULE = before

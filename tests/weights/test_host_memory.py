@@ -18,7 +18,7 @@ import resource, sys
 sys.path.insert(0, {str(TESTS)!r})
 import torch
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.weights.host_weights import HostWeights
+from mindspeed_rl_plugin.weights.host_memory import HostWeights
 from mindspeed_rl_plugin.weights.offload import TrainState
 
 model = torch.nn.ModuleList(torch.nn.Linear(1 << 10, 10 << 10, bias=False) for _ in range(2))

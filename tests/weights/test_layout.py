@@ -37,8 +37,8 @@ def test_ranks_that_store_the_same_share_one_layout():
     "make, message",
     [
         (lambda: megatron_layout(SHAPE, Parallel(3, tp=3), 0), "do not divide over 3 tensor parallel ranks"),
-        (lambda: engine_layout(SHAPE, 3, 0), "do not divide over 3 tensor parallel ranks"),
-        (lambda: engine_layout(SHAPE, 2, 2), "engine rank 2 "),
+        (lambda: engine_layout(SHAPE, EngineParallel(3), 0), "do not divide over 3 tensor parallel ranks"),
+        (lambda: engine_layout(SHAPE, EngineParallel(2), 2), "engine rank 2 "),
         (lambda: ModelShape("gpt2", 1, 8, 2, 1, 4, 8, 8, 8), "model family 'gpt2' is unknown; known: llama"),
         (lambda: ModelShape("llama", 1, 8, 3, 2, 4, 8, 8, 8), "3 attention heads do not divide into 2 query groups"),
         (lambda: ModelShape("llama", 1, 8, 2, 1, 4, 8, 9, 8), "vocabulary of 9 exceeds Megatron's padded 8"),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mindspeed_rl_plugin.device import Device, StorageMeter
-from mindspeed_rl_plugin.weights.host_weights import HostWeights
+from mindspeed_rl_plugin.weights.host_memory import HostWeights
 from mindspeed_rl_plugin.weights.offload import TrainState, gathered
 from mindspeed_rl_plugin.weights.verify import WeightMismatch
 
@@ -23,13 +23,9 @@ class FakeDDP(nn.Module):
         self.module.register_parameter("frozen", nn.Parameter(torch.randn(100), requires_grad=False))
         self.module.register_buffer("counter", torch.arange(10.0))
         weights = [m.weight for m in self.module]
-        total = sum(w.numel() for w in weights)
-        if shared:
-            both = torch.zeros(total)
-            param_data = grad_data = both
-        else:
-            param_data, grad_data = torch.zeros(total), torch.zeros(total)
-        at = 0
+        total, at = sum(w.numel() for w in weights), 0
+        param_data = torch.zeros(total)
+        grad_data = param_data if shared else torch.zeros(total)
         for w in weights:
             piece = slice(at, at + w.numel())
             param_data[piece].copy_(w.data.flatten())
@@ -73,6 +69,14 @@ def state_of(model, optimizer):
     return tensors + [t for s in inner.state.values() for t in s.values()]
 
 
+def copies_of(model, optimizer):
+    return [t.clone() for t in state_of(model, optimizer)]
+
+
+def same(before, after):
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_everything_leaves_and_returns_bitwise(dtype):
     model, optimizer, state = trainer(dtype=dtype)
@@ -88,24 +92,17 @@ def test_everything_leaves_and_returns_bitwise(dtype):
     assert freed == 4 * (8192 + 100 + 10) + 4 * 8192 + own_main + 2 * 4 * 8192
     assert state.off_device == {"params", "grads", "optimizer"}
     assert state.onload() == freed and not state.off_device
-    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+    assert same(before, tensors)
     model.module[1].weight.data.fill_(3.0)
     assert (model.buffers[0].param_data[4096:] == 3).all()  # still one memory
     assert not model.buffers[0].grad_data.any()
 
 
-def test_gradients_that_share_the_parameters_storage_stay_with_them():
+def test_gradients_within_parameters_and_outside_of_buffers_and_chained_optimizers():
     model = FakeDDP(shared=True)
     state = TrainState([model], None, CPU)
     weight = model.module[0].weight.data.clone()
-    assert state.offload(["grads"]) == 0
-    assert torch.equal(model.module[0].weight, weight)
-    state.offload(["params"])
-    state.onload()
-    assert torch.equal(model.module[0].weight, weight)
-
-
-def test_gradients_outside_buffers_and_chained_optimizers():
+    assert state.offload(["grads"]) == 0 and torch.equal(model.module[0].weight, weight)
     plain = nn.Linear(32, 32)
     plain.weight.main_grad = torch.ones(32, 32)
     chained = SimpleNamespace(chained_optimizers=[adam([plain.weight]), SimpleNamespace(optimizer=None)])
@@ -140,7 +137,9 @@ def test_the_process_really_shrinks():
     assert before - CPU.memory.allocated() > 60 << 20
 
 
-def test_reference_weights_change_places_with_the_actors():
+@pytest.mark.parametrize("scratch", [1000, 64 << 20])  # bytes: in several parts, and whole
+def test_reference_weights_change_places_with_the_actors(monkeypatch, scratch):
+    monkeypatch.setattr("mindspeed_rl_plugin.weights.host_memory._SCRATCH", scratch)
     model = FakeDDP()
     reference = HostWeights.capture([model], CPU)
     x = torch.randn(3, 64)
@@ -151,25 +150,11 @@ def test_reference_weights_change_places_with_the_actors():
     main = model.buffers[0].param_data[:4096]  # as the distributed optimizer's fp32 main parameter
     actor, mine = [t.clone() for t in (*model.module.parameters(), main)], model(x)
     for _ in range(2):
-        with reference.swapped_into([model]):
+        with pytest.raises(KeyError), reference.swapped_into([model]):
             assert torch.equal(model(x), expected)
-        assert all(torch.equal(a, b) for a, b in zip(actor, (*model.module.parameters(), main), strict=True))
+            raise KeyError  # after which they return too
+        assert same(actor, (*model.module.parameters(), main))
         assert torch.equal(model(x), mine)
-
-
-def test_reference_weights_return_after_an_error():
-    model = FakeDDP()
-    reference = HostWeights.capture([model], CPU)
-    model.module[0].weight.data.add_(1)
-    actor = model.module[0].weight.clone()
-    with pytest.raises(KeyError), reference.swapped_into([model]):
-        raise KeyError
-    assert torch.equal(model.module[0].weight, actor)
-
-
-def test_an_exchange_in_several_parts(monkeypatch):
-    monkeypatch.setattr("mindspeed_rl_plugin.weights.host_weights._SCRATCH", 1000)
-    test_reference_weights_change_places_with_the_actors()
 
 
 def test_gathered_takes_the_hooks_off_and_puts_them_back():
@@ -238,15 +223,6 @@ def test_one_bit_that_changed_on_the_host_is_named(category, what, message):
     quiet.offload()
     quiet._offloaded["params"][0].host[0][0] ^= 1
     quiet.onload()  # not asked for
-
-
-def test_what_stayed_and_changed_is_compared_with_what_leaves_later():
-    model, optimizer, state = trainer(verify=True)
-    state.start_offload(["optimizer"])
-    state.start_onload()
-    optimizer.optimizer.param_groups[0]["params"][0].add_(1)
-    state.offload(["optimizer"])
-    state.onload()
 
 
 def test_a_wrong_block_of_a_large_storage_is_named(monkeypatch):

@@ -1,20 +1,17 @@
 """The order of copies and other work: what may be touched when, and that a forgotten wait shows."""
 
-import json
 import sys
-import threading
 from argparse import ArgumentParser
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hostile import DeferringDevice, SlowCopier, poisoned_release, poisoned_revive
-from test_offload import state_of, trainer
+from test_offload import copies_of, same, state_of, trainer
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig, add_flags
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.device.copies import ThreadCopier
 from mindspeed_rl_plugin.loop import monitoring
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.start import Start
@@ -27,7 +24,7 @@ def poison(monkeypatch):
     monkeypatch.setattr(offload, "_release", poisoned_release)
 
 
-def step(model, optimizer):
+def step(model, optimizer, _):
     """An optimizer step that uses main parameters, moments and gradients; the parameters after it."""
     inner = optimizer.optimizer
     for p in inner.param_groups[0]["params"]:
@@ -35,14 +32,15 @@ def step(model, optimizer):
     inner.step()
     for main, view in zip(inner.param_groups[0]["params"], model.buffers[0].param_data.split(4096), strict=False):
         view.copy_(main)
-    return [t.clone() for t in state_of(model, optimizer)]
+    return copies_of(model, optimizer)
 
 
 def cycle(state, *, wait=True):
-    """Out and back as the loop does it; wait: whether anyone waits for the optimizer."""
+    """Out and back as the loop does it; wait: whether anyone waits for the optimizer. Returns what a checkpoint in
+    between saves."""
     state.start_offload(["grads", "optimizer"])  # when the last update has ended
-    state.ensure_offloading(["grads", "optimizer"])  # when the rollout begins
-    saved = [t.clone() for t in state_of(state.chunks[0], state.optimizer)]  # a checkpoint in between
+    state.start_offload(["grads", "optimizer"])  # when the rollout begins
+    saved = copies_of(state.chunks[0], state.optimizer)
     state.finish_offload()
     state.start_offload(["params"])
     state.finish_offload()
@@ -61,46 +59,48 @@ class SlowDevice(Device):
         return SlowCopier()
 
 
-@pytest.mark.parametrize("device", [DeferringDevice(), SlowDevice()], ids=["deferred", "slow"])
+DEVICES = pytest.mark.parametrize("device", [DeferringDevice(), SlowDevice()], ids=["deferred", "slow"])
+
+
+@DEVICES
 def test_training_is_bitwise_that_without_swaps(device):
     plain, swapped = trainer(Device("cpu")), trainer(device)
     for _ in range(3):
-        before = [t.clone() for t in state_of(*swapped[:2])]
-        saved = cycle(swapped[2])
-        assert not swapped[2].off_device and all(torch.equal(a, b) for a, b in zip(before, saved, strict=True))
-        for a, b in zip(step(*plain[:2]), step(*swapped[:2]), strict=True):
-            assert torch.equal(a, b)
+        before = copies_of(*swapped[:2])
+        assert same(before, cycle(swapped[2])) and not swapped[2].off_device
+        assert same(step(*plain), step(*swapped))
+
+
+@DEVICES
+def test_what_began_to_leave_may_stay_and_change(device):
+    """An update that comes although its optimizer state was on its way out; later swaps carry the new values."""
+    plain, swapped = trainer(Device("cpu")), trainer(device, verify=True)
+    swapped[2].start_offload(["grads", "optimizer"])
+    assert swapped[2].onload() == 0
+    for _ in range(2):
+        assert same(step(*plain), step(*swapped))
+        assert swapped[2].finish_offload() == 0
+        cycle(swapped[2])
 
 
 def test_a_missing_wait_for_the_optimizer_shows():
     model, optimizer, state = trainer(DeferringDevice())
     cycle(state, wait=False)
     assert state.off_device == {"optimizer", "grads"}
-    assert any(t.isnan().any() for t in step(model, optimizer))
+    assert any(t.isnan().any() for t in step(model, optimizer, state))
 
 
-def test_what_leaves_may_be_read_until_it_is_freed():
-    model, _, state = trainer(SlowDevice())
-    before = model.module[0].weight.clone()
+def test_what_leaves_may_be_read_until_it_is_freed_and_what_arrives_may_leave_at_once():
+    model, optimizer, state = trainer(SlowDevice())
+    before = copies_of(model, optimizer)
     state.start_offload(["params"])
-    assert torch.equal(model.module[0].weight, before) and not state.off_device
+    assert same(before, state_of(model, optimizer)) and not state.off_device
     state.finish_offload()
     assert model.module[0].weight.untyped_storage().nbytes() == 0 and state.off_device == {"params"}
+    state.start_onload()
+    state.offload()
     state.onload()
-    assert torch.equal(model.module[0].weight, before)
-
-
-@pytest.mark.parametrize("device", [DeferringDevice(), SlowDevice()], ids=["deferred", "slow"])
-def test_what_began_to_leave_may_stay_and_change(device):
-    """An update that comes although its optimizer state was on its way out; later swaps carry the new values."""
-    plain, swapped = trainer(Device("cpu")), trainer(device)
-    swapped[2].start_offload(["grads", "optimizer"])
-    assert swapped[2].onload() == 0
-    for _ in range(2):
-        for a, b in zip(step(*plain[:2]), step(*swapped[:2]), strict=True):
-            assert torch.equal(a, b)
-        assert swapped[2].finish_offload() == 0
-        cycle(swapped[2])
+    assert same(before, state_of(model, optimizer))
 
 
 def test_at_the_end_nothing_is_copied(monkeypatch):
@@ -114,62 +114,32 @@ def test_at_the_end_nothing_is_copied(monkeypatch):
     assert model.module[0].weight.main_grad.untyped_storage().nbytes() == 0
 
 
-def test_what_arrives_may_leave_again_at_once():
-    model, optimizer, state = trainer(DeferringDevice())
-    before = [t.clone() for t in state_of(model, optimizer)]
-    state.offload()
-    state.start_onload()
-    state.offload()
-    state.onload()
-    assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
-
-
 def test_a_host_without_room_is_refused_before_anything_leaves(monkeypatch):
     model, optimizer, state = trainer(Device("cpu"))
-    before = [t.clone() for t in state_of(model, optimizer)]
+    before = copies_of(model, optimizer)
     monkeypatch.setattr(state.device, "host_available", lambda: 100_000)
     # Parameters (4 x 8302 bytes) and optimizer state (3 x 4 x 8192), each rounded up to a power of two.
-    need = (64 << 10) + (128 << 10)
-    message = f"--rl-swap needs {need} more bytes of host memory on this rank, .* and 100000 are free"
-    with pytest.raises(MemoryError, match=message):
+    with pytest.raises(MemoryError, match=f"--rl-swap needs {(64 << 10) + (128 << 10)} more .* and 100000 are free"):
         state.offload()
-    assert not state.off_device
-    assert all(torch.equal(a, b) for a, b in zip(before, state_of(model, optimizer), strict=True))
+    assert not state.off_device and same(before, state_of(model, optimizer))
     monkeypatch.setattr(state.device, "host_available", lambda: 1 << 30)
     cycle(state)  # with what was taken before the refusal
     monkeypatch.setattr(state.device, "host_available", lambda: 0)
     cycle(state)  # the second time nothing more is needed
 
 
-def test_copies_go_on_beside_a_stage(tmp_path, monkeypatch):
-    """A device whose wait for everything waits for copies too, as a real one's does: stages wait for their own work."""
-    flying, late = [], threading.Event()
-
-    class Wide(Device):
-        def synchronize(self) -> None:
-            for copies in flying:
-                copies.synchronize()
-
-    monkeypatch.setattr(monitoring, "get_device", lambda: Wide("cpu"))
+def test_a_stage_waits_for_its_own_work_only(monkeypatch):
+    """Else copies would end with the stage that they pass beside. What run.json says of the run stands there too."""
+    kept, device = {}, Device("cpu")
+    monkeypatch.setattr(monitoring, "Monitor", lambda *given, **named: kept.update(named))
+    monkeypatch.setattr(monitoring, "get_device", lambda: device)
     writers = dict.fromkeys(("get_tensorboard_writer", "get_wandb_writer"), lambda: None)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(**writers))
     args = add_flags(ArgumentParser()).parse_args(["--rl-algorithm", "grpo"])
-    args.save, args.train_iters = str(tmp_path), 1
-    config = RLConfig.from_args(args)
-    flags = {"--rl-algorithm": "grpo"}
-    sizes = Arithmetic(1, 8, 8, 1, 1, 1, 1, 1)
-    inputs = SimpleNamespace(args=args, config=config, algorithm=resolve(config.algorithm), flags=flags, sizes=sizes)
+    args.save, args.train_iters, config = "/nowhere", 1, RLConfig.from_args(args)
+    inputs = SimpleNamespace(args=args, config=config, algorithm=resolve(config.algorithm), flags={"--rl-a": "b"})
     inputs.data, inputs.held_out = SimpleNamespace(at=lambda place: SimpleNamespace(tokens=(1,))), None
-    inputs.tokenizer = SimpleNamespace(decode=str)
-    start = Start("fresh", None, 0, None, None)
-    monitor = monitoring.make_monitor(inputs, SimpleNamespace(rank=0, world=1), start)
-    ended = []
-    flying.append(ThreadCopier().start(lambda: ended.append(late.wait(5))))
-    monitor.begin(1)
-    with monitor.stage("logp_old"):
-        assert not ended, "the stage began after the copies"
-    assert not ended, "the stage ended after the copies"
-    late.set()
-    flying[0].synchronize()
-    written = json.loads((tmp_path / "rl" / "run.json").read_text())
-    assert written["parts"].startswith("grpo: advantage group-norm") and written["flags"] == flags
+    inputs.tokenizer, inputs.sizes = SimpleNamespace(decode=str), Arithmetic(1, 8, 8, 1, 1, 1, 1, 1)
+    monitoring.make_monitor(inputs, SimpleNamespace(rank=0, world=1), Start("fresh", None, 0, None, None))
+    assert kept["synchronize"] == device.synchronize_stream
+    assert kept["info"]["parts"].startswith("grpo: advantage group-norm") and kept["info"]["flags"] == inputs.flags

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from refusals import VALIDATED
 
 from mindspeed_rl_plugin.layout.parallel import Parallel
-from mindspeed_rl_plugin.layout.placement_flags import count_layers, listed_layers, noop_layers
+from mindspeed_rl_plugin.layout.placement_flags import count_layers, listed_layers
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,6 @@ def test_refused(make, message):
         make()
 
 
-@pytest.mark.parametrize(
-    "layout, counts",
-    [("Ettt|(tt|)*2tL", (3, 2, 2, 1)), ("E|t*3|(t|)*2L", (0, 3, 1, 1, 0)), ("Et,t|tL", (2, 1))],
-)
-def test_pipeline_layout_strings(layout, counts):
-    assert count_layers(layout) == counts
-
-
 def megatron_args(**changes):
     """16 ranks, TP2 PP2."""
     return argparse.Namespace(**VALIDATED | dict(world_size=16, pipeline_model_parallel_size=2) | changes)
@@ -47,15 +39,9 @@ def test_parallel_from_arguments():
     args = megatron_args(pipeline_model_parallel_size=4, decoder_first_pipeline_num_layers=1)
     parallel = Parallel.from_megatron_args(args)
     assert parallel.dp == 2 and parallel.chunk_sizes(10) == (1, 3, 3, 3)
-    args.pipeline_model_parallel_layout = "Et|tt|(ttt|)tttL"
-    with pytest.raises(ValueError, match="must hold layers t"):
-        Parallel.from_megatron_args(args)
-    args.pipeline_model_parallel_layout = "Et|tt|ttt|tttL"
-    assert Parallel.from_megatron_args(args).chunk_sizes(9) == (1, 2, 3, 3)
-
-
-def listed(layers, stages, **more):
-    return argparse.Namespace(num_layers=layers, pipeline_model_parallel_size=stages, **more)
+    for text, sizes in (("Ettt|(tt|)*2tL", (3, 2, 2, 1)), ("E|t*3|(t|)*2L", (0, 3, 1, 1, 0)), ("Et,t|tL", (2, 1))):
+        args.pipeline_model_parallel_layout = text
+        assert Parallel.from_megatron_args(args).chunk_layers == sizes
 
 
 @pytest.mark.parametrize(
@@ -68,7 +54,8 @@ def test_listed_layers_are_where_mindspeed_llm_builds_them(words, dense, every):
     even stages (_transformer_block_build_layers with MindSpeed's _get_layer_offset)."""
     sizes = [int(word) for word in words.split(",")]
     layers, stages = sum(sizes), len(sizes)
-    args = listed(layers, stages, first_k_dense_replace=dense, moe_layer_freq=every)
+    args = dict(num_layers=layers, pipeline_model_parallel_size=stages)
+    args = argparse.Namespace(**args, first_k_dense_replace=dense, moe_layer_freq=every)
     assert listed_layers(words, args) == listed_layers(sizes, args) == tuple(sizes)
     parallel, offset = Parallel(stages, pp=stages, chunk_layers=tuple(sizes)), 0
     for stage in range(stages):
@@ -100,15 +87,9 @@ def test_experts_over_tensor_parallel_ranks_are_mindspeeds(etp):
         assert ours.coordinates(rank).ep * each == at.ep * each * 2 + at.tp * each
 
 
-def test_experts_that_mindspeed_cannot_spread():
-    """With a tensor parallel size of the experts' own, ranks would hold some experts twice and others not at all."""
-    megatron = Parallel.from_megatron_args(spread_args(expert_tensor_parallel_size=1, moe_tp_extend_ep=False))
-    held = {(at.ep, at.tp) for at in map(megatron.coordinates, range(16))}
-    assert held == {(0, 0), (1, 1)}  # of the four shares e x tp + t, by MSBaseMoELayer's formula
-    same = Parallel.from_megatron_args(
-        spread_args(expert_tensor_parallel_size=1, expert_model_parallel_size=4, moe_tp_extend_ep=False)
-    )
-    ours = Parallel.from_megatron_args(spread_args())
+def test_experts_over_all_ranks_are_those_of_no_tensor_parallelism_for_experts():
+    same = spread_args(expert_tensor_parallel_size=1, expert_model_parallel_size=4, moe_tp_extend_ep=False)
+    ours, same = (Parallel.from_megatron_args(args) for args in (spread_args(), same))
     assert [same.coordinates(r) for r in range(16)] == [ours.coordinates(r) for r in range(16)]
     alone = Parallel.from_megatron_args(spread_args(tensor_model_parallel_size=1, expert_tensor_parallel_size=1))
     assert (alone.ep, alone.tp_in_ep) == (2, False)  # nothing to spread over
@@ -204,9 +185,3 @@ def test_layers_of_dualpipev_are_where_mindspeed_builds_them(layers, pp, noop):
         offsets = stage * each, layers - (stage + 1) * each
         built = [[(real.index(i), i - at) for i in range(at, at + each) if i in real] for at in offsets]
         assert [list(chunk.items()) for chunk in parallel.stage_layers(len(real), stage)] == built
-
-
-@pytest.mark.parametrize("given", ["8", "1,-2", "1;2", {8}, -1])
-def test_layers_that_do_nothing_and_are_not_there(given):
-    with pytest.raises(ValueError, match="--noop-layers .* numbers from 0 to 7"):
-        noop_layers(argparse.Namespace(num_layers=8, noop_layers=given))

@@ -11,8 +11,7 @@ from dock_help import COLUMNS, STATES, make_members, together
 from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.job_service import JobService
-from mindspeed_rl_plugin.weights.published_memory import PublishedMemory, Take, publish_memory
-from mindspeed_rl_plugin.weights.version_source import sources_of
+from mindspeed_rl_plugin.weights.published_memory import PublishedMemory, Take, publish_memory, sources_of
 
 NBYTES = 1000
 SPANS = [(0, 1, 10, 10), (100, 4, 8, 32), (992, 1, 8, 8)]

@@ -10,7 +10,7 @@ WORKER = Path(__file__).parent / "reshard_ranks.py"
 
 BF16 = dict(dtype="bfloat16", engine_dtype="bfloat16")
 TWO_RANKS = [
-    dict(name="tp2", tp=2, generate=[1, 2], long=True),
+    dict(name="tp2", tp=2, generate=[1, 2]),
     dict(name="pp2", pp=2, generate=[1, 2], family="qwen3", **BF16),
     dict(name="dp2-distributed-fp32", distributed=True, generate=[1, 2]),
     dict(name="dp2-distributed-bf16-overlap", distributed=True, overlap=True, generate=[1, 2], **BF16),

@@ -11,6 +11,7 @@ from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parall
 from mindspeed_rl_plugin.weights.resharder import Resharder
 from mindspeed_rl_plugin.weights.verify import BrokenWeights, WeightMismatch
 
+ONE = EngineParallel()
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
 
 
@@ -21,19 +22,19 @@ def trainer(shape=SHAPE, impl="local", seed=0):
     return [SimpleNamespace(named_parameters=live, named_buffers=list, params=params)]
 
 
-def engine(shape=SHAPE, own_head=None):
-    return {n: torch.zeros_like(t) for n, t in engine_weights(shape, 1, 0, random_weights(shape), own_head).items()}
+def engine(shape=SHAPE):
+    return {n: torch.zeros_like(t) for n, t in engine_weights(shape, ONE, 0, random_weights(shape)).items()}
 
 
 def resharder(shape=SHAPE, **options):
-    return Resharder(shape, Parallel(1), 1, rank=0, engine_dtype=torch.float32, **options)
+    return Resharder(shape, Parallel(1), ONE, rank=0, engine_dtype=torch.float32, **options)
 
 
 @pytest.mark.parametrize("impl", ["local", "te"])
 def test_weights_follow_the_trainer(impl):
     chunks, live, way = trainer(impl=impl), engine(), resharder(verify=True)
     first = way.to_engine(chunks, live, 3)
-    expected = engine_weights(SHAPE, 1, 0, random_weights(SHAPE))
+    expected = engine_weights(SHAPE, ONE, 0, random_weights(SHAPE))
     assert all(torch.equal(live[name], t) for name, t in expected.items())
     assert (first.sent, first.received) == (0, 0)
     assert first.copied == 4 * sum(t.numel() for t in random_weights(SHAPE).values())  # not the padding
@@ -46,7 +47,7 @@ def test_weights_follow_the_trainer(impl):
 def test_a_wrong_value_in_the_engine_is_named(monkeypatch):
     way, live = resharder(verify=True), engine()
     way.to_engine(trainer(), live, 0)
-    monkeypatch.setattr("mindspeed_rl_plugin.weights.resharder.stream", lambda *a, **k: None)
+    monkeypatch.setattr(way, "_carry_out", lambda *given, **named: None)
     live["model.layers.1.self_attn.qkv_proj.weight"][33] = 7  # row 1 of the keys
     with pytest.raises(WeightMismatch, match=r"1.self_attn.k_proj.weight \[0, 16\) of axis 0: engine ranks \[0\]"):
         way.to_engine(trainer(), live, 1)
@@ -56,13 +57,9 @@ def test_a_wrong_value_in_the_engine_is_named(monkeypatch):
 def test_a_weight_that_is_no_number_never_reaches_the_engine(value):
     chunks, live, way = trainer(), engine(), resharder()
     chunks[0].params["decoder.layers.1.mlp.linear_fc1.weight"][60, 3] = value
-    with pytest.raises(BrokenWeights) as caught:
+    where = r"layers.1.mlp.linear_fc1.weight of trainer rank 0 .* \(.*1.mlp.gate_proj.weight \[0, 48\), .*up_proj"
+    with pytest.raises(BrokenWeights, match=where):
         way.to_engine(chunks, live, 7)
-    assert str(caught.value).startswith(
-        "decoder.layers.1.mlp.linear_fc1.weight of trainer rank 0 holds NaN or infinity after 7 updates "
-        "(model.layers.1.mlp.gate_proj.weight [0, 48), model.layers.1.mlp.up_proj.weight [0, 48)); they go neither to "
-        "the engine nor into a checkpoint"
-    )
     assert not any(t.any() for t in live.values())
     with pytest.raises(BrokenWeights, match="NaN or infinity .*checkpoint"):
         way.refuse_broken(chunks)
@@ -72,13 +69,13 @@ def test_a_bit_that_changed_during_generation_is_named():
     """Also one that the engine's narrower dtype, and so its digest, does not see."""
     chunks, live = trainer(), {name: t.bfloat16() for name, t in engine().items()}
     options = dict(rank=0, engine_dtype=torch.bfloat16, verify=True)
-    way = Resharder(SHAPE, Parallel(1), 1, **options)
+    way = Resharder(SHAPE, Parallel(1), ONE, **options)
     way.check_return(chunks)  # nothing was exported yet
     before = way.to_engine(chunks, live, 0).digest
     way.check_return(chunks)
     weight = chunks[0].params["decoder.layers.0.mlp.linear_fc2.weight"]
     weight.view(torch.int32)[2, 5] ^= 1
-    assert Resharder(SHAPE, Parallel(1), 1, **options).to_engine(chunks, live, 0).digest == before
+    assert Resharder(SHAPE, Parallel(1), ONE, **options).to_engine(chunks, live, 0).digest == before
     with pytest.raises(WeightMismatch, match=r"fc2.weight of .* rank 0 \(.*0.mlp.down_proj.weight \[0, 48\)\) has"):
         way.check_return(chunks)
     way.verify = False
@@ -94,13 +91,11 @@ def test_differences_of_the_live_models_are_listed():
     live["model.layers.0.mlp.experts.w13"] = torch.zeros(1)
     with pytest.raises(ValueError) as caught:
         resharder().to_engine(trainer(), live, 0)
-    for line in (
-        "the engine's parameters on rank 0 ",
-        "model.norm.weight (32,) is missing",
-        "model.layers.0.mlp.experts.w13 (1,) is unknown",
-        "model.layers.0.mlp.gate_up_proj.weight has shape (3, 3), not (96, 32)",
-    ):
-        assert line in str(caught.value)
+    assert str(caught.value).splitlines()[1:] == [
+        "  model.norm.weight (32,) is missing",
+        "  model.layers.0.mlp.experts.w13 (1,) is unknown",
+        "  model.layers.0.mlp.gate_up_proj.weight has shape (3, 3), not (96, 32)",
+    ]
     chunks = trainer()
     del chunks[0].params["decoder.layers.1.mlp.linear_fc2.weight"]
     with pytest.raises(ValueError, match=r"Megatron's parameters on rank 0 .*\n.*1.mlp.linear_fc2.weight .* missing"):
@@ -114,18 +109,17 @@ V3 = ModelShape("deepseek_v3", layers=3, vocab=60, padded_vocab=64, dense_layers
 def test_an_engine_that_keeps_the_routers_bias_in_its_own_dtype_gets_it_narrowed(mode):
     """As vLLM 0.9 keeps it, and vllm-ascend after it."""
     weights = random_weights(V3)
-    params = megatron_weights(V3, Parallel(1), 0, weights, "local", "sequential")
-    chunks = [SimpleNamespace(named_parameters=lambda: list(params.items()), named_buffers=list)]
+    chunks = trainer(V3)
     narrow = {name: t.bfloat16() for name, t in weights.items()}
-    expected = {n: t.bfloat16() for n, t in engine_weights(V3, EngineParallel(1), 0, narrow).items()}
+    expected = {n: t.bfloat16() for n, t in engine_weights(V3, ONE, 0, narrow).items()}
     biases = [name for name in expected if name.endswith("e_score_correction_bias")]
     assert len(biases) == 2 and not torch.equal(weights[biases[0]], weights[biases[0]].bfloat16().float())
     live = {name: torch.zeros_like(t) for name, t in expected.items()}
     options = dict(rank=0, engine_dtype=torch.bfloat16, mode=mode, verify=True)
-    way = Resharder(V3, Parallel(1), 1, **options)
+    way = Resharder(V3, Parallel(1), ONE, **options)
     done = way.to_engine(chunks, live, 0)
     assert all(live[name].dtype == t.dtype and torch.equal(live[name], t) for name, t in expected.items())
     wide = {name: t.float() if name in biases else torch.zeros_like(t) for name, t in expected.items()}
-    assert Resharder(V3, Parallel(1), 1, **options).to_engine(chunks, wide, 0).digest != done.digest
+    assert Resharder(V3, Parallel(1), ONE, **options).to_engine(chunks, wide, 0).digest != done.digest
     with pytest.raises(ValueError, match="_bias is torch.float16, not torch.bfloat16 or torch.float32"):
         way.to_engine(chunks, live | {biases[0]: live[biases[0]].half()}, 1)

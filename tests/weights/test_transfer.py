@@ -1,6 +1,7 @@
 """Both transfers over random layouts, ranks as threads: weights, bytes, balance, and the memory that they take."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from queue import Queue
 from types import SimpleNamespace
@@ -9,23 +10,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import cases
+from plan_cases import cases, moved
 from reshard_reference import random_weights
 
 from mindspeed_rl_plugin.device import StorageMeter
 from mindspeed_rl_plugin.layout.layout import (
+    EngineParallel,
     ModelShape,
     canonical_tensors,
     engine_layout,
-    engine_shapes,
     megatron_layout,
-    megatron_shapes,
 )
 from mindspeed_rl_plugin.layout.transfer_plan import make_plan
 from mindspeed_rl_plugin.tools.layout_args import engine_layout_of, train_layout
 from mindspeed_rl_plugin.tools.plan.estimate import PlannedRun, estimate
 from mindspeed_rl_plugin.tools.plan.flow import FlowCells
-from mindspeed_rl_plugin.weights.allgather import allgather, make_allgather_plan
+from mindspeed_rl_plugin.weights.resharder import MODES
 from mindspeed_rl_plugin.weights.transfer import stream
 
 
@@ -68,27 +68,25 @@ def test_both_transfers_write_the_engines_weights(case, narrow, node_size):
     flow = FlowCells(sources, wanted, tensors, **sizes).flow(everything=True)
     plans = {}
 
-    def run(rank, channel):
+    def run(make, transfer, rank, channel):
         options = dict(channel=channel, dtype=dtype, device=torch.device("cpu"))
-        if transfer is stream:
-            plan = make_plan(sources, wanted, tensors, bucket_bytes=1024, rank=rank, **sizes)
-        else:
-            plan = make_allgather_plan(sources, case.stored(), wanted, tensors, bucket_bytes=1024, rank=rank, **sizes)
+        plan = make(sources, wanted, tensors, bucket_bytes=1024, rank=rank, **sizes)
         transfer(plan, live.get(rank, {}), engines.get(rank, {}), **options)
-        assert channel.received == plan.traffic[rank].received
+        gather = plan if transfer is stream else plan.gather
+        assert channel.received == moved(gather, "destination", rank)
         plans[rank] = plan
 
-    for transfer in (stream, allgather):
+    for make, transfer in MODES.values():
         expected = case.engines(kept)
         engines = {r: {n: torch.zeros_like(t) for n, t in params.items()} for r, params in expected.items()}
-        together(run, sorted({*sources, *wanted}))
+        together(partial(run, make, transfer), sorted({*sources, *wanted}))
         for r, params in expected.items():
             for name, tensor in params.items():
                 assert torch.equal(engines[r][name], tensor), (transfer.__name__, r, name)
-    assert len({plan.gather.fingerprint for plan in plans.values()}) == 1  # every rank finds the same alone
+    assert len({plan.fingerprint for plan in plans.values()}) == 1  # every rank finds the same alone
     for rank in wanted:
-        assert plans[rank].traffic[rank].received == flow.received[rank]
-        assert plans[rank].traffic[rank].off_node == flow.received_far[rank]
+        assert moved(plans[rank].gather, "destination", rank) == flow.received[rank]
+        assert moved(plans[rank].gather, "destination", rank, node_size) == flow.received_far[rank]
     # Every expert is a shard of its own, and what ranks have alike travels once.
     shards = sum(prod(s.shape) * s.dtype(dtype).itemsize for s in plans[case.ranks[0]].shards)
     assert shards == sum(t.slices * t.slice_bytes(dtype.itemsize) for t in tensors.values())
@@ -98,11 +96,11 @@ def test_far_sources_balance_the_links_of_their_nodes():
     """A node with two holders and one with one, a rank of a third node that wants everything: both links carry half."""
     shape = ModelShape("qwen2", 4, 32, 4, 2, 8, 48, 64, 64)
     whole, tensors = megatron_layout(shape, train_layout("tp1", 1), 0), canonical_tensors(shape)
-    wanted = {4: engine_layout(shape, 1, 0)}
+    wanted = {4: engine_layout(shape, EngineParallel(), 0)}
     options = dict(itemsize=4, bucket_bytes=2048, node_size=2)
     plan = make_plan(dict.fromkeys(range(3), whole), wanted, tensors, **options)
-    links = [plan.traffic[0].sent + plan.traffic[1].sent, plan.traffic[2].sent]
-    assert plan.traffic[4].off_node == sum(links) and max(links) <= 1.2 * min(links), links
+    links = [moved(plan, "source", 0) + moved(plan, "source", 1), moved(plan, "source", 2)]
+    assert moved(plan, "destination", 4, 2) == sum(links) and max(links) <= 1.2 * min(links), links
 
 
 class Deaf:
@@ -131,9 +129,8 @@ def test_the_plan_counts_what_stream_has_in_flight(train, generate, first, bucke
     taken = []
     for rank in wanted:
         plan = make_plan(sources, wanted, tensors, rank=rank, node_size=8, **sizes)
-        stored = megatron_shapes(shape, parallel, rank) if rank in sources else {}
-        source = {n: torch.zeros(s) for n, s in stored.items()}
-        into = {n: torch.zeros(s) for n, s in engine_shapes(shape, engine, (rank - first) % engine.ranks).items()}
+        held = (sources[rank].shapes if rank in sources else {}, wanted[rank].shapes)
+        source, into = ({name: torch.zeros(size) for name, size in shapes.items()} for shapes in held)
         with StorageMeter() as meter:
             meter.track(*source.values(), *into.values())
             base = meter.allocated()
@@ -141,8 +138,7 @@ def test_the_plan_counts_what_stream_has_in_flight(train, generate, first, bucke
             stream(plan, source, into, channel=Deaf(rank), dtype=torch.float32, device=torch.device("cpu"))
             taken.append(meter.peak() - base)
     assert 0.9 * planned.in_flight < max(taken) <= planned.in_flight <= 2 * bucket
-    assert (
-        planned.peak("stream") == (planned.policy.weights if first == 0 else 0) + planned.generate + planned.in_flight
-    )
+    weights = planned.generate + (planned.policy.weights if first == 0 else 0)
+    assert planned.peak("stream") == weights + planned.in_flight
     if bucket == 4 << 20:
         assert max(taken) == planned.in_flight < bucket // 2

@@ -106,3 +106,10 @@ def test_storages_differ_by_any_bit(nbytes):
         assert changed == [at // module.BLOCK_BYTES]
         storage[at] ^= 1
     assert torch.equal(module.storage_digests(storage), before)
+
+
+def test_broken_weights_are_found_where_minimum_and_maximum_pass_over_nan(monkeypatch):
+    monkeypatch.setattr(module, "_carries_nan", module._carries_nan.__wrapped__)
+    monkeypatch.setattr(torch, "aminmax", lambda t, whole=torch.aminmax: whole(t.nan_to_num(0.0)))
+    good, broken = torch.ones(3), torch.tensor([1.0, torch.nan])
+    assert [module.first_broken([good, t]) for t in (good, broken, -broken.nan_to_num(torch.inf))] == [0, 2, 2]

@@ -14,8 +14,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, iteration_dir, read_tracker
 from mindspeed_rl_plugin.checkpoints.dist_files import INDEX, DistFiles, StoredTensor
 from mindspeed_rl_plugin.checkpoints.pickles import load
-from mindspeed_rl_plugin.layout.cuts import Segment
-from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, canonical_tensors, megatron_layout
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, Segment, canonical_tensors, megatron_layout
 from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.weights.live import mtp_only, table_name, trainer_storage
 

@@ -18,10 +18,9 @@ import torch
 
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
-from mindspeed_rl_plugin.layout.cuts import Segment
 from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.family_table import EXPERTS, IMPLS
-from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, canonical_tensors, megatron_layout, megatron_shapes
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, Segment, canonical_tensors, megatron_layout
 from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.layout.placement_flags import noop_layers
 from mindspeed_rl_plugin.prompts.ends import model_tokens
@@ -159,12 +158,11 @@ def _write(
     folders = rank_folders(shape, parallel)
     for folder, rank in folders.items():
         layout = megatron_layout(shape, parallel, rank, options.impl, options.experts)
-        shapes = megatron_shapes(shape, parallel, rank, options.impl, options.experts)
         state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
         for i in range(parallel.vpp):
             prefix = chunk_prefix(i, parallel.vpp)
             names = [name for name in layout if name.startswith(prefix)]
-            chunk = {name.removeprefix(prefix): stored(layout[name], shapes[name]) for name in names}
+            chunk = {name.removeprefix(prefix): stored(layout[name], layout.shapes[name]) for name in names}
             state[f"model{i}" if parallel.vpp > 1 else "model"] = chunk
         path = options.out / "release" / folder / MODEL_FILE
         path.parent.mkdir(parents=True)

@@ -19,9 +19,7 @@ from mindspeed_rl_plugin.layout.layout import (
     Parallel,
     canonical_tensors,
     engine_layout,
-    engine_shapes,
     megatron_layout,
-    megatron_shapes,
 )
 from mindspeed_rl_plugin.tools.plan.flow import Flow, FlowCells
 
@@ -145,7 +143,7 @@ def estimate(run: PlannedRun, engine: EngineParallel, engines: int, first: int =
         weights_by_layer(shape, run.itemsize).sum(0),
         flows,
         *_fullest(run),
-        generate=max(sum(map(prod, engine_shapes(shape, engine, r).values())) for r in range(engine.ranks)) * itemsize,
+        generate=max(sum(map(prod, wanted.shapes.values())) for wanted in destinations.values()) * itemsize,
         whole=int(weights_by_layer(shape, itemsize).sum()),
         in_flight=flows["stream"].in_flight(list(ranks), run.bucket_bytes),
         shared=first < train.world,
@@ -161,7 +159,7 @@ def weights_by_layer(shape: ModelShape, itemsize: int) -> np.ndarray:
     layers = map(shape.layer_rows, range(shape.layers))
     for place, rows in enumerate((shape.rows(LayerType.EMBEDDING), *layers, shape.rows(LayerType.OUTPUT))):
         for row in rows:
-            whole = row.split in (Split.REPLICATED, Split.DOWN)
+            whole = row.split is Split.REPLICATED
             kind = EXPERT if row.layer_type is LayerType.EXPERT else COMMON if whole else TENSOR
             for name in set(shape.names_of(row, place - 1)) - seen:
                 seen.add(name)  # a tied head is the embedding
@@ -183,8 +181,8 @@ def _fullest(run: PlannedRun) -> tuple[TrainerBytes, TrainerBytes]:
         return TrainerBytes(numel * run.itemsize, numel * run.grad_bytes, -(-state // (run.pieces or 1)), parked)
 
     devices = []
-    of_ranks = (megatron_shapes(run.shape, train, rank) for rank in range(train.world))
-    for shapes in {id(shapes): shapes for shapes in of_ranks}.values():  # those that differ
+    layouts = (megatron_layout(run.shape, train, rank) for rank in range(train.world))
+    for shapes in {id(layout): layout.shapes for layout in layouts}.values():  # those that differ
         numel = sum(map(prod, shapes.values()))
         experts = sum(prod(s) for name, s in shapes.items() if ".mlp.experts." in name)
         head = prod(shapes.get("output_layer.weight", (0,)))
