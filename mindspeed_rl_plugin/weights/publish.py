@@ -134,12 +134,6 @@ class TrainerWeights:
     dtype: str  # the engine's, in which weights are published
     verify: bool = False  # whether digests are published too
 
-    def __post_init__(self) -> None:
-        if len(self.kinds) != self.parallel.world:
-            raise ValueError(f"{len(self.kinds)} ways of storing for {self.parallel.world} trainer ranks")
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"dtype {self.dtype!r} of published weights is unknown")
-
     @classmethod
     def of(
         cls,

@@ -25,7 +25,6 @@ from mindspeed_rl_plugin.dock.messages import Address, Message, Ok
 WAIT_SECONDS = 1.0  # that a server keeps one question for a version that is not there yet
 LEAST_SECONDS = 0.1  # for an answer; so much before its deadline a wait ends, to be answered in time
 TAKE_BYTES = 256 << 20  # of one answer
-MAPS = 16  # files that a reader of one process keeps mapped
 
 Span = Sequence[int]  # byte offset, rows, bytes of a row, bytes from one row to the next
 
@@ -183,8 +182,6 @@ class Maps:
             inode = os.fstat(file.fileno()).st_ino
             array = self._arrays.get(inode)
             if array is None:
-                while len(self._arrays) >= MAPS:
-                    del self._arrays[next(iter(self._arrays))]
                 array = self._arrays[inode] = mapped(file.fileno(), max(nbytes, 1), write)[:nbytes]
         return array
 

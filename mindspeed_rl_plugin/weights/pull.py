@@ -50,13 +50,11 @@ class Applied(NamedTuple):
 
 class SliceReader:
     """Reads slices of published weights into packed memory. ranges: (tensor, start, stop) of the slices; sources: of
-    each trainer rank. Raises ValueError where these are not as many as the trainer has ranks."""
+    each trainer rank."""
 
     def __init__(
         self, weights: TrainerWeights, ranges: Iterable[tuple[str, int, int]], sources: Sequence[VersionSource]
     ) -> None:
-        if len(sources) != weights.parallel.world:
-            raise ValueError(f"{len(sources)} sources for weights of {weights.parallel.world} trainer ranks")
         self.weights, self._sources = weights, sources
         self.staging = Packed.of(ranges, weights.tensors, weights.engine_dtype, weights.verify)
         here = weights.parallel.world  # the staging is a rank behind the trainer's
