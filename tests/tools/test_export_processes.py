@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_models import EXPERTS, LATENT
+from family_configs import EXPERTS, LATENT
 from safetensors.torch import load_file
 
 from mindspeed_rl_plugin.__main__ import main as plugin
