@@ -22,6 +22,7 @@ SAYS = {
     "open to others": ("machine:1", SECRET, 0o640, "FILE has mode 640: others can read it; chmod 600 FILE"),
     "no port": ("machine", SECRET, 0o600, "address 'machine' of a job is neither HOST:PORT"),
     "no such port": ("machine:65536", SECRET, 0o600, "'machine:65536' of a job is neither HOST:PORT, with a port from"),
+    "no tokenizer": ("127.0.0.1:1", SECRET, 0o600, "--tokenizer /nowhere: no such directory; give a copy"),
 }
 
 
@@ -37,32 +38,17 @@ def secret_file(folder: Path, text: str | None, mode: int) -> Path:
 def test_what_is_wrong_is_said_with_its_mend(tmp_path, capsys, case: str) -> None:
     address, text, mode, says = SAYS[case]
     file = secret_file(tmp_path, text, mode)
-    assert join.main(["--join", address, "--secret-file", str(file)]) == 1
+    tokenizer = ["--tokenizer", "/nowhere"] if case == "no tokenizer" else []
+    assert join.main(["--join", address, "--secret-file", str(file), *tokenizer]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("[rl] generate: ") and says.replace("FILE", str(file)) in line
 
 
-@pytest.mark.parametrize("flag", ["--kv-cache-gb", "--device-memory-utilization"])
-def test_what_a_server_takes_no_notice_of_is_refused_by_name(capsys, flag: str) -> None:
+def test_what_a_server_takes_no_notice_of_is_refused_by_name(capsys) -> None:
     arguments = ["--join", "machine:1", "--secret-file", "f", "--engine-url", "http://b:8000", "--max-running", "4"]
-    with pytest.raises(SystemExit) as ended:
-        join.main([*arguments, flag, "1"])
-    assert ended.value.code == 2
-    says = f"error: {flag}: the server at --engine-url http://b:8000 has its own; leave that out here, and start the"
-    assert says in capsys.readouterr().err
-
-
-def test_a_tokenizer_that_is_not_there_is_said_before_the_engine_is_built(tmp_path, capsys) -> None:
-    secret = ["--secret-file", str(secret_file(tmp_path, SECRET, 0o600)), "--tokenizer", "/nowhere"]
-    assert join.main(["--join", "127.0.0.1:1", *secret]) == 1
-    assert "[rl] generate: --tokenizer /nowhere: no such directory; give a copy" in capsys.readouterr().err
-
-
-def test_a_job_that_is_killed_is_said_to_leave_its_secret(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="when engines may join, and removes it when it ends in order; give"):
-        read_secret(tmp_path / "secret")
-    page = Path(__file__).parents[2] / "docs" / "service.md"
-    assert "One that is killed, or stops at once because a rank is gone, or a grader failed" in page.read_text()
+    with pytest.raises(SystemExit):
+        join.main([*arguments, "--kv-cache-gb", "1", "--device-memory-utilization", "1"])
+    assert "error: --kv-cache-gb, --device-memory-utilization: the server at" in capsys.readouterr().err
 
 
 def test_it_is_said_before_torch_is_imported(tmp_path) -> None:

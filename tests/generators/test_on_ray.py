@@ -20,23 +20,23 @@ from mindspeed_rl_plugin.service.invitation import SECRET_BYTES, write_secret
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks", "engines", "tp", "device"),
+    ("text", "wanted"),
     [
-        ("0", 0, 0, 1, ""),
-        ("12", 12, 0, 1, ""),
-        ("ray:2", 0, 2, 1, ""),
-        ("ray:3,tp=4", 0, 3, 4, ""),
-        ("ray:1,tp=2,device=npu", 0, 1, 2, "npu"),
+        ("0", (0, 0, 1, "")),
+        ("12", (12, 0, 1, "")),
+        ("ray:2", (0, 2, 1, "")),
+        ("ray:3,tp=4", (0, 3, 4, "")),
+        ("ray:1,tp=2,device=npu", (0, 1, 2, "npu")),
     ],
 )
-def test_who_generates(text, ranks, engines, tp, device):
+def test_who_generates(text, wanted):
     value = Generators.parse(text)
-    assert (value.ranks, value.engines, value.tp, value.device) == (ranks, engines, tp, device)
+    assert (value.ranks, value.engines, value.tp, value.device) == wanted
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "many", "ray", "ray:0", "ray:2,tp=0", "ray:2,device=tpu", "ray:2, tp=2"])
 def test_what_is_neither_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="is neither a number of ranks nor ray:N"):
+    with pytest.raises(argparse.ArgumentTypeError):
         Generators.parse(text)
 
 
@@ -120,16 +120,12 @@ def test_waiting_for_a_place_is_no_work():
     assert worked.kept()
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_all_are_kept_until_one_is_given_up(monkeypatch, status):
-    """Whatever the others do meanwhile."""
-
+def test_one_that_is_given_up_ends_all(monkeypatch):
     async def one(cluster, number: int, say, waiting) -> bool:
-        await asyncio.sleep(0 if number else 1000 * status)
-        return not status
+        await asyncio.sleep(0 if number else 1000)
 
     monkeypatch.setattr("mindspeed_rl_plugin.generators.on_ray.keep", one)
-    assert asyncio.run(keep_all(None, 3, print)) == status
+    assert asyncio.run(keep_all(None, 3, print)) == 1
 
 
 HOLDER = Path(__file__).parents[1] / "ray_holder.py"
@@ -148,8 +144,11 @@ def said_by(process: subprocess.Popen) -> str:
 
 @pytest.mark.slow
 def test_engines_wait_for_devices_that_another_job_uses(ray_cluster, monkeypatch, tmp_path):
-    """And run when it has ended; here there is no job that they could join."""
+    """And run when it has ended; here there is no job that they could join. More than there is are refused."""
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+    assert not [*check_ray(Generators.parse("ray:2,device=cpu"), 120)]
+    (problem,) = check_ray(Generators.parse("ray:2,tp=2,device=cpu"), 120)
+    assert "needs 2 times 2 CPU of one node each; the nodes of this cluster have 2, enough for 1" in problem
     write_secret(tmp_path / "secret", bytes(SECRET_BYTES))
     wanted = ["--engines", "2", "--device", "cpu", "--join", "127.0.0.1:1", "--secret-file", tmp_path / "secret"]
     python = functools.partial(subprocess.Popen, stdout=subprocess.PIPE, text=True)
@@ -167,14 +166,6 @@ def test_engines_wait_for_devices_that_another_job_uses(ray_cluster, monkeypatch
         assert "on Ray ended with 1: [rl] generate: no job answers at 127.0.0.1:1" in line
         engines.terminate()
         engines.wait(60)
-
-
-@pytest.mark.slow
-def test_too_much_is_refused(ray_cluster, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
-    assert not [*check_ray(Generators.parse("ray:2,device=cpu"), 120)]
-    (problem,) = check_ray(Generators.parse("ray:2,tp=2,device=cpu"), 120)
-    assert "needs 2 times 2 CPU of one node each; the nodes of this cluster have 2, enough for 1" in problem
 
 
 def test_a_cluster_that_is_not_there_is_refused(monkeypatch):

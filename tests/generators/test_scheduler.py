@@ -105,21 +105,6 @@ def test_the_engine_goes_on_while_a_response_is_written(scheduler, dock) -> None
     assert scheduler.next().end and dock.committed == IDS[:2] and dock.released == [2]
 
 
-def test_a_write_that_failed_ends_the_engine(scheduler, dock) -> None:
-    dock.failure = ValueError("cells of another kind")
-    dock.answers.release()
-    scheduler.done([response(row) for row in IDS[:2]], None)
-    with pytest.raises(ValueError, match="cells of another kind"):
-        scheduler.next()
-
-
-def test_a_job_that_has_left_needs_no_response(scheduler, dock) -> None:
-    dock.failure, dock.ended = ConnectionError("gone"), True
-    dock.answers.release()
-    scheduler.done([response(IDS[0])], None)
-    assert scheduler.next().end and not dock.released
-
-
 def test_a_row_whose_lease_ran_out_goes_on_under_the_new_one(scheduler, dock) -> None:
     """The dock gives it out again, to the engine that samples it."""
     dock.answers.release(3)
@@ -143,6 +128,17 @@ def test_a_row_that_only_newer_weights_may_sample_is_news_of_them(scheduler, doc
     assert begun(scheduler) == [] and scheduler.next().pull < 0
     dock.announced = Announced(2, 5)
     assert scheduler.next().pull == 5
+
+
+def test_a_write_that_failed_ends_the_engine_unless_the_job_has_left(scheduler, dock) -> None:
+    dock.failure = ValueError("cells of another kind")
+    dock.answers.release(2)
+    scheduler.done([response(IDS[0])], None)
+    with pytest.raises(ValueError, match="cells of another kind"):
+        scheduler.done([response(IDS[1])], None)
+    scheduler._writing, dock.failure, dock.ended = None, ConnectionError("it ended"), True
+    scheduler.done([response(IDS[1])], None)
+    assert scheduler.next().end and not dock.released
 
 
 @pytest.mark.parametrize("leaves", [True, False])

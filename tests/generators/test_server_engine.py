@@ -46,28 +46,26 @@ def choice(tokens, versions, finish="stop", logp=-0.5):
 
 class Fake:
     """routes: that it shows; extension: of its workers; held: prompts whose responses wait for an abort; status: of its
-    answers to a request for tokens; more: what a worker says beside `Served`. asked: (path, body) in their order."""
+    answers to a request for tokens; more: what a worker says besides `Served`. asked: (path, body) in their order."""
 
     def __init__(self) -> None:
-        self.routes, self.extension, self.status = ALL, EXTENSION, 200
+        self.routes, self.extension, self.status, self.version = ALL, EXTENSION, 200, "default"
         self.held: set[int] = set()
         self.more: dict[str, object] = {}
-        self.version = "default"
         self.asked: list[tuple[str, object]] = []
         self._paused = threading.Event()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                self.answer(fake.get(self.path))
+                self.answer(200, fake.get(self.path))
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
                 fake.asked.append((self.path, body))
-                self.answer(fake.post(self.path, body))
+                self.answer(*fake.post(self.path, body))
 
-            def answer(self, given):
-                status, value = given
+            def answer(self, status, value):
                 text = json.dumps(value).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
@@ -85,9 +83,8 @@ class Fake:
 
     def get(self, path):
         if path == "/openapi.json":
-            return 200, {"paths": dict.fromkeys(self.routes)}
-        parallel = {"worker_extension_cls": self.extension}
-        return 200, {"version": "0.31.0", "vllm_config": {"parallel_config": parallel}}
+            return {"paths": dict.fromkeys(self.routes)}
+        return {"version": "0.31.0", "vllm_config": {"parallel_config": {"worker_extension_cls": self.extension}}}
 
     def post(self, path, body):
         path = urlsplit(path)
@@ -222,39 +219,29 @@ def test_versions_of_parts_join():
     assert completion(request((9,)), choice([], [], "abort"), 4).segments == ((0, 4),)
 
 
-def test_a_server_that_fits_says_what_it_is(fake):
-    assert VllmServer(fake.url + "/", 20).check() == [SERVED]
+def test_a_server_that_fits_says_what_it_is_and_what_its_workers_refuse(fake):
+    server = VllmServer(fake.url + "/", 20)
+    assert server.check() == [SERVED]
+    with pytest.raises(ValueError, match=f"{fake.url}: it generates for another job"):
+        server.workers("join", address="a:1")
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (
-            {"routes": (VERSIONS, GENERATE_PATH)},
-            "has no /collective_rpc, .*: start it with VLLM_SERVER_DEV_MODE=1",
-        ),
+        ({"routes": (VERSIONS, GENERATE_PATH)}, "has no /collective_rpc, .*: start it with VLLM_SERVER_DEV_MODE=1"),
         ({"routes": (*DEVELOPMENT, GENERATE_PATH)}, rf"vLLM 0.31.0, has no {VERSIONS}.*take vLLM 0.32"),
         ({"routes": (*DEVELOPMENT, VERSIONS)}, "start it with --enable-scale-out"),
         ({"extension": ""}, f"have no extension; start it with --worker-extension-cls {EXTENSION}"),
         ({"extension": "a.B"}, "have the extension a.B; start it with"),
+        ({"more": {"unknown": 1}}, f"runs mindspeed_rl_plugin {SERVED.plugin}, .*; install the job's"),
     ],
 )
 def test_a_server_that_lacks_something_is_refused(fake, change, why):
     vars(fake).update(change)
     with pytest.raises(ValueError, match=why):
         VllmServer(fake.url, 20).check()
-    assert fake.asked == [], "such a server is only looked at"
-
-
-def test_a_worker_of_another_package_is_refused(fake):
-    fake.more = {"unknown": 1}
-    with pytest.raises(ValueError, match=f"runs mindspeed_rl_plugin {SERVED.plugin}, .*; install the job's"):
-        VllmServer(fake.url, 20).check()
-
-
-def test_what_a_worker_refuses_is_raised(fake):
-    with pytest.raises(ValueError, match=f"{fake.url}: it generates for another job"):
-        VllmServer(fake.url, 20).workers("join", address="a:1")
+    assert (fake.asked == []) != ("more" in change), "such a server is only looked at"
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a:1", "http://", "http://a:b", "http://a:1/v1?x=2"])
@@ -267,24 +254,25 @@ QWEN = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "rms
 
 
 @pytest.mark.parametrize(
-    ("served", "job", "stops", "why"),
+    ("served", "why"),
     [
-        ({"held": "it generates for the job at h:1"}, {}, False, "it generates for the job at h:1"),
-        ({"plugin": "0"}, {}, False, "it runs mindspeed_rl_plugin 0"),
-        ({"logprobs_mode": "raw_logprobs"}, {}, False, "start it with --logprobs-mode processed_logprobs"),
-        ({"max_model_len": 23}, {}, False, "takes 23 tokens .* up to 24; start it with --max-model-len 24"),
-        ({"dtype": "bfloat16"}, {}, False, "start it with --dtype float32"),
-        ({"tokenizer": False}, {}, True, "start it without --skip-tokenizer-init"),
-        ({"pipeline": 2}, {}, False, "--pipeline-parallel-size 2"),
-        ({"replicas": 2}, {}, False, "--data-parallel-size 2"),
-        ({"config": {**QWEN, "rms_norm_eps": 1e-6}}, {"config": QWEN}, False, "another model: rms_norm_eps: Megatron"),
-        ({"config": {**QWEN, "vocab_size": 98}}, {"config": QWEN}, False, "vocab_size: Megatron 97, Hugging Face 98"),
+        ({"held": "it generates for the job at h:1"}, "it generates for the job at h:1"),
+        ({"plugin": "0"}, "it runs mindspeed_rl_plugin 0"),
+        ({"logprobs_mode": "raw_logprobs"}, "start it with --logprobs-mode processed_logprobs"),
+        ({"max_model_len": 23}, "takes 23 tokens .* up to 24; start it with --max-model-len 24"),
+        ({"dtype": "bfloat16"}, "start it with --dtype float32"),
+        ({"tokenizer": False}, "start it without --skip-tokenizer-init"),
+        ({"pipeline": 2}, "--pipeline-parallel-size 2"),
+        ({"replicas": 2}, "--data-parallel-size 2"),
+        ({"config": {**QWEN, "rms_norm_eps": 1e-6}}, "another model: rms_norm_eps: Megatron"),
+        ({"config": {**QWEN, "vocab_size": 98}}, "vocab_size: Megatron 97, Hugging Face 98"),
     ],
 )
-def test_a_server_that_was_started_otherwise_is_refused(served, job, stops, why):
-    served, job = replace(SERVED, config=QWEN, **served) if "config" not in served else replace(SERVED, **served), job
+def test_a_server_that_was_started_otherwise_is_refused(served, why):
+    fits, job = replace(SERVED, config=QWEN), replace(JOB, config=QWEN)
+    check_served("http://a:1", fits, job, stops=True)
     with pytest.raises(ValueError, match=why):
-        check_served("http://a:1", served, replace(JOB, **job), stops)
+        check_served("http://a:1", replace(fits, **served), job, stops=True)
 
 
 def test_the_configs_of_transformers_are_compared_as_those_of_files():
