@@ -44,11 +44,6 @@ class Team(GroupPeers):
         """The ranks of one of the engines that share experts. Collective. deadline: seconds of a wait."""
         return self if engine.replicas == 1 else make_peers(self, (engine.replica,), self._group, deadline)
 
-    @property
-    def leads(self) -> bool:
-        """Whether this rank decides."""
-        return self.rank == 0
-
 
 @dataclass
 class EngineLoop:

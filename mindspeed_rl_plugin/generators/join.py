@@ -62,17 +62,14 @@ def _generate(options: argparse.Namespace, leaving: threading.Event) -> None:
     import torch.distributed as dist
 
     from mindspeed_rl_plugin.generators.launcher_ranks import begin, init_group, store
-    from mindspeed_rl_plugin.generators.serving import serve, serve_at
+    from mindspeed_rl_plugin.generators.serving import serve
 
     begin()
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
     keys = store() if launch_env()["world_size"] > 1 else dist.HashStore()
     kind = "cpu" if options.engine_url else None  # the server has devices, the bridge to it needs none
     init_group(keys, datetime.timedelta(seconds=options.timeout), kind)
-    if options.engine_url:
-        serve_at(options.engine_url, options.join, options.secret_file, leaving, options.max_running, options.tokenizer)
-    else:
-        serve(options.join, options.secret_file, leaving=leaving, **_changed(options))
+    serve(options.join, options.secret_file, leaving=leaving, url=options.engine_url or "", **_changed(options))
 
 
 def _changed(options: argparse.Namespace) -> dict[str, Any]:

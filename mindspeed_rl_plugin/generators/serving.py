@@ -24,6 +24,7 @@ from mindspeed_rl_plugin.layout.layout import EngineParallel
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 from mindspeed_rl_plugin.service.guest_dock import GuestDock, here
 from mindspeed_rl_plugin.service.invitation import read_secret
+from mindspeed_rl_plugin.weights.pull import Puller
 
 
 def serve(
@@ -32,37 +33,59 @@ def serve(
     share: tuple[int, int] | None = None,
     leaving: threading.Event | None = None,
     who: str = "",
+    url: str = "",
     **changed: Any,
 ) -> None:
     """Generate for the job at `address` until it leaves. Collective over the ranks of the engine.
 
     secret: the job's, or the file that holds it; share: (i, n) under a strict order, of an engine of the launcher;
-    leaving: set where the engine is to leave; who: the engine, in what the job logs, by default one that joined;
-    changed: options of the engine that are not the job's.
+    leaving: set where the engine is to leave; who: the engine, in what the job logs; url: of a server that samples, ""
+    where the engine is built here; changed: options of the engine that are not the job's. Raises ValueError where a
+    server or a tokenizer does not fit, with the mend, and what `VllmServer` raises where it fails.
     """
-    with closing(
-        GuestDock.join(address, secret, lease_seconds=LEASE_SECONDS, who=who or here("joined engine"))
-    ) as dock:
+    name = f"server at {url}" if url else "engine"
+    who = who or (name if url else here("joined engine"))
+    with closing(GuestDock.join(address, secret, lease_seconds=LEASE_SECONDS, who=who)) as dock:
         job = job_of(dock, strict=share is not None)
         team = Team(job.deadline)
         if share is None:
             say(welcome(dock, job, address))
         options = replace(job.engine, sleep_mode=False, **changed)
-        tokenizer = options.tokenizer or (job.episodes and job.episodes.tokenizer)
-        job.check_tokenizer(tokenizer)
-        options = sized(options, team.size)
-        engine = with_episodes(VllmEngine(options), job, tokenizer, team)
-        parallel = EngineParallel(options.tensor_parallel, options.expert_parallel)
-        puller = puller_of(dock, job, parallel, engine.parameters(), team.rank, team.here)
-        scheduler = None
-        if team.leads:
-            leaving = leaving or threading.Event()
-            scheduler = Scheduler(dock, job, options.max_running, engine.replicas, share, leaving)
-            if share is None:
-                say(f"the engine generates, up to {options.max_running} responses at once")
+        tokenizer = tokenizer_here(job, options, url, changed.get("tokenizer"))
+        if url:
+            engine, puller, slots = _at_url(url, address, secret, job, options)
+        else:
+            engine, puller, slots = _built(dock, job, options, team)
         with closing(puller):
+            engine = with_episodes(engine, job, tokenizer, team)
+            scheduler = None
+            if team.rank == 0:
+                scheduler = Scheduler(dock, job, slots, engine.replicas, share, leaving or threading.Event())
+                if share is None:
+                    say(f"the {name} generates, up to {slots} responses at once")
             EngineLoop(engine, puller, job, team, scheduler).run()
         engine.shutdown()
+
+
+def _built(dock: GuestDock, job: Description, options: VllmOptions, team: Team) -> tuple[Engine, Puller, int]:
+    """An engine on the ranks of the team, what pulls its weights, and the responses that a replica samples at once."""
+    options = sized(options, team.size)
+    engine = VllmEngine(options)
+    parallel = EngineParallel(options.tensor_parallel, options.expert_parallel)
+    puller = puller_of(dock, job, parallel, engine.parameters(), team.rank, team.here)
+    return engine, puller, options.max_running
+
+
+def _at_url(
+    url: str, address: str, secret: str, job: Description, options: VllmOptions
+) -> tuple[Engine, ServerWeights, int]:
+    """The same by a server, alone in the default group."""
+    server = VllmServer(url, job.deadline)
+    workers = server.check()
+    check_served(url, workers[0], job.engine, bool(job.sampling.stop))
+    engine = ServerEngine(server, options.eos_token_ids, workers[0].seeds or options.request_seeds)
+    weights = ServerWeights(server, address, read_secret(secret), [one.machine for one in workers], engine.lose)
+    return engine, weights, min(options.max_running, workers[0].max_running)
 
 
 def with_episodes(engine: Engine, job: Description, tokenizer: str | None, team: Team) -> Engine:
@@ -93,47 +116,15 @@ def sized(options: VllmOptions, ranks: int) -> VllmOptions:
     return options
 
 
-def serve_at(
-    url: str,
-    address: str,
-    secret_file: str,
-    leaving: threading.Event,
-    max_running: int | None = None,
-    tokenizer: str | None = None,
-) -> None:
-    """Generate by the server at `url` for the job at `address` until it leaves. Alone in the default group.
-
-    leaving: set where the engine is to leave; max_running: most responses at once, None for the job's; tokenizer: its
-    directory here, where the job has episodes, None for the job's. Raises ValueError where the server cannot, with the
-    mend, and what `VllmServer` raises where it fails.
-    """
-    who = f"server at {url}"
-    with closing(GuestDock.join(address, secret_file, lease_seconds=LEASE_SECONDS, who=who)) as dock:
-        job = job_of(dock)
-        say(welcome(dock, job, address))
-        tokenizer = tokenizer_here(job, url, tokenizer)
-        server = VllmServer(url, job.deadline)
-        workers = server.check()
-        check_served(url, workers[0], job.engine, bool(job.sampling.stop))
-        slots = min(max_running or job.engine.max_running, workers[0].max_running)
-        engine = ServerEngine(server, job.engine.eos_token_ids, workers[0].seeds or job.engine.request_seeds)
-        machines = [worker.machine for worker in workers]
-        with closing(ServerWeights(server, address, read_secret(secret_file), machines, engine.lose)) as weights:
-            say(f"the {who} generates, up to {slots} responses at once")
-            team = Team(job.deadline)
-            over = with_episodes(engine, job, tokenizer, team)
-            EngineLoop(over, weights, job, team, Scheduler(dock, job, slots, 1, None, leaving)).run()
-            over.shutdown()
-
-
-def tokenizer_here(job: Description, url: str, given: str | None) -> str | None:
-    """The directory of the tokenizer by which this process renders episodes, None without. Raises ValueError."""
-    if job.episodes is None:
+def tokenizer_here(job: Description, options: VllmOptions, url: str, given: str | None) -> str | None:
+    """The directory of the tokenizer that this process needs, if any, of the same tokens as the job's. A server at
+    `url` has its own for --rl-stop. Raises ValueError."""
+    if url and job.episodes is None:
         if given is not None:
             raise ValueError(
                 f"--tokenizer {given}: the server at {url} has its own, and only episodes need one here; leave it out"
             )
         return None
-    path = given or job.episodes.tokenizer
+    path = options.tokenizer or (job.episodes and job.episodes.tokenizer)
     job.check_tokenizer(path)
     return path

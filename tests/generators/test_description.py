@@ -49,11 +49,15 @@ def test_a_tokenizer_with_other_tokens_is_refused(tmp_path):
 def test_a_process_that_asks_a_server_needs_the_jobs_tokenizer_for_episodes_only(tmp_path):
     mine, theirs = tokenizer(tmp_path / "mine", a=0, b=1), tokenizer(tmp_path / "theirs", a=1, b=0)
     job = replace(JOB, vocabulary=vocabulary_digest(mine), episodes=SimpleNamespace(tokenizer="/of/the/job"))
-    assert serving.tokenizer_here(job, "http://b:1", mine) == mine
-    with pytest.raises(ValueError, match="'/of/the/job': there is no such directory here; give --tokenizer"):
-        serving.tokenizer_here(job, "http://b:1", None)
-    with pytest.raises(ValueError, match="theirs has other tokens"):
-        serving.tokenizer_here(job, "http://b:1", theirs)
-    assert serving.tokenizer_here(JOB, "http://b:1", None) is None
-    with pytest.raises(ValueError, match="--tokenizer mine: the server at http://b:1 has its own, .* leave it out"):
-        serving.tokenizer_here(JOB, "http://b:1", "mine")
+
+    def here(job, given):
+        return serving.tokenizer_here(job, replace(OPTIONS, tokenizer=given), "http://b:1", given)
+
+    assert here(job, mine) == mine and here(JOB, None) is None
+    for of, given, why in (
+        (job, None, "'/of/the/job': there is no such directory here; give --tokenizer"),
+        (job, theirs, "theirs has other tokens"),
+        (JOB, "mine", "--tokenizer mine: the server at http://b:1 has its own, .* leave it out"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            here(of, given)

@@ -64,7 +64,7 @@ def test_a_bridge_to_a_server_touches_no_device(monkeypatch) -> None:
     device = SimpleNamespace(kind="cuda", api=SimpleNamespace(set_device=taken.append))
     monkeypatch.setattr(launcher_ranks, "get_device", lambda: device)
     monkeypatch.setattr(launcher_ranks.dist, "init_process_group", lambda backend, **named: made.append(backend))
-    monkeypatch.setattr(serving, "serve_at", lambda *given: None)
+    monkeypatch.setattr(serving, "serve", lambda *given, **more: None)
     monkeypatch.setattr(join.signal, "signal", lambda *given: None)
     argv = ["--join", "machine:1", "--secret-file", "f"]
     join._generate(join._options([*argv, "--engine-url", "http://b:1"]), threading.Event())

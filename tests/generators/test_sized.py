@@ -41,7 +41,7 @@ def pullers(monkeypatch):
     monkeypatch.setattr(pulling, "weights_of", lambda dock: None)
     monkeypatch.setattr(serving, "VllmEngine", lambda options: gone)
     monkeypatch.setattr(serving, "EngineLoop", lambda *_: gone)
-    monkeypatch.setattr(serving, "Team", lambda deadline: SimpleNamespace(size=4, rank=3, here=[2, 3], leads=False))
+    monkeypatch.setattr(serving, "Team", lambda deadline: SimpleNamespace(size=4, rank=3, here=[2, 3]))
     return made
 
 
