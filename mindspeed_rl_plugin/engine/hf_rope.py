@@ -88,8 +88,8 @@ def _yarn(args: Namespace, factor: float, original: float, mscale: float, mscale
 def rope_frequencies(config: Mapping[str, Any], *, scaled: bool = True) -> Tensor:
     """Inverse frequencies that the engine computes from a normalized config: float32 `[D / 2]`, D of a head rotated.
 
-    scaled: False for those that YaRN starts from. Llama 3's scaling divides long wave lengths by `factor`, keeps short
-    ones, and blends those between linearly; YaRN blends between two numbers of turns in the original length.
+    scaled: False for those that YaRN starts from. Long wave lengths are divided by `factor`, short ones kept, those
+    between blended: by Llama 3 over wave lengths, by YaRN over turns in the original length.
     """
     dim = int(config["head_dim"] * config["partial_rotary_factor"])
     base, scaling = config["rope_theta"], config["rope_scaling"]
@@ -110,12 +110,9 @@ def rope_frequencies(config: Mapping[str, Any], *, scaled: bool = True) -> Tenso
 
 
 def check_rotary(config: Mapping[str, Any], rotary: torch.nn.Module) -> None:
-    """Compare a normalized config with the built Megatron model's rotary embedding, by its `inv_freq`.
-
-    The model is what training really uses: core's pretrain_gpt.py, for example, never hands `--rope-scaling-factor` on.
-    Megatron's own YaRN keeps there the frequencies that it starts from, MindSpeed-LLM the result. Raises ValueError
-    naming the first frequency that differs by more than 1e-5 of its size.
-    """
+    """Compare a normalized config with the built Megatron model's rotary embedding, which training really uses: core's
+    pretrain_gpt.py, for example, never hands `--rope-scaling-factor` on. In `inv_freq` Megatron's own YaRN keeps the
+    frequencies that it starts from, MindSpeed-LLM the result. Raises ValueError for a difference above 1e-5."""
     megatrons = hasattr(rotary, "inv_freq_extra")
     if megatrons and (scaling := config["rope_scaling"]):
         named = {"factor": "scaling_factor"}

@@ -20,9 +20,8 @@ class ProcessState:
     """Lends the process to the engine, and gives the trainer back what it had.
 
     vLLM seeds all generators when it is built, and samples from torch's. On CUDA it makes a stream of its own the
-    current one, for good (0.18 to 0.32: `current_stream` of its torch_utils), on which the trainer would then run. And
-    it replaces public names of torch, for good too: vllm-ascend 0.18 to 0.23 leaves a torch.cuda.Event that does
-    nothing (model_runner_v1.py, `_torch_cuda_wrapper`), with which a trainer could order nothing.
+    current one, for good (0.18 to 0.32: `current_stream` of its torch_utils). And it replaces public names of torch,
+    for good too: vllm-ascend 0.18 to 0.23 leaves a torch.cuda.Event that does nothing (`_torch_cuda_wrapper`).
     """
 
     def __init__(self, device: Device) -> None:

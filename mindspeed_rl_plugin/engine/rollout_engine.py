@@ -1,11 +1,9 @@
 """The `Engine` Protocol: what the iteration asks of a rollout engine, and `generate` on top of it.
 
-**Ranks of one engine (SPMD).** An engine of tensor parallel size n lives in n ranks at once. All of them make
-the same calls in the same order with the same arguments: the same requests, submitted in the same order, the
-same polls, the same aborts. Each rank then gets the same completions in the same order. Only the
-first rank of an engine (`engine.leader`) should write them anywhere. Each replica takes as many requests as it
-likes, and as many steps, unless it shares experts with others: these generate at the same times, also those without
-a request, and each ends with `keep_step`.
+**Ranks of one engine (SPMD).** An engine of tensor parallel size n lives in n ranks, which make the same calls in the
+same order with the same arguments, and get the same completions in the same order; the first rank (`engine.leader`)
+writes them. Replicas take as many requests and steps as they like, unless they share experts: then all generate at the
+same times, also those without a request, and each ends with `keep_step`.
 
 **Life of a rollout.** `wake(("weights",))`, the reshard writes into `parameters()`, `update_weights(version)`,
 `wake(("kv_cache",))`, then `submit` / `poll` until all is done, then `sleep()`. A fresh engine is awake.
@@ -37,29 +35,23 @@ class Engine(Protocol):
     progress: float  # when something was last finished, by `time.monotonic`
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Queue responses, those that have begun with what was sampled of them. Returns at once.
+        """Queue responses, those that have begun with what was sampled of them; ids are new, or were aborted.
 
-        Ids are new, or were aborted. Raises ValueError for a prompt that is empty or leaves too few tokens for
-        `max_tokens`, for sampling that the engine cannot do exactly, and for a response that has all its tokens.
+        Raises ValueError for a prompt that is empty or leaves too few tokens for `max_tokens`, for sampling that the
+        engine cannot do exactly, and for a response that has all its tokens.
         """
 
     def poll(self, timeout: float) -> list[Completion]:
-        """Work until at least one response is finished, and return those that are.
-
-        An empty list says that `timeout` has passed, or that nothing is queued. Every call makes some progress,
-        also with timeout 0. All ranks of the engine return at the same step, whatever their clocks say.
-        """
+        """Work until at least one response is finished, and return those that are; none where `timeout` has passed, or
+        nothing is queued. Every call makes progress, also with timeout 0. All ranks return at the same step."""
 
     def step_along(self, steps: int) -> list[Completion]:
         """Exactly so many steps, dummy ones where nothing is queued here; returns the responses that are finished.
         Engines that share experts call it together, whichever of them has responses queued."""
 
     def keep_step(self) -> None:
-        """Step along with the engines that share experts with this one until none of them has responses queued.
-
-        Returns at once where there are none. Raises ValueError while responses are queued here, TimeoutError where the
-        others do not step.
-        """
+        """Step along with the engines that share experts with this one, if any, until none of them has responses
+        queued. Raises ValueError while responses are queued here, TimeoutError where the others do not step."""
 
     def abort(self) -> list[Completion]:
         """Stop all responses, and return what they hold so far with finish "abort"."""
@@ -70,9 +62,8 @@ class Engine(Protocol):
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
         """Say that `parameters()` now hold `version`: what was computed with older weights serves no later request.
 
-        digest: recorded for those who compare it; in_flight: queued responses go on, with what older weights computed
-        for their tokens so far (KV cache); each records which version sampled which part. Without it raises ValueError
-        while responses are queued.
+        digest: recorded for those who compare it; in_flight: queued responses go on with their KV cache, and record
+        which version sampled which part; without it raises ValueError while responses are queued.
         """
 
     def sleep(self) -> None:

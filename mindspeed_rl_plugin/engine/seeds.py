@@ -18,9 +18,8 @@ def response_seed(base: int, epoch: int, group: int, member: int, begun: int = 0
     """63-bit seed of one response; the same integers give the same seed on every machine and version.
 
     base: the run's `--rl-rollout-seed`; epoch, group, member: the sample's id, each a signed 64-bit integer; begun:
-    tokens sampled before an interruption: with its first seed the rest would repeat the same random numbers. It is the
-    first 63 bits of BLAKE2b over these packed little-endian, so neighbouring ids share no structure that a weak
-    generator could carry into its first numbers.
+    tokens sampled before an interruption, behind which the first seed would repeat the same random numbers. It is the
+    first 63 bits of BLAKE2b over these packed little-endian, so that neighbouring ids share no structure.
     """
     parts = (base, epoch, group, member, *([begun] if begun else ()))
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
@@ -28,8 +27,8 @@ def response_seed(base: int, epoch: int, group: int, member: int, begun: int = 0
 
 
 def task_of(base: int, sample: SampleId, fields: Mapping[str, object] | None) -> Task | None:
-    """What an environment gets of a row, the same for all of its group; each evaluation asks for the same. fields: of
-    `Task`, None where no environment answers."""
+    """What an environment gets of a row, the same for all of its group and for each evaluation. fields: of `Task`, None
+    where no environment answers."""
     epoch = EPOCH if sample.epoch < 0 else sample.epoch
     return None if fields is None else Task(fields, response_seed(base, epoch, sample.group, OF_GROUP))
 

@@ -63,9 +63,9 @@ def build(arguments: dict[str, Any]) -> Any:
 def _sharing_experts(engine: type, given: Any) -> Any:
     """The engine of these `EngineArgs`, one of several that share experts: a data parallel rank.
 
-    vLLM (0.11 to 0.32, config/parallel.py) takes its place from RANK, as if no engines but these were in the job, and
-    for an external launcher counts data parallel ranks twice in `world_size_across_dp`, by whose size vllm-ascend
-    chooses how tokens reach their experts (0.18: `select_moe_comm_method`).
+    vLLM (0.11 to 0.32, config/parallel.py) takes its place from RANK, as if there were no other engines, and for an
+    external launcher counts data parallel ranks twice in `world_size_across_dp`, by which vllm-ascend chooses how
+    tokens reach their experts (0.18: `select_moe_comm_method`).
     """
     size = given.tensor_parallel_size
     with in_group(size * given.data_parallel_size):
@@ -75,7 +75,7 @@ def _sharing_experts(engine: type, given: Any) -> Any:
 
 
 def batches_in_flight(engine: Any) -> int:
-    """Steps whose tokens the engine has not given out yet, as there are with asynchronous scheduling."""
+    """Steps whose tokens are not given out yet, as there are with asynchronous scheduling."""
     return len(getattr(engine.engine_core.engine_core, "batch_queue", None) or ())
 
 
@@ -93,9 +93,8 @@ def usable(arguments: dict[str, Any], known: Collection[str], core: type) -> dic
 
 
 def steps_look_at_the_clock(core: type) -> bool:
-    """Whether a step of the engine core asks if the device is done (`future.done()`, 0.10 to 0.18): with asynchronous
-    scheduling the ranks of an engine, each of which schedules its own steps, could then take different ones, and wait
-    for each other for ever."""
+    """Whether a step of the engine core asks if the device is done (`future.done()`, 0.10 to 0.18): ranks of an engine,
+    each of which schedules its own asynchronous steps, could then take different ones, and wait for ever."""
     step = getattr(core, "step_with_batch_queue", None)
     return step is not None and "done" in step.__code__.co_names
 
@@ -110,11 +109,8 @@ def know_config(model_type: str) -> None:
 
 
 def _drop_message_queues() -> None:
-    """Give back vLLM's message queues between the ranks of an engine, with their shared memory and sockets.
-
-    A process that ends leaves them behind, and nobody uses them: here each rank schedules its own steps. vLLM then
-    sends objects through the process group.
-    """
+    """Give back vLLM's message queues between the ranks of an engine, which nobody uses, for each schedules its own
+    steps: a process that ends would leave their shared memory and sockets behind."""
     from vllm.distributed import parallel_state
 
     for reference in list(parallel_state._groups.values()):
@@ -142,8 +138,7 @@ def demand_processed_logprobs(worker: Any) -> bool:
 
 
 def demand_base_format(worker: Any, device: Device) -> None:
-    """Refuse weights in a format of the NPU's own: a reshard writes bytes into views of them. Raises ValueError naming
-    the first one."""
+    """Refuse, by ValueError, weights in a format of the NPU's own: a reshard writes bytes into views of them."""
     for name, parameter in model(worker).named_parameters():
         if not device.in_base_format(parameter):
             raise ValueError(
@@ -159,21 +154,17 @@ def captured_graphs() -> int:
 
 
 def has_batched_seeds(worker: Any) -> bool:
-    """Whether the sampler draws for all requests, each by its own seed, in one kernel, as the sampler of vLLM's second
-    model runner does (v1/worker/gpu/sample). Others call `exponential_` once for each request with a generator
-    (`random_sample` of v1/sample/ops/topk_topp_sampler.py, and vllm-ascend's of sample/sampler.py): with 256 running at
-    least 768 launches a step."""
+    """Whether one kernel draws for all requests, each by its own seed, as in vLLM's second model runner
+    (v1/worker/gpu/sample). Others call `exponential_` for each request with a generator (`random_sample` of
+    v1/sample/ops/topk_topp_sampler.py, vllm-ascend's sample/sampler.py): 768 launches a step with 256 running."""
     states = getattr(getattr(worker.model_runner, "sampler", None), "sampling_states", None)
     return hasattr(states, "seeds")
 
 
 def demand_plain_experts(worker: Any) -> None:
-    """Refuse kernels that permute the expert weights in place, under unchanged names and shapes: canonical weights
-    written afterwards, as by a reshard, would be other experts than meant.
-
-    vLLM 0.32 takes FlashInfer's on sm100 by itself (model_executor/layers/fused_moe/oracle/unquantized.py), before 0.14
-    it took them, and AITER's, by variables of the environment. Raises ValueError naming the layer and the kernels.
-    """
+    """Refuse, by ValueError, kernels that permute the expert weights in place: what a reshard writes would be other
+    experts than meant. vLLM 0.32 takes FlashInfer's on sm100 by itself (fused_moe/oracle/unquantized.py), before 0.14
+    it took them, and AITER's, by variables of the environment."""
     for name, module in model(worker).named_modules():
         method = getattr(module, "quant_method", None)
         backend = getattr(getattr(method, "unquantized_backend", None), "name", PLAIN_EXPERTS[0])
@@ -188,11 +179,7 @@ def demand_plain_experts(worker: Any) -> None:
 
 
 def sampling_params(request: GenerateRequest, eos: Sequence[int], seeded: bool) -> Any:
-    """vLLM's form of one request; see `sampling_fields`.
-
-    DELTA output: each step hands over its new tokens only, so long responses cost linear time, and what an
-    aborted response has sampled is known here.
-    """
+    """vLLM's form of one request; see `sampling_fields`. DELTA output: each step hands over its new tokens only."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -218,11 +205,8 @@ def parameters(worker: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def refresh_derived(worker: Any) -> int:
-    """Make what is derived from weights (`DERIVED`) again, in place. Returns how many layers have such tensors.
-
-    Prompts use the weight itself, decoding these: an engine with stale ones scores a prompt right and answers wrong.
-    In place, since captured graphs and vLLM's sleep mode know their addresses.
-    """
+    """Make what is derived from weights (`DERIVED`) again, in place, for captured graphs and the sleep mode know the
+    addresses. Returns how many layers have such tensors. Prompts use the weight itself, decoding uses these."""
     holders = _latent(worker)
     for holder in holders:
         _refresh_latent(holder)
@@ -245,15 +229,12 @@ def _latent(worker: Any) -> list[Any]:
 
 
 def weights_pool(kind: str) -> list[range]:
-    """Addresses of the memory that vLLM's sleep mode takes from under the weights. kind: "npu" | "cuda".
-
-    The allocator's table has, for each piece, its handle (device, bytes, address, memory) and its tag.
-    """
+    """Addresses of the memory that vLLM's sleep mode takes from under the weights. kind: "npu" | "cuda"."""
     if kind == "npu":
         from vllm_ascend.device_allocator.camem import CaMemAllocator as Allocator
     else:
         from vllm.device_allocator.cumem import CuMemAllocator as Allocator
-    pieces = Allocator.get_instance().pointer_to_data.items()
+    pieces = Allocator.get_instance().pointer_to_data.items()  # handle: device, bytes, address, memory
     return [range(address, address + data.handle[1]) for address, data in pieces if data.tag == "weights"]
 
 
@@ -275,10 +256,7 @@ def tp_group() -> Any:
 
 
 def teardown(engine: Any) -> None:
-    """Free the engine and vLLM's own process groups.
-
-    The engine core's own shutdown is not used: it ends with torch.distributed.destroy_process_group().
-    """
+    """Free the engine and vLLM's own process groups. The engine core's own shutdown would destroy the trainer's too."""
     from vllm.distributed import parallel_state
 
     engine.model_executor.shutdown()

@@ -1,18 +1,16 @@
 """`VllmEngine`: vLLM inside the training ranks, as an `Engine`.
 
-vLLM's external launcher runs one engine core in every rank; ranks r*n .. r*n+n-1 form replica r of tensor
-parallel size n over vLLM's own process groups, next to Megatron's. Replicas are coupled while the engine
-is built (its groups are made by the whole world); afterwards each steps on its own, except those that share experts
-(`expert_group`), which are data parallel ranks of vLLM: one that has no requests runs dummy steps with the others.
+vLLM's external launcher runs one engine core in every rank; ranks r*n .. r*n+n-1 form replica r of tensor parallel
+size n. The whole world builds the engine together; afterwards each replica steps on its own, except those that share
+experts (`expert_group`), which are data parallel ranks of vLLM: one without requests runs dummy steps with the others.
 
 **Log-probs** are vLLM's processed ones: of the distribution from which the token was really sampled, after
 temperature, top-p and top-k; at temperature 0 (greedy) those of temperature 1.
 
 **Determinism.** The same requests submitted in the same order to an idle engine after `update_weights` make the same
 batches, hence the same bits. Where requests have seeds of their own (`VllmOptions.request_seeds`), a response depends
-on its prompt, sampling, seed and the weights, not on its neighbours. What remains is floating point: the shapes of a
-batch choose the order of sums, and a log-prob may move by some 1e-6 (fp32; 1e-2 in bf16), which once in a long while
-flips a token. Elsewhere all requests share the engine's own generator, which starts anew from the first one's seed.
+on its prompt, sampling, seed and the weights; its neighbours change the order of sums only, and a log-prob by some 1e-6
+(fp32; 1e-2 in bf16). Elsewhere all share the engine's own generator, which starts anew from the first one's seed.
 """
 
 from __future__ import annotations
@@ -316,8 +314,7 @@ class VllmEngine:
 
 
 def _say_graphs(count: int) -> None:
-    """Print how many graphs were captured: one per size and piece of the model. None is a fault that shows only as
-    slowness."""
+    """How many graphs were captured, one per size and piece of the model; none is a fault that shows as slowness."""
     none = "no graphs: it decodes step by step, several times slower; look for warnings of vLLM above"
     say(f"the engine captured {f'{count} graphs' if count else none}")
 
@@ -330,8 +327,7 @@ def _prepare(kind: str, options: VllmOptions) -> None:
 
 
 def keep_weights_live(kind: str | None = None) -> None:
-    """Models that vLLM loads from now on compute with what is written into their weights. kind: of device, None for
-    this process's."""
+    """Models that vLLM loads from now on compute with what is written into their weights. kind: of this device."""
     if (kind or get_device().kind) == "cpu":
         vllm_live.apply()
 

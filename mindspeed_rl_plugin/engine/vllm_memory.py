@@ -34,9 +34,8 @@ def free_share(device: Device, deadline: float) -> float:
 
     Collective over the world, for a device whose trainer is offloaded; deadline: seconds that ranks wait for each
     other. vLLM takes no more than this share of the total, and its KV cache gets what weights and the largest step
-    leave of it (0.32: v1/worker/utils.py, `request_memory`, and v1/worker/gpu_worker.py, `determine_available_memory`;
-    vllm-ascend from 0.15 on: worker/worker.py, alike). Raises ValueError on every rank where nothing is left, and what
-    `MessageBatch.wait` does.
+    leave of it (0.32: `request_memory`, `determine_available_memory`; vllm-ascend from 0.15 on: worker/worker.py).
+    Raises ValueError on every rank where nothing is left, and what `MessageBatch.wait` does.
     """
     gc.collect()
     device.synchronize()
@@ -62,11 +61,10 @@ def free_share(device: Device, deadline: float) -> float:
 class PoolMemory:
     """vLLM's sleep mode on an accelerator at level 2: no copy of weights that the next reshard overwrites.
 
-    This class restores what else level 2 loses. Everything else in the pool of the weights (rotary tables, expert maps,
-    scales) is copied to the host and back: vLLM saves the model's buffers at most, vllm-ascend 0.9 not even those. And
-    parameters become the objects that they were, which captured graphs know: waking in vllm-ascend 0.18 to 0.23
-    replaces experts by transposed views (worker/worker.py, `wake_up`), for a loader of checkpoints; its forward
-    multiplies by them as they were. `refresh_derived` makes anew what is derived from weights.
+    What else lies in the pool of the weights (rotary tables, expert maps, scales) is copied to the host and back: vLLM
+    saves the model's buffers at most, vllm-ascend 0.9 not even those. And parameters become the objects that they were,
+    which captured graphs know: waking in vllm-ascend 0.18 to 0.23 replaces experts by transposed views (worker/
+    worker.py). `refresh_derived` makes anew what is derived from weights.
     """
 
     def __init__(self, engine: Any, worker: Any, pool: Sequence[range]) -> None:
@@ -96,8 +94,7 @@ class PoolMemory:
 
 
 def _tensors_in(pool: Sequence[range]) -> list[torch.Tensor]:
-    """Every tensor of this process that lies in the pool, whoever holds it. vLLM freezes its objects, and frozen ones
-    are not listed."""
+    """Every tensor of this process that lies in the pool. vLLM freezes its objects, and frozen ones are not listed."""
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     known = [o for o in gc.get_objects() if type(o) is torch.Tensor or issubclass(type(o), torch.nn.Parameter)]
@@ -107,12 +104,8 @@ def _tensors_in(pool: Sequence[range]) -> list[torch.Tensor]:
 
 
 class HostMemory:
-    """vLLM's sleep mode on CPU: storages of parameters and KV cache resized to 0 bytes and back. Buffers (rotary
-    tables) stay.
-
-    The KV cache comes back as zeros: attention multiplies what lies beyond a sequence's end by 0, and garbage
-    may be NaN.
-    """
+    """Sleep on CPU: storages of parameters and KV cache resized to 0 bytes and back; buffers (rotary tables) stay. A KV
+    cache comes back as zeros: attention multiplies what lies beyond a sequence's end by 0, and garbage may be NaN."""
 
     def __init__(self, worker: Any) -> None:
         self._storages = {
@@ -136,10 +129,7 @@ class HostMemory:
 
 
 def fill_with_zeros(storage: torch.UntypedStorage) -> None:
-    """Zero a storage, if possible without touching it: writing every page of a cache costs seconds a GiB.
-
-    Linux gives an anonymous page that was dropped back as zeros when it is next used.
-    """
+    """Zero a storage, on Linux by dropping its pages, which come back as zeros: writing them costs seconds a GiB."""
     start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     whole = torch.empty(0, dtype=torch.uint8).set_(storage)

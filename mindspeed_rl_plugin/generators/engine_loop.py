@@ -26,10 +26,8 @@ STEPS = 8  # the same, of engines that share experts: all take as many
 
 
 class Team(GroupPeers):
-    """The ranks of the default group, which are those of one engine, or of engines that share experts.
-
-    Its collectives run over gloo. Making it is one. deadline: seconds of any wait, the job's.
-    """
+    """The ranks of the default group, which are those of one engine, or of engines that share experts; collectives run
+    over gloo, and making it is one. deadline: seconds of any wait, the job's."""
 
     def __init__(self, deadline: float) -> None:
         super().__init__(dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline)))

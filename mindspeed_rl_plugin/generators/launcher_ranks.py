@@ -116,9 +116,9 @@ def store() -> dist.Store:
 
 
 def begin() -> None:
-    """Where the launcher may start its ranks again: they connect by a store that the first of them opens, for in the
-    launcher's torch finds where ranks were that are dead. It is at rank 0's own address, as the dock is: what stands at
-    MASTER_ADDR may forward MASTER_PORT alone, as a Service of Kubernetes does. Raises TimeoutError."""
+    """Where the launcher may start its ranks again they connect by a store of this start, at rank 0's own address: the
+    launcher's store holds where dead ranks were, and MASTER_ADDR may forward MASTER_PORT alone (Kubernetes). Raises
+    TimeoutError."""
     global _own_store
     if not may_restart() or launcher_store()[2]:
         return
@@ -137,8 +137,7 @@ def agree(
 ) -> tuple[str, str]:
     """A name of this start, and the place that its rank 0 gives, on all ranks, whatever the dead ones of earlier starts
     have written. (TORCHELASTIC_RESTART_COUNT is no name: each agent counts its own.) From then on a rank ends by `end`
-    when it sees that another one was started again: rank 0 sees all, the others see rank 0. Before there are links of
-    the dock nothing else tells them."""
+    when another one was started again: rank 0 sees all, the others see rank 0."""
     if rank == 0:
         name = secrets.token_hex(8)
         keys.set(START, name)
@@ -226,8 +225,8 @@ def join_group(engine: int, deadline: float) -> None:
 
 
 def init_group(keys: dist.Store, limit: datetime.timedelta, kind: str | None = None) -> None:
-    """The default process group of all ranks that the environment names. kind: of the device that they work on, None
-    for this process's; "cpu": none is touched."""
+    """The default process group of all ranks that the environment names. kind: of device, None for this process's;
+    "cpu": none is touched."""
     env, kind = launch_env(), kind or get_device().kind
     if kind != "cpu":
         get_device().api.set_device(env["local_rank"])

@@ -119,7 +119,7 @@ def work(ranks: int, join: str, secret: bytes, environment: Mapping[str, str]) -
 
 
 def connect(ray: Any, options: argparse.Namespace) -> None:
-    """To the cluster that runs. Raises SystemExit where there is none, or it has too little."""
+    """Raises SystemExit where no cluster runs, or it has too little."""
     address = os.environ.get("RAY_ADDRESS", "auto")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:

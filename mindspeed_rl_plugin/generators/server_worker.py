@@ -31,8 +31,8 @@ keep_weights_live()
 
 
 class _Guest:
-    """A worker that has joined a job. client: for which it works there; address: of the job; ranks: of the engine on
-    this machine."""
+    """A worker that has joined a job. client: for which it works; address: of the job; ranks: of the engine on this
+    machine."""
 
     def __init__(self, worker: Any, client: str, address: str, secret: bytes, ranks: list[int]) -> None:
         self.client, self.address, self.heard = client, address, time.monotonic()
@@ -71,7 +71,7 @@ class _Guest:
         return not self.dock.ended
 
     def pull(self, version: int) -> None:
-        """Begin a pull, beside the worker's steps."""
+        """Begin a pull, which takes place during the worker's steps."""
         self.weights.take_cost()
         self.weights.pull(version)
 
