@@ -29,10 +29,6 @@ def test_completions_come_in_the_order_of_requests(fake_engine, request_of) -> N
     assert seen == [2, 1, 1]
 
 
-def test_no_requests_need_no_engine_time(fake_engine) -> None:
-    assert generate(fake_engine(), [], deadline=0) == []
-
-
 def test_the_end_of_own_responses_is_not_that_of_engines_that_share_experts(fake_engine, request_of) -> None:
     engine, idle = fake_engine(), fake_engine()
     generate(engine, [request_of(0, (5, 2))], deadline=5)
@@ -43,10 +39,7 @@ def test_the_end_of_own_responses_is_not_that_of_engines_that_share_experts(fake
 def test_a_late_response_is_named_and_aborted(fake_engine, request_of) -> None:
     engine = fake_engine()
     requests = [request_of(0, (5, 1)), request_of(1, (13, 1)), request_of(2, (13, 1))]
-    with pytest.raises(
-        TimeoutError,
-        match=r"2 of 3 .* 5 s .*\(0, 1, 0\), \(0, 2, 0\)",
-    ):
+    with pytest.raises(TimeoutError, match=r"2 of 3 .* 5 s .*\(0, 1, 0\), \(0, 2, 0\)"):
         generate(engine, requests, deadline=5)
     assert engine.log == ["submit 3", "abort 2"]
     assert not engine.queue

@@ -5,6 +5,7 @@ import queue
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -295,36 +296,28 @@ def test_a_wait_inside_vllm_that_takes_too_long_ends_the_process(where, pair, sh
     assert re.search(r"waited 0.05 s \(--rl-wait-timeout\) in .* ranks 0 to [13] .*--rl-generate-[te]p [24]\)", said[0])
 
 
-def test_a_wait_in_time_ends_nothing(make_engine) -> None:
-    ended = []
+@pytest.mark.parametrize(("another_each_time", "statuses"), [(True, []), (False, [1])])
+def test_one_long_wait_ends_the_process_and_many_short_ones_do_not(monkeypatch, another_each_time, statuses) -> None:
+    """Nor one of a job that was suspended, while a clock goes on."""
+    ended, clock, looks = [], [0.0], iter(range(12 if another_each_time else 10**6))
     limit = HardDeadline(0.5, ended.append)
-    end = time.monotonic() + 1.2
-    while time.monotonic() < end:  # one step after the other
-        with limit.over("a step"):
-            time.sleep(0.02)
-    limit.close()
-    limit._thread.join(5)
-    assert not ended and not limit._thread.is_alive()
-    assert not make_engine(world=4)._step_of, "an engine of one rank waits for nobody"
+    limit._now = ["a step"]
 
-
-def test_a_job_that_was_suspended_is_not_ended(monkeypatch) -> None:
-    """A clock goes on meanwhile."""
-    ended, clock = [], [0.0]
-
-    class Pauses:
-        count = 0
-
-        def wait(self, seconds: float) -> bool:
-            clock[0] += 1000.0
-            self.count += 1
-            return self.count > 3
+    def wait(seconds: float) -> bool:
+        assert seconds < 0.5
+        clock[0] += 1000.0
+        if another_each_time:
+            limit._now = ["a step"]
+        return next(looks, None) is None
 
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    limit = HardDeadline(0.5, ended.append)
-    limit._closed, limit._now = Pauses(), ["a step"]
+    limit._closed = SimpleNamespace(wait=wait)
     limit._look()
-    assert not ended and limit._closed.count == 4
+    assert ended == statuses and clock[0] > 9000.0
+
+
+def test_an_engine_of_one_rank_waits_for_nobody(make_engine) -> None:
+    assert not make_engine(world=4)._step_of
 
 
 @pytest.mark.parametrize(("given", "used"), [(0.35, 0.35), (None, 0.81)])

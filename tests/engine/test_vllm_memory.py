@@ -1,12 +1,10 @@
-"""The share of memory an engine gets. PoolMemory over a pool that loses what sleeps. HostMemory: storages come back
-under the same tensors, a KV cache as zeros."""
+"""The share of memory an engine gets; what sleeps and comes back: storages on a host, a pool on an accelerator."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.engine import vllm_memory
 from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, fill_with_zeros, free_share
 
@@ -60,7 +58,7 @@ class Pool:
     NaN, also when it is taken again; moved: bytes that went over the bus."""
 
     def __init__(self) -> None:
-        self.pointer_to_data, self.moved, self._memory = {}, 0, []
+        self.pointer_to_data, self.moved = {}, 0
 
     def piece(self, tag: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Copies of tensors beside each other in a new piece."""
@@ -159,28 +157,15 @@ def test_a_rollout_moves_no_weights_and_leaves_the_layer_as_it_was(experts, save
     assert (pool.moved, kept) == (0, 5 * 4 + 3 * 4 + 2 * 8)
 
 
-class Accelerator(Device):
-    """A device of which so much is free."""
-
-    def __init__(self, free, total):
-        super().__init__("cuda")
-        self.free, self.total, self.events = free, total, []
-
-    def memory_info(self):
-        self.events.append("measure")
-        return self.free, self.total
-
-    def synchronize(self):
-        self.events.append("synchronize")
-
-    def empty_cache(self):
-        self.events.append("empty_cache")
-
-    def current(self):
-        return torch.device("cpu")
-
-
 GIB = 1 << 30
+
+
+def accelerator(free, total, kind="cuda"):
+    """A device of which so many GiB are free; events: what was done with it."""
+    events = []
+    calls = {name: lambda name=name: events.append(name) for name in ("synchronize", "empty_cache")}
+    info = lambda: events.append("measure") or (free * GIB, total * GIB)  # noqa: E731
+    return SimpleNamespace(kind=kind, events=events, memory_info=info, current=lambda: torch.device("cpu"), **calls)
 
 
 def ranks(monkeypatch, *others):
@@ -193,6 +178,7 @@ def ranks(monkeypatch, *others):
     monkeypatch.setattr(vllm_memory.dist, "get_world_size", lambda: 1 + len(others))
     monkeypatch.setattr(vllm_memory.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(vllm_memory.P2PChannel, "share", share)
+    monkeypatch.setattr(vllm_memory.gc, "collect", lambda: None)  # takes a second
 
 
 @pytest.mark.parametrize(
@@ -206,7 +192,7 @@ def ranks(monkeypatch, *others):
 )
 def test_the_engine_gets_what_is_free_less_a_reserve(monkeypatch, free, total, others, expected):
     ranks(monkeypatch, *others)
-    device = Accelerator(free * GIB, total * GIB)
+    device = accelerator(free, total)
     share = free_share(device, 9.0)
     assert share == expected and share * total + max(0.1 * total, 2) <= free
     assert device.events == ["synchronize", "empty_cache", "measure"]  # what torch keeps is free too
@@ -216,7 +202,7 @@ def test_the_engine_gets_what_is_free_less_a_reserve(monkeypatch, free, total, o
 def test_no_memory_for_an_engine_is_refused_on_every_rank(monkeypatch, free, others):
     ranks(monkeypatch, *others)
     with pytest.raises(ValueError, match=f"{free} of 64 GiB .*--rl-device-memory-utilization"):
-        free_share(Accelerator(free * GIB, 64 * GIB), 9.0)
+        free_share(accelerator(free, 64), 9.0)
 
 
 @pytest.mark.parametrize("version", [(0, 9), (0, 11), (0, 14), (0, 15), (0, 23)])
@@ -224,8 +210,7 @@ def test_the_kv_cache_gets_what_is_free_less_reserve_weights_and_activations(mon
     """vllm-ascend's formulas, of whose bodies tests/ascend has rows, on a device of which the trainer holds a part."""
     ranks(monkeypatch)
     total, others, weights, activations = 64, 7, 20, 3
-    device = Accelerator((total - others) * GIB, total * GIB)
-    device.kind = "npu"
+    device = accelerator(total - others, total, "npu")
     monkeypatch.setattr(vllm_memory.engine_env, "vllm_version", lambda: version)
     requested = free_share(device, 9.0) * total
     cache = requested - weights - activations
