@@ -11,18 +11,22 @@ from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.flag import valued
-from mindspeed_rl_plugin.config.run_flags import RolloutConfig
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What one rollout is, and what it is cut into.
+    """What one rollout is, and what it is cut into. Preference pairs are prompts with two responses, and an optimizer
+    step is a rollout.
 
-    prompts: G of one rollout; members: N responses of a prompt; global_batch: sequences of one optimizer
-    step (--global-batch-size); epochs: passes over a rollout; micro_batch: sequences of one forward;
-    data_parallel, engines: ranks; train_iters: optimizer steps of the whole run; max_tokens: of a micro-batch, where
-    they are cut by tokens. Preference pairs are prompts with two responses, and engines None; an optimizer step is a
-    rollout.
+    prompts: G of one rollout.
+    members: N responses of a prompt.
+    global_batch: sequences of one optimizer step.
+    epochs: passes over a rollout.
+    micro_batch: sequences of one forward.
+    data_parallel: ranks.
+    engines: of rollouts, None for pairs.
+    train_iters: optimizer steps of the whole run.
+    max_tokens: of a micro-batch, where they are cut by tokens.
     """
 
     prompts: int
@@ -117,22 +121,12 @@ def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, tra
 
 
 def derive(
-    *,
-    global_batch: int,
-    members: int,
-    prompts: int | None,
-    epochs: int,
-    micro_batch: int,
-    data_parallel: int,
-    engines: int,
-    train_iters: int,
-    max_tokens: int | None = None,
+    config: RLConfig, world: int, *, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int
 ) -> Arithmetic:
-    """Fill in the default of `prompts` and check that everything divides.
-
-    Raises ValueError naming the value, the limit and the fix.
-    """
-    of_prompt = valued(RolloutConfig(samples_per_prompt=members), "samples_per_prompt")
+    """The arithmetic of an algorithm that samples responses, with the default of --rl-rollout-prompts. world: ranks
+    that train; the others: as Megatron's flags say. Raises ValueError naming the value, the limit and the fix."""
+    members, prompts = config.rollout.samples_per_prompt, config.rollout.rollout_prompts
+    of_prompt = valued(config.rollout, "samples_per_prompt")
     if prompts is None:
         if global_batch % members:
             raise ValueError(
@@ -147,8 +141,18 @@ def derive(
             f"not a multiple of --global-batch-size {global_batch}; {_near(prompts, members, global_batch)}"
         )
     _check_split(global_batch, micro_batch, data_parallel)
-    sizes = (prompts, members, global_batch, epochs, micro_batch, data_parallel, engines, train_iters)
-    return Arithmetic(*sizes, max_tokens)
+    ranks = config.schedule.generator_ranks if config.schedule.apart else world
+    return Arithmetic(
+        prompts=prompts,
+        members=members,
+        global_batch=global_batch,
+        epochs=config.algorithm.ppo_epochs,
+        micro_batch=micro_batch,
+        data_parallel=data_parallel,
+        engines=ranks // config.rollout.generate_tp,
+        train_iters=train_iters,
+        max_tokens=config.forward.max_tokens_per_microbatch,
+    )
 
 
 def arithmetic_of(args: Any) -> Arithmetic:
@@ -161,26 +165,7 @@ def arithmetic_of(args: Any) -> Arithmetic:
     }
     if learns_from_pairs(args.rl_algorithm):
         return derive_pairs(**of_megatron)
-    return derive_for(RLConfig.from_args(args), args.world_size, **of_megatron)
-
-
-def derive_for(config: RLConfig, world: int, **of_megatron: int) -> Arithmetic:
-    """The arithmetic of an algorithm that samples responses, by the flags. Raises ValueError as `derive` does. world:
-    ranks that train; of_megatron: what Megatron's flags say, as `derive` names it."""
-    return derive(
-        members=config.rollout.samples_per_prompt,
-        prompts=config.rollout.rollout_prompts,
-        epochs=config.algorithm.ppo_epochs,
-        engines=engines_of(config, world),
-        max_tokens=config.forward.max_tokens_per_microbatch,
-        **of_megatron,
-    )
-
-
-def engines_of(config: RLConfig, world: int) -> int:
-    """Rollout engines of a job whose trainers have `world` ranks, at its start."""
-    ranks = config.schedule.generator_ranks if config.schedule.apart else world
-    return ranks // config.rollout.generate_tp
+    return derive(RLConfig.from_args(args), args.world_size, **of_megatron)
 
 
 def _check_split(global_batch: int, micro_batch: int, data_parallel: int, trainers: str = "") -> None:
@@ -204,13 +189,3 @@ def reads_old_logps(config: RLConfig, algorithm: Algorithm) -> bool:
     are those of the update's own pass. A correction for older weights reads these just as well."""
     dumped = config.monitor.dump_dir is not None
     return config.forward.old_logprobs != "auto" or algorithm.kl_reward_coef != 0 or dumped
-
-
-def ruled_out(config: RLConfig, algorithm: Algorithm) -> dict[str, str]:
-    """The schedules that other flags exclude, each with the flag."""
-    out = (
-        {"async": "--rl-reward-model-device accelerator"} if config.reward.reward_model_device == "accelerator" else {}
-    )
-    if algorithm.filters and algorithm.filtration_whole_batch:
-        out |= dict.fromkeys(("streamed", "async"), "--rl-filtration-whole-batch")
-    return out

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
-from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.dock.gate import Opening
 from mindspeed_rl_plugin.dock.machines import own_address
 from mindspeed_rl_plugin.environment import say
@@ -20,33 +19,31 @@ from mindspeed_rl_plugin.generators.external_engines import ExternalEngines
 from mindspeed_rl_plugin.generators.launcher_ranks import publish_address, publish_end
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.loop import engine_options
-from mindspeed_rl_plugin.loop.inputs import Inputs
+from mindspeed_rl_plugin.loop.rank_parts import RankParts
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.apart import AsyncSchedule
+from mindspeed_rl_plugin.loop.schedules.publications import Publications
 from mindspeed_rl_plugin.loop.schedules.schedule import Job
 from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
-from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.response_validator import READS, STATE, ResponseValidator
 from mindspeed_rl_plugin.stages.stage import Stages
 from mindspeed_rl_plugin.stages.trainer import Trainer
-from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
 from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
 from mindspeed_rl_plugin.weights.published_memory import publish_memory
 
 FEWER = "keep fewer versions (--rl-max-staleness with --rl-async-order strict), or spread trainers over more machines"
 
 
-def build_schedule(
-    inputs: Inputs, job: Job, stages: Stages, rounds: int, trainer: Trainer, model: Any, resumes: bool
-) -> AsyncSchedule:
+def build_schedule(at: RankParts, stages: Stages, trainer: Trainer, model: Any, resumes: bool) -> AsyncSchedule:
     """The schedule, and the dock open to engines. Collective over all ranks that train. model: this rank's chunks;
     resumes: whether a checkpoint's state is loaded next."""
+    inputs, job = at.inputs, at.job
     engine_options.check_engine_rotary(inputs, model)
     config, sizes = inputs.config, inputs.sizes
-    schedule, samples = config.schedule, config.monitor.eval_pass_k
+    schedule = config.schedule
     strict = schedule.async_order == "strict"
     dtype = engine_options.dtype_of(inputs.args, config.rollout.engine_dtype)
     engine = engine_options.options(inputs, dtype)
@@ -72,23 +69,18 @@ def build_schedule(
     if not strict:
         service.take_prompts(offers.add)
     external_engines = _invite(job, service, about, schedule, strict)
-    evaluation = None
-    if inputs.held_out:
-        evaluation = EvaluateApart(job.dock, stages["reward"], inputs.held_out, job.ranks, job.monitor, samples)
+    prompts, samples = inputs.held_out or (), config.monitor.eval_pass_k
+    admission = Admission(sizes.prompts, schedule.max_staleness, sizes.rollouts)
     return AsyncSchedule(
         job,
         stages,
-        rounds,
+        inputs.dynamic_rounds,
         service=service,
-        admission=Admission(sizes.prompts, schedule.max_staleness, sizes.rollouts),
-        trainer=trainer,
-        kept=kept_versions(schedule),
+        publications=Publications(trainer, admission, kept_versions(schedule), validator.published),
+        evaluate=EvaluateApart(job.dock, stages["reward"], prompts, job.ranks, job.monitor, samples),
         strict=strict,
         whole=strict or schedule.exact_resume,
-        evaluation=evaluation,
-        members=max(sizes.members, samples + 1),
         external_engines=external_engines,
-        published=validator.published,
         offers=offers,
     )
 
@@ -98,11 +90,10 @@ def kept_versions(schedule: ScheduleConfig) -> int:
     return max(2, schedule.max_staleness + 1) if schedule.async_order == "strict" else 2
 
 
-def make_publisher(
-    inputs: Inputs, rank: int, ranks: Collectives, dock: Dock, model: Sequence[Any], budget: HostMemoryBudget
-) -> Publisher:
-    """Of this rank's weights. Collective. budget: of the machine. Raises MemoryError where its ranks' versions do not
-    fit into it together."""
+def make_publisher(at: RankParts, model: Sequence[Any]) -> Publisher:
+    """Of this rank's weights. Collective. Raises MemoryError where the versions of all ranks of a machine do not fit
+    into its memory."""
+    inputs, ranks, rank = at.inputs, at.job.ranks, at.job.topology.rank
     args, config, versions = inputs.args, inputs.config, kept_versions(inputs.config.schedule)
     weights = TrainerWeights.of(
         ModelShape.from_megatron_args(args, inputs.vocab),
@@ -113,8 +104,10 @@ def make_publisher(
         ranks.gather,
         verify=config.reshard.verify_weights,
     )
-    budget.reserve(weights.shares[rank].nbytes * versions, f"keeping {versions} versions of the weights", FEWER)
-    return Publisher(weights, rank, partial(publish_memory, dock), versions=versions, gather=ranks.gather)
+    kept = f"keeping {versions} versions of the weights"
+    inputs.host_memory_budget().reserve(weights.shares[rank].nbytes * versions, kept, FEWER)
+    memory = partial(publish_memory, at.job.dock)
+    return Publisher(weights, rank, memory, versions=versions, gather=ranks.gather)
 
 
 def _invite(

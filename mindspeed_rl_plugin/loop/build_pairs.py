@@ -8,16 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed_rl_plugin.loop.docks import Docks, place
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
-from mindspeed_rl_plugin.loop.monitoring import make_monitor
-from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
-from mindspeed_rl_plugin.loop.schedules.schedule import Job, PairSchedule
+from mindspeed_rl_plugin.loop.rank_parts import RankParts
+from mindspeed_rl_plugin.loop.schedules.schedule import PairSchedule
 from mindspeed_rl_plugin.loop.start import Start
-from mindspeed_rl_plugin.loop.topology import Topology
-from mindspeed_rl_plugin.ranks import Collectives, on_rank_0, weights_digest
-from mindspeed_rl_plugin.stages.evaluate import Due, EvaluatePairs
+from mindspeed_rl_plugin.ranks import on_rank_0, weights_digest
+from mindspeed_rl_plugin.stages.evaluate import EvaluatePairs
 from mindspeed_rl_plugin.stages.measure import IterationLog
 from mindspeed_rl_plugin.stages.references import PairScorer, cache_file, cache_key, read_cache, write_cache
 from mindspeed_rl_plugin.stages.stage import Stages
@@ -28,7 +25,10 @@ from mindspeed_rl_plugin.weights.host_memory import HostWeights
 class Reference:
     """What is known of the reference: its log-probs of all pairs, from disk, or its weights.
 
-    folder: where log-probs are kept; key: of these; logps: `[pairs, 2]`; weights: None where logps are known.
+    folder: where log-probs are kept.
+    key: of these.
+    logps: `[pairs, 2]`.
+    weights: None where logps are known.
     """
 
     folder: str
@@ -64,21 +64,14 @@ class Reference:
 
 def build_pair_loop(inputs: Inputs, model: Any, reference: Reference, start: Start) -> Loop:
     """model: this rank's chunks. Collective over all ranks."""
-    args, config, algorithm = inputs.args, inputs.config.monitor, inputs.algorithm
-    topology, ranks = Topology.from_megatron(1, model), Collectives(config.wait_timeout)
-    plan = RolloutPlan(inputs.sizes, place(topology, ranks.group))
-    table = inputs.table()
-    docks = Docks.make(table, inputs.config, topology, ranks.group, plan)
-    monitor = make_monitor(inputs, topology, start)
-    place_of_rank = {"dp_rank": topology.dp_rank, "dp_size": topology.dp_size, "writer": topology.writer}
+    at, config = RankParts.of(inputs, model, start), inputs.config.monitor
+    job, topology = at.job, at.job.topology
+    place = {"dp_rank": topology.dp_rank, "dp_size": topology.dp_size, "writer": topology.writer}
     streams = [inputs.data, *([inputs.held_out] if inputs.held_out else [])]
-    scorer = PairScorer(model, streams, inputs.forward, ranks, monitor, **place_of_rank)
+    scorer = PairScorer(model, streams, inputs.forward, job.ranks, job.monitor, **place)
     logps = reference.scored(scorer, topology.leader)
     held_out = range(len(inputs.data), len(scorer))[: config.eval_prompts or None]
-    evaluation = EvaluatePairs(scorer, held_out, logps, algorithm, monitor) if inputs.held_out else None
-    due = Due(inputs.held_out is not None, config.eval_every, args.train_iters)
-    context = inputs.context(model, topology, ranks, docks, monitor, pair_references=logps)
-    stages = Stages.of(table, context)
-    job = Job(plan, topology, ranks, monitor, docks.trainers, stages["pairs"], due)
-    log = IterationLog(monitor, ranks, docks.trainers)
-    return Loop(args, job, PairSchedule(job, evaluation), stages["update"], log)
+    evaluation = EvaluatePairs(scorer, held_out, logps, inputs.algorithm, job.monitor) if inputs.held_out else None
+    stages = Stages.of(inputs.table(), at.context(model, pair_references=logps))
+    log = IterationLog(job.monitor, job.ranks, job.dock)
+    return Loop(inputs.args, job, PairSchedule(job, stages["pairs"], evaluation), stages["update"], log)

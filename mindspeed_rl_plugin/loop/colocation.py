@@ -9,15 +9,13 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.critic.critic import Critic
-from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel
 from mindspeed_rl_plugin.loop import engine_options
-from mindspeed_rl_plugin.loop.inputs import Inputs
-from mindspeed_rl_plugin.loop.topology import Topology
+from mindspeed_rl_plugin.loop.rank_parts import RankParts
 from mindspeed_rl_plugin.weights.offload import TrainState, gathered
 from mindspeed_rl_plugin.weights.resharder import Resharder, Transfer
 
@@ -41,25 +39,16 @@ class Colocation:
         self.offloaded = frozenset(offloaded)
 
     @classmethod
-    def of(
-        cls,
-        inputs: Inputs,
-        model: Sequence[torch.nn.Module],
-        optimizer: Any,
-        critic: Critic | None,
-        topology: Topology,
-        peers: Peers,
-        stage: Callable[[str], AbstractContextManager[None]],
-    ) -> Colocation:
-        """On this rank, by the flags. Collective over all ranks; the engine takes seconds to start. peers: the ranks of
-        its engine."""
+    def of(cls, at: RankParts, model: Sequence[torch.nn.Module], optimizer: Any, critic: Critic | None) -> Colocation:
+        """On this rank, by the flags. Collective over all ranks; the engine takes seconds to start."""
+        inputs = at.inputs
         args, config = inputs.args, inputs.config
         dtype = engine_options.dtype_of(args, config.rollout.engine_dtype)
         resharder = Resharder(
             ModelShape.from_megatron_args(args, inputs.vocab),
             Parallel.from_megatron_args(args),
             EngineParallel(config.rollout.generate_tp, config.rollout.generate_ep),
-            rank=topology.rank,
+            rank=at.job.topology.rank,
             engine_dtype=dtype,
             mode=config.reshard.reshard,
             bucket_bytes=config.reshard.reshard_bucket_mb << 20,
@@ -78,11 +67,11 @@ class Colocation:
             one.offload(config.reshard.offloaded)
         engine: Engine = VllmEngine(engine_options.options(inputs, dtype))
         if (setup := EpisodeSetup.of(config, inputs.tokenizer_path)) is not None:
-            engine = setup.over(engine, inputs.tokenizer, inputs.environments, peers)
+            engine = setup.over(engine, inputs.tokenizer, inputs.environments, at.docks.engines.peers)
         engine.sleep()
         for one in trained:
             one.onload()
-        return cls(model, state, critic, engine, resharder, config.reshard.offloaded, stage)
+        return cls(model, state, critic, engine, resharder, config.reshard.offloaded, at.job.monitor.stage)
 
     @contextmanager
     def awake(self, version: int) -> Iterator[Transfer]:
@@ -104,10 +93,8 @@ class Colocation:
     def start_offload(self) -> None:
         """Begin to copy to the host what the transfer of weights does not read: gradients and optimizer state, those
         of the critic too. What has begun to leave is passed over. It may still be read, for a checkpoint."""
-        early = self.offloaded - {"params"}
-        self.state.start_offload(early)
-        if self.critic is not None:
-            self.critic.state.start_offload(early)
+        for state in self._states:
+            state.start_offload(self.offloaded - {"params"})
 
     def onload(self) -> None:
         """All of the training state is on the device."""
@@ -124,10 +111,14 @@ class Colocation:
 
     def close(self) -> None:
         """End the engine. It wakes for that, in the memory that the training state gives up for good."""
-        self.state.discard()
-        if self.critic is not None:
-            self.critic.state.discard()
+        for state in self._states:
+            state.discard()
         self.engine.shutdown()
+
+    @property
+    def _states(self) -> list[TrainState]:
+        """Of the policy, and of the critic where there is one."""
+        return [self.state, *(() if self.critic is None else (self.critic.state,))]
 
     def _to_engine(self, version: int) -> Transfer:
         with gathered(self.model):

@@ -13,17 +13,13 @@ from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.episodes.environments import Elsewhere, Environments
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, reads_old_logps
-from mindspeed_rl_plugin.loop.docks import Docks, DockSize
-from mindspeed_rl_plugin.loop.topology import Topology
-from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.loop.docks import DockSize
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream
-from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.reward.builtin import check_answers
 from mindspeed_rl_plugin.reward.calling import EPISODE
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rows import Prompt, Sampling
-from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.generate import Episodes
 from mindspeed_rl_plugin.stages.stage import StageSpec
 from mindspeed_rl_plugin.stages.table import stage_table
@@ -32,11 +28,17 @@ from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
 
 @dataclass(frozen=True)
 class Inputs:
-    """forward: how batches become the model's inputs; vocab: tokens that the model may produce (the rest of Megatron's
-    rows is padding); flags: RL flags that were given, with their values; data: prompts or pairs to train on; held_out:
-    those of the evaluation; engine_config: config.json of the engine's model; end_tokens: ids that end a response;
-    own_stages: a user's, declaration and instance; environments: that answer the model in episodes, here or
-    elsewhere. What an algorithm does not need is left at its default.
+    """What an algorithm does not need is left at its default.
+
+    vocab: tokens that the model may produce; the rest of Megatron's rows is padding.
+    flags: RL flags that were given, with their values.
+    forward: how batches become the model's inputs.
+    data: prompts or pairs to train on.
+    held_out: those of the evaluation.
+    engine_config: config.json of the engine's model.
+    end_tokens: ids that end a response.
+    own_stages: a user's, declaration and instance.
+    environments: that answer the model in episodes, here or elsewhere.
     """
 
     args: argparse.Namespace
@@ -105,47 +107,24 @@ class Inputs:
         dump = self.config.monitor.dump_dir is not None
         return stage_table(self.algorithm, **rewards, dump=dump, own=own, episodes=self.episodes)
 
+    @property
+    def dynamic_rounds(self) -> int:
+        """Rounds that dynamic sampling may take for a rollout, 0 without it."""
+        return self.config.algorithm.dynamic_sampling_rounds if self.algorithm.dynamic_sampling else 0
+
     def dock_size(self) -> DockSize:
         """How much the dock must hold under these flags."""
-        config = self.config
-        rounds = config.algorithm.dynamic_sampling_rounds if self.algorithm.dynamic_sampling else 0
-        ahead = (0, 0)
+        config, ahead = self.config, (0, 0)
         if config.schedule.apart:
             held_out = len(self.held_out or ()) * (config.monitor.eval_pass_k + 1)
             ahead = (config.schedule.max_staleness + 1, -(-held_out // self.sizes.members))
         elif config.schedule.partial:
             ahead = (-(-config.schedule.in_the_making(self.sizes.prompts) // self.sizes.prompts) - 1, 0)
-        return DockSize(config, self.table(), self.sizes, rounds, ahead)
+        return DockSize(config, self.table(), self.sizes, self.dynamic_rounds, ahead)
 
     def host_memory_budget(self) -> HostMemoryBudget:
         """The host memory of this machine, for what its ranks offload. Collective over all ranks."""
         return HostMemoryBudget.of_machine(launch_env()["local_world_size"], self.config.monitor.wait_timeout)
-
-    def context(
-        self, model: Any, topology: Topology, ranks: Collectives, docks: Docks, monitor: Monitor, **parts: Any
-    ) -> RankContext:
-        """What the stages are built from. parts: the fields of `RankContext` that may be None."""
-        return RankContext(
-            config=self.config,
-            algorithm=self.algorithm,
-            forward=self.forward,
-            data=self.data,
-            prompts=self.sizes.prompts,
-            members=self.sizes.members,
-            global_batch=self.sizes.global_batch,
-            sampling=self.sampling,
-            seed=self.response_seed,
-            decode=self.decode,
-            graders=self.graders,
-            environments=self.environments,
-            dock_of=docks.of,
-            ranks=ranks,
-            monitor=monitor,
-            writer=topology.writer,
-            last_stage=topology.last_stage,
-            model=model,
-            **parts,
-        )
 
     @property
     def response_seed(self) -> int:

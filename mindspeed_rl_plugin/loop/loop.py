@@ -18,10 +18,11 @@ from mindspeed_rl_plugin.stages.update import TrainStep, Update
 
 @dataclass
 class Loop:
-    """args: Megatron's; colocation: None where nothing is generated; warmup: first iterations, in which the critic
-    learns alone.
-
-    rollout: the one in use; trained: whether the policy has taken a step, which it has not while the critic warms up.
+    """args: Megatron's.
+    colocation: None where nothing is generated on these ranks.
+    warmup: first iterations, in which the critic learns alone.
+    rollout: the one in use.
+    trained: whether the policy has taken a step, which it has not while the critic warms up.
     """
 
     args: argparse.Namespace

@@ -18,8 +18,12 @@ from mindspeed_rl_plugin.weights.publish import Published, Publisher, TrainerWei
 
 @dataclass
 class MegatronTrainer:
-    """See `stages.trainer.Trainer`. model: chunks of this rank; policy: its steps; publisher: of
-    its weights, where engines are apart."""
+    """See `stages.trainer.Trainer`.
+
+    model: chunks of this rank.
+    policy: its steps.
+    publisher: of its weights, where engines have ranks of their own.
+    """
 
     model: Sequence[Module]
     settings: ForwardSettings

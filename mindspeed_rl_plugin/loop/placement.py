@@ -22,8 +22,12 @@ from mindspeed_rl_plugin.rows import Group, SampleId
 
 @dataclass(frozen=True)
 class Placement:
-    """Places of all ranks. node: machine of each rank, numbered from 0 by lowest rank; dp_rank: data parallel rank of
-    each rank; engine: rollout engine of each rank."""
+    """Places of all ranks.
+
+    node: machine of each rank, numbered from 0 by lowest rank.
+    dp_rank: data parallel rank of each rank.
+    engine: rollout engine of each rank.
+    """
 
     node: tuple[int, ...]
     dp_rank: tuple[int, ...]

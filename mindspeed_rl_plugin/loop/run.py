@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,14 +32,11 @@ from mindspeed_rl_plugin.stages.stage import columns_of
 from mindspeed_rl_plugin.stages.update import TrainStep
 from mindspeed_rl_plugin.weights.host_memory import HostWeights
 
-_run: Run | None = None
 
-
+@functools.cache
 def current() -> Run:
     """The run of this process, made on first use."""
-    global _run
-    _run = _run or Run()
-    return _run
+    return Run()
 
 
 class Run:

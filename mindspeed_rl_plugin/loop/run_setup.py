@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, reads_old_logps, ruled_out
+from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, reads_old_logps
 
 SETUP = "setup"  # its place in run.json
 
@@ -16,10 +16,15 @@ SETUP = "setup"  # its place in run.json
 class Setup:
     """A run's flags, as far as time depends on them.
 
-    sizes: with `data_parallel` trainers and `engines`; trainer_ranks, engine_ranks: of one of these; slots: sequences
-    that an engine decodes at once; graders: reward workers, of all ranks; prompt_tokens: of a prompt; limit: most
-    tokens of a response; rounds: of dynamic sampling, 0 without it; old_read: whether more than the loss reads old
-    log-probs; ruled_out: schedules that other flags exclude, each with the flag.
+    sizes: with `data_parallel` trainers and `engines`.
+    slots: sequences that an engine decodes at once.
+    graders: reward workers, of all ranks.
+    prompt_tokens: of a prompt.
+    limit: most tokens of a response.
+    rounds: of dynamic sampling, 0 without it.
+    trainer_ranks, engine_ranks: of one trainer, and of one engine.
+    old_read: whether more than the loss reads old log-probs.
+    ruled_out: schedules that other flags exclude, each with the flag.
     """
 
     sizes: Arithmetic
@@ -56,7 +61,7 @@ class Setup:
             trainer_ranks=ranks // sizes.data_parallel,
             engine_ranks=who.tp if schedule.apart and who.engines else tp,
             old_read=reads_old_logps(config, algorithm),
-            ruled_out=ruled_out(config, algorithm),
+            ruled_out=_ruled_out(config, algorithm),
         )
 
     @property
@@ -69,3 +74,13 @@ class Setup:
     def old_logps(self) -> bool:
         """Whether old log-probs are computed before the update."""
         return self.sizes.steps > 1 or self.old_read
+
+
+def _ruled_out(config: RLConfig, algorithm: Algorithm) -> dict[str, str]:
+    """The schedules that other flags exclude, each with the flag."""
+    out = (
+        {"async": "--rl-reward-model-device accelerator"} if config.reward.reward_model_device == "accelerator" else {}
+    )
+    if algorithm.filters and algorithm.filtration_whole_batch:
+        out |= dict.fromkeys(("streamed", "async"), "--rl-filtration-whole-batch")
+    return out

@@ -11,11 +11,11 @@ TRAINED = "policy_trained"  # in the RL state: whether the policy's optimizer ha
 class Start:
     """Where training starts.
 
-    kind: "resume" (an RL checkpoint in --save, whole), "pretrained" (weights of --load only) or "fresh"
-    (random weights); load_dir: directory that Megatron loads from, None when fresh; iteration: Megatron
-    iteration that training continues after, 0 unless resumed; reference_path: iteration folder of the
-    checkpoint that RL began from, None when it began from random weights; reference_digest: SHA-256 over
-    its files (or over the random weights), None while not known: files are read in the background.
+    kind: "resume" (an RL checkpoint in --save, whole), "pretrained" (weights of --load only) or "fresh" (random ones).
+    load_dir: directory that Megatron loads from, None when fresh.
+    iteration: Megatron's, after which training goes on; 0 unless resumed.
+    reference_path: iteration folder of the checkpoint that RL began from, None where those were random weights.
+    reference_digest: SHA-256 over its files, or over the random weights; None while files are still being read.
     """
 
     kind: str

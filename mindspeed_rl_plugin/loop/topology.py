@@ -12,9 +12,12 @@ from torch.nn import Module
 class Topology:
     """Places of one rank.
 
-    rank, world: of the job; dp_rank, dp_size: data parallel place in training; last_stage: holds the end of the model;
-    writer: whether this rank writes what the last stage computed for its data parallel rank (first tensor and
-    context parallel rank of it); engine, engines: rollout engine that it belongs to, of how many.
+    rank, world: of the job.
+    dp_rank, dp_size: data parallel place in training.
+    last_stage: whether it holds the end of the model.
+    writer: whether it writes what the last stage computed for its data parallel rank (the first tensor and context
+        parallel rank of that stage).
+    engine, engines: rollout engine that it belongs to, of how many.
     """
 
     rank: int

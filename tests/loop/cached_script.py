@@ -1,12 +1,10 @@
-"""The example's script. Its engine has a prefix cache or none (PREFIX_CACHE: on, off), and says what came from it."""
+"""The example's script, which says what came from its engine's prefix cache."""
 
-import os
 import runpy
 from pathlib import Path
 
-from mindspeed_rl_plugin.engine import vllm_engine
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 
-arguments, VllmEngine = vllm_engine.engine_arguments, vllm_engine.VllmEngine
 init, update = VllmEngine.__init__, VllmEngine.update_weights
 CACHED = [0]
 
@@ -29,7 +27,5 @@ def saying(self, *args, **named):
 
 
 if __name__ == "__main__":
-    enabled = {"enable_prefix_caching": os.environ["PREFIX_CACHE"] == "on"}
-    vllm_engine.engine_arguments = lambda *args: arguments(*args) | enabled
     VllmEngine.__init__, VllmEngine.update_weights = counting, saying
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"), run_name="__main__")

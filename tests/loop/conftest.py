@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +19,13 @@ import golden
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from family_models import HOST, random_model
 from ports import free_port
 from two_machines import Machine
 
 from mindspeed_rl_plugin.monitor.run_files import read_jsonl
+from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
+from mindspeed_rl_plugin.tools.convert import to_megatron
 
 ROOT = Path(__file__).resolve().parents[2]
 JOINED = Path(__file__).with_name("joined_script.py")
@@ -48,12 +53,17 @@ RL = (
 )
 
 
+PP2 = ("--pipeline-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-verify-weights")
 AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
-INVITED = r"generate --join (\S+) --secret-file (\S+)"
+INVITED = r"(?:generate --join|programs may observe: address) (\S+?),? (?:--secret-file|secret file) (\S+)"
 SHARED_MEMORY = Path("/dev/shm")
 # Made by libraries for themselves: torch's compiler's cache, torchrun's folder of logs, which torchrun leaves, and what
 # wandb makes when it is imported, as Megatron's timers do, and removes at an orderly end.
 OF_LIBRARIES = re.compile(r"torchinductor_|torchelastic_|tmp\w+wandb-")
+
+
+def id_of(row: dict) -> tuple[int, int, int]:
+    return row["epoch"], row["group"], row["member"]
 
 
 @dataclass
@@ -64,20 +74,23 @@ class Result:
     log: str
     run_dir: Path
 
-    def check_agreement(self, updates: int, moved: float = 1e-8) -> None:
-        """Of a GRPO run with one update a rollout: engine and trainer agree after each number of updates, every update
-        changes the weights and starts from the policy that it is compared with. moved: least KL to the reference."""
-        lines = self.metrics
-        assert [line["version"] for line in lines] == list(range(updates))
-        self.check_log_probs(updates)
-        for line in lines:
+    def check_agreement(self, updates: int, moved: float = 1e-8, steps: int = 1) -> None:
+        """Engine and trainer agree after each number of updates; each changes the weights, and the first of the `steps`
+        updates of a rollout starts from the policy that it is compared with. moved: least KL to the reference."""
+        lines, firsts = self.metrics, self.metrics[::steps]
+        assert [line["version"] for line in firsts] == list(range(0, updates, steps))
+        self.check_log_probs(1 if steps > 1 else updates)
+        for line in firsts:
             assert line["ratio/mean"] == line["ratio/max"] == 1.0 and line["clip_fraction"] == line["kl/old"] == 0.0
+            assert line["groups/informative"] > 0
+        # Weights that never move, and log-probs that are all zero, would agree too.
+        assert all(line["grad_norm"] > 1e-3 and 0.1 < line["entropy"] < 10 for line in lines)
+        assert all((line["kl/ref"] < 1e-8) if i == 0 else (line["kl/ref"] > moved) for i, line in enumerate(lines))
+        resharded = [line for line in lines if "reshard/bytes_sent" in line]  # not where engines are apart
+        assert len({line.get("weights/digest") for line in resharded}) == len(resharded)
+        for line in resharded:
             assert line["reshard/bytes_sent"] == line["reshard/bytes_received"]
             assert line["reshard/bytes_copied"] + line["reshard/bytes_received"] > 0
-            # Weights that never move, and log-probs that are all zero, would agree too.
-            assert line["groups/informative"] > 0 and line["grad_norm"] > 1e-3 and 0.1 < line["entropy"] < 10
-        assert len({line["weights/digest"] for line in lines}) == updates
-        assert lines[0]["kl/ref"] < 1e-8 and all(line["kl/ref"] > moved for line in lines[1:])
 
     def check_log_probs(self, rollouts: int = 1) -> None:
         """Engine and trainer agree in so many rollouts, or more: in all but those that older weights sampled."""
@@ -176,12 +189,39 @@ class Job:
         """How many were dumped."""
         return len([*(self.save / "dump").glob("*.parquet")])
 
+    def dumped(self) -> list[dict]:
+        """All rows that were trained, in order of their ids."""
+        rows = [row for file in (self.save / "dump").glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+        return sorted(rows, key=id_of)
+
     def trained(self) -> list[tuple[int, int, int]]:
-        """Ids of all rows that were trained, by its dumps, in order."""
-        tables = [
-            pq.read_table(f, columns=["epoch", "group", "member"]) for f in (self.save / "dump").glob("*.parquet")
-        ]
-        return sorted(row for table in tables for row in zip(*(c.to_pylist() for c in table.columns), strict=True))
+        """Ids of all rows that were trained, in order."""
+        return list(map(id_of, self.dumped()))
+
+    def check_trained(self, groups: int, of_epoch: int = 4, more: bool = False) -> None:
+        """Each row of so many groups was trained once, and no epoch has a gap. of_epoch: groups of an epoch, 0 where
+        they differ; more: whether other groups may follow."""
+        ids = self.trained()
+        assert len(ids) == 4 * groups or (more and len(ids) > 4 * groups), (len(ids), groups)
+        ids = ids[: 4 * groups]
+        counted = Counter(epoch for epoch, group, member in dict.fromkeys(ids) if member == 0)
+        sizes = {epoch: of_epoch or counted[epoch] for epoch in range(ids[-1][0] + 1)}
+        assert ids == [(e, g, m) for e, size in sizes.items() for g in range(size) for m in range(4)]
+
+    def more(self, rollouts: int) -> int:
+        """Wait until so many more are trained. How many there are then, at least."""
+        wanted = self.rollouts() + rollouts
+        self.until(lambda: self.rollouts() >= wanted)
+        return wanted
+
+    def end(self, rollouts: int) -> Result:
+        """End a job that goes on for so many more rollouts, of four groups, when these were trained."""
+        enough = self.more(rollouts)
+        self.processes[0].terminate()
+        result = self.wait(60)
+        assert result.code != 0
+        self.check_trained(4 * enough, more=True)
+        return result
 
     def wait(self, timeout: float) -> Result:
         """The end of all agents. Raises subprocess.TimeoutExpired past `timeout` seconds."""
@@ -282,6 +322,38 @@ def given(flags: str):
 
 # For `Job.model` and `Job.train`, or to make others of.
 dense_model, moe_model, latent_model, training_flags = map(given, (MODEL, MOE_MODEL, LATENT_MODEL, TRAIN))
+
+
+@pytest.fixture
+def long_model(dense_model: str) -> str:
+    """For episodes, whose rows are long."""
+    return dense_model.replace("length 32", "length 64").replace("embeddings 32", "embeddings 64")
+
+
+@pytest.fixture
+def imported(arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable:
+    """`imported(FAMILY, "--train", "tp2")` makes a random model as its makers publish it, in tmp_path/hf, and imports
+    it. Returns Megatron's flags of the model, flags that start from it, and what gives its log-probs."""
+    logps = {}
+
+    def make(family: str, *options: str, name: str = "imported") -> tuple[str, tuple[str, ...], Callable]:
+        hf, out, tokenizer = tmp_path / "hf", tmp_path / name, arithmetic / "tokenizer"
+        if family not in logps:
+            logps[family] = random_model(family, hf, 1 + max(vocabulary(tokenizer).values()))
+        assert to_megatron.main(["--load", str(hf), "--out", str(out), *options]) == 0, capsys.readouterr()
+        model = " ".join(shlex.split(f"{HOST} {capsys.readouterr().out.splitlines()[-1]}"))
+        flags = ("--load", str(out), "--rl-hf-model", str(hf), "--rl-tokenizer", str(tokenizer))
+        return model, flags, logps[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def pp2(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Job:
+    """A finished job of four iterations: two pipeline stages, an engine on each."""
+    made = Job(arithmetic, tmp_path_factory.mktemp("pp2"), ("--train-iters", "4", *PP2), python=warm_python)
+    made.run()
+    return made
 
 
 def factory(request: pytest.FixtureRequest, data: Path, folder: Path) -> Iterator:

@@ -1,9 +1,6 @@
 """The last part of each response, which one version of the weights has sampled; its log-probs against the trainer's.
 The stage that dumps it is loaded by a job."""
 
-from typing import Any
-
-import pyarrow.parquet as pq
 import torch
 from tensordict import TensorDict
 
@@ -22,12 +19,6 @@ class LastPart:
     def compute(self, rows: TensorDict) -> TensorDict:
         first, version = torch.stack([parts[-1] for parts in rows["segments"].unbind()]).T
         return TensorDict({"last_first": first, "last_version": version}, batch_size=rows.batch_size)
-
-
-def dumped(job: Any) -> list[dict]:
-    """All rows that were trained, by their ids."""
-    rows = [row for file in (job.save / "dump").glob("*.parquet") for row in pq.read_table(file).to_pylist()]
-    return sorted(rows, key=lambda row: (row["epoch"], row["group"], row["member"]))
 
 
 def check_log_probs(rows: list[dict], inflight: str) -> None:

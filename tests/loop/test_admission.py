@@ -13,6 +13,8 @@ from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.apart import AsyncSchedule
 from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds
 
+pytestmark = pytest.mark.quick
+
 
 class Job:
     """Generators with slots and a trainer, on a virtual clock; groups carry the publication of their oldest token."""
@@ -110,9 +112,10 @@ def test_a_resume_goes_on_with_the_counts() -> None:
     admission.publish(2, 1)
     resumed = Admission(8, 1, rollouts=9)
     saved = {"admission": {**admission.state(), "overdue": True}}
-    schedule = SimpleNamespace(admission=resumed, _overdue=False)
+    schedule = SimpleNamespace(admission=resumed, evaluations=SimpleNamespace(overdue=False))
     AsyncSchedule.load(schedule, saved)
-    assert resumed == admission and resumed.allowed == 8 + 3 and schedule._overdue, "what was dropped is replaced"
+    assert resumed == admission and resumed.allowed == 8 + 3, "what was dropped is replaced"
+    assert schedule.evaluations.overdue
     resumed.publish(3, 1)  # in the middle of a rollout of several steps
     assert resumed.lag(3) == 0 and resumed.lag(0) == 1
 

@@ -62,7 +62,7 @@ def test_a_job_goes_on_with_graders_that_are_killed_and_hang(job, nothing_left, 
     assert result.code == 0 and FAILURES["is killed"] in result.log, result.log[-3000:]
     assert sum(line["reward/errors"] for line in result.metrics) == 2
     assert max(line["seconds/generate"] for line in result.metrics) > 1.5, "training waited for the one that hung"
-    assert running.trained() == [(e, g, m) for e in range(20) for g in range(4) for m in range(4)]
+    running.check_trained(80)
     nothing_left()
 
 
@@ -82,13 +82,9 @@ def test_the_rows_of_an_engine_that_hangs_go_to_another(job, joined, nothing_lef
     running.until("no report for 20 s (half of --rl-wait-timeout) from joined engine, process ")
     running.until(lambda: "another one reads them now" in engines.said())
     os.kill(first, signal.SIGCONT)
-    enough = running.rollouts() + 20
-    running.until(lambda: running.rollouts() > enough)
+    running.more(20)
     assert all(engine.poll() is None for engine in engines.engines), engines.said()[-3000:]
-    os.kill(running.processes[0].pid, signal.SIGTERM)
-    running.wait(60)
-    trained = running.trained()
-    assert trained == [(e, g, m) for e in range(len(trained) // 16) for g in range(4) for m in range(4)]
+    running.end(1)
     assert all(engine.wait(60) == 1 for engine in engines.engines), "they lost the job"
     nothing_left()
 
@@ -109,26 +105,10 @@ def test_an_engine_of_two_ranks_of_which_one_stands_still_ends(job, joined, noth
     (still,) = (p for p in psutil.Process(of_two.pid).children() if p.environ().get("RANK") == str(rank))
     still.suspend()
     running.until("no report for 60 s (half of --rl-wait-timeout) from joined engine, process ")
-    enough = running.rollouts() + 20
-    running.until(lambda: running.rollouts() > enough)
+    running.more(20)
     assert of_two.wait(300) == 1, "torchrun ends the rank that stands still when the other has waited long enough"
-    os.kill(running.processes[0].pid, signal.SIGTERM)
-    running.wait(60)
-    trained = running.trained()
-    assert trained == [(e, g, m) for e in range(len(trained) // 16) for g in range(4) for m in range(4)]
+    running.end(1)
     assert engines.engines[1].wait(60) == 1, "it lost the job"
-    nothing_left()
-
-
-@pytest.mark.slow
-def test_generators_may_be_the_second_agent_of_the_launcher(job, nothing_left) -> None:
-    """Two agents of one rank each, as on two machines of one device."""
-    running = job("--train-iters", "4", *ASYNC, "--rl-max-staleness", "0", ranks=1, agents=2).dumping()
-    result = running.run()
-    result.check_log_probs(4)
-    assert running.trained() == [(e, g, m) for e in range(4) for g in range(4) for m in range(4)]
-    trainers = "[rl] trainers: rank 0 (WORLD_SIZE 1 = 2 - --rl-generators 1; machines 1, ranks a machine 1)"
-    assert f"{trainers}; generators: rank 1 (engines 1, ranks an engine 1)" in result.log
     nothing_left()
 
 
@@ -144,7 +124,7 @@ def test_an_engine_joins_over_the_network(job, joined, tmp_path) -> None:
         engine = joined(running).join(on=machines[1])
         result = running.wait(240)
         assert result.code == 0 and engine.wait(30) == 0, result.log[-3000:] + joined(running).said()
-    assert running.trained() == [(e, g, m) for e in range(4) for g in range(4) for m in range(4)]
+    running.check_trained(16)
     result.check_log_probs(4)
     pulled = [line["weights/bytes_pulled"] for line in result.metrics if "weights/bytes_pulled" in line]
     assert pulled and all(line["weights/bytes_published"] in pulled for line in result.metrics)
@@ -183,9 +163,4 @@ def test_programs_that_are_cut_off_or_stand_still_cost_the_job_the_time_of_their
         observer.send_signal(signal.SIGSTOP)
         machines[1].cut() if lost == "on another machine" else engines.engines[1].send_signal(signal.SIGSTOP)
         running.until("no report for 60 s (half of --rl-wait-timeout) from joined engine, process ", 100)
-        enough = running.rollouts() + 20
-        running.until(lambda: running.rollouts() > enough)
-        running.processes[0].terminate()
-        running.wait(60)
-    trained = running.trained()[: 16 * enough]
-    assert trained == [(e, g, m) for e in range(enough) for g in range(4) for m in range(4)]
+        running.end(20)

@@ -69,12 +69,3 @@ def test_other_losses_and_layouts(dpo, kind, layout):
     assert result.metrics[0]["loss"] == pytest.approx(start, rel=1e-3)
     before, after = (line["eval/dpo_margin"] for line in result.evaluations)
     assert abs(before) < 1e-4 and after > 0.02
-
-
-def test_a_pair_without_a_rejected_answer_ends_the_job_before_anything_is_built(dpo, tmp_path):
-    bad = dpo("--train-iters", "1", ranks=1)
-    with open(tmp_path / "prompts-pairs.jsonl", "a") as file:
-        file.write('\n{"prompt": "1*2=", "chosen": "2"}\n')
-    result = bad.fail(200)
-    assert "line 65: a pair has a rejected answer" in result.log
-    assert "building GPT model" not in result.log

@@ -1,6 +1,6 @@
 """How a job ends that one rank fails or somebody kills: soon, with the message of the error, with nothing left behind.
 
-That nothing is left of a job that ends well is asserted in test_moe_loop.py.
+That nothing is left of a job that ends well is asserted in test_agreement.py.
 """
 
 import json
@@ -112,7 +112,7 @@ def test_a_failing_grader_ends_the_job(job, nothing_left, arithmetic, dense_mode
     layout = EXPERTS if shared else ("--rl-generate-tp", "2", "--rl-schedule", schedule)
     whole = ("--rl-rollout-prompts", "64", "--rl-samples-per-prompt", "2", "--rl-wait-timeout", "600")  # all prompts
     model = moe_model if shared else dense_model
-    failing = job("--train-iters", "8", "--rl-reward", f"{grader}:grade", *whole, *layout, model=model, cold=True)
+    failing = job("--train-iters", "8", "--rl-reward", f"{grader}:grade", *whole, *layout, model=model)
     log = log_of_the_end(failing, mark)
     assert "reward 'grade' raised RuntimeError: no such unit" in log
     assert set(re.findall(r"on rollout 0, prompt \d+, response \d+: prompt '([^']*)', response '", log)) == {prompt}
@@ -165,18 +165,6 @@ def test_one_save_has_one_job_and_torchrun_takes_its_ranks_along(job, nothing_le
 
 
 @pytest.mark.slow
-def test_an_empty_tracker_is_written_anew_and_the_job_goes_on(job):
-    run = job("--train-iters", "2")
-    run.run()
-    tracker = run.save / "latest_checkpointed_iteration.txt"
-    tracker.write_text("")
-    run.extra = ("--train-iters", "3")
-    log = run.run().log
-    assert "is empty, as a kill at the end of a save leaves it: 2, the newest" in log and "at iteration 2, opt" in log
-    assert tracker.read_text() == "3"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "how"), [(None, "SIGTERM"), (None, "SIGINT"), (0, "SIGKILL")])
 def test_a_job_that_is_killed_leaves_nothing_behind(job, nothing_left, rank, how):
     """SIGTERM and SIGINT come to the launcher, which passes them on."""
@@ -185,3 +173,53 @@ def test_a_job_that_is_killed_leaves_nothing_behind(job, nothing_left, rank, how
     if how == "SIGINT":
         assert log.count("[rl] interrupted in iteration 2") == 1 and "]: Traceback" not in log
     nothing_left()
+
+
+# Runs pretrain_gpt.py until iteration 3, in which rank 1 writes a NaN into a weight after the update.
+BROKEN = """
+import os, runpy
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+forward, models, steps = GPTModel.forward, [], []
+step = DistributedOptimizer.step_with_ready_grads
+
+def remember(self, *args, **named):
+    models[:] = [self]
+    return forward(self, *args, **named)
+
+def breaking(self):
+    steps.append(step(self))
+    if len(steps) == 3 and os.environ["RANK"] == "1":
+        dict(models[0].named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"].data[3, 4] = float("nan")
+    return steps[-1]
+
+GPTModel.forward, DistributedOptimizer.step_with_ready_grads = remember, breaking
+runpy.run_path({script!r}, run_name="__main__")
+"""
+# Rollouts of two optimizer steps, of which the second is followed by a publication.
+APART = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate", "--rl-rollout-prompts", "8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saves", "flags"),
+    [("2", ()), ("3", ()), ("3", APART)],
+    ids=["found by the reshard", "found by the checkpoint", "found by a checkpoint between two publications"],
+)
+def test_a_weight_that_is_no_number_ends_the_run_before_the_engine_and_before_a_checkpoint(job, tmp_path, saves, flags):
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN.format(script=str(PRETRAIN)))
+    common = ("--train-iters", "6", "--save-interval", saves, "--tensor-model-parallel-size", "2", *flags)
+    broken = job(*common, script=script, ranks=3 if flags else 2)
+    result = broken.fail()
+    when = "after 3 updates" if saves == "2" else "before a checkpoint"
+    message = f"decoder.layers.1.mlp.linear_fc2.weight of trainer rank 1 holds NaN or infinity {when}"
+    assert message in result.log and "model.layers.1.mlp.down_proj.weight [64, 128)" in result.log
+    tracker = broken.save / "latest_checkpointed_iteration.txt"
+    assert (tracker.read_text().strip() if tracker.exists() else None) == ("2" if saves == "2" else None)
+    assert not (broken.save / "iter_0000004").exists()
+    if saves == "2":
+        broken.script = PRETRAIN
+        again = broken.run()
+        assert "training resumes from" in again.log
+        assert [line["iteration"] for line in again.metrics] == [1, 2, 3, 4, 5, 6]

@@ -5,17 +5,16 @@ of a float64 model of our own; what is exported has the fields and the tensors o
 """
 
 import json
-import shlex
 
 import pytest
 import torch
-from family_models import FAMILIES, HOST, random_model
+from family_models import FAMILIES
 from safetensors.torch import load_file
 
 from mindspeed_rl_plugin.engine.hf_config import compare_configs
 from mindspeed_rl_plugin.monitor.dump import read_rollout
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
-from mindspeed_rl_plugin.tools.convert import to_hf, to_megatron
+from mindspeed_rl_plugin.tools.convert import to_hf
 
 pytestmark = pytest.mark.slow
 
@@ -25,21 +24,16 @@ MOVED = 1e-5  # nats, least KL to the reference after an update
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "deepseek_v2-lite"])  # core 0.19 builds none
-def test_from_its_files_through_rl_to_its_files(job, arithmetic, tmp_path, capsys, family):
-    hf, ckpt, back = (tmp_path / name for name in ("hf", "ckpt", "back"))
+def test_from_its_files_through_rl_to_its_files(job, arithmetic, imported, tmp_path, capsys, family):
+    hf, back = tmp_path / "hf", tmp_path / "back"
     torch.manual_seed(0)
-    vocab = 1 + max(vocabulary(arithmetic / "tokenizer").values())
-    logps = random_model(family, hf, vocab)
-    ends = {*range(0, vocab, 9)}
-    (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": [*ends]}))
     spread = any("experts" in field for field in FAMILIES[family])
-    train = "tp1,ep2" if spread else "tp2"
-    assert to_megatron.main(["--load", str(hf), "--out", str(ckpt), "--train", train]) == 0, capsys.readouterr()
-    model = " ".join(shlex.split(f"{HOST} {capsys.readouterr().out.splitlines()[-1]}"))
+    model, loads, logps = imported(family, "--train", "tp1,ep2" if spread else "tp2")
     assert GIVEN.get(family, "") in model
+    ends = {*range(0, 1 + max(vocabulary(arithmetic / "tokenizer").values()), 9)}
+    (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": [*ends]}))
     generate = ("--rl-generate-tp", "2", *(("--rl-generate-ep", "2") if spread else ()))
-    options = ("--train-iters", "2", "--rl-verify-weights", "--load", str(ckpt), "--rl-hf-model", str(hf), *generate)
-    options += ("--rl-tokenizer", str(arithmetic / "tokenizer"))
+    options = ("--train-iters", "2", "--rl-verify-weights", *loads, *generate)
     sequence = () if spread else ("--sequence-parallel",)
     done = job(*options, *sequence, model=model).dumping().run(900)
     done.check_agreement(2, MOVED)

@@ -20,6 +20,7 @@ from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
 from mindspeed_rl_plugin.loop.schedules import apart
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.apart import AsyncSchedule
+from mindspeed_rl_plugin.loop.schedules.publications import Publications
 from mindspeed_rl_plugin.loop.schedules.schedule import Job
 from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.loop.topology import Topology
@@ -63,37 +64,35 @@ class Made:
         self.reward = reward.Reward(TABLE[2], self.dock, 60.0, graders, str)
         measure = SimpleNamespace(dock=self.dock, run=lambda *_: Rollout({}, 1))
         judge = groups.Groups(groups.SPEC, self.dock, 60.0, graders, Ranks())
-        stages = Stages({"reward": self.reward, "groups": judge, "measure": measure})
+        stage = prompts.Prompts(self.dock, self.data, MEMBERS, True)
+        stages = Stages({"prompts": stage, "reward": self.reward, "groups": judge, "measure": measure})
         self.job = Job(
             self.plan,
             Topology(0, 1, 0, 1, True, True, 0, 1),
             Ranks(),
             self.monitor,
             self.dock,
-            prompts.Prompts(self.dock, self.data, MEMBERS, True),
             Due(True, 25, self.args.train_iters),
         )
         self.validator = ResponseValidator(100, 8)
         self.offers = Offers(self.data, lambda fields: None, GROUPS)
+        trainer = SimpleNamespace(publish=lambda done: SimpleNamespace(nbytes=0), refuse_broken=lambda: None)
         held_out = [Prompt((9,), "p", "a", row) for row in range(3)]
         self.schedule = AsyncSchedule(
             self.job,
             stages,
             4,
             service=JobService(self.dock),
-            admission=Admission(GROUPS, STALENESS, rollouts),
-            trainer=SimpleNamespace(publish=lambda done: SimpleNamespace(nbytes=0), refuse_broken=lambda: None),
-            kept=2,
+            publications=Publications(trainer, Admission(GROUPS, STALENESS, rollouts), 2, self.validator.published),
+            evaluate=EvaluateApart(self.dock, self.reward, held_out, Ranks(), self.monitor, 1),
             strict=False,
             whole=False,
-            evaluation=EvaluateApart(self.dock, self.reward, held_out, Ranks(), self.monitor, 1),
-            members=MEMBERS,
             external_engines=None,
-            published=self.validator.published,
             offers=self.offers,
         )
         self.schedule.grader = SimpleNamespace(start=lambda: None, check=lambda: None, stop=lambda: None)
-        self.schedule._wait = GradeWait(Ranks(), self.reward, self.schedule.grader, self.work)
+        wait = GradeWait(Ranks(), self.reward, self.schedule.grader, self.work)
+        self.schedule._wait = self.schedule.evaluations.wait = wait
         update = SimpleNamespace(run=lambda *_, **__: ((), {}))
         self.loop = Loop(self.args, self.job, self.schedule, update, IterationLog(self.monitor, Ranks(), self.dock))
         self.sampled = 0

@@ -1,6 +1,6 @@
 """Engine and trainer against the same model in float64: what is left between them is rounding, and as small as can be.
 
-An untrained model's log-probs agree within 2e-5 (`test_grpo_loop`) because all its activations are small. In a
+An untrained model's log-probs agree within 2e-5 (`test_agreement`) because all its activations are small. In a
 trained one attention scores reach 200, float32 rounds them by up to 1e-5, and that goes into the log-probs. So here
 the weights are large, and the yardstick is a plain float32 model: neither side may be much farther from float64. An
 error of two parts in a million in every linear layer of the engine fails here, and passes within 2e-5.

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from mindspeed_rl_plugin.loop.schedules.in_flight import InFlight, level
 from mindspeed_rl_plugin.rows import SampleId
 
+pytestmark = pytest.mark.quick
+
 
 class Job:
     """Engines that finish one token of each row in a tick, with slots, and a trainer. drops: share of the finished

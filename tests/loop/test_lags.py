@@ -1,14 +1,10 @@
 """How old the tokens of a rollout are, counted over a real dock; what is older than the bound ends the run. And who
 generates apart, as the job's log says it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.dock import make_docks
-from mindspeed_rl_plugin.loop import build_async
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.lags import Engines, lags
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
@@ -62,23 +58,6 @@ def test_who_joins_and_who_leaves_is_said_once(capsys) -> None:
     assert said()[0].endswith(f"; engines at work: 0: {waits}")
     here |= {ONE: {}, TWO: {}}
     assert said()[0].startswith("[rl] engines joined: generator rank 1, joined engine, process 7 on b; ")
-
-
-@pytest.mark.parametrize(("generators", "has_some"), [("0", False), ("2", True), ("ray:1", True)])
-def test_a_job_says_how_long_it_waits_for_engines(capsys, generators: str, has_some: bool) -> None:
-    service = SimpleNamespace(invite=lambda secret_file, host, about: "here:1")
-    job = SimpleNamespace(
-        monitor=SimpleNamespace(run_dir="/run"),
-        ranks=SimpleNamespace(deadline=90.0),
-        topology=SimpleNamespace(leader=False),
-    )
-    who = Generators.parse(generators)
-    schedule = SimpleNamespace(generator_ranks=who.ranks, who_generates=who, engine_url=())
-    assert build_async._invite(job, service, {}, schedule, strict=False) is None
-    first, *more = capsys.readouterr().out.splitlines()
-    assert first.startswith("[rl] engines may join: ") == has_some and "--join here:1 --secret-file /run/sec" in first
-    what = "a first response, for engines may take minutes to start," if has_some else "an engine"
-    assert more == [f"[rl] the job waits for {what} at most 90 s (--rl-wait-timeout)"]
 
 
 def test_their_number_is_there_in_each_rollout_and_shares_where_they_have_reported(capsys) -> None:

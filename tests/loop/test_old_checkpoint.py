@@ -21,6 +21,8 @@ from mindspeed_rl_plugin.rows import Ragged, SampleId
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 from mindspeed_rl_plugin.stages.table import RENAMED, stage_table
 
+pytestmark = pytest.mark.quick
+
 DATA = Path(__file__).with_name("data")
 ITERATION = {"dapo": 3, "pf-ppo": 1}
 TRAINED = {"dapo": [(4, 1), (4, 2), (4, 3), (5, 2)], "pf-ppo": [(0, 0), (0, 1), (0, 2), (0, 3)]}

@@ -13,14 +13,6 @@ STREAMED = (*SIZES, "--rl-schedule", "streamed")
 CARRY = (*STREAMED, "--rl-carry-unfinished", "--rl-correction", "truncate", "--rl-oversample", "1.5")
 
 
-def check_whole(rows: list[tuple[int, int, int]], groups: int) -> None:
-    """Each row of so many groups once, and the epochs have no gaps."""
-    assert len(set(rows)) == len(rows) == 4 * groups
-    for epoch in range(rows[-1][0] + 1):
-        mine = [row[1:] for row in rows if row[0] == epoch]
-        assert mine == [(g, m) for g in range(len(mine) // 4) for m in range(4)]
-
-
 @pytest.mark.slow
 def test_what_is_unfinished_goes_on_and_a_resume_leaves_no_trace(job, nothing_left) -> None:
     """Two runs agree in all numbers, one of them resumed in the middle with responses in the making."""
@@ -28,7 +20,7 @@ def test_what_is_unfinished_goes_on_and_a_resume_leaves_no_trace(job, nothing_le
     whole = job(*flags, name="whole", script=IMPOSED).dumping()
     result = whole.run()
     firsts = result.metrics[::2]
-    check_whole(whole.trained(), 48)
+    whole.check_trained(48, of_epoch=0)
     assert max(line["segments/mean"] for line in firsts) > 1, "no response has parts of two versions"
     assert max(line["lag/max"] for line in firsts) == 1
     assert max(line["lag/token_mean"] for line in firsts) > 0
@@ -59,7 +51,7 @@ def test_a_job_that_is_killed_with_responses_in_the_making_goes_on(job, nothing_
     resumed = run.run()
     assert "training resumes from" in resumed.log
     assert [line["iteration"] for line in resumed.metrics] == list(range(1, 9))
-    check_whole(run.trained(), 32)
+    run.check_trained(32, of_epoch=0)
     nothing_left()
 
 

@@ -13,6 +13,8 @@ from mindspeed_rl_plugin.loop.schedules.partial import PartialSchedule
 from mindspeed_rl_plugin.rows import Completion, Prompt, SampleId
 from mindspeed_rl_plugin.stages.stage import Stages
 
+pytestmark = pytest.mark.quick
+
 PROMPTS, MEMBERS, MOST = 2, 2, 5
 
 

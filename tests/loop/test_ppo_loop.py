@@ -39,7 +39,6 @@ def test_critic_and_policy_train_side_by_side_until_held_out_accuracy_rises(job,
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(("--tensor-model-parallel-size", "2"), id="TP2"),
         pytest.param(("--tensor-model-parallel-size", "2", "--sequence-parallel"), id="TP2SP"),
         pytest.param(("--pipeline-model-parallel-size", "2"), id="PP2"),
     ],
@@ -121,22 +120,3 @@ def test_a_critic_is_loaded_from_a_former_run_or_a_language_model(job):
 def critic_weights(folder):
     saved = torch.load(folder / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["model"]
     return {name: weight.float() for name, weight in saved.items() if isinstance(weight, torch.Tensor)}
-
-
-GRADER = """
-def grade(response):
-    return sum(c.isdigit() for c in response) / max(len(response), 1)
-"""
-
-
-@pytest.mark.slow
-def test_the_critic_explains_more_and_more_of_the_variance(job, tmp_path):
-    """A reward that prompt and prefix tell much about: what the critic knows before its update rises from nothing."""
-    grader = tmp_path / "grader.py"
-    grader.write_text(GRADER)
-    more = ("--rl-reward", f"{grader}:grade", "--global-batch-size", "64", "--micro-batch-size", "8", "--lr", "1e-4")
-    result = job(*PPO, *more, "--train-iters", "60").run(800)
-    explained = [line["critic/explained_variance"] for line in result.metrics]
-    early, late = sum(explained[:10]) / 10, sum(explained[-10:]) / 10
-    assert explained[0] == pytest.approx(0.0, abs=1e-4), explained
-    assert late > 0.08 and late > early + 0.08, explained

@@ -1,14 +1,10 @@
 """`--ckpt-format torch_dist`, Megatron's default: a run starts from it, saves it and resumes from it, bitwise."""
 
 import re
-import shlex
 
 import pytest
-from family_models import HOST, random_model
 
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER
-from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
-from mindspeed_rl_plugin.tools.convert import to_megatron
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS = ("--ckpt-format", "torch_dist", "--train-iters", "4", "--rl-rollout-prompts", "8")
@@ -80,16 +76,12 @@ def test_a_resume_takes_other_rates_or_keeps_its_own(job, training_flags, ckpt_f
     assert differing(resumed, whole.numbers) == []
 
 
-def test_a_run_starts_from_what_import_wrote(job, arithmetic, tmp_path, capsys):
+def test_a_run_starts_from_what_import_wrote(job, imported, tmp_path):
     """`import` writes `--ckpt-format torch`; the run saves torch_dist, and its resume still loads the reference."""
-    hf, imported = tmp_path / "hf", tmp_path / "imported"
-    random_model("mistral", hf, 1 + max(vocabulary(arithmetic / "tokenizer").values()))
-    assert to_megatron.main(["--load", str(hf), "--out", str(imported), "--train", "tp2"]) == 0, capsys.readouterr()
-    model = " ".join(shlex.split(f"{HOST} {capsys.readouterr().out.splitlines()[-1]}"))
-    given = ("--load", str(imported), "--rl-hf-model", str(hf), "--rl-tokenizer", str(arithmetic / "tokenizer"))
-    run = job(*STEPS, *given, "--rl-kl-loss-coef", "0.05", "--save-interval", "2", model=model)
+    model, loads, _ = imported("mistral", "--train", "tp2")
+    run = job(*STEPS, *loads, "--rl-kl-loss-coef", "0.05", "--save-interval", "2", model=model)
     whole = run.run(600)
-    assert f"training starts from the weights of {imported}" in whole.log
+    assert f"training starts from the weights of {tmp_path / 'imported'}" in whole.log
     assert whole.metrics[0]["kl/ref"] < 1e-8 < whole.metrics[-1]["kl/ref"]
     assert (run.save / "iter_0000002" / "metadata.json").is_file()
     (run.save / TRACKER).write_text("2")

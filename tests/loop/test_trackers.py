@@ -17,19 +17,18 @@ ASYNC = "--rl-schedule async --rl-generators 1 --rl-correction truncate --rl-rew
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["", ASYNC])
-def test_trackers_get_every_number(schedule, job, tmp_path, monkeypatch):
-    """Megatron's own flags; W&B offline, for which no account is needed. Under async the first evaluation is late."""
+def test_trackers_get_every_number(job, tmp_path, monkeypatch):
+    """Megatron's own flags; W&B offline, for which no account is needed. The first evaluation is late."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "late.jsonl").write_text('{"prompt": "1+1=", "answer": "late"}\n' * 2)
     where = ("--wandb-project", "rl", "--wandb-exp-name", "grpo", "--wandb-save-dir", str(tmp_path))
     board = ("--tensorboard-dir", str(tmp_path / "board"))
     data = ("--rl-eval-data", f"{tmp_path}/late.jsonl", "--rl-reward", f"{SLOW}:grade", "--rl-reward-timeout", "60")
-    result = job("--train-iters", "4", "--rl-eval-every", "2", *where, *board, *data, *schedule.split()).run()
+    result = job("--train-iters", "4", "--rl-eval-every", "2", *where, *board, *data, *ASYNC.split()).run()
     check_wandb(tmp_path, result.metrics, result.evaluations)
     check_board(tmp_path / "board", result.metrics, result.evaluations)
     assert [e["iteration"] for e in result.evaluations] == [0, 2, 4]
-    assert (result.evaluations[0]["time"] > result.metrics[0]["time"]) == bool(schedule)
+    assert result.evaluations[0]["time"] > result.metrics[0]["time"]
 
 
 def test_an_evaluation_that_is_late_is_logged_too(tmp_path, capsys):

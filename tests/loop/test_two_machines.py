@@ -12,12 +12,12 @@ from pathlib import Path
 import golden
 import pyarrow.parquet as pq
 import pytest
-from test_async_ends import FAILING, FAILURES
 from two_machines import start, two_machines, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}")
 
-# A pipeline stage on each: rows of the one are trained on the other, and each engine lacks the other's layers.
+# A pipeline stage on each: rows of the one are trained on the other, and each engine lacks the other's layers. The
+# flags of the fixture `pp2`.
 LAYOUT = ("--pipeline-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-verify-weights")
 # The one trains, the other generates.
 APART = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
@@ -70,14 +70,12 @@ def check_stops(both, agent: int, reason: str, seconds: float) -> None:
     assert said == [f"rank {agent} stops: {other} is gone ({reason})"], log[-6000:]
 
 
-def test_it_trains_as_on_one_machine_until_the_cable_is_cut(job, machines, tmp_path):
+def test_it_trains_as_on_one_machine_until_the_cable_is_cut(job, pp2, machines, tmp_path):
     """Nothing tells the ends that the cable is cut: no connection breaks, the other is silent."""
-    one = job("--train-iters", str(ITERATIONS), *LAYOUT, name="one")
-    one.run()
     both = running(job, machines, tmp_path, *LAYOUT)
     machines[1].cut()
     begin = time.monotonic()
-    assert numbers(both) == numbers(one) and len(numbers(one)) > 50
+    assert numbers(both) == numbers(pp2) and len(numbers(pp2)) > 50
     lines = [json.loads(line) for line in (both.run_dir / "metrics.jsonl").read_text().splitlines()]
     for line in lines[:ITERATIONS]:
         assert line["dock/bytes_remote"] > 0 and line["reshard/bytes_sent"] > 0, "rows and weights cross"
@@ -85,36 +83,31 @@ def test_it_trains_as_on_one_machine_until_the_cable_is_cut(job, machines, tmp_p
         check_stops(both, agent, f"silent for {HEARTBEAT} s", HEARTBEAT + ENDING - (time.monotonic() - begin))
 
 
+LOST = [(layout, who, how) for layout, who in ((LAYOUT, 1), (LAYOUT, 0), (APART, 1)) for how in ("machine", "torchrun")]
+LOST += [(APART, who, how) for who in (0, 1) for how in ("SIGKILL", "SIGSTOP")] + [(APART, 1, "cut")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "killed"), [(LAYOUT, 1), (LAYOUT, 0), (APART, 1)])
-@pytest.mark.parametrize("what", ["machine", "agent"])
-def test_a_machine_or_its_torchrun_that_is_killed_is_named_by_the_other(job, machines, tmp_path, layout, killed, what):
-    """The agent alone, which tells its ranks nothing: they end by themselves."""
+@pytest.mark.parametrize(("layout", "lost", "how"), LOST)
+def test_who_is_lost_is_named_by_the_other(job, machines, tmp_path, layout, lost, how):
+    """A whole machine; its agent alone, which tells its ranks nothing: they end by themselves; or the process of a
+    rank, whose agent lives, and sees nothing of it. One that is stopped, or cut off, is silent."""
     both = running(job, machines, tmp_path, *layout)
-    machines[killed].kill() if what == "machine" else both.processes[killed].kill()
-    check_stops(both, 1 - killed, "connection broke", ENDING)
-    assert both.processes[killed].wait(ENDING) == -signal.SIGKILL
-    log, end = both.log_file(killed).read_text(), time.monotonic() + ENDING
+    ways = {"machine": machines[lost].kill, "torchrun": both.processes[lost].kill, "cut": machines[lost].cut}
+    ways[how]() if how in ways else os.kill(both.rank_pid(lost), getattr(signal, how))
+    silent = how in ("SIGSTOP", "cut")
+    reason = f"silent for {HEARTBEAT} s" if silent else "connection broke"
+    for agent in (1 - lost, lost) if how == "cut" else (1 - lost,):
+        check_stops(both, agent, reason, HEARTBEAT + ENDING if silent else ENDING)
+    if how not in ("machine", "torchrun"):
+        return
+    assert both.processes[lost].wait(ENDING) == -signal.SIGKILL
+    log, end = both.log_file(lost).read_text(), time.monotonic() + ENDING
     assert "stops:" not in log, "it had no time to say anything"
-    assert (f"torchrun (process {both.processes[killed].pid}) is gone" in log) == (what == "agent")
-    while machines[killed].processes():
+    assert (f"torchrun (process {both.processes[lost].pid}) is gone" in log) == (how == "torchrun")
+    while machines[lost].processes():
         assert time.monotonic() < end
         time.sleep(0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("killed", "how"), [(1, "SIGKILL"), (0, "SIGKILL"), (1, "SIGSTOP"), (0, "SIGSTOP"), (1, "cut")]
-)
-def test_a_generator_and_a_trainer_on_a_machine_each_end_together(job, machines, tmp_path, killed, how):
-    """Whole processes; the agents live, and see nothing of it. One that is stopped, or cut off, is silent."""
-    both = running(job, machines, tmp_path, *APART)
-    machines[killed].cut() if how == "cut" else os.kill(both.rank_pid(killed), getattr(signal, how))
-    for agent in (1 - killed, killed) if how == "cut" else (1 - killed,):
-        if how == "SIGKILL":
-            check_stops(both, agent, "connection broke", ENDING)
-        else:
-            check_stops(both, agent, f"silent for {HEARTBEAT} s", HEARTBEAT + ENDING)
 
 
 @pytest.mark.slow
@@ -191,7 +184,7 @@ def test_a_rank_that_is_killed_at_its_start_is_not_waited_for(job, machines, tmp
     os.kill(both.rank_pid(killed), signal.SIGKILL)
     result = both.wait(240)  # torch would wait for ten minutes
     assert result.code == 0, result.log[-6000:]
-    assert both.trained() == [(e, g, m) for e in range(2) for g in range(4) for m in range(4)]
+    both.check_trained(8)
 
 
 @pytest.mark.slow
@@ -229,19 +222,6 @@ def test_one_save_has_one_job_on_all_machines(job, machines, tmp_path):
     second.invitation()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["sync", "streamed"])
-@pytest.mark.parametrize("how", FAILURES)
-def test_a_grader_that_fails_on_the_second_machine_ends_the_job(job, machines, tmp_path, how, schedule):
-    """Each machine grades the rows that it trains; streamed, a thread does, beside generation."""
-    (tmp_path / "grader.py").write_text(f"import socket\n__file__ += socket.gethostname()\n{FAILING}")
-    grader = ("--rl-reward", f"{tmp_path}/grader.py:grade", "--rl-reward-timeout", "2")
-    both = running(job, machines, tmp_path, *grader, "--rl-schedule", schedule)
-    (tmp_path / f"grader.pymachine-b.{how}").touch()
-    check_stops(both, 0, "ended by an error", ENDING)
-    assert both.processes[1].wait(ENDING) > 0 and FAILURES[how] in both.log_file(1).read_text()
-
-
 OFFERS = """
 import sys
 from mindspeed_rl_plugin.client import Client
@@ -269,7 +249,7 @@ def test_who_joined_ends_with_a_start_and_comes_again_to_the_next(job, machines,
     assert engines.join(on=machines[1]).wait(200) == 0, engines.said()[-3000:]
     result = both.wait(60)
     assert result.code == 0 and not Path(given[1]).exists(), result.log[-6000:]
-    assert both.trained() == [(e, g, m) for e in range(8) for g in range(4) for m in range(4)]
+    both.check_trained(32)
     tables = [
         pq.read_table(f, columns=["prompt"])["prompt"].to_pylist() for f in (both.save / "dump").glob("*.parquet")
     ]

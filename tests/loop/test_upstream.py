@@ -5,15 +5,11 @@ MindSpeed, which goes with core 0.12.1.
 """
 
 import os
-import shlex
 from pathlib import Path
 
 import family_models
 import pytest
 from checkouts import checkouts, cores
-
-from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
-from mindspeed_rl_plugin.tools.convert import to_megatron
 
 pytestmark = [pytest.mark.upstream, pytest.mark.slow]
 
@@ -72,13 +68,6 @@ def mindspeed_entry(folder: Path, checkout: Path, first: str = "") -> Path:
     return entry
 
 
-@pytest.mark.parametrize("checkout", checkouts(), ids=lambda p: p.name)
-def test_plain_megatron(job, checkout):
-    result = job(*LAYOUT, script=checkout / "pretrain_gpt.py", path=[checkout]).run(400)
-    check(result)
-    assert "RL is attached to Megatron;" in result.log
-
-
 @pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
 @pytest.mark.parametrize("more", [(), PACKED], ids=["rows", "packed"])
 def test_megatron_under_mindspeed(job, arithmetic, tmp_path, more):
@@ -130,20 +119,14 @@ def heads_are_exchanged_under_latent_attention() -> bool:
 @pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family, algorithm", [("mixtral", "ring"), (LATENT, "ring"), (LATENT, "ulysses")])
-def test_mindspeeds_context_parallelism_takes_the_step_of_one_rank(
-    job, arithmetic, tmp_path, capsys, family, algorithm
-):
+def test_mindspeeds_context_parallelism_takes_the_step_of_one_rank(job, imported, tmp_path, family, algorithm):
     """Experts, and latent attention. From one checkpoint: ranks would initialise experts otherwise."""
     if (family, algorithm) == (LATENT, "ulysses") and not heads_are_exchanged_under_latent_attention():
         pytest.skip("this MindSpeed has no ulysses under latent attention: refused")
     checkout = cores()["0.12"]
-    hf, ckpt, vocab = tmp_path / "hf", tmp_path / "ckpt", 1 + max(vocabulary(arithmetic / "tokenizer").values())
-    family_models.random_model(family, hf, vocab)
-    assert to_megatron.main(["--load", str(hf), "--out", str(ckpt), "--train", "tp1"]) == 0, capsys.readouterr()
-    model = " ".join(shlex.split(f"{family_models.HOST} {capsys.readouterr().out.splitlines()[-1]}"))
+    model, loads, _ = imported(family, "--train", "tp1")
     model = model.replace("--rope-type rope ", "")  # core 0.12 has one kind, which scaling by 1 makes the same
-    given = ("--train-iters", "3", "--mock-data", "--use-flash-attn", "--load", str(ckpt), "--rl-hf-model", str(hf))
-    given += ("--rl-tokenizer", str(arithmetic / "tokenizer"))
+    given = ("--train-iters", "3", "--mock-data", "--use-flash-attn", *loads)
     common = {"script": mindspeed_entry(tmp_path, checkout), "path": [Path(MINDSPEED), checkout], "model": model}
     split = ("--context-parallel-size", "2", *CONTEXT[algorithm][1].split())
     one = job(*given, name="one", ranks=1, **common).run(400)
@@ -238,6 +221,7 @@ def test_ppo_on_plain_megatron(job, checkout):
     assert "the critic starts from the policy's weights, with a fresh value head" in first.log
     result = run.run(400)
     check(result)
+    assert "RL is attached to Megatron;" in result.log
     assert "iter_0000002/critic, its optimizer included" in result.log
     values = [line["critic/value_mean"] for line in result.metrics]
     assert values[0] == 0.0 and values[1] != 0.0 and abs(values[2] - values[1]) < 1.0
@@ -246,22 +230,16 @@ def test_ppo_on_plain_megatron(job, checkout):
 @pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stages", [2, 4])
-def test_mindspeeds_dualpipev_agrees_with_one_stage(job, arithmetic, tmp_path, capsys, monkeypatch, stages):
+def test_mindspeeds_dualpipev_agrees_with_one_stage(job, imported, tmp_path, monkeypatch, stages):
     """Policy and critic end on the first of the stages: log-probs, values, gradients and updates are those of one rank,
     the engine agrees, and a resume goes on. The second run's weights are placed by `import --schedules-method`."""
     checkout = cores()["0.12"]
-    mindspeed, hf = Path(MINDSPEED.split(os.pathsep)[0]), tmp_path / "hf"
+    mindspeed = Path(MINDSPEED.split(os.pathsep)[0])
     monkeypatch.setitem(family_models.SIZES, "num_hidden_layers", 2 * stages)
-    vocab = 1 + max(vocabulary(arithmetic / "tokenizer").values())
-    family_models.random_model("mistral", hf, vocab)
 
     def run(name, ranks, *layout):
-        ckpt = tmp_path / f"{name}-weights"
-        assert to_megatron.main(["--load", str(hf), "--out", str(ckpt), *layout]) == 0, capsys.readouterr()
-        model = " ".join(shlex.split(f"{family_models.HOST} {capsys.readouterr().out.splitlines()[-1]}"))
-        given = ("--train-iters", "3", "--mock-data", "--load", str(ckpt), "--rl-hf-model", str(hf))
-        given += ("--rl-tokenizer", str(arithmetic / "tokenizer"), "--rl-verify-weights")
-        given += ("--rl-algorithm", "ppo", "--rl-critic-lr", "1e-3")
+        model, loads, _ = imported("mistral", *layout, name=f"{name}-weights")
+        given = ("--train-iters", "3", "--mock-data", *loads, "--rl-verify-weights", *PPO.split())
         paths = {"script": mindspeed_entry(tmp_path, checkout), "path": [mindspeed, checkout]}
         return job(*given, "--save-interval", "2", name=name, model=model, ranks=ranks, **paths)
 

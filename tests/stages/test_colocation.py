@@ -107,12 +107,12 @@ def test_the_first_rollout_begins_with_the_optimizer_state_leaving(make):
     class Stop(Exception):
         pass
 
-    def admit():
+    def admit(stage):
         raise Stop
 
     job = SimpleNamespace(plan=None, monitor=SimpleNamespace(stage=lambda name: nullcontext()), admit=admit)
     with pytest.raises(Stop):
-        SyncSchedule(job, None, 0, colocation=both, evaluation=None).collect(0)
+        SyncSchedule(job, {"prompts": None}, 0, colocation=both, evaluation=None).collect(0)
     assert events == ["state.start_offload grads,optimizer"]
 
 

@@ -56,7 +56,7 @@ def job(given: Inputs, nodes: tuple[int, ...] = (0,)) -> Job:
     table = given.table()
     owners = lambda epoch, groups: plan.owners_of_round(groups)  # noqa: E731
     (dock,) = make_docks(columns_of(table), states_of(table), [(0, 1)], owners=owners, deadline=5)
-    return Job(plan, None, None, None, dock, None, None)
+    return Job(plan, None, None, None, dock, None)
 
 
 def resumed(given: Inputs, state: dict, **more) -> Run:

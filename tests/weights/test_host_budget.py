@@ -88,9 +88,11 @@ def test_versions_of_the_weights_are_asked_for_together(monkeypatch):
     for part in (build_async.ModelShape, build_async.Parallel):
         monkeypatch.setattr(part, "from_megatron_args", lambda *given: None)
     monkeypatch.setattr(build_async.engine_options, "dtype_of", lambda *given: torch.float32)
-    inputs, ranks = SimpleNamespace(config=RLConfig(), args=None, vocab=8), SimpleNamespace(gather=None)
+    budget = HostMemoryBudget(Rank(machine))
+    inputs = SimpleNamespace(config=RLConfig(), args=None, vocab=8, host_memory_budget=lambda: budget)
+    job = SimpleNamespace(ranks=SimpleNamespace(gather=None), topology=SimpleNamespace(rank=0))
     with pytest.raises(MemoryError, match=f"2 versions of the weights needs {20 * MB} more .*--rl-max-staleness"):
-        build_async.make_publisher(inputs, 0, ranks, None, (), HostMemoryBudget(Rank(machine)))
+        build_async.make_publisher(SimpleNamespace(inputs=inputs, job=job), ())
 
 
 def test_the_reference_is_asked_for_too():

@@ -1,5 +1,5 @@
 """Each side of a reshard alone, by families: real Megatron and real vLLM store what the tables say, and compute what
-the makers of a family publish. Both together, in pairs of layouts: tests/loop/test_grpo_loop.py, test_moe_loop.py.
+the makers of a family publish. Both together, in pairs of layouts: tests/loop/test_agreement.py.
 """
 
 import secrets

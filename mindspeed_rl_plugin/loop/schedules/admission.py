@@ -17,9 +17,12 @@ class Admission:
     rollout p + k at latest, right before publication p + k + 1; and no weights older than publication p may sample it.
     Publications count from 0, the weights before the first update; publication p is what rollout p starts from.
 
-    rollout: groups of a rollout; staleness: k; rollouts: of the whole run; published: number of the newest publication,
-    -1 before the first; admitted, dropped: groups so far; versions: number -> weight version of publications that rows
-    in use may carry.
+    rollout: groups of a rollout.
+    staleness: k.
+    rollouts: of the whole run.
+    published: number of the newest publication, -1 before the first.
+    admitted, dropped: groups so far.
+    versions: number -> weight version of publications that rows in use may carry.
     """
 
     rollout: int

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl_plugin.loop.colocation import Colocation
-from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, RolloutSchedule
 from mindspeed_rl_plugin.rows import Group
 from mindspeed_rl_plugin.stages.evaluate import Evaluate
@@ -24,11 +23,6 @@ class SyncSchedule(RolloutSchedule):
     ) -> None:
         super().__init__(job, stages, rounds)
         self.colocation, self.evaluation = colocation, evaluation
-
-    @classmethod
-    def of(cls, inputs: Inputs, job: Job, stages: Stages, rounds: int, **more: Any) -> SyncSchedule:
-        """By the flags. more: named parameters of `SyncSchedule`."""
-        return cls(job, stages, rounds, **more)
 
     def collect(self, done: int) -> Rollout:
         self.colocation.start_offload()
@@ -62,8 +56,7 @@ class SyncSchedule(RolloutSchedule):
         self.evaluation.run(done)
 
     def _admit(self) -> None:
-        with self.job.monitor.stage("prompts"):
-            self.job.admit()
+        self.job.admit(self.stages["prompts"])
 
     def _round(self) -> Mapping[Group, GroupStats]:
         clock = self.job.monitor.stage

@@ -56,7 +56,7 @@ class PartialSchedule(SyncSchedule):
 
     @classmethod
     def of(cls, inputs: Inputs, job: Job, stages: Stages, rounds: int, **more: Any) -> PartialSchedule:
-        """See `SyncSchedule.of`."""
+        """By the flags. more: named parameters of `SyncSchedule`."""
         flags, sizes = inputs.config.schedule, inputs.sizes
         staleness = flags.max_staleness if flags.carry_unfinished else 0
         in_flight = InFlight(sizes.prompts, sizes.members, flags.in_the_making(sizes.prompts), staleness)
@@ -99,7 +99,7 @@ class PartialSchedule(SyncSchedule):
         with job.monitor.stage("prompts"):
             while groups := min(in_flight.wanted(self._rollouts), plan.sizes.prompts):
                 plan.epoch = plan.open_next(groups)
-                job.prompts.run(plan.epoch, groups)
+                self.stages["prompts"].run(plan.epoch, groups)
                 in_flight.start(of_epoch(plan.epoch, groups), job.topology.engines)
 
     def _drop(self, groups: Sequence[Group]) -> None:

@@ -27,21 +27,31 @@ from mindspeed_rl_plugin.weights.resharder import Transfer
 
 @dataclass(frozen=True)
 class Job:
-    """What every schedule works with. dock: whose groups are cleared; prompts: the stage that a round begins with."""
+    """What every schedule works with.
+
+    plan: of rollouts.
+    topology: place of this rank.
+    ranks: of the job.
+    monitor: of this rank.
+    dock: whose groups are cleared.
+    due: whether to evaluate after so many iterations.
+    """
 
     plan: RolloutPlan
     topology: Topology
     ranks: Collectives
     monitor: Monitor
     dock: Dock
-    prompts: Prompts
     due: Due
 
-    def admit(self) -> Rows:
-        self.plan.epoch = self.plan.open_next()
-        return self.prompts.run(self.plan.epoch, self.plan.sizes.prompts)
+    def admit(self, prompts: Prompts) -> Rows:
+        """The groups of a rollout enter the dock, and are the round. prompts: the stage that puts them."""
+        with self.monitor.stage("prompts"):
+            self.plan.epoch = self.plan.open_next()
+            return prompts.run(self.plan.epoch, self.plan.sizes.prompts)
 
     def forget(self, groups: Sequence[Group]) -> None:
+        """Groups leave the dock."""
         for epoch, part in by_epoch(groups).items():
             if self.dock.clear(epoch, part):
                 self.plan.rounds.pop(epoch, None)
@@ -81,16 +91,15 @@ class Schedule:
 class PairSchedule(Schedule):
     """Pairs come whole: each round is a rollout."""
 
-    def __init__(self, job: Job, evaluation: EvaluatePairs | None) -> None:
-        self.job, self.evaluation = job, evaluation
+    def __init__(self, job: Job, pairs: Prompts, evaluation: EvaluatePairs | None) -> None:
+        self.job, self.pairs, self.evaluation = job, pairs, evaluation
 
     def collect(self, done: int) -> Rollout:
         """The next rollout, and an evaluation before it where one is due."""
         job, plan = self.job, self.job.plan
         if job.due(done):
             self.evaluate(done)
-        with job.monitor.stage("prompts"):
-            rows = job.admit()
+        rows = job.admit(self.pairs)
         plan.use(plan.round, plan.plan(plan.round))
         return Rollout({}, int(rows["tokens"].offsets[-1]))
 

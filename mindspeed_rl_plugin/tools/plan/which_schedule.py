@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.flag import spelt
-from mindspeed_rl_plugin.loop.arithmetic import derive_for
+from mindspeed_rl_plugin.loop.arithmetic import derive
 from mindspeed_rl_plugin.loop.run_setup import Setup
 from mindspeed_rl_plugin.prompts import Renderer
 from mindspeed_rl_plugin.prompts.sources import open_source
@@ -128,7 +128,7 @@ def script_setup(path: Path, prompts: bool = False) -> Setup:
     batch = flags.number("--global-batch-size", 0)
     if not batch:
         raise ValueError(f"{path}: the plan needs --global-batch-size")
-    arithmetic = derive_for(
+    arithmetic = derive(
         config,
         trainers * ranks,
         global_batch=batch,

@@ -1,0 +1,70 @@
+"""What the loop of any algorithm is put together from on this rank: its place, the plan, the dock and the monitor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rl_plugin.loop.docks import Docks, place
+from mindspeed_rl_plugin.loop.inputs import Inputs
+from mindspeed_rl_plugin.loop.monitoring import make_monitor
+from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
+from mindspeed_rl_plugin.loop.schedules.schedule import Job
+from mindspeed_rl_plugin.loop.start import Start
+from mindspeed_rl_plugin.loop.topology import Topology
+from mindspeed_rl_plugin.ranks import Collectives
+from mindspeed_rl_plugin.stages.context import RankContext
+from mindspeed_rl_plugin.stages.evaluate import Due
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """inputs: of the run.
+    docks: the dock, seen by each kind of consumer.
+    job: what every schedule works with.
+    """
+
+    inputs: Inputs
+    docks: Docks
+    job: Job
+
+    @classmethod
+    def of(cls, inputs: Inputs, model: Any, start: Start) -> RankParts:
+        """model: this rank's chunks. Collective over all ranks. Raises ValueError where the dock is too small."""
+        flags, pairs = inputs.config.schedule, inputs.algorithm.from_pairs
+        topology = Topology.from_megatron(1 if flags.apart or pairs else inputs.config.rollout.generate_tp, model)
+        ranks = Collectives(inputs.config.monitor.wait_timeout)
+        mixed = inputs.algorithm.dynamic_sampling or flags.partial  # groups of several epochs make a rollout
+        budget = None if pairs else inputs.forward.budget
+        plan = RolloutPlan(inputs.sizes, place(topology, ranks.group), budget, mixed)
+        if not pairs:
+            inputs.dock_size().check_placed(plan.owners_of_round())
+        docks = Docks.make(inputs.table(), inputs.config, topology, ranks.group, plan)
+        due = Due(bool(inputs.held_out), inputs.config.monitor.eval_every, inputs.args.train_iters)
+        job = Job(plan, topology, ranks, make_monitor(inputs, topology, start), docks.trainers, due)
+        return cls(inputs, docks, job)
+
+    def context(self, model: Any, **parts: Any) -> RankContext:
+        """What the stages are built from. parts: the fields of `RankContext` that may be None."""
+        inputs, job = self.inputs, self.job
+        return RankContext(
+            config=inputs.config,
+            algorithm=inputs.algorithm,
+            forward=inputs.forward,
+            data=inputs.data,
+            prompts=inputs.sizes.prompts,
+            members=inputs.sizes.members,
+            global_batch=inputs.sizes.global_batch,
+            sampling=inputs.sampling,
+            seed=inputs.response_seed,
+            decode=inputs.decode,
+            graders=inputs.graders,
+            environments=inputs.environments,
+            dock_of=self.docks.of,
+            ranks=job.ranks,
+            monitor=job.monitor,
+            writer=job.topology.writer,
+            last_stage=job.topology.last_stage,
+            model=model,
+            **parts,
+        )
