@@ -35,6 +35,19 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
     return result
 
 
+def on_all_ranks(function: Callable[[], Any]) -> list[Any]:
+    """Each rank's result of `function`, in rank order, on every rank. The first ValueError is raised on every rank."""
+    try:
+        said = function(), None
+    except ValueError as error:
+        said = None, str(error)
+    every = gather_all(said)
+    for _, problem in every:
+        if problem is not None:
+            raise ValueError(problem)
+    return [result for result, _ in every]
+
+
 def rank_of_job() -> int:
     """This process's rank, 0 before there are process groups."""
     return dist.get_rank() if _many() else 0

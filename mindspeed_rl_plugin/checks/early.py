@@ -58,17 +58,21 @@ def check_flags() -> None:
         parser.add_argument(flag, nargs="?", type=lambda text: int(text) if text.isdigit() else None)
     parser = refuse_misspelt(add_flags(parser), passed=_perhaps_not_ours(sys.argv[0]))
     _args, _ = parser.parse_known_args(argv)
-    if rl_enabled(_args):
-        _end_if(_problems(_args, RLConfig.from_args(_args)))
+    if config := given_config():
+        _end_if(_problems(_args, config))
+
+
+def given_config() -> RLConfig | None:
+    """RL's flags of the command line, once they are checked; None where RL is not asked for."""
+    return RLConfig.from_args(_args) if _args is not None and rl_enabled(_args) else None
 
 
 def check_rows() -> None:
     """Check that JSON files of prompts, but for large ones, can be read and have rows with their fields; pairs may lack
     them. After the import of torch, before Megatron; not Parquet and saved datasets, whose readers import what
     MindSpeed must patch first, and nothing where the script itself names flags of ours."""
-    if _args is None or not rl_enabled(_args) or not _reads(config := RLConfig.from_args(_args)):
-        return
-    if OURS.search(_text(Path(sys.argv[0]))):
+    config = given_config()
+    if config is None or not _reads(config) or OURS.search(_text(Path(sys.argv[0]))):
         return
     from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
     from mindspeed_rl_plugin.prompts.render import check_keys

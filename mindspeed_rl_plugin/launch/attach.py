@@ -17,16 +17,11 @@ from mindspeed_rl_plugin.launch.patching import BASE_ADAPTOR, MINDSPEED_ADAPTORS
 
 MEGATRON = "megatron.training"
 
-_attached = False
 _finished: set[str] = set()  # adaptors whose import has ended
 
 
 def attach() -> None:
-    """Apply the patches as soon as they can be applied, and again after MindSpeed's adaptor. Idempotent."""
-    global _attached
-    if _attached:
-        return
-    _attached = True
+    """Apply the patches as soon as they can be applied, and again after MindSpeed's adaptor."""
     for name in (BASE_ADAPTOR, *MINDSPEED_ADAPTORS):
         if name not in sys.modules:
             before_import(name, revert)

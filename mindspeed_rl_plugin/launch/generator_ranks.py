@@ -6,13 +6,11 @@ comes before anything of it is imported.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
-from collections.abc import Sequence
 
 from mindspeed_rl_plugin.checks import early
-from mindspeed_rl_plugin.config.schedule_flags import Generators
+from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.environment import is_part, last_words, launch_env, leave_to_first_rank
 from mindspeed_rl_plugin.generators.launcher_ranks import (
     RankSplit,
@@ -27,35 +25,21 @@ from mindspeed_rl_plugin.monitor.run_files import GENERATOR
 from mindspeed_rl_plugin.processes import attend
 
 
-def split_of(argv: Sequence[str]) -> RankSplit | None:
-    """The split that a command line asks for, None where all ranks train. What it holds besides is checked later."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--rl-algorithm")
-    parser.add_argument("--rl-schedule", default="sync")
-    parser.add_argument("--rl-generators", type=Generators.parse, default=Generators("0"))
-    for name in ("generate-tp", "generate-ep"):
-        parser.add_argument(f"--rl-{name}", type=int, default=1)
-    parser.add_argument("--rl-wait-timeout", type=float, default=1800.0)
-    try:
-        flags, _ = parser.parse_known_args(argv)
-    except argparse.ArgumentError:
-        return None  # Megatron's parser says what is wrong
-    if not flags.rl_algorithm or flags.rl_schedule != "async" or not flags.rl_generators.ranks:
+def split_of(config: RLConfig) -> RankSplit | None:
+    """The split that the flags ask for, None where all ranks train."""
+    if not (ranks := config.schedule.generator_ranks):
         return None
-    env = launch_env()
-    engine = max(flags.rl_generate_tp, flags.rl_generate_ep, 1)
-    return RankSplit(
-        env["world_size"], env["local_world_size"], flags.rl_generators.ranks, engine, flags.rl_wait_timeout
-    )
+    env, engine = launch_env(), max(config.rollout.generate_tp, config.rollout.generate_ep)
+    return RankSplit(env["world_size"], env["local_world_size"], ranks, engine, config.monitor.wait_timeout)
 
 
 def leave_if_generator() -> None:
     """A generator works here until the job ends, and then ends its process; a trainer goes on, in a job of trainers."""
-    if is_part():
+    config = early.given_config()
+    if config is None or is_part():
         return
-    if any(word.partition("=")[0] == "--rl-algorithm" for word in sys.argv):
-        begin()
-    split = split_of(sys.argv[1:])
+    begin()
+    split = split_of(config)
     if split is None:
         return
     try:

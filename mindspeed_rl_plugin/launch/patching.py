@@ -77,7 +77,6 @@ class Patch:
 _applied: tuple[Patch, ...] = ()
 # target -> functions that our wrapper took the place of; none of them may be left in any module.
 _originals: dict[str, list[Callable]] = {}
-_announced = False
 
 
 def apply(patches: tuple[Patch, ...]) -> None:
@@ -114,11 +113,10 @@ def revert() -> None:
 
 
 def assert_in_force() -> None:
-    """Check that every wrapper that was applied is called wherever its target is; say so on rank 0, once.
+    """Check that every wrapper that was applied is called wherever its target is; say so on rank 0.
 
     Raises RuntimeError naming the patch and what took its place, or the module that kept the original.
     """
-    global _announced
     for patch in _applied:
         if not wraps(patch.current, patch):
             raise RuntimeError(
@@ -130,10 +128,8 @@ def assert_in_force() -> None:
                 f"patch {patch.target} is not in force in {module.__name__}: its {name!r} is still the original; "
                 "import mindspeed_rl_plugin.adaptor after that module, or let the module look the name up when it calls"
             )
-    if not _announced:
-        how = ", through MindSpeed's feature manager" if under_mindspeed() else ""
-        say(f"RL is attached to Megatron{how}; wrapped functions: {', '.join(p.name for p in _applied)}")
-    _announced = True
+    how = ", through MindSpeed's feature manager" if under_mindspeed() else ""
+    say(f"RL is attached to Megatron{how}; wrapped functions: {', '.join(p.name for p in _applied)}")
 
 
 def check_version() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.algorithms import resolve
@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, 
 from mindspeed_rl_plugin.prompts.ends import marked, response_ends
 from mindspeed_rl_plugin.prompts.render import is_rendered
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, model_vocabulary, tokenizer_path
-from mindspeed_rl_plugin.ranks import gather_all, rank_of_job
+from mindspeed_rl_plugin.ranks import gather_all, on_all_ranks, rank_of_job
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.stages.prompts import meta_of
@@ -122,7 +122,7 @@ def _graders(inputs: Inputs) -> RewardPool:
     for rows in filter(None, (prompts, inputs.held_out)):
         inputs.check_fields(rows.kinds_of_rows())
         share = dict(itertools.islice(rows.answers().items(), rank_of_job(), None, len(gather_all(None))))
-        _agreed((_or_problem(functools.partial(inputs.check_answers, share))[1], None))
+        on_all_ranks(functools.partial(inputs.check_answers, share))
     members = inputs.config.rollout.samples_per_prompt
     for failure in graders.try_once(prompts.at(0), prompts.where(0), members, episodes):
         say(f"warning: {failure}")
@@ -138,13 +138,15 @@ def _environments(
         return None
     setup = dataclasses.replace(setup, run=os.path.abspath(config.monitor.run_dir or os.path.join(args.save, "rl")))
     rank, here = rank_of_job(), None
-    if rank == 0 or (rank % config.rollout.generate_tp == 0 and not config.schedule.apart):
-        here, problem = _or_problem(lambda: _started(setup, tokenizer))
-        said = problem, here and Elsewhere.of(here)
-    else:
-        said = None, None
+
+    def start() -> Elsewhere | None:
+        nonlocal here
+        if rank == 0 or (rank % config.rollout.generate_tp == 0 and not config.schedule.apart):
+            here = _started(setup, tokenizer)
+        return here and Elsewhere.of(here)
+
     try:
-        known = _agreed(said)
+        known = on_all_ranks(start)[0]
     except ValueError:
         if here is not None:
             here.close()
@@ -177,10 +179,7 @@ def _started(setup: EpisodeSetup, tokenizer: Any) -> Environments:
 
 def _try_environments(inputs: Inputs) -> None:
     """An episode of the first row begins, wherever environments are. Ends what no engine uses. Collective."""
-    problem = None
-    if not isinstance(inputs.environments, Elsewhere):
-        _, problem = _or_problem(lambda: _try_here(inputs))
-    _agreed((problem, None))
+    on_all_ranks(lambda: None if isinstance(inputs.environments, Elsewhere) else _try_here(inputs))
     if inputs.config.schedule.apart:
         inputs.environments.close()
 
@@ -194,24 +193,6 @@ def _try_here(inputs: Inputs) -> None:
         if flags.environment_on_error == "stop":
             raise ValueError(text)
         say(f"warning: {text}")
-
-
-def _or_problem(function: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Its result, or the text of its ValueError, which all ranks must hear before one of them raises it."""
-    try:
-        return function(), None
-    except ValueError as error:
-        return None, str(error)
-
-
-def _agreed(said: tuple[str | None, Any]) -> Any:
-    """What the first rank says. said: by this one, a problem beside it. Raises ValueError for the first problem, on
-    every rank. Collective."""
-    every = gather_all(said)
-    for problem, _ in every:
-        if problem is not None:
-            raise ValueError(problem)
-    return every[0][1]
 
 
 def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tuple[tuple[StageSpec, Any], ...]:

@@ -26,7 +26,7 @@ def error(function):
 
 
 def fails():
-    raise ValueError("rank 0 says no")
+    raise ValueError(f"rank {rank} says no")
 
 
 def unreadable():
@@ -47,6 +47,8 @@ values = {
     "value": ranks.on_rank_0(lambda: {"from": rank}),
     "error": error(lambda: ranks.on_rank_0(fails)),
     "missing": error(lambda: ranks.on_rank_0(lambda: open(os.path.join(folder, "nowhere")).close())),
+    "each": ranks.on_all_ranks(lambda: rank),
+    "second says no": error(lambda: ranks.on_all_ranks(fails if rank == 1 else dict)),
     "first": ranks.is_rank_0(),
     "digest": CheckpointDigest(folder).result(60),
     "unreadable": error(unreadable),

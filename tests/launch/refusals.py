@@ -219,6 +219,8 @@ REFUSED: dict[str, list[dict]] = {
         DPO | {"micro_batch_size": 1},
         DPO | {"micro_batch_size": 6},
         {"--rl-samples-per-prompt": "3"},
+        {"--rl-samples-per-prompt": None, "global_batch_size": 12},
+        {"--rl-samples-per-prompt": None, "--rl-rollout-prompts": "1"},
         {"--rl-rollout-prompts": "6"},
         {"micro_batch_size": 3},
     ],

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from bytes_tokenizer import TEMPLATE, byte_tokenizer
 from pool_parts import FILE, schemas
+from refusals import check_golden
 
 from mindspeed_rl_plugin.episodes import setup
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
@@ -19,55 +19,20 @@ from mindspeed_rl_plugin.launch import launch, read_inputs
 EPISODES = Path(__file__).parents[1] / "episodes"
 IGNORES_TOOLS = TEMPLATE.replace("{% if tools %}", "{% if false %}")
 READ = dict(create_attention_mask_in_dataloader=True, seed=1, padded_vocab_size=272, norm_epsilon=1e-5, rotary_base=1e4)
-STEPS = {"--rl-reward": ["environment"]}  # an environment whose reward counts
-# flags, template of the tokenizer -> value, limit and mend, with `...` between
+STEPS = {"--rl-reward": "environment"}  # an environment whose reward counts
+GUESS = STEPS | {"--rl-environment": "verifiers:guess"}
+# flags, template of the tokenizer; their messages: refusals.txt
 BAD = {
-    "a tool without hints": (
-        {"--rl-tools": [f"{FILE}:no_hint"]},
-        TEMPLATE,
-        "--rl-tools: no_hint cannot be shown to a model: Argument a is missing a type hint ... ; give each parameter a",
-    ),
-    "a tool with *args": ({"--rl-tools": [f"{FILE}:stars"]}, TEMPLATE, f"--rl-tools {FILE}:stars: stars takes *a; "),
-    "two tools of one name": (
-        {"--rl-tools": [f"{FILE}:multiply", f"{FILE}:multiply"]},
-        TEMPLATE,
-        "--rl-tools ... multiply is there twice; rename one of them",
-    ),
-    "a class without tools and step": (
-        STEPS | {"--rl-environment": [f"{FILE}:Nothing"]},
-        TEMPLATE,
-        f"--rl-environment {FILE}:Nothing: Nothing has neither tools (public methods) nor step; give it one of them",
-    ),
-    "one turn with a class of tools": (
-        STEPS | {"--rl-environment": [f"{FILE}:Shop"], "--rl-max-turns": ["1"]},
-        TEMPLATE,
-        "--rl-max-turns 1 with tools (buy, fail): the model would never see a result; give 2 or more",
-    ),
-    "a parser that is none": (
-        {"--rl-tools": [f"{FILE}:multiply"], "--rl-tool-parser": [f"{FILE}:multiply"]},
-        TEMPLATE,
-        f"--rl-tool-parser {FILE}:multiply returned '' of type str, not a list",
-    ),
-    "a template without room for tools": (
-        {"--rl-tools": [f"{FILE}:multiply"]},
-        IGNORES_TOOLS,
-        "chat template of tokenizer ... does not show the tools to the model ... give a tokenizer whose template fits",
-    ),
-    "an interpreter that is none": (
-        STEPS | {"--rl-environment": ["verifiers:guess"], "--rl-environment-python": ["/bin/echo"]},
-        TEMPLATE,
-        "--rl-environment-python /bin/echo is no Python interpreter; give an interpreter of Python 3.11",
-    ),
-    "verifiers that is not installed": (
-        STEPS | {"--rl-environment": ["verifiers:guess"]},
-        TEMPLATE,
-        f"{sys.executable} has no verifiers ... ; install it there ... or name the interpreter that has it with --rl-",
-    ),
-    "a URL without a server": (
-        STEPS | {"--rl-environment": ["openenv:http://127.0.0.1:1"]},
-        TEMPLATE,
-        "--rl-environment openenv:http://127.0.0.1:1 ... does not answer as an OpenEnv server ... start it, or mend",
-    ),
+    "a tool without hints": ({"--rl-tools": f"{FILE}:no_hint"}, TEMPLATE),
+    "a tool with *args": ({"--rl-tools": f"{FILE}:stars"}, TEMPLATE),
+    "two tools of one name": ({"--rl-tools": f"{FILE}:multiply {FILE}:multiply"}, TEMPLATE),
+    "a class without tools and step": (STEPS | {"--rl-environment": f"{FILE}:Nothing"}, TEMPLATE),
+    "one turn with a class of tools": (STEPS | {"--rl-environment": f"{FILE}:Shop", "--rl-max-turns": "1"}, TEMPLATE),
+    "a parser that is none": ({"--rl-tools": f"{FILE}:multiply", "--rl-tool-parser": f"{FILE}:multiply"}, TEMPLATE),
+    "a template without room for tools": ({"--rl-tools": f"{FILE}:multiply"}, IGNORES_TOOLS),
+    "an interpreter that is none": (GUESS | {"--rl-environment-python": "/bin/echo"}, TEMPLATE),
+    "verifiers that is not installed": (GUESS, TEMPLATE),
+    "a URL without a server": (STEPS | {"--rl-environment": "openenv:http://127.0.0.1:1"}, TEMPLATE),
 }
 
 
@@ -104,9 +69,10 @@ def start(build, tokenizer, tmp_path, monkeypatch, made):
         (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2", "verifiers": {}}))
         args = build(
             {
-                "--rl-apply-chat-template": [],
-                "--rl-max-prompt-length": ["48"],
-                "--rl-max-response-length": ["16"],
+                "--rl-apply-chat-template": "",
+                "--rl-max-prompt-length": "48",
+                "--rl-max-response-length": "16",
+                "save": str(tmp_path / "out"),
                 **flags,
             }
         )
@@ -120,7 +86,11 @@ def start(build, tokenizer, tmp_path, monkeypatch, made):
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_refused_before_a_model_or_an_engine_is_built(start, case):
-    flags, template, expected = BAD[case]
-    with pytest.raises(ValueError, match="RL cannot run:\n.*" + ".*".join(map(re.escape, expected.split(" ... ")))):
+def test_refused_before_a_model_or_an_engine_is_built(start, tmp_path, case):
+    flags, template = BAD[case]
+    with pytest.raises(ValueError) as error:
         start(flags, template)
+    head, *lines = str(error.value).splitlines()
+    assert head == "RL cannot run:"
+    lines = [line.removeprefix("  - ") for line in lines]
+    check_golden(f"episodes: {case}", lines, FILE=FILE, FOLDER=tmp_path, PYTHON=sys.executable)

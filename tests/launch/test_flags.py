@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -13,9 +14,9 @@ from commands import ended
 from flag_table import verdict
 
 from mindspeed_rl_plugin.config import RLConfig, flag_names
+from mindspeed_rl_plugin.config.flag import spelt
 
 HERE = Path(__file__).parent
-RECORD = json.loads((HERE / "upstream_rl_names.json").read_text())["trees"]
 
 # Whether RL is asked for, more words, part or parts of the error (None for a good start). Other refusals: refusals.py.
 CASES = [
@@ -88,15 +89,6 @@ def dests():
     return {f"rl_{f.name}" for group in vars(RLConfig()).values() for f in dataclasses.fields(group)}
 
 
-@pytest.mark.parametrize("tree", RECORD)
-def test_no_flag_or_attribute_exists_upstream(tree):
-    """Also not as a bare attribute: newer Megatron reads `args.rl_*` names without its own RL being on."""
-    assert not set(flag_names()) & set(RECORD[tree]["flags"])
-    assert not dests() & set(RECORD[tree]["names"])
-    assert not set(flag_names()) & {"--" + name.replace("_", "-") for name in RECORD[tree]["names"]}
-    assert "0.19" not in tree or "--rl-use-sequence-packing" in RECORD[tree]["flags"], "a collision would be seen"
-
-
 def scan(root):
     """The `--rl-*` flags and `rl_*` names in a tree's Python files, tests aside."""
     flags, names = set(), set()
@@ -119,14 +111,18 @@ def scan(root):
                     names.add(node.attr)
                 elif isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "").startswith("rl_"):
                     names.add(node.target.id)
-    return {"flags": sorted(flags), "names": sorted(names)}
+    return flags, names
 
 
-@pytest.mark.upstream
-def test_the_record_is_what_the_checkouts_hold():
-    assert checkouts(), "MEGATRON_LM_PATH is empty"
-    variables = ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
-    for path in (path for variable in variables for path in checkouts(variable)):
-        result = scan(path)
-        assert result in RECORD.values(), f"{path}: {result}"
-        assert not set(flag_names()) & set(result["flags"]) and not dests() & set(result["names"])
+VARIABLES = ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
+INSTALLED = Path(importlib.util.find_spec("megatron.core").origin).parents[1]
+UPSTREAM = [pytest.param(p, marks=pytest.mark.upstream) for variable in VARIABLES for p in checkouts(variable)]
+
+
+@pytest.mark.parametrize("tree", [INSTALLED, *UPSTREAM], ids=str)
+def test_no_flag_or_attribute_exists_upstream(tree):
+    """Also not as a bare attribute: newer Megatron reads `args.rl_*` names without its own RL being on."""
+    flags, names = scan(tree)
+    assert not set(flag_names()) & (flags | {spelt(name) for name in names})
+    assert not dests() & names
+    assert "0.19" not in str(tree) or "--rl-use-sequence-packing" in flags, "a collision would be seen"

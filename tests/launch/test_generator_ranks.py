@@ -1,5 +1,6 @@
 """The last ranks of a job become generators, before Megatron counts its ranks."""
 
+import argparse
 import os
 import queue
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from mindspeed_rl_plugin.config import RLConfig, add_flags
 from mindspeed_rl_plugin.dock import machines
 from mindspeed_rl_plugin.environment import begin_start, environment_apart, is_part, launch_env, launcher_store
 from mindspeed_rl_plugin.generators import launcher_ranks
@@ -33,26 +35,28 @@ def rank(monkeypatch: pytest.MonkeyPatch):
     return become
 
 
+def config(line: str) -> RLConfig:
+    return RLConfig.from_args(add_flags(argparse.ArgumentParser()).parse_args(line.split()))
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "--rl-algorithm grpo",
         "--rl-algorithm grpo --rl-schedule streamed --rl-generators 1",
-        "--rl-schedule async --rl-generators 1",
         f"{FLAGS} 0",
-        f"{FLAGS} many",
         f"{FLAGS} ray:2,tp=2",
     ],
 )
 def test_without_generators_all_ranks_train(rank, line: str) -> None:
     rank(0, 4)
-    assert split_of(["pretrain_gpt.py", *line.split()]) is None
+    assert split_of(config(line)) is None
 
 
 def test_the_command_line_says_how_ranks_are_split(rank) -> None:
     rank(5, 16, 8)
-    line = f"{FLAGS}=8 --rl-generate-tp 4 --tensor-model-parallel-size 8 --rl-wait-timeout 60".split()
-    assert split_of(line) == RankSplit(world=16, local=8, generators=8, engine=4, deadline=60.0)
+    line = f"{FLAGS}=8 --rl-generate-tp 4 --rl-wait-timeout 60"
+    assert split_of(config(line)) == RankSplit(world=16, local=8, generators=8, engine=4, deadline=60.0)
 
 
 @pytest.mark.parametrize(

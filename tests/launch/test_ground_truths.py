@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mindspeed_rl_plugin import ranks
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.run_flags import RewardConfig
 from mindspeed_rl_plugin.launch import read_inputs
@@ -33,7 +34,7 @@ def test_each_row_is_read_by_one_rank_and_all_hear_of_a_bad_one(monkeypatch, ran
             raise ValueError(f"{wrong[0]}: cannot be parsed")
 
     def gathered(value):
-        other = None if value is None else ("another rank's" if rank == 0 else None, None)
+        other = None if value is None else (None, "another rank's" if rank == 0 else None)
         return [value, other] if rank == 0 else [other, value]
 
     data, held = (ROWS, bad) if held_out else (bad, ROWS)
@@ -42,6 +43,7 @@ def test_each_row_is_read_by_one_rank_and_all_hear_of_a_bad_one(monkeypatch, ran
     monkeypatch.setattr(inputs_module, "check_answers", check)
     monkeypatch.setattr(read_inputs, "rank_of_job", lambda: rank)
     monkeypatch.setattr(read_inputs, "gather_all", gathered)
+    monkeypatch.setattr(ranks, "gather_all", gathered)
     empty = dict.fromkeys(field.name for field in dataclasses.fields(Inputs))
     inputs = Inputs(**{**empty, "config": CONFIG, "data": rows(data), "held_out": rows(held)})
     with pytest.raises(ValueError, match="another rank's" if rank == 0 else "a.jsonl line 4: cannot be parsed"):

@@ -238,8 +238,10 @@ def test_state_is_on_disk_before_the_tracker_and_rank_0_writes_it(job, monkeypat
         launch.save_checkpoint(done.args, lambda *_: None, (4,), {})
     assert not files.has_state("out", 4)
     there = []
-    launch.save_checkpoint(done.args, lambda iteration: there.append(files.has_state("out", iteration)), (4,), {})
-    assert there == [True] and files.read_tracker("out") is None
+    saved = lambda iteration: there.append(files.has_state("out", iteration))  # noqa: E731
+    launch.save_checkpoint(done.args, saved, (4,), {})
+    launch.save_checkpoint(done.args, saved, (), {"iteration": 8})
+    assert there == [True, True] and files.read_tracker("out") is None
 
 
 def test_only_rank_0_gets_the_rows(job, monkeypatch):

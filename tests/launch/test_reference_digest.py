@@ -27,6 +27,8 @@ def test_everybody_hears_rank_0_and_its_errors(seen):
     assert first["value"] == second["value"] == {"from": 0}
     assert (first["first"], second["first"]) == (True, False)
     assert first["error"] == second["error"] == "rank 0 says no"
+    assert first["each"] == second["each"] == [0, 1]
+    assert first["second says no"] == second["second says no"] == "rank 1 says no"
     assert "No such file or directory" in first["missing"] and first["missing"] == second["missing"]
     assert second["late"].startswith("rank 1 waited 0.5 s (--rl-wait-timeout) for rank 0: ")
 

@@ -101,7 +101,8 @@ def test_each_message_stands_in_the_page(build, tmp_path, rule):
 
 def test_every_rule_has_rows_and_the_pages_nothing_else():
     assert {*REFUSED, *ELSEWHERE} == {*RULES}
-    assert {*sections()} == {*REFUSED, "notes", "test_early"}
+    others = {heading for heading in sections() if not heading.startswith("episodes: ")}
+    assert others == {*REFUSED, "notes", "test_early"}
     check_page()
 
 

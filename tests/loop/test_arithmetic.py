@@ -42,21 +42,6 @@ def test_numbers(change, expected):
     assert (of.prompts, of.samples, of.steps, of.micro_batches, of.rollouts) == expected and of.engines == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"members": 6, "prompts": None}, r"--global-batch-size 32 is not a multiple of --rl-samples-per-prompt 6, so"),
-        ({"global_batch": 60, "prompts": None}, r"60 is not a multiple of --rl-samples-per-prompt 8 \(the default\)"),
-        ({"prompts": 17}, r"one rollout has 136 samples .*, not a multiple of --global-batch-size 32; .* to 16 or 20$"),
-        ({"prompts": 1}, r"set --rl-rollout-prompts to 4$"),
-        ({"micro_batch": 3}, r"--global-batch-size 32 is not a multiple of --micro-batch-size 3 x 4 .* = 12; change"),
-    ],
-)
-def test_what_does_not_divide_is_refused_with_a_fix(change, message):
-    with pytest.raises(ValueError, match=message):
-        sizes(**change)
-
-
 @pytest.mark.parametrize(("members", "batch"), [(6, 32), (8, 32), (7, 21), (3, 10)])
 def test_the_fix_that_the_message_names_works(members, batch):
     given = {"members": members, "global_batch": batch, "data_parallel": 1, "micro_batch": 1}
