@@ -1,4 +1,4 @@
-"""Batch arithmetic: the numbers, the default of the rollout size, and what does not divide."""
+"""Batch arithmetic: the numbers, and the default of the rollout size. What does not divide: launch/refusals.py."""
 
 from argparse import Namespace
 from contextlib import nullcontext
