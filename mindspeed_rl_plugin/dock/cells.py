@@ -73,9 +73,8 @@ class Writer:
         """The cells as bytes, into memory that this machine's warehouse lends, or with the message."""
         calls, (places, total) = self._calls, layout(self._declared.columns, put.parts)
         here = warehouse == calls.warehouse
+        names = [name for part in put.parts for name in part.names]
         spans = [span for begins, sizes in places for span in zip(begins.tolist(), sizes.tolist(), strict=True)]
-        for name, (_, nbytes) in zip((n for part in put.parts for n in part.names), spans, strict=True):
-            calls.traffic.add("written", state, name, "local" if here else "remote", nbytes)
         lent = here and total > INLINE and calls.me.rank >= 0
         if lent:
             wish = Put(put.epoch, put.shape, put.parts, put.producer, put.deadline, reserve=True)
@@ -83,8 +82,9 @@ class Writer:
             data = calls.segments.view(put.extent.segment, put.extent.offset, total)
         else:
             data = np.empty(total, np.uint8)
-        for (column, pick), (begin, nbytes) in zip(cells, spans, strict=True):
+        for name, (column, pick), (begin, nbytes) in zip(names, cells, spans, strict=True):
             copy_rows(column, pick, data[begin : begin + nbytes])
+            calls.traffic.add("written", state, name, "local" if here else "remote", nbytes)
         calls.ask_warehouse(warehouse, put, None if lent or not put.parts else data)
 
 

@@ -19,25 +19,20 @@ sys.path[:2] = []
 
 
 def test_targets_are_medians_of_ratios_of_the_same_repeat() -> None:
+    """A load in the second repeat slowed both arms: 21, 20, 19, but 2000 / 100 of the medians by chance alone."""
     seen = {
         ("dock-shm", "short/64", "get_mb_s"): [2100.0, 400.0, 2000.0],
-        # A load in the second repeat that slowed both: 21, 20, 19, but 2000 / 100 = 20 of the medians by chance alone.
         ("transferqueue", "short/64", "get_mb_s"): [100.0, 20.0, 2000 / 19],
-        ("dock-shm", "long/512", "put_mb_s"): [500.0, 900.0, 700.0],
-        ("ray", "long/512", "put_mb_s"): [1000.0, 1000.0, 1000.0],
         ("dock-shm", "short/64", "small_get_p50_ms"): [0.4, 0.9, 0.45],
         ("dock-tcp", "short/64", "bytes_ratio"): [1.03, 1.03, 1.01],
         ("memcpy", "short/64", "bytes_ratio"): [9.0],
     }
-    results = {
-        (r["arm"], r["case"], r["metric"]): (r["value"], r["target"], r["reached"]) for r in transfer_dock.targets(seen)
-    }
-    assert results == {
-        ("dock-shm", "short/64", "get_mb_s over transferqueue"): (pytest.approx(20), ">= 20", True),
-        ("dock-shm", "long/512", "put_mb_s over ray"): (pytest.approx(0.7), ">= 1", False),
-        ("dock-shm", "short/64", "small_get_p50_ms"): (0.45, "<= 0.5", True),
-        ("dock-tcp", "short/64", "bytes_ratio"): (1.03, "<= 1.02", False),
-    }
+    rows = [(r["arm"], r["metric"], r["value"], r["target"], r["reached"]) for r in transfer_dock.targets(seen)]
+    assert sorted(rows) == [
+        ("dock-shm", "get_mb_s over transferqueue", pytest.approx(20), ">= 20", True),
+        ("dock-shm", "small_get_p50_ms", 0.45, "<= 0.5", True),
+        ("dock-tcp", "bytes_ratio", 1.03, "<= 1.02", False),
+    ]
 
 
 @pytest.mark.slow

@@ -95,11 +95,9 @@ def test_versions_that_may_sample_an_epoch_are_restored(make_one) -> None:
     epoch["columns"] = {**epoch["columns"], "order": {"slots": torch.arange(2), "values": values}}
     former = {**saved, "columns": {**saved["columns"], "order": "group dense int64 [4]"}, "epochs": [epoch]}
     for state in (saved, former):
-        members = make_members(COLUMNS, STATES, ["a", "b"], limits=SMALL)
-        other, second = docks = [member.dock(deadline=20) for member in members]
+        other, second = docks = [m.dock(deadline=20) for m in make_members(COLUMNS, STATES, ["a", "b"], limits=SMALL)]
         together(2, lambda r, docks=docks, state=state: docks[r].restore(outline(state) if r else state))
-        assert second.version_bound(0) == (3, 5), "of a rank that reads no rows"
-        assert other.version_bound(0) == (3, 5)
+        assert other.version_bound(0) == second.version_bound(0) == (3, 5), "of a rank that reads no rows, too"
         assert other.lease("generate", version=6, deadline=0).needs == (3, 5)
         assert len(other.lease("generate", version=4, deadline=0)) == 2
         together(2, lambda r, docks=docks: docks[r].close())
@@ -116,10 +114,6 @@ def test_a_snapshot_of_the_docks_before_this_one_is_restored(make) -> None:
     assert [len(r) for r in columns["prompt"].rows()] == [1, 1, 4]
     assert dock.read(rows[:2], ["logp"])["logp"].values.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert dock.read([sid(1, 1, 3)], ["parts"])["parts"].tolist() == [[1.0, 2.0]]
-    assert {name: dock.remaining(name) for name in ("generate", "logp", "update")} == {
-        "generate": 3,
-        "logp": 4,
-        "update": 6,
-    }
+    assert [dock.remaining(name) for name in ("generate", "logp", "update")] == [3, 4, 6]
     assert dock.lease("logp", deadline=5).rows.ids == (sid(3, 1, 3),)
     assert plain(dock.snapshot()) == plain(saved)

@@ -20,36 +20,28 @@ def rows_of(lengths: list[int]) -> Rows:
     return Rows(tuple(SampleId(7, i, i % 2) for i in range(len(lengths))), columns)
 
 
-def assert_same(a: Rows, b: Rows) -> None:
-    assert a.ids == b.ids and set(a.columns) == set(b.columns)
-    for name, x in a.columns.items():
-        y = b[name]
-        assert type(x) is type(y), name
-        pairs = [(x.values, y.values), (x.offsets, y.offsets)] if isinstance(x, Ragged) else [(x, y)]
-        for p, q in pairs:
-            assert p.dtype == q.dtype and torch.equal(p, q), name
-
-
 @pytest.mark.parametrize("lengths", [[3, 0, 5], [0, 0]])
 def test_tensordict_round_trip(lengths: list[int]) -> None:
     rows = rows_of(lengths)
     td = to_tensordict(rows)
     assert td.batch_size == (len(rows),) and td["ids"].tolist() == [list(i) for i in rows.ids]
     assert [r.tolist() for r in td["tokens"].unbind()] == [r.tolist() for r in rows["tokens"].rows()]
-    assert_same(from_tensordict(td), rows)
+    back = from_tensordict(td)
+    assert back.ids == rows.ids and back.columns.keys() == rows.columns.keys()
+    for name, column in rows.columns.items():
+        for one, other in zip(tensors(column), tensors(back[name]), strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other), name
+
+
+def tensors(column: Ragged | torch.Tensor) -> list[torch.Tensor]:
+    return [column.values, column.offsets] if isinstance(column, Ragged) else [column]
 
 
 def test_tensordict_errors() -> None:
     with pytest.raises(ValueError, match="collides with the ids"):
         to_tensordict(Rows((SampleId(0, 0, 0),), {"ids": torch.ones(1)}))
-    td = to_tensordict(rows_of([1, 2]))
     with pytest.raises(ValueError, match="has no 'ids'"):
-        from_tensordict(td.exclude("ids"))
-    for ids in (torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3)):
-        with pytest.raises(ValueError, match=rf"'ids' is \{list(ids.shape)}, {ids.dtype}; give integers \[B, 3\]"):
-            from_tensordict(td.clone().set("ids", ids))
-    with pytest.raises(ValueError, match="column 'words' is a .*; give a tensor, or a jagged nested one"):
-        from_tensordict(td.clone().set_non_tensor("words", ["a", "b"]))
+        from_tensordict(to_tensordict(rows_of([1, 2])).exclude("ids"))
 
 
 @pytest.mark.parametrize(
