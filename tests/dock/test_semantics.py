@@ -353,34 +353,26 @@ def test_clearing_waits_for_no_row_that_is_done_whatever_else_its_lease_holds(ma
     dock.clear(1)
 
 
-BAD_PUTS = [
-    ({"nope": torch.ones(1)}, r"\['nope'\]"),
-    ({"reward": torch.ones(1, dtype=torch.float64)}, "'reward' .* torch.float64"),
-    ({"reward": torch.ones(1, 2)}, r"\[2\]"),
-    ({"parts": torch.ones(1, 3)}, r"\[2\], got \[3\]"),
-    ({"reward": ragged(1, dtype=torch.float32)}, "not Ragged"),
-    ({"tokens": torch.ones(1, dtype=torch.int32)}, "pass Ragged"),
-    ({"tokens": Ragged(torch.ones(3, dtype=torch.int32), torch.tensor([0, 2]))}, "rise from 0 to the 3"),
-    ({"tokens": ragged(3), "logp": ragged(2, dtype=torch.float32)}, "'logp' has 2 entries .* have 3"),
-]
-
-
-@pytest.mark.parametrize(("columns", "message"), BAD_PUTS)
-def test_bad_cells_are_refused_whole(make_one, columns: dict, message: str) -> None:
-    dock = make_one()
-    dock.open(0, 1, 1)
-    with pytest.raises(ValueError, match=message):
-        dock.put(Rows((sid(0, 0),), {"prompt": ragged(1), **columns}))
-    with pytest.raises(ValueError, match="not committed"):
-        dock.read([sid(0, 0)], ["prompt"])
-    assert make_one.houses[0].slabs.used == 0
-
-
 def test_bad_calls_are_refused(make) -> None:
+    """Of a put nothing is written then."""
     dock = make()
     dock.open(0, 1, 2)
     one = {"reward": torch.ones(1)}
     dock.put(tokens([sid(0, 1)], 3))
+    bad = [
+        ({"nope": torch.ones(1)}, r"\['nope'\]"),
+        ({"reward": torch.ones(1, dtype=torch.float64)}, "'reward' .* torch.float64"),
+        ({"reward": torch.ones(1, 2)}, r"\[2\]"),
+        ({"parts": torch.ones(1, 3)}, r"\[2\], got \[3\]"),
+        ({"reward": ragged(1, dtype=torch.float32)}, "not Ragged"),
+        ({"tokens": torch.ones(1, dtype=torch.int32)}, "pass Ragged"),
+        ({"tokens": Ragged(torch.ones(3, dtype=torch.int32), torch.tensor([0, 2]))}, "rise from 0 to the 3"),
+        ({"tokens": ragged(3), "logp": ragged(2, dtype=torch.float32)}, "'logp' has 2 entries .* have 3"),
+    ]
+    for columns, message in bad:
+        with pytest.raises(ValueError, match=message):
+            dock.put(Rows((sid(0, 0),), {"prompt": ragged(1), **columns}))
+    assert [house.slabs.used for house in make.houses if house.slabs.used] == [64], "what was put before"
     cases = [
         (lambda: dock.put(Rows((sid(1, 0),), one)), r"\(0, 1, 0\) was not opened"),
         (lambda: dock.put(Rows((sid(0, 0, 5),), one)), "epoch 5 was not opened; open: 0"),
