@@ -15,6 +15,8 @@ from mindspeed_rl_plugin.episodes.environments import EpisodeError, MalformedCal
 from mindspeed_rl_plugin.episodes.episode_state import turn_seed
 from mindspeed_rl_plugin.rows import Completion, SampleId
 
+pytestmark = pytest.mark.quick
+
 
 def test_each_prompt_is_the_one_before_with_what_was_sampled_and_seen() -> None:
     world = World(echo, slow=3)

@@ -15,12 +15,15 @@ from mindspeed_rl_plugin.episodes.tools import (
     load_environment,
     load_tool,
     offer_of,
+    read_calls,
     read_reset,
     read_step,
     reset_arguments,
     schema_of,
     takes,
 )
+
+pytestmark = pytest.mark.quick
 
 FILE = str(Path(__file__).with_name("user_code.py"))
 
@@ -70,6 +73,15 @@ def test_what_a_class_offers() -> None:
     assert offer_of({}, load_environment(FILE, "Shop")) == Offer((), ("buy", "fail"), False, True, (), concurrent)
     assert offer_of({"w": load_tool(FILE, "wait")}, load_environment(FILE, "Slow")).concurrent == ("tool w", "reset")
     assert offer_of({}, load_environment(FILE, "Asks")).fields == ("level",)
+
+
+@pytest.mark.parametrize(
+    "found", ["calls", [{"name": "a", "arguments": "b"}], [{"name": "a", "arguments": {"b": {1}}}]]
+)
+def test_what_a_users_parser_gives_is_calls_as_json(found) -> None:
+    assert read_calls([{"name": "a", "arguments": None}, None]) == '[["a", {}], null]'
+    with pytest.raises(ValueError, match="it returned "):
+        read_calls(found)
 
 
 TASK = {"prompt": "p", "answer": "a", "record": {"level": 3, "seed": 9, "prompt": "other"}, "messages": [{}]}
