@@ -36,7 +36,7 @@ Group = tuple[int, int]
 """Identity of one group: rollout epoch, and group within it."""
 
 FINISH = ("stop", "length", "abort", "turns")
-"""Why a response ended ("turns": an episode had as many as it may have); columns hold the index."""
+"""Why a response ended ("turns": it has as many as it may have); columns hold the index."""
 
 
 @dataclass(frozen=True)

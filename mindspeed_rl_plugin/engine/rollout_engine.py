@@ -98,7 +98,7 @@ def stream(
 ) -> Iterator[list[Completion]]:
     """Generate all responses, maybe none; yields them as they finish. Collective over the engines that share experts.
 
-    deadline: seconds within which at least one response (of an episode: a turn, or an observation) must be finished,
+    deadline: seconds within which at least one response (or a turn of one, or an answer to it) must be finished,
     again and again: a long rollout may take longer while it makes progress; pause: after so many seconds without a
     response an empty list lets the caller look at something else. Raises TimeoutError that says how many are missing;
     those are aborted, so that the engine is left idle.

@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.loop.docks import DockSize
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.reward.builtin import check_answers
-from mindspeed_rl_plugin.reward.calling import EPISODE
+from mindspeed_rl_plugin.reward.calling import ANSWERED
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rows import Prompt, Sampling
 from mindspeed_rl_plugin.stages.generate import Episodes
@@ -71,7 +71,7 @@ class Inputs:
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
         """Raise ValueError where graders or environments cannot do with the fields of some row. rows: place in the data
         -> fields of its record."""
-        episodes = EPISODE if self.environments is not None else ()
+        episodes = ANSWERED if self.environments is not None else ()
         self.graders.check_fields({where: {*fields, *episodes} for where, fields in rows.items()})
         if self.environments is not None:
             self.environments.check_fields(rows)

@@ -1,8 +1,8 @@
 """Dumps: every rollout as one Parquet file, written atomically, and read back into rows.
 
 One row per sample. Per-token lists cover the response only (P..L of the dock's columns), since entries
-on prompt tokens are masked; the prompt's token ids have a column of their own. Of an episode the response holds the
-observations too; its turns, their rewards and the conversation have columns of their own.
+on prompt tokens are masked; the prompt's token ids have a column of their own. Of several turns the response
+holds the observations too; the turns, their rewards and the conversation have columns of their own.
 """
 
 from __future__ import annotations
@@ -109,19 +109,19 @@ def _table(rows: Rows, decode: Callable[[Sequence[int]], str], iteration: int, g
     }
     data |= {name: _list(_behind(prompt, columns[name])) for name in TOKEN_COLUMNS if name in columns}
     if "turns" in columns:
-        data |= _of_episodes(rows, prompt)
+        data |= _of_turns(rows, prompt)
     return pa.table(data).replace_schema_metadata({"graders": json.dumps(list(graders))})
 
 
 def _prompt(rows: Rows) -> Ragged:
-    """The prompts; of episodes what stands before the first turn, which is longer where an environment began."""
+    """The prompts; of several turns what stands before the first, which is longer where an environment began."""
     if "prompt_length" not in rows.columns:
         return rows["prompt"]
     pairs = zip(rows["tokens"].rows(), rows["prompt_length"].tolist(), strict=True)
     return Ragged.from_rows([row[:length] for row, length in pairs])
 
 
-def _of_episodes(rows: Rows, prompt: Ragged) -> dict[str, Any]:
+def _of_turns(rows: Rows, prompt: Ragged) -> dict[str, Any]:
     """turns: [first, end) of each in the response."""
     import pyarrow as pa
 

@@ -25,11 +25,11 @@ HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 
 
 class Renderer:
-    """Turns rows into prompts: of training, evaluation, episodes, offers, and (`PairRenderer`) pairs.
+    """Turns rows into prompts: of training, evaluation, offers, and (`PairRenderer`) pairs.
 
     prompt_key, answer_key: names of fields, with dots those inside objects (`reward_model.ground_truth`); they stay in
-    the record too. Every row has both, and null counts as missing; answer_key "": data without ground truth. tools: of
-    episodes, see `render_chat`.
+    the record too. Every row has both, and null counts as missing; answer_key "": data without ground truth. tools: as
+    of `render_chat`.
 
     A prompt is a string, or chat messages `{"role", "content", ...}`. Without `chat_template` a string is encoded as
     `text_tokens` says, and messages are refused: any plain join would be a format no model was taught. With it a string
@@ -182,8 +182,8 @@ def render_chat(
     """Text of a conversation by the tokenizer's chat template, up to where the model's turn begins; without `ask` up to
     the end of the last message.
 
-    tools: JSON schemas of the tools of episodes, () for episodes without any; None where responses are no episodes.
-    In episodes the date that some templates write (Llama 3.2) is that of `DATE`: their prompts are the same every day.
+    tools: JSON schemas of what the model may call, () where an environment without tools answers it, None where nobody
+    does. If somebody does, the date that some templates write (Llama 3.2) is `DATE`: prompts are the same every day.
     """
     more: dict[str, Any] = {}
     if tools is not None:

@@ -42,7 +42,7 @@ def exact(response: str, answer: str) -> float:
 
 
 def environment(environment: float) -> float:
-    """The sum of the rewards that the episode's environment gave."""
+    """The sum of the rewards that the environment gave."""
     return environment
 
 

@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.workers.call_loop import is_async
 
 SINGLE = ("prompt", "response", "answer", "record")
 BATCH = ("prompts", "responses", "answers", "records")
-EPISODE = ("conversation", "environment")
+ANSWERED = ("conversation", "environment")  # of a sample where tools or environments answer the model
 CONVERSATIONS = "conversations"
 CHAT = "messages"  # what a batch grader of this package may name too: chat messages as the data holds them
 # Names of other libraries (verl's compute_score, TRL's reward functions) for what is passed here.
@@ -42,7 +42,7 @@ class Grader:
         self.rest = any(p.kind == p.VAR_KEYWORD for p in parameters)
         self.batch = bool(self.names & set(BATCH))
         self.asynchronous = is_async(function)
-        known = BATCH if self.batch else (*SINGLE, *EPISODE)
+        known = BATCH if self.batch else (*SINGLE, *ANSWERED)
         strange = self.required - {*BATCH, CHAT, CONVERSATIONS}
         if self.batch and strange:
             raise ValueError(
@@ -51,12 +51,12 @@ class Grader:
         if not self.names & set(known) and not self.rest:
             raise ValueError(f"{name}: it takes none of {', '.join(SINGLE)} (or {', '.join(BATCH)}){hint(self.names)}")
         needed = self.required & {CONVERSATIONS} if self.batch else self.required - set(SINGLE)
-        self.fields = tuple(EPISODE[0] if name == CONVERSATIONS else name for name in sorted(needed))
+        self.fields = tuple(ANSWERED[0] if name == CONVERSATIONS else name for name in sorted(needed))
 
     def single(self, item: dict[str, Any]) -> Any:
         """Call with one sample. Raises ValueError for a parameter that neither sample nor record has."""
         given = {**item["record"], **{k: item[k] for k in SINGLE}}
-        given |= {k: item[k] for k in EPISODE if item.get(k) is not None}
+        given |= {k: item[k] for k in ANSWERED if item.get(k) is not None}
         missing = sorted(self.required - set(given))
         if missing:
             raise ValueError(f"{self.name} asks for {missing}; the record of this row has {sorted(item['record'])}")
@@ -69,7 +69,7 @@ class Grader:
     def many(self, items: Sequence[dict[str, Any]]) -> Any:
         """Call with the samples of one group."""
         columns = {name: [item[name[:-1]] for item in items] for name in BATCH}
-        more = {CHAT: [item[CHAT] for item in items], CONVERSATIONS: [item.get(EPISODE[0]) for item in items]}
+        more = {CHAT: [item[CHAT] for item in items], CONVERSATIONS: [item.get(ANSWERED[0]) for item in items]}
         columns |= {name: column for name, column in more.items() if name in self.names}
         return self.function(**{k: v for k, v in columns.items() if k in self.names or self.rest})
 

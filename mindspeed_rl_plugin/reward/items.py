@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 SOLVED_AT = 1.0 - 1e-6  # a grader that adds up shares, or a float32 column, may miss 1 by rounding
-OWN = ("turn", "reward", "seconds")  # what messages of episodes hold for others than templates
+OWN = ("turn", "reward", "seconds")  # what chat messages hold for others than templates
 
 
 class RewardError(ValueError):
@@ -24,8 +24,8 @@ class GradeItem:
     """One response to grade. answer: ground truth, "" when the data has none; record: the row's other fields;
     messages: chat messages that the data holds in the place of a prompt in one string, whose text `prompt` is then.
 
-    Of an episode `response` is the last turn of the model; conversation: all its chat messages; environment: the sum of
-    the rewards that its environment gave; else both are None."""
+    Of several turns `response` is the last one; conversation: all chat messages; environment: the sum of the rewards
+    that the environment gave; else both are None."""
 
     prompt: str
     response: str
@@ -38,8 +38,8 @@ class GradeItem:
 
 
 def opening(messages: Sequence[Mapping[str, Any]] | None, prompt: str) -> list[dict[str, Any]]:
-    """An episode's messages before its first turn: the data's, in which fields that are called as `OWN` would be taken
-    for ours, and are left out."""
+    """The messages before the model's first turn: the data's, without fields that are called as `OWN`, which would be
+    taken for ours."""
     asked = messages or [{"role": "user", "content": prompt}]
     return [{name: value for name, value in message.items() if name not in OWN} for message in asked]
 

@@ -63,8 +63,8 @@ def same_tokenizer(path: str, policy: str) -> bool:
 
 
 class RewardModel:
-    """A batch grader: the score of each response after its prompt, as the checkpoint gives it; of episodes, of the
-    whole conversation.
+    """A batch grader: the score of each response after its prompt, as the checkpoint gives it; where
+    environments answer, of the whole conversation.
 
     device: "cpu", or an accelerator's; there the checkpoint's own dtype is kept, on the host it is float32. With a
     chat template in the tokenizer the response is the assistant's turn after the chat messages of the data, or after
@@ -170,7 +170,7 @@ class RewardModel:
 
 
 def _joined(conversation: Sequence[Mapping[str, Any]]) -> str:
-    """The text of an episode: the prompt as graders see it, and all that was said from the first turn on."""
+    """The text of a conversation: the prompt as graders see it, and all that was said from the first turn on."""
     first = next(i for i, message in enumerate(conversation) if "turn" in message)
     asked, said = conversation[:first], conversation[first:]
     head = asked[0]["content"] if first == 1 else "\n\n".join(f"{m['role']}: {m['content']}" for m in asked)

@@ -11,7 +11,7 @@ from pathlib import Path
 from mindspeed_rl_plugin.reward.reward_model import PREFIX, check_files
 from mindspeed_rl_plugin.workers.process import SHARE_OF_WAIT
 
-ENVIRONMENT = "environment"  # the reward that an episode's environment gave
+ENVIRONMENT = "environment"  # the reward that the environment of a response gave
 BUILTIN = ("math", "exact", "regex", ENVIRONMENT)
 KINDS = {"function": r"^(?:async )?def ([a-zA-Z]\w*)", "class": r"^class ([a-zA-Z]\w*)"}  # as a file defines them
 
