@@ -25,11 +25,10 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.dock import Gone, Lease, SampleId, from_tensordict, to_tensordict
 from mindspeed_rl_plugin.dock.api import numbers
-from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.rows import FINISH, Column, Completion, GenerateRequest, Ragged, Rows, Sampling
 from mindspeed_rl_plugin.service.guest_dock import GuestDock, here
-from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows
+from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows, requests_of
 from mindspeed_rl_plugin.weights.published_memory import sources_of
 from mindspeed_rl_plugin.weights.pull import pull_tensors
 
@@ -143,9 +142,7 @@ class Client:
         if max_rows < 1:
             raise ValueError(f"take: max_rows is {max_rows}; give at least 1")
         if self._job.strict:
-            raise ValueError(
-                "--rl-async-order strict deals rollouts to the engines of the launcher: take no rows of it"
-            )
+            raise ValueError("--rl-async-order strict deals rollouts to the launcher's engines: take no rows of it")
         if self._job.episodes is not None:
             raise ValueError(
                 "the responses of this job are episodes with tools or environments, which its own engines play: take "
@@ -153,10 +150,7 @@ class Client:
             )
         lease = self._leased(max_rows, deadline)
         prompts, bounds = lease.rows["prompt"], [self.dock.version_bound(i.epoch) for i in lease.rows.ids]
-        requests = [
-            response_request(self._job.sampling, self._job.seed, i, row.tolist())
-            for i, row in zip(lease.rows.ids, prompts.rows(), strict=True)
-        ]
+        requests = requests_of(lease.rows, self._job.sampling, self._job.seed)
         self._taken |= {request.id: (lease, request) for request in requests}
         columns = {
             "prompt": prompts,

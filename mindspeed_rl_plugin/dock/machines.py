@@ -39,15 +39,9 @@ def check_addresses(places: Sequence[tuple[str, str]]) -> None:
     """Raise ValueError where the ranks of several machines, by (machine, own address), cannot reach each other."""
     if len({name for name, _ in places}) == 1:
         return
-    named = master_address()[0]
     for rank, (name, host) in enumerate(places):
-        if not host:
+        if not host or ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             raise ValueError(
-                f"rank {rank} on {name} has no MASTER_ADDR: the dock of several machines takes the interface of the "
-                "job from it; give the network address of the first machine"
-            )
-        if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-            raise ValueError(
-                f"MASTER_ADDR {named} resolves to {host} on {name} (rank {rank}), where no other machine reaches it; "
-                "give the network address of the first machine, or correct /etc/hosts there"
+                f"MASTER_ADDR {master_address()[0]} is {host or 'not set'} on {name} (rank {rank}), where no other "
+                "machine reaches it; give the network address of the first machine, or correct /etc/hosts there"
             )

@@ -35,7 +35,7 @@ NONCE = 32  # bytes
 REFUSED = bytes(NONCE)  # in the place of a server's proof: the client has not shown the secret
 CONNECT_SECONDS = 20.0
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, and how many without answer
-REPLY_TIMEOUT = 120.0  # seconds for an answer beside the request's own deadline, on the busiest machine
+REPLY_TIMEOUT = 120.0  # seconds for an answer besides the request's own deadline, on the busiest machine
 ALIVE_SECONDS = 10.0  # without an answer, until it is asked whether the other side lives at all
 
 
@@ -228,7 +228,7 @@ def ask(
     patience: float = REPLY_TIMEOUT,
     alive: Callable[[], object] | None = None,
 ) -> tuple[Message, np.ndarray | None]:
-    """Send a request and wait for its answer and the bulk of it. patience: seconds beside the request's own deadline
+    """Send a request and wait for its answer and the bulk of it. patience: seconds besides the request's own deadline
     in which nothing may come; alive: called each ALIVE_SECONDS without an answer, raises where there will be none.
 
     Raises TimeoutError when no answer comes, `Closed` when the other side has left, `Lost` when it is gone, and

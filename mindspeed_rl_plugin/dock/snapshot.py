@@ -48,15 +48,13 @@ def collect(calls: Calls, declared: Declared) -> dict[str, Any]:
 def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
     epoch, names = calls.epochs.known[number], tuple(declared.columns)
     groups, members, bound = epoch.shape
-    alive = np.repeat(epoch.alive, members)
     ids = row_ids(number, members, np.arange(groups * members))
     status = {}
     # First: processes outside of the job go on, and what they write meanwhile must not count as done without its cells.
     for state in declared.states:
-        left = calls.query(Look, state, ids, False).ids
-        done = alive.copy()
-        done[left[:, 1] * members + left[:, 2]] = False
-        status[state] = torch.from_numpy(np.where(done, DONE, 0).astype(np.uint8))
+        done = calls.query(Look, state, ids, True).ids
+        status[state] = torch.zeros(len(ids), dtype=torch.uint8)
+        status[state][done[:, 1] * members + done[:, 2]] = DONE
     owner, places = locate(calls, names, ids)
     columns = {}
     for i, (name, spec) in enumerate(declared.columns.items()):
@@ -69,7 +67,8 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
     sizes = {"number": number, "groups": groups, "members": members}
     if bound != ANY_VERSION:
         sizes["version_bound"] = list(bound)
-    return {**sizes, "alive": torch.from_numpy(alive), "columns": columns, "status": status}
+    alive = torch.from_numpy(np.repeat(epoch.alive, members))
+    return {**sizes, "alive": alive, "columns": columns, "status": status}
 
 
 def bound_of(saved: Mapping[str, Any]) -> VersionBound:

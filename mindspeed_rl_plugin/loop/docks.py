@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,8 +89,8 @@ class DockSize:
         rounds: int,
         ahead: tuple[int, int] = (0, 0),
     ) -> None:
-        self.limits, self.sizes, self.rounds, self.ahead = limits(config), sizes, rounds, ahead
-        self.columns, self.states = columns_of(table), states_of(table)
+        self.sizes, self.rounds, self.ahead = sizes, rounds, ahead
+        self._fits = partial(limits(config).check, columns_of(table), states_of(table), members=sizes.members)
 
     def check_early(self) -> None:
         """Before the model is built: a dock too small for one rollout however well it spreads. Raises ValueError."""
@@ -105,13 +106,10 @@ class DockSize:
         """The groups of a checkpoint, or a round beside those deferred. used, deferred: machine of each group."""
         machines = 1 + max((int(part.max()) for part in (used, deferred, owners) if len(part)), default=0)
         used, deferred, round_ = (np.bincount(part, minlength=machines) for part in (used, deferred, owners))
-        self._check(int(max((used + deferred).max(), deferred.max() + round_.max())))
+        self._fits(groups=int(max((used + deferred).max(), deferred.max() + round_.max())))
 
     def _check_round(self, most: int) -> None:
         """most: groups of a round on one machine. With dynamic sampling all but one group of a rollout may wait there,
         sampled in rounds that put `most` on a machine each."""
         rollouts, groups = self.ahead
-        self._check(most * (1 + rollouts) + groups + min(self.sizes.prompts - 1, self.rounds * most))
-
-    def _check(self, groups: int) -> None:
-        self.limits.check(self.columns, self.states, groups, self.sizes.members)
+        self._fits(groups=most * (1 + rollouts) + groups + min(self.sizes.prompts - 1, self.rounds * most))

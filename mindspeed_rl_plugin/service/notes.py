@@ -1,4 +1,4 @@
-"""What a job and processes outside of it say to each other beside rows."""
+"""What a job and processes outside of it say to each other besides rows."""
 
 from __future__ import annotations
 
