@@ -9,6 +9,7 @@ layers that run again in the backward pass are handed too, and a hook gives them
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward.collate import MicroBatch
-from mindspeed_rl_plugin.forward.swapped import swapped
 from mindspeed_rl_plugin.weights.storages import unwrap
 
 
@@ -25,8 +25,8 @@ def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     """What one model chunk gives for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states."""
     mask = batch.attention_mask
     if batch.bounded and batch.ranks == 1:
-        apart = packed_seq_params(batch.boundaries, batch.tokens.device)
-        return model(batch.tokens, batch.position_ids, None, packed_seq_params=apart)
+        boundaries = packed_seq_params(batch.boundaries, batch.tokens.device)
+        return model(batch.tokens, batch.position_ids, None, packed_seq_params=boundaries)
     if batch.bounded:
         _take_boundaries(model)
         mask = torch.tensor(batch.boundaries)
@@ -82,3 +82,17 @@ def packed_seq_params(boundaries: list[int], device: torch.device | str) -> Pack
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=each, cu_seqlens_kv=each, max_seqlen_q=longest, max_seqlen_kv=longest
     )
+
+
+@contextlib.contextmanager
+def swapped(names: dict[str, Any], **values: Any) -> Iterator[None]:
+    """Inside, the names of an object or a module (its `vars`) have these values; afterwards they have their old ones,
+    and names that did not exist are removed."""
+    before = {name: names[name] for name in values if name in names}
+    names.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            names.pop(name, None)
+        names.update(before)

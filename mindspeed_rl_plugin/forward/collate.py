@@ -69,10 +69,9 @@ class MicroBatch:
 def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: Sequence[str] = ()) -> MicroBatch:
     """Pad and shift one micro-batch.
 
-    rows: exactly `micro_batch_size` rows with `tokens`, and `loss_mask` where only some tokens are
-    trained (without it all but the first are); columns: names of ragged per-token columns to carry.
-    Raises ValueError for a wrong number of rows, a row longer than the sequence length, or a column
-    that is not aligned with the tokens.
+    rows: `tokens`, and `loss_mask` where only some tokens are trained (without it all but the first are); columns:
+    names of ragged per-token columns to carry. Raises ValueError for a wrong number of rows, a row longer than the
+    sequence length, or a column that is not aligned with the tokens.
     """
     tokens, packed = rows["tokens"], settings.packed
     lengths, total = tokens.lengths, len(tokens.values)

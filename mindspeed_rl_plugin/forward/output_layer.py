@@ -8,11 +8,10 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from mindspeed_rl_plugin.forward.call import call_model
+from mindspeed_rl_plugin.forward.call import call_model, swapped
 from mindspeed_rl_plugin.forward.chunked import chunked_token_logps
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
-from mindspeed_rl_plugin.forward.swapped import swapped
 from mindspeed_rl_plugin.weights.storages import unwrap
 
 

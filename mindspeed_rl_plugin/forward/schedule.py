@@ -16,16 +16,15 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from mindspeed_rl_plugin.forward.call import call_model
+from mindspeed_rl_plugin.forward.call import call_model, swapped
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks, of_this_rank
 from mindspeed_rl_plugin.forward.head import token_logps
 from mindspeed_rl_plugin.forward.output_layer import forward_scored
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
-from mindspeed_rl_plugin.forward.swapped import swapped
 from mindspeed_rl_plugin.weights.storages import unwrap
 
-Model = Sequence[torch.nn.Module]
+Model = Sequence[torch.nn.Module]  # this rank's chunks, as Megatron holds them
 
 
 def data_iterators(batches: Sequence[MicroBatch], chunks: int) -> Any:
@@ -104,16 +103,8 @@ def head_of(
 
 
 def ends_here(model: Model) -> bool:
-    """Whether this rank holds the end of the model: the last pipeline stage, or the first one of a folded pipeline.
-
-    model: this rank's chunks.
-    """
+    """Whether this rank holds the end of the model: the last pipeline stage, or the first one of a folded pipeline."""
     return bool(unwrap(model[-1]).post_process)
-
-
-def is_folded(model: Model) -> bool:
-    """Whether the chunks are those of MindSpeed's dualpipev, which has two on each rank and no virtual stages."""
-    return len(model) > 1 and parallel_state.get_virtual_pipeline_model_parallel_world_size() is None
 
 
 def device_of(model: Model) -> torch.device:
@@ -131,14 +122,13 @@ def run_forward_only(
 ) -> list[Any] | None:
     """Forward pass without gradient over all micro-batches, by Megatron's schedule (PP and VPP included).
 
-    model: this rank's chunks, as Megatron holds them, complete (`weights.offload.gathered`); collect: called
-    on the last stage with the model's output and the micro-batch; scored: that output is for `head_of`.
-    Returns its results in micro-batch order on the last stage, None on the others. The model is in eval
-    mode meanwhile, and as it was afterwards. Collective over the model parallel ranks.
+    model: complete (`weights.offload.gathered`), in eval mode meanwhile; collect: called on the last stage with the
+    model's output and the micro-batch; scored: that output is for `head_of`. Returns its results in micro-batch order
+    on the last stage, None on the others. Collective over the model parallel ranks.
     """
-    device = device_of(model)
-
-    folded, count = is_folded(model), len(batches)
+    device, count = device_of(model), len(batches)
+    # The chunks of MindSpeed's dualpipev: two on each rank, and no virtual stages.
+    folded = len(model) > 1 and parallel_state.get_virtual_pipeline_model_parallel_world_size() is None
     if folded:  # its schedule fills the pipeline in both directions before it drains it
         least = 2 * parallel_state.get_pipeline_model_parallel_world_size() - 1
         batches = [*batches, *[batches[-1]] * (least - count)]

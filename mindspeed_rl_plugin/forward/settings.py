@@ -52,16 +52,18 @@ class ForwardSettings:
         max_tokens: int | None = None,
         packed: bool = False,
     ) -> ForwardSettings:
-        """Settings of this job. `args`: Megatron's, after validation; chunk_tokens: None to choose; max_tokens, packed:
-        as the fields. Raises ValueError for what cannot run; what flags exclude each other, `launch` has checked.
-        """
+        """Settings of this job. args: Megatron's, after validation; chunk_tokens: None to choose. Raises ValueError for
+        what cannot run; which flags exclude each other, `checks` has looked at."""
         return cls(
             micro_batch_size=args.micro_batch_size,
             seq_length=args.seq_length,
             vocab_size=vocab_size,
             temperature=temperature,
             multiple=length_multiple(args),
-            fixed_length=_one_length(args) and not max_tokens,
+            # MindSpeed's dualpipev hands on micro-batches of one length in any case.
+            fixed_length=args.pipeline_model_parallel_size > 1
+            and (folds(args) or not args.variable_seq_lengths)
+            and not max_tokens,
             # Attention over context parallel ranks is causal by itself: no mask says where its positions stand.
             causal_mask=args.context_parallel_size == 1
             and (args.create_attention_mask_in_dataloader or _own_mask_has_one_shape(args)),
@@ -69,7 +71,10 @@ class ForwardSettings:
             max_tokens=max_tokens,
             packed=packed,
             bounded=packed and takes_boundaries(args),
-            rounds_of=_interleaved_stages(args),
+            # Interleaved schedules want whole rounds of stages.
+            rounds_of=args.pipeline_model_parallel_size
+            if getattr(args, "virtual_pipeline_model_parallel_size", None)
+            else 1,
         )
 
     @property
@@ -80,10 +85,8 @@ class ForwardSettings:
         return TokenBudget(self.max_tokens, self.packed, self.multiple, self.rounds_of)
 
     def padded_length(self, longest: int) -> int:
-        """Padded length S of a micro-batch whose longest row has `longest` tokens.
-
-        Raises ValueError when the row is longer than the model's sequence length.
-        """
+        """Padded length S of a micro-batch whose longest row has `longest` tokens. Raises ValueError for a row longer
+        than the model's sequence length."""
         if longest > self.seq_length:
             raise ValueError(
                 f"a row of {longest} tokens is longer than --seq-length {self.seq_length}; lower "
@@ -97,12 +100,6 @@ def length_multiple(args: argparse.Namespace) -> int:
     sequence parallelism each tensor parallel rank an equal part of them."""
     pieces = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
     return pieces * (args.tensor_model_parallel_size if getattr(args, "sequence_parallel", False) else 1)
-
-
-def _interleaved_stages(args: argparse.Namespace) -> int:
-    """What the number of micro-batches must be a multiple of: interleaved schedules want whole rounds of stages."""
-    virtual = getattr(args, "virtual_pipeline_model_parallel_size", None)
-    return args.pipeline_model_parallel_size if virtual else 1
 
 
 def default_chunk_tokens(width: int, tokens: int) -> int:
@@ -154,11 +151,6 @@ def takes_boundaries(args: argparse.Namespace) -> bool:
                 "remove it"
             )
     return False
-
-
-def _one_length(args: argparse.Namespace) -> bool:
-    """Whether pipeline stages hand on micro-batches of one length: MindSpeed's dualpipev does in any case."""
-    return args.pipeline_model_parallel_size > 1 and (folds(args) or not args.variable_seq_lengths)
 
 
 def _own_mask_has_one_shape(args: argparse.Namespace) -> bool:

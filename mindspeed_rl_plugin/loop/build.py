@@ -37,7 +37,7 @@ def build_loop(
         schedule = build_schedule(at, stages, trainer, model, resumes=start.kind == "resume")
     else:
         make = partial(PartialSchedule.of, inputs) if flags.partial else SCHEDULES[flags.schedule]
-        evaluation = Evaluate.of(context, inputs.held_out)
+        evaluation = Evaluate(context, inputs.held_out)
         schedule = make(at.job, stages, inputs.dynamic_rounds, colocation=colocation, evaluation=evaluation)
     warmup = inputs.config.algorithm.critic_warmup if critic is not None else 0
     log = IterationLog(at.job.monitor, at.job.ranks, at.job.dock)

@@ -69,7 +69,6 @@ def build_schedule(at: RankParts, stages: Stages, trainer: Trainer, model: Any, 
     if not strict:
         service.take_prompts(offers.add)
     external_engines = _invite(job, service, about, schedule, strict)
-    prompts, samples = inputs.held_out or (), config.monitor.eval_pass_k
     admission = Admission(sizes.prompts, schedule.max_staleness, sizes.rollouts)
     return AsyncSchedule(
         job,
@@ -77,7 +76,7 @@ def build_schedule(at: RankParts, stages: Stages, trainer: Trainer, model: Any, 
         inputs.dynamic_rounds,
         service=service,
         publications=Publications(trainer, admission, kept_versions(schedule), validator.published),
-        evaluate=EvaluateApart(job.dock, stages["reward"], prompts, job.ranks, job.monitor, samples),
+        evaluate=EvaluateApart(stages["reward"], inputs.held_out or ()),
         strict=strict,
         whole=strict or schedule.exact_resume,
         external_engines=external_engines,

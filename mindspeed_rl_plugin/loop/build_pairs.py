@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
+from mindspeed_rl_plugin.loop.megatron_trainer import MegatronTrainer
 from mindspeed_rl_plugin.loop.rank_parts import RankParts
 from mindspeed_rl_plugin.loop.schedules.schedule import PairSchedule
 from mindspeed_rl_plugin.loop.start import Start
@@ -18,6 +19,7 @@ from mindspeed_rl_plugin.stages.evaluate import EvaluatePairs
 from mindspeed_rl_plugin.stages.measure import IterationLog
 from mindspeed_rl_plugin.stages.references import PairScorer, cache_file, cache_key, read_cache, write_cache
 from mindspeed_rl_plugin.stages.stage import Stages
+from mindspeed_rl_plugin.update.pair_step import PairStep
 from mindspeed_rl_plugin.weights.host_memory import HostWeights
 
 
@@ -72,6 +74,8 @@ def build_pair_loop(inputs: Inputs, model: Any, reference: Reference, start: Sta
     logps = reference.scored(scorer, topology.leader)
     held_out = range(len(inputs.data), len(scorer))[: config.eval_prompts or None]
     evaluation = EvaluatePairs(scorer, held_out, logps, inputs.algorithm, job.monitor) if inputs.held_out else None
-    stages = Stages.of(inputs.table(), at.context(model, pair_references=logps))
+    step = PairStep(inputs.algorithm, inputs.forward, model, inputs.sizes.prompts)
+    trainer = MegatronTrainer(model, inputs.forward, step)
+    stages = Stages.of(inputs.table(), at.context(model, trainer=trainer, pair_references=logps))
     log = IterationLog(job.monitor, job.ranks, job.dock)
     return Loop(inputs.args, job, PairSchedule(job, stages["pairs"], evaluation), stages["update"], log)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.nn import Module
@@ -11,8 +11,8 @@ from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.stages.logprobs import compute_logps
-from mindspeed_rl_plugin.stages.update import OPTIMIZER, TrainStep, grad_norm, learning_rate
-from mindspeed_rl_plugin.update.step import PolicyStep
+from mindspeed_rl_plugin.stages.update import Stepped, TrainStep, take_step
+from mindspeed_rl_plugin.update.step import MegatronStep, PolicyStep
 from mindspeed_rl_plugin.weights.publish import Published, Publisher, TrainerWeights
 
 
@@ -27,8 +27,8 @@ class MegatronTrainer:
 
     model: Sequence[Module]
     settings: ForwardSettings
-    policy: PolicyStep
-    publisher: Publisher | None
+    policy: MegatronStep
+    publisher: Publisher | None = None
 
     @classmethod
     def of(cls, inputs: Inputs, model: Sequence[Module], publisher: Publisher | None) -> MegatronTrainer:
@@ -50,10 +50,5 @@ class MegatronTrainer:
     def forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
         return compute_logps(self.model, micro_batches, self.settings)
 
-    def step(
-        self, micro_batches: Sequence[Rows], call: TrainStep, *, measured: Collection[str], version: int
-    ) -> tuple[tuple, dict[str, float]]:
-        metrics = {"lr": learning_rate(call.args[OPTIMIZER])}  # the step ends with the rate of the next
-        self.policy.prepare(micro_batches, measured=measured, version=version)
-        result = self.policy.run(call.function, call.args[2:], call.kwargs)
-        return result, metrics | grad_norm(result) | self.policy.metrics()
+    def step(self, micro_batches: Sequence[Rows], call: TrainStep, *, version: int) -> Stepped:
+        return take_step(self.policy, micro_batches, call, version=version)

@@ -45,14 +45,13 @@ class RankParts:
         return cls(inputs, docks, job)
 
     def context(self, model: Any, **parts: Any) -> RankContext:
-        """What the stages are built from. parts: the fields of `RankContext` that may be None."""
+        """What the stages are built from. parts: further fields of `RankContext`."""
         inputs, job = self.inputs, self.job
         return RankContext(
             config=inputs.config,
             algorithm=inputs.algorithm,
             forward=inputs.forward,
             data=inputs.data,
-            prompts=inputs.sizes.prompts,
             members=inputs.sizes.members,
             global_batch=inputs.sizes.global_batch,
             sampling=inputs.sampling,

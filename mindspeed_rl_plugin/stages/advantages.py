@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,7 +11,6 @@ from mindspeed_rl_plugin.algorithms.rewards import rows_of
 from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.reward.specs import ENVIRONMENT
 from mindspeed_rl_plugin.rows import Ragged, Rows
-from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 
@@ -43,34 +38,23 @@ def spec(algorithm: Algorithm, episodes: bool = False) -> StageSpec:
         whole_groups=True,
         if_written=("values", *(("turns", "turn_reward") if algorithm.per_token else ())),
         flags=("--rl-advantage",),
-        build=build,
+        build=Advantages,
     )
 
 
-def build(spec: StageSpec, context: RankContext) -> Advantages:
-    """The stage on this rank. Of the graders the one that gives what environments gave may be there."""
-    weights = dict(zip(context.graders.names, context.graders.weights, strict=True))
-    limit, gather = context.longest, context.ranks.gather
-    return Advantages(*spec.on(context), context.algorithm, limit, gather, weights.get(ENVIRONMENT, 0.0))
-
-
-@dataclass(eq=False)
 class Advantages(Stage):
-    """limit: longest response [tokens]; gather: every rank's value, collective; turn_weight: of the grader that gives
-    the rewards of turns."""
-
-    algorithm: Algorithm
-    limit: int
-    gather: Callable[[Any], Iterable[Any]]
-    turn_weight: float = 0.0
+    """Of this rank's groups."""
 
     def compute(self, rows: Rows) -> Rows | None:
         """Advantages of this rank's groups, maybe none: then None. Collective where advantages are whitened."""
-        algorithm, values, moments = self.algorithm, None, None
+        context, algorithm, values, moments = self.context, self.context.algorithm, None, None
         if len(rows):
-            values, counts = _estimated(rows, algorithm, self.limit, self.turn_weight)
+            # Of the graders the one that gives what environments gave may be there.
+            weights = dict(zip(context.graders.names, context.graders.weights, strict=True))
+            values, counts = _estimated(rows, algorithm, context.longest, weights.get(ENVIRONMENT, 0.0))
         if algorithm.whitened:  # over the whole rollout, of which this rank sees a part
-            moments = Moments.merged(self.gather(Moments() if values is None else Moments.of(values, counts)))
+            mine = Moments() if values is None else Moments.of(values, counts)
+            moments = Moments.merged(context.ranks.gather(mine))
         if values is None:
             return None
         columns: dict[str, Ragged] = {}

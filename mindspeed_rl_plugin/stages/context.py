@@ -26,54 +26,30 @@ if TYPE_CHECKING:  # these import Megatron, which the stage table does without
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """What a stage's `build` takes what it needs from. What an algorithm does not need is None.
+    """What a stage takes what it needs from. What an algorithm does not need is None."""
 
-    config: RL flags.
-    algorithm: with `old_logps` as the run's sizes decide it.
-    forward: how batches become the model's inputs.
-    data: prompts or pairs to train on.
-    prompts, members: groups of a rollout, and rows of one.
-    global_batch: rows of an optimizer step.
-    sampling, seed: how responses are sampled, and the base of their seeds.
-    decode: response tokens to the text that graders see.
-    graders: the pool of this rank.
-    environments: that answer the model in episodes.
-    dock_of: resource of a stage -> the dock as the ranks see it that share its leases.
-    ranks: of the job.
-    monitor: of this rank.
-    writer: whether this rank writes what its data parallel rank computed.
-    last_stage: whether it holds the end of the model.
-    model: its chunks.
-    engine: None where other processes generate.
-    trainer: of the policy; None for pairs.
-    critic: None where advantages need none.
-    reference: weights of the reference, for pairs None.
-    pair_references: `[pairs, 2]` log-probs of all pairs under the reference.
-    """
-
-    config: RLConfig
-    algorithm: Algorithm
-    forward: ForwardSettings
-    data: PromptStream | PairStream
-    prompts: int
-    members: int
-    global_batch: int
-    sampling: Sampling
-    seed: int
-    decode: Callable[[Sequence[int]], str]
-    graders: RewardPool | None
-    environments: Environments | Elsewhere | None
-    dock_of: Callable[[str], Dock]
-    ranks: Collectives
-    monitor: Monitor
-    writer: bool
-    last_stage: bool
-    model: Any
-    engine: Engine | None = None
-    trainer: Trainer | None = None
-    critic: Critic | None = None
-    reference: HostWeights | None = None
-    pair_references: Any = None
+    config: RLConfig  # RL flags
+    algorithm: Algorithm  # with `old_logps` as the run's sizes decide it
+    forward: ForwardSettings  # how batches become the model's inputs
+    data: PromptStream | PairStream  # to train on
+    members: int  # rows of a group
+    global_batch: int  # rows of an optimizer step
+    sampling: Sampling  # how responses are sampled
+    seed: int  # base of their seeds
+    decode: Callable[[Sequence[int]], str]  # response tokens to the text that graders see
+    graders: RewardPool | None  # the pool of this rank
+    environments: Environments | Elsewhere | None  # that answer the model in episodes
+    dock_of: Callable[[str], Dock]  # resource of a stage -> the dock as the ranks see it that share its leases
+    ranks: Collectives  # of the job
+    monitor: Monitor  # of this rank
+    writer: bool  # whether this rank writes what its data parallel rank computed
+    last_stage: bool  # whether it holds the end of the model
+    model: Any  # its chunks
+    trainer: Trainer  # of the policy
+    engine: Engine | None = None  # None where other processes generate
+    critic: Critic | None = None  # None where advantages need none
+    reference: HostWeights | None = None  # weights of the reference; of pairs None
+    pair_references: Any = None  # `[pairs, 2]` log-probs of all pairs under the reference
 
     @property
     def leader(self) -> bool:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
-from mindspeed_rl_plugin.dock import Dock, VersionBound
-from mindspeed_rl_plugin.engine.rollout_engine import Engine, generate
+from mindspeed_rl_plugin.dock import VersionBound
+from mindspeed_rl_plugin.engine.rollout_engine import generate
 from mindspeed_rl_plugin.engine.seeds import EPOCH, response_request
 from mindspeed_rl_plugin.monitor.monitor import Monitor
-from mindspeed_rl_plugin.ranks import Collectives
-from mindspeed_rl_plugin.reward import Grade, GradeItem, RewardPool, solved
-from mindspeed_rl_plugin.rows import FINISH, Prompt, Rows, SampleId, Sampling, pack_json
+from mindspeed_rl_plugin.reward import GradeItem, solved
+from mindspeed_rl_plugin.rows import FINISH, Prompt, Rows, SampleId, pack_json
 from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.generate import completion_rows
 from mindspeed_rl_plugin.stages.prompts import meta_of, prompt_rows
 from mindspeed_rl_plugin.stages.references import PairScorer
 from mindspeed_rl_plugin.stages.reward import FailureLog, Reward, grade_items
+
+SHOWN = 20  # held-out prompts whose greedy responses are kept, for the report
 
 
 @dataclass(frozen=True)
@@ -39,98 +40,76 @@ class Due:
         return self.data and (done % self.every == 0 or done == self.total)
 
 
-@dataclass(eq=False)
+class Scored(NamedTuple):
+    """A response that was graded."""
+
+    solved: bool
+    reward: float
+    tokens: int  # that the model sampled
+    cut: bool  # at the longest response
+    grader_failed: bool
+    environment_failed: bool
+
+
 class Evaluate:
-    """prompts: held out; decode: response tokens to the text that graders see; samples: responses of each prompt for
-    pass@k, beside the greedy one."""
+    """On the ranks that train, which have the engines. prompts: held out."""
 
-    engine: Engine
-    prompts: Sequence[Prompt]
-    graders: RewardPool
-    decode: Callable[[Sequence[int]], str]
-    sampling: Sampling
-    ranks: Collectives
-    monitor: Monitor
-    samples: int
-    seed: int
-    _failed: list[int] = field(default_factory=lambda: [0, 0], init=False)  # graders, environments
-    _shown: list[list[Any]] = field(default_factory=list, init=False)  # rows of `Monitor.log_held_out`
-
-    @classmethod
-    def of(cls, context: RankContext, prompts: Sequence[Prompt]) -> Evaluate:
-        """On this rank, by the flags."""
-        return cls(
-            context.engine,
-            prompts,
-            context.graders,
-            context.decode,
-            context.sampling,
-            context.ranks,
-            context.monitor,
-            samples=context.config.monitor.eval_pass_k,
-            seed=context.seed,
-        )
+    def __init__(self, context: RankContext, prompts: Sequence[Prompt]) -> None:
+        self.context, self.prompts = context, prompts
+        self.samples = context.config.monitor.eval_pass_k  # responses of each prompt, besides the greedy one
 
     def run(self, done: int) -> None:
         """Evaluate the engine's weights after `done` iterations, and log it. Collective."""
-        self._failed, self._shown = [0, 0], []
-        sums = self.sums()
+        ranks, monitor = self.context.ranks, self.context.monitor
+        rows = self._rows()
+        scored, shown = self._score(rows) if len(rows) else ([], [])
         # Gathered and summed here: MindSpeed's all_reduce forgets the sum of float64 tensors, HCCL has none.
-        total = torch.tensor(self.ranks.gather([*sums, *self._failed]), dtype=torch.float64).sum(0)
-        failures = self.ranks.gather(self.graders.take_failures())
-        FailureLog("the evaluation").add(failures, show=self.ranks.rank == 0)
-        self.monitor.log_eval(done, eval_metrics(total[:-2], self.samples) | _failures(*total[-2:].tolist()))
-        self.monitor.log_held_out(done, sorted(itertools.chain(*self.ranks.gather(self._shown))))
+        total = torch.tensor(ranks.gather(sums_of(scored, self.samples)), dtype=torch.float64).sum(0)
+        failures = ranks.gather(self.context.graders.take_failures())
+        FailureLog("the evaluation").add(failures, show=self.context.leader)
+        monitor.log_eval(done, eval_metrics(total, self.samples))
+        monitor.log_held_out(done, sorted(itertools.chain(*ranks.gather(shown))))
 
-    def sums(self) -> list[float]:
-        """`SUMS` of this replica's share of the prompts, each answered greedily, and `samples` times by `sampling`.
+    def _rows(self) -> Rows:
+        """This replica's share of the prompts, each answered greedily, and `samples` times by the run's sampling; on
+        the first rank of an engine, which alone scores.
 
-        Every rank of every engine calls it; prompt i goes to replica i modulo replicas. Returned on the first rank
-        of an engine, which alone scores; the others return zeros. Responses do not depend on how many replicas there
-        are, up to floating point.
+        Every rank of every engine calls it; prompt i goes to replica i modulo replicas. Responses do not depend on how
+        many replicas there are, up to floating point.
         """
-        engine, prompts = self.engine, self.prompts
-        requests = [
-            response_request(
-                self.sampling,
-                self.seed,
-                SampleId(EPOCH, index, attempt),
-                prompts[index].tokens,
-                fields=meta_of(prompts[index]),
-            )
-            for index in range(engine.replica, len(prompts), engine.replicas)
-            for attempt in range(self.samples + 1)
-        ]
-        completions = generate(engine, requests, deadline=self.ranks.deadline)
+        context, prompts, engine = self.context, self.prompts, self.context.engine
+        requests, meta = [], []
+        for index in range(engine.replica, len(prompts), engine.replicas):
+            for attempt in range(self.samples + 1):
+                sample, prompt = SampleId(EPOCH, index, attempt), prompts[index]
+                meta.append(meta_of(prompt))
+                given = context.sampling, context.seed, sample, prompt.tokens
+                requests.append(response_request(*given, fields=meta[-1]))
+        completions = generate(engine, requests, deadline=context.ranks.deadline)
         if not engine.leader or not completions:
-            return [0.0] * len(SUMS)
-        rows = completion_rows(requests, completions)
-        meta = pack_json([meta_of(prompts[sample.group]) for sample in rows.ids])
-        return _sums_of(rows, self._score(rows.with_columns(meta=meta)), self.samples)
+            return Rows(())
+        return completion_rows(requests, completions).with_columns(meta=pack_json(meta))
 
-    def _score(self, rows: Rows) -> list[tuple[bool, float]]:
-        """Whether each response is right, and its reward, in order."""
-        items = grade_items(rows, self.decode)
-        grades: list[Grade] = self.graders.grade(items)
-        self._shown += _shown(items, [g.total for g in grades])
-        self._failed[0] += sum(g.error is not None for g in grades)
-        self._failed[1] += _failed_environments(rows)
-        return [(solved(g.parts, self.graders.weights), g.total) for g in grades]
+    def _score(self, rows: Rows) -> tuple[list[Scored], list[list[Any]]]:
+        """Responses in order, and rows of `Monitor.log_held_out`."""
+        graders, items = self.context.graders, grade_items(rows, self.context.decode)
+        grades = graders.grade(items)
+        parts, rewards, errors = zip(*((g.parts, g.total, g.error is not None) for g in grades), strict=True)
+        return scored_rows(rows, parts, rewards, errors, graders.weights), _shown(items, rewards)
 
 
 class EvaluateApart:
-    """Evaluates where other processes than the trainers generate, beside training: held-out prompts are an epoch of the
-    dock that one version of the weights must answer, with a negative number, so that engines take it first.
+    """Evaluates where other processes than the trainers generate, while these train: held-out prompts are an epoch of
+    the dock that one version of the weights must answer, with a negative number, so that engines take it first.
 
-    dock: of all ranks; reward: the stage that grades, whose graders see these rows as all others; samples: as of
-    `Evaluate`. version: under evaluation, -1 where none is.
+    reward: the stage that grades, whose graders see these rows as all others; prompts: held out.
     """
 
-    def __init__(
-        self, dock: Dock, reward: Reward, prompts: Sequence[Prompt], ranks: Collectives, monitor: Monitor, samples: int
-    ) -> None:
-        self.dock, self.reward, self.prompts, self.ranks = dock, reward, prompts, ranks
-        self.monitor, self.samples, self.version, self.epoch = monitor, samples, -1, 0
+    def __init__(self, reward: Reward, prompts: Sequence[Prompt]) -> None:
+        self.reward, self.context, self.prompts = reward, reward.context, prompts
+        self.dock = self.context.dock_of("trainer")
+        self.samples = self.context.config.monitor.eval_pass_k
+        self.version, self.epoch = -1, 0  # under evaluation, -1 where none is; of its prompts
 
     @property
     def ids(self) -> list[SampleId]:
@@ -142,30 +121,25 @@ class EvaluateApart:
         """Ask for an evaluation of a version. Every rank calls it."""
         self.epoch, self.version, members = self.epoch - 1, version, self.samples + 1
         self.dock.open(self.epoch, len(self.prompts), members, VersionBound(version, version))
-        self.dock.put(prompt_rows(self.epoch, self.prompts) if self.ranks.rank == 0 else None)
+        self.dock.put(prompt_rows(self.epoch, self.prompts) if self.context.leader else None)
 
     def finish(self) -> None:
         """Log it, when all its responses are graded, and clear them. Collective."""
-        sums, failed = self.ranks.broadcast(self._sums() if self.ranks.rank == 0 else None)
-        result = eval_metrics(torch.tensor(sums, dtype=torch.float64), self.samples)
-        self.monitor.log_eval(self.version, result | _failures(*failed))
-        if self.ranks.rank == 0:
+        monitor, leader = self.context.monitor, self.context.leader
+        sums = self.context.ranks.broadcast(sums_of(self._scored(), self.samples) if leader else None)
+        monitor.log_eval(self.version, eval_metrics(torch.tensor(sums, dtype=torch.float64), self.samples))
+        if leader:
             first = [SampleId(self.epoch, group, 0) for group in range(min(SHOWN, len(self.prompts)))]
             rows = self.reward.graded(first, self.reward.spec.reads)
-            self.monitor.log_held_out(self.version, _shown(self.reward.items(rows), rows["reward"].tolist()))
+            monitor.log_held_out(self.version, _shown(self.reward.items(rows), rows["reward"].tolist()))
         self.dock.clear(self.epoch)
         self.version = -1
 
-    def _sums(self) -> tuple[list[float], tuple[float, float]]:
-        failures = {FAILED}.intersection(self.reward.spec.reads)
-        rows = self.reward.graded(self.ids, ("reward_parts", "response_length", "finish", *failures))
-        weights = self.reward.graders.weights
-        scores = [
-            (solved(parts, weights), reward)
-            for parts, reward in zip(rows["reward_parts"].tolist(), rows["reward"].tolist(), strict=True)
-        ]
-        failed = float(rows["grader_error"].sum()), float(_failed_environments(rows))
-        return _sums_of(rows, scores, self.samples), failed
+    def _scored(self) -> list[Scored]:
+        of_episodes = {FAILED}.intersection(self.reward.spec.reads)
+        rows = self.reward.graded(self.ids, ("reward_parts", "response_length", "finish", *of_episodes))
+        columns = (rows[name].tolist() for name in ("reward_parts", "reward", "grader_error"))
+        return scored_rows(rows, *columns, self.context.graders.weights)
 
 
 class EvaluatePairs:
@@ -189,9 +163,6 @@ class EvaluatePairs:
         self.monitor.log_eval(done, {"dpo_margin": float(margin.mean()), "dpo_accuracy": accuracy})
 
 
-SHOWN = 20  # held-out prompts whose greedy responses are kept, for the report
-
-
 def _shown(items: Sequence[GradeItem], rewards: Sequence[float]) -> list[list[Any]]:
     """Rows of `Monitor.log_held_out`: of the greedy responses to the first prompts."""
     return [
@@ -202,35 +173,45 @@ def _shown(items: Sequence[GradeItem], rewards: Sequence[float]) -> list[list[An
 
 
 FAILED = "environment_failed"  # a column, where environments answer
-SUMS = ("prompts", "solved", "reward", "tokens", "truncated", "pass_1", "pass_k")
+
+
+def scored_rows(
+    rows: Rows,
+    parts: Sequence[Sequence[float]],
+    rewards: Sequence[float],
+    errors: Sequence[bool],
+    weights: Sequence[float],
+) -> list[Scored]:
+    """Of B responses, with what was graded of each: parts of the reward, their sum, and whether a grader failed."""
+    lengths, ends = rows["response_length"].tolist(), rows["finish"].tolist()
+    failed = rows[FAILED].tolist() if FAILED in rows.columns else [0] * len(rows)
+    return [
+        Scored(solved(part, weights), reward, tokens, FINISH[end] == "length", bool(error), bool(environment))
+        for part, reward, error, tokens, end, environment in zip(
+            parts, rewards, errors, lengths, ends, failed, strict=True
+        )
+    ]
+
+
+SUMS = ("prompts", "solved", "reward", "tokens", "truncated", "pass_1", "pass_k", "errors", "environment_failed")
 """What ranks and replicas add up: prompts; of their greedy responses how many are right, their rewards, tokens, and how
-many were cut; the sums of the estimated pass@1 and pass@k."""
+many were cut; the sums of the estimated pass@1 and pass@k; responses whose grader, or whose environment, failed."""
 
 
-def _sums_of(rows: Rows, scores: Sequence[tuple[bool, float]], samples: int) -> list[float]:
-    """`SUMS` of the responses, of each prompt the greedy one first. scores: whether each is right, and its reward."""
-    tokens, ends, of_prompts = rows["response_length"].tolist(), rows["finish"].tolist(), []
-    for first in range(0, len(scores), samples + 1):
-        (right, reward), *sampled = scores[first : first + samples + 1]
-        correct = sum(bool(ok) for ok, _ in sampled)
-        passes = [pass_at_k(samples, correct, 1), pass_at_k(samples, correct, samples)] if samples else [0.0, 0.0]
-        cut = float(FINISH[ends[first]] == "length")
-        of_prompts.append([1.0, float(right), reward, float(tokens[first]), cut, *passes])
-    return [sum(column) for column in zip(*of_prompts, strict=True)]
-
-
-def _failed_environments(rows: Rows) -> int:
-    return int(rows[FAILED].sum()) if FAILED in rows.columns else 0
-
-
-def _failures(graders: float, environments: float) -> dict[str, float]:
-    """Of responses whose grader, or whose environment, failed; nothing where none did."""
-    counts = {"eval/errors": graders, "eval/environment_failed": environments}
-    return {name: int(count) for name, count in counts.items() if count}
+def sums_of(scored: Sequence[Scored], samples: int) -> list[float]:
+    """`SUMS` of the responses, of each prompt the greedy one first."""
+    of_prompts = [[0.0] * 7] if not scored else []
+    for first in range(0, len(scored), samples + 1):
+        greedy, *sampled = scored[first : first + samples + 1]
+        right = sum(one.solved for one in sampled)
+        passes = [pass_at_k(samples, right, k) for k in (1, samples)] if samples else [0.0, 0.0]
+        of_prompts.append([1.0, float(greedy.solved), greedy.reward, float(greedy.tokens), float(greedy.cut), *passes])
+    failed = (sum(one.grader_failed for one in scored), sum(one.environment_failed for one in scored))
+    return [sum(column) for column in zip(*of_prompts, strict=True)] + [*map(float, failed)]
 
 
 def eval_metrics(sums: Tensor, samples: int) -> dict[str, float]:
-    """Means over all prompts. Raises ValueError when there were none."""
+    """Means over all prompts, and failures where there were any. Raises ValueError when there were no prompts."""
     named = dict(zip(SUMS, sums.tolist(), strict=True))
     count = named["prompts"]
     if not count:
@@ -243,7 +224,7 @@ def eval_metrics(sums: Tensor, samples: int) -> dict[str, float]:
     }
     if samples:
         result |= {"eval/pass@1": named["pass_1"] / count, f"eval/pass@{samples}": named["pass_k"] / count}
-    return result
+    return result | {f"eval/{name}": int(named[name]) for name in ("errors", "environment_failed") if named[name]}
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Lease
-from mindspeed_rl_plugin.engine.rollout_engine import Engine, generate, stream
+from mindspeed_rl_plugin.engine.rollout_engine import stream
 from mindspeed_rl_plugin.engine.seeds import response_request
-from mindspeed_rl_plugin.monitor.console import ProgressBar
 from mindspeed_rl_plugin.rows import (
     EPISODE_COUNTS,
     FINISH,
@@ -28,102 +27,34 @@ from mindspeed_rl_plugin.rows import (
 from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
-
-def build(spec: StageSpec, context: RankContext) -> Generate | None:
-    """The stage on this rank, if its engine is there."""
-    if context.engine is None:
-        return None
-    return Generate(*spec.on(context), context.engine, context.sampling, context.seed, context.monitor.progress)
-
-
-SPEC = StageSpec(
-    "generate",
-    reads=("prompt",),
-    writes=(
-        ColumnSpec("tokens", torch.int32, "token", ragged=True),  # P prompt + R response ids
-        ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),  # 1 on response tokens
-        ColumnSpec("logp_rollout", torch.float32, "token", ragged=True),  # 0.0 on the prompt
-        ColumnSpec("length", torch.int64, "sample", ragged=False),  # L = P + R
-        ColumnSpec("response_length", torch.int64, "sample", ragged=False),
-        ColumnSpec("finish", torch.int8, "sample", ragged=False),  # index into FINISH
-        ColumnSpec("version", torch.int64, "sample", ragged=False),  # optimizer steps behind the oldest weights in use
-        ColumnSpec("weights_digest", torch.int64, "sample", ragged=False),  # `digest_number`
-        # (first token, version) of each part of the response that other weights sampled
-        ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,), longest=64),
-    ),
-    resource="engine",
-    build=build,
-)
-
-
-@dataclass(frozen=True)
-class Episodes:
-    """What is declared of episodes. tools: how many there are; turns: most of an episode."""
-
-    tools: int
-    turns: int
-
-
-def spec(episodes: Episodes | None = None) -> StageSpec:
-    """The stage; where responses are episodes, their environments read `meta`, and there is more to tell."""
-    if episodes is None:
-        return SPEC
-    more = (
-        ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with what the environment said first
-        ColumnSpec("environment_began", torch.int8, "sample", ragged=False),  # 1: the prompt is not the data's own
-        # [first token, behind the last) of each turn of the model
-        ColumnSpec("turns", torch.int64, "sample", ragged=True, trailing=(2,), longest=episodes.turns),
-        ColumnSpec("turn_reward", torch.float32, "sample", ragged=True, longest=episodes.turns),  # the environment's
-        ColumnSpec("conversation", torch.uint8, "sample", ragged=True),  # JSON: chat messages
-        ColumnSpec("environment_failed", torch.int8, "sample", ragged=False),
-        ColumnSpec("episode_counts", torch.int64, "sample", ragged=False, trailing=(len(EPISODE_COUNTS),)),
-    )
-    if episodes.tools:
-        more += (ColumnSpec("tool_calls", torch.int64, "sample", ragged=False, trailing=(episodes.tools, 2)),)
-    return replace(SPEC, reads=(*SPEC.reads, "meta"), writes=(*SPEC.writes, *more))
-
-
-Bar = Callable[[int], AbstractContextManager[ProgressBar]]
-LOOK_SECONDS = 0.5  # between looks at what works beside the engine
+LOOK_SECONDS = 0.5  # between looks at what works next to the engine
 COMMIT_SECONDS = 0.05  # between commits: each costs the engine some of its time
 
 
-def _hidden(responses: int) -> ProgressBar:
-    return ProgressBar(responses, "generate", shown=False)
-
-
-@dataclass(eq=False)
 class Generate(Stage):
-    """engine: this rank's; its ranks run alike, the first one writes; seed: base of the responses' seeds; bar: shows
-    progress over so many responses."""
+    """This rank's engine samples; the ranks of an engine run alike, the first one writes."""
 
-    engine: Engine
-    sampling: Sampling
-    seed: int
-    bar: Bar = _hidden
-    begun: dict[SampleId, Completion] = field(default_factory=dict, init=False)  # what `until` left unfinished
+    def __init__(self, spec: StageSpec, context: RankContext) -> None:
+        super().__init__(spec, context)
+        self.engine, self.bar = context.engine, context.monitor.progress
+        self.begun: dict[SampleId, Completion] = {}  # what `until` left unfinished
 
-    def run(self, ids: Sequence[SampleId]) -> Rows:
+    def run(self, ids: Sequence[SampleId], look: Callable[[], None] | None = None) -> None:
         """A response for each row, sampled with `response_seed(seed, *id)`.
 
-        Raises TimeoutError when prompts or responses do not come in time.
+        look: called every LOOK_SECONDS at least, and may raise; with it each row is committed soon after its response
+        is finished, else all together. Raises TimeoutError when prompts or responses do not come in time.
         """
-        if ids:
-            return super().run(ids)
-        generate(self.engine, (), deadline=self.deadline)  # engines that share its experts may have rows
-        return Rows(())
-
-    def stream(self, ids: Sequence[SampleId], look: Callable[[], None]) -> None:
-        """The same, each row committed soon after its response is finished. look: called every LOOK_SECONDS at least,
-        and may raise."""
-        lease = self.lease(ids)
-        left, finished, last = {request.id: request for request in self._requests(lease.rows)}, [], time.monotonic()
+        lease, finished, last = self.lease(ids), [], time.monotonic()
+        left, pause = self._requests(lease.rows), math.inf if look is None else LOOK_SECONDS
         with self.bar(len(left)) as bar:
-            for more in stream(self.engine, [*left.values()], deadline=self.deadline, pause=LOOK_SECONDS):
-                look()
+            for more in stream(self.engine, [*left.values()], deadline=self.deadline, pause=pause):
+                if look is not None:
+                    look()
                 bar.update(len(more))
                 finished += [(left.pop(completion.id), completion) for completion in more]
-                if finished and (not left or time.monotonic() - last >= COMMIT_SECONDS):
+                due = not left or (look is not None and time.monotonic() - last >= COMMIT_SECONDS)
+                if finished and due:
                     self._commit(lease, *zip(*finished, strict=True))
                     finished, last = [], time.monotonic()
 
@@ -134,7 +65,7 @@ class Generate(Stage):
         Returns the tokens of what is not: it is in `begun`, with which the next call goes on. Collective over engines.
         """
         lease = self.lease(ids)
-        left = {request.id: request for request in self._requests(lease.rows)}
+        left = self._requests(lease.rows)
         with self.bar(len(left)) as bar:
             self.engine.submit([*left.values()])
             while True:
@@ -157,15 +88,56 @@ class Generate(Stage):
             rows = completion_rows(requests, completions, self.engine.digest)
         self.dock.commit_part(lease, rows)
 
-    def compute(self, rows: Rows) -> Rows | None:
-        """Columns of the responses, on the first rank of the engine."""
-        requests = self._requests(rows)
-        with self.bar(len(requests)) as bar:
-            completions = generate(self.engine, requests, deadline=self.deadline, progress=bar.update)
-        return completion_rows(requests, completions, self.engine.digest) if self.engine.leader else None
+    def _requests(self, rows: Rows) -> dict[SampleId, GenerateRequest]:
+        requests = requests_of(rows, self.context.sampling, self.context.seed, self.begun)
+        return {request.id: request for request in requests}
 
-    def _requests(self, rows: Rows) -> list[GenerateRequest]:
-        return requests_of(rows, self.sampling, self.seed, self.begun)
+
+SPEC = StageSpec(
+    "generate",
+    reads=("prompt",),
+    writes=(
+        ColumnSpec("tokens", torch.int32, "token", ragged=True),  # P prompt + R response ids
+        ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),  # 1 on response tokens
+        ColumnSpec("logp_rollout", torch.float32, "token", ragged=True),  # 0.0 on the prompt
+        ColumnSpec("length", torch.int64, "sample", ragged=False),  # L = P + R
+        ColumnSpec("response_length", torch.int64, "sample", ragged=False),
+        ColumnSpec("finish", torch.int8, "sample", ragged=False),  # index into FINISH
+        ColumnSpec("version", torch.int64, "sample", ragged=False),  # optimizer steps behind the oldest weights in use
+        ColumnSpec("weights_digest", torch.int64, "sample", ragged=False),  # `digest_number`
+        # (first token, version) of each part of the response that other weights sampled
+        ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,), longest=64),
+    ),
+    resource="engine",
+    build=Generate,
+)
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """What is declared of episodes."""
+
+    tools: int  # how many there are
+    turns: int  # most of an episode
+
+
+def spec(episodes: Episodes | None = None) -> StageSpec:
+    """The stage; where responses are episodes, their environments read `meta`, and there is more to tell."""
+    if episodes is None:
+        return SPEC
+    more = (
+        ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with what the environment said first
+        ColumnSpec("environment_began", torch.int8, "sample", ragged=False),  # 1: the prompt is not the data's own
+        # [first token, behind the last) of each turn of the model
+        ColumnSpec("turns", torch.int64, "sample", ragged=True, trailing=(2,), longest=episodes.turns),
+        ColumnSpec("turn_reward", torch.float32, "sample", ragged=True, longest=episodes.turns),  # the environment's
+        ColumnSpec("conversation", torch.uint8, "sample", ragged=True),  # JSON: chat messages
+        ColumnSpec("environment_failed", torch.int8, "sample", ragged=False),
+        ColumnSpec("episode_counts", torch.int64, "sample", ragged=False, trailing=(len(EPISODE_COUNTS),)),
+    )
+    if episodes.tools:
+        more += (ColumnSpec("tool_calls", torch.int64, "sample", ragged=False, trailing=(episodes.tools, 2)),)
+    return replace(SPEC, reads=(*SPEC.reads, "meta"), writes=(*SPEC.writes, *more))
 
 
 def requests_of(

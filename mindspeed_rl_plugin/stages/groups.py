@@ -8,26 +8,26 @@ groups carry signal, and those beyond are deferred to the next rollout. Pure but
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
-
-from mindspeed_rl_plugin.algorithms import group_index
-from mindspeed_rl_plugin.algorithms.selection import carries_signal
 from mindspeed_rl_plugin.forward import Step
-from mindspeed_rl_plugin.ranks import Collectives
-from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import Group, Rows, SampleId
-from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 PLAIN_ROUNDS = 5  # rounds without dynamic sampling: a further one only where graders leave a step nothing to train on
 
 
-def build(spec: StageSpec, context: RankContext) -> Groups:
-    """The stage on this rank."""
-    return Groups(*spec.on(context), context.graders, context.ranks)
+class Groups(Stage):
+    """What grading says of each group, once every rank has graded its share."""
+
+    failures: FailureLog  # those that are printed; a rollout begins with none
+
+    def run(self, ids: Sequence[SampleId]) -> Mapping[Group, GroupStats]:
+        """Statistics of all ranks' groups. ids: of this rank's, maybe none. Collective."""
+        parts = self.context.ranks.gather((group_stats(self.look(ids)), self.context.graders.take_failures()))
+        self.failures.add([failed for _, failed in parts], show=self.context.leader)
+        return {group: of_group for stats, _ in parts for group, of_group in stats.items()}
 
 
 SPEC = StageSpec(
@@ -37,42 +37,20 @@ SPEC = StageSpec(
     resource="cpu",
     if_written=("valid",),
     leases=False,
-    build=build,
+    build=Groups,
 )
-
-
-@dataclass(eq=False)
-class Groups(Stage):
-    """What grading says of each group, once every rank has graded its share.
-
-    graders: of this rank.
-    ranks: of the job.
-    failures: those that are printed; a rollout begins with none.
-    """
-
-    graders: RewardPool
-    ranks: Collectives
-    failures: FailureLog = field(default_factory=FailureLog, init=False)
-
-    def run(self, ids: Sequence[SampleId]) -> Mapping[Group, GroupStats]:
-        """Statistics of all ranks' groups. ids: of this rank's, maybe none. Collective."""
-        parts = self.ranks.gather((group_stats(self.look(ids)), self.graders.take_failures()))
-        self.failures.add([failed for _, failed in parts], show=self.ranks.rank == 0)
-        return {group: of_group for stats, _ in parts for group, of_group in stats.items()}
 
 
 @dataclass(frozen=True)
 class GroupStats:
-    """What grading says of one group. broken: a grade failed; signal: its task rewards differ; reward: their mean;
-    lengths: tokens of each sample, by member; errors: samples on which a grader failed; empty: a user's stage left no
-    row to train on."""
+    """What grading says of one group."""
 
-    broken: bool
-    signal: bool
-    reward: float
-    lengths: tuple[int, ...] = ()
-    errors: int = 0
-    empty: bool = False
+    broken: bool  # a grade failed
+    signal: bool  # its task rewards differ
+    reward: float  # their mean
+    lengths: tuple[int, ...] = ()  # tokens of each sample, by member
+    errors: int = 0  # samples on which a grader failed
+    empty: bool = False  # a user's stage left no row to train on
 
     @property
     def idle(self) -> bool:
@@ -82,41 +60,32 @@ class GroupStats:
 
 @dataclass(frozen=True)
 class Selection:
-    """What becomes of the groups at hand after a round.
+    """What becomes of the groups at hand after a round."""
 
-    trained: the rollout, in training order, empty where a further round is needed; deferred: groups with signal that
-    wait for the next round or rollout; dropped: groups that are forgotten; idle: those of `trained` that no loss
-    counts, because a grade failed or because they only fill the batch up; kept: groups without signal that may fill
-    it up after the next round.
-    """
-
-    trained: tuple[Group, ...] = ()
-    deferred: tuple[Group, ...] = ()
-    dropped: tuple[Group, ...] = ()
+    trained: tuple[Group, ...] = ()  # the rollout, in training order, empty where a further round is needed
+    deferred: tuple[Group, ...] = ()  # with signal, that wait for the next round or rollout
+    dropped: tuple[Group, ...] = ()  # that are forgotten
+    # those of `trained` that no loss counts, because a grade failed or because they only fill the batch up
     idle: frozenset[Group] = frozenset()
-    kept: tuple[Group, ...] = ()
+    kept: tuple[Group, ...] = ()  # without signal, that may fill it up after the next round
 
 
 def group_stats(rows: Rows) -> dict[Group, GroupStats]:
     """Statistics of whole groups from the columns of `SPEC`; `reward` is the task reward, before any penalty."""
-    if not len(rows):
-        return {}
-    index, reward = group_index(rows.ids), rows["reward"].double()
-    signal, failed = carries_signal(rows["reward"], index), rows["graded"] == 0
-    valid = rows.columns.get("valid", torch.ones(len(rows)))
-    lengths = rows["length"].tolist()
+    members: dict[Group, list[int]] = {}
+    for i, sample in enumerate(rows.ids):
+        members.setdefault(sample[:2], []).append(i)
     stats = {}
-    for number in index.unique().tolist():
-        mine = (index == number).nonzero().flatten()
-        broken, empty = bool(failed[mine].any()), not bool(valid[mine].any())
-        members = sorted((rows.ids[i].member, lengths[i]) for i in mine.tolist())
-        stats[rows.ids[int(mine[0])][:2]] = GroupStats(
+    for group, mine in members.items():
+        reward, broken = rows["reward"][mine].double(), not bool(rows["graded"][mine].all())
+        empty = "valid" in rows.columns and not bool(rows["valid"][mine].any())
+        stats[group] = GroupStats(
             broken,
-            bool(signal[mine].any()) and not broken and not empty,
-            float(reward[mine].mean()),
-            tuple(length for _, length in members),
-            int(rows["grader_error"][mine].sum()),
-            empty,
+            signal=bool(reward.min() < reward.max()) and not broken and not empty,
+            reward=float(reward.mean()),
+            lengths=tuple(rows["length"][sorted(mine, key=rows.ids.__getitem__)].tolist()),
+            errors=int(rows["grader_error"][mine].sum()),
+            empty=empty,
         )
     return stats
 
@@ -158,8 +127,7 @@ class Rounds:
 
     deferred: groups with signal from before, oldest first; wanted: groups of a rollout; limit: rounds of so many groups
     that dynamic sampling may take, 0 without it, after which no group is replaced any more; plan: the optimizer steps
-    of groups. selection: of the last round; steps: of its `trained`; dropped: why the last round's groups are no
-    rollout, where all of them are sampled again.
+    of groups.
     """
 
     def __init__(
@@ -167,8 +135,8 @@ class Rounds:
     ) -> None:
         self.wanted, self.dynamic, self.limit, self.plan = wanted, bool(limit), limit or PLAIN_ROUNDS, plan
         self.selection, self.resumed = Selection(deferred=tuple(deferred)), len(deferred)
-        self.steps: list[Step] = []
-        self.dropped: str | None = None
+        self.steps: list[Step] = []  # of what the last round's selection trains
+        self.dropped: str | None = None  # why the last round's groups are no rollout, where all are sampled again
         self._kept: dict[Group, GroupStats] = {}
         self.rounds = self.sampled = self.signal = self.errors = 0  # rounds; groups, of these with signal; samples
         self.reward = 0.0

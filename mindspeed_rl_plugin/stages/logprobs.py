@@ -3,10 +3,7 @@ critic's values, over the update's own micro-batches, so that its first ratio is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,14 +12,11 @@ from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
-from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, Work
 from mindspeed_rl_plugin.weights.offload import gathered
 
 # What every pipeline stage needs of its rows: what feeds the model, and what says which rows count.
 FEEDS = ("tokens", "loss_mask", "valid", "multiplicity")
-
-Pass = Callable[[Sequence[Rows]], list[Ragged] | None]
 
 
 def specs(algorithm: Algorithm) -> list[StageSpec]:
@@ -39,23 +33,11 @@ def specs(algorithm: Algorithm) -> list[StageSpec]:
             writes=(ColumnSpec(name, torch.float32, "token", ragged=True),),
             resource="trainer",
             flags=flags,
-            build=build,
+            build=TokenPass,
         )
         for name, (need, flags) in needed.items()
         if need
     ]
-
-
-def build(spec: StageSpec, context: RankContext) -> TokenPass:
-    """The pass of that name on this rank: of the critic, of the policy, or of the policy with the reference's
-    weights."""
-    if spec.name == "values":
-        values = partial(context.critic.values, settings=context.forward)
-        return TokenPass(*spec.on(context), values, context.writer)
-    forward, weights = context.trainer.forward, nullcontext
-    if spec.name == "logp_ref":
-        weights = partial(context.reference.swapped_into, context.model)
-    return TokenPass(*spec.on(context), forward, context.writer, weights)
 
 
 def columns_of_rank(reads: Sequence[str], last_stage: bool) -> tuple[str, ...]:
@@ -63,15 +45,8 @@ def columns_of_rank(reads: Sequence[str], last_stage: bool) -> tuple[str, ...]:
     return tuple(name for name in reads if last_stage or name in FEEDS)
 
 
-@dataclass(eq=False)
 class TokenPass(Stage):
-    """One column. forward: this data parallel rank's micro-batches to a ragged column each, None where the rank is not
-    on the last pipeline stage; writer: whether this rank writes; weights: makes the pass's weights those of the model
-    while it runs."""
-
-    forward: Pass
-    writer: bool
-    weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    """One column: of the critic, of the policy, or of the policy with the reference's weights."""
 
     def work(self, work: Work) -> Rows:
         """Its part in a rollout: this data parallel rank's micro-batches."""
@@ -79,11 +54,20 @@ class TokenPass(Stage):
 
     def compute(self, rows: Rows, batches: Sequence[Sequence[SampleId]]) -> Rows | None:
         """The column for the rows of these micro-batches. Collective over the model parallel ranks."""
-        with self.weights():
-            parts = self.forward([rows.select(ids) for ids in batches])
-        if not self.writer:
+        parts = self._forward([rows.select(ids) for ids in batches])
+        if not self.context.writer:
             return None
         return Rows(rows.ids, {self.spec.name: Ragged.from_rows([row for part in parts for row in part.rows()])})
+
+    def _forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
+        """A ragged column of each; None where the rank is not on the last pipeline stage."""
+        context = self.context
+        if self.spec.name == "values":
+            return context.critic.values(micro_batches, context.forward)
+        if self.spec.name == "logp_old":
+            return context.trainer.forward(micro_batches)
+        with context.reference.swapped_into(context.model):
+            return context.trainer.forward(micro_batches)
 
 
 def compute_logps(

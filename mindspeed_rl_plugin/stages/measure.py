@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.monitor.run_files import claim_dumps, dump_files, set_aside
 from mindspeed_rl_plugin.ranks import Collectives
-from mindspeed_rl_plugin.reward import RewardPool, solved
+from mindspeed_rl_plugin.reward import solved
 from mindspeed_rl_plugin.rows import EPISODE_COUNTS, FINISH, Rows, SampleId
 from mindspeed_rl_plugin.stages import advantages
 from mindspeed_rl_plugin.stages.context import RankContext
@@ -27,80 +27,41 @@ from mindspeed_rl_plugin.stages.generate import digest_number
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 from mindspeed_rl_plugin.weights.resharder import Transfer
 
-# One rank reads these of all rows: single numbers, so that it never becomes the place where all data goes.
-NUMBERS = ("length", "response_length", "finish", "version", "weights_digest", "reward", "reward_parts", "valid")
-DUMPED = ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old", "segments")
-# The same of episodes.
-OF_EPISODES = ("prompt_length", "turns", "environment_failed", "episode_counts", "tool_calls")
-DUMPED_OF_EPISODES = ("turn_reward", "conversation")
 FAILING = 16  # episodes in which every call of a tool raised, so that it is the tool that does not work
 
 
 def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = ()) -> StageSpec:
     """dump: whether rollouts are written to files; own: columns of a user's stages, which are dumped too."""
-    reads, if_written = NUMBERS, ("multiplicity", *OF_EPISODES)
-    own = tuple(name for name in own if name not in reads)
+    # One rank reads these of all rows: single numbers, so that it never becomes the place where all data goes.
+    reads = ("length", "response_length", "finish", "version", "weights_digest", "reward", "reward_parts", "valid")
+    of_episodes = ("prompt_length", "turns", "environment_failed", "episode_counts", "tool_calls")
+    if_written, own = ("multiplicity", *of_episodes), tuple(name for name in own if name not in reads)
     if dump:
-        reads += (*DUMPED, advantages.column_name(algorithm))
-        if_written += ("logp_ref", *DUMPED_OF_EPISODES, *own)
-    built = partial(build, own=own)
+        reads += ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old", "segments")
+        reads += (advantages.column_name(algorithm),)
+        if_written += ("logp_ref", "turn_reward", "conversation", *own)
+    built = partial(Measure, own=own)
     return StageSpec("measure", reads, (), resource="leader", if_written=if_written, build=built)
-
-
-def build(spec: StageSpec, context: RankContext, own: Sequence[str]) -> Measure:
-    """The stage on this rank. own: columns of a user's stages alone."""
-    folder = context.config.monitor.dump_dir
-    return Measure(
-        *spec.on(context),
-        ranks=context.ranks,
-        algorithm=context.algorithm,
-        limit=context.longest,
-        graders=context.graders,
-        dump=Dump(folder, context.decode) if folder else None,
-        tools=tool_names(context.environments),
-        own=own,
-    )
 
 
 @dataclass
 class Rollout:
-    """Metrics of the rollout in use, the tokens in it, and the seconds that its iterations took so far.
-
-    seconds: of the slowest rank of each iteration, evaluations left out. logged: its metrics are in metrics.jsonl.
-    """
+    """What is known of the rollout in use."""
 
     metrics: dict[str, Metric]
     tokens: int
-    seconds: float = 0.0
-    logged: bool = False
+    seconds: float = 0.0  # of the slowest rank of each of its iterations so far, evaluations left out
+    logged: bool = False  # its metrics are in metrics.jsonl
 
 
-@dataclass(frozen=True)
-class Dump:
-    """Where rollouts are written, and how tokens become text."""
-
-    folder: str
-    decode: Callable[[Sequence[int]], str]
-
-
-@dataclass(eq=False, kw_only=True)
 class Measure(Stage):
-    """ranks: of the job.
-    limit: longest response [tokens].
-    dump: None where rollouts are not written to files.
-    tools: that episodes may call, by name.
-    own: columns of a user's stages alone, which are dumped too.
-    """
+    """own: columns of a user's stages alone, which are dumped too."""
 
-    ranks: Collectives
-    algorithm: Algorithm
-    limit: int
-    graders: RewardPool
-    dump: Dump | None = None
-    tools: Sequence[str] = ()
-    own: Sequence[str] = ()
-    calls_found: bool = field(default=True, init=False)
-    failing: dict[str, int] = field(default_factory=dict, init=False)  # see `check_tools`
+    def __init__(self, spec: StageSpec, context: RankContext, own: Sequence[str] = ()) -> None:
+        super().__init__(spec, context)
+        self.own, self.tools = own, tool_names(context.environments)  # the latter: that episodes may call
+        self.calls_found = True
+        self.failing: dict[str, int] = {}  # see `check_tools`
 
     def run(
         self,
@@ -115,26 +76,27 @@ class Measure(Stage):
         where other processes generate;
         sampling: what sampling and selecting its groups measured.
         """
-        moved = {} if transfer is None else transfer_metrics(self.ranks.gather(transfer))
-        leader = self.ranks.rank == 0
+        ranks, leader = self.context.ranks, self.context.leader
+        moved = {} if transfer is None else transfer_metrics(ranks.gather(transfer))
         lease = self.lease(ids if leader else [])  # waits for what the other ranks still write
         measured: tuple[dict[str, Metric], int] = ({}, 0)
         if leader:
             if transfer is not None:
                 check_weights(lease.rows, done, transfer.digest)
             measured = self.metrics(lease.rows) | moved | (sampling or {}), int(lease.rows["length"].sum())
-            if self.dump is not None:
-                self._dump(lease.rows, done + 1)
+            if folder := self.context.config.monitor.dump_dir:
+                self._dump(lease.rows, folder, done + 1)
         self.commit(lease)
-        return Rollout(*self.ranks.broadcast(measured))
+        return Rollout(*ranks.broadcast(measured))
 
     def metrics(self, rows: Rows) -> dict[str, Metric]:
         """Numbers of the rows that count, and how many do not."""
         valid = rows["valid"].nonzero().flatten().tolist()
         parts = rows["reward_parts"][valid]
-        right = [solved(row, self.graders.weights) for row in parts.tolist()]
+        graders = self.context.graders
+        right = [solved(row, graders.weights) for row in parts.tolist()]
         result: dict[str, Metric] = dict(metrics.rollout_metrics(rows.take(valid), right))
-        result |= metrics.grader_metrics(parts, self.graders.names) | self._overlong(rows.take(valid))
+        result |= metrics.grader_metrics(parts, graders.names) | self._overlong(rows.take(valid))
         if "multiplicity" in rows.columns:
             result |= metrics.filtration_metrics(rows["multiplicity"], rows["reward"])
         if "turns" in rows.columns:
@@ -147,16 +109,17 @@ class Measure(Stage):
 
     def _overlong(self, rows: Rows) -> dict[str, Metric]:
         """What DAPO's length penalty takes from the rewards, where it is on."""
-        if not self.algorithm.buffer(self.limit):
+        algorithm, limit = self.context.algorithm, self.context.longest
+        if not algorithm.buffer(limit):
             return {}
-        penalty = self.algorithm.shaped(torch.zeros(len(rows)), advantages.limited_lengths(rows), self.limit)
+        penalty = algorithm.shaped(torch.zeros(len(rows)), advantages.limited_lengths(rows), limit)
         return {"reward/overlong": float(penalty.mean()), "response/overlong": float((penalty < 0).double().mean())}
 
-    def _dump(self, rows: Rows, iteration: int) -> None:
+    def _dump(self, rows: Rows, folder: str, iteration: int) -> None:
         if "advantages" not in rows.columns:
             rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
-        names = self.graders.names
-        dump_rollout(self.dump.folder, rows, self.dump.decode, iteration=iteration, graders=names, own=self.own)
+        names, decode = self.context.graders.names, self.context.decode
+        dump_rollout(folder, rows, decode, iteration=iteration, graders=names, own=self.own)
 
 
 def transfer_metrics(transfers: Sequence[Transfer]) -> dict[str, Metric]:

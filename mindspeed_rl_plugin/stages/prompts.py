@@ -7,40 +7,21 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock, VersionBound
+from mindspeed_rl_plugin.dock import ColumnSpec, VersionBound
 from mindspeed_rl_plugin.dock.api import ANY_VERSION
-from mindspeed_rl_plugin.prompts import PairStream, PromptStream
 from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId, pack_json
 from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import StageSpec
-
-
-def build(spec: StageSpec, context: RankContext) -> Prompts:
-    """The stage on this rank."""
-    return Prompts(context.dock_of("trainer"), context.data, context.members, context.leader)
-
-
-SPEC = StageSpec(
-    "prompts",
-    reads=(),
-    writes=(
-        ColumnSpec("prompt", torch.int32, "group", ragged=True),
-        ColumnSpec("meta", torch.uint8, "group", ragged=True),  # JSON: fields of a `Prompt`
-    ),
-    resource="leader",
-    build=build,
-)
-
 
 Order = Callable[[int, Sequence[Prompt]], Sequence[Prompt]]  # (epoch, its prompts) -> these in the order of groups
 
 
 class Prompts:
-    """The stage on this rank. data: where the next groups come from; members: rows of a group; leader: whether this
-    rank puts them."""
+    """The stage on this rank, which leases nothing: the first rank puts."""
 
-    def __init__(self, dock: Dock, data: PromptStream | PairStream, members: int, leader: bool) -> None:
-        self.dock, self.data, self.members, self.leader = dock, data, members, leader
+    def __init__(self, spec: StageSpec, context: RankContext) -> None:
+        self.spec, self.context, self.data = spec, context, context.data
+        self.dock = context.dock_of("trainer")
 
     def run(
         self,
@@ -55,13 +36,25 @@ class Prompts:
         version_bound: versions of the weights that may sample them; order: that of the groups within the epoch;
         offered: prompts that come before the data's, at most `groups`."""
         rows = self.compute(epoch, groups, order, offered)
-        self.dock.open(epoch, groups, self.members, version_bound)
-        self.dock.put(rows if self.leader else None)
+        self.dock.open(epoch, groups, self.context.members, version_bound)
+        self.dock.put(rows if self.context.leader else None)
         return rows
 
     def compute(self, epoch: int, groups: int, order: Order, offered: Sequence[Prompt]) -> Rows:
         """The next groups, `SPEC.writes` of each."""
         return prompt_rows(epoch, order(epoch, [*offered, *self.data.next(groups - len(offered))]))
+
+
+SPEC = StageSpec(
+    "prompts",
+    reads=(),
+    writes=(
+        ColumnSpec("prompt", torch.int32, "group", ragged=True),
+        ColumnSpec("meta", torch.uint8, "group", ragged=True),  # JSON: fields of a `Prompt`
+    ),
+    resource="leader",
+    build=Prompts,
+)
 
 
 def prompt_rows(epoch: int, prompts: Sequence[Prompt]) -> Rows:

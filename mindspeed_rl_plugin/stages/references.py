@@ -19,24 +19,23 @@ from mindspeed_rl_plugin.prompts import Pair, PairStream
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.rows import Ragged
 from mindspeed_rl_plugin.stages.logprobs import compute_logps
-from mindspeed_rl_plugin.stages.pairs import pair_rows, share_of_rank
+from mindspeed_rl_plugin.stages.pairs import pair_rows
 
 AT_ONCE = 64  # micro-batches of one forward pass, which are on the host together
 
 
 @dataclass(eq=False)
 class PairScorer:
-    """Scores pairs under the weights in the model. data: pairs to train on, then the held-out ones, which makes a
-    place of each; dp_rank, dp_size: data parallel place; writer: whether this rank speaks for its pipeline."""
+    """Scores pairs under the weights in the model."""
 
     model: Sequence[torch.nn.Module]
-    data: Sequence[PairStream]
+    data: Sequence[PairStream]  # pairs to train on, then the held-out ones, which makes a place of each
     settings: ForwardSettings
     ranks: Collectives
     monitor: Monitor
-    dp_rank: int
+    dp_rank: int  # data parallel place
     dp_size: int
-    writer: bool
+    writer: bool  # whether this rank speaks for its pipeline
 
     def __len__(self) -> int:
         return sum(map(len, self.data))
@@ -52,25 +51,28 @@ class PairScorer:
         """
         in_batch = self.settings.micro_batch_size // 2
         share = share_of_rank(len(places), in_batch, self.dp_rank, self.dp_size)
-        mine: dict[int, tuple[float, float]] = {}
+        mine: dict[int, list[float]] = {}
         with self.monitor.progress(-(-len(places) // self.dp_size), what) as bar:
             for begin in range(0, len(share), AT_ONCE):
                 part = share[begin : begin + AT_ONCE]
-                mine |= self._scored([[places[i] for i in batch] for batch in part], part)
+                rows = [pair_rows([self.pair(places[i]) for i in batch]) for batch in part]
+                for asked, logps in zip(part, compute_logps(self.model, rows, self.settings) or (), strict=False):
+                    sums = row_sums(Ragged(logps.values.double(), logps.offsets)).view(-1, 2).tolist()
+                    mine |= dict(zip(asked, sums, strict=True))
                 bar.update(len(part) * in_batch)
-        scored: dict[int, tuple[float, float]] = {}
+        scored: dict[int, list[float]] = {}
         for theirs in self.ranks.gather(mine if self.writer else {}):
             scored |= theirs
         return torch.tensor([scored[i] for i in range(len(places))], dtype=torch.float64)
 
-    def _scored(self, batches: Sequence[Sequence[int]], names: Sequence[Sequence[int]]) -> dict[int, tuple]:
-        """Scores of the pairs at some places, by what they are asked as."""
-        rows = [pair_rows([self.pair(place) for place in batch]) for batch in batches]
-        scores = {}
-        for asked, logps in zip(names, compute_logps(self.model, rows, self.settings) or (), strict=False):
-            sums = row_sums(Ragged(logps.values.double(), logps.offsets)).view(-1, 2).tolist()
-            scores |= dict(zip(asked, sums, strict=True))
-        return scores
+
+def share_of_rank(count: int, in_batch: int, dp_rank: int, dp_size: int) -> list[list[int]]:
+    """Pairs that a rank scores, `in_batch` a micro-batch; every rank runs equally many micro-batches, so the last pairs
+    of the data may be scored several times."""
+    batches = -(-count // (in_batch * dp_size))
+    first = dp_rank * batches * in_batch
+    places = [min(first + i, count - 1) for i in range(batches * in_batch)]
+    return [places[i : i + in_batch] for i in range(0, len(places), in_batch)]
 
 
 def cache_key(weights: str, fingerprint: str, settings: ForwardSettings, dtype: torch.dtype) -> str:

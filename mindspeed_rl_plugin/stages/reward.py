@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,6 @@ from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 REWARD = ColumnSpec("reward", torch.float32, "sample", ragged=False)
-
 OF_TURNS = ("turns", "turn_reward", "conversation", "environment_failed")
 
 
@@ -34,28 +33,22 @@ def spec(graders: int, by_group: bool = True) -> StageSpec:
         ),
         resource="cpu",
         whole_groups=by_group,
-        build=build,
+        build=Reward,
     )
 
 
-def build(spec: StageSpec, context: RankContext) -> Reward:
-    """The stage on this rank."""
-    drops = context.config.episodes.environment_on_error == "drop"
-    return Reward(*spec.on(context), context.graders, context.decode, drops)
-
-
-@dataclass(eq=False)
 class Reward(Stage):
-    """graders: the pool of this rank; decode: response token ids to the text that graders see; drops: whether an
-    episode whose environment failed is dropped."""
+    """The stage on this rank, with this rank's pool of graders."""
 
-    graders: RewardPool
-    decode: Callable[[Sequence[int]], str]
-    drops: bool = False
+    def __init__(self, spec: StageSpec, context: RankContext) -> None:
+        super().__init__(spec, context)
+        self.graders: RewardPool = context.graders
 
     def for_thread(self) -> Reward:
         """The same for another thread."""
-        return replace(self, dock=self.dock.for_thread())
+        other = copy.copy(self)
+        other.dock = self.dock.for_thread()
+        return other
 
     def compute(self, rows: Rows) -> Rows | None:
         """Grades of B responses; None where there are none. Raises RewardError where a failure stops the run."""
@@ -63,12 +56,12 @@ class Reward(Stage):
 
     def items(self, rows: Rows) -> list[GradeItem]:
         """What graders get of B responses."""
-        return grade_items(rows, self.decode)
+        return grade_items(rows, self.context.decode)
 
     def grades(self, rows: Rows, grades: Sequence[Grade]) -> Rows:
         """The columns of `spec` for rows that were graded."""
         graded = grade_rows(rows.ids, grades)
-        if self.drops:
+        if self.context.config.episodes.environment_on_error == "drop" and "environment_failed" in rows.columns:
             graded["graded"][rows["environment_failed"].bool()] = 0
         return graded
 
@@ -114,10 +107,10 @@ def grade_rows(ids: Sequence[SampleId], grades: Sequence[Grade]) -> Rows:
 
 
 class FailureLog:
-    """Says the first failure of each grader. what: in which they fail."""
+    """Prints the first failure of each grader."""
 
     def __init__(self, what: str = "this rollout") -> None:
-        self.what = what
+        self.what = what  # in which they fail
         self.said: set[str] = set()
 
     def add(self, failures: Iterable[Mapping[str, str]], *, show: bool) -> None:

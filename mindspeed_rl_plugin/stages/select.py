@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from mindspeed_rl_plugin.algorithms.selection import carries_signal
 from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.rows import Rows
-from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, Work
 
 VALID = ColumnSpec("valid", torch.int8, "sample", ragged=False)  # 0: trained nowhere, counted in no denominator
@@ -31,23 +29,13 @@ def spec(algorithm: Algorithm) -> StageSpec:
         whole_groups=True,
         if_written=("valid",),
         flags=("--rl-filtration",),
-        build=build,
+        build=Select,
     )
 
 
-def build(spec: StageSpec, context: RankContext) -> Select:
-    """The stage on this rank."""
-    return Select(*spec.on(context), context.algorithm, context.ranks.gather, context.seed)
-
-
-@dataclass(eq=False)
 class Select(Stage):
-    """Which rows of a rollout count, and under filtration how often. gather: every rank's value, collective; seed: of
-    filtration's random numbers."""
+    """Which rows of a rollout count, and under filtration how often."""
 
-    algorithm: Algorithm
-    gather: Callable[[Any], Iterable[Any]]
-    seed: int
     timed_as: ClassVar[str] = "advantage"
 
     def work(self, work: Work) -> Rows:
@@ -58,9 +46,10 @@ class Select(Stage):
         """Columns of whole groups, those of this rank, maybe none. Collective where whole batches are filtered.
 
         steps: of one pass over the rollout."""
-        valid = valid_rows(rows, self.algorithm.dynamic_sampling) if len(rows) else torch.empty(0, dtype=torch.bool)
+        algorithm = self.context.algorithm
+        valid = valid_rows(rows, algorithm.dynamic_sampling) if len(rows) else torch.empty(0, dtype=torch.bool)
         columns = {"valid": valid.to(torch.int8)}
-        if self.algorithm.filters:
+        if algorithm.filters:
             columns["multiplicity"] = self._multiplicity(rows, valid, steps)
         return Rows(rows.ids, columns) if len(rows) else None
 
@@ -69,13 +58,14 @@ class Select(Stage):
         kept = valid.nonzero().flatten().tolist()
         ids, reward = [rows.ids[i] for i in kept], rows["reward"][kept] if kept else torch.empty(0)
         pools = group_index(ids) if ids else torch.empty(0, dtype=torch.int64)
-        if self.algorithm.filtration_whole_batch:  # a pool is an optimizer step, whose rows lie on all ranks
-            parts = list(self.gather((ids, reward.tolist())))
+        if self.context.algorithm.filtration_whole_batch:  # a pool is an optimizer step, whose rows lie on all ranks
+            parts = list(self.context.ranks.gather((ids, reward.tolist())))
             ids = [i for theirs, _ in parts for i in theirs]
             reward = torch.tensor([r for _, theirs in parts for r in theirs], dtype=torch.float32)
             step_of = {i: number for number, step in enumerate(steps) for i in step.ids}
             pools = torch.tensor([step_of[i] for i in ids], dtype=torch.int64)
-        taken = dict(zip(ids, self.algorithm.multiplicity(reward, pools, ids, self.seed).tolist(), strict=True))
+        times = self.context.algorithm.multiplicity(reward, pools, ids, self.context.seed).tolist()
+        taken = dict(zip(ids, times, strict=True))
         return torch.tensor([taken.get(i, 0) for i in rows.ids], dtype=torch.int32)
 
 

@@ -6,57 +6,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from mindspeed_rl_plugin.dock import ColumnSpec, Dock, Lease, StateSpec
+from mindspeed_rl_plugin.dock import ColumnSpec, Lease, StateSpec
 from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.stages.context import RankContext
 
 Build = Callable[["StageSpec", RankContext], Any]
-RESOURCES = ("leader", "engine", "cpu", "trainer")  # what a stage occupies
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The declaration of a stage.
+    """The declaration of a stage."""
 
-    name: of the stage, and of its worker state in the dock.
-    reads: columns by name.
-    writes: columns.
-    resource: what it occupies, by which `loop.docks` knows which ranks share its leases.
-    whole_groups: whether rows are only leased as whole groups.
-    if_written: columns that it reads too, where a stage before it writes them; `resolved` adds these to `reads`.
-    leases: False where it only looks at rows (`Stage.look`), so that it is no worker state of the dock.
-    flags: that decide whether it writes its columns, for who resumes under others.
-    build: makes it on this rank, of its declaration as `resolved` gives it; None where other processes run it.
-    stored, stored_writes: names in the dock of columns that it reads and writes, where several stages write them.
-    Raises ValueError for an unknown resource.
-    """
-
-    name: str
-    reads: tuple[str, ...]
+    name: str  # of the stage, and of its worker state in the dock
+    reads: tuple[str, ...]  # columns by name
     writes: tuple[ColumnSpec, ...]
-    resource: str
-    whole_groups: bool = False
-    if_written: tuple[str, ...] = ()
-    leases: bool = True
-    flags: tuple[str, ...] = ()
+    resource: str  # leader, engine, cpu or trainer: what it occupies, so which ranks share its leases (`loop.docks`)
+    whole_groups: bool = False  # whether rows are only leased as whole groups
+    if_written: tuple[str, ...] = ()  # columns that it reads too where a stage before it writes them
+    leases: bool = True  # False: it only looks at rows (`Stage.look`), so that it is no worker state of the dock
+    flags: tuple[str, ...] = ()  # that decide whether it writes its columns, for who resumes under others
+    # makes it on this rank, of its declaration as `resolved` gives it
     build: Build | None = field(default=None, compare=False, repr=False)
+    # names in the dock of columns that it reads, and writes, where several stages write them
     stored: Mapping[str, str] = field(default_factory=dict)
     stored_writes: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.resource not in RESOURCES:
-            known = ", ".join(RESOURCES)
-            raise ValueError(f"stage {self.name}: resource {self.resource!r} is unknown; known: {known}")
 
     @property
     def written(self) -> tuple[str, ...]:
         """Names of the columns that it writes."""
         return tuple(column.name for column in self.writes)
-
-    def on(self, context: RankContext) -> tuple[StageSpec, Dock, float]:
-        """The fields of `Stage`, on this rank."""
-        return self, context.dock_of(self.resource), context.ranks.deadline
 
 
 def resolved(specs: Sequence[StageSpec]) -> list[StageSpec]:
@@ -99,31 +78,23 @@ def states_of(specs: Sequence[StageSpec]) -> list[StateSpec]:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank has to do with a rollout, or with a round of one.
+    """What a rank has to do with a rollout, or with a round of one."""
 
-    share: rows of whole groups that this rank grades and compares, maybe none.
-    batches: micro-batches of its data parallel rank in one pass over the rollout.
-    steps: all optimizer steps of that pass.
-    """
-
-    share: Sequence[SampleId]
+    share: Sequence[SampleId]  # rows of whole groups that this rank grades and compares, maybe none
+    # micro-batches of its data parallel rank in one pass over the rollout
     batches: Sequence[Sequence[SampleId]] = ()
-    steps: Sequence[Step] = ()
+    steps: Sequence[Step] = ()  # all optimizer steps of that pass
 
 
-@dataclass(eq=False)
 class Stage:
-    """A stage at work on this rank. A schedule walks the table and calls `work` of one stage after the other.
+    """A stage at work on this rank. A schedule walks the table and calls `work` of one stage after the other."""
 
-    dock: as the ranks see it that share this stage's leases.
-    deadline: seconds that it waits for its rows.
-    timed_as: the stage under whose name its seconds count, where that is not its own.
-    """
+    timed_as: ClassVar[str | None] = None  # the stage under whose name its seconds count, where that is not its own
 
-    spec: StageSpec
-    dock: Dock
-    deadline: float
-    timed_as: ClassVar[str | None] = None
+    def __init__(self, spec: StageSpec, context: RankContext) -> None:
+        self.spec, self.context = spec, context
+        self.dock = context.dock_of(spec.resource)  # as the ranks see it that share this stage's leases
+        self.deadline = context.ranks.deadline  # seconds that it waits for its rows
 
     def work(self, work: Work) -> Any:
         """Its part in a rollout: of this rank's share."""
@@ -153,34 +124,28 @@ class Stage:
         default. Raises TimeoutError."""
         stored = self.spec.stored
         wanted = None if columns is None else [stored.get(name, name) for name in columns]
-        bounds = {"deadline": self.deadline, **bounds}
-        lease = self.dock.lease(self.spec.name, ids=ids, columns=wanted, **bounds)
-        return replace(lease, rows=_renamed(lease.rows, {v: k for k, v in stored.items()})) if stored else lease
+        lease = self.dock.lease(self.spec.name, ids=ids, columns=wanted, **{"deadline": self.deadline, **bounds})
+        return replace(lease, rows=_renamed(lease.rows, {v: k for k, v in stored.items()}))
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
         """Write back and acknowledge."""
         self.dock.commit(lease, rows if rows is None else _renamed(rows, self.spec.stored_writes))
 
 
-class Stages:
-    """The stages at work on this rank, in the table's order; those that other processes run are not among them."""
-
-    def __init__(self, stages: Mapping[str, Any]) -> None:
-        self._stages = dict(stages)
+class Stages(dict[str, Any]):
+    """The stages at work on this rank by name, in the table's order; those that other processes run are not among
+    them."""
 
     @classmethod
     def of(cls, table: Sequence[StageSpec], context: RankContext) -> Stages:
-        """Each stage of the table builds itself."""
-        built = {spec.name: spec.build(spec, context) for spec in table}
-        return cls({name: stage for name, stage in built.items() if stage is not None})
-
-    def __getitem__(self, name: str) -> Any:
-        return self._stages[name]
+        """Each stage of the table builds itself; engines may be elsewhere."""
+        here = [spec for spec in table if spec.resource != "engine" or context.engine is not None]
+        return cls({spec.name: spec.build(spec, context) for spec in here})
 
     def between(self, after: str, before: str) -> list[Any]:
         """Those behind one stage and before another."""
-        names = list(self._stages)
-        return [self._stages[name] for name in names[names.index(after) + 1 : names.index(before)]]
+        names = list(self)
+        return [self[name] for name in names[names.index(after) + 1 : names.index(before)]]
 
 
 def _renamed(rows: Rows, names: Mapping[str, str]) -> Rows:

@@ -45,7 +45,7 @@ def stage_table(
     whether rollouts are written to files; own: a user's stages, which come after reward and before groups; episodes:
     where responses are some. Raises ValueError for names that others have."""
     if algorithm.from_pairs:
-        return resolved([pairs.SPEC, update.pair_spec()])
+        return resolved([pairs.SPEC, update.spec(algorithm)])
     added = tuple(name for spec in own for name in spec.written)
     specs = [
         prompts.SPEC,
@@ -53,7 +53,11 @@ def stage_table(
         reward.spec(graders, by_group),
         *own,
         groups.SPEC,
-        *behind_groups(algorithm, dump, added, episodes is not None),
+        *logprobs.specs(algorithm),
+        select.spec(algorithm),
+        advantages.spec(algorithm, episodes is not None),
+        measure.spec(algorithm, dump, added),
+        update.spec(algorithm),
     ]
     for spec in own:
         others = [other for other in specs if other is not spec]
@@ -68,22 +72,9 @@ def stage_table(
     return resolved(specs)
 
 
-def behind_groups(algorithm: Algorithm, dump: bool, added: Sequence[str], episodes: bool) -> list[StageSpec]:
-    """The stages that a rollout passes once its groups are chosen. added: columns of a user's stages; the rest as of
-    `stage_table`."""
-    return [
-        *logprobs.specs(algorithm),
-        select.spec(algorithm),
-        advantages.spec(algorithm, episodes),
-        measure.spec(algorithm, dump, added),
-        update.spec(algorithm),
-    ]
-
-
 @functools.cache
 def taken_names() -> frozenset[str]:
-    """What the stages behind a user's write under some algorithm, and what dumps and old checkpoints know by these
-    names."""
+    """What stages write under some algorithm that samples, and what dumps and old checkpoints know by these names."""
     presets = [resolve(AlgorithmConfig(algorithm=name)) for name in ALGORITHMS]
-    specs = [spec for each in presets if not each.from_pairs for spec in behind_groups(each, False, (), False)]
-    return frozenset({*(name for spec in specs for name in spec.written), *FIELDS, *RENAMED})
+    tables = [stage_table(each, graders=1) for each in presets if not each.from_pairs]
+    return frozenset({*(name for table in tables for spec in table for name in spec.written), *FIELDS, *RENAMED})

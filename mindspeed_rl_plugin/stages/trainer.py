@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from mindspeed_rl_plugin.rows import Ragged, Rows
@@ -36,10 +36,7 @@ class Trainer(Protocol):
         the sampling temperature: a ragged column `[L]` float32 each, 0.0 where the mask is 0; None on a rank that has
         no logits. The arithmetic is that of `step`, so that its first ratio is exactly 1."""
 
-    def step(
-        self, micro_batches: Sequence[Rows], call: Any, *, measured: Collection[str], version: int
-    ) -> tuple[tuple, Mapping[str, float]]:
+    def step(self, micro_batches: Sequence[Rows], call: Any, *, version: int) -> tuple[tuple, Mapping[str, float]]:
         """One optimizer step on this data parallel rank's micro-batches, which have the columns that the stage
-        `update` reads. call: what the trainer's own loop handed over for this step; measured: columns that the last
-        pipeline stage holds; version: of the weights that `logp_old` is of. Returns what its own loop wants back, and
-        metrics by the names of `monitor.names`."""
+        `update` reads. call: what the trainer's own loop handed over for this step; version: of the weights that
+        `logp_old` is of. Returns what its own loop wants back, and metrics by the names of `monitor.names`."""

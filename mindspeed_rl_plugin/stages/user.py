@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,14 +81,8 @@ def _load(word: str) -> tuple[StageSpec, Any]:
     stage_name = getattr(instance, "name", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
     if (unit := getattr(instance, "unit", "row")) not in ("row", "group"):
         raise ValueError(f"unit {unit!r} is unknown; known: row, group")
-    built = partial(build, instance)
-    whole = unit == "group"
+    built, whole = partial(UserStage, instance), unit == "group"
     return StageSpec(stage_name, tuple(instance.reads), writes, "cpu", whole_groups=whole, build=built), instance
-
-
-def build(instance: Any, spec: StageSpec, context: RankContext) -> UserStage:
-    """The stage on this rank."""
-    return UserStage(*spec.on(context), instance)
 
 
 def try_once(
@@ -111,7 +105,7 @@ def try_once(
         try:
             with torch.random.fork_rng(devices=()):
                 given = Rows(rows.ids, {name: rows[name] for name in spec.reads})
-                written = UserStage(spec, None, 0.0, instance).compute(given)
+                written = computed(spec, instance, given)
             for column in spec.writes:
                 column.check(written[column.name])
         except RAISED as error:
@@ -145,28 +139,30 @@ def _as_sampled(
     return generate.completion_rows(requests, answers).with_columns(**columns)
 
 
-@dataclass(eq=False)
 class UserStage(Stage):
     """instance: the user's object."""
 
-    instance: Any
+    def __init__(self, instance: Any, spec: StageSpec, context: RankContext) -> None:
+        super().__init__(spec, context)
+        self.instance = instance
 
     def compute(self, rows: Rows) -> Rows | None:
-        """What the user's `compute` gives for these rows. Raises ValueError where that does not fit its declaration."""
-        if not len(rows):
-            return None
-        if (given := self.instance.compute(to_tensordict(rows))) is None:
-            raise ValueError(f"--rl-stage {self.spec.name}: compute returned None; return a TensorDict")
-        given["ids"] = torch.tensor(rows.ids, dtype=torch.int64).reshape(-1, 3)
-        written = from_tensordict(given)
-        lacking = [c.name for c in self.spec.writes if c.name not in written.columns]
-        if lacking or len(written) != len(rows):
-            raise ValueError(
-                f"--rl-stage {self.spec.name}: compute returned {sorted(written.columns)} for {len(written)} rows; "
-                f"declared: {list(self.spec.written)}, given: {len(rows)} rows"
-            )
-        columns = {c.name: _as_declared(written[c.name], c) for c in self.spec.writes}
-        return Rows(rows.ids, columns)
+        return computed(self.spec, self.instance, rows) if len(rows) else None
+
+
+def computed(spec: StageSpec, instance: Any, rows: Rows) -> Rows:
+    """What the user's `compute` gives for these rows. Raises ValueError where that does not fit its declaration."""
+    if (given := instance.compute(to_tensordict(rows))) is None:
+        raise ValueError(f"--rl-stage {spec.name}: compute returned None; return a TensorDict")
+    given["ids"] = torch.tensor(rows.ids, dtype=torch.int64).reshape(-1, 3)
+    written = from_tensordict(given)
+    lacking = [c.name for c in spec.writes if c.name not in written.columns]
+    if lacking or len(written) != len(rows):
+        raise ValueError(
+            f"--rl-stage {spec.name}: compute returned {sorted(written.columns)} for {len(written)} rows; "
+            f"declared: {list(spec.written)}, given: {len(rows)} rows"
+        )
+    return Rows(rows.ids, {c.name: _as_declared(written[c.name], c) for c in spec.writes})
 
 
 def _as_declared(column: Any, spec: ColumnSpec) -> Any:

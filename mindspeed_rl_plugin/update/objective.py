@@ -11,8 +11,7 @@ from mindspeed_rl_plugin.algorithms.kl import k3
 from mindspeed_rl_plugin.forward import MicroBatch
 
 # Sums weighted as the loss is; sums over trained tokens, to be divided by their number; over sequences with a
-# trained token, to be divided by theirs; maxima. By the register's names (`monitor.names`); those in rollout/ and
-# logp_diff/ need the engine's log-probs.
+# trained token, to be divided by theirs; maxima. By the register's names (`monitor.names`).
 WEIGHTED = ("loss", "loss/policy", "loss/kl", "loss/entropy")
 PER_TOKEN = (
     *("ratio/mean", "clip_fraction", "entropy", "kl/ref", "kl/old", "logp_diff/mean"),
@@ -29,17 +28,17 @@ def objective(
     algorithm: Algorithm,
     batch: MicroBatch,
     weights: Tensor,
+    multiplicity: Tensor,
+    fresh: Tensor,
     logp: Tensor,
     entropy: Tensor,
-    multiplicity: Tensor | None = None,
-    fresh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Part of the global loss that this micro-batch contributes, and its tally.
 
-    batch: with columns `advantages`, `logp_old` and `logp_ref` where the algorithm needs them, `logp_rollout`
-    where known; weights: `[mb]` weight of a trained token of each row; logp, entropy: `[mb, S]`; multiplicity: `[mb]`
-    how often a row counts in the tally, None: once (its weight already says so for the loss); fresh: `[mb]` bool,
-    rows that the weights of this rollout sampled, None: all. The others say nothing of how engine and trainer agree.
+    batch: with columns `advantages`, `logp_rollout`, and `logp_old` and `logp_ref` where the algorithm needs them;
+    weights: `[mb]` weight of a trained token of each row; multiplicity: `[mb]` how often a row counts in the tally (its
+    weight already says so for the loss); fresh: `[mb]` bool, rows that the weights of this rollout sampled (the others
+    say nothing of how engine and trainer agree); logp, entropy: `[mb, S]`.
     Returns the scalar `sum_t w_t * (c_t * policy + kl_coef * KL - entropy_coef * H)` with its gradient, c_t the
     off-policy correction where one is on, and a detached vector laid out as `WEIGHTED + PER_TOKEN + PER_SEQUENCE +
     MAXIMA`. Ratio and importance weights are tallied less 1, so that the mean of ratios of 1 is 1 to the last bit;
@@ -53,15 +52,12 @@ def objective(
     entropy = entropy[mask]
     weight = weights[sequence]
     zero = torch.zeros_like(tokens.logp_old)
-    counted = torch.ones_like(tokens.logp_old) if multiplicity is None else multiplicity[sequence].to(tokens.logp_old)
+    counted = multiplicity[sequence].to(tokens.logp_old)
 
     terms = algorithm.policy_terms(tokens)
     reference = batch.columns.get("logp_ref")
     kl = algorithm.kl(tokens.logp, reference[mask]) if reference is not None else zero
-    rollout = batch.columns.get("logp_rollout")
-    own = torch.ones_like(sequence, dtype=torch.bool) if fresh is None else fresh[sequence]
-    rollout = logp_old if rollout is None else rollout[mask]
-    correction, gap = _engine_gap(algorithm, tokens, rollout, counted, own)
+    correction, gap = _engine_gap(algorithm, tokens, batch.columns["logp_rollout"][mask], counted, fresh[sequence])
 
     policy = terms.loss if correction is None else correction * terms.loss
     pg_loss = (weight * policy).sum()

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.algorithms.pair_losses import PairBatch, pair_terms
-from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate
+from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch
 from mindspeed_rl_plugin.forward.schedule import head_of
 from mindspeed_rl_plugin.rows import Rows
-from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
 from mindspeed_rl_plugin.update.step import MegatronStep
-from mindspeed_rl_plugin.update.tallies import summed
 
 # Sums over pairs; log-probs are summed over a response's trained tokens, in nats.
 TALLY = ("loss", "margin", "accuracy", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "pairs")
@@ -47,42 +45,37 @@ def pair_objective(algorithm: Algorithm, logp: Tensor, mask: Tensor, reference: 
 
 
 class PairStep(MegatronStep):
-    """As `update.step.PolicyStep`, for pairs: `prepare`, `run`, `metrics`. model: this rank's chunks; pairs: of the
-    global batch."""
+    """The policy's step on pairs: micro-batches have the two rows of a pair next to each other, chosen first, and the
+    column `reference` (`[B]`). `prepare` raises ValueError for a pair that is cut. pairs: of the global batch."""
 
     def __init__(
         self, algorithm: Algorithm, settings: ForwardSettings, model: Sequence[torch.nn.Module], pairs: int
     ) -> None:
         super().__init__(algorithm, settings, model)
         self._pairs = pairs
-        self._references: list[Tensor] = []
-
-    def prepare(self, micro_batches: Sequence[Rows]) -> None:
-        """Take the rows of the next optimizer step.
-
-        micro_batches: this data parallel rank's, each of `micro_batch_size` rows, the two of a pair next to each other,
-        chosen first, with `tokens`, `loss_mask` (ragged `[L]`) and `reference` (`[B]`).
-        Collective. Raises ValueError for a pair that is cut, and for a wrong number of micro-batches.
-        """
-        self._expect(micro_batches)
-        for rows in micro_batches:
-            ids = rows.ids
-            if any(a.member or b != (a.epoch, a.group, 1) for a, b in zip(ids[0::2], ids[1::2], strict=True)):
-                raise ValueError(f"a micro-batch cuts a pair: {[tuple(i) for i in ids[:4]]}")
-        self._batches = [collate(rows, self.settings, index=i) for i, rows in enumerate(micro_batches)]
-        self._references = [rows["reference"].float().to(self._device) for rows in micro_batches]
-        (tokens,) = summed(torch.stack([batch.mask.sum() for batch in self._batches]).sum().view(1))
-        self._scaling = scaling_of_job(len(self._batches), per_token=self._per_token, total_tokens=tokens)
-        self._tallies = {}
+        self._references: dict[int, Tensor] = {}  # by micro-batch
 
     def metrics(self) -> dict[str, float]:
-        """Means over the pairs of the global batch by the names of `TALLY`, the same on all ranks. Collective."""
-        tally = self._reduced(len(TALLY))
-        sums = dict(zip(TALLY, tally.tolist(), strict=True))
-        assert sums["pairs"] == self._pairs
-        return {name: value / self._pairs for name, value in sums.items() if name != "pairs"}
+        """Means over the pairs of the global batch by the register's names."""
+        sums = dict(zip(TALLY, self._reduced(len(TALLY)).tolist(), strict=True))
+        assert sums.pop("pairs") == self._pairs
+        return {name if name == "loss" else f"dpo/{name}": value / self._pairs for name, value in sums.items()}
+
+    def _needed(self, rows: Rows) -> list[str]:
+        return ["reference"]
+
+    def _weigh(self, counts: Tensor) -> Tensor:
+        return torch.ones_like(counts)
+
+    def _collate(self, index: int, rows: Rows) -> MicroBatch:
+        ids = rows.ids
+        if any(a.member or b != (a.epoch, a.group, 1) for a, b in zip(ids[0::2], ids[1::2], strict=True)):
+            raise ValueError(f"a micro-batch cuts a pair: {[tuple(i) for i in ids[:4]]}")
+        if "reference" in rows.columns:
+            self._references[index] = rows["reference"].float().to(self._device)
+        return super()._collate(index, rows)
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
         logp, _ = head_of(output, batch, self.settings)
         total, tally = pair_objective(self.algorithm, logp, batch.mask, self._references[batch.index])
-        return self._result(batch, total / self._pairs, tally, batch.mask.sum())
+        return self._result(batch, total / self._pairs, tally)

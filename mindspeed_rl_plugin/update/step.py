@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import num_microbatches_calculator
@@ -30,27 +30,63 @@ from mindspeed_rl_plugin.update.tallies import SUM_COUNT, reduce_tallies, summed
 class MegatronStep:
     """One optimizer step after the other by Megatron's own `train_step`: `prepare`, `run`, `metrics`, on every rank.
 
-    model: this rank's chunks.
+    model: this rank's chunks; norm_length: constant of the aggregation `token-sum-norm` [tokens].
     """
 
-    def __init__(self, algorithm: Algorithm, settings: ForwardSettings, model: Sequence[torch.nn.Module]) -> None:
-        self.algorithm, self.settings, self.model = algorithm, settings, model
-        self._device = device_of(model)
-        self._per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
-        self._batches: list[MicroBatch] = []
+    inputs: ClassVar[tuple[str, ...]] = ()  # per-token columns that the loss may read, besides the tokens
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        settings: ForwardSettings,
+        model: Sequence[torch.nn.Module],
+        norm_length: int | None = None,
+    ) -> None:
+        self.algorithm, self.settings, self.model, self.norm_length = algorithm, settings, model, norm_length
+        config = get_model_config(model[0])
+        if settings.max_tokens is not None:  # pipeline stages hand on micro-batches of any shape
+            config.variable_seq_lengths = True
+        self._device, self._per_token = device_of(model), bool(config.calculate_per_token_loss)
+        self._entropy_grad = algorithm.entropy_coef != 0
+
+    def prepare(self, micro_batches: Sequence[Rows], version: int = 0) -> None:
+        """Take the rows of the next optimizer step.
+
+        micro_batches: this data parallel rank's, in order, each of `micro_batch_size` rows (of any number where the
+        settings have `max_tokens`: then as many micro-batches on every rank) with `tokens`, `loss_mask`, where rows
+        were dropped `valid` (`[B]`, 0: the row is trained nowhere), where they were filtered `multiplicity` (`[B]`, how
+        often a row counts), and on the last pipeline stage what the loss needs; version: of the weights that the
+        rollout began with. Collective. Raises ValueError for a missing column or a wrong number of micro-batches.
+        """
+        expected = num_microbatches_calculator.get_num_microbatches()
+        if self.settings.max_tokens is None and len(micro_batches) != expected:
+            raise ValueError(
+                f"{len(micro_batches)} micro-batches prepared where Megatron's step runs {expected}; "
+                "the plan and --global-batch-size disagree"
+            )
+        rows = [self._checked(part) for part in micro_batches]
+        counts = [_trained(part) for part in rows]
+        often = [part.columns.get("multiplicity", torch.ones_like(n)) for part, n in zip(rows, counts, strict=True)]
+        self._totals = totals = self._count(counts, often)
+        self._scaling = scaling_of_job(len(rows), per_token=self._per_token, total_tokens=totals.tokens)
+        self._batches = [self._collate(i, part) for i, part in enumerate(rows)]
+        self._multiplicity = [k.to(self._device) for k in often]
+        self._fresh = [_sampled_by(part, version).to(self._device) for part in rows]
+        # As if each row stood in the batch as often as filtration took it, at the cost of one pass over it.
+        self._weights = [(self._weigh(n) * k).float().to(self._device) for n, k in zip(counts, often, strict=True)]
         self._tallies: dict[int, Tensor] = {}
 
     def run(self, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         """Megatron's `train_step` on what was prepared. args: what it is given after forward step and iterator."""
-        every = (self.forward_step, self.iterator(), *args)
+        every = (self.forward_step, data_iterators(self._batches, len(self.model)), *args)
         if self.settings.max_tokens is None:
             return train_step(*every, **kwargs)
         with micro_batch_count(len(self._batches), train_step, every, kwargs) as (positional, named):
             return train_step(*positional, **named)
 
-    def iterator(self) -> Any:
-        """A fresh data iterator over the prepared micro-batches; a list of them under virtual pipeline stages."""
-        return data_iterators(self._batches, len(self.model))
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the step, exact over the global batch and the same on all ranks. Collective."""
+        raise NotImplementedError
 
     def forward_step(
         self, data_iterator: Iterator[MicroBatch], model: torch.nn.Module
@@ -60,128 +96,19 @@ class MegatronStep:
         return self._forward(model, batch), functools.partial(self._loss, batch)
 
     def _forward(self, model: torch.nn.Module, batch: MicroBatch) -> Tensor:
-        return run_model(model, batch, self.settings)
+        return run_model(model, batch, self.settings, entropy_grad=self._entropy_grad)
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
         """Megatron's loss function: what it wants for one micro-batch, of `_result`."""
         raise NotImplementedError
 
-    def _expect(self, micro_batches: Sequence[Rows]) -> None:
-        expected = num_microbatches_calculator.get_num_microbatches()
-        if self.settings.max_tokens is None and len(micro_batches) != expected:
-            raise ValueError(
-                f"{len(micro_batches)} micro-batches prepared where Megatron's step runs {expected}; "
-                "the plan and --global-batch-size disagree"
-            )
-
-    def _result(self, batch: MicroBatch, loss: Tensor, tally: Tensor, counted: Tensor, name: str = "loss") -> tuple:
-        """loss: part of the step's; counted: trained tokens of the micro-batch; name: on Megatron's line."""
-        self._tallies[batch.index] = tally  # by index, for Megatron may run a step again to validate its result
-        # Megatron averages this over micro-batches; it is this rank's view, `metrics` has the exact one.
-        seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
-        return self._scaling.result(loss, counted, {name: seen})
-
-    def _reduced(self, sums: int = SUM_COUNT) -> Tensor:
-        """The tally of the global batch, the same on all ranks. Collective. sums: numbers of it that are no maxima."""
-        ends = ends_here(self.model)
-        assert len(self._tallies) == (len(self._batches) if ends else 0), "metrics before the step ran"
-        return reduce_tallies(self._tallies.values() if ends else None, sums)
-
-
-class PolicyStep(MegatronStep):
-    """The policy's step. norm_length: constant of the aggregation `token-sum-norm` [tokens]; inputs: columns that the
-    loss may read, besides the tokens."""
-
-    inputs = ("logp_old", "advantages", "logp_ref", "logp_rollout", "scored")
-
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        settings: ForwardSettings,
-        model: Sequence[torch.nn.Module],
-        *,
-        norm_length: int | None = None,
-    ) -> None:
-        super().__init__(algorithm, settings, model)
-        self.norm_length = norm_length
-        self._entropy_grad = algorithm.entropy_coef != 0
-        if settings.max_tokens is not None:  # pipeline stages hand on micro-batches of any shape
-            get_model_config(model[0]).variable_seq_lengths = True
-        self._weights: list[Tensor] = []
-        self._multiplicity: list[Tensor] = []
-        self._fresh: list[Tensor] = []
-        self._metrics: dict[str, float] | None = None
-
-    def prepare(
-        self,
-        micro_batches: Sequence[Rows],
-        *,
-        measured: Collection[str] | None = None,
-        version: int | None = None,
-    ) -> None:
-        """Take the rows of the next optimizer step.
-
-        micro_batches: this data parallel rank's, in order, each of `micro_batch_size` rows (of any number where the
-        settings have `max_tokens`: then as many micro-batches on every rank, run by `run`) with the columns
-        `tokens`, `loss_mask`, `logp_old`, and `advantages` (ragged `[L]`) or `advantage` (`[B]`, one per sample);
-        `logp_ref` where the algorithm needs it; `logp_rollout` where the engine's gap is to be measured;
-        `valid` (`[B]`, 0: the row is trained nowhere) where rows were dropped; `multiplicity` (`[B]`, how often a row
-        counts) where they were filtered. Ranks that are not on the last pipeline stage need `tokens`, `loss_mask`,
-        `valid` and `multiplicity` only. measured: columns that the last stage holds, None: those of this rank; version:
-        of the weights that `logp_old` is of, where rows with a lower `version` (`[B]`) may be among them; None: those
-        weights sampled all.
-        Collective. Raises ValueError for a missing column or a wrong number of micro-batches.
-        """
-        self._expect(micro_batches)
-        rows = [self._checked(part) for part in micro_batches]
-        counts = [_trained(part) for part in rows]
-        often = [part.columns.get("multiplicity", torch.ones_like(n)) for part, n in zip(rows, counts, strict=True)]
-        totals = self._count(counts, often)
-        # As if each row stood in the batch as often as filtration took it, at the cost of one pass over it.
-        self._weights = [
-            (self._weigh(n, totals) * k).float().to(self._device) for n, k in zip(counts, often, strict=True)
-        ]
-        self._multiplicity = [k.to(self._device) for k in often]
-        self._fresh = [_sampled_by(part, version).to(self._device) for part in rows]
-        self._batches = [self._collate(i, part) for i, part in enumerate(rows)]
-        self._scaling = scaling_of_job(len(rows), per_token=self._per_token, total_tokens=totals.tokens)
-        self._totals = totals
-        self._measured = set(rows[0].columns if measured is None else measured)
-        self._tallies, self._metrics = {}, None
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the step, exact over the global batch and the same on all ranks (see `to_metrics`).
-
-        Collective on its first call after a step; later calls return the same numbers.
-        """
-        if self._metrics is None:
-            self._metrics = self._measure()
-        return dict(self._metrics)
-
-    def _measure(self) -> dict[str, float]:
-        left_out = () if "logp_rollout" in self._measured else ("logp_diff/", "rollout/")
-        left_out += () if "logp_ref" in self._measured else ("kl/ref",)
-        return {k: v for k, v in to_metrics(self._reduced(), self._totals).items() if not k.startswith(left_out)}
-
-    def _weigh(self, counts: Tensor, totals: Totals) -> Tensor:
-        """Weight of a trained token of each row, `[mb]`."""
-        return self.algorithm.weights(counts, totals)
-
-    def _forward(self, model: torch.nn.Module, batch: MicroBatch) -> Tensor:
-        return run_model(model, batch, self.settings, entropy_grad=self._entropy_grad)
-
-    def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
-        logp, entropy = head_of(output, batch, self.settings, entropy_grad=self._entropy_grad)
-        multiplicity, fresh = self._multiplicity[batch.index], self._fresh[batch.index]
-        loss, tally = objective(self.algorithm, batch, self._weights[batch.index], logp, entropy, multiplicity, fresh)
-        return self._result(batch, loss, tally, multiplicity[batch.sequence].sum())
-
     def _needed(self, rows: Rows) -> list[str]:
         """Columns that the last pipeline stage needs besides the tokens."""
-        needed = ["logp_old"] if self.algorithm.old_logps else []
-        needed += ["logp_ref"] if self.algorithm.kl_loss_coef else []
-        needed += ["logp_rollout"] if self.algorithm.correction != "off" else []
-        return needed + ([] if "advantage" in rows.columns else ["advantages"])
+        raise NotImplementedError
+
+    def _weigh(self, counts: Tensor) -> Tensor:
+        """Weight of a trained token of each row, `[mb]`. counts: of these tokens."""
+        return self.algorithm.weights(counts, self._totals)
 
     def _checked(self, rows: Rows) -> Rows:
         needed = ["tokens", "loss_mask", *(self._needed(rows) if ends_here(self.model) else [])]
@@ -205,14 +132,46 @@ class PolicyStep(MegatronStep):
         tokens, sequences = summed(torch.stack([(often * every).sum(), (often * (every > 0)).sum()]))
         return Totals(tokens, sequences, self.norm_length)
 
+    def _result(self, batch: MicroBatch, loss: Tensor, tally: Tensor, name: str = "loss") -> tuple:
+        """loss: part of the step's; name: on Megatron's line."""
+        self._tallies[batch.index] = tally  # by index, for Megatron may run a step again to validate its result
+        # Megatron averages this over micro-batches; it is this rank's view, `metrics` has the exact one.
+        seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
+        return self._scaling.result(loss, self._multiplicity[batch.index][batch.sequence].sum(), {name: seen})
+
+    def _reduced(self, sums: int) -> Tensor:
+        """The tally of the global batch, the same on all ranks. Collective. sums: numbers of it that are no maxima."""
+        ends = ends_here(self.model)
+        assert len(self._tallies) == (len(self._batches) if ends else 0), "metrics before the step ran"
+        return reduce_tallies(self._tallies.values() if ends else None, sums)
+
+
+class PolicyStep(MegatronStep):
+    """The policy's step."""
+
+    inputs = ("logp_old", "advantages", "logp_ref", "logp_rollout", "scored")
+
+    def metrics(self) -> dict[str, float]:
+        """See `to_metrics`."""
+        metrics = to_metrics(self._reduced(SUM_COUNT), self._totals)
+        return metrics if self.algorithm.needs_reference else {k: v for k, v in metrics.items() if k != "kl/ref"}
+
+    def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
+        of_rows = (each[batch.index] for each in (self._weights, self._multiplicity, self._fresh))
+        logp, entropy = head_of(output, batch, self.settings, entropy_grad=self._entropy_grad)
+        return self._result(batch, *objective(self.algorithm, batch, *of_rows, logp, entropy))
+
+    def _needed(self, rows: Rows) -> list[str]:
+        needed = ["logp_old"] if self.algorithm.old_logps else []
+        needed += ["logp_ref"] if self.algorithm.kl_loss_coef else []
+        return [*needed, "logp_rollout", *([] if "advantage" in rows.columns else ["advantages"])]
+
 
 def _trained(rows: Rows) -> Tensor:
     """`[mb]` int64, trained tokens of each row; entry 0 of a row has no logits before it and is never trained."""
     return torch.stack([row[1:].sum(dtype=torch.int64) for row in rows["loss_mask"].rows()])
 
 
-def _sampled_by(rows: Rows, version: int | None) -> Tensor:
-    """`[mb]` bool, which rows the weights of this version sampled; all where it is None or rows do not say."""
-    if version is None or "version" not in rows.columns:
-        return torch.ones(len(rows), dtype=torch.bool)
-    return rows["version"] >= version
+def _sampled_by(rows: Rows, version: int) -> Tensor:
+    """`[mb]` bool, which rows the weights of this version sampled, or newer ones; all where the rows do not say."""
+    return rows["version"] >= version if "version" in rows.columns else torch.ones(len(rows), dtype=torch.bool)

@@ -7,63 +7,59 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.algorithms import Totals
 from mindspeed_rl_plugin.algorithms.aggregate import sequence_weights
 from mindspeed_rl_plugin.algorithms.value_loss import value_loss
 from mindspeed_rl_plugin.forward import MicroBatch
 from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks
 from mindspeed_rl_plugin.forward.schedule import run_model
 from mindspeed_rl_plugin.rows import Rows
-from mindspeed_rl_plugin.update.step import PolicyStep
+from mindspeed_rl_plugin.update.step import MegatronStep
 
 # Sums over the trained tokens. Errors are those of the values from before the update.
 MEANS = ("critic/loss", "critic/clip_fraction", "critic/value_mean", "critic/return_mean")  # by the register's names
 TALLIED = (*MEANS, "return_square", "error", "error_square")
 
 
-class ValueStep(PolicyStep):
-    """As `PolicyStep`, for the critic: micro-batches have the columns `values` (from before the update) and `returns`.
-
-    The loss is the mean over the trained tokens of the global batch, whatever the policy's aggregation.
-    """
+class ValueStep(MegatronStep):
+    """The critic's step: micro-batches have the columns `values` (from before the update) and `returns`. The loss is
+    the mean over the trained tokens of the global batch, whatever the policy's aggregation."""
 
     inputs = ("values", "returns", "scored")
 
-    def _measure(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
+        """See `value_metrics`."""
         return value_metrics(dict(zip(TALLIED, self._reduced(len(TALLIED)).tolist(), strict=True)), self._totals.tokens)
 
     def _needed(self, rows: Rows) -> list[str]:
         return ["values", "returns"]
 
-    def _weigh(self, counts: Tensor, totals: Totals) -> Tensor:
-        return sequence_weights("token-mean", counts, totals)
+    def _weigh(self, counts: Tensor) -> Tensor:
+        return sequence_weights("token-mean", counts, self._totals)
 
     def _forward(self, model: torch.nn.Module, batch: MicroBatch) -> Tensor:
         return run_model(model, batch)
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
-        multiplicity, clip = self._multiplicity[batch.index], self.algorithm.value_clip
+        weights, multiplicity = self._weights[batch.index], self._multiplicity[batch.index]
         values = of_all_ranks(output[..., 0], batch)
-        loss, tally = value_objective(batch, self._weights[batch.index], values, clip, multiplicity)
-        return self._result(batch, loss, tally, multiplicity[batch.sequence].sum(), "value loss")
+        return self._result(
+            batch, *value_objective(batch, weights, multiplicity, values, self.algorithm.value_clip), "value loss"
+        )
 
 
 def value_objective(
-    batch: MicroBatch, weights: Tensor, values: Tensor, clip: float, multiplicity: Tensor | None = None
+    batch: MicroBatch, weights: Tensor, multiplicity: Tensor, values: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
     """Part of the global value loss that this micro-batch contributes, and its tally.
 
-    batch: with columns `values` and `returns`; weights: `[mb]` weight of a trained token of each row; values:
-    `[mb, S]` of the critic that is trained, `[1, S]` where packed; multiplicity: `[mb]` how often a row counts in the
-    tally, None: once.
-    Returns the scalar with its gradient, and a vector laid out as `TALLIED`.
+    batch: with columns `values` and `returns`; weights, multiplicity: as of `objective`; values: `[mb, S]` of the
+    critic that is trained, `[1, S]` where packed. Returns the scalar with its gradient, and a vector as `TALLIED`.
     """
-    mask = batch.mask
+    mask, sequence = batch.mask, batch.sequence
     old, returns = batch.columns["values"][mask], batch.columns["returns"][mask]
     terms = value_loss(values[mask], old, returns, clip)
-    sequence = batch.sequence
     loss = (weights[sequence] * terms.loss).sum()
-    counted = torch.ones_like(old) if multiplicity is None else multiplicity[sequence].to(old)
+    counted = multiplicity[sequence].to(old)
     error = returns - old
     tally = {
         "critic/loss": (counted * terms.loss).sum(),

@@ -15,6 +15,7 @@ from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES, PairBatch, p
 from mindspeed_rl_plugin.algorithms.value_loss import value_loss
 from mindspeed_rl_plugin.config import AlgorithmConfig
 
+pytestmark = pytest.mark.quick
 few = settings(max_examples=60, deadline=None)
 seeds = st.integers(0, 2**31 - 1)
 # Trained tokens of each sequence: fully masked rows and one-token responses included, also none at all.
@@ -158,33 +159,20 @@ def aggregate_by_loops(name, per_sequence, norm_length):
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
-@pytest.mark.parametrize("name", NAMES)
-def test_loss_and_gradient_of_the_step_are_the_loops_however_the_batch_is_cut(name, aggregation):
+def test_weighted_sums_are_the_loops_however_the_batch_is_cut(aggregation):
     """Micro-batches of `cut` sequences, in any order; one without a trained token is a rank that has none."""
 
-    @settings(max_examples=25, deadline=None)
+    @few
     @given(lengths, seeds, st.integers(1, 9))
     def check(counts, seed, cut):
-        logp, old, advantages, sequence = batch(counts, seed, gap=0.3)
-        bounds = bounds_of(name)
+        losses = torch.randn(sum(counts), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        of_rows, value = losses.split(counts), 0.0
         totals = Totals(sum(counts), sum(n > 0 for n in counts), norm_length=11)
-        value, pulled = 0.0, torch.zeros_like(logp)
         for start in range(0, len(counts), cut):
-            part = counts[start : start + cut]
-            mine = (sequence >= start) & (sequence < start + cut)
-            tokens = TrainedTokens(logp[mine], old[mine], advantages[mine], sequence[mine] - start, len(part))
-            weights = sequence_weights(aggregation, torch.tensor(part), totals)
-            loss = (weights[tokens.sequence] * LOSSES[name].function(tokens, bounds).loss).sum()
-            value += float(loss.detach())
-            pulled += gradient(loss, logp)
-        losses, _ = loss_by_loops(name, logp, old, advantages, counts, bounds)
-        rows, at = [], 0
-        for count in counts:
-            rows.append(losses[at : at + count])
-            at += count
-        want = aggregate_by_loops(aggregation, rows, 11)
-        assert value == pytest.approx(float(want), rel=1e-11, abs=1e-12)
-        torch.testing.assert_close(pulled, gradient(want, logp), rtol=1e-10, atol=1e-12)
+            weights = sequence_weights(aggregation, torch.tensor(counts[start : start + cut]), totals)
+            value += sum(float(w) * float(row.sum()) for w, row in zip(weights, of_rows[start:], strict=False))
+        want = aggregate_by_loops(aggregation, [row.tolist() for row in of_rows], 11)
+        assert value == pytest.approx(want, rel=1e-11, abs=1e-12)
 
     check()
 
@@ -247,7 +235,6 @@ def test_pair_losses_are_the_loops(kind, length_norm):
         terms.loss.sum().backward()
         for p in range(count):
             per = [max(int(n), 1) if length_norm else 1 for n in tokens[:, p]]
-
             h = float(sums[0, p] - sums[2, p]) / per[0] - float(sums[1, p] - sums[3, p]) / per[1]
             want, slope = pair_loss_by_loops(kind, h, beta, smoothing)
             assert float(terms.loss[p].detach()) == pytest.approx(want, rel=1e-9, abs=1e-12)

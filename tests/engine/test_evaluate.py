@@ -5,9 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from stage_context import context_of
 
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.run_flags import MonitorConfig
+from mindspeed_rl_plugin.reward import Grade
 from mindspeed_rl_plugin.rows import Prompt, Sampling, unpack_json
-from mindspeed_rl_plugin.stages.evaluate import Evaluate, eval_metrics, pass_at_k
+from mindspeed_rl_plugin.stages.evaluate import SUMS, Evaluate, eval_metrics, pass_at_k, sums_of
 
 
 @pytest.mark.parametrize("n", range(1, 7))
@@ -22,7 +26,7 @@ def test_what_has_no_value_is_refused() -> None:
         with pytest.raises(ValueError, match="1 <= k <= n"):
             pass_at_k(n, c, k)
     with pytest.raises(ValueError, match="no prompts"):
-        eval_metrics(torch.zeros(7), 1)
+        eval_metrics(torch.zeros(len(SUMS)), 1)
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -30,16 +34,18 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def run(engine, count: int, samples: int):
-    def score(rows):
-        # The response of prompt i is right in attempts i, i + 1, ... so that every prompt counts differently.
-        assert [meta["row"] for meta in unpack_json(rows["meta"])] == [sample.group for sample in rows.ids]
-        return [(sample.member >= sample.group, 0.5 * sample.group) for sample in rows.ids]
-
+    """The response of prompt i is right in attempts i, i + 1, ... so that every prompt counts differently."""
+    grade = lambda group, member: Grade(0.5 * group, (float(member >= group),))  # noqa: E731
+    graders = SimpleNamespace(weights=(1.0,), grade=lambda items: [grade(*item.id[1:]) for item in items])
     sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(2,))
-    ranks = SimpleNamespace(deadline=5)
-    stage = Evaluate(engine, prompts(count), None, str, sampling, ranks, None, samples=samples, seed=1)
-    stage._score = score
-    return torch.tensor(stage.sums(), dtype=torch.float64)
+    config = RLConfig(monitor=MonitorConfig(eval_pass_k=samples))
+    given = {"engine": engine, "graders": graders, "sampling": sampling, "seed": 1, "config": config, "decode": str}
+    stage = Evaluate(context_of(**given), prompts(count))
+    rows = stage._rows()
+    scored, _ = stage._score(rows) if len(rows) else ([], [])
+    if len(rows):
+        assert [meta["row"] for meta in unpack_json(rows["meta"])] == [sample.group for sample in rows.ids]
+    return torch.tensor(sums_of(scored, samples), dtype=torch.float64)
 
 
 def test_metrics(fake_engine) -> None:

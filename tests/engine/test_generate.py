@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stage_context import Ranks, context_of
 
 from mindspeed_rl_plugin.dock import Dock, make_docks
 from mindspeed_rl_plugin.engine.rollout_engine import generate
@@ -16,8 +17,9 @@ from mindspeed_rl_plugin.stages import prompts as prompts_stage
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 
 
-def _stage(*given) -> stage.Generate:
-    return stage.Generate(stage.SPEC, *given)
+def _stage(dock, deadline, engine, sampling, seed) -> stage.Generate:
+    context = context_of(dock, engine=engine, sampling=sampling, seed=seed, ranks=Ranks(deadline=deadline))
+    return stage.Generate(stage.SPEC, context)
 
 
 def test_completions_come_in_the_order_of_requests(fake_engine, request_of) -> None:
@@ -81,7 +83,7 @@ def test_rows_are_aligned_and_complete(fake_engine, calls) -> None:
     left = list(ids)
     for count in calls:
         mine, left = left[:count], left[count:]
-        assert len(_stage(dock, 5, fake_engine(), sampling, 11).run(mine)) == count
+        _stage(dock, 5, fake_engine(), sampling, 11).run(mine)
     assert dock.remaining("generate") == 0
     rows = dock.read(ids, WRITES)
     for i, sample in enumerate(ids):
@@ -106,7 +108,7 @@ def test_a_stream_submits_the_same_and_commits_rows_as_they_are_finished(fake_en
     one, other = fake_engine(), fake_engine()
     _stage(whole, 5, one, Sampling(5), 11).run(ids)
     left = []
-    _stage(dock, 5, other, Sampling(5), 11).stream(ids, lambda: left.append(dock.remaining("generate")))
+    _stage(dock, 5, other, Sampling(5), 11).run(ids, lambda: left.append(dock.remaining("generate")))
     assert other.log == one.log == ["submit 3", "keep step"] and left == ([3, 3, 3] if pace else [3, 2, 1])
     assert not dock.remaining("generate")
     for name, column in whole.read(ids, WRITES).columns.items():
@@ -151,9 +153,9 @@ def test_a_stream_lets_others_look_and_ends_with_what_they_raise(fake_engine, mo
             raise KeyError("of the graders")
 
     with pytest.raises(KeyError):
-        _stage(filled_dock([[13, 2]], members=1), 5, engine, Sampling(5), 0).stream([SampleId(4, 0, 0)], look)
+        _stage(filled_dock([[13, 2]], members=1), 5, engine, Sampling(5), 0).run([SampleId(4, 0, 0)], look)
     with pytest.raises(TimeoutError, match=r"1 of 1 .* 0.05 s"):
-        _stage(filled_dock([[13, 2]], members=1), 0.05, fake_engine(), Sampling(5), 0).stream(
+        _stage(filled_dock([[13, 2]], members=1), 0.05, fake_engine(), Sampling(5), 0).run(
             [SampleId(4, 0, 0)], lambda: time.sleep(0.02)
         )
 

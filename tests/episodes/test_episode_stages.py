@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from stage_context import context_of
 
 from mindspeed_rl_plugin.algorithms import RewardBatch, resolve
 from mindspeed_rl_plugin.algorithms.estimators import gae, reinforce_plus_plus
@@ -69,7 +70,7 @@ def test_columns_of_episodes() -> None:
 def test_graders_see_the_last_turn_and_all_that_was_said() -> None:
     meta = {"text": "p", "answer": "7 8", "record": {}, "messages": None, "row": 0}
     rows = episode_rows(TWO, ONE).with_columns(meta=pack_json([meta] * 2))
-    stage = reward.Reward(reward.spec(2), None, 1, None, lambda ids: " ".join(map(str, ids)))
+    stage = reward.Reward(reward.spec(2), context_of(decode=lambda ids: " ".join(map(str, ids))))
     items = stage.items(rows)
     assert [item.response for item in items] == ["8 9", "3 4 5"] and [item.environment for item in items] == [1.25, 0.5]
     assert items[0].conversation == [{"role": "assistant", "content": "x"}]
@@ -81,9 +82,10 @@ def test_a_failed_environment_drops_the_sample_where_it_is_asked_to() -> None:
     rows, grades = episode_rows(TWO, ONE, failed="raised"), [SimpleNamespace(total=1.0, parts=(1.0,), dropped=False)]
     for grade in grades:
         grade.error = None
-    for drops in (True, False):
-        stage = reward.Reward(reward.spec(1), None, 1, None, str, drops)
-        assert stage.grades(rows, grades * 2)["graded"].tolist() == [int(not drops)] * 2
+    for on_error in ("drop", "stop"):
+        config = RLConfig(episodes=EpisodeConfig(environment_on_error=on_error))
+        stage = reward.Reward(reward.spec(1), context_of(config=config))
+        assert stage.grades(rows, grades * 2)["graded"].tolist() == [int(on_error != "drop")] * 2
 
 
 def reference(rows: Rows, total: torch.Tensor, weight: float, gamma: float) -> list[list[float]]:
@@ -131,7 +133,7 @@ def test_the_penalty_on_length_counts_what_the_limit_counts(name: str) -> None:
     else:
         assert values.tolist() == [-1.0, 1.0]
     assert "prompt_length" in tallies.if_written and len({*tallies.reads}) == len(tallies.reads)
-    stage = measure.Measure(tallies, None, 1.0, ranks=None, algorithm=algorithm, limit=7, graders=None)
+    stage = measure.Measure(tallies, context_of(algorithm=algorithm, longest=7))
     assert stage._overlong(rows) == {"reward/overlong": -1.0, "response/overlong": 0.5}
 
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from mindspeed_rl_plugin.forward.batching import TokenBudget, plan_batches, plan_tokens
 from mindspeed_rl_plugin.rows import SampleId
 
+pytestmark = pytest.mark.quick
+
 
 def rollout(groups, members):
     return [SampleId(3, g, m) for g in range(groups) for m in range(members)]
@@ -29,33 +31,27 @@ def test_every_row_once_in_id_order(groups, members, global_batch, micro_batch, 
             assert all(len(batch) == micro_batch for batch in step.of_rank(rank))
 
 
-def test_arrival_order_does_not_matter():
-    ids = rollout(4, 4)
-    sizes = {"global_batch_size": 8, "micro_batch_size": 2, "dp_size": 2}
-    want = plan_batches(ids, **sizes)
-    random.Random(0).shuffle(ids)
-    assert plan_batches(ids, **sizes) == want
-
-
-def test_deal_out():
-    (step,) = plan_batches(rollout(2, 4), global_batch_size=8, micro_batch_size=2, dp_size=2)
+def test_each_step_is_dealt_out_whatever_the_order_of_arrival():
+    ids, sizes = rollout(2, 4), {"global_batch_size": 8, "micro_batch_size": 2, "dp_size": 2}
+    (step,) = plan_batches(ids, **sizes)
     members = [[[i.group * 4 + i.member for i in batch] for batch in rank] for rank in step.micro_batches]
     assert members == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    random.Random(0).shuffle(ids)
+    assert plan_batches(ids, **sizes) == [step]
 
 
 @pytest.mark.parametrize(
-    ("ids", "sizes", "message"),
+    ("ids", "sizes"),
     [
-        (rollout(2, 4), (6, 2, 2), "6 is not a multiple of --micro-batch-size 2 x 2 data parallel ranks"),
-        (rollout(3, 4), (8, 2, 2), "a rollout of 12 rows does not fill steps of --global-batch-size 8"),
-        ([], (8, 2, 2), "a rollout of 0 rows"),
-        (rollout(2, 4) + rollout(1, 1), (1, 1, 1), "1 of 9 ids occur twice"),
+        (rollout(2, 4), (6, 2, 2)),
+        (rollout(3, 4), (8, 2, 2)),
+        ([], (8, 2, 2)),
+        (rollout(2, 4) + rollout(1, 1), (1, 1, 1)),
     ],
 )
-def test_what_does_not_divide_is_refused(ids, sizes, message):
-    with pytest.raises(ValueError) as error:
+def test_what_does_not_divide_or_occurs_twice_is_refused(ids, sizes):
+    with pytest.raises(ValueError):
         plan_batches(ids, global_batch_size=sizes[0], micro_batch_size=sizes[1], dp_size=sizes[2])
-    assert message in str(error.value)
 
 
 few = settings(max_examples=60, deadline=None)

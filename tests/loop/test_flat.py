@@ -11,7 +11,10 @@ from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from stage_context import context_of
 
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.run_flags import MonitorConfig
 from mindspeed_rl_plugin.dock import calls, make_docks
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.loop import Loop
@@ -61,10 +64,12 @@ class Made:
             read_rows=lambda what, given: [Prompt((7, 8), "p", "a", next(offered)) for _ in given],
         )
         graders = SimpleNamespace(weights=[1.0], take_failures=dict, take_seconds=lambda: (0.0, 0.0))
-        self.reward = reward.Reward(TABLE[2], self.dock, 60.0, graders, str)
+        given = {"ranks": Ranks(), "data": self.data, "members": MEMBERS, "monitor": self.monitor, "decode": str}
+        config = RLConfig(monitor=MonitorConfig(eval_pass_k=1))
+        context = context_of(self.dock, graders=graders, config=config, **given)
+        self.reward = reward.Reward(TABLE[2], context)
         measure = SimpleNamespace(dock=self.dock, run=lambda *_: Rollout({}, 1))
-        judge = groups.Groups(groups.SPEC, self.dock, 60.0, graders, Ranks())
-        stage = prompts.Prompts(self.dock, self.data, MEMBERS, True)
+        judge, stage = groups.Groups(groups.SPEC, context), prompts.Prompts(prompts.SPEC, context)
         stages = Stages({"prompts": stage, "reward": self.reward, "groups": judge, "measure": measure})
         self.job = Job(
             self.plan,
@@ -84,7 +89,7 @@ class Made:
             4,
             service=JobService(self.dock),
             publications=Publications(trainer, Admission(GROUPS, STALENESS, rollouts), 2, self.validator.published),
-            evaluate=EvaluateApart(self.dock, self.reward, held_out, Ranks(), self.monitor, 1),
+            evaluate=EvaluateApart(self.reward, held_out),
             strict=False,
             whole=False,
             external_engines=None,

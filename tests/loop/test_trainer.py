@@ -4,10 +4,13 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+from stage_context import context_of
 
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.loop.megatron_trainer import MegatronTrainer
+from mindspeed_rl_plugin.stages import update
 from mindspeed_rl_plugin.stages.trainer import Trainer
-from mindspeed_rl_plugin.stages.update import CriticUpdate, PairUpdate, TrainStep, Update, pair_spec
 
 MEMBERS = sorted(name for name in vars(Trainer) if not name.startswith("_"))
 
@@ -23,7 +26,7 @@ def test_megatron_conforms(name: str) -> None:
         assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize("whose", ["policy", "critic", "pairs"])
+@pytest.mark.parametrize("whose", ["policy", "critic"])
 def test_the_learning_rate_is_that_of_the_step_and_not_of_the_next(whose: str) -> None:
     one, two = (SimpleNamespace(param_groups=[{"lr": lr}]) for lr in (1.0, 2.0))
 
@@ -33,13 +36,10 @@ def test_the_learning_rate_is_that_of_the_step_and_not_of_the_next(whose: str) -
 
     run = lambda function, args, kwargs: function(*args, **kwargs)  # noqa: E731
     step = SimpleNamespace(prepare=lambda *_, **__: None, run=run, metrics=dict)
-    update = Update(pair_spec(), None, 9.0, MegatronTrainer([], None, step, None), True)
-    if whose == "critic":
-        critic = SimpleNamespace(model=None, optimizer=two, scheduler=None, config=None)
-        given = pair_spec(), None, 9.0, update.trainer, True
-        update = CriticUpdate(*given, critic=critic, value_step=step, warmup=0, global_batch=1)
-    elif whose == "pairs":
-        update = PairUpdate(pair_spec(), None, 9.0, step, True)
-    call = TrainStep(train_step, (None, None, None, one, None, None), {})
-    _, metrics = update.optimize([], call, done=0, version=0)
+    critic = SimpleNamespace(model=None, optimizer=two, scheduler=None, config=None)
+    context = context_of(trainer=MegatronTrainer([], None, step), critic=critic)
+    spec = update.spec(resolve(AlgorithmConfig(algorithm="ppo" if whose == "critic" else "dpo")))
+    stage = update.CriticUpdate(spec, context, step) if whose == "critic" else update.Update(spec, context)
+    call = update.TrainStep(train_step, (None, None, None, one, None, None), {})
+    _, metrics = stage.optimize([], call, done=0, version=0)
     assert metrics == {"lr": 1.0} | ({"critic/lr": 2.0} if whose == "critic" else {})

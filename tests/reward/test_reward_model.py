@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from stage_context import context_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForSequenceClassification,
@@ -120,7 +121,8 @@ def test_chat_messages_keep_their_turns(pool, decoder, encoder, tmp_path):
     }
     rows = Rows((SampleId(0, 0, 0), SampleId(0, 1, 0)), {"meta": meta, **replies})
     decode = lambda ids: "".join(policy.convert_ids_to_tokens(ids))  # noqa: E731
-    parts = reward_stage.Reward(reward_stage.spec(3), None, 9.0, pool, decode).compute(rows)["reward_parts"]
+    stage = reward_stage.Reward(reward_stage.spec(3), context_of(graders=pool, decode=decode))
+    parts = stage.compute(rows)["reward_parts"]
     want = [alone(decoder, "<s>be<u>hi<a>7"), 1.0, alone(encoder, "system: be\n\nuser: hi7")]
     assert parts[0].tolist() == pytest.approx(want, abs=1e-5)
     want = [alone(decoder, "<u>hi<a>42"), 0.0, alone(encoder, "hi42")]

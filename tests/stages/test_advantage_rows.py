@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from stage_context import Ranks, context_of
 
-from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.algorithms import resolve, spread
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import plan_batches
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages import advantages, logprobs, measure, select, update
 from mindspeed_rl_plugin.stages.stage import resolved
+
+pytestmark = pytest.mark.quick
 
 LIMIT = 8
 # Responses of each prompt: an empty one, one-token ones, one at the limit.
@@ -37,29 +40,39 @@ def rollout(dropped=()):
     )
 
 
-def collective(stages, parts, *more):
+class Together(Ranks):
+    """Ranks that gather twice: first each gives its own, then each sees all."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.whole = [], False
+
+    def gather(self, value):
+        if not self.whole:
+            self.shared.append(value)
+        return self.shared if self.whole else [value]
+
+
+def collective(kind, spec, parts, algorithm, *more, seed=3):
     """What every rank writes; ranks with no rows take part in what is collective. And what each of them shared."""
-    shared = []
-    for stage, part in zip(stages, parts, strict=True):  # first each gives its own, then each sees all
-        stage.gather = lambda mine: shared.append(mine) or [mine]
+    ranks = Together()
+    stage = kind(spec, context_of(algorithm=algorithm, ranks=ranks, seed=seed, longest=LIMIT))
+    for part in parts:
         stage.compute(part, *more)
-    for stage in stages:
-        stage.gather = lambda mine: shared
-    return [stage.compute(part, *more) for stage, part in zip(stages, parts, strict=True)], shared
+    ranks.whole = True
+    return [stage.compute(part, *more) for part in parts], ranks.shared
 
 
 def selected(parts, algorithm, seed=3, steps=()):
     """The columns of select on every rank, and what was shared."""
-    stages = [select.Select(select.spec(algorithm), None, 1, algorithm, None, seed) for _ in parts]
-    return collective(stages, parts, steps)
+    return collective(select.Select, select.spec(algorithm), parts, algorithm, steps, seed=seed)
 
 
 def on_ranks(parts, algorithm):
     """Advantages, of rows that say whether they count."""
     chosen, _ = selected(parts, algorithm)
     parts = [part.with_columns(**new.columns) if new else part for part, new in zip(parts, chosen, strict=True)]
-    stages = [advantages.Advantages(advantages.spec(algorithm), None, 1, algorithm, LIMIT, None) for _ in parts]
-    written, shared = collective(stages, parts)
+    written, shared = collective(advantages.Advantages, advantages.spec(algorithm), parts, algorithm)
     assert len(shared) == (len(parts) if algorithm.whitened else 0)
     return [rows and rows.with_columns(valid=part["valid"]) for rows, part in zip(written, parts, strict=True)]
 
@@ -125,23 +138,17 @@ def test_filtration_does_not_depend_on_who_holds_which_group(rule, whole):
     assert all("multiplicity" in spec.reads for spec in resolved(behind)[1:])
 
 
-def test_whitened_advantages_have_mean_zero_and_variance_one_over_kept_tokens():
-    algorithm = resolve(AlgorithmConfig(algorithm="reinforce++"))
+@pytest.mark.parametrize("advantage", ["reinforce++", "reinforce++-baseline"])
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_kept_tokens(advantage):
+    """Over tokens, where a response has one advantage too."""
+    algorithm, rows = resolve(AlgorithmConfig(algorithm="grpo", advantage=advantage)), rollout()
     (got,) = on_ranks([rollout(dropped=(4,))], algorithm)
-    rows = rollout()
-    valid = got["valid"].repeat_interleave(rows["loss_mask"].lengths).bool() & rows["loss_mask"].values.bool()
-    trained = got["advantages"].values[valid].double()
-    assert float(trained.mean()) == pytest.approx(0.0, abs=1e-6)
-    assert float(trained.var()) == pytest.approx(1.0, rel=1e-5)
-    assert not got["advantages"].values[~valid].any()
-
-
-def test_a_baseline_is_whitened_over_tokens_and_not_over_samples():
-    algorithm = resolve(AlgorithmConfig(algorithm="grpo", advantage="reinforce++-baseline"))
-    rows = rollout()
-    (got,) = on_ranks([rows], algorithm)
-    tokens = got["advantage"].double().repeat_interleave(rows["response_length"])
-    assert float(tokens.mean()) == pytest.approx(0.0, abs=1e-6) and float(tokens.var()) == pytest.approx(1.0, rel=1e-5)
+    mask = rows["loss_mask"]
+    values = got["advantages"] if algorithm.per_token else spread(got["advantage"], mask)
+    valid = got["valid"].repeat_interleave(mask.lengths).bool() & mask.values.bool()
+    trained = values.values[valid].double()
+    assert [float(trained.mean()), float(trained.var())] == pytest.approx([0.0, 1.0], rel=1e-5, abs=1e-6)
+    assert not values.values[~valid].any()
 
 
 def test_the_penalty_on_length_and_the_kl_reach_the_advantage():

@@ -93,27 +93,16 @@ def test_the_critic_leaves_before_the_engine_wakes_and_is_back_for_its_values(ma
     assert events[-1] == "state.start_onload optimizer", "what overlaps the log-probs begins last"
 
 
-def test_an_evaluation_alone_ends_with_everything_back(make):
-    both, events = make()
-    job = SimpleNamespace(monitor=SimpleNamespace(stage=lambda name: nullcontext()))
-    evaluation = SimpleNamespace(run=lambda done: events.append("evaluate"))
+def test_an_evaluation_alone_ends_with_everything_back_and_a_rollout_begins_with_the_optimizer_leaving(make):
+    (both, alone), (first, started) = make(), make()
+    monitor = SimpleNamespace(stage=lambda name: nullcontext())
+    job = SimpleNamespace(plan=None, monitor=monitor, admit=lambda stage: 1 / 0)
+    evaluation = SimpleNamespace(run=lambda done: alone.append("evaluate"))
     SyncSchedule(job, None, 0, colocation=both, evaluation=evaluation).evaluate(3)
-    assert events[-1] == "state.onload" and "evaluate" in events
-
-
-def test_the_first_rollout_begins_with_the_optimizer_state_leaving(make):
-    both, events = make()
-
-    class Stop(Exception):
-        pass
-
-    def admit(stage):
-        raise Stop
-
-    job = SimpleNamespace(plan=None, monitor=SimpleNamespace(stage=lambda name: nullcontext()), admit=admit)
-    with pytest.raises(Stop):
-        SyncSchedule(job, {"prompts": None}, 0, colocation=both, evaluation=None).collect(0)
-    assert events == ["state.start_offload grads,optimizer"]
+    assert alone[-1] == "state.onload" and "evaluate" in alone
+    with pytest.raises(ZeroDivisionError):
+        SyncSchedule(job, {"prompts": None}, 0, colocation=first, evaluation=None).collect(0)
+    assert started == ["state.start_offload grads,optimizer"]
 
 
 def test_a_checkpoint_of_an_offloaded_trainer_is_refused(make):

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from stage_context import Ranks, context_of
 
 from mindspeed_rl_plugin.algorithms import resolve
-from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
+from mindspeed_rl_plugin.config.run_flags import MonitorConfig
 from mindspeed_rl_plugin.dock import Lease, Traffic
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import meaning
@@ -22,24 +24,8 @@ from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.update import objective, value_step
 from mindspeed_rl_plugin.weights.resharder import Transfer
 
-RESULT = ({}, 0, False, 0, 0, 2.0)  # of Megatron's train_step: the gradient norm is used
 WEIGHTS = (1.0, -0.5)  # a grader of the answer, and a penalty
 PLAIN = Transfer(0, 0, 0, 0, 0.0, None)
-
-
-class Ranks:
-    """Rank 0 of a world whose other ranks contribute `others`, one list a collective call."""
-
-    rank, deadline, group = 0, 5.0, None
-
-    def __init__(self, others=(), world=2):
-        self.world, self._others = world, iter(others)
-
-    def gather(self, value):
-        return [value, *next(self._others, [])]
-
-    def broadcast(self, value):
-        return value
 
 
 def monitor(folder):
@@ -69,16 +55,9 @@ def measured(reward_parts, transfer=PLAIN, others=(), digest=None, preset="grpo"
         lease=lambda state, ids, deadline, columns: Lease(1, state, given.select(ids)), commit=lambda *_: None
     )
     algorithm = resolve(AlgorithmConfig(algorithm=preset))
-    stage = measure.Measure(
-        measure.spec(algorithm),
-        dock,
-        5.0,
-        ranks=Ranks(others),
-        algorithm=algorithm,
-        limit=limit,
-        graders=SimpleNamespace(weights=WEIGHTS, names=("math", "length")),
-    )
-    return stage.run(given.ids, 6, transfer).metrics
+    graders = SimpleNamespace(weights=WEIGHTS, names=("math", "length"))
+    context = context_of(dock, algorithm=algorithm, ranks=Ranks(others), longest=limit, graders=graders)
+    return measure.Measure(measure.spec(algorithm), context).run(given.ids, 6, transfer).metrics
 
 
 def test_groups_are_solved_by_grades_and_not_by_totals():
@@ -138,20 +117,13 @@ def test_an_evaluation_asks_for_solved_and_tells_the_mean_reward(tmp_path, monke
     graded = [Grade(-1.0, (1.0, 4.0))] * 3 + [Grade(2.0, (0.0, -4.0))]
     graders = SimpleNamespace(weights=WEIGHTS, grade=lambda items: graded, take_failures=dict)
     sums = dict.fromkeys(evaluate.SUMS, 0.0) | {"prompts": 4.0, "reward": -7.0}
-    others = [[*sums.values(), 1.0, 2.0], [0.0] * (len(sums) + 2)]
+    sums |= {"errors": 1.0, "environment_failed": 2.0}
+    others = [[*sums.values()], [0.0] * len(sums)]
     monkeypatch.setattr(evaluate, "generate", answers)
-    stage = evaluate.Evaluate(
-        SimpleNamespace(replica=0, replicas=1, leader=True),
-        tuple(Prompt((1, 2), f"p{i}", "a", i) for i in range(4)),
-        graders,
-        str,
-        Sampling(max_tokens=4),
-        Ranks([others, [], [[[9, "x"]]]]),
-        monitor(tmp_path),
-        samples=0,
-        seed=0,
-    )
-    stage.run(3)
+    parts = {"engine": SimpleNamespace(replica=0, replicas=1, leader=True), "graders": graders}
+    parts |= {"decode": str, "seed": 0, "sampling": Sampling(max_tokens=4), "ranks": Ranks([others, [], [[[9, "x"]]]])}
+    prompts = [Prompt((1, 2), f"p{i}", "a", i) for i in range(4)]
+    evaluate.Evaluate(context_of(monitor=monitor(tmp_path), **parts), prompts).run(3)
     (line,) = read_metrics(tmp_path)
     assert line["eval/accuracy"] == 3 / 8 and line["eval/reward_mean"] == -1.0 and line["eval/errors"] == 1
     assert line["eval/environment_failed"] == 2
@@ -160,36 +132,38 @@ def test_an_evaluation_asks_for_solved_and_tells_the_mean_reward(tmp_path, monke
     assert shown == {"iteration": 3, "rows": [[i, f"p{i}", "[3]", "a", r] for i, r in enumerate(rewards)] + [[9, "x"]]}
 
 
-def test_environments_that_fail_in_an_evaluation_are_counted():
-    """Beside training too, where the rows say so."""
+def test_what_fails_in_an_evaluation_is_counted():
+    """Where other processes generate too, where the rows say so."""
     graders = SimpleNamespace(weights=[1.0], grade=lambda items: [Grade(0.0, (0.0,), "raised")] * len(items))
-    inside = evaluate.Evaluate(None, (), graders, str, Sampling(max_tokens=4), None, None, samples=0, seed=0)
+    inside = evaluate.Evaluate(context_of(graders=graders, decode=str), ())
     masks = Ragged.from_rows([torch.tensor([0, 1])] * 3)
     meta = pack_json([meta_of(Prompt((1,), "p", "a", 0))] * 3)
     failed = {"tokens": masks, "loss_mask": masks, "meta": meta, "environment_failed": torch.tensor([0, 1, 1])}
-    inside._score(Rows(tuple(SampleId(-1, i, 0) for i in range(3)), failed))
-    assert inside._failed == [3, 2]
-    logged, columns = [], {"reward_parts": torch.zeros(3, 1), "reward": torch.zeros(3), "finish": torch.zeros(3).int()}
-    columns["meta"] = torch.zeros(3)
-    columns |= {"response_length": torch.ones(3), "grader_error": torch.zeros(3), "environment_failed": torch.ones(3)}
-    dock = SimpleNamespace(clear=lambda epoch: None)
-    shown = []
+    failed |= {"response_length": torch.ones(3), "finish": torch.zeros(3).int()}
+    scored, _ = inside._score(Rows(tuple(SampleId(-1, i, 0) for i in range(3)), failed))
+    assert evaluate.sums_of(scored, 0)[-2:] == [3, 2]
+    logged, shown, columns = [], [], {name: torch.zeros(3) for name in ("meta", "reward", "grader_error")}
+    columns |= {"reward_parts": torch.zeros(3, 1), "finish": torch.zeros(3).int()}
+    columns |= {"response_length": torch.ones(3), "environment_failed": torch.ones(3)}
     log = SimpleNamespace(log_eval=lambda version, result: logged.append(result))
     log.log_held_out = lambda version, rows: shown.append(rows)
+    context = context_of(SimpleNamespace(clear=lambda epoch: None), graders=graders, monitor=log)
     items = lambda rows: [GradeItem("p", "r", "a", {}, i) for i in rows.ids]  # noqa: E731
     for reads in (("meta", "environment_failed"), ("meta",)):
         read = lambda ids, more: Rows(ids, {n: columns[n] for n in (*more, "reward", "grader_error")})  # noqa: E731
-        stage = SimpleNamespace(graded=read, graders=graders, spec=SimpleNamespace(reads=reads), items=items)
-        evaluate.EvaluateApart(dock, stage, [None] * 3, Ranks(), log, 0).finish()
+        stage = SimpleNamespace(graded=read, context=context, spec=SimpleNamespace(reads=reads), items=items)
+        evaluate.EvaluateApart(stage, [None] * 3).finish()
     assert shown == [[[i, "p", "r", "a", 0.0] for i in range(3)]] * 2
     assert logged[0].pop("eval/environment_failed") == 3 and logged[0] == logged[1] and "eval/errors" not in logged[0]
 
 
 def test_an_evaluation_is_of_one_version():
-    """Engines apart may answer it by no other weights, neither older nor newer ones."""
+    """Other engines may answer it by no other weights, neither older nor newer ones."""
     asked, epochs = [], []
     dock = SimpleNamespace(open=lambda *epoch: epochs.append(epoch), put=asked.append)
-    apart = evaluate.EvaluateApart(dock, None, [Prompt((1,), "p", "a", i) for i in range(3)], Ranks(), None, samples=2)
+    config = RLConfig(monitor=MonitorConfig(eval_pass_k=2))
+    reward = SimpleNamespace(context=context_of(dock, config=config))
+    apart = evaluate.EvaluateApart(reward, [Prompt((1,), "p", "a", i) for i in range(3)])
     for version in (4, 6):
         apart.begin(version)
         assert len(asked[-1]) == 3 and epochs[-1][1:] == (3, 3, (version, version))
@@ -208,7 +182,7 @@ def test_stages_and_throughput_are_those_of_the_slowest_rank(tmp_path):
     dock.traffic["written", "generate", "tokens", "remote"] = 200
     seen = monitor(tmp_path)
     seen.stage_metrics = lambda: {"seconds/update": 3.0, "seconds/reward": 2.0, "seconds/iteration": 5.0}
-    log = measure.IterationLog(seen, Ranks([[({"loss": 99.0}, slow, each)] for each in moved]), dock)
+    log = measure.IterationLog(seen, Ranks([[({"loss": 99.0}, slow, each)] for each in moved], world=2), dock)
     rollout = measure.Rollout({"reward/mean": 0.5}, tokens=320)
     for number in (1, 2):
         log.write(number, rollout, {"loss": 1.0}, last_step=number == 2)
@@ -227,9 +201,14 @@ def test_stages_and_throughput_are_those_of_the_slowest_rank(tmp_path):
     assert (line["iteration"], line["states"], line["messages"]) == (2, ["a"], 1) and not dock.traffic.take()
 
 
-def test_the_gradient_norms_of_policy_and_critic_are_told_apart():
-    assert update.grad_norm(RESULT) == {"grad_norm": 2.0} and update.grad_norm((*RESULT[:5], None)) == {}
-    assert update.grad_norm(RESULT, "critic/") == {"critic/grad_norm": 2.0}
+@pytest.mark.parametrize("whose", ["", "critic/"])
+def test_the_gradient_norms_of_policy_and_critic_are_told_apart(whose):
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}])
+    call = update.TrainStep(None, (None, None, None, optimizer), {})
+    for norm, wanted in ((2.0, {f"{whose}grad_norm": 2.0}), (None, {})):
+        run = lambda *_, norm=norm: ({}, 0, False, 0, 0, norm)  # noqa: E731
+        step = SimpleNamespace(prepare=lambda parts: None, run=run, metrics=dict)
+        assert update.take_step(step, [], call, whose)[1] == {f"{whose}lr": 0.5} | wanted
 
 
 def test_every_metric_of_the_update_has_its_line_in_the_register():

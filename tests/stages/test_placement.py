@@ -62,12 +62,16 @@ def test_every_machine_holds_draws_and_grades_its_share(machines: int, ranks: in
     assert all(owners[g] == place.node[r] for r, part in enumerate(graded) for _, g in part)
 
 
-def test_the_last_stage_comes_first_and_one_machine_stays_one() -> None:
+def test_the_last_stage_comes_first_one_machine_stays_one_and_other_epochs_lie_in_proportion() -> None:
+    """Epochs of a former start may have more or fewer prompts, whatever these flags can cut."""
     place = layout(2, 2, pipeline=2)
     assert place.trained_on == [(1, 0), (1, 0)] and place.trainers == [{0, 1}, {0, 1}]
     assert owners_of(place, 4, 64)(4).tolist() == [1, 0, 1, 0]
     assert owners_of(layout(2, 2), 4, 64)(4).tolist() == [0, 0, 1, 1]
     assert owners_of(layout(1, 4, pipeline=2), 4, 64)(4).tolist() == [0] * 4
+    owners = owners_of(layout(2, 2), 6, 96)
+    assert owners(6).tolist() == [0, 0, 0, 1, 1, 1]
+    assert owners(8).tolist() == [0, 0, 0, 0, 1, 1, 1, 1] and owners(2).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
@@ -130,13 +134,6 @@ def test_a_choice_of_groups_is_trained_where_they_lie(machines: int) -> None:
     assert away(place, moved, owner) < 0.5 * away(place, plain, owner)
     one = layout(1, 4)
     assert one.near(planned(one, chosen, 512), lambda g: 0) == planned(one, chosen, 512)
-
-
-def test_epochs_of_another_size_lie_in_proportion() -> None:
-    """Those of a former start, with more or fewer prompts, whatever these flags can cut."""
-    owners = owners_of(layout(2, 2), 6, 96)
-    assert owners(6).tolist() == [0, 0, 0, 1, 1, 1]
-    assert owners(8).tolist() == [0, 0, 0, 0, 1, 1, 1, 1] and owners(2).tolist() == [0, 1]
 
 
 def test_grading_is_spread_where_machines_own_no_group() -> None:

@@ -187,36 +187,26 @@ def _named(columns: dict, names: dict) -> dict:
     return {names.get(name, name): column for name, column in columns.items()}
 
 
-# how much a dock must hold
-
-
-def size(*flags: str, **more) -> docks.DockSize:
-    given = inputs(*flags, **more)
-    return given.dock_size()
-
-
-def test_a_round_must_fit_where_it_really_lies() -> None:
-    """Twelve groups of two: on two machines six each, on one all of them, whatever the number of agents."""
-    given = size("--rl-dock-rows", "12", prompts=12)
-    given.check_placed(np.arange(12) % 2)
-    with pytest.raises(ValueError, match="--rl-dock-rows 12: 12 groups of 2 .* 24 rows"):
-        given.check_placed(np.zeros(12, np.int64))
-
-
-@pytest.mark.parametrize(("rounds", "groups"), [(10, 6 + 11), (1, 6 + 6)])
-def test_groups_that_wait_may_all_lie_on_one_machine(rounds: int, groups: int) -> None:
-    flags = ("--rl-dynamic-sampling-rounds", str(rounds))
+def test_a_round_and_what_waits_must_fit_where_they_really_lie() -> None:
+    """Twelve groups of two: on two machines six each, on one all of them. Under dynamic sampling groups wait, maybe all
+    on one machine."""
     owners = np.arange(12) % 2
-    size("--rl-dock-rows", str(2 * groups), *flags, algorithm="dapo", prompts=12).check_placed(owners)
-    with pytest.raises(ValueError, match=f"{groups} groups of 2 .* {2 * groups} rows"):
-        size("--rl-dock-rows", str(2 * groups - 1), *flags, algorithm="dapo", prompts=12).check_placed(owners)
+    waiting = [(rounds, groups) for rounds, groups in ((10, 6 + 11), (1, 6 + 6))]
+    cases = [((), "grpo", 6, owners), ((), "grpo", 12, np.zeros(12, np.int64))]
+    cases += [(("--rl-dynamic-sampling-rounds", str(rounds)), "dapo", groups, owners) for rounds, groups in waiting]
+    for flags, name, groups, placed in cases:
+        for rows in (2 * groups, 2 * groups - 1):
+            given = inputs("--rl-dock-rows", str(rows), *flags, algorithm=name, prompts=12).dock_size()
+            wrong = pytest.raises(ValueError, match=f"{groups} groups of 2 .* {2 * groups} rows")
+            with contextlib.nullcontext() if rows == 2 * groups else wrong:
+                given.check_placed(placed)
 
 
 def test_the_early_check_refuses_what_cannot_fit_however_it_spreads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docks, "launch_env", lambda: {"world_size": 4, "local_world_size": 2})
-    size("--rl-dock-rows", "12", prompts=12).check_early()
+    inputs("--rl-dock-rows", "12", prompts=12).dock_size().check_early()
     with pytest.raises(ValueError, match="6 groups of 2 .* 12 rows"):
-        size("--rl-dock-rows", "11", prompts=12).check_early()
+        inputs("--rl-dock-rows", "11", prompts=12).dock_size().check_early()
 
 
 def test_groups_of_a_checkpoint_must_fit_too() -> None:
@@ -249,46 +239,34 @@ def test_a_stage_that_deferred_groups_have_not_passed_is_refused_and_one_that_th
         resumed(plain, passed)
 
 
-AHEAD = {
-    "the same": ({}, {}, True, ""),
-    "staler is no harm": ({"max_staleness": 3}, {}, True, ""),
-    "strict goes on free": ({}, {"strict": True}, True, ""),
-    "synchronous": ({"schedule": "sync"}, {}, True, "--rl-schedule was async, now sync"),
-    "less stale": ({"max_staleness": 1}, {}, True, "--rl-max-staleness was 2, now 1"),
-    "free goes on strict": ({"async_order": "strict"}, {}, True, "--rl-async-order was free, now strict"),
-    "without what deferred": ({}, {}, False, "dynamic sampling, which deferred some, was on, now off"),
+CUT = {"--rl-rollout-prompts": 4, "--rl-samples-per-prompt": 2}
+QUEUED = {"queue": [(3, 4), (4, 2)], "carried": [(2, 0)], "admission": {"staleness": 2, "strict": False}}
+STRICT = QUEUED | {"admission": {"staleness": 2, "strict": True}}
+MAKING = {"making": {"staleness": 2, "left": [[3, 1, 0], [4, 0]]}}
+ASYNC = {"schedule": "async", "max_staleness": 2}
+CARRYING = {"schedule": "streamed", "carry_unfinished": True, "max_staleness": 2}
+AHEAD = {  # state, flags now, whether sampling is dynamic, what is said
+    "the same": (QUEUED, ASYNC, True, ""),
+    "staler is no harm": (QUEUED, ASYNC | {"max_staleness": 3}, True, ""),
+    "strict goes on free": (STRICT, ASYNC, True, ""),
+    "synchronous": (QUEUED, ASYNC | {"schedule": "sync"}, True, "--rl-schedule was async, now sync"),
+    "less stale": (QUEUED, ASYNC | {"max_staleness": 1}, True, "--rl-max-staleness was 2, now 1"),
+    "free goes on strict": (QUEUED, ASYNC | {"async_order": "strict"}, True, "--rl-async-order was free, now strict"),
+    "without what deferred": (QUEUED, ASYNC, False, "dynamic sampling, which deferred some, was on, now off"),
+    "carried, the same": (MAKING, CARRYING, False, ""),
+    "carried, staler is no harm": (MAKING, CARRYING | {"max_staleness": 3}, False, ""),
+    "without": (MAKING, CARRYING | {"carry_unfinished": False}, False, "--rl-carry-unfinished was on, now off"),
+    "carried, less stale": (MAKING, CARRYING | {"max_staleness": 1}, False, "--rl-max-staleness was 2, now 1"),
 }
 
 
 @pytest.mark.parametrize("case", AHEAD)
-def test_flags_that_cannot_go_on_with_what_is_admitted_ahead_are_refused(case):
-    flags, admission, dynamic, said = AHEAD[case]
-    cut = {"--rl-rollout-prompts": 4, "--rl-samples-per-prompt": 2}
-    saved = {"staleness": 2, "strict": False, **admission}
-    state = {"queue": [(3, 4), (4, 2)], "cut": cut, "carried": [(2, 0)], "admission": saved}
-    now = ScheduleConfig(**{"schedule": "async", "max_staleness": 2, **flags})
-    with pytest.raises(ValueError, match=f"holds 6 prompts .*{said}") if said else contextlib.nullcontext():
-        check_ahead(state, cut, now, 9, dynamic)
+def test_flags_that_cannot_go_on_with_what_is_admitted_or_begun_are_refused(case):
+    state, flags, dynamic, said = AHEAD[case]
+    now, prompts = ScheduleConfig(**flags), 6 if "queue" in state else 2
+    with pytest.raises(ValueError, match=f"holds {prompts} prompts .*{said}") if said else contextlib.nullcontext():
+        check_ahead({"cut": CUT, **state}, CUT, now, 9, dynamic)
     with pytest.raises(ValueError, match="--rl-samples-per-prompt was 2, now 8"):
-        check_ahead(state, cut | {"--rl-samples-per-prompt": 8}, now, 9, dynamic)
-    check_ahead({**state, "queue": []}, cut, now, 9, dynamic)
-
-
-CARRIED = {
-    "the same": ({}, ""),
-    "staler is no harm": ({"max_staleness": 3}, ""),
-    "without": ({"carry_unfinished": False}, "--rl-carry-unfinished was on, now off"),
-    "dropping": ({"carry_unfinished": False, "oversample_drop": True}, "--rl-carry-unfinished was on, now off"),
-    "less stale": ({"max_staleness": 1}, "--rl-max-staleness was 2, now 1"),
-}
-
-
-@pytest.mark.parametrize("case", CARRIED)
-def test_flags_that_cannot_go_on_with_what_is_in_the_making_are_refused(case):
-    flags, said = CARRIED[case]
-    cut = {"--rl-rollout-prompts": 4, "--rl-samples-per-prompt": 2}
-    state = {"cut": cut, "making": {"staleness": 2, "left": [[3, 1, 0], [4, 0]]}}
-    now = ScheduleConfig(**{"schedule": "streamed", "carry_unfinished": True, "max_staleness": 2, **flags})
-    with pytest.raises(ValueError, match=f"holds 2 prompts .*{said}") if said else contextlib.nullcontext():
-        check_ahead(state, cut, now, 9, False)
-    check_ahead({**state, "making": {"staleness": 2, "left": []}}, cut, now, 9, False)
+        check_ahead({"cut": CUT, **state}, CUT | {"--rl-samples-per-prompt": 8}, now, 9, dynamic)
+    empty = {"queue": []} if "queue" in state else {"making": {"staleness": 2, "left": []}}
+    check_ahead({"cut": CUT, **state, **empty}, CUT, now, 9, dynamic)

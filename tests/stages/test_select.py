@@ -12,6 +12,8 @@ from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds, choose, group_stats, idle_steps
 from mindspeed_rl_plugin.stages.select import valid_rows
 
+pytestmark = pytest.mark.quick
+
 YES, NO, BROKEN = GroupStats(False, True, 0.5), GroupStats(False, False, 1.0), GroupStats(True, False, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""One micro-batch's part of the loss and its tally against loops over tokens, with every correction."""
+"""One micro-batch's part of the loss and its tally, of policy and critic, against loops over tokens."""
 
 import dataclasses
 import math
@@ -12,9 +12,11 @@ from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.update import tallies
 from mindspeed_rl_plugin.update.objective import MAXIMA, objective
 from mindspeed_rl_plugin.update.tallies import SUM_COUNT, to_metrics
+from mindspeed_rl_plugin.update.value_step import TALLIED, value_metrics, value_objective
 
 COUNTS = (3, 0, 1, 4)  # trained tokens of each row
 WIDE = 6
+CLIP = 0.2  # of values
 
 
 def micro_batch(seed=0, **columns):
@@ -34,6 +36,12 @@ def micro_batch(seed=0, **columns):
     batch = MicroBatch(0, shape, shape, shape, False, mask, shape[:, 0], {**values, **columns})
     logp = (values["logp_old"] + 0.3 * torch.randn(mask.shape, generator=g, dtype=torch.float64)).requires_grad_()
     return batch, logp, torch.rand(mask.shape, generator=g, dtype=torch.float64).requires_grad_()
+
+
+def part_of(algorithm, batch, weights, logp, entropy, fresh=None):
+    """Every row counts once; fresh: None for all."""
+    fresh = torch.ones(len(weights), dtype=torch.bool) if fresh is None else fresh
+    return objective(algorithm, batch, weights, torch.ones(len(weights)), fresh, logp, entropy)
 
 
 def weights_by_loops(batch, level):
@@ -66,7 +74,7 @@ def test_objective_is_the_loop(correction, level):
     )
     batch, logp, entropy = micro_batch(seed=4)
     weights = torch.where(torch.tensor(COUNTS) > 0, torch.tensor([0.2, 9.0, 0.5, 0.3], dtype=torch.float64), 0.0)
-    loss, tally = objective(algorithm, batch, weights, logp, entropy)
+    loss, tally = part_of(algorithm, batch, weights, logp, entropy)
 
     importance = {name: weights_by_loops(batch, name) for name in ("token", "sequence", "geometric")}
     total, policy_part = 0.0, 0.0
@@ -119,12 +127,12 @@ def test_masked_responses_count_in_the_loss_however_they_are_split(rows):
     algorithm = resolve(AlgorithmConfig(algorithm="grpo", aggregation="token-mean", kl_loss_coef=0.0, **flags))
     batch, logp, entropy = micro_batch(seed=11)
     weights = torch.full((4,), 1 / sum(COUNTS), dtype=torch.float64)
-    loss, tally = objective(algorithm, batch, weights, logp, entropy)
+    loss, tally = part_of(algorithm, batch, weights, logp, entropy)
     (whole,) = torch.autograd.grad(loss, logp)
     means = weights_by_loops(batch, "geometric")
     kept = {row for (row, _), w in means.items() if 0.8 <= w <= 1.25}
     assert kept == {0, 3} == {row for row in range(4) if whole[row].any()}
-    parts = [objective(algorithm, rows_of(batch, r), weights[r], logp[r], entropy[r]) for r in rows]
+    parts = [part_of(algorithm, rows_of(batch, r), weights[r], logp[r], entropy[r]) for r in rows]
     (summed,) = torch.autograd.grad(sum(part for part, _ in parts), logp)
     torch.testing.assert_close(summed, whole, rtol=1e-12, atol=1e-15)
     sums = sum(part[:SUM_COUNT] for _, part in parts)
@@ -138,9 +146,9 @@ def test_rows_of_older_weights_tell_nothing_of_engine_and_trainer(stale):
     fresh = torch.tensor([row not in stale for row in range(4)])
     weights = torch.full((4,), 0.1, dtype=torch.float64)
     algorithm = resolve(AlgorithmConfig(algorithm="grpo"))
-    _, tally = objective(algorithm, batch, weights, logp, entropy, fresh=fresh)
+    _, tally = part_of(algorithm, batch, weights, logp, entropy, fresh=fresh)
     got, all_fresh = (
-        to_metrics(t, Totals(sum(COUNTS), 3)) for t in (tally, objective(algorithm, batch, weights, logp, entropy)[1])
+        to_metrics(t, Totals(sum(COUNTS), 3)) for t in (tally, part_of(algorithm, batch, weights, logp, entropy)[1])
     )
     gap = (batch.columns["logp_old"] - batch.columns["logp_rollout"]).abs()
     gaps = [float(gap[row, at]) for row, at in batch.mask.nonzero().tolist() if fresh[row]]
@@ -159,7 +167,7 @@ def test_a_micro_batch_without_a_trained_token_adds_nothing(algorithm):
     """A rank with no trained token still runs its step."""
     batch, logp, entropy = micro_batch()
     batch.mask.zero_()
-    loss, tally = objective(resolve(AlgorithmConfig(algorithm=algorithm)), batch, torch.zeros(4), logp, entropy)
+    loss, tally = part_of(resolve(AlgorithmConfig(algorithm=algorithm)), batch, torch.zeros(4), logp, entropy)
     loss.backward()
     assert float(loss) == 0.0 and not logp.grad.any()
     metrics = to_metrics(tally, Totals(0, 0))
@@ -174,21 +182,13 @@ def test_old_logps_of_the_update_itself_are_those_it_computes(algorithm, correct
     batch, logp, entropy = micro_batch()
     batch.columns["logp_old"] = logp.detach().clone()
     weights = torch.full((4,), 0.1, dtype=torch.float64)
-    expected = objective(algorithm, batch, weights, logp, entropy)
+    expected = part_of(algorithm, batch, weights, logp, entropy)
     (wanted,) = torch.autograd.grad(expected[0], logp)
     del batch.columns["logp_old"]
-    loss, tally = objective(dataclasses.replace(algorithm, old_logps=False), batch, weights, logp, entropy)
+    loss, tally = part_of(dataclasses.replace(algorithm, old_logps=False), batch, weights, logp, entropy)
     (got,) = torch.autograd.grad(loss, logp)
     assert torch.equal(loss, expected[0]) and torch.equal(tally, expected[1]) and torch.equal(got, wanted)
     assert wanted.abs().max() > 0
-
-
-def test_without_the_engines_logps_the_weights_are_one():
-    batch, logp, entropy = micro_batch()
-    del batch.columns["logp_rollout"]
-    _, tally = objective(resolve(AlgorithmConfig(algorithm="grpo")), batch, torch.ones(4), logp, entropy)
-    metrics = to_metrics(tally, Totals(sum(COUNTS), 3))
-    assert metrics["rollout/weight_mean"] == metrics["rollout/sequence_weight_mean"] == 1.0
 
 
 def test_what_a_step_counts_is_reduced_once_for_each_data_parallel_rank(monkeypatch) -> None:
@@ -210,3 +210,43 @@ def test_what_a_step_counts_is_reduced_once_for_each_data_parallel_rank(monkeypa
         whole = tallies.reduce_tallies(tally, 2)
         assert whole.dtype == torch.float64 and whole.tolist() == [0.1 + 0.2, 1e17 + 1.0, -3.0]
     assert given[1:] == [(1, None), (1, [0.25, 1.0, -5.0])]
+
+
+def test_value_objective_is_the_loop():
+    batch, values, _ = micro_batch()
+    old, returns = (batch.columns[name] for name in ("logp_old", "advantages"))
+    batch.columns.update(values=old, returns=returns)
+    weights = torch.tensor([0.1, 9.0, 0.3, 0.2], dtype=torch.float64)
+    want, grad, clipped = 0.0, torch.zeros_like(values), 0
+    for row, at in batch.mask.nonzero().tolist():
+        v, o, r = (float(x[row, at]) for x in (values.detach(), old, returns))
+        bounded = min(max(v, o - CLIP), o + CLIP)
+        plain = (v - r) ** 2 >= (bounded - r) ** 2
+        want += float(weights[row]) * 0.5 * max((v - r) ** 2, (bounded - r) ** 2)
+        clipped += not plain
+        grad[row, at] = float(weights[row]) * (v - r) if plain or abs(v - o) < CLIP else 0.0
+    loss, tally = value_objective(batch, weights, torch.ones(4), values, CLIP)
+    loss.backward()
+    assert float(loss) == pytest.approx(want) and 0 < clipped < sum(COUNTS)
+    torch.testing.assert_close(values.grad, grad)
+    sums = dict(zip(TALLIED, tally.tolist(), strict=True))
+    metrics = value_metrics(sums, sum(COUNTS))
+    trained_old, trained = old[batch.mask], returns[batch.mask]
+    explained = 1 - (trained - trained_old).var(unbiased=False) / trained.var(unbiased=False)
+    assert metrics["critic/explained_variance"] == pytest.approx(float(explained), rel=1e-5)
+    assert metrics["critic/clip_fraction"] == pytest.approx(clipped / sum(COUNTS))
+    assert metrics["critic/value_mean"] == pytest.approx(float(trained_old.mean()), rel=1e-5)
+
+
+def test_a_perfect_critic_a_constant_one_and_equal_returns():
+    def measured(old, returns):
+        error = returns - old
+        sums = (0.0, 0.0, old.sum(), returns.sum(), returns.square().sum(), error.sum(), error.square().sum())
+        return value_metrics(dict(zip(TALLIED, map(float, sums), strict=True)), len(returns))
+
+    returns = torch.tensor([0.0, 1.0, 1.0, 3.0])
+    assert measured(returns, returns)["critic/explained_variance"] == pytest.approx(1.0)
+    assert measured(torch.full((4,), 7.0), returns)["critic/explained_variance"] == pytest.approx(0.0)
+    assert measured(-returns, returns)["critic/explained_variance"] == pytest.approx(-3.0)
+    assert "critic/explained_variance" not in measured(returns, torch.full((4,), 0.3))
+    assert "critic/explained_variance" not in value_metrics(dict.fromkeys(TALLIED, 0.0), 0)

@@ -79,7 +79,7 @@ class StreamedSchedule(SyncSchedule):
         clock, mine = self.job.monitor.stage, self.job.plan.generated_by(self.job.topology.engine)
         with self.grader:
             with clock("generate"):
-                self.stages["generate"].stream(mine, self.grader.check)
+                self.stages["generate"].run(mine, self.grader.check)
             with clock("reward"):
                 self.grader.finish()
                 return self._compare(self.job.plan.round)

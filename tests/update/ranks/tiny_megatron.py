@@ -32,7 +32,7 @@ from megatron.training.initialize import initialize_megatron  # noqa: E402
 
 from mindspeed_rl_plugin.critic.value_head import give_value_head  # noqa: E402
 from mindspeed_rl_plugin.forward import plan_batches  # noqa: E402
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId  # noqa: E402
+from mindspeed_rl_plugin.rows import Rows  # noqa: E402
 
 VOCAB = 250  # padded to 256 by Megatron
 BASE = """
@@ -50,8 +50,8 @@ BASE = """
 class Job:
     """Megatron with one layout: `with Job("--tensor-model-parallel-size 2 ...") as job`."""
 
-    def __init__(self, flags: str, *, lr: float | None = None, tied: bool = False, critic: bool = False):
-        self.flags, self.lr, self.provider = flags, lr, _critic_provider if critic else _provider
+    def __init__(self, flags: str, *, tied: bool = False, critic: bool = False):
+        self.flags, self.provider = flags, _critic_provider if critic else _provider
         self.base = BASE.replace("--untie-embeddings-and-output-weights", "") if tied else BASE
 
     def __enter__(self):
@@ -63,9 +63,8 @@ class Job:
         for chunk in self.model:
             _set_weights(chunk)
         self.optimizer = _optimizer(self.args, self.model)
-        if self.lr is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0  # the weights stay as they are
         self.samples = 0
         self.args.iteration = self.args.curr_iteration = 0
         # What setup_model_and_optimizer and train would have set.
@@ -122,13 +121,6 @@ class Job:
         ranks = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object((parallel_state.get_tensor_model_parallel_rank(), pieces), ranks)
         return _assemble(ranks) if ranks else None
-
-
-def load_rows(path: str) -> Rows:
-    """Rows of a saved rollout file, in file order."""
-    saved = torch.load(path)
-    columns = {k: Ragged(**v) if isinstance(v, dict) else v for k, v in saved.items() if k != "ids"}
-    return Rows(tuple(SampleId(*i) for i in saved["ids"].tolist()), columns)
 
 
 def _initialize(flags: list[str]) -> None:
@@ -240,23 +232,14 @@ def refuses(update, given, message: str) -> None:
         raise AssertionError(f"accepted, should have said: {message}")
 
 
-def sampled_again(rows: Rows, times: torch.Tensor, how: str) -> Rows:
-    """Rows that count several times or never: "filtered" says so in a column, "repeated" puts copies there."""
-    if how == "filtered":
-        return rows.with_columns(multiplicity=times)
-    return Rows(rows.ids, rows.take(torch.arange(len(rows)).repeat_interleave(times).tolist()).columns)
-
-
-def run(step, arrange=lambda rows: rows, lr: float | None = 0.0, critic: bool = False) -> None:
-    """For each case of the folder that is the argument, save what `step(job, rows, case)` returns on rank 0 in a job of
-    the case's flags; arrange: makes the rows of the saved rollout. Leaves the process group in order."""
+def run(steps, rows: Rows) -> None:
+    """For each case of the folder that is the argument, save what `steps(job, rows, case)` returns on rank 0 in a job
+    of the case's flags. Leaves the process group in order."""
     folder = Path(sys.argv[1])
-    rows = arrange(load_rows(folder / "rollout.pt"))
     for name, case in json.loads((folder / "cases.json").read_text()).items():
-        case = case if isinstance(case, dict) else {"flags": case}
         flags = f"{case['flags']} --global-batch-size {len(rows)}"
-        with Job(flags, lr=lr, tied=case.get("tied", False), critic=critic) as job:
-            results = step(job, rows, case)
+        with Job(flags, tied=case.get("tied", False), critic=case.get("critic", False)) as job:
+            results = steps(job, rows, case)
             if dist.get_rank() == 0:
                 torch.save(results, folder / f"{name}.pt")
     if dist.is_initialized():
