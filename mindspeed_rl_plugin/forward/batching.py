@@ -32,25 +32,24 @@ class Step:
 def plan_batches(ids: Sequence[SampleId], *, global_batch_size: int, micro_batch_size: int, dp_size: int) -> list[Step]:
     """Cut the rows of a rollout into optimizer steps, and deal each step out to the data parallel ranks.
 
-    Rows go in id order, whatever the order of `ids`, so a step holds whole groups where the sizes allow it, and so
-    does each rank's part of it, which is contiguous. Every rank computes the same plan alone. Sizes in rows. Raises
+    Rows go in the order of `ids`; where that is group by group, a step holds whole groups where the sizes allow it, and
+    so does each rank's part of it, which is contiguous. Every rank computes the same plan alone. Sizes in rows. Raises
     ValueError when something does not divide.
     """
-    ordered = sorted(ids)
-    if len(set(ordered)) != len(ordered):
-        raise ValueError(f"{len(ordered) - len(set(ordered))} of {len(ordered)} ids occur twice")
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"{len(ids) - len(set(ids))} of {len(ids)} ids occur twice")
     across = micro_batch_size * dp_size
     if global_batch_size % across:
         raise ValueError(
             f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size {micro_batch_size} "
             f"x {dp_size} data parallel ranks"
         )
-    if not ordered or len(ordered) % global_batch_size:
+    if not ids or len(ids) % global_batch_size:
         raise ValueError(
-            f"a rollout of {len(ordered)} rows does not fill steps of --global-batch-size {global_batch_size}; "
+            f"a rollout of {len(ids)} rows does not fill steps of --global-batch-size {global_batch_size}; "
             "--rl-rollout-prompts x --rl-samples-per-prompt must be a multiple of it"
         )
-    micro = [tuple(ordered[i : i + micro_batch_size]) for i in range(0, len(ordered), micro_batch_size)]
+    micro = [tuple(ids[i : i + micro_batch_size]) for i in range(0, len(ids), micro_batch_size)]
     in_step = global_batch_size // micro_batch_size
     of_rank = in_step // dp_size
     return [

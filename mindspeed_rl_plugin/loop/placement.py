@@ -13,11 +13,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.rows import Group, SampleId
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -71,30 +74,25 @@ class Placement:
         """Rows of one epoch that an engine samples: equally many for every engine, as many as that allows on the
         machine that owns them."""
         ordered, engines = sorted(ids), range(max(self.engine) + 1)
-        parts = deal([int(owners[i.group]) for i in ordered], [(self.node[self.engine.index(e)],) for e in engines])
-        return [i for i, part in zip(ordered, parts, strict=True) if part == engine]
+        places = [(self.node[self.engine.index(e)],) for e in engines]
+        return deal(ordered, [int(owners[i.group]) for i in ordered], places)[engine]
 
     def graded_by(self, rank: int, groups: Sequence[Group], owner: Callable[[Group], int]) -> list[Group]:
         """Groups that a rank grades: equally many for every rank, as many as that allows on the machine that owns
         them."""
         ordered = sorted(groups)
-        parts = deal([owner(g) for g in ordered], [(n,) for n in self.node])
-        return [g for g, part in zip(ordered, parts, strict=True) if part == rank]
+        return deal(ordered, [owner(g) for g in ordered], [(n,) for n in self.node])[rank]
 
     def near(self, plan: Sequence[Step], owner: Callable[[Group], int]) -> list[Step]:
         """The same steps and micro-batches; within each step a micro-batch goes to a data parallel rank with a rank on
         the machine of its first row, as far as every rank gets equally many."""
-        return [self._near(step, owner) for step in plan]
-
-    def _near(self, step: Step, owner: Callable[[Group], int]) -> Step:
-        batches = [batch for rank in step.micro_batches for batch in rank]
-        parts = deal([owner(batch[0][:2]) for batch in batches], self.trained_on)
-        dealt = list(zip(batches, parts, strict=True))
-        return Step(tuple(tuple(b for b, part in dealt if part == d) for d in range(len(step.micro_batches))))
+        batches = [[batch for rank in step.micro_batches for batch in rank] for step in plan]
+        dealt = (deal(of_step, [owner(batch[0][:2]) for batch in of_step], self.trained_on) for of_step in batches)
+        return [Step(tuple(map(tuple, parts))) for parts in dealt]
 
 
-def deal(owners: Sequence[int], places: Sequence[Collection[int]]) -> list[int]:
-    """Part that each item goes to: equally many a part, some one more, and first of all on its own machine.
+def deal(items: Sequence[Item], owners: Sequence[int], places: Sequence[Collection[int]]) -> list[list[Item]]:
+    """The items of each part, in their order: equally many a part, some one more, and first on their own machine.
 
     owners: machine of each item; places: machines of each part. Parts fill up one after the other, so neighbours stay
     together.
@@ -116,4 +114,7 @@ def deal(owners: Sequence[int], places: Sequence[Collection[int]]) -> list[int]:
             more -= held[here[0]] == few
             held[here[0]] += 1
         left = rest
-    return part_of
+    parts = [[] for _ in places]
+    for item, part in zip(items, part_of, strict=True):
+        parts[part].append(item)
+    return parts

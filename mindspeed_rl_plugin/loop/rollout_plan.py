@@ -32,18 +32,6 @@ def by_epoch(groups: Iterable[Group]) -> dict[int, list[int]]:
     return parts
 
 
-def plan_groups(groups: Sequence[Group], members: int, **sizes: int) -> list[Step]:
-    """Optimizer steps of one pass over groups in the given order; sizes: those of `plan_batches`."""
-    places = plan_batches(samples(of_epoch(0, len(groups)), members), **sizes)
-
-    def named(place: SampleId) -> SampleId:
-        return SampleId(*groups[place.group], place.member)
-
-    return [
-        Step(tuple(tuple(tuple(map(named, batch)) for batch in rank) for rank in step.micro_batches)) for step in places
-    ]
-
-
 class RolloutPlan:
     """The rollout in use.
 
@@ -148,8 +136,12 @@ class RolloutPlan:
         return self.placement.owners(self._cut(of_epoch(0, prompts)), prompts)
 
     def _cut(self, groups: Sequence[Group]) -> list[Step]:
-        batch = {"global_batch_size": self.sizes.global_batch, "micro_batch_size": self.sizes.micro_batch}
-        return plan_groups(groups, self.sizes.members, dp_size=self.sizes.data_parallel, **batch)
+        return plan_batches(
+            self.ids(groups),
+            global_batch_size=self.sizes.global_batch,
+            micro_batch_size=self.sizes.micro_batch,
+            dp_size=self.sizes.data_parallel,
+        )
 
     # checkpoint
 

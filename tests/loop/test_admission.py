@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.loop.rollout_plan import of_epoch, plan_groups
+from mindspeed_rl_plugin.forward import plan_batches
+from mindspeed_rl_plugin.loop.rollout_plan import of_epoch, samples
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.apart import AsyncSchedule
 from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds
@@ -124,7 +125,8 @@ def sampled_rollouts(admission: Admission, limit: int, informative: float, dice:
     """Rollouts of a run under dynamic sampling, as the asynchronous schedule collects them; ends with what Rounds
     raises. Checks that each takes about as many groups as the limit allows."""
     wanted, deferred, queue, fates, opened = admission.rollout, (), [], [], 0
-    cut = lambda groups: plan_groups(groups, 1, global_batch_size=wanted, micro_batch_size=1, dp_size=1)  # noqa: E731
+    sizes = {"global_batch_size": wanted, "micro_batch_size": 1, "dp_size": 1}
+    cut = lambda groups: plan_batches(samples(groups, 1), **sizes)  # noqa: E731
 
     def admit() -> None:
         nonlocal opened

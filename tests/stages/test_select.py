@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.forward import plan_batches
-from mindspeed_rl_plugin.loop.rollout_plan import by_epoch, of_epoch, plan_groups, samples
+from mindspeed_rl_plugin.loop.rollout_plan import by_epoch, samples
 from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds, choose, group_stats, idle_steps
 from mindspeed_rl_plugin.stages.select import valid_rows
@@ -32,10 +32,10 @@ def test_after_the_last_round_silent_groups_fill_up_evenly_and_count_nowhere():
     assert set(got.trained) == {(0, 5), (0, 6), (1, 0), (1, 1)} and got.idle == {(1, 0), (1, 1)}
     assert got.dropped == ((1, 2), (1, 3))
     # Two steps of two groups: each has one that trains.
-    plan = plan_groups(got.trained, 2, global_batch_size=4, micro_batch_size=2, dp_size=1)
+    plan = plan_batches(samples(got.trained, 2), global_batch_size=4, micro_batch_size=2, dp_size=1)
     assert idle_steps(plan, got.idle) == 0
     none = choose((), round_(0, NO, NO), 2, dynamic=True, last=True)
-    plan = plan_groups(none.trained, 2, global_batch_size=2, micro_batch_size=2, dp_size=1)
+    plan = plan_batches(samples(none.trained, 2), global_batch_size=2, micro_batch_size=2, dp_size=1)
     assert idle_steps(plan, none.idle) == 2
 
 
@@ -77,20 +77,16 @@ def test_group_statistics_are_of_task_rewards_and_by_id():
     assert group_stats(Rows(())) == {}
 
 
-def test_one_round_in_order_is_planned_as_ever_and_others_in_the_given_order():
-    sizes = {"global_batch_size": 4, "micro_batch_size": 1, "dp_size": 2}
-    whole = of_epoch(7, 4)
-    ids = samples(whole, 2)
-    assert plan_groups(whole, 2, **sizes) == plan_batches(ids, **sizes)
+def test_groups_are_planned_in_the_given_order():
     mixed = ((2, 3), (5, 0), (4, 1), (5, 1))
-    first, second = plan_groups(mixed, 2, **sizes)
+    first, second = plan_batches(samples(mixed, 2), global_batch_size=4, micro_batch_size=1, dp_size=2)
     assert {i[:2] for i in first.ids} == {(2, 3), (5, 0)} and {i[:2] for i in second.ids} == {(4, 1), (5, 1)}
     assert by_epoch(mixed) == {2: [3], 4: [1], 5: [0, 1]}
 
 
 def sampled_in(rounds, *epochs):
     """Rounds of two groups each, until the rollout is whole; a plan has steps of one group."""
-    cut = lambda groups: plan_groups(groups, 2, global_batch_size=2, micro_batch_size=2, dp_size=1)  # noqa: E731
+    cut = lambda groups: plan_batches(samples(groups, 2), global_batch_size=2, micro_batch_size=2, dp_size=1)  # noqa: E731
     selecting = Rounds(((-1, 9),) if rounds else (), 2, rounds, cut)
     return selecting, [selecting.add(round_(epoch, *groups)) for epoch, groups in enumerate(epochs)]
 
@@ -124,7 +120,7 @@ def test_rounds_that_found_nothing_end_in_numbers_and_a_fix():
 
 def test_past_the_limit_small_rounds_fill_up_with_all_that_is_sampled():
     """Rounds of one group, as engines apart may have them, for a rollout of three."""
-    cut = lambda groups: plan_groups(groups, 1, global_batch_size=3, micro_batch_size=1, dp_size=1)  # noqa: E731
+    cut = lambda groups: plan_batches(samples(groups, 1), global_batch_size=3, micro_batch_size=1, dp_size=1)  # noqa: E731
     selecting = Rounds((), 3, 1, cut)
     assert not any(selecting.add(round_(epoch, NO)) for epoch in range(4)) and not selecting.selection.dropped
     assert selecting.selection.kept == ((2, 0), (3, 0)), "those before the limit were replaced"

@@ -173,11 +173,9 @@ class _Colocated(_Job):
         self.plan.epoch = self.plan.open_next()
         ids = self._sample(self.plan.epoch, self._prompts(sizes.prompts))
         ends, done = {}, [begin] * sizes.engines
-        parts = deal([0] * len(ids), [(0,)] * sizes.engines)
-        for engine in range(sizes.engines):
-            mine = [(i, self.lengths[i]) for i, part in zip(ids, parts, strict=True) if part == engine]
+        for engine, mine in enumerate(deal(ids, [0] * len(ids), [(0,)] * sizes.engines)):
             decoder = Decoder(self.costs, self.setup.slots, begin)
-            decoder.add(mine)
+            decoder.add([(i, self.lengths[i]) for i in mine])
             ends.update((i, end) for end, i in decoder.drain())
             done[engine] = decoder.at
         graded = self._streamed(ends) if self.setup.schedule == "streamed" else self._one_by_one(ends, done)
@@ -194,9 +192,9 @@ class _Colocated(_Job):
         """Each rank grades its part of the groups, with its part of the graders, when its engine is done and all
         responses of its groups are there."""
         groups, ranks = self.plan.round, len(done) * self.setup.engine_ranks
-        parts, result = deal([0] * len(groups), [(0,)] * ranks), 0.0
-        for rank in range(ranks):
-            mine = self.plan.ids(g for g, part in zip(groups, parts, strict=True) if part == rank)
+        result = 0.0
+        for rank, part in enumerate(deal(groups, [0] * len(groups), [(0,)] * ranks)):
+            mine = self.plan.ids(part)
             ready = max([done[rank // self.setup.engine_ranks], *(ends[i] for i in mine)])
             graders = self._graders(ranks)
             result = max([result, ready, *(graders.grade(ready, self._grading()) for _ in mine)])
