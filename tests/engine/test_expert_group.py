@@ -6,6 +6,8 @@ import torch
 from mindspeed_rl_plugin.engine import expert_group
 from mindspeed_rl_plugin.engine.expert_group import AGREE_EVERY, ExpertGroup
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def group(monkeypatch):

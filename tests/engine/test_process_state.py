@@ -10,6 +10,8 @@ import torch
 
 from mindspeed_rl_plugin.engine import vllm_api
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def work(make_engine, fake_vllm, request_of, monkeypatch):

@@ -2,10 +2,13 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.engine.seeds import response_seed
+
+pytestmark = pytest.mark.quick
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 

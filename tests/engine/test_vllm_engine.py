@@ -16,6 +16,8 @@ from mindspeed_rl_plugin.engine.rollout_engine import ENGINE_PARTS
 from mindspeed_rl_plugin.ranks import HardDeadline
 from mindspeed_rl_plugin.rows import SampleId
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def engine(make_engine):

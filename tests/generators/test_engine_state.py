@@ -10,6 +10,8 @@ import pytest
 from mindspeed_rl_plugin.dock import VersionBound as Bound
 from mindspeed_rl_plugin.generators.engine_state import Action, EngineState, choose
 
+pytestmark = pytest.mark.quick
+
 FREE = Bound(1)
 
 
@@ -63,7 +65,7 @@ def test_the_next_thing_to_do(case):
     assert choose(state) == expected
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_row_is_sampled_by_weights_that_may_sample_it(seed):
     """Publications come while pulls are slow and rows are in the making; rows are admitted with bounds, some pinned."""
     dice = random.Random(seed)
