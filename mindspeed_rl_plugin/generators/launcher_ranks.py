@@ -73,7 +73,7 @@ class RankSplit:
             )
 
     def _near(self) -> str:
-        """What to give in the place of a number that is no multiple of an engine's ranks."""
+        """A multiple of an engine's ranks to give instead."""
         step = math.lcm(self.engine, self.local) if self.world > self.local else self.engine
         below = self.generators - self.generators % step
         fit = [n for n in (below, below + step) if 0 < n < self.world]

@@ -64,6 +64,7 @@ class _Guest:
 
     @property
     def working(self) -> bool:
+        """Whether the job goes on."""
         try:
             self.dock.news(-1, 0.0)
         except ConnectionError:
@@ -114,7 +115,6 @@ class ServerWorker:
         return asdict(
             Served(
                 machine=machine(),
-                rank=vllm_api.tp_group().rank_in_group,
                 plugin=mindspeed_rl_plugin.__version__,
                 config=config,
                 dtype=str(model.dtype).removeprefix("torch."),

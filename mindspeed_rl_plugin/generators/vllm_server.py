@@ -31,13 +31,12 @@ class Served:
     """What a server's worker tells about itself and about how the server was started."""
 
     machine: str  # its name
-    rank: int  # among the workers of an engine
     plugin: str  # version of this package there
     config: Mapping[str, Any]  # of the model, as transformers reads it
-    dtype: str
-    logprobs_mode: str
-    max_model_len: int
-    max_running: int
+    dtype: str  # of the weights
+    logprobs_mode: str  # as vLLM calls it
+    max_model_len: int  # most tokens of prompt and response
+    max_running: int  # most responses at once
     tokenizer: bool  # whether the server has one
     seeds: bool  # whether a request may have its own seed at no cost
     pipeline: int  # pipeline parallel size
@@ -89,10 +88,8 @@ class VllmServer:
     def check(self) -> list[Served]:
         """What its workers say. Raises ValueError where it lacks what a job needs."""
         routes = self.ask("/openapi.json", method="GET", seconds=ASK_SECONDS)["paths"]
-        missing = [path for path in DEVELOPMENT if path not in routes]
-        if missing:
-            names = ", ".join(missing)
-            raise ValueError(f"the server at {self.url} has no {names}: start it with VLLM_SERVER_DEV_MODE=1")
+        if missing := ", ".join(path for path in DEVELOPMENT if path not in routes):
+            raise ValueError(f"the server at {self.url} has no {missing}: start it with VLLM_SERVER_DEV_MODE=1")
         if VERSIONS not in routes:
             version = self.ask("/version", method="GET", seconds=ASK_SECONDS)["version"]
             raise ValueError(
@@ -128,19 +125,15 @@ class VllmServer:
         except TimeoutError as error:
             raise TimeoutError(f"the server at {self.url} did not answer {path} within {seconds:g} s") from error
         except (OSError, http.client.HTTPException) as error:
-            raise ConnectionError(
-                f"no server answers at {self.url}{path} ({error}); is `vllm serve` running?"
-            ) from error
+            where = f"{self.url}{path} ({error})"
+            raise ConnectionError(f"no server answers at {where}; is `vllm serve` running?") from error
         finally:
             connection.close()
 
 
 def problems(served: Served, job: VllmOptions, stops: bool) -> Iterator[str]:
-    """Why a server cannot generate for a job: the value, the limit, and what to start it with.
-
-    job: as its own engines would be built, without a config where that is not known yet; stops: whether strings end
-    responses.
-    """
+    """Why a server cannot generate for a job: the value, the limit, and what to start it with. job: as its own engines
+    would be built, without a config where that is not known yet; stops: whether strings end responses."""
     if served.held:
         yield served.held
     if served.plugin != mindspeed_rl_plugin.__version__:

@@ -27,9 +27,7 @@ from mindspeed_rl_plugin.generators.vllm_server import (
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
 ALL = (*DEVELOPMENT, VERSIONS, GENERATE_PATH)
-SERVED = Served(
-    "m", 0, mindspeed_rl_plugin.__version__, {}, "float32", "processed_logprobs", 24, 8, True, True, 1, 1, ""
-)
+SERVED = Served("m", mindspeed_rl_plugin.__version__, {}, "float32", "processed_logprobs", 24, 8, True, True, 1, 1, "")
 JOB = VllmOptions({}, max_model_len=24)
 ID = SampleId(1, 2, 3)
 
@@ -78,7 +76,7 @@ class Fake:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
     def get(self, path):
