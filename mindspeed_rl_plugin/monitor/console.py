@@ -56,10 +56,8 @@ _LINE_PARTS = (
 
 
 def iteration_line(iteration: int, metrics: Mapping[str, Metric], total: int | None = None) -> str:
-    """The line of one iteration; a metric that is absent leaves its part out, NaN is shown as nan.
-
-    Stages under 0.05 s are left out, they are in the files.
-    """
+    """The line of one iteration; a metric that is absent leaves its part out, NaN is shown as nan. Stages under 0.05 s
+    are left out, they are in the files."""
     values = {**metrics, **_derived(metrics)}
     parts = [" ".join(form.format(values[name]) for form, name in part if name in values) for part in _LINE_PARTS]
     return " | ".join(filter(None, [_counter(iteration, total), *parts]))

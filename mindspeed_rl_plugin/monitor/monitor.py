@@ -108,10 +108,8 @@ class Monitor:
         return ProgressBar(total, what, shown=self._bar_shown)
 
     def log(self, iteration: int, metrics: Mapping[str, Metric]) -> None:
-        """Show and write the metrics of a training iteration, named as in `names.py`.
-
-        NaN is written as null; a text goes to metrics.jsonl only.
-        """
+        """Show and write the metrics of a training iteration, named as in `names.py`. NaN is written as null; a text
+        goes to metrics.jsonl only."""
         metrics = {k: _value(v) for k, v in metrics.items()}
         self._emit("train", iteration, metrics, iteration_line(iteration, metrics, self.total_iterations))
         for remark in self._watch.remarks(metrics):
@@ -207,11 +205,9 @@ def _value(value: Any) -> Metric:
 
 
 class LearningWatch:
-    """Warnings where metrics show a run that learns nothing, or in too large steps; each is given once.
-
-    Sees the metrics of one iteration after the other. compares: whether the algorithm compares the responses of a
-    prompt, so that a group of equal rewards teaches nothing.
-    """
+    """Warnings where metrics show a run that learns nothing, or in too large steps; each is given once. Sees the
+    metrics of one iteration after the other. compares: whether the algorithm compares the responses of a prompt, so
+    that a group of equal rewards teaches nothing."""
 
     def __init__(self, compares: bool) -> None:
         self._idle: deque[bool] | None = deque(maxlen=LATEST) if compares else None  # None: warned, or not looked for

@@ -89,11 +89,9 @@ def run_id(run_dir: str | os.PathLike[str]) -> str | None:
 
 
 def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str], *, resumed: bool) -> None:
-    """Refuse to mix the dumps of two runs: ValueError where `dump_dir` holds those of a run other than `run_dir`'s.
-
-    A run that was moved finds dumps with its id that name another directory. A resumed run may also find dumps of a
-    version without ids: they name no run, or a directory that no longer exists.
-    """
+    """Refuse to mix the dumps of two runs: ValueError where `dump_dir` holds those of a run other than `run_dir`'s. A
+    run that was moved finds dumps with its id that name another directory. A resumed run may also find dumps of a
+    version without ids: they name no run, or a directory that no longer exists."""
     dumps = dump_files(dump_dir)
     if not dumps:
         return
@@ -144,10 +142,8 @@ def to_json(value: Mapping[str, Any], indent: int = 0) -> str:
 
 class JsonLines:
     """An append-only file of JSON objects that survives a kill: one write and one flush a line. For one thread.
-
     resume_iteration: that of the checkpoint. At 0 the file of an earlier run is set aside as `.old`; else its lines up
-    to that iteration stay, `lines_kept`, and a last line that a crash left incomplete is cut.
-    """
+    to that iteration stay, `lines_kept`, and a last line that a crash left incomplete is cut."""
 
     def __init__(self, path: str | os.PathLike[str], resume_iteration: int) -> None:
         self.path = Path(path)
@@ -188,10 +184,8 @@ def set_aside(path: str | os.PathLike[str]) -> None:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Objects of a JSON-lines file. A last line cut by a crash is left out.
-
-    Raises ValueError naming file and line where any other line is not a JSON object.
-    """
+    """Objects of a JSON-lines file. A last line cut by a crash is left out. Raises ValueError naming file and line
+    where any other line is not a JSON object."""
     raw = Path(path).read_bytes()
     lines = raw.split(b"\n")
     records = []
@@ -217,10 +211,8 @@ def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """One dict an iteration, in order, training and evaluation merged; null becomes None.
-
-    Raises ValueError where the directory or its metrics do not exist.
-    """
+    """One dict an iteration, in order, training and evaluation merged; null becomes None. Raises ValueError where the
+    directory or its metrics do not exist."""
     path = Path(run_dir) / METRICS_FILE
     if not Path(run_dir).is_dir():
         raise ValueError(f"{run_dir} is not a directory; give the --rl-run-dir of a run")

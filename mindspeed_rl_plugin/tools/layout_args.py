@@ -66,10 +66,8 @@ def parse_sizes(text: str, known: tuple[str, ...], flag: str) -> dict[str, int]:
 
 
 def train_layout(text: str, world: int | None) -> Parallel:
-    """The trainer's layout; the world follows from dp where it is not given.
-
-    Raises ValueError when dp and the world disagree, or sizes do not divide.
-    """
+    """The trainer's layout; the world follows from dp where it is not given. Raises ValueError when dp and the world
+    disagree, or sizes do not divide."""
     sizes = parse_sizes(text, TRAIN, "--train")
     dp, first, last = (sizes.pop(name, None) for name in ("dp", "first", "last"))
     replica = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
@@ -163,10 +161,8 @@ def read_config(path: Path, flag: str) -> dict[str, Any]:
 
 
 def shape_of(config: Mapping[str, Any], multiple: int, flag: str) -> ModelShape:
-    """Shape of a config.json, its vocabulary padded to a multiple.
-
-    Raises ValueError naming a field that is missing, or a size that is none.
-    """
+    """Shape of a config.json, its vocabulary padded to a multiple. Raises ValueError naming a field that is missing, or
+    a size that is none."""
     for name in _CONFIG_SIZES if family_of(config) else ():
         if name not in config:
             raise ValueError(f"{flag}: config.json has no {name}; is it that of a plain language model?")

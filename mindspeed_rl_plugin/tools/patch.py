@@ -77,12 +77,9 @@ def apply_to(directory: str, revert: bool = False) -> None:
 
 
 def inspect(directory: str) -> tuple[bool, str, int]:
-    """Recognise the tree in `directory` and look for the line. Reads files only; no git needed.
-
-    Returns whether the line is there, the sentence that says so, and the number, from 1, of the line, or of the one
-    that it would follow. Raises ValueError for a tree that the plugin does not know, and for a script without the line
-    that ours follows.
-    """
+    """Recognise the tree in `directory` and look for the line. Reads files only; no git needed. Returns whether the
+    line is there, the sentence that says so, and the number, from 1, of the line, or of the one that it would follow.
+    Raises ValueError for a tree that the plugin does not know, and for a script without the line that ours follows."""
     kind, version = _release(Path(directory))
     script = Path(directory, SCRIPT)
     if not script.is_file():

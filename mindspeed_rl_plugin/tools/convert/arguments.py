@@ -20,10 +20,8 @@ _SPELT = {
 
 
 def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[str, Any]) -> argparse.Namespace:
-    """Arguments that describe the model and its layout; `ModelShape` and `Parallel` read them back the same.
-
-    What Megatron's arguments cannot express is lost: `engine.hf_config.compare_configs` finds it.
-    """
+    """Arguments that describe the model and its layout; `ModelShape` and `Parallel` read them back the same. What
+    Megatron's arguments cannot express is lost: `engine.hf_config.compare_configs` finds it."""
     c = normalized(config)
     model = dict(
         num_layers=shape.layers + len(parallel.noop),

@@ -43,10 +43,8 @@ def rank_folder(parallel: Parallel, rank: int) -> str:
 
 
 def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
-    """Folder -> the first rank that writes it, of all ranks.
-
-    Raises ValueError where ranks of one folder store different things: of them Megatron keeps the last.
-    """
+    """Folder -> the first rank that writes it, of all ranks. Raises ValueError where ranks of one folder store
+    different things: of them Megatron keeps the last."""
     first_of: dict[str, int] = {}
     for rank in range(parallel.world):
         folder = rank_folder(parallel, rank)
@@ -62,11 +60,9 @@ def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
 
 
 class Checkpoint:
-    """A checkpoint on disk. args: Megatron's arguments as saved; parallel: its layout.
-
-    iteration: which one (None: the one that the tracker file names). Raises ValueError when there is none in this
-    format, or when it was saved without arguments.
-    """
+    """A checkpoint on disk. args: Megatron's arguments as saved; parallel: its layout. iteration: which one (None: the
+    one that the tracker file names). Raises ValueError when there is none in this format, or when it was saved without
+    arguments."""
 
     def __init__(self, directory: Path, iteration: int | str | None = None) -> None:
         iteration = read_tracker(str(directory)) if iteration is None else iteration
@@ -113,10 +109,8 @@ _Part = tuple[str, Tensor | StoredTensor, Segment]  # folder, stored parameter, 
 
 
 class Assembled:
-    """Canonical tensors out of those that all ranks of a checkpoint stored, one by one.
-
-    Raises ValueError listing what names or shapes differ from those of `shape`.
-    """
+    """Canonical tensors out of those that all ranks of a checkpoint stored, one by one. Raises ValueError listing what
+    names or shapes differ from those of `shape`."""
 
     def __init__(self, shape: ModelShape, checkpoint: Checkpoint) -> None:
         self._tensors, parallel = canonical_tensors(shape), checkpoint.parallel
@@ -133,10 +127,8 @@ class Assembled:
         return next(iter(self._parts[name].values()))[0][1].dtype
 
     def make(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole tensor, in the stored dtype or in `dtype`.
-
-        Raises ValueError when ranks that store the same range differ.
-        """
+        """The whole tensor, in the stored dtype or in `dtype`. Raises ValueError when ranks that store the same range
+        differ."""
         tensor = self._tensors[name]
         out = torch.empty(tensor.shape, dtype=dtype or self.dtype(name))
         for (low, high), copies in self._parts[name].items():

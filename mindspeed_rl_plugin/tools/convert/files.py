@@ -31,9 +31,7 @@ _OF_MODEL = (
 
 def open_tensors(directory: Path) -> dict[str, Any]:
     """Name -> safetensors' slice of every tensor of a directory: it has `get_shape()`, and reads what it is indexed by.
-
-    Raises ValueError when there are no safetensors, one is damaged, or one is missing that the index names.
-    """
+    Raises ValueError when there are no safetensors, one is damaged, or one is missing that the index names."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} holds no *.safetensors; pickled weights are not read")
@@ -60,10 +58,8 @@ def _check_index(index: Path, files: set[str]) -> None:
 def write_shards(
     directory: Path, sizes: Mapping[str, int], make: Callable[[str], Tensor], limit: int
 ) -> tuple[int, int]:
-    """Write tensors into files of at most `limit` bytes, or one larger tensor. Returns (files, bytes).
-
-    sizes: bytes by name; make: the tensor of a name, called once each, so that one shard is in memory at a time.
-    """
+    """Write tensors into files of at most `limit` bytes, or one larger tensor. Returns (files, bytes). sizes: bytes by
+    name; make: the tensor of a name, called once each, so that one shard is in memory at a time."""
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
     )

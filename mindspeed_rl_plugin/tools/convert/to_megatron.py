@@ -97,11 +97,9 @@ def _noop_layers(text: str | None, layers: int) -> tuple[int, ...]:
 
 
 def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[str]:
-    """What the files hold besides the model and without changing it. mtp: layers after the others that predict
-    further tokens, as config.json declares them.
-
-    Raises ValueError unless the files hold the model's tensors, in their shapes and unquantised, and no others.
-    """
+    """What the files hold besides the model and without changing it. mtp: layers after the others that predict further
+    tokens, as config.json declares them. Raises ValueError unless the files hold the model's tensors, in their shapes
+    and unquantised, and no others."""
     if quantised := [name for name in source if name.endswith(("_scale_inv", "_scale", "qweight"))]:
         raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
     expected = {name: tensor.shape for name, tensor in canonical_tensors(shape).items()}

@@ -99,10 +99,8 @@ def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int
 
 
 def record_bytes(load: Load, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> int:
-    """Bytes of the records of one rollout as each process that holds controllers gets them, without their heads.
-
-    A put reports what no state writes, a commit what its state writes and the rows that it is done with.
-    """
+    """Bytes of the records of one rollout as each process that holds controllers gets them, without their heads. A put
+    reports what no state writes, a commit what its state writes and the rows that it is done with."""
     level = {c.name: c.level for c in columns}
     put = {name for s in states for name in s.reads}.difference(*(s.writes for s in states))
     total = load.rows * ACK * len(states)

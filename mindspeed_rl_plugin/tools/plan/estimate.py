@@ -127,11 +127,9 @@ class Estimate:
 
 
 def estimate(run: PlannedRun, engine: EngineParallel, engines: int, first: int = 0) -> Estimate:
-    """Figures of all modes. The engines live on ranks [first, first + engines x engine.ranks).
-
-    In `allgather` every engine rank receives the whole model but what it holds; in `stream` only what it lacks.
-    Raises ValueError where sizes do not divide.
-    """
+    """Figures of all modes. The engines live on ranks [first, first + engines x engine.ranks). In `allgather` every
+    engine rank receives the whole model but what it holds; in `stream` only what it lacks. Raises ValueError where
+    sizes do not divide."""
     shape, train, itemsize = run.shape, run.train, run.engine_itemsize
     ranks = range(first, first + engines * engine.ranks)
     sources = {r: megatron_layout(shape, train, r) for r in range(train.world)}

@@ -35,11 +35,9 @@ class Flow:
 
 
 class FlowCells:
-    """Both sides of a reshard as booleans `[nodes, ranks per node, cells]`.
-
-    sources, destinations: rank -> layout, of all ranks, so that every cell has a source; itemsize: bytes of an element;
-    node_size: consecutive ranks on one node.
-    """
+    """Both sides of a reshard as booleans `[nodes, ranks per node, cells]`. sources, destinations: rank -> layout, of
+    all ranks, so that every cell has a source; itemsize: bytes of an element; node_size: consecutive ranks on one
+    node."""
 
     def __init__(
         self,
@@ -75,10 +73,8 @@ class FlowCells:
         return table.reshape(*self._grid, -1)
 
     def flow(self, everything: bool = False) -> Flow:
-        """Bytes when every destination gets what it wants and lacks; everything: the whole model instead.
-
-        A cell comes from a rank of the same node where one holds it, all such ranks sending equally much.
-        """
+        """Bytes when every destination gets what it wants and lacks; everything: the whole model instead. A cell comes
+        from a rank of the same node where one holds it, all such ranks sending equally much."""
         lacks = ~self.has & (self.wants.any(2, keepdims=True) if everything else self.wants)
         holders = self.has.sum(1)  # of each node, as all below: [nodes, cells]
         far = holders == 0

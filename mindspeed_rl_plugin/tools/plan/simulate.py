@@ -211,11 +211,9 @@ class AdmittedRow(NamedTuple):
 
 
 class ModelEngine:
-    """An engine of async: what `generators.engine_state.choose` says. number: its place among those of the job.
-
-    due: when it acts next; inf: when there is news. idle: seconds without work by cause: "version", it waits for
-    weights; "back-pressure", for admission.
-    """
+    """An engine of async: what `generators.engine_state.choose` says. number: its place among those of the job. due:
+    when it acts next; inf: when there is news. idle: seconds without work by cause: "version", it waits for weights;
+    "back-pressure", for admission."""
 
     def __init__(self, job: _Async, number: int) -> None:
         self.job, self.number, setup = job, number, job.setup
@@ -276,10 +274,8 @@ class ModelEngine:
 
 
 class _Async(_Job):
-    """async: engines on ranks of their own, bound by admission.
-
-    now: seconds since the start; announced: the newest version of the weights, -1 for none.
-    """
+    """async: engines on ranks of their own, bound by admission. now: seconds since the start; announced: the newest
+    version of the weights, -1 for none."""
 
     def __init__(self, setup: Setup, costs: Costs, responses: Responses, rollouts: int) -> None:
         super().__init__(setup, costs, responses, rollouts)

@@ -81,10 +81,7 @@ def _cut_mean(mu: float, sigma: float, limit: int) -> float:
 
 class Decoder:
     """Continuous batching: in each step every running sequence gets a token; at most `slots` run, the others wait in
-    their order.
-
-    at: time up to which steps are counted, always between two steps.
-    """
+    their order. at: time up to which steps are counted, always between two steps."""
 
     def __init__(self, costs: Costs, slots: int, at: float = 0.0) -> None:
         self.costs, self.slots, self.at = costs, slots, at

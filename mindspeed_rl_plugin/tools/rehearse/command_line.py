@@ -67,10 +67,8 @@ class Flags:
 
     def apply(self, why: str, rules: str, *values: object) -> None:
         """Change flags by rules, a word each, which hold for flags that are there; `{0}` is the first of the values.
-
-        FLAG takes it out, FLAG~VALUE gives it another value, FLAG<=N lowers what is greater; FLAG=VALUE holds where
-        the flag is not there, too. `*` in a flag stands for anything.
-        """
+        FLAG takes it out, FLAG~VALUE gives it another value, FLAG<=N lowers what is greater; FLAG=VALUE holds where the
+        flag is not there, too. `*` in a flag stands for anything."""
         for pattern, sign, value in (_RULE.fullmatch(rule).groups() for rule in rules.split()):
             value = value.format(*values)
             for flag in [pattern] if sign == "=" else fnmatch.filter(self.values, pattern):

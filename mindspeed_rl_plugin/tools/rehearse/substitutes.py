@@ -71,10 +71,8 @@ def _checkpoint(flags: Flags, scratch: Path) -> None:
 
 
 def make_tokenizer(folder: Path) -> Path:
-    """A Hugging Face tokenizer directory of `VOCABULARY` tokens: ASCII characters, special tokens, fillers.
-
-    The fillers are there because Megatron's mock data set samples ids up to 4096.
-    """
+    """A Hugging Face tokenizer directory of `VOCABULARY` tokens: ASCII characters, special tokens, fillers. The fillers
+    are there because Megatron's mock data set samples ids up to 4096."""
     from transformers import PreTrainedTokenizerFast
 
     tokens = [chr(c) for c in range(32, 127)] + ["<pad>", "<eos>"]

@@ -55,11 +55,9 @@ def collect(
 
 
 def metric_series(rows: list[Row]) -> dict[str, Any]:
-    """iterations, and name -> {"x": iterations that have the metric, "y": values, None where it was not finite}.
-
-    Absent and not finite differ: a rollout that serves several iterations is measured once, and its
-    curve runs on; a loss that was not finite leaves a gap.
-    """
+    """iterations, and name -> {"x": iterations that have the metric, "y": values, None where it was not finite}. Absent
+    and not finite differ: a rollout that serves several iterations is measured once, and its curve runs on; a loss that
+    was not finite leaves a gap."""
     names = dict.fromkeys(k for r in rows for k in r if k not in ("iteration", "time"))
     numbers = [n for n in names if all(isinstance(r.get(n), (int, float, type(None))) for r in rows)]
 

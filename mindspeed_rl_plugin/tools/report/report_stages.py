@@ -14,11 +14,9 @@ Span = tuple[float, float, str]
 
 
 def own_seconds(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds of each stage among spans (start, end, stage) that may nest and overlap, each instant counted once.
-
-    An instant belongs to the stage that started last among those that run; where none runs, to
-    `BETWEEN`. The result sums to the time from the first start to the last end.
-    """
+    """Seconds of each stage among spans (start, end, stage) that may nest and overlap, each instant counted once. An
+    instant belongs to the stage that started last among those that run; where none runs, to `BETWEEN`. The result sums
+    to the time from the first start to the last end."""
     spans = sorted(spans)
     edges = sorted({t for start, end, _ in spans for t in (start, end)})
     out: dict[str, float] = defaultdict(float)
@@ -29,10 +27,8 @@ def own_seconds(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def stage_data(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Per iteration and stage: own seconds (mean over ranks) and peak bytes (largest over ranks); and a table.
-
-    Stages are listed in the order in which rank's events first show them. Empty lists without events.
-    """
+    """Per iteration and stage: own seconds (mean over ranks) and peak bytes (largest over ranks); and a table. Stages
+    are listed in the order in which rank's events first show them. Empty lists without events."""
     spans: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     peaks: dict[int, dict[str, int]] = defaultdict(dict)
     for e in events:
@@ -59,11 +55,9 @@ def stage_data(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, limit: int = 40_000) -> dict[str, Any]:
-    """Events for the timeline: [rank, stage index, iteration, start, seconds, peak bytes] in time order.
-
-    Starts count from `origin` (Unix time). Where there are more than `limit` events, ranks are thinned
-    evenly to at most 16, then the earliest iterations left out; ranks_total and iterations_left_out say so.
-    """
+    """Events for the timeline: [rank, stage index, iteration, start, seconds, peak bytes] in time order. Starts count
+    from `origin` (Unix time). Where there are more than `limit` events, ranks are thinned evenly to at most 16, then
+    the earliest iterations left out; ranks_total and iterations_left_out say so."""
     ranks = sorted({e["rank"] for e in events})
     kept, shown = list(events), ranks
     if len(kept) > limit and len(ranks) > 16:
