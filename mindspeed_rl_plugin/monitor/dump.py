@@ -1,8 +1,7 @@
 """Dumps: every rollout as one Parquet file, written atomically, and read back into rows.
 
-One row per sample. Per-token lists cover the response only (P..L of the dock's columns), since entries
-on prompt tokens are masked; the prompt's token ids have a column of their own. Of several turns the response
-holds the observations too; the turns, their rewards and the conversation have columns of their own.
+One row per sample. Per-token lists cover the response only (P..L of the dock's columns); the prompt's token ids have a
+column of their own. Of several turns the response holds the observations too, and there are columns of the turns.
 """
 
 from __future__ import annotations
@@ -35,13 +34,10 @@ def dump_rollout(
     graders: Sequence[str] = (),
     own: Sequence[str] = (),
 ) -> Path:
-    """Write the rows of one rollout to `rollout-{iteration - 1:06d}.parquet`, and return its path. (Two rollouts may
-    have groups of the same epochs.)
+    """Write the rows of one rollout to `rollout-{iteration - 1:06d}.parquet`, and return its path.
 
-    Columns used: prompt, meta, tokens, loss_mask, reward, reward_parts, finish, version, segments, advantages, and the
-    others of `TOKEN_COLUMNS` where they are there. decode: token ids to text. iteration: the training iteration that
-    the rollout feeds first; graders: names of the columns of reward_parts `[B, n]`; own: further columns, of a user's
-    stages.
+    decode: token ids to text; iteration: the training iteration that the rollout feeds first; graders: names of the
+    columns of reward_parts `[B, n]`; own: further columns, of a user's stages.
     """
     import pyarrow.parquet as pq
 

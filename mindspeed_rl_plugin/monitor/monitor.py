@@ -42,18 +42,12 @@ FAR = 0.5  # nats per token that a policy may move from one iteration to the nex
 class Monitor:
     """What a run shows and leaves; made by every rank, and called by every rank with the same metrics.
 
-    Rank 0 prints and writes metrics.jsonl and run.json. The writers go wherever they exist: Megatron
-    makes its TensorBoard and W&B writers on the last rank, so pass `get_tensorboard_writer()` and
-    `get_wandb_writer()` on every rank, None included. Their tags carry `rl/` in front, so that none
-    is a tag of Megatron's own.
+    Rank 0 prints and writes metrics.jsonl and run.json. Megatron has TensorBoard and W&B writers on the last rank:
+    pass what each rank has, None included. Their tags carry `rl/` in front, so that none is a tag of Megatron's.
 
-    resume_iteration: the iteration that the checkpoint holds; later lines of an earlier attempt are
-    dropped. At 0 the files of an earlier run are set aside as `.old`. total_iterations: planned
-    iterations. info: what the report shows about the run (JSON values; `dump_dir`: where the dumps
-    are). compares: whether the algorithm compares the responses of a prompt. is_terminal: None asks
-    the error stream, which has the bar.
-
-    on_record: called on rank 0 with each line of metrics.jsonl.
+    total_iterations: planned; resume_iteration: as of `JsonLines`; info: what the report shows about the run (JSON
+    values; `dump_dir`: where the dumps are); compares: as of `LearningWatch`; is_terminal: None asks the error stream,
+    which has the bar; on_record: called on rank 0 with each line of metrics.jsonl.
     """
 
     def __init__(

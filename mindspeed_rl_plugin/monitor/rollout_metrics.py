@@ -12,10 +12,8 @@ from mindspeed_rl_plugin.rows import FINISH, Rows
 def rollout_metrics(rows: Rows, solved: Sequence[bool]) -> dict[str, float]:
     """Metrics of a whole rollout, of its columns reward, response_length, finish and version, `[B]` each.
 
-    solved: whether each of the B responses is. A group is known by (epoch, group) of its ids, never by position. It is
-    informative where its rewards are not all equal: others have advantage 0 throughout in a group-normalised algorithm;
-    with graded rewards a group may inform where none or all is solved. One sample has deviation 0. Raises ValueError
-    for no rows at all.
+    solved: whether each of the B responses is. A group is known by (epoch, group) of its ids, never by position, and is
+    informative where its rewards are not all equal. Raises ValueError for no rows at all.
     """
     if not len(rows):
         raise ValueError("rollout_metrics: no rows; a rollout has at least one sample")
@@ -56,9 +54,8 @@ def filtration_metrics(multiplicity: Tensor, reward: Tensor) -> dict[str, float]
 def throughput(tokens: int, *, devices: int, seconds: float) -> dict[str, float]:
     """Tokens per second, per device and of all devices, of one rollout whose iterations took `seconds` end to end.
 
-    tokens: prompt and response tokens of the rollout, T. Equation 5 of the paper, T = G*N*(PL + SL) / ND / ETE, with
-    one difference: the paper counts G*N samples at a fixed prompt and response length, this counts the tokens that
-    really were there. With unequal lengths ours is the smaller number; with equal ones they agree.
+    tokens: prompt and response tokens of the rollout. Equation 5 of the paper, T = G*N*(PL + SL) / ND / ETE, which
+    counts a fixed length for all samples, where this counts the tokens that were there.
     """
     return {"tokens_per_second": tokens / devices / seconds, "tokens_per_second_total": tokens / seconds}
 

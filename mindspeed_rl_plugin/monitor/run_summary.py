@@ -10,14 +10,12 @@ from mindspeed_rl_plugin.monitor.run_files import read_events, read_metrics
 
 
 def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """accuracy_before, accuracy_after, reward_before, reward_after, iterations, tokens_per_second, logprob_diff_max
-    and seconds of a run.
+    """The numbers of a run by name, None for what was never measured. Raises ValueError where the directory holds no
+    metrics.
 
-    accuracy_*: greedy held-out accuracy of the first and the last evaluation; before is None without
-    any, after is None where there was only one. reward_*: the mean reward there. iterations: trained.
-    tokens_per_second: median over rollouts, per device. logprob_diff_max: largest |engine - trainer|
-    log-prob of the run, nats. seconds: spent in iterations and evaluations, start-up not counted. What was
-    never measured is None. Raises ValueError where the directory holds no metrics.
+    accuracy_before, _after: greedy held-out accuracy of the first and the last of several evaluations; reward_before,
+    _after: the mean reward there; iterations: trained; tokens_per_second: median over rollouts, per device;
+    logprob_diff_max: largest |engine - trainer| log-prob, nats; seconds: of iterations and evaluations, without start.
     """
     rows = read_metrics(run_dir)
     accuracy, reward = column(rows, "eval/accuracy"), column(rows, "eval/reward_mean")

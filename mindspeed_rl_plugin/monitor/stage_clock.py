@@ -17,10 +17,9 @@ NOT_TRAINING = ("evaluate",)
 class StageClock:
     """Records every stage of this rank into events-rank{rank}.jsonl, one line as the stage ends.
 
-    Stages may nest: each gets the peak of its whole span, although the meter has only one counter, because every
-    boundary folds the counter into all stages that are running. meter: as `Device.memory`. synchronize: called at both
-    ends of a stage, so that work queued on a device is booked where it was launched. resume_iteration: as of
-    `JsonLines`. For the one thread that drives the stages: there is no lock.
+    Stages may nest: every boundary folds the meter's counter into all stages that run, so that each has the peak of its
+    whole span. meter: as `Device.memory`; synchronize: called at both ends of a stage, so that work queued on a device
+    is booked where it was launched; resume_iteration: as of `JsonLines`. For one thread.
     """
 
     def __init__(
@@ -79,10 +78,8 @@ class StageClock:
     def metrics(self) -> dict[str, float]:
         """seconds/<stage> and peak_bytes/<stage> of the current iteration on this rank, and seconds/iteration.
 
-        seconds/iteration is the wall time since `begin`, evaluation not counted: the end-to-end time
-        of equation 5. A stage that ran several times has its seconds added and its peaks maximised.
-        Stages inside an evaluation are part of seconds/evaluate and peak_bytes/evaluate only; their
-        events are written as all others are.
+        seconds/iteration is the wall time since `begin` without evaluation: the end-to-end time of equation 5. Of a
+        stage that ran several times: the sum, and the largest peak. Stages inside an evaluation are part of that only.
         """
         out = {f"seconds/{k}": v for k, v in self._seconds.items()}
         out |= {f"peak_bytes/{k}": v for k, v in self._peaks.items()}

@@ -1,8 +1,8 @@
 """Bytes per rank and link of a reshard, without its plan: the model cut into cells, who has which, who wants which.
 
-A cell is a range of a canonical tensor that no rank's layout cuts further. Arrays over cells replace the plan's
-lists of pieces, so that hundreds of ranks and a model of 671 B parameters take seconds. Bytes received, and how many
-of them cross nodes, are those of `make_plan` exactly; bytes sent are those of sources that share every cell evenly.
+A cell is a range of a canonical tensor that no rank's layout cuts further; arrays over cells make hundreds of ranks and
+671 B parameters take seconds. Bytes received, and how many of them cross nodes, are those of `make_plan` exactly; bytes
+sent are those of sources that share every cell evenly.
 """
 
 from __future__ import annotations

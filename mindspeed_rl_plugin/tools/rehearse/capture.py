@@ -1,10 +1,9 @@
 """Run a launch script up to the point where it would start training, and keep the command it would start.
 
 The script runs in bash, in the current directory, with the stand-ins of `standins.sh`: a launch is recorded and starts
-nothing; commands with effects outside the script are listed and not run, those on files where a path is outside the
-folder that the rehearsal made; a `source` or `cd` of what is missing is noted and skipped. Everything else runs. Where
-the kernel has Landlock (`confine.py`) none of it can change a file, open a TCP connection (Linux 6.7) or signal a
-process (6.12) outside the rehearsal; without, `>` replaces no file that is there, and other writes are made.
+nothing; commands with effects outside the rehearsal's folder are listed and not run; a `source` or `cd` of what is
+missing is noted and skipped. Everything else runs. Where the kernel has Landlock (`confine.py`) that can change nothing
+outside the rehearsal; without, `>` replaces no file that is there, and other writes are made.
 """
 
 from __future__ import annotations

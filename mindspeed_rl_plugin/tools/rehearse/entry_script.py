@@ -53,9 +53,8 @@ class Entry:
 def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> Entry:
     """Find the entry script and its libraries. Raises ValueError when there is nothing to run, or a checkout is absent.
 
-    MEGATRON_LM_PATH (one or several checkouts, colon separated), MINDSPEED_PATH, MINDSPEED_LLM_PATH and the
-    script's own PYTHONPATH are looked into before what is installed. Where the script's own entry cannot run,
-    a plain one of Megatron does, under MindSpeed if that is here. scratch: folder for what has to be made.
+    Checkouts that variables name and the script's own PYTHONPATH come before what is installed. Where the script's own
+    entry cannot run, a plain one of Megatron does, under MindSpeed if that is here. scratch: for what has to be made.
     """
     megatrons, mindspeed, llm = map(_checkouts, ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH"))
     patched = [folder for folder in megatrons if (core_version(folder) or ())[:2] == MINDSPEED_CORE]

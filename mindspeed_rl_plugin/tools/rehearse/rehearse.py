@@ -4,12 +4,10 @@ The script runs up to its torchrun: commands that delete, copy, kill, log in or 
 rest is run, and where the kernel has no Landlock (Linux 5.13) that may write where the script says. The arguments, as
 written and for the world as written, go through the parsers and the validation of MindSpeed, Megatron and the plugin;
 only paths of files that are not here are replaced. Then world, model and batches are made smaller and one iteration is
-trained on CPU: of RL where --rl-algorithm is among the arguments, else of pretraining. An RL iteration is evaluated,
-dumped and saved, and another one trained after a resume. Where the script loads a checkpoint, one is made first, by the
-same script without RL; a Hugging Face model, where MindSpeed-LLM is to convert one. Python modules that MindSpeed
-imports and that are not here get stand-ins, and are listed. Every argument that was changed is printed with the
-reason, and everything that was not exercised. Everything after -- is added to the training arguments, for example the
---rl-* flags that the script should get. MEGATRON_LM_PATH (colons between several), MINDSPEED_PATH and
+trained on CPU: of RL where --rl-algorithm is given, which is evaluated, dumped, saved and resumed, else of pretraining.
+What the script loads is made first. Python modules that MindSpeed imports and that are not here get stand-ins. Every
+argument that was changed is printed with the reason, and everything that was not exercised. What stands after -- is
+added to the training arguments, for example --rl-* flags. MEGATRON_LM_PATH (colons between several), MINDSPEED_PATH and
 MINDSPEED_LLM_PATH name checkouts that are not installed.
 """
 

@@ -1,7 +1,6 @@
 """Report: one self-contained HTML file of a run, for a browser without network.
 
-The page's own parts lie beside this file: report.html.in (frame), report.css, and three scripts
-(report.js: helpers and curves, report_stages.js, report_samples.js).
+The page is report.html.in (frame), report.css, report.js (helpers and curves), report_stages.js, report_samples.js.
 """
 
 from __future__ import annotations

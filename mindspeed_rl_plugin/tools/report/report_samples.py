@@ -38,10 +38,9 @@ def find_dumps(
 def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000) -> dict[str, Any]:
     """Rows for the samples table, at most `limit`, and how many there are in all.
 
-    prompts: distinct prompt texts; rows: [epoch, group, member, index of the prompt, response, answer,
-    reward, parts, advantage, length, finish, version, largest |engine - trainer| log-prob]. The response is a text,
-    of an episode the list of `_turns`. Both are cut at `text_limit` characters. Raises ValueError naming a file that
-    is not a dump.
+    prompts: distinct prompt texts; rows: [epoch, group, member, index of the prompt, response, answer, reward, parts,
+    advantage, length, finish, version, largest |engine - trainer| log-prob]. The response is a text, of an episode the
+    list of `_turns`, cut at `text_limit` characters. Raises ValueError for a file that is no dump.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
