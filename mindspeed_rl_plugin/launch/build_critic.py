@@ -27,8 +27,12 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.critic.value_head import give_value_head
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.launch.megatron_setup import on_each_chunk, overridden, recording
-from mindspeed_rl_plugin.launch.mtp import report_unused_embeddings
+from mindspeed_rl_plugin.launch.megatron_setup import (
+    on_each_chunk,
+    overridden,
+    recording,
+    report_unused_embeddings,
+)
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.weights.offload import gathered
 

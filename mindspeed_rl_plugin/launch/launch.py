@@ -33,7 +33,6 @@ from mindspeed_rl_plugin.environment import keep, say
 from mindspeed_rl_plugin.launch import build_critic, lr_schedule, megatron_setup, memory_fit, one_job, patching
 from mindspeed_rl_plugin.launch.endings import refusing, stopping
 from mindspeed_rl_plugin.launch.megatron_setup import overridden
-from mindspeed_rl_plugin.launch.mtp import freeze_mtp, report_unused_embeddings
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 from mindspeed_rl_plugin.launch.weights_fit import must_fit
 from mindspeed_rl_plugin.loop import arithmetic, run
@@ -73,7 +72,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
         memory_fit.check(args, inputs.vocab)
         loop.before_model(inputs)
     if getattr(args, "mtp_num_layers", None):
-        call = megatron_setup.on_each_chunk(original, positional, named, freeze_mtp)
+        call = megatron_setup.on_each_chunk(original, positional, named, megatron_setup.freeze_mtp)
         positional, named = call.args, call.kwargs
     with refusing():
         start, state = _decide(args, loop, inputs.vocab)
@@ -86,7 +85,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     with overridden(args, values), megatron_setup.recording(args):
         result = original(*positional, **named)
     model, optimizer, scheduler = result[:3]
-    report_unused_embeddings(model)
+    megatron_setup.report_unused_embeddings(model)
     if "no_load_optim" in absent | untrained:
         scheduler.step(increment=args.consumed_train_samples)
     _launch.loading = False

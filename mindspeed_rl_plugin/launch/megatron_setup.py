@@ -1,6 +1,8 @@
 """Megatron's `setup_model_and_optimizer`, called with other arguments for a while, or with its chunks changed.
 
-The order of its parameters differs between versions, so they are taken by name.
+The order of its parameters differs between versions, so they are taken by name. Layers of multi-token prediction (MTP)
+stay in the model and in its checkpoints, frozen: no engine generates with them and no RL loss reaches them, so they are
+not run. Megatron itself would score them against labels, which an RL step does not hand to the model.
 """
 
 from __future__ import annotations
@@ -8,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from mindspeed_rl_plugin.weights import aliases
+from mindspeed_rl_plugin.weights.storages import unwrap
 
 
 @contextlib.contextmanager
@@ -54,3 +57,57 @@ def on_each_chunk(
 
     call.arguments["model_provider_func"] = changed
     return call
+
+
+def freeze_mtp(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Freeze the MTP layers of a chunk of Megatron's GPT model, where it has some; returns the chunk.
+
+    To be called before Megatron wraps the chunk: then its buffers and its optimizer leave them out.
+    """
+    layers = getattr(chunk, "mtp", None)
+    if layers is None:
+        return chunk
+    layers.requires_grad_(False)
+    own = chunk.forward
+
+    @functools.wraps(own)
+    def forward(*positional: Any, **named: Any) -> Any:
+        # For the call only: what builds, saves and reduces the model goes on to see them.
+        saved = chunk.mtp_process, chunk.config.mtp_num_layers
+        chunk.mtp_process, chunk.config.mtp_num_layers = False, None
+        try:
+            return own(*positional, **named)
+        finally:
+            chunk.mtp_process, chunk.config.mtp_num_layers = saved
+
+    chunk.forward = forward
+    return chunk
+
+
+def report_unused_embeddings(chunks: Iterable[torch.nn.Module]) -> None:
+    """Under `--overlap-grad-reduce`: report a gradient for embeddings that serve frozen MTP layers only.
+
+    That is the last pipeline stage's copy. Megatron's DDP sends gradients once those of all parameters are there, and
+    would wait for this one for ever; it is zero, and becomes the first stage's when these are added. chunks: as
+    Megatron wrapped them.
+    """
+    for chunk in chunks:
+        model, groups = unwrap(chunk), getattr(chunk, "param_to_bucket_group", {})
+        if getattr(model, "mtp", None) is None or model.pre_process:
+            continue
+        for param in model.embedding.parameters():
+            if param in groups and groups[param].ddp_config.overlap_grad_reduce:
+                _report_before_waiting(groups[param], param)
+
+
+def _report_before_waiting(group: Any, param: torch.nn.Parameter) -> None:
+    """group: `_ParamAndGradBucketGroup` of megatron/core/distributed/param_and_grad_buffer.py."""
+    wait = group.finish_grad_sync
+
+    @functools.wraps(wait)
+    def finish_grad_sync(*positional: Any, **named: Any) -> Any:
+        if group.grad_reduce_handle is None:  # --align-grad-reduce starts all groups, whatever is there
+            group.register_grad_ready(param)
+        return wait(*positional, **named)
+
+    group.finish_grad_sync = finish_grad_sync

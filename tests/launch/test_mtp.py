@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.launch import megatron_setup
-from mindspeed_rl_plugin.launch.mtp import freeze_mtp, report_unused_embeddings
+from mindspeed_rl_plugin.launch.megatron_setup import freeze_mtp, report_unused_embeddings
 
 
 class Chunk(torch.nn.Module):
