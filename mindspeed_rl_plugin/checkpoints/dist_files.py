@@ -27,14 +27,11 @@ Box = tuple[tuple[int, int], ...]  # of each axis: start, stop
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the files of a checkpoint, `read` when it is asked for.
-
-    box: which part of the entry `name` it is; its leading axes, of one layer or expert each, are no axes of the tensor.
-    """
+    """A tensor in the files of a checkpoint, `read` when it is asked for."""
 
     files: DistFiles
-    name: str
-    box: Box
+    name: str  # of an entry of the index
+    box: Box  # which part of it; leading axes, of one layer or expert each, are no axes of the tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -29,16 +29,12 @@ _SPELT = {
 
 @dataclass(frozen=True)
 class UpstreamFlag:
-    """One flag.
+    """One flag."""
 
-    name: attribute of the parsed arguments, absent in versions that lack the flag; why: the reason and the fix; fine:
-    values that RL has nothing against; about: one of the scopes above.
-    """
-
-    name: str
-    why: str
-    fine: tuple[Any, ...] = OFF
-    about: str = RUN
+    name: str  # attribute of the parsed arguments, absent in versions that lack the flag
+    why: str  # it is refused, and the fix
+    fine: tuple[Any, ...] = OFF  # values that RL has nothing against
+    about: str = RUN  # one of the scopes above
 
     @property
     def spelt(self) -> str:

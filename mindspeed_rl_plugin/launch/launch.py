@@ -41,14 +41,14 @@ from mindspeed_rl_plugin.loop.start import TRAINED, Start
 
 @dataclasses.dataclass
 class _ProcessStart:
-    """What one process knows about its start. digest: of the reference, while it is still being read."""
+    """What one process knows about its start."""
 
     start: Start
     loop: Any
-    args: Any
+    args: Any  # Megatron's
     algorithm: Algorithm
-    digest: CheckpointDigest | None = None
-    loading: bool = True
+    digest: CheckpointDigest | None = None  # of the reference, while it is still being read
+    loading: bool = True  # the policy is not loaded yet
     critic: Any = None
     schedule: Mapping[str, Any] | None = None  # of the checkpoint that it resumes from
 

@@ -34,20 +34,14 @@ BASE_ADAPTOR = "megatron_adaptor"
 
 @dataclass(frozen=True)
 class Patch:
-    """One wrapped function.
+    """One wrapped function."""
 
-    target: dotted name of the global that Megatron looks up at call time; hook: called in its place, with the
-    original before the arguments; leading: parameter names that the original must begin with, because the hook or the
-    loop relies on them; versions: where the target lives, as `file:line` per core version; remove_when: what upstream
-    would have to offer instead.
-    """
-
-    target: str
-    hook: Callable
-    leading: tuple[str, ...]
+    target: str  # dotted name of the global that Megatron looks up at call time
+    hook: Callable  # called in its place, with the original before the arguments
+    leading: tuple[str, ...]  # parameter names that the original must begin with: hook or loop rely on them
     why: str
-    versions: str
-    remove_when: str
+    versions: str  # where the target lives, as `file:line` per core version
+    remove_when: str  # what upstream would have to offer instead
 
     @property
     def module(self) -> str:

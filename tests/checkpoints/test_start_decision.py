@@ -8,6 +8,8 @@ from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
 from mindspeed_rl_plugin.checkpoints.start_decision import decide, describe, load_arguments, weights_arguments
 from mindspeed_rl_plugin.loop.start import Start
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def disk(tmp_path, monkeypatch):

@@ -28,7 +28,6 @@ arguments.parse_args(ignore_unknown_args=True)
 arguments.add_megatron_arguments = original
 
 errors = []
-errors = []
 for words in lists:
     sys.argv = ["driver", *words]
     out = io.StringIO()

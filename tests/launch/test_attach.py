@@ -8,6 +8,8 @@ import pytest
 from mindspeed_rl_plugin.host import on_import
 from mindspeed_rl_plugin.launch import attach as attaching
 
+pytestmark = pytest.mark.quick
+
 # `megatron.training`, and an adaptor that imports it and then works on it, both writing a log.
 FILES = {
     "megatron/__init__.py": "",

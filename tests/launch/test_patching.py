@@ -10,6 +10,8 @@ from mindspeed_rl_plugin.launch import patching as applying
 from mindspeed_rl_plugin.launch.patches import PATCHES
 from mindspeed_rl_plugin.launch.patching import NEWEST, OLDEST, Patch
 
+pytestmark = pytest.mark.quick
+
 
 def counting(original, x, *rest):
     calls.append("hook")

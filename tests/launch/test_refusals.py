@@ -44,6 +44,8 @@ from mindspeed_rl_plugin.engine.engine_sizes import engine_problems
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 from mindspeed_rl_plugin.layout.shape import ModelShape
 
+pytestmark = pytest.mark.quick
+
 FAMILIES = REFUSED["unsupported_models.unbuilt_family"]
 GOOD = [
     {},

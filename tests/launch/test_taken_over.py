@@ -3,16 +3,18 @@
 import ast
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from checkouts import checkouts, cores
+from commands import ended
 
 from mindspeed_rl_plugin.checks import flag_checks, taken_over
 from mindspeed_rl_plugin.checks.taken_over import TAKEN_OVER, take_over
 from mindspeed_rl_plugin.config.flag import spelt
+
+pytestmark = pytest.mark.quick
 
 RL = ["--rl-algorithm", "grpo"]
 SAMPLES = "--train-samples 1000 --lr-decay-samples 900 --lr-warmup-samples 39"
@@ -124,10 +126,8 @@ def test_mindspeed_patches_nothing_for_what_was_taken_over(order):
     first = (checkouts(name)[0] for name in ("MINDSPEED_LLM_PATH", "MINDSPEED_PATH"))
     path = (*first, cores()["0.12"], Path(__file__).parents[2], os.environ.get("PYTHONPATH", ""))
     flags = ("--reset-attention-mask", "--transformer-impl", "local", *RL, "--rl-prompt-data", __file__)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ADAPTOR, order, *flags]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    assert "\nRESULT " in done.stdout, done.stderr[-4000:]
+    more = {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = ended(sys.executable, "-c", ADAPTOR, order, *flags, timeout=280, more=more)
     patches, problems = json.loads(done.stdout.rpartition("RESULT ")[2])
     assert (patches > 0) == (order != "before")
     assert [line.partition(":")[0] for line in problems] == ["--reset-attention-mask"] * (order == "after")

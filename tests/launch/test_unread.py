@@ -10,6 +10,8 @@ from mindspeed_rl_plugin.algorithms import ALGORITHMS, resolve
 from mindspeed_rl_plugin.algorithms.presets import unread
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, as_given, flag_name
 
+pytestmark = pytest.mark.quick
+
 
 def chosen(algorithm, **fields):
     return RLConfig(algorithm=AlgorithmConfig(algorithm=algorithm, **fields))

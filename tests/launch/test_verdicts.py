@@ -7,7 +7,6 @@ first MindSpeed goes with the first MindSpeed-LLM. The installed Megatron's pars
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from fnmatch import fnmatchcase
@@ -16,6 +15,7 @@ from pathlib import Path
 import flag_table
 import pytest
 from checkouts import checkouts, cores
+from commands import ended
 from flag_table import verdict
 
 from mindspeed_rl_plugin.checks import taken_over
@@ -24,8 +24,6 @@ from mindspeed_rl_plugin.checks.refused_flags import UPSTREAM
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ADAPTORS = ("mindspeed.megatron_adaptor", "mindspeed_llm.tasks.megatron_adaptor_v2")
-
-
 ROWS = map(json.loads, (ROOT / "docs" / "launch-scripts.jsonl").read_text().splitlines())
 TRAINED = {Path(row["script"]).name: row for row in ROWS if row["end"] == "trained"}
 
@@ -57,24 +55,6 @@ def test_a_flag_is_said_to_be_untested_where_the_table_has_no_other_verdict():
     assert said == [flag for flag, kind in kinds.items() if kind == "untested"] and len(said) > 20
 
 
-@pytest.mark.parametrize(
-    ("argument", "expected"),
-    [
-        ((["--fp16"], "fp16", "mixed precision"), "refused"),
-        ((["--mock-data"], "mock_data", "data and dataloader"), "taken over"),
-        ((["--num-layers"], "num_layers", "network size"), "supported"),
-        ((["--stage"], "stage", "megatron_basic"), "supported"),
-        ((["--recompute-activations"], "recompute_activations", "training"), "neutral"),
-        ((["--dino-freeze-last-layer"], "dino_freeze_last_layer", "vision"), "neutral"),
-        ((["--ema-decay"], "ema_decay", "optimizer_selection"), "untested"),
-        ((["--brand-new"], "brand_new", "training"), None),
-        ((["--brand-new"], "brand_new", None), None),
-    ],
-)
-def test_which_table_answers(argument, expected):
-    assert (verdict(*argument) or (None,))[0] == expected
-
-
 def platforms():
     """Name -> folders and adaptor of every platform that the checkouts make."""
     old = cores().get("0.12")
@@ -88,14 +68,9 @@ def platforms():
 def walk(folders):
     """Rows of the parser of a platform, without ours."""
     path = [str(ROOT), *(str(f) for f in folders if f not in ADAPTORS), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "parser_walk.py"), *(f for f in folders if f in ADAPTORS)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert "\nRESULT " in done.stdout, done.stderr[-4000:]
+    adaptor = (f for f in folders if f in ADAPTORS)
+    more = {"PYTHONPATH": os.pathsep.join(path)}
+    done = ended(sys.executable, HERE / "parser_walk.py", *adaptor, timeout=580, more=more)
     rows = json.loads(done.stdout.rpartition("RESULT ")[2])
     return [row for row in rows if not (row[2] or "").startswith("reinforcement learning")]
 

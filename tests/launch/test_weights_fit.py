@@ -7,6 +7,8 @@ import torch
 
 from mindspeed_rl_plugin.launch.weights_fit import must_fit
 
+pytestmark = pytest.mark.quick
+
 
 def load_as_megatron_does(module, state):
     """`load_model_state_dict` of core 0.16 on."""
