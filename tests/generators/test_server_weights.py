@@ -8,7 +8,7 @@ import pytest
 from commands import until
 
 from mindspeed_rl_plugin.dock import Gone
-from mindspeed_rl_plugin.generators import external_engines
+from mindspeed_rl_plugin.generators import external_engines, server_engine
 from mindspeed_rl_plugin.generators.external_engines import ExternalEngines
 from mindspeed_rl_plugin.generators.server_engine import ServerWeights
 
@@ -18,11 +18,14 @@ class Fake:
     second worker cannot join."""
 
     url, deadline = "http://a:1", 0.4
+    holder, stays, left, newest, unfit, silent = "", 0, 0, -1, False, False
 
-    def __init__(self, lost: queue.SimpleQueue[Exception]) -> None:
-        self.lost, self.holder, self.stays = lost, "", 0
+    def __init__(self) -> None:
+        self.lost: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         self.asked: list[object] = []
-        self.left, self.newest, self.unfit, self.silent = 0, -1, False, False
+
+    def joined(self) -> ServerWeights:
+        return ServerWeights(self, "h:1", b"\x01\x02", ["m", "m"], self.lost.put)
 
     def ask(self, path, body=None, seconds=None):
         self.limit = seconds
@@ -48,11 +51,9 @@ class Fake:
 
 @pytest.fixture
 def weights(monkeypatch):
-    monkeypatch.setattr("mindspeed_rl_plugin.generators.server_engine.LOOK_SECONDS", 0.001)
-    monkeypatch.setattr("mindspeed_rl_plugin.generators.server_engine.STAY_SECONDS", 0.01)
-    lost: queue.SimpleQueue[Exception] = queue.SimpleQueue()
-    weights = ServerWeights(Fake(lost), "h:1", b"\x01\x02", ["m", "m"], lost.put)
-    yield weights
+    monkeypatch.setattr(server_engine, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(server_engine, "STAY_SECONDS", 0.01)
+    yield (weights := Fake().joined())
     weights.close()
 
 
@@ -74,13 +75,13 @@ def test_all_workers_pull_before_the_server_stands_still(weights):
 
 
 def test_where_one_worker_cannot_join_the_others_are_free_again():
-    server = Fake(queue.SimpleQueue())
+    server = Fake()
     server.unfit = True
     with pytest.raises(ValueError, match="its experts are not plain"):
-        ServerWeights(server, "h:1", b"", ["m", "m"], server.lost.put)
+        server.joined()
     assert [name for name, _ in server.asked] == ["join", "leave"]
     server.unfit = False
-    ServerWeights(server, "h:1", b"", ["m", "m"], server.lost.put).close()
+    server.joined().close()
 
 
 def test_a_version_that_is_gone_is_said(weights):
@@ -104,7 +105,7 @@ def test_a_server_that_hangs_is_lost_in_half_of_the_deadline(weights, monkeypatc
     assert "it did not answer" in str(weights.server.lost.get(timeout=10))
     assert time.monotonic() - begin > 0.15
     assert weights.server.lost.empty()
-    monkeypatch.setattr("mindspeed_rl_plugin.generators.server_engine.ASK_SECONDS", 0.1)
+    monkeypatch.setattr(server_engine, "ASK_SECONDS", 0.1)
     weights.close()
     assert weights.server.limit == 0.01, "a silent one is left without a long wait"
 
@@ -142,7 +143,7 @@ def test_a_server_that_fails_is_tried_again(tmp_path, monkeypatch, capsys, worke
 
 
 def test_a_job_ends_where_ray_runs_no_engines_any_more(tmp_path, monkeypatch):
-    words = "import sys; print('[rl] engine 0 given up'); sys.exit(1)"
+    words = "import sys; sys.exit('[rl] engine 0 given up')"
     monkeypatch.setattr(external_engines, "_ray", lambda wanted: [sys.executable, "-c", words])
     kept = ExternalEngines("h:1", tmp_path / "secret", lambda: None, object(), [], tmp_path)
     with pytest.raises(RuntimeError, match=r"Ray runs no engines any more .*engine 0 given up"):

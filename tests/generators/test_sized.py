@@ -22,9 +22,16 @@ def test_an_engine_of_other_sizes_than_the_jobs(job, ranks, engine):
     assert (options.tensor_parallel, options.expert_parallel) == engine
 
 
-def test_engines_that_share_experts_are_as_many_as_the_job_says():
-    with pytest.raises(ValueError, match=r"over 4 ranks \(--rl-generate-ep\), here are 2: .* --nproc-per-node 4"):
-        sized(replace(OPTIONS, tensor_parallel=1, expert_parallel=4), 2)
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"expert_parallel": 4}, r"over 4 ranks \(--rl-generate-ep\), here are 2: .* --nproc-per-node 4"),
+        ({"kv_cache_bytes": 10**6 << 30}, r"--rl-kv-cache-gb 1e\+06 x 1 ranks .* lower it .*--kv-cache-gb"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, why):
+    with pytest.raises(ValueError, match=why):
+        sized(replace(OPTIONS, **options), 2)
 
 
 @pytest.fixture
@@ -59,8 +66,3 @@ def test_a_server_pulls_for_its_own_sizes(pullers, monkeypatch, spread, ep):
     worker = SimpleNamespace(model_config=SimpleNamespace(tokenizer=""), vllm_config=sizes)
     server_worker._Guest(worker, "", "a:1", b"", [0, 1])
     assert pullers == [(EngineParallel(tp=2, ep=ep), 1)]
-
-
-def test_a_kv_cache_larger_than_the_host_is_refused():
-    with pytest.raises(ValueError, match=r"--rl-kv-cache-gb 1e\+06 x 1 ranks .* lower it .*--kv-cache-gb"):
-        sized(replace(OPTIONS, kv_cache_bytes=10**6 << 30), 1)
