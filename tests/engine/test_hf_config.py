@@ -32,74 +32,29 @@ def megatron(**changes) -> Namespace:
     return Namespace(**VALIDATED | SMALL | changes)
 
 
-MOE = {
-    "qk_layernorm": True,
-    "num_experts": 8,
-    "moe_ffn_hidden_size": 48,
-    "moe_router_topk": 2,
-    "moe_layer_freq": [1, 0],
-    "moe_router_load_balancing_type": "aux_loss",
-}
-DEEPSEEK = MOE | {
-    "moe_layer_freq": [0, 1],
-    "multi_latent_attention": True,
-    "group_query_attention": False,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 20,
-    "rope_type": "rope",
-    "rotary_scaling_factor": 1.0,
-    "moe_shared_expert_intermediate_size": 96,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_num_groups": 4,
-    "moe_router_group_topk": 1,
-}
+MOE = dict(qk_layernorm=True, num_experts=8, moe_ffn_hidden_size=48, moe_router_topk=2, moe_layer_freq=[1, 0])
+MOE |= dict(moe_router_load_balancing_type="aux_loss")
+DEEPSEEK = MOE | dict(moe_layer_freq=[0, 1], multi_latent_attention=True, group_query_attention=False)
+DEEPSEEK |= dict(q_lora_rank=24, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=20)
+DEEPSEEK |= dict(rope_type="rope", rotary_scaling_factor=1.0, moe_shared_expert_intermediate_size=96)
+DEEPSEEK |= dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+DEEPSEEK |= dict(moe_router_topk_scaling_factor=2.5, moe_router_num_groups=4, moe_router_group_topk=1)
 # Without query compression, weighed without adding up to 1.
-LITE = DEEPSEEK | {
-    "q_lora_rank": None,
-    "moe_router_score_function": None,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_pre_softmax": True,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-}
+LITE = DEEPSEEK | dict(q_lora_rank=None, moe_router_score_function=None, moe_router_enable_expert_bias=False)
+LITE |= dict(moe_router_pre_softmax=True, moe_router_num_groups=None, moe_router_group_topk=None)
 # As MindSpeed-LLM chooses groups of experts: by their best one.
-GROUPS = {
-    "q_lora_rank": 24,
-    "moe_router_load_balancing_type": "group_limited_greedy",
-    "moe_router_num_groups": 4,
-    "moe_router_group_topk": 1,
-    "moe_aux_loss_coeff": 0.003,
-    "expert_model_parallel_size": 2,
-    "micro_batch_size": 1,
-}
+GROUPS = dict(q_lora_rank=24, moe_router_load_balancing_type="group_limited_greedy", moe_router_num_groups=4)
+GROUPS |= dict(moe_router_group_topk=1, moe_aux_loss_coeff=0.003, expert_model_parallel_size=2, micro_batch_size=1)
 GLM = {name: value for name, value in DEEPSEEK.items() if name in MOE or "router" in name or "shared" in name}
 GLM |= {"add_qkv_bias": True, "qk_layernorm": False, "kv_channels": 64, "rotary_percent": 0.5, "rotary_base": 1000000}
 MIXTRAL = MOE | {"qk_layernorm": False, "moe_ffn_hidden_size": None, "moe_layer_freq": 1}
-QWEN2_MOE = MOE | {
-    "add_qkv_bias": True,
-    "qk_layernorm": False,
-    "moe_router_pre_softmax": True,
-    "moe_shared_expert_intermediate_size": 80,
-    "moe_shared_expert_gate": True,
-}
+QWEN2_MOE = MOE | dict(add_qkv_bias=True, qk_layernorm=False, moe_router_pre_softmax=True)
+QWEN2_MOE |= dict(moe_shared_expert_intermediate_size=80, moe_shared_expert_gate=True)
 YARN = {"rope_type": None, "rotary_scaling_factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 # As MindSpeed-LLM's parser leaves them: Megatron's own factor is there too, and says nothing.
-MINDSPEED_YARN = {
-    "rope_scaling_type": "yarn",
-    "rope_type": None,
-    "rotary_scaling_factor": 1.0,
-    "rope_scaling_factor": 40.0,
-    "rope_scaling_mscale": 1.0,
-    "rope_scaling_mscale_all_dim": 1.0,
-    "rope_scaling_original_max_position_embeddings": 128,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
+MINDSPEED_YARN = dict(rope_scaling_type="yarn", rope_type=None, rotary_scaling_factor=1.0, rope_scaling_factor=40.0)
+MINDSPEED_YARN |= dict(rope_scaling_mscale=1.0, rope_scaling_mscale_all_dim=1.0, beta_fast=32, beta_slow=1)
+MINDSPEED_YARN |= dict(rope_scaling_original_max_position_embeddings=128)
 DENSE_YARN = MINDSPEED_YARN | {"rope_scaling_factor": None, "rope_scaling_mscale_all_dim": 0.0}
 LLAMA3 = {"use_rope_scaling": True, "rotary_base": 500000}
 FAMILIES = {
