@@ -1,1 +1,1 @@
-"""Generation: the engine's interface, vLLM behind it, and the stages that ask it for responses."""
+"""The rollout engine: its interface, vLLM behind it, and the config.json that it gets."""

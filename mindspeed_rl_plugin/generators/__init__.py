@@ -1,1 +1,1 @@
-"""Engines apart from the trainers: processes that take prompts from the dock, and weights that trainers publish."""
+"""Engines outside of the trainers: processes that take prompts from the dock, and weights that trainers publish."""

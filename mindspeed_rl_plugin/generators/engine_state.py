@@ -13,7 +13,7 @@ class Action(NamedTuple):
     """What all ranks of an engine do next: one of these, or only steps of the engine."""
 
     apply: int = -1  # version to put into the engine; -1: none
-    pull: int = -1  # version to pull beside the engine's steps; -1: none
+    pull: int = -1  # version to pull during the engine's steps; -1: none
     take: int = 0  # most rows to lease, which the first rank does
     wait: bool = False  # for news of weights, as the first rank does: there is nothing else to do
     requests: tuple[tuple[int, GenerateRequest], ...] = ()  # what was leased, each with the replica that samples it

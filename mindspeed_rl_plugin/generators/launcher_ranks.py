@@ -165,7 +165,7 @@ def _thread(work: Callable[..., None], *arguments: object) -> None:
 def _answer(keys: dist.Store, name: str, place: str, world: int, end: Callable[[int], object]) -> None:
     """Until all have heard it; from then on watch them."""
     left, told, until = set(range(1, world)), dict[int, bytes](), time.monotonic() + BEGIN_SECONDS
-    with contextlib.suppress(dist.DistError):  # the launcher is gone
+    with contextlib.suppress(dist.DistError):  # the launcher has ended
         while left and time.monotonic() < until and not _over.is_set():
             left = {rank for rank in left if not keys.check([f"{name} {rank}"])}
             for rank in left:
@@ -202,7 +202,7 @@ def has_ended() -> bool:
     try:
         return store().check([ENDED])
     except dist.DistError:
-        return False  # the launcher is gone too
+        return False  # the launcher has ended too
 
 
 def wait_for_address(deadline: float) -> tuple[str, bytes]:

@@ -1,4 +1,4 @@
-"""An engine's pull of weights, in a thread beside its steps."""
+"""An engine's pull of weights, in a thread, during its steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def puller_of(
 
 
 class Weights:
-    """Pulls beside the engine's steps. ready: called when a pull is over, well or not. cost: seconds of all pulls that
+    """Pulls during the engine's steps. ready: called when a pull is over, well or not. cost: seconds of all pulls that
     went well, and bytes that this process read for them, since `take_cost`."""
 
     def __init__(self, puller: Puller, ready: Callable[[int], None]) -> None:

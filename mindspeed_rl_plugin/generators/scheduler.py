@@ -98,7 +98,7 @@ class Scheduler:
         return action
 
     def done(self, completions: Iterable[Completion], digest: str | None) -> None:
-        """Finished responses go into the dock, beside the engine's next steps. A job that has left needs none."""
+        """Finished responses go into the dock, during the engine's next steps. A job that has left needs none."""
         self._written()
         finished: dict[int, list[tuple[_Row, Completion]]] = {}
         for completion in completions:

@@ -188,7 +188,7 @@ class ServerWeights:
         threading.Thread(target=self._stay, daemon=True, name="stay").start()
 
     def pull(self, version: int) -> Pulled:
-        """Bring a version to the workers, beside the server's steps. Raises Gone, and what a worker says."""
+        """Bring a version to the workers, during the server's steps. Raises Gone, and what a worker says."""
         began = time.monotonic()
         self._workers("pull", ASK_SECONDS, version=version)
         while any(one["busy"] for one in self._workers("pulled", ASK_SECONDS)):
@@ -208,7 +208,7 @@ class ServerWeights:
         return Applied(applied["version"], time.monotonic() - began, applied["digest"])
 
     def close(self) -> None:
-        """The workers leave the job, and the server is free for another one. It may be gone; one that was silent for
+        """The workers leave the job, and the server is free for another one. It may have ended; one that was silent for
         long already is left soon, for the job waits for the rows."""
         self._closing.set()
         patience = max(ASK_SECONDS - (time.monotonic() - self._heard), STAY_SECONDS)

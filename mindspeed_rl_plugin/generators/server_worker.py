@@ -77,7 +77,7 @@ class _Guest:
         self.weights.pull(version)
 
     def state(self) -> dict[str, Any]:
-        """Of the pull that was begun last; raises why it failed, unless the version is gone."""
+        """Of the pull that was begun last; raises why it failed, unless newer ones took the version's place."""
         if self.weights.busy:
             return {"busy": True, "newest": -1, "nbytes": 0}
         error = self.weights.finish()
