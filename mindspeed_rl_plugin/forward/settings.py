@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.forward.batching import TokenBudget, padded
-from mindspeed_rl_plugin.layout.placement_flags import folds
+from mindspeed_rl_plugin.layout.parallel import folds
 
 # fp32 logits of one chunk: on an accelerator enough for matrix products at full speed, on a host what its caches hold;
 # but at least NARROWEST columns per token, or the host's matrix products are slower (benchmarks/logprob.py).

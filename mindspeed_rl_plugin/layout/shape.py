@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.checks.refused_flags import model_refusals
 from mindspeed_rl_plugin.layout.families import FAMILIES, GROUP_LIMITED, family_of, find_family
 from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.family_table import Family, LayerType, Part, Row
-from mindspeed_rl_plugin.layout.placement_flags import noop_layers
+from mindspeed_rl_plugin.layout.parallel import noop_layers
 
 # Sizes of latent attention, and their names in a config.json.
 LATENT_FIELDS = {

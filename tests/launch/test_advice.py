@@ -130,7 +130,7 @@ def test_what_a_refusal_advises_is_accepted(build, changes):
 # Modules of checks, and what of their messages no row brings: the beginning of the advice or message -> why.
 CHECKS = """
     checks/flag_checks.py checks/upstream_checks.py checks/schedule_checks.py checks/episode_checks.py
-    engine/engine_sizes.py engine/hf_moe.py engine/hf_rope.py layout/placement_flags.py layout/shape.py
+    engine/engine_sizes.py engine/hf_moe.py engine/hf_rope.py layout/parallel.py layout/shape.py
     forward/settings.py loop/arithmetic.py reward/specs.py algorithms/presets.py
 """
 UNTRIED = {

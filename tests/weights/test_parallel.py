@@ -8,8 +8,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from refusals import VALIDATED
 
-from mindspeed_rl_plugin.layout.parallel import Parallel
-from mindspeed_rl_plugin.layout.placement_flags import count_layers, listed_layers
+from mindspeed_rl_plugin.layout.parallel import Parallel, count_layers, listed_layers
 
 
 @pytest.mark.parametrize(

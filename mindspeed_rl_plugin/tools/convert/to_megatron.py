@@ -21,8 +21,7 @@ from mindspeed_rl_plugin.engine.hf_config import compare_configs, derive_config
 from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, Segment, canonical_tensors, megatron_layout
-from mindspeed_rl_plugin.layout.parallel import chunk_prefix
-from mindspeed_rl_plugin.layout.placement_flags import noop_layers
+from mindspeed_rl_plugin.layout.parallel import chunk_prefix, noop_layers
 from mindspeed_rl_plugin.prompts.ends import model_tokens
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.convert.checkpoint import MODEL_FILE, rank_folders
