@@ -247,14 +247,19 @@ class _Builder:
             yield Piece(at, size, size * slice_bytes, source, want)
 
     def _move(self, source: int, destination: int, piece: Piece, tag: int) -> None:
-        ends, nbytes = (self.sending[source], self.receiving[destination]), piece.nbytes
-        bucket = max(number for number, _ in ends)
+        send, receive, nbytes = self.sending[source], self.receiving[destination], piece.nbytes
+        bucket = max(send[0], receive[0])
         # The later of both buckets may be full: then the move begins the next one.
-        if any(number == bucket and filled + nbytes > self.limit for number, filled in ends):
+        if (send[0] == bucket and send[1] + nbytes > self.limit) or (
+            receive[0] == bucket and receive[1] + nbytes > self.limit
+        ):
             bucket += 1
-        for end in ends:
-            end[:] = bucket, nbytes + (end[1] if end[0] == bucket else 0)
+        for queue in (send, receive):
+            if queue[0] < bucket:
+                queue[:] = bucket, nbytes
+            else:
+                queue[1] += nbytes
         self.sent[source] += nbytes
         self.fingerprint = hash((self.fingerprint, tag, piece.start, nbytes, source, destination, bucket))
-        if self.rank in (None, source, destination):
+        if self.rank is None or self.rank == source or self.rank == destination:
             self.moves.append(Move(bucket, source, destination, piece))

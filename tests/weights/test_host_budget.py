@@ -18,6 +18,7 @@ from mindspeed_rl_plugin.weights import host_memory
 from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget, HostPieces, HostWeights
 from mindspeed_rl_plugin.weights.offload import TrainState
 
+pytestmark = pytest.mark.quick
 MB = 1 << 20
 
 

@@ -11,6 +11,7 @@ from mindspeed_rl_plugin.weights.host_memory import HostWeights
 from mindspeed_rl_plugin.weights.offload import TrainState, gathered
 from mindspeed_rl_plugin.weights.verify import WeightMismatch
 
+pytestmark = pytest.mark.quick
 CPU = Device("cpu")
 
 

@@ -17,6 +17,8 @@ from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.weights import offload
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):

@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from dock_help import COLUMNS, STATES, make_members, together
 from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.job_service import JobService
+from mindspeed_rl_plugin.weights import published_memory
 from mindspeed_rl_plugin.weights.published_memory import PublishedMemory, Take, publish_memory, sources_of
 
 NBYTES = 1000
@@ -63,15 +65,9 @@ def test_a_version_that_is_not_there_yet_is_waited_for(readers) -> None:
     begin = time.monotonic()
     with pytest.raises(TimeoutError, match="rank 0 has not published version 2 .* newest is 1"):
         sources[0].seek(2, 0.3)
-    assert time.monotonic() - begin < 2
-
-
-def test_a_wait_ends_when_the_process_leaves(readers) -> None:
-    _, _, sources = readers
     threading.Timer(0.2, sources[0]._calls.close).start()
-    begin = time.monotonic()
     with pytest.raises(ConnectionError, match="has left the dock"):
-        sources[0].seek(0, 30)
+        sources[0].seek(2, 30)
     assert time.monotonic() - begin < 5
 
 
@@ -101,6 +97,8 @@ def test_serving_weights_holds_up_no_rows(readers) -> None:
     with ranks[0].core.lock:
         assert sources[0].seek(0, 5)[0] == 0
         assert len(read(sources[0], 0)) == len(SPANS)
+    with patch.object(published_memory, "TAKE_BYTES", 40), pytest.raises(ValueError, match="more than 40 bytes"):
+        sources[0]._ask(Take(0, np.array(SPANS, np.int64)), 5)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +111,6 @@ def test_spans_that_are_none_are_refused(spans) -> None:
     with pytest.raises(ValueError, match="not inside the 1000 bytes"):
         store.take(Take(0, np.array(spans, np.int64)))
     store.close()
-
-
-def test_too_much_is_refused(readers, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, stores, sources = readers
-    publish(stores[0], 0)
-    monkeypatch.setattr("mindspeed_rl_plugin.weights.published_memory.TAKE_BYTES", 40)
-    with pytest.raises(ValueError, match="more than 40 bytes"):
-        sources[0]._ask(Take(0, np.array(SPANS, np.int64)), 5)
     with pytest.raises(MemoryError, match="3 versions of"):
         PublishedMemory(1 << 60, 3)
 

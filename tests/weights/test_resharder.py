@@ -11,6 +11,7 @@ from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parall
 from mindspeed_rl_plugin.weights.resharder import Resharder
 from mindspeed_rl_plugin.weights.verify import BrokenWeights, WeightMismatch
 
+pytestmark = pytest.mark.quick
 ONE = EngineParallel()
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
 

@@ -14,6 +14,8 @@ from mindspeed_rl_plugin.weights.verify import (
     weights_digest,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def whole(name, values, axis=0):
     return Segment(name, axis, 0, values.shape[axis], 0)
