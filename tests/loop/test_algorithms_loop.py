@@ -5,6 +5,7 @@ import math
 import pyarrow.parquet as pq
 import pytest
 import torch
+from jobs import AGREEMENT
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 pytestmark = pytest.mark.slow
@@ -77,7 +78,6 @@ def test_a_reward_model_and_a_rule(job, arithmetic, tmp_path):
         assert row["reward"] == pytest.approx(0.5 * score + 2 * equal, abs=1e-5)
 
 
-AGREEMENT = 2e-5  # nats, fp32: log-probs of the engine against the trainer's
 # Nats, bf16. An untrained model's logits are below 1 (initial std 0.02 x 8 = sqrt(hidden), times a normal), and bf16
 # rounds them by up to 2^-9 on each side; hidden states rounded before them add as much again: 4 x 2^-9 for the
 # worst token. One update at the learning rate of these tests moves log-probs by 0.1 and more.

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_models import published_model
+from jobs import AGREEMENT
 
 from mindspeed_rl_plugin.monitor.dump import read_rollout
 from mindspeed_rl_plugin.tools.convert import to_hf
@@ -22,7 +23,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUTS = ("MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
-AGREEMENT = 2e-5  # nats, fp32
 GROUPS = "tests/pipeline/legacy/deepseek2/deepseek_v2_mcore_tp1_pp1_ep8.sh"  # of experts; it wants two ranks
 SCRIPTS = {
     "examples/mcore/deepseek2_lite/pretrain_deepseek2_lite_16b_ptd_8p.sh": "YaRN, no query compression",

@@ -43,7 +43,7 @@ def attention(qkv: Tensor) -> Tensor:
 
 
 def log_probs(weights: dict[str, Tensor], tokens: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Log-prob `[B, S - 1]` of each token of `[B, S]` but the first, by the model of `conftest`, all in `dtype`."""
+    """Log-prob `[B, S - 1]` of each token of `[B, S]` but the first, by the model of `jobs`, all in `dtype`."""
     w = {name: tensor.to(dtype) for name, tensor in weights.items()}
     x = w["embedding.word_embeddings.weight"][tokens]
     for layer in range(LAYERS):

@@ -36,18 +36,6 @@ def test_critic_and_policy_train_side_by_side_until_held_out_accuracy_rises(job,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(("--tensor-model-parallel-size", "2", "--sequence-parallel"), id="TP2SP"),
-        pytest.param(("--pipeline-model-parallel-size", "2"), id="PP2"),
-    ],
-)
-def test_critic_and_policy_train_side_by_side_in_other_layouts(job, layout):
-    check_side_by_side(job(*PPO, "--train-iters", "4", "--rl-rollout-prompts", "8", *layout).run().metrics)
-
-
-@pytest.mark.slow
 def test_a_critic_is_saved_and_resumed_exactly(job):
     """In the middle of a rollout, and while the critic warms up: during it the policy stays where it is."""
     common = (*PPO, "--train-iters", "4", "--rl-rollout-prompts", "8", "--save-interval", "1")

@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 
 START_SECONDS = 300
 ROOT, TALK = Path(__file__).parents[2], Path(__file__).with_name("talk.py")
-# The model of the jobs of conftest.py.
+# The model of the jobs of jobs.py.
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",

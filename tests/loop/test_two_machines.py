@@ -12,13 +12,13 @@ from pathlib import Path
 import golden
 import pyarrow.parquet as pq
 import pytest
+from jobs import PP2
 from two_machines import start, two_machines, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}")
 
-# A pipeline stage on each: rows of the one are trained on the other, and each engine lacks the other's layers. The
-# flags of the fixture `pp2`.
-LAYOUT = ("--pipeline-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-verify-weights")
+# A pipeline stage on each: rows of the one are trained on the other, and each engine lacks the other's layers.
+LAYOUT = PP2
 # The one trains, the other generates.
 APART = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
 SAVING = ("--save-interval", "1")
