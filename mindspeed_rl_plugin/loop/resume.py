@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm
@@ -37,6 +37,12 @@ def choices(algorithm: Algorithm) -> dict[str, float | str]:
     }
 
 
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], flags: Iterable[str]) -> list[str]:
+    """What an error says of those of the flags whose values differ."""
+    changed = (flag for flag in flags if before.get(flag) != now[flag])
+    return [f"{flag} was {before.get(flag, 'not recorded')}, now {now[flag]}" for flag in changed]
+
+
 def check(
     state: Mapping[str, Any],
     now: Mapping[str, Any],
@@ -52,8 +58,7 @@ def check(
     """
     left, before = state.get("steps_left", 0), state.get("cut", {})
     until = iteration + left
-    if left and before != now:
-        changed = [f"{flag} was {before.get(flag)}, now {now[flag]}" for flag in now if before.get(flag) != now[flag]]
+    if left and (changed := _changed(before, now, now)):
         raise ValueError(
             f"the checkpoint of iteration {iteration} holds a rollout with {left} optimizer steps left, and "
             f"{'; '.join(changed)}: resume with the former value until iteration {until}, where the rollout is used up"
@@ -74,9 +79,7 @@ def check_ahead(
     none of them when it has come to its --train-iters."""
     if not (many := len(ahead(state))):
         return
-    before = state["cut"]
-    sizes = ("--rl-rollout-prompts", "--rl-samples-per-prompt")
-    problems = [f"{flag} was {before[flag]}, now {now[flag]}" for flag in sizes if before[flag] != now[flag]]
+    problems = _changed(state["cut"], now, ("--rl-rollout-prompts", "--rl-samples-per-prompt"))
     if bool(state.get("carried")) and not dynamic:
         problems.append("dynamic sampling, which deferred some, was on, now off")
     carried = bool(_in_the_making(state))
@@ -113,8 +116,7 @@ def check_columns(
     now = choices(algorithm)
     flags_of = {column: spec.flags for spec in table for column in spec.written}
     flags = dict.fromkeys(flag for column in lacking for flag in flags_of[column])
-    lines = {flag: f"{flag} was {before.get(flag, 'not recorded')}, now {now[flag]}" for flag in flags}
-    changed = [line for flag, line in lines.items() if before.get(flag) != now[flag]] or list(lines.values())
+    changed = _changed(before, now, flags) or _changed({}, now, flags)
     raise ValueError(
         f"the checkpoint holds a rollout with {left} optimizer steps left, whose rows have no {', '.join(lacking)}: "
         f"{'; '.join(changed)}; resume with the former value until iteration {until}, where the rollout is used up"

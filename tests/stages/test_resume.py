@@ -150,6 +150,12 @@ def test_another_datas_cursor_is_refused_before_a_model_is_built(name: str) -> N
         run.check_state(state, 3)
 
 
+def test_a_checkpoint_that_did_not_know_a_flag_goes_on_where_it_is_off() -> None:
+    state = saved(inputs("--rl-kl-loss-coef", "0"), left=1)
+    assert state["cut"].pop("--rl-max-tokens-per-microbatch") is None
+    assert len(steps_of(resumed(inputs("--rl-kl-loss-coef", "0"), state))) == 1
+
+
 def steps_of(run: Run) -> list:
     return run.loop.job.plan.steps
 
