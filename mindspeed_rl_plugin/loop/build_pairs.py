@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.ranks import on_rank_0, weights_digest
 from mindspeed_rl_plugin.stages.evaluate import EvaluatePairs
 from mindspeed_rl_plugin.stages.measure import IterationLog
-from mindspeed_rl_plugin.stages.references import PairScorer, cache_file, cache_key, read_cache, write_cache
+from mindspeed_rl_plugin.stages.pairs import PairScorer, cache_file, cache_key, read_cache, write_cache
 from mindspeed_rl_plugin.stages.stage import Stages
 from mindspeed_rl_plugin.update.pair_step import PairStep
 from mindspeed_rl_plugin.weights.host_memory import HostWeights

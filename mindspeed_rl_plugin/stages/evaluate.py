@@ -20,8 +20,8 @@ from mindspeed_rl_plugin.reward import GradeItem, solved
 from mindspeed_rl_plugin.rows import FINISH, Prompt, Rows, SampleId, pack_json
 from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.generate import completion_rows
+from mindspeed_rl_plugin.stages.pairs import PairScorer
 from mindspeed_rl_plugin.stages.prompts import meta_of, prompt_rows
-from mindspeed_rl_plugin.stages.references import PairScorer
 from mindspeed_rl_plugin.stages.reward import FailureLog, Reward, grade_items
 
 SHOWN = 20  # held-out prompts whose greedy responses are kept, for the report

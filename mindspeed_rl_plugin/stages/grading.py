@@ -17,7 +17,7 @@ MOST_TIMES = 64  # what keeps the graders busy, taken at once: others grade, too
 STOP_SECONDS = 10.0  # for the thread to end, beside a call of the dock
 
 
-class Grader:
+class GradingThread:
     """Leases responses from the state of `stage`, whichever are ready, as many as keep the graders busy, and commits
     what is graded. One group at once where a grader is called with whole groups.
 
@@ -39,7 +39,7 @@ class Grader:
         self._failed = failed
         self._finishing, self._stopping, self._resting = threading.Event(), threading.Event(), threading.Event()
 
-    def __enter__(self) -> Grader:
+    def __enter__(self) -> GradingThread:
         self.start()
         return self
 

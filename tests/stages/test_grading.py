@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.dock import Dock, make_docks
 from mindspeed_rl_plugin.reward import RewardError, RewardPool
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, SampleId, Sampling
 from mindspeed_rl_plugin.stages import generate, grading, prompts, reward
-from mindspeed_rl_plugin.stages.grading import Grader
+from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.groups import group_stats
 from mindspeed_rl_plugin.stages.reward import Reward
 from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
@@ -73,7 +73,7 @@ def rewards(stage: Reward) -> dict[int, list[float]]:
 
 
 def test_groups_are_graded_as_they_are_finished_and_a_slow_one_holds_nobody_up(stage: Reward) -> None:
-    with Grader(stage, MEMBERS) as grader:
+    with GradingThread(stage, MEMBERS) as grader:
         answer(stage.dock, 1, 8, 0)
         answer(stage.dock, 2, 1, 2)
         until(lambda: rewards(stage) == {2: [1.0, 2.0]})
@@ -92,7 +92,7 @@ def test_groups_are_graded_as_they_are_finished_and_a_slow_one_holds_nobody_up(s
 def test_single_responses_are_graded_where_no_grader_wants_groups(stage: Reward) -> None:
     dock = filled(3, ROWS)
     single = by_row(dock, stage)
-    with Grader(single, MEMBERS):
+    with GradingThread(single, MEMBERS):
         lease = dock.lease("generate", deadline=1)
         requests = [GenerateRequest(i, (5,), Sampling(1), 0) for i in lease.rows.ids]
         for request in requests[::2]:  # one of each group
@@ -112,7 +112,7 @@ def test_quick_graders_wait_for_nothing(stage: Reward, monkeypatch) -> None:
     monkeypatch.setattr(grading, "PACE_SECONDS", 20.0)  # of a pause, in which nothing is graded
     leases, take = [], Reward.lease
     monkeypatch.setattr(Reward, "lease", lambda *given, **more: leases.append(1) or take(*given, **more))
-    with Grader(by_row(dock, stage), MEMBERS) as grader:
+    with GradingThread(by_row(dock, stage), MEMBERS) as grader:
         until(lambda: not dock.remaining("reward"), 15)
         grader.finish()
     assert 1 < len(leases) < 10
@@ -139,7 +139,7 @@ def test_no_more_is_taken_at_once_than_is_graded_in_time(most: int, unit: str, a
     spec = SimpleNamespace(whole_groups=unit == "group")
     stage = SimpleNamespace(graders=pool, spec=spec, deadline=5.0, lease=Lease, items=list)
     stage.for_thread = lambda: stage
-    grader = Grader(stage, 8)
+    grader = GradingThread(stage, 8)
     for _ in asked:
         assert grader._take()
         grader._leases.clear()
@@ -153,7 +153,7 @@ def test_it_goes_on_with_the_next_round(stage: Reward, monkeypatch) -> None:
     """In which it waits as in the first: the time between them is no wait."""
     monkeypatch.setattr(grading, "IDLE_SECONDS", 0.05)
     stage.deadline = 0.8
-    grader = Grader(stage, MEMBERS)
+    grader = GradingThread(stage, MEMBERS)
     for epoch in range(2):
         if epoch:
             stage.dock.clear(0)
@@ -169,7 +169,7 @@ def test_it_goes_on_with_the_next_round(stage: Reward, monkeypatch) -> None:
 
 
 def test_it_rests_when_what_is_in_grading_is_graded_and_takes_no_more(stage: Reward) -> None:
-    with Grader(stage, MEMBERS) as grader:
+    with GradingThread(stage, MEMBERS) as grader:
         answer(stage.dock, 0, 4, 4)
         until(lambda: grader._leases)
         threading.Timer(0.1, answer, (stage.dock, 1, 0, 0)).start()
@@ -181,7 +181,7 @@ def test_it_rests_when_what_is_in_grading_is_graded_and_takes_no_more(stage: Rew
 
 
 def test_a_failure_reaches_the_main_thread(stage: Reward) -> None:
-    with Grader(stage, MEMBERS) as grader:
+    with GradingThread(stage, MEMBERS) as grader:
         answer(stage.dock, 0, 0, 99)
         begin = time.monotonic()
         with pytest.raises(RewardError, match="(?s)AssertionError: the response.*rollout 0, prompt 0, response 1"):
@@ -193,7 +193,7 @@ def test_a_failure_reaches_the_main_thread(stage: Reward) -> None:
 
 @pytest.mark.parametrize("stage", [{"on_error": "drop"}], indirect=True)
 def test_failures_that_do_not_stop_are_counted(stage: Reward) -> None:
-    with Grader(stage, MEMBERS) as grader:
+    with GradingThread(stage, MEMBERS) as grader:
         for group in range(3):
             answer(stage.dock, group, 0, 99 if group == 1 else 1)
         grader.finish()
@@ -205,7 +205,7 @@ def test_failures_that_do_not_stop_are_counted(stage: Reward) -> None:
 def test_responses_that_never_come_are_waited_for_as_long_as_the_deadline(stage: Reward, monkeypatch) -> None:
     monkeypatch.setattr(grading, "IDLE_SECONDS", 0.1)
     stage.deadline = 0.8
-    grader = Grader(stage, MEMBERS)
+    grader = GradingThread(stage, MEMBERS)
     with grader:
         answer(stage.dock, 0, 0, 0)
         begin = time.monotonic()
@@ -216,7 +216,7 @@ def test_responses_that_never_come_are_waited_for_as_long_as_the_deadline(stage:
 
 def test_a_stop_hands_back_what_is_in_grading(stage: Reward) -> None:
     """As after an error of the engine."""
-    with pytest.raises(KeyError), Grader(stage, MEMBERS):
+    with pytest.raises(KeyError), GradingThread(stage, MEMBERS):
         answer(stage.dock, 0, 9, 9)
         time.sleep(0.1)
         begin = time.monotonic()

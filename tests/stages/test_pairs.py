@@ -10,7 +10,7 @@ from stage_context import context_of
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_batches
 from mindspeed_rl_plugin.loop.arithmetic import derive_pairs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream
-from mindspeed_rl_plugin.stages import references as reference
+from mindspeed_rl_plugin.stages import pairs as stage
 from mindspeed_rl_plugin.stages.pairs import SPEC, Pairs, pair_rows
 
 TOKENIZER = make("words")
@@ -98,7 +98,7 @@ def test_log_probs_of_the_reference_are_those_of_the_pair_where_rows_before_it_w
     same = {**GOOD, "rejected": "4"}
     data, held_out = stream(same, *({**GOOD, "prompt": str(n)} for n in range(3)), same, GOOD), stream(same, GOOD)
     where = {"dp_rank": 0, "dp_size": 1, "writer": True}
-    scorer = reference.PairScorer([], [data, held_out], ForwardSettings(2, 8, 10), None, None, **where)
+    scorer = stage.PairScorer([], [data, held_out], ForwardSettings(2, 8, 10), None, None, **where)
     scores = torch.arange(2.0 * len(scorer)).view(-1, 2)
     rows = Pairs(SPEC, context_of(data=data, pair_references=scores)).compute(0, len(data))
     texts = (tuple(row.tolist()) for row in rows["tokens"].rows())
@@ -112,28 +112,28 @@ def test_log_probs_of_the_reference_are_those_of_the_pair_where_rows_before_it_w
 @pytest.mark.parametrize("count", [1, 3, 16, 17])
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 def test_every_pair_is_scored_and_every_rank_runs_equally_long(count, dp_size):
-    shares = [reference.share_of_rank(count, 2, rank, dp_size) for rank in range(dp_size)]
+    shares = [stage.share_of_rank(count, 2, rank, dp_size) for rank in range(dp_size)]
     assert {len(share) for share in shares} == {len(shares[0])} and all(len(b) == 2 for s in shares for b in s)
     assert {i for share in shares for batch in share for i in batch} == set(range(count))
 
 
 def test_the_cache_is_of_weights_and_pairs_and_a_damaged_one_is_named(tmp_path):
     settings = ForwardSettings(2, 8, 10)
-    key = reference.cache_key("w", "p", settings, torch.float32)
+    key = stage.cache_key("w", "p", settings, torch.float32)
     others = [("x", "p", settings, torch.float32), ("w", "q", settings, torch.float32)]
     others.append(("w", "p", ForwardSettings(2, 8, 10, temperature=0.5), torch.float32))
     others.append(("w", "p", settings, torch.bfloat16))
-    assert len({key, *(reference.cache_key(*other) for other in others)}) == 5
-    assert reference.cache_key("w", "p", ForwardSettings(4, 16, 10), torch.float32) == key, "batching is no part of it"
-    assert reference.read_cache(str(tmp_path), key, 3) is None
+    assert len({key, *(stage.cache_key(*other) for other in others)}) == 5
+    assert stage.cache_key("w", "p", ForwardSettings(4, 16, 10), torch.float32) == key, "batching is no part of it"
+    assert stage.read_cache(str(tmp_path), key, 3) is None
     logps = torch.randn(3, 2, dtype=torch.float64)
-    path = reference.write_cache(str(tmp_path), key, logps)
-    assert torch.equal(reference.read_cache(str(tmp_path), key, 3), logps)
+    path = stage.write_cache(str(tmp_path), key, logps)
+    assert torch.equal(stage.read_cache(str(tmp_path), key, 3), logps)
     with pytest.raises(ValueError, match="other pairs or weights"):
-        reference.read_cache(str(tmp_path), key, 4)
+        stage.read_cache(str(tmp_path), key, 4)
     path.write_bytes(b"no tensor")
     with pytest.raises(ValueError, match="holds no log-probs"):
-        reference.read_cache(str(tmp_path), key, 3)
+        stage.read_cache(str(tmp_path), key, 3)
 
 
 def test_a_pair_is_two_sequences():

@@ -31,7 +31,7 @@ from mindspeed_rl_plugin.rows import Group
 from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.stages import generate
 from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
-from mindspeed_rl_plugin.stages.grading import Grader
+from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.groups import GroupStats
 from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.stage import Stages
@@ -68,7 +68,7 @@ class AsyncSchedule(RolloutSchedule):
         super().__init__(job, stages, rounds)
         self.service, self.publications, self.admission = service, publications, publications.admission
         self.strict, self.whole, self.external_engines, self.offers = strict, whole, external_engines, offers
-        self.grader = Grader(stages["reward"], max(job.plan.sizes.members, evaluate.samples + 1), self._end)
+        self.grader = GradingThread(stages["reward"], max(job.plan.sizes.members, evaluate.samples + 1), self._end)
         self._longest = LongestFirst(job.plan.sizes.global_batch // job.plan.sizes.members)
         reclaim = None if strict else partial(service.reclaim, generate.SPEC.name)
         self._engines = Engines(service.reports, reclaim, job.ranks.deadline)

@@ -9,7 +9,7 @@ from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, RolloutSchedule
 from mindspeed_rl_plugin.rows import Group
 from mindspeed_rl_plugin.stages.evaluate import Evaluate
-from mindspeed_rl_plugin.stages.grading import Grader
+from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.groups import GroupStats
 from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.stage import Stages
@@ -72,7 +72,7 @@ class StreamedSchedule(SyncSchedule):
 
     def __init__(self, job: Job, stages: Stages, rounds: int, **more: Any) -> None:
         super().__init__(job, stages, rounds, **more)
-        self.grader = Grader(stages["reward"], job.plan.sizes.members)
+        self.grader = GradingThread(stages["reward"], job.plan.sizes.members)
 
     def _round(self) -> Mapping[Group, GroupStats]:
         """Generate a round, and grade what is finished meanwhile. Its statistics."""

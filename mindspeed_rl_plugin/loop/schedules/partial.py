@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.ranks import Stall
 from mindspeed_rl_plugin.rows import Completion, Group, SampleId
-from mindspeed_rl_plugin.stages.grading import Grader
+from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.groups import GroupStats
 from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.stage import Stages
@@ -48,7 +48,7 @@ class PartialSchedule(SyncSchedule):
         super().__init__(job, stages, rounds, **more)
         self.in_flight, self.carries = in_flight, carries
         self.steps = min(max(longest // WINDOWS, 1), MOST_STEPS)
-        self.grader = Grader(stages["reward"], job.plan.sizes.members)
+        self.grader = GradingThread(stages["reward"], job.plan.sizes.members)
         self._wait = GradeWait(job.ranks, stages["reward"], self.grader)
         self._rollouts: int | None = None  # left of the run, where none of it may be left over
         self._sampled: dict[SampleId, int] = {}  # tokens of each response that was finished in this round

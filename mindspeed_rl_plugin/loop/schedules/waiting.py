@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.ranks import Collectives, Stall
 from mindspeed_rl_plugin.rows import SampleId
-from mindspeed_rl_plugin.stages.grading import Grader
+from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.reward import Reward
 
 LOOK_SECONDS = 1.0  # that other ranks wait for the first one's look at what is graded
@@ -24,7 +24,7 @@ class GradeWait:
         self,
         ranks: Collectives,
         stage: Reward,
-        grader: Grader,
+        grader: GradingThread,
         check: Callable[[], None] = lambda: None,
         who: Callable[[], str] = lambda: "",
     ) -> None:
