@@ -48,8 +48,8 @@ class MicroBatch:
         if self.bounded:
             return None
         if self.segments is not None:
-            apart = self.segments[0][:, None] != self.segments[0][None]
-            return causal_mask(self.tokens.shape[1], self.tokens.device) | apart
+            other_row = self.segments[0][:, None] != self.segments[0][None]
+            return causal_mask(self.tokens.shape[1], self.tokens.device) | other_row
         return causal_mask(self.tokens.shape[1], self.tokens.device) if self.explicit_mask else None
 
     @property

@@ -119,7 +119,7 @@ def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None) -> int:
 
 
 def takes_boundaries(args: argparse.Namespace) -> bool:
-    """How packed rows are kept apart: True by their boundaries, in Megatron's `PackedSeqParams`, False by a mask.
+    """How packed rows are separated: True by their boundaries, in Megatron's `PackedSeqParams`, False by a mask.
 
     Boundaries: TransformerEngine's attention, and MindSpeed's flash attention
     (core/transformer/flash_attention/flash_attention/adaptor, v2.3.0), which hands them to the NPU's kernel. A mask:

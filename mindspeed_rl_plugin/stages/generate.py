@@ -126,7 +126,7 @@ def spec(episodes: Episodes | None = None) -> StageSpec:
     if episodes is None:
         return SPEC
     more = (
-        ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with what the environment said first
+        ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with what the environment added
         ColumnSpec("environment_began", torch.int8, "sample", ragged=False),  # 1: the prompt is not the data's own
         # [first token, behind the last) of each turn of the model
         ColumnSpec("turns", torch.int64, "sample", ragged=True, trailing=(2,), longest=episodes.turns),

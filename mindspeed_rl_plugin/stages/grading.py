@@ -1,4 +1,4 @@
-"""Grading beside other stages: a thread of each rank grades responses as they become ready."""
+"""Grading while other stages work: a thread of each rank grades responses as they become ready."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.stages.reward import Reward
 IDLE_SECONDS = 0.5  # a lease waits for responses, where nothing is in grading
 PACE_SECONDS = 0.05  # between leases of what there is, at first: each costs the engine some of its time
 MOST_TIMES = 64  # what keeps the graders busy, taken at once: others grade, too
-STOP_SECONDS = 10.0  # for the thread to end, beside a call of the dock
+STOP_SECONDS = 10.0  # for the thread to end, and with it a call of the dock
 
 
 class GradingThread:

@@ -39,8 +39,8 @@ class ResponseValidator:
         for of, bad, text, *values in (one for of_part in checks for one in of_part(rows, bound)):
             if bad.any():
                 at = int(bad.nonzero()[0])
-                said = text.format(*(value(at) if callable(value) else value[at] for value in values))
-                raise ValueError(f"row {tuple(rows.ids[int(of[at])])}: {said}")
+                wrong = text.format(*(value(at) if callable(value) else value[at] for value in values))
+                raise ValueError(f"row {tuple(rows.ids[int(of[at])])}: {wrong}")
 
     def _prompt_lengths(self, rows: Rows) -> Tensor:
         return rows["prompt_length"] if self.episodes else rows["prompt"].lengths

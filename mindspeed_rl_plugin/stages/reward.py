@@ -74,10 +74,12 @@ class Reward(Stage):
 
 def grade_items(rows: Rows, decode: Callable[[Sequence[int]], str]) -> list[GradeItem]:
     """What graders get of B responses: of several turns the last one, and the columns of `OF_TURNS` where they are."""
-    said, rewards = ([None] * len(rows),) * 2
+    conversations, rewards = ([None] * len(rows),) * 2
     if "conversation" in rows.columns:
-        said, rewards = unpack_json(rows["conversation"]), [float(row.sum()) for row in rows["turn_reward"].rows()]
-    parts = zip(rows.ids, map(decode, _last_turns(rows)), unpack_json(rows["meta"]), said, rewards, strict=True)
+        conversations = unpack_json(rows["conversation"])
+        rewards = [float(row.sum()) for row in rows["turn_reward"].rows()]
+    texts, meta = map(decode, _last_turns(rows)), unpack_json(rows["meta"])
+    parts = zip(rows.ids, texts, meta, conversations, rewards, strict=True)
     return [
         GradeItem(m["text"], text, m["answer"], m["record"], sample, m.get("messages"), conversation, reward)
         for sample, text, m, conversation, reward in parts
@@ -111,11 +113,11 @@ class FailureLog:
 
     def __init__(self, what: str = "this rollout") -> None:
         self.what = what  # in which they fail
-        self.said: set[str] = set()
+        self.printed: set[str] = set()
 
     def add(self, failures: Iterable[Mapping[str, str]], *, show: bool) -> None:
         """failures: of each rank, by grader; show: whether this rank prints."""
         for name, text in (pair for part in failures for pair in part.items()):
-            if name not in self.said and show:
+            if name not in self.printed and show:
                 say(f"warning: a grader failed, for the first time in {self.what}: {text}")
-            self.said.add(name)
+            self.printed.add(name)

@@ -39,8 +39,8 @@ class StageSpec:
 
 
 def resolved(specs: Sequence[StageSpec]) -> list[StageSpec]:
-    """The stages, in their order, each with all that it reads, and with columns that several of them write kept apart
-    in the dock.
+    """The stages, in their order, each with all that it reads, and with columns that several of them write under
+    several names in the dock.
 
     Each stage reads what the last one before it wrote; the last writer's column keeps its name, an earlier one is
     stored as `name@stage`.
