@@ -18,22 +18,18 @@ from mindspeed_rl_plugin.weights.storages import unwrap
 
 
 class Critic:
-    """PPO's value model on this rank.
-
-    model: this rank's chunks, wrapped as the policy's; optimizer, scheduler: Megatron's, of its own; config: of the
-    model, prepared for training; state: what leaves the device during generation.
-    """
+    """PPO's value model on this rank."""
 
     def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any, config: Any) -> None:
-        self.model, self.optimizer, self.scheduler, self.config = list(model), optimizer, scheduler, config
-        self.state = TrainState(self.model, optimizer)
+        self.model = list(model)  # this rank's chunks, wrapped as the policy's
+        self.optimizer, self.scheduler = optimizer, scheduler  # Megatron's, of its own
+        self.config = config  # of the model, prepared for training
+        self.state = TrainState(self.model, optimizer)  # what leaves the device during generation
 
     @torch.no_grad()
     def copy_backbone(self, policy: Sequence[torch.nn.Module]) -> None:
-        """Copy the policy's weights except its output layer; the head stays as it is.
-
-        Raises ValueError where the two models differ in more than that.
-        """
+        """Copy the policy's weights except its output layer; the head stays as it is. Raises ValueError where the two
+        models differ in more than that."""
         for mine, theirs in zip(self.model, policy, strict=True):
             source = dict(unwrap(theirs).named_parameters())
             for name, parameter in unwrap(mine).named_parameters():
@@ -53,12 +49,8 @@ class Critic:
         self.optimizer.reload_model_params()
 
     def values(self, micro_batches: Sequence[Rows], settings: ForwardSettings) -> list[Ragged] | None:
-        """The value before each trained token, from the tokens before it.
-
-        micro_batches: this data parallel rank's, as for `compute_logps`. Returns one ragged column `[L]` float32 for
-        each, aligned with its tokens, 0.0 where the mask is 0; None on ranks that are not on the last pipeline stage.
-        Collective over the model parallel ranks.
-        """
+        """The value before each trained token, from the tokens before it; micro-batches, result and ranks as those of
+        `compute_logps`."""
         batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
 
         def collect(output: Tensor, batch: MicroBatch) -> Ragged:

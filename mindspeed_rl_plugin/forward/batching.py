@@ -86,8 +86,7 @@ def plan_tokens(
 
     plan: of `plan_batches`, whose steps keep their rows; lengths: tokens of each row; near: ranks where a row is
     preferred. Every rank gets equally many rows and micro-batches, as few as the fullest rank needs. Balance comes
-    first, since a token costs far more to train than to read from another machine: the fullest rank has at most SLACK
-    more tokens than when lengths alone decide. A function of ids, lengths and places, so the same on every rank. Raises
+    first: the fullest rank has at most SLACK more tokens than when lengths alone decide. The same on every rank. Raises
     ValueError for a row that alone is beyond the budget.
     """
     return [_dealt(step, lengths, budget, near) for step in plan]

@@ -18,14 +18,12 @@ def token_logps(
 ) -> tuple[Tensor, Tensor]:
     """`log softmax(logits / temperature)` at the labels, and the distribution's entropy, in nats.
 
-    logits: `[..., V / tp]`, this rank's slice of the padded vocabulary; labels: `[...]` int64 global token
-    ids; vocab_size: real tokens, columns beyond it have probability 0; tp_group: ranks that share the
-    vocabulary, None for one rank. Returns logp `[...]` and entropy `[...]`, float32 (float64 for float64 logits),
-    equal on every rank of the group. The entropy carries a gradient only with `entropy_grad`.
-
-    Every rank of the group must call backward with the same incoming gradient; each gets its own slice.
-    Same maths as Megatron's vocab-parallel cross entropy (core/tensor_parallel/cross_entropy.py), which
-    leaves the padded rows inside the softmax.
+    logits: `[..., V / tp]`, this rank's slice of the padded vocabulary; labels: `[...]` int64 global token ids;
+    vocab_size: real tokens, columns beyond it have probability 0; tp_group: ranks that share the vocabulary, None for
+    one rank. Returns logp and entropy `[...]`, float32 (float64 for float64 logits), equal on every rank of the group.
+    The entropy carries a gradient only with `entropy_grad`. Every rank must call backward with the same incoming
+    gradient; each gets its own slice. Source: Megatron's vocab-parallel cross entropy
+    (core/tensor_parallel/cross_entropy.py), which leaves the padded rows inside the softmax.
     """
     if tp_group is not None and dist.get_world_size(tp_group) == 1:
         tp_group = None

@@ -31,9 +31,9 @@ SHOWN = 20  # held-out prompts whose greedy responses are kept, for the report
 class Due:
     """When to evaluate: before the first iteration, every `every`, and after the last; never where there is no data."""
 
-    data: bool
-    every: int
-    total: int
+    data: bool  # whether there is any
+    every: int  # iterations
+    total: int  # iterations of the run
 
     def __call__(self, done: int) -> bool:
         """Whether to evaluate after `done` iterations."""

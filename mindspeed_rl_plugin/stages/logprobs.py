@@ -73,14 +73,11 @@ class TokenPass(Stage):
 def compute_logps(
     model: Sequence[torch.nn.Module], micro_batches: Sequence[Rows], settings: ForwardSettings
 ) -> list[Ragged] | None:
-    """Log-prob of each trained token, in nats, at the sampling temperature.
+    """Log-prob of each trained token, in nats, at the sampling temperature. Collective over the model parallel ranks.
 
-    model: this rank's chunks; micro_batches: this data parallel rank's, each of `micro_batch_size` rows
-    with `tokens` and `loss_mask`. Give the update's own micro-batches: the same rows padded to the same
-    length go through the same arithmetic, so the first ratio of the update is exactly 1.
-    Returns one ragged column `[L]` float32 for each micro-batch, aligned with its tokens, 0.0 where
-    the mask is 0; None on ranks that are not on the last pipeline stage. Collective over the model
-    parallel ranks.
+    model: this rank's chunks; micro_batches: this data parallel rank's, with `tokens` and `loss_mask`; those of the
+    update: the same rows padded to the same length go through the same arithmetic. Returns one ragged column `[L]`
+    float32 for each micro-batch, 0.0 where the mask is 0; None on ranks that are not on the last pipeline stage.
     """
     from mindspeed_rl_plugin.forward.schedule import head_of, run_forward_only  # imports Megatron, the table does not
 
