@@ -36,7 +36,7 @@ class Dropping(PartialSchedule):
     """forgotten: groups that left the dock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("Grader", "GradeWait"):
+        for name in ("GradingThread", "GradeWait"):
             monkeypatch.setattr(partial, name, lambda *_: SimpleNamespace(check=int, until_graded=len))
         self.engine, self.forgotten = Engine(), []
         plan = SimpleNamespace(
