@@ -173,7 +173,10 @@ def test_a_new_run_in_an_old_directory_sets_the_old_lines_aside(tmp_path):
         monitor = monitor_in(tmp_path)
         with monitor.stage("update"):
             monitor.log(loss, {"loss": loss})
+        if loss == 1:  # the new run is not evaluated: its report shows no responses of the old one
+            monitor.log_held_out(1, [])
         monitor.close()
+    assert not (tmp_path / "heldout.jsonl").exists() and (tmp_path / "heldout.jsonl.old").exists()
     assert [r["loss"] for r in read_metrics(tmp_path)] == [2]
     assert [r["loss"] for r in read_jsonl(tmp_path / "metrics.jsonl.old")] == [1]
     assert [len(read_jsonl(tmp_path / f"events-rank0.jsonl{x}")) for x in ("", ".old")] == [1, 1]
