@@ -137,16 +137,16 @@ class Client:
         every newer one may, too; "greedy" `[B]`: take the likeliest token each time (evaluations); "seed" `[B]`: of
         this very response, to be used or not.
         Raises ValueError for a job with --rl-async-order strict, whose rows are dealt to engines of its own, for one
-        with tools or environments, whose episodes its engines play, and for fewer rows than one.
+        with tools or environments, which only its own engines have, and for fewer rows than one.
         """
         if max_rows < 1:
             raise ValueError(f"take: max_rows is {max_rows}; give at least 1")
         if self._job.strict:
             raise ValueError("--rl-async-order strict deals rollouts to the launcher's engines: take no rows of it")
-        if self._job.episodes is not None:
+        if self._job.environments is not None:
             raise ValueError(
-                "the responses of this job are episodes with tools or environments, which its own engines play: take "
-                "no rows of it; bring an engine by `generate --join`"
+                "tools or environments answer the model in this job, which only its own engines have: take no rows of "
+                "it; bring an engine by `generate --join`"
             )
         lease = self._leased(max_rows, deadline)
         prompts, bounds = lease.rows["prompt"], [self.dock.version_bound(i.epoch) for i in lease.rows.ids]

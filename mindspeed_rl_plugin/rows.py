@@ -169,16 +169,6 @@ class Sampling:
     ignore_eos: bool = False
 
 
-EPISODE_COUNTS = (
-    *("calls", "malformed", "unknown", "arguments", "raised"),
-    *("observation_tokens", "cut", "special", "milliseconds"),
-)
-"""What is counted of an episode. calls: of tools, that were made; malformed: attempts that cannot be read; unknown:
-calls of a tool that is not there; arguments: with wrong arguments; raised: that raised; observation_tokens: between
-turns; cut: observations that were longer than --rl-max-observation-length; special: that held the text of a special
-token; milliseconds: that the user's code took."""
-
-
 @dataclass(frozen=True)
 class Completion:
     """One response, whole or partial."""

@@ -163,6 +163,15 @@ def test_the_loop_is_built_of_few_modules():
     assert len([module for module in froms if module.startswith(NAME)]) <= 20, sorted(froms)
 
 
+def test_few_files_know_of_episodes():
+    """Files outside of episodes/ that contain the word in whatever case, in comments and flags' texts too; the others
+    ask `engine.response_kind`."""
+    files = [
+        name for name, path in modules() if name.split(".")[0] != "episodes" and "episode" in path.read_text().lower()
+    ]
+    assert len(files) <= 12, files
+
+
 def test_the_page_draws_the_table():
     rows = [[entry for entry in row if "." not in entry and entry != "__init__"] for row in reversed(ORDER)]
     drawing = "\n".join("   ".join(row) for row in rows)

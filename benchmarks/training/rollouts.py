@@ -30,8 +30,9 @@ from mindspeed_rl_plugin.engine.rollout_engine import Engine, generate
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
+from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
-from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, GenerateRequest, SampleId, Sampling
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
 DEADLINE = 300.0  # seconds without a turn
 

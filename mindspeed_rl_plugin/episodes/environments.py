@@ -45,47 +45,37 @@ UNREAD = MalformedCall("the call cannot be read")
 
 @dataclass(frozen=True)
 class Unread:
-    """Attempts that a user's parser is to find. text: of the turn, special tokens included; most: calls of a turn that
-    the chat template can write, None without a limit."""
+    """Attempts that a user's parser is to find."""
 
-    text: str
-    most: int | None
+    text: str  # of the turn, special tokens included
+    most: int | None  # calls of a turn that the chat template can write, None without a limit
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the model.
+    """One turn of the model."""
 
-    tokens: sampled ids, the one that ended it included; logps: their log-probs; text: as environment and graders see
-    it; attempts: at calls, in their order, or who is to find them.
-    """
-
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # sampled ids, the one that ended it included
     logps: tuple[float, ...]
-    text: str
-    attempts: tuple[Attempt, ...] | Unread = ()
+    text: str  # as environment and graders see it
+    attempts: tuple[Attempt, ...] | Unread = ()  # at calls, in their order, or who is to find them
 
 
 @dataclass
 class Reply:
-    """What came of `begin` or of a turn.
-
-    messages: what the model sees next, maybe none; prompt: token ids of the whole next prompt, of an environment that
-    renders itself, in the place of messages; reward: of this turn; done: the episode is over; failure: why the
-    environment cannot go on, None where it can; calls: tool -> how many calls were made, and how many of them raised;
-    raised: tool -> its first error; counts: of `EPISODE_COUNTS`; seconds: that the user's code took.
-    """
+    """What came of `begin` or of a turn."""
 
     id: SampleId
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)  # what the model sees next, maybe none
+    # token ids of the whole next prompt, of an environment that renders itself, in the place of messages
     prompt: tuple[int, ...] | None = None
-    reward: float = 0.0
-    done: bool = False
-    failure: str | None = None
-    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
-    raised: dict[str, str] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
+    reward: float = 0.0  # of this turn
+    done: bool = False  # the episode is over
+    failure: str | None = None  # why the environment cannot go on
+    calls: dict[str, tuple[int, int]] = field(default_factory=dict)  # tool -> calls, and how many of them raised
+    raised: dict[str, str] = field(default_factory=dict)  # tool -> its first error
+    counts: Counter[str] = field(default_factory=Counter)  # of `EPISODE_COUNTS`
+    seconds: float = 0.0  # that the user's code took
 
 
 def at_most(attempts: Sequence[Attempt], most: int | None) -> tuple[Attempt, ...]:
@@ -101,9 +91,9 @@ def place(sample: SampleId) -> str:
     return f"{rollout}, prompt {sample.group}, response {sample.member}"
 
 
-def tool_names(environments: Environments | None) -> list[str]:
-    """Of the tools, in their order; of None none."""
-    return [tool["function"]["name"] for tool in environments.tools] if environments else []
+def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of JSON schemas, in their order."""
+    return [tool["function"]["name"] for tool in tools]
 
 
 class Environments(Protocol):
@@ -144,23 +134,6 @@ class Environments(Protocol):
     check_fields: CheckFields
     """Raises ValueError where an episode cannot begin for lack of a field; rows: place in the data -> fields of the
     record."""
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """What every rank must know of environments that another rank runs; can be sent."""
-
-    tools: Sequence[Mapping[str, Any]]
-    begins: bool
-    check_fields: CheckFields
-
-    @classmethod
-    def of(cls, environments: Environments) -> Elsewhere:
-        """Those of this rank, for the others."""
-        return cls(environments.tools, environments.begins, environments.check_fields)
-
-    def close(self) -> None:
-        """Nothing is here."""
 
 
 def row_of(meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence, Set
-from operator import attrgetter
-
-from torch import Tensor
+from typing import Any
 
 from mindspeed_rl_plugin.dock.peers import Peers
-from mindspeed_rl_plugin.engine.rollout_engine import ENGINE_PARTS, Engine
+from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.episodes.environments import EpisodeError
 from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, Plan
 from mindspeed_rl_plugin.episodes.lead import Lead
@@ -39,12 +37,9 @@ class EpisodeEngine:
         self._paused: dict[SampleId, EpisodeState] = {}
         self._progress, self._answered = time.monotonic(), 0
 
-    replica = property(attrgetter("_engine.replica"))
-    replicas = property(attrgetter("_engine.replicas"))
-    leader = property(attrgetter("_engine.leader"))
-    version = property(attrgetter("_engine.version"))
-    digest = property(attrgetter("_engine.digest"))
-    shares_experts = property(attrgetter("_engine.shares_experts"))
+    def __getattr__(self, name: str) -> Any:
+        """All else is the other engine's own."""
+        return getattr(self._engine, name)
 
     @property
     def progress(self) -> float:
@@ -91,9 +86,6 @@ class EpisodeEngine:
             done += self._follow(self._after(self._engine.step_along(1), time.monotonic() + BETWEEN_SECONDS))
         return done
 
-    def keep_step(self) -> None:
-        self._engine.keep_step()
-
     def abort(self) -> list[Completion]:
         """Interrupt episodes; see `Engine`, and the module."""
         for turn in self._engine.abort():
@@ -102,18 +94,9 @@ class EpisodeEngine:
         # A turn that a server has just ended comes with the next poll: its episode goes on.
         return [self._pause(sample) for sample in [*self._live] if sample not in self._sampling]
 
-    def parameters(self) -> dict[str, Tensor]:
-        return self._engine.parameters()
-
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
         """See `Engine`. Episodes that wait for their environments go on under the new weights."""
         self._engine.update_weights(version, digest, in_flight=in_flight and bool(self._sampling))
-
-    def sleep(self) -> None:
-        self._engine.sleep()
-
-    def wake(self, parts: Sequence[str] = ENGINE_PARTS) -> None:
-        self._engine.wake(parts)
 
     def shutdown(self) -> None:
         """End the environments, and the engine; see `Engine`."""

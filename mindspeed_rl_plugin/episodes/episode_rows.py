@@ -1,12 +1,47 @@
-"""What rows of episodes have besides those of other responses."""
+"""What rows of episodes have besides those of other responses: columns, checks of rows from outside, metrics."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
-from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Column, Ragged, pack_json
+from mindspeed_rl_plugin.dock import ColumnSpec
+from mindspeed_rl_plugin.engine.response_kind import Checks, places
+from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.episodes.environments import EpisodeError
+from mindspeed_rl_plugin.rows import FINISH, Column, Ragged, Rows, pack_json
+
+EPISODE_COUNTS = (
+    *("calls", "malformed", "unknown", "arguments", "raised"),
+    *("observation_tokens", "cut", "special", "milliseconds"),
+)
+"""What is counted of an episode. calls: of tools, that were made; malformed: attempts that cannot be read; unknown:
+calls of a tool that is not there; arguments: with wrong arguments; raised: that raised; observation_tokens: between
+turns; cut: observations that were longer than --rl-max-observation-length; special: that held the text of a special
+token; milliseconds: that the user's code took."""
+
+MEASURED = ("prompt_length", "turns", "environment_failed", "episode_counts", "tool_calls")
+DUMPED = ("turn_reward", "conversation")
+FAILING = 16  # episodes in which every call of a tool raised, so that it is the tool that does not work
+
+
+def episode_columns(tools: int, turns: int) -> tuple[ColumnSpec, ...]:
+    """tools: how many there are; turns: most of an episode."""
+    columns = (
+        ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with what the environment said first
+        ColumnSpec("environment_began", torch.int8, "sample", ragged=False),  # 1: the prompt is not the data's own
+        # [first token, behind the last) of each turn of the model
+        ColumnSpec("turns", torch.int64, "sample", ragged=True, trailing=(2,), longest=turns),
+        ColumnSpec("turn_reward", torch.float32, "sample", ragged=True, longest=turns),  # the environment's
+        ColumnSpec("conversation", torch.uint8, "sample", ragged=True),  # JSON: chat messages
+        ColumnSpec("environment_failed", torch.int8, "sample", ragged=False),
+        ColumnSpec("episode_counts", torch.int64, "sample", ragged=False, trailing=(len(EPISODE_COUNTS),)),
+    )
+    calls = ColumnSpec("tool_calls", torch.int64, "sample", ragged=False, trailing=(tools, 2))
+    return (*columns, calls) if tools else columns
 
 
 def episode_row(
@@ -38,3 +73,124 @@ def episode_row(
         "episode_counts": torch.tensor([[counts[name] for name in EPISODE_COUNTS]]),
     }
     return columns | ({"tool_calls": torch.tensor([[list(calls) for calls in tools]])} if tools else {})
+
+
+# rows from outside
+
+
+def check_turns(rows: Rows) -> Checks:
+    """Where the model's turns lie."""
+    turns, before, total = rows["turns"], rows["prompt_length"], rows["tokens"].lengths
+    text = "turns is empty; give [first, end) of each turn of the model"
+    yield torch.arange(len(rows)), turns.lengths < 1, text
+    of, at = places(turns.lengths)
+    firsts, ends = turns.values.T
+    least = torch.where(at > 0, ends.roll(1), before[of])
+    bad = (firsts < least) | ((at == 0) & (firsts != before[of])) | (ends <= firsts) | (ends > total[of])
+    text = (
+        "turns {}; give [first, end) of each, the first from the prompt's end ({}) on, none empty, in their order, "
+        "up to {}"
+    )
+    yield of, bad, text, lambda s: turns.row(int(of[s])).tolist(), before[of], total[of]
+
+
+def sampled_tokens(rows: Rows) -> Tensor:
+    """`[T]` bool: the tokens of the model's turns."""
+    turns, tokens = rows["turns"], rows["tokens"]
+    starts = tokens.offsets[places(turns.lengths)[0]]
+    firsts, ends = turns.values.T
+    edges, one = torch.zeros(len(tokens.values) + 1, dtype=torch.int64), torch.ones_like(firsts)
+    edges.index_add_(0, starts + firsts, one).index_add_(0, starts + ends, -one)
+    return edges.cumsum(0)[:-1].bool()
+
+
+def check_rest(rows: Rows) -> Checks:
+    """A finite reward of each turn; what is yes or no, and what is counted; what graders, dumps and the report read."""
+    every, rewards, turns = torch.arange(len(rows)), rows["turn_reward"], rows["turns"].lengths
+    text = "turn_reward has {} entries for {} turns; give one for each turn"
+    yield every, rewards.lengths != turns, text, rewards.lengths, turns
+    of, at = places(rewards.lengths)
+    text = "turn {}: turn_reward is {}; give a finite number"
+    yield of, ~rewards.values.isfinite(), text, at, rewards.values
+    for name in ("environment_began", "environment_failed"):
+        yield every, (rows[name] < 0) | (rows[name] > 1), name + " is {}; give 0 or 1", rows[name]
+    counts = rows["episode_counts"]
+    yield every, (counts < 0).any(1), "episode_counts {}; give numbers of at least 0", counts.tolist()
+    if "tool_calls" in rows.columns:
+        made, raised = rows["tool_calls"].unbind(-1)
+        text = "tool_calls {}; give [made, raised] of each tool, raised in 0..made"
+        yield every, ((raised < 0) | (raised > made)).any(1), text, rows["tool_calls"].tolist()
+    blobs = [row.numpy().tobytes() for row in rows["conversation"].rows()]
+    text = "conversation {!r}; give a JSON list of messages, each with a role and content"
+    yield every, torch.tensor([not _is_conversation(blob) for blob in blobs]), text, lambda i: blobs[i][:80]
+
+
+def _is_conversation(blob: bytes) -> bool:
+    try:
+        messages = json.loads(blob)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(messages, list) and bool(messages) and all(map(_is_message, messages))
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
+# metrics
+
+
+class EpisodeMeter:
+    """Metrics of rollouts, named as in `monitor.names`. tools: that may be called, by name."""
+
+    def __init__(self, tools: Sequence[str]) -> None:
+        # tool -> episodes that called it since one of its calls was answered
+        self.failing = dict.fromkeys(tools, 0)
+        self._called = True  # whether the last rollout had a call
+
+    def __call__(self, rows: Rows) -> dict[str, float]:
+        """Of B episodes. Raises EpisodeError where the environment failed in all of them, for no reward of it is real,
+        and where a tool never works."""
+        count, turns = len(rows), rows["turns"].lengths.double()
+        totals = dict(zip(EPISODE_COUNTS, rows["episode_counts"].sum(0).tolist(), strict=True))
+        if rows["environment_failed"].all():
+            raise EpisodeError(
+                f"the environment failed in all {count} episodes of this rollout; its first failure is printed above, "
+                "where it came: mend the environment"
+            )
+        if self.failing:
+            self._check_tools(rows["tool_calls"])
+            self._look_for_calls(totals, count)
+        return {
+            "episode/turns_mean": float(turns.mean()),
+            "episode/turns_max": float(turns.max()),
+            "episode/turn_limit": float((rows["finish"] == FINISH.index("turns")).double().mean()),
+            "episode/observation_tokens": totals["observation_tokens"] / count,
+            "episode/cut": float(totals["cut"]),
+            "episode/special": float(totals["special"]),
+            "episode/seconds": totals["milliseconds"] / 1000 / count,
+            "episode/failed": float(rows["environment_failed"].sum()),
+            "tools/calls": totals["calls"] / count,
+            **{f"tools/{name}": float(totals[name]) for name in ("malformed", "unknown", "arguments", "raised")},
+        }
+
+    def _check_tools(self, tool_calls: Tensor) -> None:
+        """Of FAILING episodes: a single one may be the model's doing. tool_calls: `[B, tools, 2]`."""
+        for name, calls in zip(self.failing, tool_calls.unbind(1), strict=True):
+            made, raised = calls.unbind(1)
+            works = bool((raised < made).any())
+            self.failing[name] = 0 if works else self.failing[name] + int((made > 0).sum())
+            if self.failing[name] >= FAILING:
+                raise EpisodeError(
+                    f"the tool {name!r} raised in every call of the last {self.failing[name]} episodes that called it; "
+                    "its first error is printed above, where it came: mend the tool"
+                )
+
+    def _look_for_calls(self, totals: Mapping[str, int], count: int) -> None:
+        """A warning at the first of several rollouts without a call."""
+        before, self._called = self._called, any(totals[n] for n in ("calls", "malformed", "unknown", "arguments"))
+        if before and not self._called:
+            say(
+                f"warning: the model called no tool in any of the {count} episodes of this rollout. If it should have, "
+                "look at a response (--rl-dump-dir): --rl-tool-parser may not be that of this model"
+            )

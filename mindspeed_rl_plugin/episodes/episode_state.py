@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindspeed_rl_plugin.episodes.environments import Reply
-from mindspeed_rl_plugin.episodes.episode_rows import episode_row
-from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Column, Completion, GenerateRequest, SampleId
+from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS, episode_row
+from mindspeed_rl_plugin.rows import Column, Completion, GenerateRequest, SampleId
 
 
 @dataclass(eq=False)

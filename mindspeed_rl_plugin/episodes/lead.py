@@ -61,7 +61,7 @@ class Lead:
         fields = row_of(task.fields)
         state.conversation = opening(fields.get("messages"), fields["prompt"])
         state.asked = fields.get("messages") or [*state.conversation]
-        state.tools = {name: [0, 0] for name in tool_names(self.environments)}
+        state.tools = {name: [0, 0] for name in tool_names(self.environments.tools)}
         self._states[sample] = state
         self.environments.begin(sample, fields, task.seed)
 

@@ -28,13 +28,13 @@ NOT_CLOSED = MalformedCall("the call is not closed")
 
 @dataclass(frozen=True)
 class Tagged:
-    """A parser of calls between two tags. tags: of beginning and end; forms: patterns of what stands between the first
-    tag and the JSON of a call, and from there to the end of the second. A group in the former is the call's name, and
-    the JSON its arguments; without one the JSON holds both. needs: tokens that the tokenizer must have."""
+    """A parser of calls between two tags."""
 
-    tags: tuple[str, str]
+    tags: tuple[str, str]  # of beginning and end
+    # Patterns of what stands between the first tag and the JSON of a call, and from there to the end of the second. A
+    # group in the former is the call's name, and the JSON its arguments; without one the JSON holds both.
     forms: tuple[tuple[str, str], ...]
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # tokens that the tokenizer must have
 
     def __call__(self, text: str) -> list[Attempt]:
         attempts: list[Attempt] = []

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.environment import name_to_users
 from mindspeed_rl_plugin.episodes.chat import RawFormat, make_format
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.environments import Elsewhere, Environments
+from mindspeed_rl_plugin.episodes.environments import Environments
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.episodes.parsers import is_own, make_parser
@@ -28,18 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EpisodeSetup:
-    """flags: of episodes, files of the user's by their absolute paths; observation: "chat" or "raw"; tokenizer: its
-    directory; prompt, response: longest [tokens]; wait: seconds that other ranks wait for this one; run: names the run
-    to a user's code, its directory; trust_remote_code: whether the tokenizer's own may run."""
+    """What an engine is told."""
 
-    flags: EpisodeConfig
-    observation: str
-    tokenizer: str
-    prompt: int
-    response: int
-    wait: float
-    run: str = ""
-    trust_remote_code: bool = False
+    flags: EpisodeConfig  # with files of the user's by their absolute paths
+    observation: str  # "chat" or "raw"
+    tokenizer: str  # its directory
+    prompt: int  # longest [tokens]
+    response: int  # longest [tokens]
+    wait: float  # seconds that other ranks wait for this one
+    run: str = ""  # names the run to a user's code: its directory
+    trust_remote_code: bool = False  # whether the tokenizer's own may run
 
     @classmethod
     def of(cls, config: RLConfig, tokenizer: str) -> EpisodeSetup | None:
@@ -95,8 +93,8 @@ class EpisodeSetup:
     def over(
         self, engine: Engine, tokenizer: PreTrainedTokenizerBase, environments: Environments | None, peers: Peers
     ) -> EpisodeEngine:
-        """Episodes over an engine. environments: of its first rank, which closes them with the engine; those that
-        another rank has are closed here; peers: the ranks of the engine."""
+        """Episodes over an engine. environments: of its first rank, which closes them with the engine; those of another
+        rank are closed here; peers: the ranks of the engine."""
         flags, lead = self.flags, None
         limits = EpisodeLimits(
             turns=flags.max_turns,
@@ -106,7 +104,6 @@ class EpisodeSetup:
             on_error=flags.environment_on_error,
         )
         if engine.leader:
-            assert not isinstance(environments, Elsewhere)
             parse = make_parser(flags.tool_parser, tokenizer) if environments.tools else lambda text: ()
             lead = Lead(limits, self.format(tokenizer, environments), parse, environments)
         elif environments is not None:

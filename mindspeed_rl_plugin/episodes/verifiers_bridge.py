@@ -34,40 +34,38 @@ END_SECONDS = 15.0  # in which a process may end by itself, with what its rollou
 
 
 class RolloutReport(msgspec.Struct):
-    """What a process says of a rollout. prompt, messages: of a turn that it asks for, the latter for people to read;
-    ended: it was cancelled, and has stopped; seconds: since its last answer; else as in `Reply`."""
+    """What a process says of a rollout; else as in `Reply`."""
 
     number: int
-    seconds: float
-    prompt: list[int] | None = None
-    messages: list[dict[str, str]] = []
+    seconds: float  # since its last answer
+    prompt: list[int] | None = None  # of a turn that it asks for
+    messages: list[dict[str, str]] = []  # of that turn, for people to read
     reward: float = 0.0
     done: bool = False
     failure: str | None = None
-    ended: bool = False
+    ended: bool = False  # it was cancelled, and has stopped
 
 
-@dataclass
+@dataclass(eq=False)
 class VerifiersProcess:
-    """A worker. loaded: whether rollouts can begin in it; killed: why it was."""
+    """A process of verifiers."""
 
     worker: Worker
-    loaded: bool = False
-    killed: str | None = None
+    loaded: bool = False  # whether rollouts can begin in it
+    killed: str | None = None  # why it was
 
 
 @dataclass(eq=False)
 class RolloutRecord:
-    """process: None before it begins; due: since when its reply is, None while the model speaks; early: what it said
-    before its time, so that it is over; ending: until when it must have stopped, None where it is not given up."""
+    """A rollout as this side knows it."""
 
     number: int
     sample: SampleId
-    data: Any
-    process: VerifiersProcess | None = None
-    due: float | None = None
-    early: Reply | None = None
-    ending: float | None = None
+    data: Any  # verifiers' own row
+    process: VerifiersProcess | None = None  # None before it begins
+    due: float | None = None  # since when its reply is, None while the model speaks
+    early: Reply | None = None  # what it said while the model spoke: it is over
+    ending: float | None = None  # until when it must have stopped, None where it is not given up
 
     @property
     def evaluated(self) -> bool:

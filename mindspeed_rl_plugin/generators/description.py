@@ -10,7 +10,6 @@ from typing import Any
 
 import mindspeed_rl_plugin
 from mindspeed_rl_plugin.engine.options import VllmOptions
-from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_digest
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
@@ -31,7 +30,8 @@ class Description:
     deadline: float  # seconds of any wait
     vocabulary: str = ""  # `vocabulary_digest` of the tokenizer, "" where engines need none
     run: str = ""  # directory of the run
-    episodes: EpisodeSetup | None = None  # None where responses are of one turn
+    tokenizer: str | None = None  # directory of the one by which engines render what answers the model
+    environments: Mapping[str, Any] | None = None  # that answer it, see `ResponseKind.described`
     version: str = mindspeed_rl_plugin.__version__  # of the package
 
     def check_tokenizer(self, path: str | None) -> None:
@@ -61,7 +61,6 @@ class Description:
             raise ValueError(f"the job runs mindspeed_rl_plugin {theirs}, here is {ours}; install the job's")
         fields["engine"] = VllmOptions(**_tuples(fields["engine"]))
         fields["sampling"] = Sampling(**_tuples(fields["sampling"]))
-        fields["episodes"] = EpisodeSetup.from_fields(fields["episodes"]) if fields["episodes"] else None
         return cls(**fields)
 
 

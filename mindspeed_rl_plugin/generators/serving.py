@@ -3,10 +3,10 @@ server of the user's own, vLLM's, to which this process brings prompts, and take
 
 from __future__ import annotations
 
-import atexit
 import threading
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mindspeed_rl_plugin.engine.engine_sizes import kv_cache_problems
@@ -14,6 +14,7 @@ from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env, say
+from mindspeed_rl_plugin.episodes.episode_kind import with_environments
 from mindspeed_rl_plugin.generators.description import Description, job_of, welcome
 from mindspeed_rl_plugin.generators.engine_loop import EngineLoop, Team
 from mindspeed_rl_plugin.generators.pulling import puller_of
@@ -21,7 +22,6 @@ from mindspeed_rl_plugin.generators.scheduler import LEASE_SECONDS, Scheduler
 from mindspeed_rl_plugin.generators.server_engine import ServerEngine, ServerWeights
 from mindspeed_rl_plugin.generators.vllm_server import VllmServer, check_served
 from mindspeed_rl_plugin.layout.layout import EngineParallel
-from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 from mindspeed_rl_plugin.service.guest_dock import GuestDock, here
 from mindspeed_rl_plugin.service.invitation import read_secret
 from mindspeed_rl_plugin.weights.pull import Puller
@@ -57,7 +57,8 @@ def serve(
         else:
             engine, puller, slots = _built(dock, job, options, team)
         with closing(puller):
-            engine = with_episodes(engine, job, tokenizer, team)
+            ranks = partial(team.of_replica, engine, job.deadline)
+            engine = with_environments(engine, job.environments, tokenizer, job.run, ranks)
             scheduler = None
             if team.rank == 0:
                 scheduler = Scheduler(dock, job, slots, engine.replicas, share, leaving or threading.Event())
@@ -88,19 +89,6 @@ def _at_url(
     return engine, weights, min(options.max_running, workers[0].max_running)
 
 
-def with_episodes(engine: Engine, job: Description, tokenizer: str | None, team: Team) -> Engine:
-    """The engine, over which are episodes where the job has some; their environments end with this process at the
-    latest, by an error too. tokenizer: directory. Collective."""
-    if (setup := job.episodes) is None:
-        return engine
-    setup = replace(setup, tokenizer=tokenizer, run=job.run)
-    peers = team.of_replica(engine, job.deadline)
-    environments = setup.environments() if engine.leader else None
-    if environments is not None:
-        atexit.register(environments.close)
-    return setup.over(engine, load_tokenizer(tokenizer, setup.trust_remote_code), environments, peers)
-
-
 def sized(options: VllmOptions, ranks: int) -> VllmOptions:
     """Options of an engine on so many ranks: those of engines that share experts must be as many as the job says, else
     tensor parallelism is over all of them. Raises ValueError, for a KV cache larger than this host too."""
@@ -119,12 +107,13 @@ def sized(options: VllmOptions, ranks: int) -> VllmOptions:
 def tokenizer_here(job: Description, options: VllmOptions, url: str, given: str | None) -> str | None:
     """The directory of the tokenizer that this process needs, if any, of the same tokens as the job's. A server at
     `url` has its own for --rl-stop. Raises ValueError."""
-    if url and job.episodes is None:
+    if url and job.tokenizer is None:
         if given is not None:
             raise ValueError(
-                f"--tokenizer {given}: the server at {url} has its own, and only episodes need one here; leave it out"
+                f"--tokenizer {given}: the server at {url} has its own, and only tools and environments need one here; "
+                "leave it out"
             )
         return None
-    path = options.tokenizer or (job.episodes and job.episodes.tokenizer)
+    path = options.tokenizer or job.tokenizer
     job.check_tokenizer(path)
     return path

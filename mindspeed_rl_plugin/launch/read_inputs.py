@@ -14,11 +14,9 @@ from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig, given_flags
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine import hf_config
-from mindspeed_rl_plugin.engine.seeds import task_of
+from mindspeed_rl_plugin.engine.response_kind import ONE_TURN
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.episodes.environments import Elsewhere, Environments, begin_once, row_of, tool_names
-from mindspeed_rl_plugin.episodes.parsers import make_parser
-from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
+from mindspeed_rl_plugin.episodes.episode_kind import response_kind
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.generators.external_engines import check_servers
 from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
@@ -31,7 +29,6 @@ from mindspeed_rl_plugin.prompts.render import is_rendered
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, model_vocabulary, tokenizer_path
 from mindspeed_rl_plugin.ranks import gather_all, on_all_ranks, rank_of_job
 from mindspeed_rl_plugin.reward import RewardPool
-from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.stages.prompts import meta_of
 from mindspeed_rl_plugin.stages.stage import StageSpec
 from mindspeed_rl_plugin.stages.user import load_stages, try_once
@@ -55,12 +52,12 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         max_tokens=config.forward.max_tokens_per_microbatch,
         packed=config.forward.pack_sequences,
     )
-    environments = None if algorithm.from_pairs else _environments(args, config, path, tokenizer)
-    tools = environments.tools if environments else None
-    stream = functools.partial(_stream, tokenizer, config, algorithm.from_pairs, tools)
+    run = os.path.abspath(config.monitor.run_dir or os.path.join(args.save, "rl"))
+    responses = ONE_TURN if algorithm.from_pairs else response_kind(config, path, tokenizer, run)
+    stream = functools.partial(_stream, tokenizer, config, algorithm.from_pairs, responses.tools)
     data = stream(config.data.prompt_data, args.seed if config.data.data_seed is None else config.data.data_seed)
     held_out = stream(config.monitor.eval_data, 0) if config.monitor.eval_data else None
-    ends = _ends(config, tokenizer, vocab, tools, *filter(None, (data, held_out)))
+    ends = _ends(config, tokenizer, vocab, responses.tools, *filter(None, (data, held_out)))
     inputs = Inputs(
         args=args,
         config=config,
@@ -73,7 +70,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         forward=forward,
         data=data,
         held_out=held_out,
-        environments=environments,
+        responses=responses,
     )
     return inputs if algorithm.from_pairs else _to_sample(inputs, ends)
 
@@ -91,8 +88,7 @@ def _to_sample(inputs: Inputs, ends: Mapping[int, str]) -> Inputs:
         for problem in check_servers(config, engine_config, dtype):
             raise ValueError(problem)
     graders = _graders(inputs)
-    if inputs.environments is not None:
-        _try_environments(inputs)
+    inputs.responses.try_once(meta_of(inputs.data.at(0)), inputs.response_seed, inputs.data.where(0))
     inputs = dataclasses.replace(
         inputs,
         held_out=tuple(held_out.all()[: config.monitor.eval_prompts or None]) if held_out else (),
@@ -118,81 +114,16 @@ def _graders(inputs: Inputs) -> RewardPool:
         device="cpu" if reward.reward_model_device == "host" else str(get_device().current()),
         trust_remote_code=inputs.config.data.trust_remote_code,
     )
-    inputs, prompts, episodes = dataclasses.replace(inputs, graders=graders), inputs.data, inputs.config.episodes.on
+    inputs, prompts = dataclasses.replace(inputs, graders=graders), inputs.data
     for rows in filter(None, (prompts, inputs.held_out)):
         inputs.check_fields(rows.kinds_of_rows())
         share = dict(itertools.islice(rows.answers().items(), rank_of_job(), None, len(gather_all(None))))
         on_all_ranks(functools.partial(inputs.check_answers, share))
     members = inputs.config.rollout.samples_per_prompt
-    for failure in graders.try_once(prompts.at(0), prompts.where(0), members, episodes):
+    row = prompts.at(0)
+    for failure in graders.try_once(row, prompts.where(0), members, inputs.responses.grade_fields(row)):
         say(f"warning: {failure}")
     return graders
-
-
-def _environments(
-    args: argparse.Namespace, config: RLConfig, path: str, tokenizer: Any
-) -> Environments | Elsewhere | None:
-    """Who answers the model in episodes, on the first rank of each engine. Where engines are apart, the first rank of
-    the job has them to try. Collective."""
-    if (setup := EpisodeSetup.of(config, path)) is None:
-        return None
-    setup = dataclasses.replace(setup, run=os.path.abspath(config.monitor.run_dir or os.path.join(args.save, "rl")))
-    rank, here = rank_of_job(), None
-
-    def start() -> Elsewhere | None:
-        nonlocal here
-        if rank == 0 or (rank % config.rollout.generate_tp == 0 and not config.schedule.apart):
-            here = _started(setup, tokenizer)
-        return here and Elsewhere.of(here)
-
-    try:
-        known = on_all_ranks(start)[0]
-    except ValueError:
-        if here is not None:
-            here.close()
-        raise
-    if known.tools and setup.observation == "raw":
-        say(
-            f"--rl-observation raw: nothing tells the model of its tools ({', '.join(tool_names(known))}); let the "
-            "prompts of the data tell it of them, or give --rl-apply-chat-template"
-        )
-    return here or known
-
-
-def _started(setup: EpisodeSetup, tokenizer: Any) -> Environments:
-    """Environments, and tokenizer and template fit. Raises ValueError."""
-    environments = setup.environments()
-    try:
-        setup.format(tokenizer, environments)
-        if environments.tools and setup.flags.max_turns == 1:
-            raise ValueError(
-                f"--rl-max-turns 1 with tools ({', '.join(tool_names(environments))}): the model would never see a "
-                "result; give 2 or more"
-            )
-        if environments.tools:
-            make_parser(setup.flags.tool_parser, tokenizer)
-    except ValueError:
-        environments.close()
-        raise
-    return environments
-
-
-def _try_environments(inputs: Inputs) -> None:
-    """An episode of the first row begins, wherever environments are. Ends what no engine uses. Collective."""
-    on_all_ranks(lambda: None if isinstance(inputs.environments, Elsewhere) else _try_here(inputs))
-    if inputs.config.schedule.apart:
-        inputs.environments.close()
-
-
-def _try_here(inputs: Inputs) -> None:
-    sample, meta = SampleId(0, 0, 0), meta_of(inputs.data.at(0))
-    seed = task_of(inputs.response_seed, sample, meta).seed
-    if why := begin_once(inputs.environments, row_of(meta), seed):
-        flags, where = inputs.config.episodes, inputs.data.where(0)
-        text = f"--rl-environment {flags.environment} {why}\n  when it was tried on {where}"
-        if flags.environment_on_error == "stop":
-            raise ValueError(text)
-        say(f"warning: {text}")
 
 
 def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tuple[tuple[StageSpec, Any], ...]:
@@ -200,9 +131,9 @@ def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tupl
     rollout, words, row = inputs.config.rollout, inputs.config.reward.stage, inputs.data.at(0)
     response = [*inputs.tokenizer.encode(row.answer, add_special_tokens=False), *end_tokens[:1]] or [0]
     response, where = response[: rollout.max_response_length], inputs.data.where(0)
-    members, episodes = rollout.samples_per_prompt, inputs.episodes
-    try_once(load_stages(words, graders, episodes), row, response, members, graders, where, episodes)
-    return tuple(load_stages(words, graders, episodes))
+    members, kind = rollout.samples_per_prompt, inputs.responses
+    try_once(load_stages(words, graders, kind), row, response, members, graders, where, kind)
+    return tuple(load_stages(words, graders, kind))
 
 
 def _stream(

@@ -13,7 +13,6 @@ from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.dock.gate import Opening
 from mindspeed_rl_plugin.dock.machines import own_address
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
 from mindspeed_rl_plugin.generators.external_engines import ExternalEngines
 from mindspeed_rl_plugin.generators.launcher_ranks import publish_address, publish_end
@@ -50,7 +49,7 @@ def build_schedule(at: RankParts, stages: Stages, trainer: Trainer, model: Any, 
     description = Description(
         engine=engine,
         vocabulary=vocabulary_digest(inputs.tokenizer_path, engine.trust_remote_code)
-        if engine.tokenizer or config.episodes.on
+        if engine.tokenizer or inputs.responses.tokenizer
         else "",
         sampling=inputs.sampling,
         seed=inputs.response_seed,
@@ -58,10 +57,11 @@ def build_schedule(at: RankParts, stages: Stages, trainer: Trainer, model: Any, 
         strict=strict,
         deadline=config.monitor.wait_timeout,
         run=str(Path(job.monitor.run_dir).absolute()),
-        episodes=EpisodeSetup.of(config, inputs.tokenizer_path),
+        tokenizer=inputs.responses.tokenizer,
+        environments=inputs.responses.described(),
     )
     about = {JOB: description.to_json(), WEIGHTS: trainer.weights.text()}
-    validator = ResponseValidator(inputs.vocab, config.rollout.max_response_length, config.episodes.on)
+    validator = ResponseValidator(inputs.vocab, config.rollout.max_response_length, inputs.responses)
     service = JobService(job.dock)
     service.guard({STATE: Opening(validator.check, READS)})
     job.monitor.on_record = service.record

@@ -12,7 +12,6 @@ from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env
-from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel
 from mindspeed_rl_plugin.loop import engine_options
 from mindspeed_rl_plugin.loop.rank_parts import RankParts
@@ -65,9 +64,8 @@ class Colocation:
         trained = (state,) if critic is None else (state, critic)
         for one in trained:
             one.offload(config.reshard.offloaded)
-        engine: Engine = VllmEngine(engine_options.options(inputs, dtype))
-        if (setup := EpisodeSetup.of(config, inputs.tokenizer_path)) is not None:
-            engine = setup.over(engine, inputs.tokenizer, inputs.environments, at.docks.engines.peers)
+        engine = VllmEngine(engine_options.options(inputs, dtype))
+        engine = inputs.responses.over(engine, inputs.tokenizer, at.docks.engines.peers)
         engine.sleep()
         for one in trained:
             one.onload()

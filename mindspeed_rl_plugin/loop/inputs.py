@@ -9,18 +9,16 @@ from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
 from mindspeed_rl_plugin.environment import launch_env
-from mindspeed_rl_plugin.episodes.environments import Elsewhere, Environments
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, reads_old_logps
 from mindspeed_rl_plugin.loop.docks import DockSize
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.reward.builtin import check_answers
-from mindspeed_rl_plugin.reward.calling import ANSWERED
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rows import Prompt, Sampling
-from mindspeed_rl_plugin.stages.generate import Episodes
 from mindspeed_rl_plugin.stages.stage import StageSpec
 from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
@@ -38,7 +36,7 @@ class Inputs:
     engine_config: config.json of the engine's model.
     end_tokens: ids that end a response.
     own_stages: a user's, declaration and instance.
-    environments: that answer the model in episodes, here or elsewhere.
+    responses: of what kind they are.
     """
 
     args: argparse.Namespace
@@ -56,12 +54,7 @@ class Inputs:
     end_tokens: tuple[int, ...] = ()
     graders: RewardPool | None = None
     own_stages: tuple[tuple[StageSpec, Any], ...] = ()
-    environments: Environments | Elsewhere | None = None
-
-    @property
-    def episodes(self) -> Episodes | None:
-        """What is declared of episodes, where responses are such."""
-        return self.environments and Episodes(len(self.environments.tools), self.config.episodes.max_turns)
+    responses: ResponseKind = ONE_TURN
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Response tokens as graders and readers see them."""
@@ -69,12 +62,10 @@ class Inputs:
         return self.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
-        """Raise ValueError where graders or environments cannot do with the fields of some row. rows: place in the data
-        -> fields of its record."""
-        episodes = ANSWERED if self.environments is not None else ()
-        self.graders.check_fields({where: {*fields, *episodes} for where, fields in rows.items()})
-        if self.environments is not None:
-            self.environments.check_fields(rows)
+        """Raise ValueError where graders, or what answers the model, cannot do with the fields of some row. rows: place
+        in the data -> fields of its record."""
+        self.graders.check_fields({where: {*fields, *self.responses.graded} for where, fields in rows.items()})
+        self.responses.check_fields(rows)
 
     def check_answers(self, answers: Mapping[str, str]) -> None:
         """Raises ValueError where a built-in grader cannot read a ground truth. answers: place in the data -> it."""
@@ -105,7 +96,7 @@ class Inputs:
         graders, own = self.graders, [spec for spec, _ in self.own_stages]
         rewards = {"graders": len(graders.names), "by_group": graders.by_group} if graders else {"graders": 0}
         dump = self.config.monitor.dump_dir is not None
-        return stage_table(self.algorithm, **rewards, dump=dump, own=own, episodes=self.episodes)
+        return stage_table(self.algorithm, **rewards, dump=dump, own=own, kind=self.responses)
 
     @property
     def dynamic_rounds(self) -> int:

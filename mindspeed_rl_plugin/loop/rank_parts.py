@@ -58,7 +58,7 @@ class RankParts:
             seed=inputs.response_seed,
             decode=inputs.decode,
             graders=inputs.graders,
-            environments=inputs.environments,
+            responses=inputs.responses,
             dock_of=self.docks.of,
             ranks=job.ranks,
             monitor=job.monitor,

@@ -129,9 +129,9 @@ class Run:
         """
         if self.loop is not None:
             self.loop.schedule.stop()
-        for users in (self.inputs.graders, self.inputs.environments):
-            if users is not None:
-                users.close()
+        if self.inputs.graders is not None:
+            self.inputs.graders.close()
+        self.inputs.responses.close()
         if self.loop is not None:
             self.loop.job.monitor.close()
             if not hasattr(sys, "last_value"):  # of an exception that nobody caught

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.grader_process import Kind
-from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError, opening
+from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
 from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 from mindspeed_rl_plugin.workers.pool import WorkerPool
 from mindspeed_rl_plugin.workers.pool_worker import GRACE, WorkerCall
@@ -85,22 +84,17 @@ class RewardPool:
             if problem := lacking(kind.fields, rows):
                 raise ValueError(f"reward {spec.given!r} {problem}")
 
-    def try_once(self, prompt: Prompt, where: str, members: int, episodes: bool = False) -> list[str]:
+    def try_once(self, prompt: Prompt, where: str, members: int, more: Mapping[str, Any] | None = None) -> list[str]:
         """Call each grader once on a data row, with its own answer as the response, a batch grader on `members` of
         them; reward models on a device are left out, for they would need its memory before the policy has its own.
 
-        where: the row's place in the data; episodes: whether responses are some. Returns what failed; under `on_error`
-        "stop" raises RewardError with it.
+        where: the row's place in the data; more: fields of the item. Returns what failed; under `on_error` "stop"
+        raises RewardError with it.
         """
         from mindspeed_rl_plugin.rows import SampleId
 
-        item = GradeItem(prompt.text, prompt.answer, prompt.answer, prompt.record, SampleId(0, 0, 0), prompt.messages)
-        if episodes:
-            said = [
-                *opening(prompt.messages, prompt.text),
-                {"role": "assistant", "content": prompt.answer, "turn": [0, 1], "reward": 0.0},
-            ]
-            item = replace(item, conversation=said, environment=0.0)
+        fields = prompt.text, prompt.answer, prompt.answer, prompt.record, SampleId(0, 0, 0), prompt.messages
+        item = GradeItem(*fields, **(more or {}))
         names = [f"{s.file}:{s.function}" if s.function else s.given for s in self._specs]
         on_error = [self._on_error] * len(names)
         batch = Batch([item] * members, names, self.weights, on_error, {}, f"when it was tried on {where}")

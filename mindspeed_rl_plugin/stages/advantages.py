@@ -9,6 +9,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm, Moments, RewardBatch, grou
 from mindspeed_rl_plugin.algorithms.estimators import returns as value_targets
 from mindspeed_rl_plugin.algorithms.rewards import rows_of
 from mindspeed_rl_plugin.dock import ColumnSpec
+from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
 from mindspeed_rl_plugin.reward.specs import ENVIRONMENT
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
@@ -19,10 +20,10 @@ def column_name(algorithm: Algorithm) -> str:
     return "advantages" if algorithm.per_token else "advantage"
 
 
-def spec(algorithm: Algorithm, episodes: bool = False) -> StageSpec:
-    """It reads token columns only where the estimator looks at tokens. episodes: whether responses are some."""
+def spec(algorithm: Algorithm, kind: ResponseKind = ONE_TURN) -> StageSpec:
+    """It reads token columns only where the estimator looks at tokens. kind: of the responses."""
     reads = ("reward", "valid", "response_length")
-    reads += ("length", "prompt_length") if episodes and algorithm.buffer(1) else ()  # of the penalty on length
+    reads += kind.limited if algorithm.buffer(1) else ()  # of the penalty on length
     if algorithm.per_token or algorithm.kl_reward_coef:
         reads += ("loss_mask",)
     reads += ("logp_old", "logp_ref") if algorithm.kl_reward_coef else ()
@@ -70,7 +71,7 @@ class Advantages(Stage):
 
 
 def limited_lengths(rows: Rows) -> Tensor:
-    """`[B]` tokens that --rl-max-response-length limits: those of the response, of episodes the observations too."""
+    """`[B]` tokens that --rl-max-response-length limits: those of the response, and what was answered between."""
     return rows["length"] - rows["prompt_length"] if "prompt_length" in rows.columns else rows["response_length"]
 
 

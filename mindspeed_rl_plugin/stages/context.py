@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.engine.response_kind import ResponseKind
 from mindspeed_rl_plugin.engine.rollout_engine import Engine
-from mindspeed_rl_plugin.episodes.environments import Elsewhere, Environments
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream
@@ -38,7 +38,7 @@ class RankContext:
     seed: int  # base of their seeds
     decode: Callable[[Sequence[int]], str]  # response tokens to the text that graders see
     graders: RewardPool | None  # the pool of this rank
-    environments: Environments | Elsewhere | None  # that answer the model in episodes
+    responses: ResponseKind  # of what kind they are
     dock_of: Callable[[str], Dock]  # resource of a stage -> the dock as the ranks see it that share its leases
     ranks: Collectives  # of the job
     monitor: Monitor  # of this rank

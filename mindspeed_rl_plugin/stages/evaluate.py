@@ -136,8 +136,8 @@ class EvaluateApart:
         self.version = -1
 
     def _scored(self) -> list[Scored]:
-        of_episodes = {FAILED}.intersection(self.reward.spec.reads)
-        rows = self.reward.graded(self.ids, ("reward_parts", "response_length", "finish", *of_episodes))
+        failed = {FAILED}.intersection(self.reward.spec.reads)
+        rows = self.reward.graded(self.ids, ("reward_parts", "response_length", "finish", *failed))
         columns = (rows[name].tolist() for name in ("reward_parts", "reward", "grader_error"))
         return scored_rows(rows, *columns, self.context.graders.weights)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Lease
+from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
 from mindspeed_rl_plugin.engine.rollout_engine import stream
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.rows import (
-    EPISODE_COUNTS,
     FINISH,
     Completion,
     GenerateRequest,
@@ -113,31 +113,9 @@ SPEC = StageSpec(
 )
 
 
-@dataclass(frozen=True)
-class Episodes:
-    """What is declared of episodes."""
-
-    tools: int  # how many there are
-    turns: int  # most of an episode
-
-
-def spec(episodes: Episodes | None = None) -> StageSpec:
-    """The stage; where responses are episodes, their environments read `meta`, and there is more to tell."""
-    if episodes is None:
-        return SPEC
-    more = (
-        ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with what the environment added
-        ColumnSpec("environment_began", torch.int8, "sample", ragged=False),  # 1: the prompt is not the data's own
-        # [first token, behind the last) of each turn of the model
-        ColumnSpec("turns", torch.int64, "sample", ragged=True, trailing=(2,), longest=episodes.turns),
-        ColumnSpec("turn_reward", torch.float32, "sample", ragged=True, longest=episodes.turns),  # the environment's
-        ColumnSpec("conversation", torch.uint8, "sample", ragged=True),  # JSON: chat messages
-        ColumnSpec("environment_failed", torch.int8, "sample", ragged=False),
-        ColumnSpec("episode_counts", torch.int64, "sample", ragged=False, trailing=(len(EPISODE_COUNTS),)),
-    )
-    if episodes.tools:
-        more += (ColumnSpec("tool_calls", torch.int64, "sample", ragged=False, trailing=(episodes.tools, 2)),)
-    return replace(SPEC, reads=(*SPEC.reads, "meta"), writes=(*SPEC.writes, *more))
+def spec(kind: ResponseKind = ONE_TURN) -> StageSpec:
+    """The stage, with what this kind of responses needs and has besides."""
+    return replace(SPEC, reads=(*SPEC.reads, *kind.reads), writes=(*SPEC.writes, *kind.columns))
 
 
 def requests_of(

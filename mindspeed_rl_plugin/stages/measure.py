@@ -11,8 +11,7 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import Algorithm, spread
 from mindspeed_rl_plugin.dock import Dock, Moved
-from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.episodes.environments import EpisodeError, tool_names
+from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
 from mindspeed_rl_plugin.monitor import rollout_metrics as metrics
 from mindspeed_rl_plugin.monitor.dump import discard_dumps_after, dump_rollout
 from mindspeed_rl_plugin.monitor.monitor import Monitor
@@ -20,26 +19,24 @@ from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.monitor.run_files import claim_dumps, dump_files, set_aside
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reward import solved
-from mindspeed_rl_plugin.rows import EPISODE_COUNTS, FINISH, Rows, SampleId
+from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.stages import advantages
 from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.generate import digest_number
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 from mindspeed_rl_plugin.weights.resharder import Transfer
 
-FAILING = 16  # episodes in which every call of a tool raised, so that it is the tool that does not work
 
-
-def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = ()) -> StageSpec:
-    """dump: whether rollouts are written to files; own: columns of a user's stages, which are dumped too."""
+def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = (), kind: ResponseKind = ONE_TURN) -> StageSpec:
+    """dump: whether rollouts are written to files; own: columns of a user's stages, which are dumped too; kind: of the
+    responses."""
     # One rank reads these of all rows: single numbers, so that it never becomes the place where all data goes.
     reads = ("length", "response_length", "finish", "version", "weights_digest", "reward", "reward_parts", "valid")
-    of_episodes = ("prompt_length", "turns", "environment_failed", "episode_counts", "tool_calls")
-    if_written, own = ("multiplicity", *of_episodes), tuple(name for name in own if name not in reads)
+    if_written, own = ("multiplicity", *kind.measured), tuple(name for name in own if name not in reads)
     if dump:
         reads += ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old", "segments")
         reads += (advantages.column_name(algorithm),)
-        if_written += ("logp_ref", "turn_reward", "conversation", *own)
+        if_written += ("logp_ref", *kind.dumped, *own)
     built = partial(Measure, own=own)
     return StageSpec("measure", reads, (), resource="leader", if_written=if_written, build=built)
 
@@ -59,9 +56,7 @@ class Measure(Stage):
 
     def __init__(self, spec: StageSpec, context: RankContext, own: Sequence[str] = ()) -> None:
         super().__init__(spec, context)
-        self.own, self.tools = own, tool_names(context.environments)  # the latter: that episodes may call
-        self.calls_found = True
-        self.failing: dict[str, int] = {}  # see `check_tools`
+        self.own, self.meter = own, context.responses.meter()
 
     def run(
         self,
@@ -99,13 +94,7 @@ class Measure(Stage):
         result |= metrics.grader_metrics(parts, graders.names) | self._overlong(rows.take(valid))
         if "multiplicity" in rows.columns:
             result |= metrics.filtration_metrics(rows["multiplicity"], rows["reward"])
-        if "turns" in rows.columns:
-            result |= episode_metrics(rows)
-            check_environments(rows)
-            if self.tools:
-                found = check_tools(rows, self.tools, self.failing, warn=self.calls_found)
-                self.calls_found = found  # the first of several
-        return result | {"groups/dropped": 1.0 - len(valid) / len(rows)}
+        return result | self.meter(rows) | {"groups/dropped": 1.0 - len(valid) / len(rows)}
 
     def _overlong(self, rows: Rows) -> dict[str, Metric]:
         """What DAPO's length penalty takes from the rewards, where it is on."""
@@ -145,56 +134,6 @@ def check_weights(rows: Rows, version: int, digest: str | None) -> None:
             f"sample {ids[wrong[0]]} of weight version {version} was sampled with other weights than those that were "
             f"verified, digest {digest}"
         )
-
-
-def episode_metrics(rows: Rows) -> dict[str, float]:
-    """Metrics of B episodes, named as in `names.py`."""
-    count, turns = len(rows), rows["turns"].lengths.double()
-    totals = dict(zip(EPISODE_COUNTS, rows["episode_counts"].sum(0).tolist(), strict=True))
-    return {
-        "episode/turns_mean": float(turns.mean()),
-        "episode/turns_max": float(turns.max()),
-        "episode/turn_limit": float((rows["finish"] == FINISH.index("turns")).double().mean()),
-        "episode/observation_tokens": totals["observation_tokens"] / count,
-        "episode/cut": float(totals["cut"]),
-        "episode/special": float(totals["special"]),
-        "episode/seconds": totals["milliseconds"] / 1000 / count,
-        "episode/failed": float(rows["environment_failed"].sum()),
-        "tools/calls": totals["calls"] / count,
-        **{f"tools/{name}": float(totals[name]) for name in ("malformed", "unknown", "arguments", "raised")},
-    }
-
-
-def check_environments(rows: Rows) -> None:
-    """Raises EpisodeError where the environment failed in all episodes: no reward of it is real."""
-    if rows["environment_failed"].all():
-        raise EpisodeError(
-            f"the environment failed in all {len(rows)} episodes of this rollout; its first failure is printed above, "
-            "where it came: mend the environment"
-        )
-
-
-def check_tools(rows: Rows, names: Sequence[str], failing: dict[str, int], warn: bool = True) -> bool:
-    """Whether a call was found; where none was, a warning. names: of the tools; failing: tool -> episodes that called
-    it since one of its calls was answered, kept from rollout to rollout. Raises EpisodeError where these are FAILING: a
-    single one may be the model's doing."""
-    for name, calls in zip(names, rows["tool_calls"].unbind(1), strict=True):
-        made, raised = calls.unbind(1)
-        works = bool((raised < made).any())
-        failing[name] = 0 if works else failing.get(name, 0) + int((made > 0).sum())
-        if failing[name] >= FAILING:
-            raise EpisodeError(
-                f"the tool {name!r} raised in every call of the last {failing[name]} episodes that called it; its "
-                "first error is printed above, where it came: mend the tool"
-            )
-    kinds = [EPISODE_COUNTS.index(name) for name in ("calls", "malformed", "unknown", "arguments")]
-    found = bool(rows["episode_counts"][:, kinds].any())
-    if warn and not found:
-        say(
-            f"warning: the model called no tool in any of the {len(rows)} episodes of this rollout. If it should have, "
-            "look at a response (--rl-dump-dir): --rl-tool-parser may not be that of this model"
-        )
-    return found
 
 
 class IterationLog:

@@ -61,7 +61,7 @@ class Reward(Stage):
     def grades(self, rows: Rows, grades: Sequence[Grade]) -> Rows:
         """The columns of `spec` for rows that were graded."""
         graded = grade_rows(rows.ids, grades)
-        if self.context.config.episodes.environment_on_error == "drop" and "environment_failed" in rows.columns:
+        if self.context.responses.drops_failed:
             graded["graded"][rows["environment_failed"].bool()] = 0
         return graded
 

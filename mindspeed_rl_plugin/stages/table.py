@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, Algorithm, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
 from mindspeed_rl_plugin.monitor.dump import FIELDS
 from mindspeed_rl_plugin.stages import (
     advantages,
@@ -39,24 +40,24 @@ def stage_table(
     by_group: bool = True,
     dump: bool = False,
     own: Sequence[StageSpec] = (),
-    episodes: generate.Episodes | None = None,
+    kind: ResponseKind = ONE_TURN,
 ) -> list[StageSpec]:
     """The stages of an algorithm. graders: number of rewards; by_group: whether one is called with whole groups; dump:
-    whether rollouts are written to files; own: a user's stages, which come after reward and before groups; episodes:
-    where responses are some. Raises ValueError for names that others have."""
+    whether rollouts are written to files; own: a user's stages, which come after reward and before groups; kind: of
+    the responses. Raises ValueError for names that others have."""
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.spec(algorithm)])
     added = tuple(name for spec in own for name in spec.written)
     specs = [
         prompts.SPEC,
-        generate.spec(episodes),
+        generate.spec(kind),
         reward.spec(graders, by_group),
         *own,
         groups.SPEC,
         *logprobs.specs(algorithm),
         select.spec(algorithm),
-        advantages.spec(algorithm, episodes is not None),
-        measure.spec(algorithm, dump, added),
+        advantages.spec(algorithm, kind),
+        measure.spec(algorithm, dump, added, kind),
         update.spec(algorithm),
     ]
     for spec in own:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, from_tensordict, to_tensordict
-from mindspeed_rl_plugin.episodes.episode_rows import episode_row
-from mindspeed_rl_plugin.reward.items import opening
+from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
 from mindspeed_rl_plugin.rows import (
-    EPISODE_COUNTS,
     Completion,
     GenerateRequest,
     Prompt,
@@ -42,14 +39,12 @@ RAISED = (
 )  # fmt: skip
 
 
-def load_stages(
-    words: Sequence[str], graders: int, episodes: generate.Episodes | None = None
-) -> list[tuple[StageSpec, Any]]:
-    """The stages of `--rl-stage`, in their order: declaration, and instance. episodes: where responses are such.
+def load_stages(words: Sequence[str], graders: int, kind: ResponseKind = ONE_TURN) -> list[tuple[StageSpec, Any]]:
+    """The stages of `--rl-stage`, in their order: declaration, and instance. kind: of the responses.
 
     Raises ValueError for a file or class that is not there, and for declarations that cannot be.
     """
-    known = {c.name for spec in (prompts.SPEC, generate.spec(episodes), reward.spec(graders)) for c in spec.writes}
+    known = {c.name for spec in (prompts.SPEC, generate.spec(kind), reward.spec(graders)) for c in spec.writes}
     stages: list[tuple[StageSpec, Any]] = []
     for word in words:
         try:
@@ -92,15 +87,15 @@ def try_once(
     members: int,
     graders: int,
     where: str,
-    episodes: generate.Episodes | None = None,
+    kind: ResponseKind = ONE_TURN,
 ) -> None:
     """Call each stage on the group that a data row would make, rewarded with 1 and 0 in turns.
 
     stages: not those of the run, for they may keep state; response: token ids of every response; graders: number of
-    rewards; where: the row's place in the data; episodes: where responses are such. Raises ValueError for what a stage
-    raises or returns wrongly.
+    rewards; where: the row's place in the data; kind: of the responses. Raises ValueError for what a stage raises
+    or returns wrongly.
     """
-    rows = _as_sampled(prompt, response, members, graders, episodes)
+    rows = _as_sampled(prompt, response, members, graders, kind)
     for spec, instance in stages:
         try:
             with torch.random.fork_rng(devices=()):
@@ -113,25 +108,12 @@ def try_once(
         rows = rows.with_columns(**written.columns)
 
 
-def _as_sampled(
-    prompt: Prompt, response: Sequence[int], members: int, graders: int, episodes: generate.Episodes | None
-) -> Rows:
-    """The columns that a stage may read, of one group. An episode has one turn."""
-    turn = {"role": "assistant", "content": prompt.answer, "turn": [0, len(response)], "reward": 0.0}
-    columns = episodes and episode_row(
-        prompt.tokens,
-        prompt.tokens,
-        [(0, len(response))],
-        [0.0],
-        [*opening(prompt.messages, prompt.text), turn],
-        counts=dict.fromkeys(EPISODE_COUNTS, 0),
-        tools=[(0, 0)] * episodes.tools,
-        failed=False,
-    )
+def _as_sampled(prompt: Prompt, response: Sequence[int], members: int, graders: int, kind: ResponseKind) -> Rows:
+    """The columns that a stage may read, of one group."""
     ids = [SampleId(0, 0, member) for member in range(members)]
-    done = Completion(ids[0], tuple(response), (-1.0,) * len(response), "stop", ((0, 0),), columns=columns or {})
     requests = [GenerateRequest(i, prompt.tokens, Sampling(len(response)), 0) for i in ids]
-    answers = [replace(done, id=i) for i in ids]
+    answers = [Completion(i, tuple(response), (-1.0,) * len(response), "stop", ((0, 0),)) for i in ids]
+    answers = [kind.completed(answer, prompt) for answer in answers]
     right = (torch.arange(members) + 1) % 2
     graded = {"reward": right, "reward_parts": right[:, None].expand(-1, graders), "graded": right | 1}
     columns = {c.name: graded.get(c.name, right * 0).to(c.dtype) for c in reward.spec(graders).writes}

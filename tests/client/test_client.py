@@ -24,12 +24,10 @@ from tensordict import TensorDict
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.client import Client
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.dock import Gone, Ragged, Rows, SampleId, VersionBound, from_tensordict, machine
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.gate import Opening
 from mindspeed_rl_plugin.engine.options import VllmOptions
-from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.rows import Sampling
@@ -245,8 +243,8 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
         ("tokens", ragged([6, 7], torch.int32), "begin with the prompt"),
         ("loss_mask", ragged([0, 1, 1], torch.uint8), "loss_mask has 3 entries for 2 tokens"),
         ("logp_rollout", ragged([0.0], torch.float32), "logp_rollout has 1 entries for 2 tokens"),
-        ("loss_mask", ragged([1, 1], torch.uint8), "give 1 on the response, else 0"),
-        ("logp_rollout", ragged([-1.0, -1.0], torch.float32), "give 0 outside of the response"),
+        ("loss_mask", ragged([1, 1], torch.uint8), "give 1 on what the model sampled, else 0"),
+        ("logp_rollout", ragged([-1.0, -1.0], torch.float32), "give 0 outside of what the model sampled"),
         ("length", torch.tensor([3]), "length is 3, not 2"),
         ("response_length", torch.tensor([2]), "response_length is 2, not 1"),
         ("version", torch.tensor([1]), "version is 1, the oldest segment's 0"),
@@ -399,8 +397,7 @@ def test_the_end_of_a_job_is_no_error(trainers) -> None:
 
 
 def test_a_wrong_secret_another_version_and_jobs_that_give_no_rows_are_refused(tmp_path) -> None:
-    episodes = EpisodeSetup(EpisodeConfig(tools=("a.py:f",)), "chat", "tokenizer", 8, 8, 60.0)
-    playing = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, episodes=episodes))
+    playing = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, environments={"flags": {}}))
     with Client(playing.address, playing.secret) as job, pytest.raises(ValueError, match="bring an engine by"):
         job.take(1, deadline=0)
     playing.close()

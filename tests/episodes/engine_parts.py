@@ -10,8 +10,9 @@ from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.seeds import response_request
 from mindspeed_rl_plugin.episodes.environments import Reply, Turn
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
+from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
-from mindspeed_rl_plugin.rows import EPISODE_COUNTS, Completion, GenerateRequest, SampleId, Sampling, unpack_json
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling, unpack_json
 
 CLOSE, PROMPT = 99, (7, 8, 9)
 LIMITS = EpisodeLimits(turns=4, observation=6, prompt=5)

@@ -1,12 +1,13 @@
 """What stages make of episodes: grades, rewards of turns, the gate for rows from outside, metrics, refusals."""
 
+import copy
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from stage_context import context_of
+from stage_context import context_of, episodes
 
 from mindspeed_rl_plugin.algorithms import RewardBatch, resolve
 from mindspeed_rl_plugin.algorithms.estimators import gae, reinforce_plus_plus
@@ -15,10 +16,9 @@ from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.dock import VersionBound
 from mindspeed_rl_plugin.episodes.environments import EpisodeError
-from mindspeed_rl_plugin.episodes.episode_rows import episode_row
+from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS, FAILING, EpisodeMeter, episode_row
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import (
-    EPISODE_COUNTS,
     Completion,
     GenerateRequest,
     Ragged,
@@ -28,9 +28,9 @@ from mindspeed_rl_plugin.rows import (
     pack_json,
 )
 from mindspeed_rl_plugin.stages import advantages, generate, measure, reward
-from mindspeed_rl_plugin.stages.measure import FAILING, check_environments, check_tools, episode_metrics
 from mindspeed_rl_plugin.stages.response_validator import ResponseValidator
 
+KIND = episodes()
 COUNTS = dict.fromkeys(EPISODE_COUNTS, 0)
 
 
@@ -64,7 +64,7 @@ def test_columns_of_episodes() -> None:
     assert rows["response_length"].tolist() == [4, 3] and rows["length"].tolist() == [9, 5]
     assert rows["turns"].row(0).tolist() == [[2, 4], [7, 9]] and rows["prompt_length"].tolist() == [2, 2]
     assert rows["environment_began"].tolist() == [0, 0]
-    assert {c.name for c in generate.spec(generate.Episodes(1, 4)).writes} == set(rows.columns)
+    assert {c.name for c in generate.spec(KIND).writes} == set(rows.columns)
 
 
 def test_graders_see_the_last_turn_and_all_that_was_said() -> None:
@@ -83,8 +83,7 @@ def test_a_failed_environment_drops_the_sample_where_it_is_asked_to() -> None:
     for grade in grades:
         grade.error = None
     for on_error in ("drop", "stop"):
-        config = RLConfig(episodes=EpisodeConfig(environment_on_error=on_error))
-        stage = reward.Reward(reward.spec(1), context_of(config=config))
+        stage = reward.Reward(reward.spec(1), context_of(responses=episodes(environment_on_error=on_error)))
         assert stage.grades(rows, grades * 2)["graded"].tolist() == [int(on_error != "drop")] * 2
 
 
@@ -107,8 +106,8 @@ def reference(rows: Rows, total: torch.Tensor, weight: float, gamma: float) -> l
 @pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
 def test_turn_rewards_stand_where_the_turn_ends(weight: float) -> None:
     algorithm = resolve(AlgorithmConfig(algorithm="reinforce++", gamma=0.9))
-    assert {"turns", "turn_reward"} <= {*advantages.spec(algorithm, True).if_written}
-    assert "turns" not in advantages.spec(resolve(AlgorithmConfig(algorithm="grpo")), True).if_written
+    assert {"turns", "turn_reward"} <= {*advantages.spec(algorithm, KIND).if_written}
+    assert "turns" not in advantages.spec(resolve(AlgorithmConfig(algorithm="grpo")), KIND).if_written
     total, rows = torch.tensor([2.0, -1.0]), episode_rows(TWO, ONE)
     spread = advantages._turn_rewards(rows, weight)
     batch = RewardBatch(total, torch.tensor([0, 1]), rows["loss_mask"], turn_rewards=spread)
@@ -124,8 +123,8 @@ def test_the_penalty_on_length_counts_what_the_limit_counts(name: str) -> None:
     plain = AlgorithmConfig(algorithm=name, kl_reward_coef=0.0, gamma=1.0)
     algorithm = resolve(replace(plain, overlong_buffer=4, overlong_penalty=2.0))
     rows = episode_rows(TWO, ONE).with_columns(reward=torch.zeros(2), valid=torch.ones(2, dtype=torch.int8))
-    spec, tallies = advantages.spec(algorithm, True), measure.spec(algorithm)
-    assert not {"length", "prompt_length"} & {*advantages.spec(resolve(plain), True).reads}
+    spec, tallies = advantages.spec(algorithm, KIND), measure.spec(algorithm, kind=KIND)
+    assert not {"length", "prompt_length"} & {*advantages.spec(resolve(plain), KIND).reads}
     read = Rows(rows.ids, {name: rows[name] for name in spec.reads})
     values, _ = advantages._estimated(read, algorithm, 7, 0.0)
     if algorithm.per_token:
@@ -170,7 +169,7 @@ WRONG = [
     ("turns", [[2, 4], [3, 9]], r"turns \[\[2, 4\], \[3, 9\]\]"),
     ("turns", [[3, 4], [7, 9]], "the first from the prompt's end"),
     ("turns", [[2, 4], [7, 7]], "none empty"),
-    ("loss_mask", [0, 0, 1, 1, 1, 0, 0, 1, 1], "token 4: loss_mask is 1; give 1 on the turns of the model"),
+    ("loss_mask", [0, 0, 1, 1, 1, 0, 0, 1, 1], "token 4: loss_mask is 1; give 1 on what the model sampled"),
     ("logp_rollout", [0, 0, -1, -1, -1, 0, 0, -1, -1.0], "token 4: logp_rollout is -1"),
     ("response_length", 7, "response_length is 7, not 4"),
     ("finish", 2, "finish is 2"),
@@ -189,7 +188,7 @@ WRONG = [
 
 @pytest.fixture
 def gate() -> ResponseValidator:
-    made = ResponseValidator(99, 12, episodes=True)
+    made = ResponseValidator(99, 12, KIND)
     made.published.add(4)
     return made
 
@@ -219,28 +218,35 @@ def test_the_gate_refuses_episodes_that_are_none(gate: ResponseValidator, name: 
         gate.check(changed(outside(episode_rows(TWO)), name, value), VersionBound(0))
 
 
-def test_metrics_and_tools_that_never_work(capsys) -> None:
+def test_metrics_and_environments_that_never_work() -> None:
     rows = episode_rows(TWO, ONE, tools=((3, 1), (2, 2)), calls=5, cut=1, milliseconds=500, observation_tokens=3)
-    got = episode_metrics(rows)
+    got = EpisodeMeter(())(rows)
     assert got["episode/turns_mean"] == 1.5 and got["episode/turns_max"] == 2 and got["tools/calls"] == 5
     assert got["episode/seconds"] == 0.5 and got["episode/cut"] == 2 and got["episode/failed"] == 0
-    failed = episode_rows(TWO, ONE)
-    check_environments(failed.with_columns(environment_failed=torch.tensor([1, 0], dtype=torch.int8)))
-    with pytest.raises(EpisodeError, match="failed in all 2 episodes of this rollout"):
-        check_environments(failed.with_columns(environment_failed=torch.ones(2, dtype=torch.int8)))
-    failing: dict[str, int] = {}
+    one, all_of_them = (torch.tensor([1, number], dtype=torch.int8) for number in (0, 1))
+    assert EpisodeMeter(())(rows.with_columns(environment_failed=one))["episode/failed"] == 1
+    with pytest.raises(EpisodeError, match="failed in all 2 episodes"):
+        EpisodeMeter(())(rows.with_columns(environment_failed=all_of_them))
+
+
+def test_tools_that_never_work(capsys) -> None:
+    def tell(meter: EpisodeMeter, a: tuple[int, int], b: tuple[int, int], *turns) -> EpisodeMeter:
+        meter(episode_rows(*(turns or (TWO,)), tools=(a, b), calls=a[0] + b[0]))
+        return meter
+
+    meter = EpisodeMeter(["a", "b"])
     for _ in range(FAILING // 2 - 1):  # each of the two episodes calls it twice
-        assert check_tools(rows, ["a", "b"], failing)
-    assert failing == {"a": 0, "b": FAILING - 2}
-    assert check_tools(episode_rows(TWO, tools=((3, 1), (0, 0)), calls=3), ["a", "b"], failing), "not called"
-    worked = dict(failing)
-    assert check_tools(episode_rows(TWO, tools=((0, 0), (2, 1)), calls=2), ["a", "b"], worked) and not worked["b"]
-    with pytest.raises(EpisodeError, match="the tool 'b' raised in every call of the last 16 episodes"):
-        check_tools(rows, ["a", "b"], failing)
-    silent = episode_rows(TWO, tools=((0, 0), (0, 0)))
-    assert not check_tools(silent, ["a", "b"], {}, warn=False) and "called no tool" not in capsys.readouterr().out
-    assert not check_tools(silent, ["a", "b"], {})
-    assert "the model called no tool in any of the 1 episodes" in capsys.readouterr().out
+        tell(meter, (3, 1), (2, 2), TWO, ONE)
+    assert meter.failing == {"a": 0, "b": FAILING - 2}
+    assert tell(meter, (3, 1), (0, 0)).failing["b"] == FAILING - 2, "not called"
+    assert tell(copy.deepcopy(meter), (0, 0), (2, 1)).failing["b"] == 0, "one of its calls was answered"
+    with pytest.raises(EpisodeError, match="'b' raised in every call of the last 16 episodes"):
+        tell(meter, (3, 1), (2, 2), TWO, ONE)
+    assert "called no tool" not in capsys.readouterr().out
+    silent = EpisodeMeter(["a", "b"])
+    for _ in range(2):
+        tell(silent, (0, 0), (0, 0))
+    assert capsys.readouterr().out.count("the model called no tool in any of the 1 episodes") == 1
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rl_plugin import ranks
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
+from mindspeed_rl_plugin.dock.peers import Peers
+from mindspeed_rl_plugin.episodes import episode_kind
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.environments import Elsewhere, EpisodeError
+from mindspeed_rl_plugin.episodes.environments import EpisodeError
+from mindspeed_rl_plugin.episodes.episode_kind import EpisodeKind, with_environments
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
-from mindspeed_rl_plugin.generators import serving
-from mindspeed_rl_plugin.launch import read_inputs
 from mindspeed_rl_plugin.loop.run import Run
 
 
@@ -81,9 +83,9 @@ class Ranks:
 
         monkeypatch.setattr(EpisodeSetup, "environments", environments)
         monkeypatch.setattr(EpisodeSetup, "format", lambda *_: None)
-        monkeypatch.setattr(read_inputs, "rank_of_job", lambda: rank)
+        monkeypatch.setattr(episode_kind, "rank_of_job", lambda: rank)
         said = lambda value: [others.get(r, (None, None)) if r != rank else value for r in range(4)]  # noqa: E731
-        monkeypatch.setattr(read_inputs, "gather_all", said)
+        monkeypatch.setattr(ranks, "gather_all", said)
 
     def start(self, schedule: str = "sync", chat: bool = False) -> Any:
         config = RLConfig(episodes=EpisodeConfig(environment="a.py:A"))
@@ -93,10 +95,10 @@ class Ranks:
             data=dataclasses.replace(config.data, apply_chat_template=chat),
             schedule=dataclasses.replace(config.schedule, schedule=schedule),
         )
-        return read_inputs._environments(SimpleNamespace(save="/s"), config, "tokenizer", None)
+        return episode_kind.response_kind(config, "tokenizer", None, "/s/rl")
 
 
-FIRST = (None, Elsewhere((), True, dict))
+FIRST = (((), dict), None)
 
 
 @pytest.mark.parametrize(
@@ -104,21 +106,22 @@ FIRST = (None, Elsewhere((), True, dict))
 )
 def test_only_the_first_rank_of_an_engine_starts_environments(monkeypatch, rank, schedule, starts) -> None:
     ranks = Ranks(monkeypatch, rank, {0: FIRST, 2: FIRST})
-    assert ranks.start(schedule) == (ranks.made[0] if starts else FIRST[1]) and len(ranks.made) == starts
+    kind = ranks.start(schedule)
+    assert kind.environments == (ranks.made[0] if starts else None) and len(ranks.made) == starts
+    assert kind.tools == () and kind.setup.run == "/s/rl"
 
 
 @pytest.mark.parametrize(("chat", "tools", "said"), [(False, True, 1), (True, True, 0), (False, False, 0)])
 def test_that_nothing_tells_the_model_of_its_tools_is_said(monkeypatch, capsys, chat, tools, said) -> None:
     monkeypatch.setattr(Some, "tools", [{"type": "function", "function": {"name": "buy"}}] if tools else [])
-    monkeypatch.setattr(read_inputs, "make_parser", lambda *_: None)
-    one = Elsewhere(Some.tools, True, dict)
-    Ranks(monkeypatch, 0, {2: (None, one)}).start(chat=chat)
+    monkeypatch.setattr(episode_kind, "make_parser", lambda *_: None)
+    Ranks(monkeypatch, 0, {2: ((Some.tools, dict), None)}).start(chat=chat)
     assert capsys.readouterr().out.count("raw: nothing tells the model of its tools (buy); let the prompts") == said
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_what_one_rank_cannot_start_every_rank_refuses(monkeypatch, rank: int) -> None:
-    ranks = Ranks(monkeypatch, rank, {0: ("no module", None), 2: FIRST}, "no module" if rank == 0 else "")
+    ranks = Ranks(monkeypatch, rank, {0: (None, "no module"), 2: FIRST}, "no module" if rank == 0 else "")
     with pytest.raises(ValueError, match="no module"):
         ranks.start()
     assert [some.closed for some in ranks.made] == [1] * (rank == 2)
@@ -126,38 +129,40 @@ def test_what_one_rank_cannot_start_every_rank_refuses(monkeypatch, rank: int) -
 
 @pytest.mark.parametrize(("rank", "here"), [(0, True), (1, False)])
 def test_what_one_rank_cannot_begin_every_rank_refuses(monkeypatch, rank: int, here: bool) -> None:
-    Ranks(monkeypatch, rank, {0: ("reset raised", None)})
-    tried = lambda inputs: (_ for _ in ()).throw(EpisodeError("reset raised"))  # noqa: E731
-    monkeypatch.setattr(read_inputs, "_try_here", tried)
+    Ranks(monkeypatch, rank, {0: (None, "reset raised")})
+    tried = lambda *_: (_ for _ in ()).throw(EpisodeError("reset raised"))  # noqa: E731
+    monkeypatch.setattr(EpisodeKind, "_begin_one", tried)
     with pytest.raises(ValueError, match="reset raised"):
-        read_inputs._try_environments(SimpleNamespace(environments=Some() if here else FIRST[1]))
+        EpisodeKind(setup_of(environment="a.py:A"), (), dict, Some() if here else None).try_once({}, 0, "")
 
 
 def test_a_run_that_stops_by_an_error_closes_its_environments(monkeypatch) -> None:
     """Without a wait for other ranks: the engine is left alone."""
     monkeypatch.setattr("sys.last_value", ValueError(), raising=False)
     run, some, left_alone = Run(), Some(), lambda: None
-    run.inputs = SimpleNamespace(graders=None, environments=some)
+    kind = EpisodeKind(setup_of(environment="a.py:A"), (), dict, some)
+    run.inputs = SimpleNamespace(graders=None, responses=kind)
     job = SimpleNamespace(monitor=SimpleNamespace(close=left_alone))
     run.loop = SimpleNamespace(schedule=SimpleNamespace(stop=left_alone), job=job)
     run.close()
     assert some.closed == 1
 
 
-def test_an_engine_apart_closes_its_environments_when_its_process_ends(monkeypatch) -> None:
+def test_another_engine_closes_its_environments_when_its_process_ends(monkeypatch) -> None:
     at_exit: list[Any] = []
-    monkeypatch.setattr(serving.atexit, "register", at_exit.append)
+    monkeypatch.setattr(episode_kind.atexit, "register", at_exit.append)
     Ranks(monkeypatch, 0, {})
     monkeypatch.setattr(EpisodeSetup, "over", lambda self, *_: self)
-    monkeypatch.setattr(serving, "load_tokenizer", lambda *_: None)
-    job = SimpleNamespace(episodes=setup_of(environment="a.py:A"), run="/runs/a", deadline=9.0)
-    team = SimpleNamespace(of_replica=lambda *_: None)
-    made = serving.with_episodes(SimpleNamespace(leader=True), job, "t", team)
+    monkeypatch.setattr(episode_kind, "load_tokenizer", lambda *_: None)
+    described = json.loads(json.dumps(EpisodeKind(setup_of(environment="a.py:A"), (), dict).described()))
+    over = lambda leader: with_environments(SimpleNamespace(leader=leader), described, "t", "/runs/a", Peers)  # noqa: E731
+    made = over(leader=True)
     (close,) = at_exit
     close()
-    assert close.__self__.closed == 1 and made.run == "/runs/a"
-    serving.with_episodes(SimpleNamespace(leader=False), job, "t", team)
+    assert close.__self__.closed == 1 and made.run == "/runs/a" and made.tokenizer == "t"
+    over(leader=False)
     assert len(at_exit) == 1
+    assert with_environments("engine", None, None, "", Peers) == "engine"
 
 
 def test_processes_are_told_the_run(monkeypatch) -> None:

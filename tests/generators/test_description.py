@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -48,7 +47,7 @@ def test_a_tokenizer_with_other_tokens_is_refused(tmp_path):
 
 def test_a_process_that_asks_a_server_needs_the_jobs_tokenizer_for_episodes_only(tmp_path):
     mine, theirs = tokenizer(tmp_path / "mine", a=0, b=1), tokenizer(tmp_path / "theirs", a=1, b=0)
-    job = replace(JOB, vocabulary=vocabulary_digest(mine), episodes=SimpleNamespace(tokenizer="/of/the/job"))
+    job = replace(JOB, vocabulary=vocabulary_digest(mine), tokenizer="/of/the/job")
 
     def here(job, given):
         return serving.tokenizer_here(job, replace(OPTIONS, tokenizer=given), "http://b:1", given)

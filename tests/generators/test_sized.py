@@ -39,7 +39,8 @@ def pullers(monkeypatch):
     """What the pullers are given of an engine that joins a job, or of a server, of whose sizes the job says others."""
     made, gone = [], SimpleNamespace(close=int, run=int, parameters=dict, shutdown=int)
     gone.calls = SimpleNamespace(me=None, directory=SimpleNamespace(ranks=[]))
-    job = SimpleNamespace(engine=replace(OPTIONS, tensor_parallel=2, expert_parallel=4), episodes=None, deadline=9.0)
+    job = SimpleNamespace(engine=replace(OPTIONS, tensor_parallel=2, expert_parallel=4), deadline=9.0)
+    job.tokenizer, job.environments, job.run = None, None, ""
     job.check_tokenizer = lambda path: None
     for module in (serving, server_worker):
         monkeypatch.setattr(module, "GuestDock", SimpleNamespace(join=lambda *_, **__: gone))

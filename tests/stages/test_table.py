@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stage_context import context_of
+from stage_context import context_of, episodes
 from tensordict import TensorDict
 
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.dock import ColumnSpec, from_tensordict, make_docks
+from mindspeed_rl_plugin.engine.response_kind import ONE_TURN
 from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId, unpack_json
 from mindspeed_rl_plugin.stages import prompts
-from mindspeed_rl_plugin.stages.generate import Episodes
 from mindspeed_rl_plugin.stages.stage import Stage, Stages, StageSpec, columns_of, resolved, states_of
 from mindspeed_rl_plugin.stages.table import stage_table, taken_names
 from mindspeed_rl_plugin.stages.user import UserStage, load_stages, try_once
@@ -196,17 +196,17 @@ def test_what_a_stage_returns_must_fit_its_declaration(file):
         stage.compute(rows)
 
 
-@pytest.mark.parametrize("episodes", [None, Episodes(0, 4), Episodes(2, 4)])
-def test_a_stage_is_tried_on_the_group_that_a_data_row_would_make(episodes):
+@pytest.mark.parametrize("kind", [ONE_TURN, episodes(0), episodes(2)])
+def test_a_stage_is_tried_on_the_group_that_a_data_row_would_make(kind):
     """Every column that it may read is there, as real rows have it; what is wrong with it is said with its line."""
-    table = stage_table(algorithm("grpo"), 2, episodes=episodes)
+    table = stage_table(algorithm("grpo"), 2, kind=kind)
     every = {column.name: column for spec in table[:3] for column in spec.writes}
     own, seen, state = ColumnSpec("own", torch.float32, "sample", ragged=False), [], torch.get_rng_state()
 
     def tried(*computes):
         specs = [StageSpec(name, reads, (own,), "cpu") for name, reads in (("a", tuple(every)), ("b", ("own",)))]
         stages = [(spec, SimpleNamespace(compute=compute)) for spec, compute in zip(specs, computes, strict=False)]
-        try_once(stages, Prompt((1, 2), "a", "b", 0), (5, 6, 7), 4, 2, "a.jsonl line 1", episodes)
+        try_once(stages, Prompt((1, 2), "a", "b", 0), (5, 6, 7), 4, 2, "a.jsonl line 1", kind)
 
     def written(values):
         return TensorDict({} if values is None else {"own": values}, batch_size=[4])
@@ -215,7 +215,7 @@ def test_a_stage_is_tried_on_the_group_that_a_data_row_would_make(episodes):
     rows = from_tensordict(seen[0])
     for name, column in every.items():
         column.check(rows[name])
-    if episodes:
+    if kind.columns:
         (said, *_) = unpack_json(rows["conversation"])
         turn = {"role": "assistant", "content": "b", "turn": [0, 3], "reward": 0.0}
         assert said == [{"role": "user", "content": "a"}, turn]
