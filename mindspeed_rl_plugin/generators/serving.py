@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from mindspeed_rl_plugin.engine.engine_sizes import kv_cache_problems
@@ -57,8 +56,8 @@ def serve(
         else:
             engine, puller, slots = _built(dock, job, options, team)
         with closing(puller):
-            ranks = partial(team.of_replica, engine, job.deadline)
-            engine = with_environments(engine, job.environments, tokenizer, job.run, ranks)
+            sampler, ranks = engine, lambda: team.of_replica(sampler, job.deadline)
+            engine = with_environments(sampler, job.environments, tokenizer, job.run, ranks)
             scheduler = None
             if team.rank == 0:
                 scheduler = Scheduler(dock, job, slots, engine.replicas, share, leaving or threading.Event())
