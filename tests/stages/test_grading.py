@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from stage_context import context_of
 
 from mindspeed_rl_plugin.dock import Dock, make_docks
 from mindspeed_rl_plugin.reward import RewardError, RewardPool
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, SampleId, Sampling
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages import generate, grading, prompts, reward
 from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.groups import group_stats
@@ -40,13 +40,17 @@ def filled(groups: int, table: list[StageSpec] = TABLE) -> Dock:
     return dock
 
 
-def answer(dock: Dock, group: int, *tokens: int, epoch: int = 0) -> None:
-    """What the engine does with a group."""
-    ids = [SampleId(epoch, group, m) for m in range(MEMBERS)]
-    lease = dock.lease("generate", ids=ids, deadline=1)
+def sampled(ids: Sequence[SampleId], tokens: Iterable[int]) -> Rows:
+    """What the engine makes of rows."""
     requests = [GenerateRequest(i, (5,), Sampling(1), 0) for i in ids]
-    answers = [Completion(i, (t,), (-1.0,), "stop", ((0, 0),)) for i, t in zip(ids, tokens, strict=True)]
-    dock.commit(lease, generate.completion_rows(requests, answers))
+    answers = [Completion(i, (t,), (-1.0,), "stop", ((0, 0),)) for i, t in zip(ids, tokens, strict=False)]
+    return generate.completion_rows(requests, answers)
+
+
+def answer(dock: Dock, group: int, *tokens: int, epoch: int = 0) -> None:
+    """A group is sampled."""
+    lease = dock.lease("generate", ids=[SampleId(epoch, group, m) for m in range(MEMBERS)], deadline=1)
+    dock.commit(lease, sampled(lease.rows.ids, tokens))
 
 
 @pytest.fixture
@@ -94,21 +98,18 @@ def test_single_responses_are_graded_where_no_grader_wants_groups(stage: Reward)
     single = by_row(dock, stage)
     with GradingThread(single, MEMBERS):
         lease = dock.lease("generate", deadline=1)
-        requests = [GenerateRequest(i, (5,), Sampling(1), 0) for i in lease.rows.ids]
-        for request in requests[::2]:  # one of each group
-            answer = Completion(request.id, (1,), (-1.0,), "stop", ((0, 0),))
-            dock.commit_part(lease, generate.completion_rows([request], [answer]))
+        ids = lease.rows.ids[::2]  # one of each group
+        for i in ids:
+            dock.commit_part(lease, sampled([i], [1]))
         until(lambda: dock.remaining("reward") == 3)
-        assert single.graded([r.id for r in requests[::2]])["reward"].tolist() == [1.0] * 3
+        assert single.graded(ids)["reward"].tolist() == [1.0] * 3
 
 
 def test_quick_graders_wait_for_nothing(stage: Reward, monkeypatch) -> None:
     """One worker, and a hundred responses that are ready: in a few leases, without a pause between them."""
     dock = filled(50, ROWS)
     lease = dock.lease("generate", deadline=1)
-    requests = [GenerateRequest(i, (5,), Sampling(1), 0) for i in lease.rows.ids]
-    answers = [Completion(r.id, (0,), (-1.0,), "stop", ((0, 0),)) for r in requests]
-    dock.commit(lease, generate.completion_rows(requests, answers))
+    dock.commit(lease, sampled(lease.rows.ids, [0] * len(lease)))
     monkeypatch.setattr(grading, "PACE_SECONDS", 20.0)  # of a pause, in which nothing is graded
     leases, take = [], Reward.lease
     monkeypatch.setattr(Reward, "lease", lambda *given, **more: leases.append(1) or take(*given, **more))
