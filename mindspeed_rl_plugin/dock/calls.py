@@ -60,7 +60,8 @@ class Epochs:
         alive = self.known[number].alive
         alive[groups] = False
         if not alive.any():
-            self._cleared[number] = self.known.pop(number)
+            self._cleared[number] = self.known[number]  # first, for another thread may ask for its shape
+            del self.known[number]
             for old in list(self._cleared)[:-KEPT]:
                 del self._cleared[old]
         return number not in self.known
