@@ -101,9 +101,9 @@ def test_the_server_hears_of_its_client_until_it_has_another_one(weights):
 
 def test_a_server_that_hangs_is_lost_in_half_of_the_deadline(weights, monkeypatch):
     """It may have responses in the making, whose rows nobody would get before all is over."""
-    weights.server.silent, begin = True, time.monotonic()
+    weights.server.silent = True
     assert "it did not answer" in str(weights.server.lost.get(timeout=10))
-    assert time.monotonic() - begin > 0.15
+    assert time.monotonic() - weights._heard > weights.server.deadline / 2
     assert weights.server.lost.empty()
     monkeypatch.setattr(server_engine, "ASK_SECONDS", 0.1)
     weights.close()
