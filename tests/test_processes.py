@@ -21,11 +21,14 @@ print(processes.os.getpid(), flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # in C, where no exception is raised
 """
 GENERATOR = """
+import argparse
 import sys
+from mindspeed_rl_plugin.config import add_flags
 from mindspeed_rl_plugin.launch import generator_ranks
 wait = generator_ranks.wait_for_address
 generator_ranks.wait_for_address = lambda deadline: print("waits", flush=True) or wait(deadline)
 sys.argv = ["script.py", "--rl-algorithm", "grpo", "--rl-schedule", "async", "--rl-generators", "1"]
+generator_ranks.early._args = add_flags(argparse.ArgumentParser()).parse_args(sys.argv[1:])  # by `check_flags`
 generator_ranks.leave_if_generator()
 """
 
