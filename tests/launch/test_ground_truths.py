@@ -45,7 +45,8 @@ def test_each_row_is_read_by_one_rank_and_all_hear_of_a_bad_one(monkeypatch, ran
     monkeypatch.setattr(read_inputs, "gather_all", gathered)
     monkeypatch.setattr(ranks, "gather_all", gathered)
     empty = dict.fromkeys(field.name for field in dataclasses.fields(Inputs))
-    inputs = Inputs(**{**empty, "config": CONFIG, "data": rows(data), "held_out": rows(held)})
+    given = {"config": CONFIG, "data": rows(data), "held_out": rows(held), "responses": inputs_module.ONE_TURN}
+    inputs = Inputs(**{**empty, **given})
     with pytest.raises(ValueError, match="another rank's" if rank == 0 else "a.jsonl line 4: cannot be parsed"):
         read_inputs._graders(inputs)
     assert seen[0] == [*ROWS][rank::2]
