@@ -195,7 +195,8 @@ def test_the_time_of_a_response_is_that_of_its_calls(graders: list[str], at_once
         begin = time.monotonic()
         pool.grade(items("0.2", "0.2", "0.2", "0.6", members=4))
         calls, worker = pool.take_seconds()
-        assert calls < time.monotonic() - begin, "not the time of the batch"
+        took = time.monotonic() - begin
+        assert calls < len(graders) * took, "not the time of the batch, beside which graders work side by side"
         assert calls >= 0.3 or graders == ["batch_rank"]
         assert at_once[0] <= round(calls / worker, 6) <= at_once[1]
         assert pool.take_seconds() is None
