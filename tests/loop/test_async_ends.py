@@ -113,6 +113,18 @@ def test_an_engine_of_two_ranks_of_which_one_stands_still_ends(job, joined, noth
 
 
 @pytest.mark.slow
+def test_generators_may_be_the_second_agent_of_the_launcher(job, nothing_left) -> None:
+    """Two agents of one rank each, as on two machines of one device."""
+    running = job("--train-iters", "4", *ASYNC, "--rl-max-staleness", "0", ranks=1, agents=2).dumping()
+    result = running.run()
+    result.check_log_probs(4)
+    running.check_trained(16)
+    trainers = "[rl] trainers: rank 0 (WORLD_SIZE 1 = 2 - --rl-generators 1; machines 1, ranks a machine 1)"
+    assert f"{trainers}; generators: rank 1 (engines 1, ranks an engine 1)" in result.log
+    nothing_left()
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}")
 def test_an_engine_joins_over_the_network(job, joined, tmp_path) -> None:
     """From another machine, which shares no memory with the job: rows and weights cross."""

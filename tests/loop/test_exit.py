@@ -165,6 +165,30 @@ def test_one_save_has_one_job_and_torchrun_takes_its_ranks_along(job, nothing_le
 
 
 @pytest.mark.slow
+def test_an_empty_tracker_is_written_anew_and_the_job_goes_on(job):
+    run = job("--train-iters", "2")
+    run.run()
+    tracker = run.save / "latest_checkpointed_iteration.txt"
+    tracker.write_text("")
+    run.extra = ("--train-iters", "3")
+    log = run.run().log
+    assert "is empty, as a kill at the end of a save leaves it: 2, the newest" in log and "at iteration 2, opt" in log
+    assert tracker.read_text() == "3"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "how"), [(None, "SIGINT"), (1, "SIGKILL")])
+def test_a_job_that_is_killed_while_threads_grade_leaves_nothing_behind(job, nothing_left, tmp_path, rank, how):
+    grader = tmp_path / "grader.py"
+    grader.write_text("import time\ndef grade(response, answer):\n    time.sleep(9 * (response != answer))\n    return 1")
+    flags = ("--rl-reward", f"{grader}:grade", "--rl-schedule", "streamed", "--rl-reward-workers", "2")
+    killed = job("--train-iters", "3", *flags, cold=True)
+    log = killed.kill_after(1, "generate", rank=rank, how=getattr(signal, how)).log
+    assert rank or "[rl] interrupted in iteration 1" in log
+    nothing_left()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "how"), [(None, "SIGTERM"), (None, "SIGINT"), (0, "SIGKILL")])
 def test_a_job_that_is_killed_leaves_nothing_behind(job, nothing_left, rank, how):
     """SIGTERM and SIGINT come to the launcher, which passes them on."""

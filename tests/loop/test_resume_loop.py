@@ -194,38 +194,65 @@ def test_killed_after_each_stage_and_restarted(job):
     assert {line["ratio/max"] for line in again.metrics} == {1.0}
 
 
-# Runs pretrain_gpt.py; once, who writes the model of iteration 4 is killed when its file is torn.
-TORN = """
+# Runs pretrain_gpt.py; once, a rank kills itself where `patch` calls `die`.
+KILLED = """
 import os, runpy, signal
+
+def die():
+    if not os.path.exists({mark!r}):
+        open({mark!r}, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+{patch}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+# Rank 0 writes the model: the file of iteration 4 is torn. Rank 1 leaves the third evaluation, after iteration 4.
+INSIDE = {
+    "save": """
 import torch
 original = torch.save
 
 def save(value, file, *args, **named):
     original(value, file, *args, **named)
     path = str(getattr(file, "name", file))
-    if "iter_0000004" in path and path.endswith("model_optim_rng.pt") and not os.path.exists({mark!r}):
+    if "iter_0000004" in path and path.endswith("model_optim_rng.pt"):
         os.truncate(path, os.path.getsize(path) // 2)
-        open({mark!r}, "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
 
 torch.save = save
-runpy.run_path({script!r}, run_name="__main__")
-"""
+""",
+    "evaluate": """
+from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
+original = VllmEngine.submit
+
+def submit(self, requests):
+    evaluation = any(request.id.epoch < 0 for request in requests)
+    if evaluation and os.environ["RANK"] == "1" and self.version == 4:
+        die()
+    return original(self, requests)
+
+VllmEngine.submit = submit
+""",
+}
 
 
 @pytest.mark.slow
-def test_killed_inside_a_checkpoint_and_restarted(job, tmp_path):
+@pytest.mark.parametrize("stage", INSIDE)
+def test_killed_inside_a_checkpoint_or_an_evaluation_and_restarted(job, arithmetic, tmp_path, stage):
     script, mark = tmp_path / "killed.py", tmp_path / "mark"
     pretrain = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
-    script.write_text(TORN.format(mark=str(mark), script=str(pretrain)))
-    crashed = job("--train-iters", "6", "--save-interval", "2", script=script)
+    script.write_text(KILLED.format(mark=str(mark), patch=INSIDE[stage], script=str(pretrain)))
+    evaluated = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "2")
+    crashed = job("--train-iters", "6", "--save-interval", "2", *evaluated, script=script)
     result = crashed.fail()
     assert mark.exists() and "Signal 9 (SIGKILL)" in result.log
-    assert (crashed.save / "iter_0000004").exists()
-    assert (crashed.save / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    if stage == "save":
+        assert (crashed.save / "iter_0000004").exists()
+        assert (crashed.save / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
     again = crashed.run()
     assert "training resumes from" in again.log
     assert [line["iteration"] for line in again.metrics] == [1, 2, 3, 4, 5, 6]
+    assert [line["iteration"] for line in again.evaluations] == [0, 2, 4, 6]
 
 
 @pytest.mark.slow

@@ -143,6 +143,18 @@ def test_a_server_samples_the_turns_of_episodes(job, server, nothing_left) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_a_server_that_stands_still_costs_the_time_of_its_rows(job, server) -> None:
+    """The whole of it is stopped: connections stay, and nobody answers. It goes on by itself."""
+    running = job(*flags(server, 1, 1000), ranks=1).dumping().start()
+    running.until(running.rollouts)
+    os.killpg(server.process.pid, signal.SIGSTOP)
+    running.until(f"[rl] warning: the server at {server.url} generates no more", 100)  # half of --rl-wait-timeout
+    os.killpg(server.process.pid, signal.SIGCONT)
+    running.end(2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_server_that_was_brought_and_stands_still_is_not_tried_again(job, joined, server) -> None:
     """Who brought it ends with a message; the job goes on with an engine of its own."""
     apart = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
@@ -185,3 +197,11 @@ def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server) -> No
     second.until(second.rollouts)
     os.killpg(server.process.pid, signal.SIGKILL)
     assert re.search(f"none was for 120 s .*; engines at work: 0; {gone} .*no server answers", second.wait(200).log)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_not_there_stops_the_start(job) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    away = ("--rl-schedule", "async", "--rl-max-staleness", "0", "--rl-engine-url", url)
+    result = job("--train-iters", "3", *away, ranks=1).fail(120)
+    assert f"--rl-engine-url: no server answers at {url}" in result.log

@@ -13,6 +13,7 @@ import golden
 import pyarrow.parquet as pq
 import pytest
 from jobs import PP2
+from test_async_ends import FAILING, FAILURES
 from two_machines import start, two_machines, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}")
@@ -220,6 +221,19 @@ def test_one_save_has_one_job_on_all_machines(job, machines, tmp_path):
     start(second, machines[1:], tmp_path / "t")
     second.until("is gone; this job takes it over", 200)
     second.invitation()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["sync", "streamed"])
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_grader_that_fails_on_the_second_machine_ends_the_job(job, machines, tmp_path, how, schedule):
+    """Each machine grades the rows that it trains; streamed, a thread does, beside generation."""
+    (tmp_path / "grader.py").write_text(f"import socket\n__file__ += socket.gethostname()\n{FAILING}")
+    grader = ("--rl-reward", f"{tmp_path}/grader.py:grade", "--rl-reward-timeout", "2")
+    both = running(job, machines, tmp_path, *grader, "--rl-schedule", schedule)
+    (tmp_path / f"grader.pymachine-b.{how}").touch()
+    check_stops(both, 0, "ended by an error", ENDING)
+    assert both.processes[1].wait(ENDING) > 0 and FAILURES[how] in both.log_file(1).read_text()
 
 
 OFFERS = """
