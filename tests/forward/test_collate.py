@@ -13,6 +13,7 @@ from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 pytestmark = pytest.mark.quick
 
+
 def rows_of(lengths, **more):
     tokens = Ragged.from_rows([torch.arange(n, dtype=torch.int32) + 10 * i for i, n in enumerate(lengths)])
     return Rows(tuple(SampleId(0, 0, i) for i in range(len(lengths))), {"tokens": tokens, **more})

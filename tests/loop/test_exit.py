@@ -180,7 +180,9 @@ def test_an_empty_tracker_is_written_anew_and_the_job_goes_on(job):
 @pytest.mark.parametrize(("rank", "how"), [(None, "SIGINT"), (1, "SIGKILL")])
 def test_a_job_that_is_killed_while_threads_grade_leaves_nothing_behind(job, nothing_left, tmp_path, rank, how):
     grader = tmp_path / "grader.py"
-    grader.write_text("import time\ndef grade(response, answer):\n    return time.sleep(9 * (response != answer)) or 1.0")
+    grader.write_text(
+        "import time\ndef grade(response, answer):\n    return time.sleep(9 * (response != answer)) or 1.0"
+    )
     flags = ("--rl-reward", f"{grader}:grade", "--rl-schedule", "streamed", "--rl-reward-workers", "2")
     killed = job("--train-iters", "3", *flags, cold=True)
     log = killed.kill_after(1, "generate", rank=rank, how=getattr(signal, how)).log
