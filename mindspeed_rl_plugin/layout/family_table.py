@@ -75,7 +75,7 @@ class Row:
     split: Split
     parts: tuple[Part, ...]  # the canonical tensors inside, in the order in which the split stacks them
     buffer: bool = False  # in Megatron it is a buffer, no parameter
-    unfused: tuple[str, ...] | None = None  # the engine's names of the single parts, in versions that do not fuse them
+    unfused: bool = False  # whether engines that do not fuse the parts have each by its canonical name
     # sizes, within a head, of what precedes the rows meant ("": nothing) and of these rows
     of_head: tuple[str, str] = ("", "")
     without: str = ""  # a size that must be 0 for a model to have this row

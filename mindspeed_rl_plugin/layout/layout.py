@@ -300,10 +300,9 @@ def _engine(shape: ModelShape, engine: EngineParallel, rank: int) -> RankLayout:
             stored = stack([CUT_ENGINE[row.split](cut) for cut in cuts], transposed=engine.transposed)
             out[name.format(layer=layer, nested="routed_experts." if engine.nested else "")] = stored
         elif name:
-            fused = engine.fused_down or row.unfused is None
-            singles = () if fused else zip(row.unfused, row.parts, strict=True)
+            apart = row.unfused and not engine.fused_down
             tp = 1 if engine.whole_shared and "shared_ffn" in row.parts[0].shape else engine.tp
-            for only in [row] if fused else [replace(row, names={ENGINE: n}, parts=(p,)) for n, p in singles]:
+            for only in [replace(row, names={ENGINE: p.name}, parts=(p,)) for p in row.parts] if apart else [row]:
                 cut = Cut(shape, only, shape.names_of(only, layer), tp, rank % tp)
                 out[only.names[ENGINE].format(layer=layer)] = CUT_ENGINE[row.split](cut)
     return RankLayout(out)
