@@ -20,7 +20,7 @@ from typing import TypeVar
 from mindspeed_rl_plugin.environment import flush_output, last_words, launcher
 
 Result = TypeVar("Result")
-LOOK_SECONDS = 1.0  # between looks at the launcher
+LAUNCHER_LOOK_SECONDS = 1.0  # between looks at the launcher
 INTERRUPT_SECONDS = 3.0  # that the main thread may take to hear of SIGINT; torchrun kills after 30
 
 
@@ -57,7 +57,7 @@ def attend(interrupted: Callable[[], bool] = lambda: not _heard) -> None:
     whether the process is to be ended, by default where the main thread has not heard."""
     heard, wakes = socket.socketpair()
     wakes.setblocking(False)
-    heard.settimeout(LOOK_SECONDS)
+    heard.settimeout(LAUNCHER_LOOK_SECONDS)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _hear)
     signal.set_wakeup_fd(wakes.detach(), warn_on_full_buffer=False)

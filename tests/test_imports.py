@@ -172,6 +172,33 @@ def test_few_files_know_of_episodes():
     assert len(files) <= 12, files
 
 
+def twice(found):
+    """Names that several places have, an underscore at the beginning not counted. found: pairs (name, place)."""
+    places = {}
+    for name, place in found:
+        places.setdefault(name.lstrip("_"), set()).add(place)
+    return {name: sorted(where) for name, where in places.items() if len(where) > 1}
+
+
+def constants(tree):
+    """(name, value's text) of each constant of a module."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            single = [one for target in targets for one in getattr(target, "elts", [target])]
+            names = [one.id for one in single if isinstance(one, ast.Name)]
+            yield from ((name, ast.unparse(node.value)) for name in names if name.lstrip("_").isupper())
+
+
+def test_a_name_has_one_meaning():
+    """Of classes, nested ones too, and of files. Constants of one name have one value; each stage has its SPEC."""
+    trees = {name: ast.parse(path.read_text()) for name, path in modules()}
+    nodes = [(node, name) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert twice((node.name, f"{name}:{node.lineno}") for node, name in nodes) == {}
+    assert twice((path.stem, name) for name, path in modules() if path.stem != "__init__") == {}
+    assert twice(pair for tree in trees.values() for pair in constants(tree) if pair[0] != "SPEC") == {}
+
+
 def test_the_page_draws_the_table():
     rows = [[entry for entry in row if "." not in entry and entry != "__init__"] for row in reversed(ORDER)]
     drawing = "\n".join("   ".join(row) for row in rows)

@@ -60,7 +60,7 @@ def group_norm(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
     Returns `[B]` float32. A group of one response, or one whose rewards are all equal, gives exactly 0.
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2.
     """
-    groups = _Groups(batch)
+    groups = _GroupOutcomes(batch)
     variance = groups.sum(groups.centred.square()) / (groups.count - 1).clamp(min=1)
     # Not 0 / 0 where the rewards are equal and eps is 0.
     return torch.where(
@@ -74,7 +74,7 @@ def group_mean(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
     Returns `[B]` float32, exactly 0 for a group of one response or of equal rewards.
     Source: arXiv 2503.20783, section 3.2.
     """
-    return _Groups(batch).centred.float()
+    return _GroupOutcomes(batch).centred.float()
 
 
 def rloo(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
@@ -83,7 +83,7 @@ def rloo(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
     Returns `[B]` float32. Groups have at least two responses (`AdvantageSpec.members`).
     Source: arXiv 2402.14740.
     """
-    groups = _Groups(batch)
+    groups = _GroupOutcomes(batch)
     return (groups.centred * (groups.count / (groups.count - 1))[groups.member]).float()
 
 
@@ -101,7 +101,7 @@ def reinforce_baseline(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
 
     Returns `[B]` float64. Source: arXiv 2501.03262.
     """
-    return _Groups(batch).centred
+    return _GroupOutcomes(batch).centred
 
 
 def gae(batch: RewardBatch, config: AlgorithmConfig) -> Ragged:
@@ -167,7 +167,7 @@ def spread(advantages: Tensor, loss_mask: Ragged) -> Ragged:
     return Ragged(values, loss_mask.offsets)
 
 
-class _Groups:
+class _GroupOutcomes:
     """Outcome rewards by group. member: `[B]`, number of each row's group; count: `[groups]` float64 rows of each;
     centred: `[B]` float64, R less its group's mean."""
 

@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.prompts.tokenizer import read_if_there
 
 ITERATION = 1  # under which the converter writes
 # What the converter does not compare: a model of other sizes fails after it has been converted.
-_SIZES = ("hidden_size", "num_attention_heads")
+_UNCOMPARED_SIZES = ("hidden_size", "num_attention_heads")
 # model_type of config.json -> names of --model-type-hf that convert it.
 _MODEL_TYPES = {
     "llama": ("llama2",),
@@ -132,7 +132,7 @@ def _no_place(args: Any) -> Iterator[str]:
 
 def _other_model(args: Any, config: dict[str, Any]) -> Iterator[str]:
     """Where config.json describes another model than the flags."""
-    pairs = [(name, config.get(name), getattr(args, name, None)) for name in _SIZES]
+    pairs = [(name, config.get(name), getattr(args, name, None)) for name in _UNCOMPARED_SIZES]
     wrong = [f"{spelt(n)} {ours}, there {theirs}" for n, theirs, ours in pairs if _differ(theirs, ours)]
     layers, there = _real_layers(args), config.get("num_hidden_layers")
     if there and layers > there:

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-LEAST = 16 << 20  # bytes; with less a disk counts as full
-_OPTIMIZER = 12  # bytes of a parameter: its fp32 copy and Adam's two moments
+MIN_FREE_BYTES = 16 << 20  # bytes; with less a disk counts as full
+_OPTIMIZER_BYTES = 12  # bytes of a parameter: its fp32 copy and Adam's two moments
 
 
 def places(args: Any) -> dict[str, str]:
@@ -33,7 +33,7 @@ def problems(args: Any, config: Any) -> Iterator[str]:
     for flag, directory in places(args).items():
         if not writable(directory):
             yield f"{flag} {directory} may not be written: change its permissions, or give another directory"
-        elif (free := free_bytes(directory)) < LEAST:
+        elif (free := free_bytes(directory)) < MIN_FREE_BYTES:
             yield f"{flag} {directory}: {free} bytes free; free some, or give a directory on another disk"
 
 
@@ -42,7 +42,7 @@ def small_disk(args: Any, parameters: int) -> str | None:
     if not getattr(args, "save", None):
         return None
     copies = 1 + (getattr(args, "enable_mg2hf_convert", False) and not getattr(args, "hf_save_dir", None))
-    optimizer = 0 if getattr(args, "no_save_optim", False) else _OPTIMIZER
+    optimizer = 0 if getattr(args, "no_save_optim", False) else _OPTIMIZER_BYTES
     need = parameters * (copies * args.params_dtype.itemsize + optimizer)
     free = free_bytes(args.save)
     if free >= need:
@@ -63,7 +63,7 @@ def full_disk(error: Exception, args: Any) -> str | None:
     directory = min(places(args).values(), key=free_bytes)
     free = free_bytes(directory)
     certain = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if not certain and free >= LEAST:
+    if not certain and free >= MIN_FREE_BYTES:
         return None
     return f"cannot write to {directory}: {free} bytes free ({type(error).__name__}: {error})"
 

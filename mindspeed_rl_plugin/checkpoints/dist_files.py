@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.checkpoints import pickles
 
-INDEX, COMMON = ".metadata", "common.pt"
+DCP_INDEX, COMMON_FILE = ".metadata", "common.pt"
 _COMMON_ENTRY = "common_state/"
 Box = tuple[tuple[int, int], ...]  # of each axis: start, stop
 
@@ -60,7 +60,7 @@ class DistFiles:
     @staticmethod
     def are_in(folder: Path) -> bool:
         """Whether an iteration folder is of this format."""
-        return (folder / INDEX).is_file()
+        return (folder / DCP_INDEX).is_file()
 
     def are_whole(self) -> bool:
         """Whether the files are as long as the index says."""
@@ -71,7 +71,7 @@ class DistFiles:
 
     @cached_property
     def _index(self) -> Any:
-        return pickles.load_index(self.folder / INDEX)
+        return pickles.load_index(self.folder / DCP_INDEX)
 
     @cached_property
     def _entries(self) -> dict[str, list[Any]]:
@@ -110,15 +110,15 @@ class DistFiles:
         path = self.folder / where.relative_path
         size = path.stat().st_size if path.is_file() else 0
         if size < where.offset + where.length:
-            raise ValueError(f"{path} is missing or cut short: {size} bytes, {INDEX} says it has more; put it back")
+            raise ValueError(f"{path} is missing or cut short: {size} bytes, {DCP_INDEX} says it has more; put it back")
         with open(path, "rb") as file:
             file.seek(where.offset)
             return pickles.load_content(io.BytesIO(file.read(where.length)), path)
 
     def common(self) -> dict[str, Any]:
         """What is no tensor of one rank: arguments, iteration. Empty where the files hold none."""
-        if (self.folder / COMMON).is_file():
-            return pickles.load(self.folder / COMMON)
+        if (self.folder / COMMON_FILE).is_file():
+            return pickles.load(self.folder / COMMON_FILE)
         names = [name for name in self._entries if name.startswith(_COMMON_ENTRY)] if self.are_in(self.folder) else []
         return self.load(self._entries[names[0]][0][1])[0] if names else {}
 

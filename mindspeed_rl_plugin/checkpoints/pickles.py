@@ -24,7 +24,7 @@ _ALLOWED = {
     ("__builtin__", "set"),  # Megatron's arguments hold some, as protocol 2 names them
 }
 _METADATA = "torch.distributed.checkpoint.metadata"
-_INDEX = {
+_INDEX_CLASSES = {
     *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata")),
     *((_METADATA, name) for name in ("TensorProperties", "MetadataIndex")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -59,7 +59,7 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        return IndexRecord if (module, name) in _INDEX else Inert
+        return IndexRecord if (module, name) in _INDEX_CLASSES else Inert
 
 
 _MODULE = SimpleNamespace(Unpickler=_Unpickler, __name__=__name__)

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.loop.start import Start
 
 # Megatron's names of the arguments that govern a load, with the value that makes it weights only.
 WEIGHTS_ONLY = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
-WHOLE = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
+FULL_STATE = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
 # Flags that leave parts out of a checkpoint -> the argument without which Megatron would look for that part, and what a
 # resume does instead.
 NOT_SAVED = {
@@ -59,7 +59,7 @@ def describe(start: Start, args: Any, absent: Collection[str] = ()) -> str:
             f"training starts from the weights of {start.reference_path} at iteration 0; its optimizer, "
             "iteration, samples and learning-rate state are not loaded"
         )
-    names = [name for name in WHOLE if getattr(args, name, False)]
+    names = [name for name in FULL_STATE if getattr(args, name, False)]
     names += [name for name in ("load", "pretrained_checkpoint", "ckpt_step") if _differs(args, name)]
     aside = ", ".join(spelt(name) for name in names)
     note = f" ({aside} of the command line: ignored, only the first start takes it)" if aside else ""
@@ -74,7 +74,7 @@ def describe(start: Start, args: Any, absent: Collection[str] = ()) -> str:
 def load_arguments(start: Start, args: Any) -> dict[str, Any]:
     """Arguments as Megatron must see them while it loads what `start` says."""
     if start.kind == "resume":
-        return {"load": start.load_dir, "pretrained_checkpoint": None, "ckpt_step": None, **WHOLE}
+        return {"load": start.load_dir, "pretrained_checkpoint": None, "ckpt_step": None, **FULL_STATE}
     if start.kind == "fresh":
         return {"load": None, "pretrained_checkpoint": None}
     return weights_arguments(start.reference_path)

@@ -25,7 +25,7 @@ from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, rec
 from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 
 ALGORITHM = "--rl-algorithm"
-ALIKE = 0.75  # of a flag that is ours but for its spelling, by `difflib`
+CLOSE_MATCH = 0.75  # of a flag that is ours but for its spelling, by `difflib`
 CHECKED_BYTES = 16 << 20  # of files of prompts; those beyond are read once, later
 OURS = re.compile(r"\brl_[a-z]")  # a flag of ours by its name in Python
 # Imports make two million objects that stay, and no cycle worth collecting: by Python's own thresholds a sixth of the
@@ -141,7 +141,7 @@ def _perhaps_not_ours(script: str) -> Callable[[str, Sequence[str]], bool]:
     megatrons = {spelt(flag.name) for flag in OWN_RL}
 
     def perhaps(flag: str, known: Sequence[str]) -> bool:
-        alike = difflib.get_close_matches(flag, known, n=1, cutoff=ALIKE) or any(k.startswith(flag) for k in known)
+        alike = any(k.startswith(flag) for k in known) or difflib.get_close_matches(flag, known, 1, CLOSE_MATCH)
         if flag in megatrons or not alike:
             return True
         word = re.compile(rf"{re.escape(flag)}(?![\w-])")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.reward.reward_model import PREFIX
+from mindspeed_rl_plugin.reward.reward_model import MODEL_PREFIX
 from mindspeed_rl_plugin.reward.specs import BUILTIN, ENVIRONMENT, SHARE_OF_WAIT
 
 
@@ -40,7 +40,7 @@ def notes(config: RLConfig) -> Iterator[str]:
     """What works but should be known, one line each."""
     environment, named = config.episodes.environment, _named(config)
     if environment and ENVIRONMENT not in named:
-        own = any(name not in BUILTIN and not name.startswith(PREFIX) for name in named)
+        own = any(name not in BUILTIN and not name.startswith(MODEL_PREFIX) for name in named)
         yield (
             f"--rl-reward {' '.join(config.graders)} leaves out what --rl-environment {environment} rewards, so that "
             f"it trains nothing{f', unless a function of yours reads `{ENVIRONMENT}`' if own else ''}; add "

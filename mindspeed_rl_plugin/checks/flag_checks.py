@@ -40,7 +40,7 @@ from mindspeed_rl_plugin.layout.shape import ModelShape
 from mindspeed_rl_plugin.loop import arithmetic
 from mindspeed_rl_plugin.monitor.run_files import check_dumps
 from mindspeed_rl_plugin.prompts.tokenizer import chosen_tokenizer, own_code, same_vocabulary, tokenizer_path
-from mindspeed_rl_plugin.reward.reward_model import KIND, same_tokenizer
+from mindspeed_rl_plugin.reward.reward_model import SCORER, same_tokenizer
 from mindspeed_rl_plugin.reward.specs import model_specs
 from mindspeed_rl_plugin.weights.storages import unwrap
 
@@ -250,7 +250,7 @@ def _tokenizer(args: Any, config: RLConfig) -> Iterator[str]:
 def _code_of_rewards(args: Any, config: RLConfig) -> Iterator[str]:
     with suppress(ValueError):  # said by `early.rewards`
         for spec in () if config.data.trust_remote_code else model_specs(config.graders):
-            for code in filter(None, (own_code(spec.file, kind) for kind in ("AutoTokenizer", f"AutoModel{KIND}"))):
+            for code in filter(None, (own_code(spec.file, kind) for kind in ("AutoTokenizer", f"AutoModel{SCORER}"))):
                 yield f"reward {spec.given}: {code}"
 
 

@@ -14,11 +14,11 @@ from mindspeed_rl_plugin.config.flag import spelt
 
 # What a row is about: any RL run; what any model that RL trains or exports must be; what no model family of the engine
 # expresses, the same for models with experts and with multi-latent attention; where experts send a token.
-RUN, WHOLE, MODEL, EXPERTS, LATENT, ROUTING = "run", "whole", "model", "experts", "latent", "routing"
+RUN, WHOLE, MODEL, MOE, LATENT, ROUTING = "run", "whole", "model", "experts", "latent", "routing"
 
 OFF = (False, None, 0, "", [], ())
 # Flags that are not spelt like their attribute.
-_SPELT = {
+_OTHER_SPELLING = {
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
     "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
@@ -38,7 +38,7 @@ class UpstreamFlag:
 
     @property
     def spelt(self) -> str:
-        return _SPELT.get(self.name) or spelt(self.name)
+        return _OTHER_SPELLING.get(self.name) or spelt(self.name)
 
     def message(self, args: Any) -> str | None:
         """The error for these arguments, or None when they are fine."""
@@ -58,7 +58,7 @@ def refusals(args: Any, *about: str) -> list[str]:
 def model_refusals(args: Any) -> list[str]:
     """One message for each argument that no model family of the engine expresses."""
     about = [WHOLE, MODEL]
-    about += [EXPERTS] if getattr(args, "num_experts", None) else []
+    about += [MOE] if getattr(args, "num_experts", None) else []
     about += [LATENT] if getattr(args, "multi_latent_attention", None) else []
     return refusals(args, *about)
 
@@ -82,12 +82,12 @@ _DROPOUT = "dropout makes old and new log-probs differ before any update, so the
 _GPT = "only GPT decoders can be generated from; use the plain pretrain_gpt.py entry script"
 _LOOP = "this is another training mode of the script, with its own batches or loss; remove it to use RL"
 _COARSE = "trainer and engine would round differently and disagree on log-probs; use --bf16"
-_NONE = "the model families of the engine have no such thing; leave it out"
+_NO_SUCH_THING = "the model families of the engine have no such thing; leave it out"
 _GATED = "the model families of the engine have a gated SiLU MLP; leave it out"
 _PLAIN = "the model families of the engine have plain attention; leave it out"
 _HYBRID = "hybrid models are not supported; " + _GPT
-_WHOLE = "parameters must be whole on each rank; use --use-distributed-optimizer instead"
-_BATCH = "each optimizer step has as many sequences as the others; give --global-batch-size instead"
+_SHARDED = "parameters must be whole on each rank; use --use-distributed-optimizer instead"
+_EQUAL_STEPS = "each optimizer step has as many sequences as the others; give --global-batch-size instead"
 _DOCUMENT = "one RL sequence is one document, there is nothing to reset at an end-of-document token; remove it"
 _BUFFERS = "weights move to the engine through Megatron's DDP buffers; use --use-distributed-optimizer instead"
 _GRAPH = "a captured graph keeps addresses that the swap to host memory frees; remove it"
@@ -95,7 +95,7 @@ _PERSISTENT = "RL state is kept in persistent checkpoints only, and another woul
 _MOVING = ("enable_expert_placement balanced_moe_experts",)
 _STAGE = ("stage", (None, "sft"))
 _UNPACKED = ("SBH", "BSH", "BSND", "BNSD", None)
-_ALIKE = "all layers must be alike; leave it out"
+_EQUAL_LAYERS = "all layers must be alike; leave it out"
 
 OWN_RL = (
     *_own(0.01, "grpo_clamp_eps_lower", "--rl-clip-low"),
@@ -162,7 +162,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("the loss is RL's own and takes no chunks; leave it out", "loss_compute_mode", ("default", None)),
         # Batch sizes and lengths of the run.
         ("RL counts optimizer steps; give --train-iters instead", "train_samples"),
-        (_BATCH, "rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed"),
+        (_EQUAL_STEPS, "rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed"),
         (_DOCUMENT, "reset_position_ids reset_attention_mask"),
         ("its kernel wants the ends of packed rows, which RL does not give; give SBH", "shape_order", _UNPACKED),
         # Parallelism and precision.
@@ -188,8 +188,8 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
     *_rows(
         WHOLE,
         ("only Megatron core models are supported; leave it out", "use_legacy_models"),
-        (_WHOLE, "use_megatron_fsdp use_torch_fsdp2"),
-        (_WHOLE, "gtp_weight_remat_size", (1, None)),
+        (_SHARDED, "use_megatron_fsdp use_torch_fsdp2"),
+        (_SHARDED, "gtp_weight_remat_size", (1, None)),
         ("2-D tensor parallelism is not supported; leave it out", "tp_2d"),
         ("ranks then have shares of different sizes, which are not supported; leave it out", "unaligned_linear"),
         (_HYBRID, "hybrid_override_pattern"),
@@ -214,23 +214,23 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         (_PLAIN, "sliding_window interleave_sliding_window window_size query_pre_attn_scalar", (None,)),
         (_PLAIN, "softmax_type", ("vanilla", None)),
         (_HYBRID, "is_hybrid_model hybrid_layer_pattern"),
-        (_ALIKE, "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json"),
-        (_NONE, "apply_residual_connection_post_layernorm use_mup"),
-        (_NONE, "glu_linear_offset", (0.0,)),
-        (_NONE, "activation_func_clamp_value fc_type", (None,)),
-        (_NONE, "rotary_seq_len_interpolation_factor", (None, 1)),
+        (_EQUAL_LAYERS, "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json"),
+        (_NO_SUCH_THING, "apply_residual_connection_post_layernorm use_mup"),
+        (_NO_SUCH_THING, "glu_linear_offset", (0.0,)),
+        (_NO_SUCH_THING, "activation_func_clamp_value fc_type", (None,)),
+        (_NO_SUCH_THING, "rotary_seq_len_interpolation_factor", (None, 1)),
         # The same, of MindSpeed and MindSpeed-LLM.
-        (_NONE, "post_norm no_post_layer_norm add_dense_bias add_output_layer_bias input_embeds_norm"),
-        (_NONE, "output_logit_softcapping scale_depth dim_model_base add_rmsnorm_offset share_kvstates"),
-        (_NONE, "embedding_multiplier_scale output_multiplier_scale", (1.0, None)),
-        (_NONE, "scale_emb", (None,)),
-        (_NONE, "enable_mhc no_enable_linear_qkv"),
+        (_NO_SUCH_THING, "post_norm no_post_layer_norm add_dense_bias add_output_layer_bias input_embeds_norm"),
+        (_NO_SUCH_THING, "output_logit_softcapping scale_depth dim_model_base add_rmsnorm_offset share_kvstates"),
+        (_NO_SUCH_THING, "embedding_multiplier_scale output_multiplier_scale", (1.0, None)),
+        (_NO_SUCH_THING, "scale_emb", (None,)),
+        (_NO_SUCH_THING, "enable_mhc no_enable_linear_qkv"),
         ("the engine does not limit what its MLP multiplies; leave it out", "swiglu_limit", (0, None)),
-        (_NONE, "cla_share_factor", (1,)),
-        (_NONE, "dynamic_factor", (1.0,)),
+        (_NO_SUCH_THING, "cla_share_factor", (1,)),
+        (_NO_SUCH_THING, "dynamic_factor", (1.0,)),
     ),
     *_rows(
-        EXPERTS,
+        MOE,
         ("experts work on the whole hidden state; leave it out", "moe_latent_size"),
         ("the engine has no experts that do nothing; leave it out", "num_zero_experts"),
         ("the engine sends tokens to experts by the router, not by their ids; leave it out", "n_hash_layers"),

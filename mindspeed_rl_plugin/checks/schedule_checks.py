@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.config.schedule_flags import OF_COLOCATED
 from mindspeed_rl_plugin.environment import is_part, launch_env
 from mindspeed_rl_plugin.generators.external_engines import check_ray, check_servers
 
-CORRECTIONS = "give --rl-correction truncate, mask, decoupled or decoupled-clip"
+GIVE_CORRECTION = "give --rl-correction truncate, mask, decoupled or decoupled-clip"
 
 
 def problems(args: Any, config: RLConfig) -> Iterator[str]:
@@ -81,7 +81,7 @@ def _partial(config: RLConfig) -> Iterator[str]:
             f"that for their turn; give at most {bound + 1}, or raise --rl-max-staleness"
         )
     if config.algorithm.correction == "off":
-        yield f"--rl-carry-unfinished: responses of older weights need importance weights; {CORRECTIONS}"
+        yield f"--rl-carry-unfinished: responses of older weights need importance weights; {GIVE_CORRECTION}"
 
 
 def _apart(config: RLConfig) -> Iterator[str]:
@@ -103,7 +103,7 @@ def _apart(config: RLConfig) -> Iterator[str]:
     if schedule.max_staleness > 0 and correction == "off":
         yield (
             f"{valued(schedule, 'max_staleness')}: responses of older weights need importance weights; "
-            f"{CORRECTIONS}, or --rl-max-staleness 0"
+            f"{GIVE_CORRECTION}, or --rl-max-staleness 0"
         )
     joining = schedule.engine_url or (schedule.generators and not schedule.generator_ranks)
     if schedule.async_order == "strict" and joining:

@@ -28,7 +28,7 @@ SPECS = {
     "minicpm_spec": ("MiniCPM", "scaled embeddings, residuals and logits"),
     "mamba_spec": ("Mamba 2", "state space layers instead of attention"),
 }
-FLAGS: dict[str, dict[Any, tuple[str, str]]] = {
+MODEL_FLAGS: dict[str, dict[Any, tuple[str, str]]] = {
     "enable_dsa_indexer": {True: _SPARSE},
     "experimental_attention_variant": {"dsa": _SPARSE, "gated_delta_net": _DELTA},
     "rope_scaling_type": {
@@ -46,7 +46,7 @@ def unbuilt_family(args: Any) -> str | None:
     for module, family in SPECS.items():
         if any(part.rpartition(".")[2] == module for part in spec):
             return _refusal(f"--spec {' '.join(spec)}", *family)
-    for name, families in FLAGS.items():
+    for name, families in MODEL_FLAGS.items():
         value = getattr(args, name, None)
         if value in families:
             flag = spelt(name)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl_plugin.config.flag import PAIRS, FlagReader, flag
+from mindspeed_rl_plugin.config.flag import DPO_ONLY, FlagReader, flag
 
-_ADVANTAGES = ("group-norm", "group-mean", "rloo", "reinforce++", "reinforce++-baseline", "gae")
-_LOSSES = ("clip", "clip-higher", "gspo", "cispo", "sapo", "reinforce")
-_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-norm")
+_ADVANTAGE_NAMES = ("group-norm", "group-mean", "rloo", "reinforce++", "reinforce++-baseline", "gae")
+_LOSS_NAMES = ("clip", "clip-higher", "gspo", "cispo", "sapo", "reinforce")
+_AGGREGATION_NAMES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-norm")
 _KL = ("k1", "k2", "k3", "k3-unbiased")
 _REFERENCE = FlagReader(
     "a KL to the reference, --rl-kl-loss-coef or --rl-kl-reward-coef,", lambda a, _: a.needs_reference
@@ -17,7 +17,7 @@ _KL_REWARD = FlagReader("--rl-kl-reward-coef above 0", lambda a, _: a.kl_reward_
 _GROUP_NORM = FlagReader("--rl-advantage group-norm", lambda a, _: a.advantage == "group-norm")
 _GAMMA = FlagReader("--rl-advantage gae or reinforce++", lambda a, _: a.advantage in ("gae", "reinforce++"))
 _GAE = FlagReader("--rl-advantage gae", lambda a, _: a.advantage == "gae")
-_CRITIC = FlagReader("a critic, --rl-advantage gae,", lambda a, _: a.needs_critic)
+_CRITIC_ONLY = FlagReader("a critic, --rl-advantage gae,", lambda a, _: a.needs_critic)
 _CLIP = "a --rl-loss that clips the ratio there"
 _CLIP_LOW = FlagReader(_CLIP, lambda a, _: a.loss_spec.clip_low is not None)
 _CLIP_HIGH = FlagReader(_CLIP, lambda a, _: a.loss_spec.clip_high is not None)
@@ -39,10 +39,10 @@ class AlgorithmConfig:
         "turns RL on: the preset to train with; `python -m mindspeed_rl_plugin algorithms` prints all of them",
         pairs=True,
     )
-    advantage: str | None = flag(None, "advantage estimator (default: the preset's)", choices=_ADVANTAGES)
-    loss: str | None = flag(None, "policy loss (default: the preset's)", choices=_LOSSES)
+    advantage: str | None = flag(None, "advantage estimator (default: the preset's)", choices=_ADVANTAGE_NAMES)
+    loss: str | None = flag(None, "policy loss (default: the preset's)", choices=_LOSS_NAMES)
     aggregation: str | None = flag(
-        None, "how token losses become one number (default: the preset's)", choices=_AGGREGATIONS
+        None, "how token losses become one number (default: the preset's)", choices=_AGGREGATION_NAMES
     )
     clip_low: float | None = flag(
         None, "lower bound of the ratio, 1 - clip_low (default: the loss's)", least=0, reader=_CLIP_LOW
@@ -80,16 +80,16 @@ class AlgorithmConfig:
         None,
         "checkpoint, of the policy's architecture, from which the critic starts: a critic's (SAVE/iter_*/critic), or a "
         "language model's, which gets a new value head (default: the policy's weights and a new head)",
-        reader=_CRITIC,
+        reader=_CRITIC_ONLY,
     )
     critic_lr: float | None = flag(
         None,
         "peak learning rate of the critic; its schedule is the policy's, scaled (default: --lr)",
         above=0,
-        reader=_CRITIC,
+        reader=_CRITIC_ONLY,
     )
     critic_warmup: int = flag(
-        0, "first iterations, in which only the critic is trained", unit="iterations", least=0, reader=_CRITIC
+        0, "first iterations, in which only the critic is trained", unit="iterations", least=0, reader=_CRITIC_ONLY
     )
     correction: str = flag(
         "off",
@@ -144,23 +144,23 @@ class AlgorithmConfig:
         "resample over all responses of an optimizer step instead of a prompt's, as verl does",
         reader=_FILTRATION,
     )
-    dpo_loss: str = flag("sigmoid", "loss of a pair", choices=("sigmoid", "hinge", "ipo"), reader=PAIRS, pairs=True)
-    dpo_beta: float = flag(0.1, "beta of dpo: larger is closer to the reference", above=0, reader=PAIRS, pairs=True)
+    dpo_loss: str = flag("sigmoid", "loss of a pair", choices=("sigmoid", "hinge", "ipo"), reader=DPO_ONLY, pairs=True)
+    dpo_beta: float = flag(0.1, "beta of dpo: larger is closer to the reference", above=0, reader=DPO_ONLY, pairs=True)
     dpo_label_smoothing: float = flag(
         0.0,
         "probability that a pair is labelled the wrong way round; for sigmoid only",
         least=0,
         below=0.5,
-        reader=PAIRS,
+        reader=DPO_ONLY,
         pairs=True,
     )
     dpo_length_norm: bool = flag(
-        False, "compare mean log-probs of the two responses of a pair instead of sums", reader=PAIRS, pairs=True
+        False, "compare mean log-probs of the two responses of a pair instead of sums", reader=DPO_ONLY, pairs=True
     )
     dpo_reference_cache: str | None = flag(
         None,
         "directory for the reference's log-probs of all pairs, computed once (default: SAVE/rl/reference)",
-        reader=PAIRS,
+        reader=DPO_ONLY,
         pairs=True,
     )
     ppo_epochs: int = flag(1, "passes over the responses of one rollout", unit="epochs", least=1)

@@ -19,7 +19,7 @@ class FlagReader:
     reads: Callable[[Any, Any], bool]  # whether a run has it, of its resolved `Algorithm` and its `RLConfig`
 
 
-PAIRS = FlagReader("--rl-algorithm dpo", lambda a, _: a.from_pairs)
+DPO_ONLY = FlagReader("--rl-algorithm dpo", lambda a, _: a.from_pairs)
 
 
 def flag(
@@ -47,7 +47,7 @@ def flag(
     return field(default=default, metadata={**metadata, "limits": {k: v for k, v in limits.items() if v is not None}})
 
 
-_SIGNS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+_COMPARISONS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "least": ("at least", lambda value, limit: value >= limit),
     "above": ("above", lambda value, limit: value > limit),
     "most": ("at most", lambda value, limit: value <= limit),
@@ -57,7 +57,7 @@ _SIGNS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 def limits_text(f: dataclasses.Field) -> str:
     """The limits of a field, as `at least 0 and at most 1`; empty where it has none."""
-    return " and ".join(f"{_SIGNS[kind][0]} {limit:g}" for kind, limit in f.metadata["limits"].items())
+    return " and ".join(f"{_COMPARISONS[kind][0]} {limit:g}" for kind, limit in f.metadata["limits"].items())
 
 
 def value_problems(f: dataclasses.Field, value: Any) -> Iterator[str]:
@@ -71,7 +71,7 @@ def value_problems(f: dataclasses.Field, value: Any) -> Iterator[str]:
         return
     for number in value if isinstance(value, tuple) else (value,):
         # NaN fails every comparison.
-        if not (math.isfinite(number) and all(_SIGNS[kind][1](number, limit) for kind, limit in limits.items())):
+        if not (math.isfinite(number) and all(_COMPARISONS[kind][1](number, limit) for kind, limit in limits.items())):
             yield f"{flag_name(f.name)} is {number}; give a number {limits_text(f)}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl_plugin.config.flag import PAIRS, flag, split_words
+from mindspeed_rl_plugin.config.flag import DPO_ONLY, flag, split_words
 
 # vLLM raises lower temperatures to this one, and then reports log-probs of a temperature nobody asked for.
 LOWEST_TEMPERATURE = 0.01
@@ -19,10 +19,10 @@ class DataConfig:
     )
     prompt_key: str = flag("prompt", "field that holds the prompt: a string, or a list of chat messages", pairs=True)
     chosen_key: str = flag(
-        "chosen", "field that holds the better answer of a preference pair", reader=PAIRS, pairs=True
+        "chosen", "field that holds the better answer of a preference pair", reader=DPO_ONLY, pairs=True
     )
     rejected_key: str = flag(
-        "rejected", "field that holds the worse answer of a preference pair", reader=PAIRS, pairs=True
+        "rejected", "field that holds the worse answer of a preference pair", reader=DPO_ONLY, pairs=True
     )
     answer_key: str = flag("answer", "field that holds the right answer for the reward; a.b is field b inside object a")
     apply_chat_template: bool = flag(False, "render every prompt with the tokenizer's chat template", pairs=True)

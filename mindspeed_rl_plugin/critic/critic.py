@@ -11,7 +11,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.critic.value_head import NAME, ValueHead
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
 from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks
-from mindspeed_rl_plugin.forward.schedule import run_forward_only
+from mindspeed_rl_plugin.forward.pipeline import run_forward_only
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.weights.offload import TrainState, gathered
 from mindspeed_rl_plugin.weights.storages import unwrap

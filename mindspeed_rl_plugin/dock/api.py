@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict  # takes seconds to import
 
 LEVELS = ("token", "sample", "group")
-SHOWN = 4  # items of a list in a message
+LISTED_ITEMS = 4  # items of a list in a message
 IDS = "ids"  # their name in a TensorDict
 
 
@@ -245,6 +245,6 @@ def listed(items: Iterable[object]) -> str:
     items = items if isinstance(items, np.ndarray) else list(items)
     if not len(items):
         return "none"
-    shown = items[:SHOWN].tolist() if isinstance(items, np.ndarray) else items[:SHOWN]
+    shown = items[:LISTED_ITEMS].tolist() if isinstance(items, np.ndarray) else items[:LISTED_ITEMS]
     text = ", ".join(str(tuple(i) if isinstance(i, (list, SampleId)) else i) for i in shown)
-    return text if len(items) <= SHOWN else f"{text}, ... ({len(items)} in all)"
+    return text if len(items) <= LISTED_ITEMS else f"{text}, ... ({len(items)} in all)"

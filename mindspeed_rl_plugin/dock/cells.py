@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.dock.storage import as_column, layout
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 
 INLINE = 128 << 10  # bytes; a smaller put travels with its message, a larger one is written into lent memory
-NONE = np.empty(0, np.int64)
+NO_ROWS = np.empty(0, np.int64)
 
 Picked = list[tuple[Column, np.ndarray | None]]  # columns, and which of their rows, None for all
 
@@ -46,11 +46,11 @@ class Writer:
             self._declared.check_rows(call, rows)
         of_rows, of_acks = (epochs.owned(call, x, leased=acked is not None) for x in (wanted, done))  # may be repeats
         for number, warehouse in sorted({*of_rows, *of_acks}):
-            shape, index = epochs.shape(number), of_rows.get((number, warehouse), NONE)
+            shape, index = epochs.shape(number), of_rows.get((number, warehouse), NO_ROWS)
             parts = [] if rows is None else list(self._parts(shape.members, rows, wanted, index))
             put = Put(number, shape, [part for part, _ in parts], state is None, self._deadline)
             if acked is not None:
-                _, group, member = done[of_acks.get((number, warehouse), NONE)].T
+                _, group, member = done[of_acks.get((number, warehouse), NO_ROWS)].T
                 put.state, put.rows, put.checked = state, (group * shape.members + member).astype(np.int32), checked
             self._send(warehouse, put, state or "put", [cell for _, picked in parts for cell in picked])
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from mindspeed_rl_plugin.dock.api import SHOWN, ColumnSpec, StateSpec, VersionBound, listed
+from mindspeed_rl_plugin.dock.api import LISTED_ITEMS, ColumnSpec, StateSpec, VersionBound, listed
 from mindspeed_rl_plugin.dock.messages import Ask, Grant, Record, Shape
 from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, Numbers, row_ids, rows_of_groups
 
 EMPTY = np.empty(0, np.int32)
-Picked = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
+PickedRows = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Held:
     """A live lease."""
 
     token: int
-    rows: Picked
+    rows: PickedRows
     holder: Hashable
     expires: float  # by the clock of `Core`
 
@@ -100,7 +100,7 @@ class Controller:
             self._epochs[epoch].lease[part] = token
         return self.grant(token, rows)
 
-    def grant(self, token: int, rows: Picked) -> Grant:
+    def grant(self, token: int, rows: PickedRows) -> Grant:
         """What the holder must know: ids, and where the cells lie."""
         views = [(number, self._epochs[number], part) for number, part in rows]
         places = [view.cells(self.spec.reads, part) for _, view, part in views]
@@ -163,7 +163,7 @@ class Controller:
             for token, held in self._leases.items()
             if len(ids := self._ids([(n, rows[asked[n][rows]]) for n, rows in held.rows if n in asked]))
         )
-        reasons += itertools.islice(holding, SHOWN)
+        reasons += itertools.islice(holding, LISTED_ITEMS)
         rows = "rows" if ask.ids is None else f"{len(ask.ids)} rows asked by id"
         whole = " (whole groups)" if self.spec.whole_groups else ""
         ready = sum(int(view.available().sum()) for view in self._epochs.values())
@@ -184,14 +184,14 @@ class Controller:
         views = ((self._epochs[number], rows) for number, rows in held.rows if number in self._epochs)
         return all(((v.status[rows] == DONE) | ~v.alive[rows // v.shape.members]).all() for v, rows in views)
 
-    def _ids(self, rows: Picked) -> np.ndarray:
+    def _ids(self, rows: PickedRows) -> np.ndarray:
         """`[n, 3]` ids of rows of epochs that are still there."""
         known = [(number, self._epochs[number].shape, part) for number, part in rows if number in self._epochs]
         parts = [row_ids(number, shape.members, part) for number, shape, part in known]
         return np.concatenate([np.empty((0, 3), np.int64), *parts])
 
 
-def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | VersionBound | None:
+def pick(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows | VersionBound | None:
     """The rows to give out; [] where every row is acknowledged; None to wait for more; the bound of the rows that are
     next where it does not allow the version of who asks. Raises ValueError for ids that are cleared, done, or a part of
     a group where groups are whole, and for `max_rows` below one group."""
@@ -215,16 +215,16 @@ def pick(epochs: Mapping[int, EpochView], ask: Ask) -> Picked | VersionBound | N
     return batch
 
 
-def rows_of(epochs: Mapping[int, EpochView], ids: np.ndarray) -> Picked:
+def rows_of(epochs: Mapping[int, EpochView], ids: np.ndarray) -> PickedRows:
     """Row numbers of ids `[B, 3]` in that order; those of other epochs are left out."""
     parts = np.split(ids, np.flatnonzero(np.diff(ids[:, 0])) + 1)
     known = [(int(part[0, 0]), part) for part in parts if len(part) and int(part[0, 0]) in epochs]
     return [(number, part[:, 1] * epochs[number].shape.members + part[:, 2]) for number, part in known]
 
 
-def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> Picked:
+def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows:
     """What is free, by epoch; of a share only where all of it is, but for what is acknowledged."""
-    out: Picked = []
+    out: PickedRows = []
     for number, epoch in sorted(epochs.items()):
         rows = epoch.available().nonzero()[0]
         if ask.share is not None:
@@ -241,9 +241,9 @@ def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> Picked:
     return out
 
 
-def _first_rows(epochs: Mapping[int, EpochView], ready: Picked, most: int | None) -> Picked:
+def _first_rows(epochs: Mapping[int, EpochView], ready: PickedRows, most: int | None) -> PickedRows:
     """The first `most` rows, None for all, without the rest of a group where groups are whole."""
-    out: Picked = []
+    out: PickedRows = []
     for number, rows in ready:
         kept = len(rows) if most is None else min(most, len(rows)) // epochs[number].unit * epochs[number].unit
         if kept:

@@ -20,11 +20,11 @@ from mindspeed_rl_plugin.dock.gate import Gate
 from mindspeed_rl_plugin.dock.storage import Warehouse
 
 BEHIND_SECONDS = 60.0  # that a controller may take to learn of a commit that its asker has made
-LOOK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
+RECHECK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
 OUTSIDE = "outside"  # the name of a process outside of the job begins so
 AFTER, MEMORY = "(records)", "(memory)"  # what a request waits for, where that is no state
 ANY = " (any rows)"  # behind a state: whatever is ready there
-Answer = tuple[m.Message, Sequence[Any]]  # and its bulk
+BulkAnswer = tuple[m.Message, Sequence[Any]]  # and its bulk
 
 
 class Request(NamedTuple):
@@ -38,7 +38,7 @@ class Request(NamedTuple):
 
 
 # The answer, with or without bulk; or what to wait for (a key of `Core.wake`) before the request is served again.
-Handler = Callable[[Request], m.Message | Answer | str]
+Handler = Callable[[Request], m.Message | BulkAnswer | str]
 
 
 class Core:
@@ -80,7 +80,7 @@ class Core:
 
     def call(
         self, peer: str, message: m.Message, bulk: np.ndarray | None = None, ended: Callable[[], bool] | None = None
-    ) -> Answer:
+    ) -> BulkAnswer:
         """The answer to a request and its bulk, once there is one. ended: whether the asker is gone; None: it is this
         process itself, to which a mistake in the code is no malformed message."""
         request = Request(peer, message, bulk, 0.0, ended)
@@ -94,13 +94,13 @@ class Core:
                 if not isinstance(answer, str):
                     return answer
                 left = getattr(message, "deadline", 0.0) - request.waited
-                self._changed[answer].wait(min(LOOK_SECONDS, left) if left > 0 else LOOK_SECONDS)
+                self._changed[answer].wait(min(RECHECK_SECONDS, left) if left > 0 else RECHECK_SECONDS)
                 request = request._replace(waited=clock() - begin)
                 if ended is not None and ended():
                     self._changed[answer].notify()  # what woke it may be meant for another
                     raise EOFError("the asker is gone")
 
-    def _serve(self, handler: Handler, request: Request) -> Answer | str:
+    def _serve(self, handler: Handler, request: Request) -> BulkAnswer | str:
         """The answer, an error too; or what to wait for before it is served again."""
         peer, message, bulk, waited, ended = request
         self.served["messages"] += not waited
@@ -246,7 +246,7 @@ class Core:
         places = self.warehouse.locate(message.epoch, message.columns, message.rows)
         return m.Located(self.warehouse.seq, *places)
 
-    def _on_fetch(self, request: Request) -> Answer:
+    def _on_fetch(self, request: Request) -> BulkAnswer:
         return m.Ok(), [self.warehouse.slabs.view(*span) for span in request.message.spans.tolist()]
 
     def _tell(self, record: m.Record | None) -> None:

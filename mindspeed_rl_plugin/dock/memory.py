@@ -26,11 +26,11 @@ from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.messages import Extent
 
 LINE = 64  # bytes, granularity of extents
-LEAST = 64  # parts of the limit: what a new segment has at least, so that a full warehouse does not make one per commit
+SEGMENT_DIVISOR = 64  # a new segment has at least 1/64 of the limit, so that a full warehouse makes few of them
 
 Range = tuple[int, int]  # offset, bytes
 SEGMENT_BYTES = 64 << 20
-FLAGS = {"bytes": "--rl-dock-gb", "rows": "--rl-dock-rows"}
+LIMIT_FLAGS = {"bytes": "--rl-dock-gb", "rows": "--rl-dock-rows"}
 
 
 def entry_bytes(spec: ColumnSpec) -> int:
@@ -114,7 +114,7 @@ class DockLimits:
             if wanted[unit] > limit:
                 raise ValueError(
                     f"a put of {groups} groups needs {wanted[unit]} {unit}, with what states write back; the dock of "
-                    f"this node holds {limit}; lower --rl-rollout-prompts or raise {FLAGS[unit]}"
+                    f"this node holds {limit}; lower --rl-rollout-prompts or raise {LIMIT_FLAGS[unit]}"
                 )
         for unit, limit in limited.items():
             if taken[unit] + wanted[unit] > limit:
@@ -214,7 +214,7 @@ class Slabs(Segments):
             if self.reserved + space > limit and self._free[segment] == [(0, self._files[segment][1])]:
                 self._remove(segment)
         if self.limit is not None:
-            least = min(self.segment_bytes, self.limit // LEAST)
+            least = min(self.segment_bytes, self.limit // SEGMENT_DIVISOR)
             space = min(space, rounded(max(size, least, self.limit - self.reserved)))
         try:
             return self._make(space)

@@ -298,7 +298,7 @@ class Failed(Message):
 
 
 DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
-TYPES = {np.dtype(t).str: np.dtype(t) for t in (np.uint8, np.int32, np.int64)}
+NUMPY_TYPES = {np.dtype(t).str: np.dtype(t) for t in (np.uint8, np.int32, np.int64)}
 
 
 def _encode(value: Any) -> Any:
@@ -313,7 +313,7 @@ def _decode(kind: type, value: Any) -> Any:
     if kind is torch.dtype:
         return DTYPES[value]
     dtype, shape, data = value
-    return np.frombuffer(data, TYPES[dtype]).reshape(shape)
+    return np.frombuffer(data, NUMPY_TYPES[dtype]).reshape(shape)
 
 
 pack = msgspec.msgpack.Encoder(enc_hook=_encode).encode

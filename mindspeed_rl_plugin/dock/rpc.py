@@ -26,8 +26,8 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock.messages import Address, Bye, FrameError, Hello, Message, Stopped, pack, unpack
 
-MAGIC, VERSION = b"MSTD", 10
-PREFIX = struct.Struct("<4sB3xIQ")
+MAGIC, FRAME_VERSION = b"MSTD", 10
+FRAME_PREFIX = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 256 << 20  # bytes
 MAX_BULK = 1 << 40  # bytes
 JOIN = 64 << 10  # bytes; what is smaller is copied together, because a system call costs more than the copy
@@ -84,8 +84,8 @@ class Stream:
     def receive(self, most: int = MAX_BULK) -> tuple[Message, np.ndarray | None]:
         """The next message and its bulk, `[bytes]` uint8. Raises EOFError at the end, FrameError for what is no
         message, and Oversized, with the message passed over, for a bulk of more than `most` bytes."""
-        magic, version, head, bulk = PREFIX.unpack(self.exactly(PREFIX.size))
-        if magic != MAGIC or version != VERSION or head > MAX_HEAD or bulk > MAX_BULK:
+        magic, version, head, bulk = FRAME_PREFIX.unpack(self.exactly(FRAME_PREFIX.size))
+        if magic != MAGIC or version != FRAME_VERSION or head > MAX_HEAD or bulk > MAX_BULK:
             raise FrameError(f"a message begins with {magic!r} {version}, and announces {head} + {bulk} bytes")
         message, out = unpack(self.exactly(head)), np.empty(JOIN if bulk > most else bulk, np.uint8)
         if bulk > most:
@@ -149,7 +149,7 @@ def frame(message: Message, bulk: Sequence[Any] = ()) -> list[Any]:
             f"{type(message).__name__} has a head of {len(head)} bytes (limit {MAX_HEAD}) and {total} bytes of cells "
             f"(limit {MAX_BULK}); send fewer rows at a time"
         )
-    start = PREFIX.pack(MAGIC, VERSION, len(head), total)
+    start = FRAME_PREFIX.pack(MAGIC, FRAME_VERSION, len(head), total)
     if total < JOIN:
         return [b"".join((start, head, *bulk))]
     return [start + head, *(memoryview(piece) for piece in bulk if len(piece))]

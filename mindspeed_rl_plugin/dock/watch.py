@@ -21,8 +21,8 @@ from mindspeed_rl_plugin.dock.messages import Message, Ping, Stopped
 from mindspeed_rl_plugin.dock.rpc import Stream, frame, thread
 from mindspeed_rl_plugin.environment import flush_output, last_words
 
-SIGNS = 4  # of life, that are sent in one heartbeat
-LEAVE_SECONDS = 5.0  # for a reader that is slow
+PINGS_PER_HEARTBEAT = 4  # of life, that are sent in one heartbeat
+SLOW_READER_SECONDS = 5.0  # for a reader that is slow
 STATUS = 1  # exit status of a rank that stops
 HEARTBEATS = 10  # in the time that ranks wait for each other
 HEARTBEAT = 30.0  # seconds, at least: one that is only busy is not given up
@@ -60,7 +60,7 @@ class Link(Stream):
     def leave(self, last: Message) -> None:
         """As `Stream.leave`, once the notes before are sent, for which it waits a little."""
         with self._more:
-            sent = self._more.wait_for(lambda: not self._left, LEAVE_SECONDS)
+            sent = self._more.wait_for(lambda: not self._left, SLOW_READER_SECONDS)
             super().leave(last) if sent else self.close()
 
     def _write(self) -> None:
@@ -112,13 +112,13 @@ class Watch:
 
     def pause(self) -> float:
         """Seconds from one `tick` to the next."""
-        return self.heartbeat / SIGNS / 2
+        return self.heartbeat / PINGS_PER_HEARTBEAT / 2
 
     def tick(self) -> None:
         """Send a sign of life when it is time, and look for links without one."""
         now = self._clock()
         asleep, self._ticked = now - self._ticked > self.heartbeat / 2, now
-        if now - self._sent >= self.heartbeat / SIGNS:
+        if now - self._sent >= self.heartbeat / PINGS_PER_HEARTBEAT:
             self._sent = now
             for link in list(self._links):
                 link.note(Ping())

@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.layout.shape import LATENT_FIELDS, ModelShape, rotated_
 from mindspeed_rl_plugin.prompts.tokenizer import read_json
 
 # What a config.json leaves out, and what all families then take.
-_COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
+_COMMON_FIELDS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
 
 # Fields that make two configs the same model, besides those that their family's table names. max_position_embeddings
 # is not among them: it bounds lengths and changes no number.
@@ -122,7 +122,7 @@ def check_against(derived: Mapping[str, Any], directory: str) -> None:
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config in one spelling: defaults filled in, the rope fields of transformers 5 in those of 4."""
     table = family_table(config)
-    out = {**_COMMON, **table.hf.defaults, **table.hf.fixed, **same_names(table, config)}
+    out = {**_COMMON_FIELDS, **table.hf.defaults, **table.hf.fixed, **same_names(table, config)}
     rope = {**(out.pop("rope_parameters", None) or {}), **(out.pop("rope_scaling", None) or {})}
     out["rope_theta"] = float(rope.pop("rope_theta", out.get("rope_theta", 10000.0)))
     out["partial_rotary_factor"] = float(rope.pop("partial_rotary_factor", out.get("partial_rotary_factor", 1.0)))

@@ -34,7 +34,7 @@ OPTIONAL_ARGUMENTS = (
 )
 # Kernels that read expert weights as vLLM declares them; vllm-ascend's are "OOT", and show their order by their shapes.
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU", "OOT")
-_CHOSEN = re.compile(r"\w*(flashinfer|aiter)\w*_enabled")  # how versions before 0.14 say which they took
+_CHOSEN_KERNEL = re.compile(r"\w*(flashinfer|aiter)\w*_enabled")  # how versions before 0.14 say which they took
 
 
 def build(arguments: dict[str, Any]) -> Any:
@@ -169,7 +169,7 @@ def demand_plain_experts(worker: Any) -> None:
         method = getattr(module, "quant_method", None)
         backend = getattr(getattr(method, "unquantized_backend", None), "name", PLAIN_EXPERTS[0])
         flags = vars(method) if method is not None else {}
-        named = [flag for flag, on in flags.items() if on is True and _CHOSEN.fullmatch(flag)]
+        named = [flag for flag, on in flags.items() if on is True and _CHOSEN_KERNEL.fullmatch(flag)]
         if named or backend not in PLAIN_EXPERTS:
             raise ValueError(
                 f"vLLM runs the experts of {name} by {named[0] if named else backend}, which keeps their weights in an "

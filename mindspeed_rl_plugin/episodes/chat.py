@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.control_tokens import MARK, ControlTokens, whole
-from mindspeed_rl_plugin.episodes.environments import Message
+from mindspeed_rl_plugin.episodes.environments import ChatMessage
 from mindspeed_rl_plugin.prompts.ends import SPOKEN, end_of_turn
 from mindspeed_rl_plugin.prompts.render import QUESTION, TEMPLATE_ERRORS, render_chat, text_tokens
 
@@ -42,14 +42,14 @@ class RawFormat:
         self._ends = {tokenizer.eos_token_id, *special}
         self._longest = max(map(len, tokenizer.get_vocab()))  # token [characters]
 
-    def prompt(self, messages: Sequence[Message], said: int = 0) -> list[int]:
+    def prompt(self, messages: Sequence[ChatMessage], said: int = 0) -> list[int]:
         """Token ids of a conversation, up to where the model's turn begins. said: characters at the end of the last
         message that are an observation; all others are the data's, and become tokens as data prompts do."""
         content = messages[-1]["content"]
         data = len(content) - said
         return [*text_tokens(self._tokenizer, content[:data]), *self._encode(self._marked(content[data:]))]
 
-    def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
+    def behind(self, last: int, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of observations, up to where the model's next turn begins; they stand behind a turn whose last
         token, sampled, is `last`."""
         return self._encode(self._marked("".join(message["content"] for message in messages)))
@@ -117,26 +117,26 @@ class ChatFormat(RawFormat):
             self._check_rounds(role)
             self._check_together(role)
 
-    def prompt(self, messages: Sequence[Message], said: int = 0) -> list[int]:
+    def prompt(self, messages: Sequence[ChatMessage], said: int = 0) -> list[int]:
         *before, last = messages
         content = self._marked(last["content"], len(last["content"]) - said) if said else last["content"]
         return self._encode(self._render([*before, {**last, "content": content}]))
 
-    def behind(self, last: int, messages: Sequence[Message]) -> list[int]:
+    def behind(self, last: int, messages: Sequence[ChatMessage]) -> list[int]:
         tokens = self._encode(self._tail(messages))
         assert tokens[0] == self.close, (tokens[0], self.close)
         return tokens[1:] if last == self.close else tokens
 
     # inside
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[ChatMessage]) -> str:
         return render_chat(self._tokenizer, messages, self._tools)
 
-    def _observed(self, message: Message) -> Message:
+    def _observed(self, message: ChatMessage) -> ChatMessage:
         """All its text marked: the name of a tool may be the model's too."""
         return {k: self._marked(v) if k != "role" and isinstance(v, str) else v for k, v in message.items()}
 
-    def _tail(self, messages: Iterable[Message], before: Sequence[Message] = (QUESTION,)) -> str:
+    def _tail(self, messages: Iterable[ChatMessage], before: Sequence[ChatMessage] = (QUESTION,)) -> str:
         """What the template writes behind the model's turn, from the token that ends it on."""
         turn = {"role": "assistant", "content": SPOKEN}
         rendered = self._render([*before, turn, *map(self._observed, messages)])

@@ -34,7 +34,7 @@ from mindspeed_rl_plugin.workers.pool import WorkerPool
 from mindspeed_rl_plugin.workers.pool_worker import GRACE, WorkerCall
 from mindspeed_rl_plugin.workers.process import LATE, Program
 
-TOGETHER = 256  # most coroutines in the making in a process
+MAX_COROUTINES = 256  # most coroutines in the making in a process
 KILL_SECONDS = 5.0  # in which the keeper of a worker kills all that a user's code has started
 SERVES = Program(
     "mindspeed_rl_plugin.episodes.environment_process:main",
@@ -53,7 +53,7 @@ DESCRIBES = replace(
 )
 
 
-class _Failed(Exception):
+class _EnvironmentFailed(Exception):
     """The environment of an episode cannot go on; the text says why."""
 
 
@@ -212,7 +212,7 @@ class EnvironmentPool:
             yield from self._ask(opened, "get_reward")
 
     def _ask(self, opened: EnvironmentInstance, kind: str, *arguments: Any) -> Generator[tuple, Answer, Answer]:
-        """The environment itself. Raises _Failed."""
+        """The environment itself. Raises _EnvironmentFailed."""
         result = yield kind, opened.key, *arguments
         if result.error is not None:
             raise self._failure(kind, result.error)
@@ -235,7 +235,7 @@ class EnvironmentPool:
         return None
 
     def _use_tool(self, opened: EnvironmentInstance, call: ToolCall) -> Generator[tuple, Answer, str]:
-        """What the model sees of a call. Raises _Failed where its environment could not be made again for it."""
+        """What the model sees of a call. Raises _EnvironmentFailed where its environment could not be made again."""
         name, arguments, reply = call.name, dict(call.arguments), opened.reply
         if name in self._offer.tools:
             result = yield "tool", name, arguments
@@ -253,9 +253,9 @@ class EnvironmentPool:
         reply.counts["raised"] += 1
         return f"error: the tool {error}" if result.brief is None else f"error: {result.brief}"
 
-    def _failure(self, name: str, error: str) -> _Failed:
+    def _failure(self, name: str, error: str) -> _EnvironmentFailed:
         limit = " (--rl-environment-timeout)" if error.startswith(LATE) else ""
-        return _Failed(f"failed: {self._environment.name}.{name} {_readable(error)}{limit}")
+        return _EnvironmentFailed(f"failed: {self._environment.name}.{name} {_readable(error)}{limit}")
 
     # calls and replies
 
@@ -271,7 +271,7 @@ class EnvironmentPool:
             message = opened.making.send(result)
         except StopIteration:
             pass
-        except _Failed as failed:
+        except _EnvironmentFailed as failed:
             reply.failure = str(failed)
         else:
             opened.call = self._call(message, opened)
@@ -286,7 +286,7 @@ class EnvironmentPool:
         kind, *arguments = message
         name = f"{kind} {arguments[-2]}" if kind in ("tool", "method") else kind
         session = None if kind in ("parse", "tool") else owner
-        return WorkerCall(message, self._timeout, name in self._offer.concurrent, TOGETHER, owner, session, GRACE)
+        return WorkerCall(message, self._timeout, name in self._offer.concurrent, MAX_COROUTINES, owner, session, GRACE)
 
     def _give(self) -> None:
         try:

@@ -35,7 +35,7 @@ from mindspeed_rl_plugin.workers.child import Parent, describe
 from mindspeed_rl_plugin.workers.keeper import keep
 from mindspeed_rl_plugin.workers.user_files import load_function
 
-LONGEST = 1 << 18  # characters of a text that are given to the parent
+MAX_TEXT_CHARACTERS = 1 << 18  # characters of a text that are given to the parent
 BRIEF = 200  # characters of an error that the model sees
 CLOSE_SECONDS = 10.0  # most in which environments close themselves, at the end of the pool or of its process
 
@@ -116,8 +116,8 @@ class Desk:
     async def parse(self, text: str) -> Answer:
         """The calls in a turn, as `read_calls` has them."""
         calls = read_calls(self.parser(text))
-        if len(calls) > LONGEST:
-            raise ValueError(f"it returned calls of {len(calls)} characters; at most {LONGEST} are read")
+        if len(calls) > MAX_TEXT_CHARACTERS:
+            raise ValueError(f"it returned calls of {len(calls)} characters; at most {MAX_TEXT_CHARACTERS} are read")
         return Answer((calls,))
 
     async def tool(self, name: str, arguments: Mapping[str, Any]) -> Answer:
@@ -162,8 +162,8 @@ def _load(flag: str, source: UserCode) -> Any:
 
 
 def _shortened(text: str) -> str:
-    left = len(text) - LONGEST
-    return text if left <= 0 else f"{text[:LONGEST]}\n[{left} further characters are left out]"
+    left = len(text) - MAX_TEXT_CHARACTERS
+    return text if left <= 0 else f"{text[:MAX_TEXT_CHARACTERS]}\n[{left} further characters are left out]"
 
 
 def _brief(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from mindspeed_rl_plugin.rows import SampleId
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 """A chat message: role ("user" or "tool"), content, and for a tool its name."""
 
 CheckFields = Callable[[Mapping[str, Set[str]]], None]
@@ -66,7 +66,7 @@ class Reply:
     """What came of `begin` or of a turn."""
 
     id: SampleId
-    messages: list[Message] = field(default_factory=list)  # what the model sees next, maybe none
+    messages: list[ChatMessage] = field(default_factory=list)  # what the model sees next, maybe none
     # token ids of the whole next prompt, of an environment that renders itself, in the place of messages
     prompt: tuple[int, ...] | None = None
     reward: float = 0.0  # of this turn

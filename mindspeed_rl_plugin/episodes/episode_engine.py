@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.episodes.lead import Lead
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
 BETWEEN_SECONDS = 0.005  # of the engine's steps between looks at environments that have something in the making
-WAIT_SECONDS = 1.0  # that the first rank waits for environments at a time, and the others for it
+ENVIRONMENT_SECONDS = 1.0  # that the first rank waits for environments at a time, and the others for it
 
 
 class EpisodeEngine:
@@ -127,7 +127,7 @@ class EpisodeEngine:
         plan = None
         if self._lead is not None:
             now = time.monotonic()
-            left = 0.0 if self._sampling or self.shares_experts else min(max(end - now, 0.0), WAIT_SECONDS)
+            left = 0.0 if self._sampling or self.shares_experts else min(max(end - now, 0.0), ENVIRONMENT_SECONDS)
             plan = self._lead.plan(left, end, bool(self._sampling))
         return self._peers.share(plan)
 

@@ -10,9 +10,9 @@ from typing import Any
 from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, RawFormat
 from mindspeed_rl_plugin.episodes.environments import (
     Attempt,
+    ChatMessage,
     Environments,
     EpisodeError,
-    Message,
     Reply,
     Turn,
     Unread,
@@ -173,7 +173,7 @@ class Lead:
             print(f"[rl] warning: {text}", flush=True)  # from whichever rank leads an engine
         self._said.add(of)
 
-    def _open(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[Message]) -> None:
+    def _open(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[ChatMessage]) -> None:
         """The first turn follows. What the environment says first stands behind the prompt's last message."""
         sample, prompt = reply.id, reply.prompt
         said = "".join(message["content"] for message in messages)
@@ -192,7 +192,7 @@ class Lead:
             plan.prompts.append((sample, prompt))
         self._due.append(sample)
 
-    def _observe(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[Message]) -> None:
+    def _observe(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[ChatMessage]) -> None:
         """The next turn follows, if there is space for one token of it."""
         sample = reply.id
         if reply.prompt is None:

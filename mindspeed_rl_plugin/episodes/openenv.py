@@ -18,7 +18,7 @@ from typing import Any
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
 
 WAIT = 10.0  # seconds for a server to answer a greeting
-LARGEST = 1 << 26  # bytes of a message
+MAX_MESSAGE_BYTES = 1 << 26  # bytes of a message
 # Titles of schemas of a server whose actions are calls of tools.
 TOOLS = ("Action", "CallToolAction", "ListToolsAction")
 CALL = {
@@ -42,7 +42,7 @@ class OpenEnv:
         from websockets.sync.client import connect
 
         self._schema = schema(self.url)
-        self._socket = connect(f"ws{self.url.removeprefix('http')}/ws", open_timeout=WAIT, max_size=LARGEST)
+        self._socket = connect(f"ws{self.url.removeprefix('http')}/ws", open_timeout=WAIT, max_size=MAX_MESSAGE_BYTES)
 
     def reset(self, seed: int, reset: Mapping[str, Any] | None = None) -> str:
         """reset: the field of a data row, further arguments of the server's reset."""

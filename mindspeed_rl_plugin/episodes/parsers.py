@@ -75,9 +75,9 @@ DEEPSEEK = Tagged(
 )
 
 _TAG = r"<\|python_tag\|>\s*"
-_BARE = r'(?=\{\s*"(?:name"\s*:|type"\s*:\s*"function"))'  # other JSON is an answer
-_FIRST, _TAGGED = re.compile(rf"\s*(?:{_TAG}|{_BARE})"), re.compile(_TAG)
-_NEXT, _NEXT_BUT_ONE = re.compile(rf"\s*;?\s*(?:{_TAG})?(?=\{{)"), re.compile(rf";\s*(?:{_TAG})?{_BARE}")
+_BARE_JSON = r'(?=\{\s*"(?:name"\s*:|type"\s*:\s*"function"))'  # other JSON is an answer
+_FIRST, _TAGGED = re.compile(rf"\s*(?:{_TAG}|{_BARE_JSON})"), re.compile(_TAG)
+_NEXT, _NEXT_BUT_ONE = re.compile(rf"\s*;?\s*(?:{_TAG})?(?=\{{)"), re.compile(rf";\s*(?:{_TAG})?{_BARE_JSON}")
 
 
 def llama3(text: str) -> list[Attempt]:

@@ -26,7 +26,7 @@ DESCRIBE = (
     "method that is no tool begins with _"
 )
 
-TYPES: dict[str, tuple[type, ...]] = {
+JSON_TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
     "string": (str,),
@@ -76,7 +76,7 @@ def load_environment(file: str, name: str) -> type:
         raise ValueError(f"{name} is no class; give one with reset, and with tools or step")
     if not callable(getattr(made, "reset", None)):
         raise ValueError(f"{name} has no reset; give it one, which begins an episode")
-    if needed := [p.name for p in _parameters(made) if p.default is p.empty and p.kind in _ONE]:
+    if needed := [p.name for p in _parameters(made) if p.default is p.empty and p.kind in _SINGLE_VALUE]:
         raise ValueError(f"{name}() needs {', '.join(needed)}; it is made without arguments: give them defaults")
     if hasattr(made, "step"):
         _check_step(name, made)
@@ -193,8 +193,8 @@ def _texts(observation: Any) -> tuple[str, ...]:
     )
 
 
-_ONE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_BY_NAME = _ONE[1:]
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_SINGLE_VALUE = (inspect.Parameter.POSITIONAL_ONLY, *_BY_NAME)
 
 
 def _parameters(function: Callable[..., Any]) -> Sequence[inspect.Parameter]:
@@ -249,9 +249,9 @@ def _of_type(value: Any, type_: str | list[str] | None) -> bool:
     """Whether a value is of a schema's type, one of several, or of one that JSON does not have."""
     if isinstance(type_, list):
         return any(_of_type(value, one) for one in type_)
-    if type_ not in TYPES:
+    if type_ not in JSON_TYPES:
         return True
-    return isinstance(value, TYPES[type_]) and (type_ == "boolean" or not isinstance(value, bool))
+    return isinstance(value, JSON_TYPES[type_]) and (type_ == "boolean" or not isinstance(value, bool))
 
 
 def _object_fits(value: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.episodes.verifiers_load import ROW
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
-TOGETHER = 64  # most rollouts of one process at a time; of an evaluation, which may come between two parts, as many
+MAX_ROLLOUTS = 64  # most rollouts of one process at a time; of an evaluation, which may come between two parts, as many
 AWAY_SECONDS = 1.0  # nobody listened so long: what was said meanwhile may not have fitted into the pipe
 STOP_SECONDS = 20.0  # in which a rollout that is given up must have stopped
 END_SECONDS = 15.0  # in which a process may end by itself, with what its rollouts hold
@@ -94,7 +94,7 @@ class VerifiersEnvironments:
         workers: int,
         timeout: float,
         wait: float,
-        together: int | None = TOGETHER,
+        together: int | None = MAX_ROLLOUTS,
         trust_remote_code: bool = False,
     ) -> None:
         self._timeout, self._together = timeout, math.inf if together is None else together

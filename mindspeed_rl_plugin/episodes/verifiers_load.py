@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mindspeed_rl_plugin.workers.child import Parent, outcome
 
 SUPPORTED = "0.4."
-BATCH = 256  # rows of one answer
+ROWS_AT_ONCE = 256  # rows of one answer
 ROW = "verifiers"  # field of a data row that holds verifiers' own
 RENDERER = {"name": "custom", "import_path": "mindspeed_rl_plugin.episodes.verifiers_renderer.AppendingRenderer"}
 
@@ -55,7 +55,7 @@ def main(connection: int, lifeline: int) -> None:
     parent.send(("", None))
     while True:
         parent.receive()
-        parent.send(outcome(lambda: [*itertools.islice(rows, BATCH)]))
+        parent.send(outcome(lambda: [*itertools.islice(rows, ROWS_AT_ONCE)]))
 
 
 def _verifiers() -> tuple[Any, str]:

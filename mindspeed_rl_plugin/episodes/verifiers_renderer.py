@@ -17,8 +17,8 @@ from renderers.default import DefaultRenderer
 from mindspeed_rl_plugin.control_tokens import ControlTokens, dated
 
 # What is in the chat template of models that write calls in some format -> name of its parser; the first that is there.
-PARSERS = {"<arg_key>": "glm", "<function=": "qwen3.5", "<tool_call>": "qwen3", "<｜tool▁call▁begin｜>": "deepseek-v3"}
-SPOKEN = "uiweahfskdj"  # content of an assistant's message, by which it is found in a rendered conversation
+MARKS = {"<arg_key>": "glm", "<function=": "qwen3.5", "<tool_call>": "qwen3", "<｜tool▁call▁begin｜>": "deepseek-v3"}
+PLACEHOLDER = "uiweahfskdj"  # content of an assistant's message, by which it is found in a rendered conversation
 
 
 class AppendingRenderer(DefaultRenderer):
@@ -31,7 +31,7 @@ class AppendingRenderer(DefaultRenderer):
         config = config or DefaultRendererConfig()
         tokenizer.chat_template = dated(tokenizer.chat_template)
         template = tokenizer.get_chat_template()
-        parser = config.tool_parser or next((name for mark, name in PARSERS.items() if mark in template), None)
+        parser = config.tool_parser or next((name for mark, name in MARKS.items() if mark in template), None)
         super().__init__(tokenizer, config.model_copy(update={"tool_parser": parser}))
         self._control = ControlTokens(tokenizer, template)
 
@@ -57,7 +57,7 @@ class AppendingRenderer(DefaultRenderer):
 
     def _behind(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """Tokens from the one that ends an assistant's turn on."""
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SPOKEN}]
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
         rendered = self._tokenizer.apply_chat_template(
             turn + [self._marked(message) for message in messages],
             tools=None if tools is None else list(tools),
@@ -65,7 +65,7 @@ class AppendingRenderer(DefaultRenderer):
             add_generation_prompt=True,
             **(self.config.model_extra or {}),
         )
-        tail = rendered.partition(SPOKEN)[2].lstrip()
+        tail = rendered.partition(PLACEHOLDER)[2].lstrip()
         ids = self._control.encode(tail)
         if not ids or ids[0] not in self._control.ids:
             raise ValueError(f"the chat template ends a turn with {tail[:20]!r}, which is no special token")

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.weights.publish import TrainerWeights
 
-JOB, WEIGHTS = "job", "weights"  # what the dock's directory has of the job
+JOB, TRAINER_WEIGHTS = "job", "weights"  # what the dock's directory has of the job
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def welcome(dock: GuestDock, job: Description, address: str) -> str:
 
 def weights_of(dock: GuestDock) -> TrainerWeights:
     """How the trainers hold the weights that they publish."""
-    return TrainerWeights.parse(json.loads(dock.about)[WEIGHTS])
+    return TrainerWeights.parse(json.loads(dock.about)[TRAINER_WEIGHTS])
 
 
 def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.environment import environment_apart, launch_env, say
 from mindspeed_rl_plugin.generators.vllm_server import VllmServer, problems
 
-END_SECONDS = 30.0  # for Ray to end its tasks, and for servers to be left
+ENGINES_END_SECONDS = 30.0  # for Ray to end its tasks, and for servers to be left
 AGAIN_SECONDS = 5.0  # until a server that failed is tried again
 WORKED_SECONDS = 60.0  # after which a failure is said again, though it was said of the time before
 AT_URL = (sys.executable, "-m", "mindspeed_rl_plugin", "generate", "--engine-url")
@@ -141,7 +141,7 @@ class ExternalEngines:
             process.terminate()
         for process in running:
             try:
-                process.wait(END_SECONDS)
+                process.wait(ENGINES_END_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
 

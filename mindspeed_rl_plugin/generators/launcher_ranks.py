@@ -30,8 +30,8 @@ from mindspeed_rl_plugin.environment import (
     say,
 )
 
-KEY, ENDED, START = "dock", "ended", "start"  # in the launcher's store
-LOOK_SECONDS = 0.1  # between two looks for a key
+KEY, ENDED, START_NAME = "dock", "ended", "start"  # in the launcher's store
+KEY_LOOK_SECONDS = 0.1  # between two looks for a key
 BEGIN_SECONDS = 600.0  # from the first rank that starts to the last
 WATCH_SECONDS = 1.0  # between two looks whether another rank was started again
 _over = threading.Event()  # set where this process ends
@@ -140,7 +140,7 @@ def agree(
     when another one was started again: rank 0 sees all, the others see rank 0."""
     if rank == 0:
         name = secrets.token_hex(8)
-        keys.set(START, name)
+        keys.set(START_NAME, name)
         _thread(_answer, keys, name, place, world, end)
         return name, place
     question, until = secrets.token_hex(8), time.monotonic() + BEGIN_SECONDS
@@ -148,10 +148,10 @@ def agree(
     while not keys.check([question]):
         if time.monotonic() > until:
             raise TimeoutError(f"rank 0 did not start within {BEGIN_SECONDS:g} s; look at what it says")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(KEY_LOOK_SECONDS)
     name, place = keys.get(question).decode().split(maxsplit=1)
     keys.set(f"{name} {rank}", "heard")
-    _thread(_stay, keys, rank, {0: (START, name.encode())}, end)
+    _thread(_stay, keys, rank, {0: (START_NAME, name.encode())}, end)
     return name, place
 
 
@@ -172,7 +172,7 @@ def _answer(keys: dist.Store, name: str, place: str, world: int, end: Callable[[
                 if keys.check([key := f"asks {rank}"]) and (asked := keys.get(key)) != told.get(rank):
                     keys.set(asked.decode(), f"{name} {place}")
                     told[rank] = asked
-            time.sleep(LOOK_SECONDS)
+            time.sleep(KEY_LOOK_SECONDS)
         _stay(keys, 0, {rank: (f"asks {rank}", asked) for rank, asked in told.items()}, end)
 
 

@@ -28,11 +28,11 @@ from mindspeed_rl_plugin.service.invitation import read_secret
 
 RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}  # kind of device -> what Ray calls it
 PAUSE = 1.0  # seconds before an engine is started again, at first; twice as many each time
-FAILURES = 5  # in a row after which it is given up
+MAX_FAILURES = 5  # in a row after which it is given up
 GOOD_SECONDS = 600.0  # that an engine works, after which its failures are forgotten
 SAY_SECONDS = 60.0  # between two lines about engines for which there is no place
-LOOK_SECONDS = 1.0
-CONNECT_SECONDS = 10.0
+ENGINE_LOOK_SECONDS = 1.0
+CLUSTER_SECONDS = 10.0
 FORWARDED = ("PYTHONPATH", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")  # of the job's environment
 PR_SET_PDEATHSIG = 1
 
@@ -47,7 +47,7 @@ async def keep(cluster: OnRay, number: int, say: Callable[[str], None], waiting:
         task = cluster.start()
         waiting.add(number)
         while not cluster.placed(task):
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(ENGINE_LOOK_SECONDS)
         waiting.remove(number)
         begun = clock()
         status, words = await cluster.result(task)
@@ -55,8 +55,8 @@ async def keep(cluster: OnRay, number: int, say: Callable[[str], None], waiting:
             return True
         failures = 1 if clock() - begun > GOOD_SECONDS else failures + 1
         what = f"engine {number} on Ray ended with {status}: {words or 'it said nothing'}"
-        if failures >= FAILURES:
-            say(f"{what}; given up after {FAILURES} times in a row")
+        if failures >= MAX_FAILURES:
+            say(f"{what}; given up after {MAX_FAILURES} times in a row")
             return False
         pause = PAUSE * 2 ** (failures - 1)
         say(f"{what}; started again in {pause:g} s")
@@ -124,7 +124,7 @@ def connect(ray: Any, options: argparse.Namespace) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if port.isdecimal():  # Ray itself asks for minutes
-            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+            socket.create_connection((host, int(port)), CLUSTER_SECONDS).close()
         ray.init(address=address, log_to_driver=True, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
         where = os.environ.get("RAY_ADDRESS", "this machine")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.notes import Announced
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows, requests_of
 
-LOOK_SECONDS = 1.0  # that an engine without weights waits for news at a time
+NEWS_SECONDS = 1.0  # that an engine without weights waits for news at a time
 LEASE_SECONDS = 86400.0  # an engine that is lost is known by its connection, and a long response is no reason
 REPORT_SECONDS = 0.5  # between two reports of what was counted
 ROWS_SECONDS = 0.25  # that an engine without rows waits for some at a time
@@ -31,7 +31,7 @@ MOST = 2000  # spans that are kept until they are told; then the oldest are lost
 
 
 @dataclass
-class _Row:
+class _Leased:
     """A leased row."""
 
     lease: Lease
@@ -100,7 +100,7 @@ class Scheduler:
     def done(self, completions: Iterable[Completion], digest: str | None) -> None:
         """Finished responses go into the dock, during the engine's next steps. A job that has left needs none."""
         self._written()
-        finished: dict[int, list[tuple[_Row, Completion]]] = {}
+        finished: dict[int, list[tuple[_Leased, Completion]]] = {}
         for completion in completions:
             row = self.state.running.pop(completion.id)
             self.count("responses", 1)
@@ -131,7 +131,7 @@ class Scheduler:
 
     # inside
 
-    def _write(self, finished: Iterable[Sequence[tuple[_Row, Completion]]], digest: str | None, version: int) -> None:
+    def _write(self, finished: Iterable[list[tuple[_Leased, Completion]]], digest: str | None, version: int) -> None:
         """Rows and their responses, by lease; the version that was in the engine when they were done."""
         for part in finished:
             requests, responses = [row.request for row, _ in part], [completion for _, completion in part]
@@ -187,7 +187,7 @@ class Scheduler:
                 continue
             replica = min(range(self.replicas), key=lambda replica: busy[replica])
             busy[replica] += 1
-            running[request.id] = _Row(lease, self.dock.version_bound(request.id.epoch), request, replica)
+            running[request.id] = _Leased(lease, self.dock.version_bound(request.id.epoch), request, replica)
             new.append((replica, request))
         return tuple(new)
 
@@ -204,9 +204,9 @@ class Scheduler:
         """A moment, for weights: until the pull that is under way ends, or others are announced. Nothing runs."""
         began = time.monotonic()
         if pulling:
-            self._pulled.wait(LOOK_SECONDS)
+            self._pulled.wait(NEWS_SECONDS)
         else:
-            self._hear(self.dock.news(self._news, LOOK_SECONDS))
+            self._hear(self.dock.news(self._news, NEWS_SECONDS))
         self.state.needs = None  # others may have taken those rows
         self.spend("version", began)
 

@@ -26,9 +26,9 @@ from mindspeed_rl_plugin.weights.pull import Applied, Pulled
 
 ABORT_AGAIN_SECONDS = 0.2  # until a request that was still on its way is aborted again
 NO_LOGP = -9999.0  # in the place of a log-prob that is not finite
-LOOK_SECONDS = 0.1  # between two looks at a pull
+PULL_LOOK_SECONDS = 0.1  # between two looks at a pull
 STAY_SECONDS = 5.0  # between two words to the server, which waits `server_worker.HELD_SECONDS` for one
-FAILURES = (ConnectionError, RuntimeError, TimeoutError, ValueError)  # of a server that is lost, or refuses
+SERVER_ERRORS = (ConnectionError, RuntimeError, TimeoutError, ValueError)  # of a server that is lost, or refuses
 
 
 class ServerEngine:
@@ -181,7 +181,7 @@ class ServerWeights:
         try:
             self._workers("join", None, address=address, secret=secret.hex(), machines=machines)
         except BaseException:
-            with contextlib.suppress(*FAILURES):  # of those that have not joined
+            with contextlib.suppress(*SERVER_ERRORS):  # of those that have not joined
                 self._workers("leave", ASK_SECONDS)
             raise
         self._closing, self._heard = threading.Event(), time.monotonic()
@@ -192,7 +192,7 @@ class ServerWeights:
         began = time.monotonic()
         self._workers("pull", ASK_SECONDS, version=version)
         while any(one["busy"] for one in self._workers("pulled", ASK_SECONDS)):
-            time.sleep(LOOK_SECONDS)
+            time.sleep(PULL_LOOK_SECONDS)
         pulled = self._workers("pulled", ASK_SECONDS)
         if (newest := max(one["newest"] for one in pulled)) >= 0:
             raise Gone(version, newest)
@@ -212,7 +212,7 @@ class ServerWeights:
         long already is left soon, for the job waits for the rows."""
         self._closing.set()
         patience = max(ASK_SECONDS - (time.monotonic() - self._heard), STAY_SECONDS)
-        with contextlib.suppress(*FAILURES):
+        with contextlib.suppress(*SERVER_ERRORS):
             self._workers("leave", patience)
             self.server.ask("/resume", seconds=patience)
 
@@ -223,7 +223,7 @@ class ServerWeights:
             try:
                 self._workers("stay", ASK_SECONDS)
                 self._heard = time.monotonic()
-            except FAILURES as error:
+            except SERVER_ERRORS as error:
                 if isinstance(error, ValueError) or time.monotonic() - self._heard > self.server.deadline / 2:
                     self._lost(error)
                     return

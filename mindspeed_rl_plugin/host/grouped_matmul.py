@@ -64,7 +64,7 @@ _GROUPED = {
     "npu_gmm_backward_fusion": grouped_matmul_backward_fusion,
 }
 # Name of MindSpeed's builder -> functions of the module that it loads.
-COMPILED = {
+GROUPED_COMPILED = {
     "grouped_matmul": _GROUPED,
     "grouped_matmul_v2": _GROUPED,
     "npu_groupmatmul_add_fp32": {"npu_groupmatmul_add_fp32": add_grouped_matmul},

@@ -314,7 +314,7 @@ COMPILED = {
     "algorithm": {"reuse_data_ptr": reuse_data_ptr},
     "npu_rotary_position_embedding": {"npu_rotary_position_embedding": _rotary_position_embedding},
     "npu_apply_fused_adamw_v2": {"npu_apply_fused_adamw_v2": _fused_adamw_v2},
-    **grouped_matmul.COMPILED,
+    **grouped_matmul.GROUPED_COMPILED,
     "fusion_attention_v2": {
         "npu_fusion_attention_v2": _attention_v2,
         "npu_fusion_attention_grad_v2": _attention_grad_v2,

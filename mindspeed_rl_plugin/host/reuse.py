@@ -22,7 +22,7 @@ extern "C" void point_into(c10::StorageImpl* alias, c10::StorageImpl* source, in
   alias->set_data_ptr_noswap(c10::DataPtr(static_cast<char*>(source->mutable_data()) + bytes, alias->device()));
 }
 """
-_TIMEOUT = 120  # seconds, of the compiler
+_LIMIT = 120  # seconds, of the compiler
 
 
 def reuse_data_ptr(alias: Tensor, source: Tensor, offset: int) -> None:
@@ -66,7 +66,7 @@ def _compile(made: Path) -> None:
     flags = [*(f"-I{path}" for path in cpp_extension.include_paths()), f"-L{cpp_extension.TORCH_LIB_PATH}", "-lc10"]
     command = [cpp_extension.get_cxx_compiler(), "-shared", "-fPIC", "-O1", "-std=c++20", "-x", "c++", "-", *flags]
     try:
-        done = subprocess.run([*command, "-o", made], input=_SOURCE, capture_output=True, text=True, timeout=_TIMEOUT)
+        done = subprocess.run([*command, "-o", made], input=_SOURCE, capture_output=True, text=True, timeout=_LIMIT)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeError(f"--reuse-fp32-param on a host needs a C++ compiler (variable CXX): {error}") from error
     if done.returncode:

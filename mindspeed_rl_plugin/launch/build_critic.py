@@ -22,7 +22,7 @@ import torch
 from torch.nn import Module
 
 from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
-from mindspeed_rl_plugin.checkpoints.start_decision import WHOLE, weights_arguments
+from mindspeed_rl_plugin.checkpoints.start_decision import FULL_STATE, weights_arguments
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.critic.value_head import give_value_head
@@ -41,7 +41,7 @@ _COUNTERS = (
     *("iteration", "num_floating_point_operations_so_far"),
     *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
 )
-_RATES = ("min_lr", "lr_warmup_init", "decoupled_lr", "decoupled_min_lr")
+_SCALED_RATES = ("min_lr", "lr_warmup_init", "decoupled_lr", "decoupled_min_lr")
 
 
 def build(
@@ -91,7 +91,7 @@ def learning_rate(args: Any, lr: float | None) -> dict[str, Any]:
     if lr is None:
         return {}
     scale = lr / args.lr if args.lr else 0.0
-    return {"lr": lr, **{n: getattr(args, n) * scale for n in _RATES if getattr(args, n, None) is not None}}
+    return {"lr": lr, **{n: getattr(args, n) * scale for n in _SCALED_RATES if getattr(args, n, None) is not None}}
 
 
 def _source(start: Start, load: str | None, absent: Mapping[str, Any]) -> tuple[dict[str, Any], str, bool]:
@@ -101,7 +101,7 @@ def _source(start: Start, load: str | None, absent: Mapping[str, Any]) -> tuple[
         folder = os.path.join(files.iteration_dir(start.load_dir, start.iteration), files.CRITIC)
         if files.read_tracker(folder) is not None:
             optimizer = "" if "no_load_optim" in absent else ", its optimizer included"
-            return {**nothing, "load": folder, **WHOLE, **absent}, folder + optimizer, True
+            return {**nothing, "load": folder, **FULL_STATE, **absent}, folder + optimizer, True
     if load is None:
         return nothing, "the policy's weights, with a fresh value head", False
     path = files.critic_source(load)

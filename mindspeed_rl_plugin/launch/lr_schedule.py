@@ -17,17 +17,17 @@ from mindspeed_rl_plugin.config import RLConfig, rl_enabled
 from mindspeed_rl_plugin.config.flag import spelt
 
 # Arguments that the schedule is made of, and how a user gives them.
-_ALIKE = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size")
-_ALIKE += ("lr", "min_lr", "lr_decay_style", "weight_decay_incr_style")
-FLAGS = {name: spelt(name) for name in _ALIKE} | {
+_SAME_NAME = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size")
+_SAME_NAME += ("lr", "min_lr", "lr_decay_style", "weight_decay_incr_style")
+FLAG_OF = {name: spelt(name) for name in _SAME_NAME} | {
     "start_weight_decay": "--weight-decay or --start-weight-decay",
     "end_weight_decay": "--weight-decay or --end-weight-decay",
 }
 # What stands in the optimizer's groups of parameters alone, and by which fields Megatron tells groups apart.
 _OF_GROUPS = {"decoupled_lr", "decoupled_min_lr", "rl_critic_lr", "adam_beta1", "adam_beta2", "adam_eps"}
-FLAGS |= {name: spelt(name) for name in sorted(_OF_GROUPS)}
-_RATES = ("max_lr", "min_lr", "betas", "eps")
-_KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+FLAG_OF |= {name: spelt(name) for name in sorted(_OF_GROUPS)}
+_GROUP_RATES = ("max_lr", "min_lr", "betas", "eps")
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def record(args: Any, recorded: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def record(args: Any, recorded: Mapping[str, Any] | None = None) -> dict[str, An
 
     recorded: of the checkpoint that a run resumed from, whose schedule goes on where it is kept.
     """
-    values = {name: getattr(args, name, None) for name in FLAGS}
+    values = {name: getattr(args, name, None) for name in FLAG_OF}
     values["lr_decay_iters"] = values["lr_decay_iters"] or values["train_iters"]
     if not (rl_enabled(args) and resolve(RLConfig.from_args(args).algorithm).needs_critic):
         del values["rl_critic_lr"]
@@ -99,7 +99,7 @@ def check(recorded: Mapping[str, Any] | None, args: Any, where: str, absent: Col
     if recorded is None or any(getattr(args, name, False) for name in flags) or settled(recorded, args):
         return
     now = record(args)
-    changed = {name: flag for name, flag in FLAGS.items() if name in recorded and recorded[name] != now.get(name)}
+    changed = {name: flag for name, flag in FLAG_OF.items() if name in recorded and recorded[name] != now.get(name)}
     if compared(now) == compared(recorded) and not changed.keys() & now.keys() & _OF_GROUPS:
         return
     kept = ", or --use-checkpoint-opt_param-scheduler to keep the checkpoint's schedule"
@@ -145,8 +145,8 @@ def share_rates(saved: Sequence[dict], groups: Sequence[dict], override: bool) -
     """
     ours = list(groups)
     for theirs in saved:
-        kind = [theirs.get(name) for name in _KIND]
-        at = next((n for n, group in enumerate(ours) if [group.get(name) for name in _KIND] == kind), None)
+        kind = [theirs.get(name) for name in _GROUP_KEYS]
+        at = next((n for n, group in enumerate(ours) if [group.get(name) for name in _GROUP_KEYS] == kind), None)
         if at is not None:
             source, target = (ours.pop(at), theirs) if override else (theirs, ours.pop(at))
-            target.update({name: source[name] for name in _RATES if name in source})
+            target.update({name: source[name] for name in _GROUP_RATES if name in source})

@@ -18,7 +18,7 @@ _PLACING = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-_SPELT = {"virtual_pipeline_model_parallel_size": "--num-layers-per-virtual-pipeline-stage"}  # Megatron derives it
+_GIVEN_BY = {"virtual_pipeline_model_parallel_size": "--num-layers-per-virtual-pipeline-stage"}  # Megatron derives it
 
 
 class Coordinates(NamedTuple):
@@ -232,7 +232,7 @@ def folds(args: argparse.Namespace) -> bool:
     if given != "dualpipev":
         raise ValueError(f"--schedules-method {given}: its placement of layers is unknown; give dualpipev, or none")
     if beside := [name for name in _PLACING if getattr(args, name, None)]:
-        shown = " and ".join(_SPELT.get(name) or spelt(name) for name in beside)
+        shown = " and ".join(_GIVEN_BY.get(name) or spelt(name) for name in beside)
         raise ValueError(f"--schedules-method dualpipev gives every chunk equally many layers; remove {shown}")
     if args.pipeline_model_parallel_size == 1:
         raise ValueError("--schedules-method dualpipev needs --pipeline-model-parallel-size of at least 2; remove one")

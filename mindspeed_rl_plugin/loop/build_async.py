@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.dock.gate import Opening
 from mindspeed_rl_plugin.dock.machines import own_address
 from mindspeed_rl_plugin.environment import say
-from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
+from mindspeed_rl_plugin.generators.description import JOB, TRAINER_WEIGHTS, Description
 from mindspeed_rl_plugin.generators.external_engines import ExternalEngines
 from mindspeed_rl_plugin.generators.launcher_ranks import publish_address, publish_end
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
@@ -33,7 +33,7 @@ from mindspeed_rl_plugin.stages.trainer import Trainer
 from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
 from mindspeed_rl_plugin.weights.published_memory import publish_memory
 
-FEWER = "keep fewer versions (--rl-max-staleness with --rl-async-order strict), or spread trainers over more machines"
+ADVICE = "keep fewer versions (--rl-max-staleness with --rl-async-order strict), or spread trainers over more machines"
 
 
 def build_schedule(at: RankParts, stages: Stages, trainer: Trainer, model: Any, resumes: bool) -> AsyncSchedule:
@@ -60,7 +60,7 @@ def build_schedule(at: RankParts, stages: Stages, trainer: Trainer, model: Any, 
         tokenizer=inputs.responses.tokenizer,
         environments=inputs.responses.described(),
     )
-    about = {JOB: description.to_json(), WEIGHTS: trainer.weights.text()}
+    about = {JOB: description.to_json(), TRAINER_WEIGHTS: trainer.weights.text()}
     validator = ResponseValidator(inputs.vocab, config.rollout.max_response_length, inputs.responses)
     service = JobService(job.dock)
     service.guard({STATE: Opening(validator.check, READS)})
@@ -104,7 +104,7 @@ def make_publisher(at: RankParts, model: Sequence[Any]) -> Publisher:
         verify=config.reshard.verify_weights,
     )
     kept = f"keeping {versions} versions of the weights"
-    inputs.host_memory_budget().reserve(weights.shares[rank].nbytes * versions, kept, FEWER)
+    inputs.host_memory_budget().reserve(weights.shares[rank].nbytes * versions, kept, ADVICE)
     memory = partial(publish_memory, at.job.dock)
     return Publisher(weights, rank, memory, versions=versions, gather=ranks.gather)
 

@@ -41,7 +41,7 @@ class Topology:
         import torch.distributed as dist
         from megatron.core import parallel_state as mpu
 
-        from mindspeed_rl_plugin.forward.schedule import ends_here
+        from mindspeed_rl_plugin.forward.pipeline import ends_here
 
         rank, world = dist.get_rank(), dist.get_world_size()
         last = ends_here(model)

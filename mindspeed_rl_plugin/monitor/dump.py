@@ -18,7 +18,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.monitor.run_files import atomic_write, dump_file, dump_files
 from mindspeed_rl_plugin.rows import FINISH, Column, Ragged, Rows, SampleId, unpack_json
 
-FIELDS = (
+DUMP_FIELDS = (
     *SampleId._fields, "iteration", "prompt", "response", "answer", "reward", "reward_parts", "advantage",
     "response_length", "finish", "version", "segments", "prompt_tokens", "response_tokens",
 )  # fmt: skip

@@ -12,7 +12,7 @@ A run directory holds
     events-rank{r}.jsonl   one object per line: {"iteration", "stage", "rank", "start", "end", "peak_bytes"}, and
                            "failed": the error's name where the stage raised
     events-apart.jsonl     one object per line: {"iteration", "process", "stage", "start", "end"}, of engines that are
-                           no ranks; of the process WEIGHTS, PUBLISHED and a version where these went out
+                           no ranks; of the process WEIGHTS_PROCESS, PUBLISHED and a version where these went out
 
 and, where a dump directory is set, `rollout-{done:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run
 that wrote them by its directory and its id in run.json. No torch in here: the report reads a run without it.
@@ -36,7 +36,7 @@ METRICS_FILE = "metrics.jsonl"
 APART_FILE = "events-apart.jsonl"
 HELD_OUT_FILE = "heldout.jsonl"
 LOG_FILE = "log.txt"
-WEIGHTS, PUBLISHED = "weights", "version "
+WEIGHTS_PROCESS, PUBLISHED = "weights", "version "
 GENERATOR = "generator"  # so begins the name of an engine on ranks of the job's launcher
 RUN_FILE = "run.json"
 OWNER_FILE = "dumps-of.json"

@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.prompts.tokenizer import read_if_there, vocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FIELDS, GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id"), "generation_config.json"
+TOKEN_FIELDS, GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id"), "generation_config.json"
 SPOKEN = "what-the-model-said"  # by it the model's turn is found in a rendered conversation
 PRINTED_CHARACTERS = 400  # characters of a row that is printed
 END, LEFT_OUT = "\ud800", "\ud801"  # places of marks in a text: no tokenizer decodes halves of surrogate pairs
@@ -83,12 +83,12 @@ def model_tokens(folder: Path) -> dict[str, Any]:
 def config_tokens(path: Path) -> dict[str, Any]:
     """Ids in a config.json, or that of a folder, or in a generation_config.json."""
     named = read_if_there(path / "config.json" if path.is_dir() else path)
-    return {name: named[name] for name in FIELDS if named.get(name) is not None}
+    return {name: named[name] for name in TOKEN_FIELDS if named.get(name) is not None}
 
 
 def _tokenizer_tokens(folder: Path) -> dict[str, Any]:
     named = read_if_there(folder / "special_tokens_map.json") | read_if_there(folder / "tokenizer_config.json")
-    words = {field: named.get(field.removesuffix("_id")) for field in FIELDS}
+    words = {field: named.get(field.removesuffix("_id")) for field in TOKEN_FIELDS}
     words = {field: word["content"] if isinstance(word, dict) else word for field, word in words.items() if word}
     known = vocabulary(folder) if words else {}
     return {field: known[word] for field, word in words.items() if word in known}

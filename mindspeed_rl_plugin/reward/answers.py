@@ -26,14 +26,14 @@ NAMES = (
 )
 UNIT = rf"(?:(?:sq|square|cubic) )?(?:{SYMBOLS}|(?i:{NAMES})s?)(?![A-Za-z])(?:\^?[23])?"
 RATE = rf"(?:\s?{UNIT}(?:(?:/| per )(?:{UNIT}|[hsgmL]\b))?){{1,3}}"
-TAIL = rf"(?:{RATE}|[°€£¥₹])?"  # behind a number
+SUFFIX = rf"(?:{RATE}|[°€£¥₹])?"  # behind a number
 VALUE = re.compile(rf"[$€£¥₹]?\s*({NUMBER}|[-+]?\.\d+)(?:\s*(percent)|{RATE}|°)?\.?")
 WORDS = re.compile(r"(?!sqrt|.*infinity)[A-Za-z]{4,}(?: [A-Za-z]+)*\.?")
 SAID = re.compile(r"^(?!sqrt|sin|cos|tan|log|ln|exp|minus|negative)[A-Za-z]{2,}[ ,:]|\b(?:is|are|equals)\b")
 COUNT = re.compile(r"\d +(?!sqrt)[A-Za-z]{2}|\b(?:is|are|equals)\b")  # words around a number
 HEDGED = re.compile(rf"{NUMBER}\W{{0,4}}? or \W{{0,4}}?{NUMBER}\D*\Z")
 LAST = re.compile(r"(?:^|\n)[ \t]*####[ \t]*((?![A-Za-z]{2})\S[^\n]*)\Z")  # a heading begins with a word
-BARE = [  # what to find, and what to put in its place, in this order
+REPLACEMENTS = [  # what to find, and what to put in its place, in this order
     (BOX, r"\\boxed{"),
     (re.compile("答案"), " answer "),  # the word at which math-verify looks first
     (re.compile(rf"(?<=[{CJK}#])(?=[-+]?[$€£¥]?\.?\d)|(?<=[\d%])(?=[{CJK}])|(?<=[A-Za-z]:)(?=[-+]?[$€£¥]?\d)"), " "),
@@ -44,8 +44,8 @@ BARE = [  # what to find, and what to put in its place, in this order
         lambda m: re.sub(r"\D", "", m[0]),
     ),
     (re.compile(r"(?<![\w.,/^})])(\d{1,9})(?:[ ~]|\\[ ,;])+(\d{1,9})/(\d{1,9})(?!\d|/|\.\d)"), lambda m: _mixed(m)),
-    (re.compile(rf"""(?<!\w)[`"'“‘]{{1,3}}([-+$€£¥.]*\d[-+\d.,/^()\\% ]*{TAIL})[`"'”’]{{1,3}}(?!\w)"""), r" \1 "),
-    (re.compile(rf"(?<![\w*\\\])}}^])[*_]{{1,3}}({NUMBER}{TAIL})[*_]{{1,3}}(?![\w*])"), r" \1 "),
+    (re.compile(rf"""(?<!\w)[`"'“‘]{{1,3}}([-+$€£¥.]*\d[-+\d.,/^()\\% ]*{SUFFIX})[`"'”’]{{1,3}}(?!\w)"""), r" \1 "),
+    (re.compile(rf"(?<![\w*\\\])}}^])[*_]{{1,3}}({NUMBER}{SUFFIX})[*_]{{1,3}}(?![\w*])"), r" \1 "),
     (re.compile(rf"((?:^|\n)[ \t]*|(?:is|are|equals|[aA]nswer:?|=) ?)\[({NUMBER})\](?!\w)"), r"\1 \2 "),
 ]
 
@@ -89,7 +89,7 @@ def expression(answer: str) -> str:
 def _plain(text: str) -> str:
     """Numbers without what surrounds or divides them."""
     text = text.translate(WIDE)
-    for pattern, put in BARE:
+    for pattern, put in REPLACEMENTS:
         text = pattern.sub(put, text)
     text = re.sub(rf"\$({NUMBER}){RATE}\$", r"$\1$", text)
     return re.sub(r"\\boxed\{([^{}\\]+)\}", lambda m: f"\\boxed{{{_value(m[1].strip())}}}", text)

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.reward.calling import Grader, number
 from mindspeed_rl_plugin.reward.reward_model import RewardModel
 from mindspeed_rl_plugin.reward.specs import Spec
 from mindspeed_rl_plugin.workers.call_loop import CallLoop, TooLong, settled
-from mindspeed_rl_plugin.workers.child import Outcome, Parent, describe, outcome
+from mindspeed_rl_plugin.workers.child import Parent, ValueOrError, describe, outcome
 from mindspeed_rl_plugin.workers.user_files import load_function
 
 Items = list[dict[str, Any]]
@@ -41,7 +41,7 @@ def main(connection: int, lifeline: int) -> None:
     calls.serve(lambda grader, items: grade(graders[grader], items, timeouts[grader]))
 
 
-async def grade(grader: Grader, items: Items, timeout: float) -> list[Outcome]:
+async def grade(grader: Grader, items: Items, timeout: float) -> list[ValueOrError]:
     """The outcome of each item: of the one of a call, or of a group. Raises TooLong."""
     try:
         value = await settled(grader.many(items) if grader.batch else grader.single(*items), timeout)

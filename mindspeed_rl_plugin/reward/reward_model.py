@@ -15,15 +15,15 @@ from safetensors import SafetensorError, safe_open
 
 from mindspeed_rl_plugin.reward.items import OWN
 
-PREFIX = "model:"
-KIND = "ForSequenceClassification"
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+MODEL_PREFIX = "model:"
+SCORER = "ForSequenceClassification"
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
 def check_files(path: str) -> None:
     """Raises ValueError where the directory holds no reward model that can be loaded, with what to give instead."""
     if why := _problem(Path(path)):
-        raise ValueError(f"reward {PREFIX}{path}: {why}")
+        raise ValueError(f"reward {MODEL_PREFIX}{path}: {why}")
 
 
 def _problem(folder: Path) -> str | None:
@@ -31,9 +31,9 @@ def _problem(folder: Path) -> str | None:
         return "there is no config.json in it; give the directory of a Hugging Face checkpoint"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kinds = config.get("architectures") or []
-    if not any(kind.endswith(KIND) for kind in kinds):
+    if not any(kind.endswith(SCORER) for kind in kinds):
         known = ", ".join(kinds) or "model of no known kind"
-        return f"it is a {known}, which has no score of a text; give a ...{KIND} checkpoint"
+        return f"it is a {known}, which has no score of a text; give a ...{SCORER} checkpoint"
     labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
     if labels != 1:
         return f"it has {labels} labels; a reward is one number, give one of 1 label"
@@ -42,8 +42,8 @@ def _problem(folder: Path) -> str | None:
             "it comes without a tokenizer, and the policy's may not be the one that it was trained with; save its own "
             "beside it (tokenizer.json, tokenizer_config.json)"
         )
-    if not any(match for pattern in _WEIGHTS for match in folder.glob(pattern)):
-        return f"it has no weights ({', '.join(_WEIGHTS)})"
+    if not any(match for pattern in _WEIGHT_FILES for match in folder.glob(pattern)):
+        return f"it has no weights ({', '.join(_WEIGHT_FILES)})"
     for file in sorted(folder.glob("*.safetensors")):
         try:
             safe_open(file, "np")
@@ -99,9 +99,9 @@ class RewardModel:
         largest = max({*self._tokenizer.get_vocab().values()} - special, default=-1)
         if largest >= self._size:
             raise ValueError(
-                f"reward {PREFIX}{path}: its tokenizer has ids up to {largest}, its embedding {self._size} rows; it is "
-                "not the tokenizer that this model was trained with, so scores would mean nothing: save the right one "
-                "beside it"
+                f"reward {MODEL_PREFIX}{path}: its tokenizer has ids up to {largest}, its embedding {self._size} rows; "
+                "it is not the tokenizer that this model was trained with, so scores would mean nothing: save the "
+                "right one beside it"
             )
 
     def __call__(

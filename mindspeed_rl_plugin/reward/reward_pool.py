@@ -18,9 +18,9 @@ from mindspeed_rl_plugin.workers.process import SHARE_OF_WAIT, Program
 
 if TYPE_CHECKING:
     from mindspeed_rl_plugin.rows import Prompt
-    from mindspeed_rl_plugin.workers.child import Outcome
+    from mindspeed_rl_plugin.workers.child import ValueOrError
 
-TOGETHER = 64  # most calls of asynchronous graders that are in the making in a worker
+MAX_ASYNC_CALLS = 64  # most calls of asynchronous graders that are in the making in a worker
 WORKER = Program(
     main="mindspeed_rl_plugin.reward.grader_process:main",
     first=tuple[Kind, ...] | None,
@@ -198,7 +198,7 @@ class RewardPool:
             (grader, [batch.texts[i] for i in cut]),
             self._timeouts[grader],
             concurrent,
-            TOGETHER,
+            MAX_ASYNC_CALLS,
             owner=[(batch, i) for i in cut],
             grace=GRACE if concurrent else 0.0,
         )
@@ -238,7 +238,7 @@ class RewardPool:
             self.give_up()
             raise
 
-    def _record(self, call: WorkerCall, outcomes: Sequence[Outcome] | str) -> None:
+    def _record(self, call: WorkerCall, outcomes: Sequence[ValueOrError] | str) -> None:
         grader, items, took = _grader(call), call.owner, time.monotonic() - call.began
         self._spent[0] += took * len(items)
         self._spent[1] += took / call.together
@@ -271,4 +271,4 @@ def _grader(call: WorkerCall) -> int:
 
 def _together(kind: Kind) -> int:
     """Most calls of a grader that are in the making in a worker."""
-    return TOGETHER if kind.asynchronous else 1
+    return MAX_ASYNC_CALLS if kind.asynchronous else 1

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rl_plugin.reward.reward_model import PREFIX, check_files
+from mindspeed_rl_plugin.reward.reward_model import MODEL_PREFIX, check_files
 from mindspeed_rl_plugin.workers.process import SHARE_OF_WAIT
 
 ENVIRONMENT = "environment"  # the reward that the environment of a response gave
@@ -29,7 +29,7 @@ class Spec:
 
     @property
     def is_model(self) -> bool:
-        return self.given.startswith(PREFIX)
+        return self.given.startswith(MODEL_PREFIX)
 
     @property
     def compares(self) -> bool:
@@ -66,7 +66,7 @@ def parse_specs(texts: Sequence[str], regex: str | None) -> list[Spec]:
 
 def model_specs(texts: Sequence[str]) -> list[Spec]:
     """The reward models among the graders. Raises ValueError for what is none."""
-    return [_parse(text) for text in texts if text.startswith(PREFIX)]
+    return [_parse(text) for text in texts if text.startswith(MODEL_PREFIX)]
 
 
 def time_limits(timeout: float | Sequence[float], graders: int, wait_timeout: float) -> tuple[float, ...]:
@@ -102,8 +102,8 @@ def _parse(text: str) -> Spec:
             raise ValueError(f"reward {text!r}: the weight {match[2]!r} is not a finite number")
     if name in BUILTIN:
         return Spec(name, name, weight)
-    if name.startswith(PREFIX):
-        path = Path(name.removeprefix(PREFIX)).resolve()
+    if name.startswith(MODEL_PREFIX):
+        path = Path(name.removeprefix(MODEL_PREFIX)).resolve()
         check_files(str(path))
         return Spec(path.name, name, weight, str(path))
     if (found := locate(name, "reward")) is None:

@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.stages.pairs import PairScorer
 from mindspeed_rl_plugin.stages.prompts import meta_of, prompt_rows
 from mindspeed_rl_plugin.stages.reward import FailureLog, Reward, grade_items
 
-SHOWN = 20  # held-out prompts whose greedy responses are kept, for the report
+REPORTED_PROMPTS = 20  # held-out prompts whose greedy responses are kept, for the report
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class EvaluateApart:
         sums = self.context.ranks.broadcast(sums_of(self._scored(), self.samples) if leader else None)
         monitor.log_eval(self.version, eval_metrics(torch.tensor(sums, dtype=torch.float64), self.samples))
         if leader:
-            first = [SampleId(self.epoch, group, 0) for group in range(min(SHOWN, len(self.prompts)))]
+            first = [SampleId(self.epoch, group, 0) for group in range(min(REPORTED_PROMPTS, len(self.prompts)))]
             rows = self.reward.graded(first, self.reward.spec.reads)
             monitor.log_held_out(self.version, _shown(self.reward.items(rows), rows["reward"].tolist()))
         self.dock.clear(self.epoch)
@@ -168,7 +168,7 @@ def _shown(items: Sequence[GradeItem], rewards: Sequence[float]) -> list[list[An
     return [
         [item.id.group, item.prompt, item.response, item.answer, reward]
         for item, reward in zip(items, rewards, strict=True)
-        if item.id.member == 0 and item.id.group < SHOWN
+        if item.id.member == 0 and item.id.group < REPORTED_PROMPTS
     ]
 
 

@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.stages.reward import Reward
 IDLE_SECONDS = 0.5  # a lease waits for responses, where nothing is in grading
 PACE_SECONDS = 0.05  # between leases of what there is, at first: each costs the engine some of its time
 MOST_TIMES = 64  # what keeps the graders busy, taken at once: others grade, too
-STOP_SECONDS = 10.0  # for the thread to end, and with it a call of the dock
+THREAD_STOP_SECONDS = 10.0  # for the thread to end, and with it a call of the dock
 
 
 class GradingThread:
@@ -76,7 +76,7 @@ class GradingThread:
         """End, and hand back what is not graded. Idempotent."""
         self._stopping.set()
         if self._thread is not None:
-            self._thread.join(STOP_SECONDS)
+            self._thread.join(THREAD_STOP_SECONDS)
             self._thread = None
 
     def _end_by(self, ending: threading.Event) -> None:

@@ -79,7 +79,7 @@ def compute_logps(
     update: the same rows padded to the same length go through the same arithmetic. Returns one ragged column `[L]`
     float32 for each micro-batch, 0.0 where the mask is 0; None on ranks that are not on the last pipeline stage.
     """
-    from mindspeed_rl_plugin.forward.schedule import head_of, run_forward_only  # imports Megatron, the table does not
+    from mindspeed_rl_plugin.forward.pipeline import head_of, run_forward_only  # imports Megatron, the table does not
 
     batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, Algorithm, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
-from mindspeed_rl_plugin.monitor.dump import FIELDS
+from mindspeed_rl_plugin.monitor.dump import DUMP_FIELDS
 from mindspeed_rl_plugin.stages import (
     advantages,
     generate,
@@ -78,4 +78,4 @@ def taken_names() -> frozenset[str]:
     """What stages write under some algorithm that samples, and what dumps and old checkpoints know by these names."""
     presets = [resolve(AlgorithmConfig(algorithm=name)) for name in ALGORITHMS]
     tables = [stage_table(each, graders=1) for each in presets if not each.from_pairs]
-    return frozenset({*(name for table in tables for spec in table for name in spec.written), *FIELDS, *RENAMED})
+    return frozenset({*(name for table in tables for spec in table for name in spec.written), *DUMP_FIELDS, *RENAMED})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # they import Megatron, which the stage table does without
     from mindspeed_rl_plugin.update.value_step import ValueStep
 
 GRAD_NORM = 5  # place in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
-OPTIMIZER, SCHEDULER, CONFIG = 3, 4, 5  # places among its arguments; from 2, the model, on they are passed through
+OPTIMIZER, SCHEDULER, MODEL_CONFIG = 3, 4, 5  # places among its arguments; from 2, the model, on they pass through
 Stepped = tuple[tuple, dict[str, float]]  # what Megatron's step returns, and metrics by the register's names
 
 
@@ -85,7 +85,7 @@ class CriticUpdate(Update):
         """Megatron's step of the critic, and of the policy unless the critic warms up alone."""
         critic, lr = self.context.critic, learning_rate(call.args[OPTIMIZER])
         mine = (critic.model, critic.optimizer, critic.scheduler, critic.config)
-        own = replace(call, args=(*call.args[:2], *mine, *call.args[CONFIG + 1 :]))
+        own = replace(call, args=(*call.args[:2], *mine, *call.args[MODEL_CONFIG + 1 :]))
         result, metrics = take_step(self.value_step, parts, own, "critic/")
         if done < self.context.config.algorithm.critic_warmup:
             # The policy's learning rate goes by the iteration.

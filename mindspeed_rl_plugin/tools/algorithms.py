@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.algorithms.value_loss import value_loss
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.tools.text_table import aligned
 
-LEGEND = """\
+FORMULA_LEGEND = """\
 [T], [P]: one number per trained token, per pair.
 R: reward of a response. mean_g, std_g, N: over the N responses of its prompt.
 rho_t: reward of token t, which is R at the last one, less the KL there.
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         for name, (function, _) in zip(names, functions.values(), strict=True):
             what, source = described(function)
             print(f"  {name}", *_wrapped(what), *_wrapped(source), sep="\n")
-    print(f"\nlegend\n{textwrap.indent(LEGEND, '  ')}")
+    print(f"\nlegend\n{textwrap.indent(FORMULA_LEGEND, '  ')}")
     return 0
 
 

@@ -93,8 +93,7 @@ def inspect(directory: str) -> tuple[bool, str, int]:
     if len(at) != 1:
         places = ", ".join(f"line {tree.line} in {tree.release}" for tree in rows)
         raise ValueError(
-            f"{kind} {version}: expected the line {ANCHOR!r} once in {script} ({places}); it is there "
-            f"{len(at)} times"
+            f"{kind} {version}: expected the line {ANCHOR!r} once in {script} ({places}); it is there {len(at)} times"
         )
     known = any(tree.line == at[0] for tree in rows)
     note = "" if known else f" (at line {at[0]}; no diff in patches/ has it there)"

@@ -10,7 +10,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.algorithms.pair_losses import PairBatch, pair_terms
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch
-from mindspeed_rl_plugin.forward.schedule import head_of
+from mindspeed_rl_plugin.forward.pipeline import head_of
 from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.update.step import MegatronStep
 

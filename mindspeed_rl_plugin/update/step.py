@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, Totals, spread
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate
-from mindspeed_rl_plugin.forward.schedule import (
+from mindspeed_rl_plugin.forward.pipeline import (
     data_iterators,
     device_of,
     ends_here,

@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.algorithms.aggregate import sequence_weights
 from mindspeed_rl_plugin.algorithms.value_loss import value_loss
 from mindspeed_rl_plugin.forward import MicroBatch
 from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks
-from mindspeed_rl_plugin.forward.schedule import run_model
+from mindspeed_rl_plugin.forward.pipeline import run_model
 from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.update.step import MegatronStep
 

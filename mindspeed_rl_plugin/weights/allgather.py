@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.layout.transfer_plan import Copy, Move, Piece, Transfer
 from mindspeed_rl_plugin.weights.p2p import P2PChannel
 from mindspeed_rl_plugin.weights.transfer import copy_pieces, in_turn
 
-_ALIGNMENT = 64  # bytes, of a shard in the buffer
+_SHARD_ALIGNMENT = 64  # bytes, of a shard in the buffer
 
 
 class Shard(NamedTuple):
@@ -62,7 +62,7 @@ class AllgatherPlan:
         for shard in self.shards:
             nbytes = prod(shard.shape) * shard.dtype(dtype).itemsize
             spans.append(slice(end, end + nbytes))
-            end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += -(-nbytes // _SHARD_ALIGNMENT) * _SHARD_ALIGNMENT
         buffer = torch.empty(end, dtype=torch.uint8, device=device)
         views = (buffer[span].view(s.dtype(dtype)).view(s.shape) for span, s in zip(spans, self.shards, strict=True))
         return {str(i): view for i, view in enumerate(views)}

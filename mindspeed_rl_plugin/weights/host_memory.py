@@ -18,10 +18,10 @@ from mindspeed_rl_plugin.weights.storages import bytes_of, distinct, keep_wide, 
 
 GRANULE = 1 << 20  # bytes; a request is rounded up to it, and what is smaller to a power of two
 LESS = "offload less (for example --rl-swap grads,optimizer), or run fewer ranks per machine"
-_ALIGNMENT = 512  # bytes, of a copy on the host
+_HOST_ALIGNMENT = 512  # bytes, of a copy on the host
 _SCRATCH = 64 << 20  # bytes of device memory that an exchange of weights uses
 
-Place = list[Tensor]  # of a storage on the host: its bytes, on one piece of memory or several
+HostCopy = list[Tensor]  # of a storage on the host: its bytes, on one piece of memory or several
 
 
 class HostMemoryBudget:
@@ -60,7 +60,7 @@ class HostMemoryBudget:
 
     def places(
         self, memories: Mapping[str, HostPieces], sizes: Mapping[str, Sequence[int]], what: str
-    ) -> dict[str, list[Place]]:
+    ) -> dict[str, list[HostCopy]]:
         """Places in the memories for copies of these sizes: in what they have already, and in new memory only where
         there is enough for all. Collective as `reserve`, and raises what it does."""
         lacking = {name: memories[name].lacking(each) for name, each in sizes.items()}
@@ -90,7 +90,7 @@ class HostPieces:
         for nbytes in pieces:
             self._pieces.append(self._device.host_empty((nbytes,), torch.uint8))
 
-    def places(self, sizes: Sequence[int]) -> list[Place]:
+    def places(self, sizes: Sequence[int]) -> list[HostCopy]:
         """A place for each copy, in order: its bytes, on as many pieces as it lies on."""
         copies = zip(accumulate(map(_aligned, sizes), initial=0), sizes, strict=False)
         pieces = list(zip(accumulate((p.numel() for p in self._pieces), initial=0), self._pieces, strict=False))
@@ -103,7 +103,7 @@ class HostPieces:
 class HostWeights:
     """A copy of a model's weights on the host that changes places with the live ones: the frozen reference."""
 
-    def __init__(self, host: list[Place], device: Device) -> None:
+    def __init__(self, host: list[HostCopy], device: Device) -> None:
         self._host, self._device = host, device
 
     @classmethod
@@ -160,13 +160,13 @@ def _storages(model_chunks: Sequence[Module]) -> list[torch.UntypedStorage]:
     return list(distinct(tensor for _, tensor in weights(model_chunks)).values())
 
 
-def paired(host: Place, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
+def paired(host: HostCopy, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
     """A storage's place on the host and its bytes, part by part."""
     if host:
         yield from zip(host, bytes_of(storage).split([part.numel() for part in host]), strict=True)
 
 
-def to_host(place: Place, storage: torch.UntypedStorage) -> None:
+def to_host(place: HostCopy, storage: torch.UntypedStorage) -> None:
     """Begin to copy a storage to its place on the host."""
     for mine, live in paired(place, storage):
         mine.copy_(live, non_blocking=True)
@@ -183,4 +183,4 @@ def powers_of_two(nbytes: int) -> list[int]:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // _HOST_ALIGNMENT) * _HOST_ALIGNMENT

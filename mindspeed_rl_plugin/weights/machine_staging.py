@@ -20,7 +20,7 @@ import numpy as np
 
 from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.dock import messages as m
-from mindspeed_rl_plugin.dock.core import Answer
+from mindspeed_rl_plugin.dock.core import BulkAnswer
 from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 from mindspeed_rl_plugin.dock.rpc import ALIVE_SECONDS, Process, Silent, Stream, ask, connect
 from mindspeed_rl_plugin.dock.server import DockServer
@@ -68,7 +68,7 @@ class _Reader:
         finally:
             self._reading.release()
 
-    def call(self, peer: str, message: m.Message, *_: object) -> Answer:
+    def call(self, peer: str, message: m.Message, *_: object) -> BulkAnswer:
         """The answer to another process."""
         try:
             if not isinstance(message, Seek):

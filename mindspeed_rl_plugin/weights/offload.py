@@ -23,7 +23,7 @@ from torch.nn import Module
 from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.device.copies import Copying
 from mindspeed_rl_plugin.weights import aliases, storages
-from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget, HostPieces, Place, paired, to_host
+from mindspeed_rl_plugin.weights.host_memory import HostCopy, HostMemoryBudget, HostPieces, paired, to_host
 from mindspeed_rl_plugin.weights.storages import bytes_of, keep_wide
 from mindspeed_rl_plugin.weights.verify import BLOCK_BYTES, WeightMismatch, storage_digests
 
@@ -37,11 +37,11 @@ class _Saved:
 
     storage: torch.UntypedStorage
     nbytes: int
-    host: Place | None  # copy of its bytes on the host; None: not kept
+    host: HostCopy | None  # copy of its bytes on the host; None: not kept
     digests: Tensor | None  # of its bytes; None: not verified
 
 
-_InFlight = tuple[list[_Saved], Copying]  # the storages of a category on their way, and the copies that carry them
+_Underway = tuple[list[_Saved], Copying]  # the storages of a category on their way, and the copies that carry them
 
 
 class TrainState:
@@ -66,9 +66,9 @@ class TrainState:
         self.budget, self.verify = budget or HostMemoryBudget(self.device), verify
         keep_wide(self.chunks)
         self._copier = self.device.copier()
-        self._offloading: dict[str, _InFlight] = {}
+        self._offloading: dict[str, _Underway] = {}
         self._offloaded: dict[str, list[_Saved]] = {}
-        self._onloading: dict[str, _InFlight] = {}
+        self._onloading: dict[str, _Underway] = {}
         self._host = {name: HostPieces(self.device) for name in CATEGORIES}
 
     @property

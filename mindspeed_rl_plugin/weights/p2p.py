@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Message = tuple[Tensor, int, int]  # contiguous tensor, peer, tag
+TensorMessage = tuple[Tensor, int, int]  # contiguous tensor, peer, tag
 
 
 class P2PChannel:
@@ -26,7 +26,7 @@ class P2PChannel:
         self.rank, self.group, self.deadline = rank, group, deadline
         self.sent = self.received = 0
 
-    def post(self, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> MessageBatch:
+    def post(self, what: str, sends: Sequence[TensorMessage], receives: Sequence[TensorMessage]) -> MessageBatch:
         """Start the messages together; `what` names them in errors. On nccl and hccl, where tags mean nothing, both
         ends must list the messages between them in one order."""
         for tensor, _, _ in sends:

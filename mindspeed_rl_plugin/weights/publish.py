@@ -37,10 +37,10 @@ from mindspeed_rl_plugin.layout.layout import (
 from mindspeed_rl_plugin.layout.transfer_plan import Holders, Place
 from mindspeed_rl_plugin.weights.live import stored_parameters, trainer_storage
 from mindspeed_rl_plugin.weights.offload import gathered
-from mindspeed_rl_plugin.weights.published_memory import PublishedMemory, Span
+from mindspeed_rl_plugin.weights.published_memory import ByteSpan, PublishedMemory
 from mindspeed_rl_plugin.weights.verify import first_broken, refuse_broken, slice_digests
 
-_ALIGNMENT = 64  # bytes, of a block
+_BLOCK_ALIGNMENT = 64  # bytes, of a block
 _DIGEST = 8  # bytes
 
 Gather = Callable[[Any], list[Any]]  # value -> that of every rank
@@ -74,7 +74,7 @@ class PublishedBlock(NamedTuple):
         flat = memory[self.digests : self.digests + self.tables * size * _DIGEST]
         return flat.view(torch.int64).view(self.tables, size)
 
-    def spans(self, start: int, size: int) -> list[Span]:
+    def spans(self, start: int, size: int) -> list[ByteSpan]:
         """Where slices `[start, start + size)` lie, and their digests where there are some."""
         first, each = start - self.segment.start, self.segment.size
         width = prod(self.shape) // each * self.dtype.itemsize  # bytes of a slice
@@ -215,7 +215,7 @@ def _deal(
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
 
 
 @dataclass(frozen=True)

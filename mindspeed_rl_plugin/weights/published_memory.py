@@ -18,15 +18,15 @@ import numpy as np
 from mindspeed_rl_plugin.device.meters import host_available
 from mindspeed_rl_plugin.dock import Dock, Gone, messages
 from mindspeed_rl_plugin.dock.calls import Calls
-from mindspeed_rl_plugin.dock.core import Answer
+from mindspeed_rl_plugin.dock.core import BulkAnswer
 from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 from mindspeed_rl_plugin.dock.messages import Address, Message, Ok
 
-WAIT_SECONDS = 1.0  # that a server keeps one question for a version that is not there yet
+QUESTION_SECONDS = 1.0  # that a server keeps one question for a version that is not there yet
 LEAST_SECONDS = 0.1  # for an answer; so much before its deadline a wait ends, to be answered in time
 TAKE_BYTES = 256 << 20  # of one answer
 
-Span = Sequence[int]  # byte offset, rows, bytes of a row, bytes from one row to the next
+ByteSpan = Sequence[int]  # byte offset, rows, bytes of a row, bytes from one row to the next
 
 
 class Seek(Message):
@@ -116,7 +116,7 @@ class PublishedMemory:
         """Where a version lies, the newest for -1; waits a little for one that is not there yet."""
         wanted = message.version
         with self._changed:
-            self._changed.wait_for(lambda: self.newest >= max(wanted, 0), min(message.wait, WAIT_SECONDS))
+            self._changed.wait_for(lambda: self.newest >= max(wanted, 0), min(message.wait, QUESTION_SECONDS))
             slot = self._slot(self.newest if wanted < 0 else wanted)
             if slot < 0:
                 return Missed(self.newest)
@@ -128,7 +128,7 @@ class PublishedMemory:
         with self._changed:
             return VersionList(sorted(held[0] for held in self._held if held))
 
-    def take(self, message: Take) -> Answer:
+    def take(self, message: Take) -> BulkAnswer:
         """Spans of a version, one after the other. Raises ValueError for those that are outside of it or too many."""
         with self._changed:
             slot = self._slot(message.version)
@@ -224,7 +224,7 @@ class VersionSource:
         """Those that the rank holds now."""
         return self._ask(ListVersions(), seconds).versions
 
-    def read(self, version: int, spans: Sequence[Span], into: Sequence[np.ndarray], seconds: float) -> None:
+    def read(self, version: int, spans: Sequence[ByteSpan], into: Sequence[np.ndarray], seconds: float) -> None:
         """Copy spans into arrays `[rows, bytes]`. What is read may be torn unless a later `check` says it is whole."""
         if self._mapped is not None:
             for span, there in zip(spans, into, strict=True):
@@ -253,13 +253,13 @@ def sources_of(dock: Dock) -> list[VersionSource]:
     return [VersionSource(dock.calls, address) for address in dock.calls.directory.ranks]
 
 
-def view(memory: np.ndarray, span: Span) -> np.ndarray:
+def view(memory: np.ndarray, span: ByteSpan) -> np.ndarray:
     """`[rows, bytes]` of a span."""
     offset, rows, nbytes, stride = span
     return np.lib.stride_tricks.as_strided(memory[offset:], (rows, nbytes), (stride, 1))
 
 
-def check_span(span: Span, nbytes: int) -> None:
+def check_span(span: ByteSpan, nbytes: int) -> None:
     """Raise ValueError for a span that is not inside of `nbytes`, or whose rows overlap."""
     offset, rows, size, stride = span
     inside = offset >= 0 and rows > 0 and 0 < size <= stride and (rows - 1) * stride + size <= nbytes - offset

@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.layout.transfer_plan import Piece, make_plan
 from mindspeed_rl_plugin.weights.live import engine_storage, engine_tensors
 from mindspeed_rl_plugin.weights.machine_staging import Fill, Shared
 from mindspeed_rl_plugin.weights.publish import Packed, PublishedBlock, TrainerWeights
-from mindspeed_rl_plugin.weights.published_memory import Span, VersionSource, view
+from mindspeed_rl_plugin.weights.published_memory import ByteSpan, VersionSource, view
 from mindspeed_rl_plugin.weights.verify import WeightMismatch, segment_digest, slice_digests, weights_digest
 
 READ_BYTES = 32 << 20  # bytes of a read; between two of them the deadline is looked at
@@ -264,10 +264,10 @@ def union(segments: Iterable[Segment]) -> list[tuple[str, int, int]]:
 
 def _chunks(
     pieces: Iterable[Piece], theirs: Sequence[PublishedBlock], mine: Sequence[PublishedBlock]
-) -> Iterator[tuple[list[Span], list[Span]]]:
+) -> Iterator[tuple[list[ByteSpan], list[ByteSpan]]]:
     """Spans to read and where to, of about READ_BYTES bytes a time."""
-    spans: list[Span] = []
-    into: list[Span] = []
+    spans: list[ByteSpan] = []
+    into: list[ByteSpan] = []
     nbytes = 0
     for piece in pieces:
         spans += theirs[int(piece.source.param)].spans(piece.start, piece.size)

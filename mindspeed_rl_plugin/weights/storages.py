@@ -12,7 +12,7 @@ from torch.nn import Module
 from mindspeed_rl_plugin.weights.aliases import places
 
 Storages = dict[int, torch.UntypedStorage]
-Named = Iterator[tuple[str, Tensor]]
+NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 def unwrap(chunk: Module) -> Module:
@@ -41,7 +41,7 @@ def distinct(tensors: Iterable[Tensor]) -> Storages:
     return out
 
 
-def weights(chunks: Sequence[Module]) -> Named:
+def weights(chunks: Sequence[Module]) -> NamedTensors:
     """Parameter buffers, parameters and buffers of the chunks."""
     for i, chunk in enumerate(chunks):
         model = unwrap(chunk)
@@ -98,7 +98,7 @@ def _parts(optimizer: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
-def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> Named:
+def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> NamedTensors:
     """Main parameters, what --reuse-fp32-param keeps of them besides the weights, and moments.
 
     Parameters of an optimizer are shards without a name: they have numbers.
@@ -124,7 +124,7 @@ def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> Named:
                 yield f"main parameter of chunk {i} {name}", main_param.data
 
 
-def names_within(named: Named, storage: torch.UntypedStorage, low: int, high: int) -> list[str]:
+def names_within(named: NamedTensors, storage: torch.UntypedStorage, low: int, high: int) -> list[str]:
     """Those of the tensors that have bytes in `[low, high)` of a storage, the smallest first."""
     spans, owners = [], places()
     for name, t in named:

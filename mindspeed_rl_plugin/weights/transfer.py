@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.layout.transfer_plan import Copy, Move, TransferPlan
-from mindspeed_rl_plugin.weights.p2p import Message, MessageBatch, P2PChannel
+from mindspeed_rl_plugin.weights.p2p import MessageBatch, P2PChannel, TensorMessage
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ class _Buffers:
 
 def _slots(
     buffer: Tensor, pieces: Sequence[tuple[int, int, Tensor]], tag: int
-) -> tuple[list[tuple[Tensor, Tensor]], list[Message]]:
+) -> tuple[list[tuple[Tensor, Tensor]], list[TensorMessage]]:
     """Every view of `(peer, bytes, view)` with its place in the buffer, and the messages: one per peer."""
     slots, messages, at = [], [], 0
     for peer, theirs in groupby(sorted(pieces, key=itemgetter(0)), key=itemgetter(0)):

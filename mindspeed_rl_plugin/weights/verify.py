@@ -116,12 +116,12 @@ def weights_digest(totals: Mapping[str, int]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-Span = tuple[int, int]
-Spans = dict[Span, list[tuple[int, int]]]  # span -> (rank, digest) of each holder
+ElementRange = tuple[int, int]
+RangeDigests = dict[ElementRange, list[tuple[int, int]]]  # span -> (rank, digest) of each holder
 
 
-def _by_tensor(side: Sequence[RankDigests]) -> dict[str, Spans]:
-    out: dict[str, Spans] = {}
+def _by_tensor(side: Sequence[RankDigests]) -> dict[str, RangeDigests]:
+    out: dict[str, RangeDigests] = {}
     for held in side:
         segments = [s for segments in held.layout.values() for s in segments]
         for s, digest in zip(segments, held.digests, strict=True):
@@ -129,7 +129,7 @@ def _by_tensor(side: Sequence[RankDigests]) -> dict[str, Spans]:
     return out
 
 
-def _agreed(name: str, span: Span, held: list[tuple[int, int]], side: str) -> int:
+def _agreed(name: str, span: ElementRange, held: list[tuple[int, int]], side: str) -> int:
     """The one digest that all holders of a span report."""
     if len({digest for _, digest in held}) > 1:
         ranks = ", ".join(f"{rank} ({digest:016x})" for rank, digest in held)
@@ -137,7 +137,7 @@ def _agreed(name: str, span: Span, held: list[tuple[int, int]], side: str) -> in
     return held[0][1]
 
 
-def _sum_of(values: Mapping[Span, int], low: int, high: int, name: str) -> int:
+def _sum_of(values: Mapping[ElementRange, int], low: int, high: int, name: str) -> int:
     """Digest of `[low, high)`, which some of the spans tile."""
     inside = sorted(span for span in values if span[0] >= low and span[1] <= high)
     edges = [low, *(stop for _, stop in inside)]
@@ -145,7 +145,7 @@ def _sum_of(values: Mapping[Span, int], low: int, high: int, name: str) -> int:
     return sum(values[span] for span in inside) % _WRAP
 
 
-def _compare_tensor(name: str, ours: Mapping[Span, int], spans: Spans, tensor: Canonical) -> None:
+def _compare_tensor(name: str, ours: Mapping[ElementRange, int], spans: RangeDigests, tensor: Canonical) -> None:
     edges = {edge for span in ours for edge in span}
     for span, held in spans.items():
         if edges.issuperset(span):
@@ -161,7 +161,7 @@ def _compare_tensor(name: str, ours: Mapping[Span, int], spans: Spans, tensor: C
             raise _mismatch(name, (low, high), tensor, ranks)
 
 
-def _mismatch(name: str, span: Span, tensor: Canonical, ranks: Sequence[int]) -> WeightMismatch:
+def _mismatch(name: str, span: ElementRange, tensor: Canonical, ranks: Sequence[int]) -> WeightMismatch:
     where = f"{name} [{span[0]}, {span[1]}) of axis {tensor.axis}"
     return WeightMismatch(f"{where}: engine ranks {ranks} differ from the trainer")
 

@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 FRAMES = 4  # innermost frames of a traceback that are reported
-LONGEST = 4000  # characters of a message that are reported
+MAX_ERROR_CHARACTERS = 4000  # characters of a message that are reported
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-Outcome = tuple[Any, "str | None"]  # a value, or what was raised
+ValueOrError = tuple[Any, "str | None"]  # a value, or what was raised
 
 
 class Parent:
@@ -61,7 +61,7 @@ class Parent:
         self._connection.send_bytes(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
 
 
-def outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
+def outcome(function: Callable[..., Any], *arguments: Any) -> ValueOrError:
     """The value of a call of a user's code, or what it raised."""
     try:
         return function(*arguments), None
@@ -75,7 +75,7 @@ def describe(error: BaseException) -> str:
         return "ran out of time"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "<frozen importlib" not in f.filename]
     frames = list(dropwhile(lambda frame: frame.filename.startswith(PACKAGE), frames))
-    head = f"raised {type(error).__name__}: {str(error)[:LONGEST]}"
+    head = f"raised {type(error).__name__}: {str(error)[:MAX_ERROR_CHARACTERS]}"
     if isinstance(error, SyntaxError):  # its text names the file without the folder
         line = (error.text or "").strip()
         head = f"raised {type(error).__name__}: {error.msg} in {error.filename}, line {error.lineno}: {line}"

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 
-TICK = 0.1  # seconds between looks at the worker
+WORKER_LOOK_SECONDS = 0.1  # seconds between looks at the worker
 ADOPT, DIE = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -39,7 +39,7 @@ def keep(connection: int, lifeline: int, patience: float) -> None:
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        time.sleep(TICK / 10)
+        time.sleep(WORKER_LOOK_SECONDS / 10)
         _reap(0)
     if code < 0:  # as the worker died, so that the parent can say it
         if -code != signal.SIGKILL:
@@ -54,14 +54,14 @@ def _watch(worker: int, lifeline: int, patience: float, killed: Sequence[int]) -
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     code = None
-    while code is None and not killed and not poll.poll(1000 * TICK):
+    while code is None and not killed and not poll.poll(1000 * WORKER_LOOK_SECONDS):
         code = _reap(worker)
     if code is not None or killed:
         return 1 if code is None else code
     os.kill(worker, signal.SIGTERM)
     end = time.monotonic() + patience
     while code is None and not killed and time.monotonic() < end:
-        time.sleep(TICK)
+        time.sleep(WORKER_LOOK_SECONDS)
         code = _reap(worker)
     return 1 if code is None else code
 

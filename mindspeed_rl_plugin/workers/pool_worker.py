@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.workers.process import WROTE, Worker
 
 GRACE = 1.0  # seconds beyond its limit after which a call that should have been cancelled is stuck
 RESTARTS = 2  # of a worker that ends before it reads its call
-FEWER = 16  # by which the number of calls that are made together is divided where their process ended
+CALL_DIVISOR = 16  # by which the number of calls that are made together is divided where their process ended
 AGAIN = object()  # in the place of an answer: the call is to be made again
 
 
@@ -172,7 +172,7 @@ class PoolWorker(Worker):
         again = len(lost) > 1 or self.unread
         for call in lost:
             if again:
-                call.most = max(1, len(lost) // FEWER)
+                call.most = max(1, len(lost) // CALL_DIVISOR)
             yield call, AGAIN if again else how
 
     def _expect(self) -> None:

@@ -37,10 +37,10 @@ getattr(importlib.import_module(module), function)(*descriptors)
 """
 SHARE_OF_WAIT = 0.9  # of the ranks' patience with each other that one may take, so that its own error comes first
 LATE = "ran longer than"
-LARGEST = 1 << 26  # bytes of an answer
+MAX_ANSWER_BYTES = 1 << 26  # bytes of an answer
 STALLED = 60  # seconds without a byte within a message
 WROTE = "wrote into the pipe of its worker, which was killed"
-TICK = 1.0  # seconds between looks at a silent process: what it started may hold its pipe open
+SILENCE_LOOK_SECONDS = 1.0  # seconds between looks at a silent process: what it started may hold its pipe open
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Worker:
         try:
             if self._connection.poll():
                 kind = tuple[self._program.first, str | None] if self._loading else self._program.then
-                answer = msgspec.json.decode(self._connection.recv_bytes(LARGEST), type=kind)
+                answer = msgspec.json.decode(self._connection.recv_bytes(MAX_ANSWER_BYTES), type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError):  # never unpickled: a user's code may run what a model wrote
             answer = WROTE
         except (EOFError, OSError) as error:  # it was killed between two messages, or within one
@@ -193,8 +193,8 @@ class Worker:
 
 
 def wait_for(workers: Iterable[Worker], end: float) -> bool:
-    """Until an answer, TICK at most. Returns whether that is before `end`, on the monotonic clock."""
+    """Until an answer, SILENCE_LOOK_SECONDS at most. Returns whether that is before `end`, on the monotonic clock."""
     busy = [worker for worker in workers if worker.until is not None]
     seconds = min([end, *(worker.until for worker in busy)]) - time.monotonic()
-    wait([worker._connection for worker in busy], max(0.0, min(seconds, TICK)))
+    wait([worker._connection for worker in busy], max(0.0, min(seconds, SILENCE_LOOK_SECONDS)))
     return time.monotonic() < end

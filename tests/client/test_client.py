@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.dock import Gone, Ragged, Rows, SampleId, VersionBound,
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.gate import Opening
 from mindspeed_rl_plugin.engine.options import VllmOptions
-from mindspeed_rl_plugin.generators.description import JOB, WEIGHTS, Description
+from mindspeed_rl_plugin.generators.description import JOB, TRAINER_WEIGHTS, Description
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
@@ -67,7 +67,7 @@ class Trainers:
             Publisher(made[r], r, partial(publish_memory, self.docks[r]), gather=gather[r]) for r in range(2)
         ]
         self.chunks, self.secret = stored, folder / "secret"
-        about = json.dumps({JOB: description.to_json(), WEIGHTS: made[0].text()})
+        about = json.dumps({JOB: description.to_json(), TRAINER_WEIGHTS: made[0].text()})
         self.address = together(2, lambda r: self.services[r].invite(self.secret, "127.0.0.1", about))[0]
 
     def publish(self, version: int) -> None:

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl_plugin.dock import DockLimits, Rows
-from mindspeed_rl_plugin.dock.memory import LEAST, LINE, Segments, Slabs
+from mindspeed_rl_plugin.dock.memory import LINE, SEGMENT_DIVISOR, Segments, Slabs
 
 SEGMENT = 64 << 10
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3 * SEGMENT)), max_size=60)
@@ -39,7 +39,7 @@ def test_extents_never_overlap_and_all_comes_back(steps: list[tuple[int, int]], 
         if extent.segment == fresh and memory.reserved > (2 * memory._most if limit is None else limit):
             sizes = {segment: made for segment, (_, made) in memory._files.items()}
             assert all(memory._free[segment] != [(0, made)] for segment, made in sizes.items()), "each holds something"
-            assert limit is None or sizes[fresh] == max(extent.nbytes, limit // LEAST)
+            assert limit is None or sizes[fresh] == max(extent.nbytes, limit // SEGMENT_DIVISOR)
     for extent, value in held:
         assert (readers.view(*extent) == value).all()
         memory.free(*extent)

@@ -72,7 +72,7 @@ def test_arrays_that_are_none_are_refused(array: object) -> None:
 
 def test_what_announces_too_much_is_refused(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     for head, bulk in ((rpc.MAX_HEAD + 1, 0), (1, rpc.MAX_BULK + 1)):
-        pair[0].socket.sendall(rpc.PREFIX.pack(rpc.MAGIC, rpc.VERSION, head, bulk))
+        pair[0].socket.sendall(rpc.FRAME_PREFIX.pack(rpc.MAGIC, rpc.FRAME_VERSION, head, bulk))
         with pytest.raises(m.FrameError, match=str(head)):
             pair[1].receive()
     monkeypatch.setattr(rpc, "MAX_HEAD", 10)

@@ -213,7 +213,7 @@ def test_strangers_and_garbage_are_refused_and_counted(start, tmp_path: Path) ->
     address = m.Address(*rank.call("address"))
     with pytest.raises(PermissionError):
         rpc.connect(address, rpc.Process("thief", -1, "one", b"another"))
-    for head in (b"\x00" * 40, rpc.PREFIX.pack(rpc.MAGIC, rpc.VERSION, 5, 0) + b"hello"):
+    for head in (b"\x00" * 40, rpc.FRAME_PREFIX.pack(rpc.MAGIC, rpc.FRAME_VERSION, 5, 0) + b"hello"):
         stream = rpc.connect(address, rpc.Process("garbage", -1, "one", secret))
         stream.socket.sendall(head)
         stream.socket.settimeout(10)

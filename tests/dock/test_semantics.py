@@ -165,7 +165,7 @@ def test_a_wait_that_ends_names_state_columns_ids_writer_and_lease(make) -> None
 def test_who_waits_is_woken_by_what_is_ready_and_nothing_else(make_one, monkeypatch) -> None:
     """With many consumers that wait, waking them for each commit of every state would cost more than the commits."""
     dock, looks, take = make_one(), [], Controller.take
-    monkeypatch.setattr(core, "LOOK_SECONDS", 20.0)
+    monkeypatch.setattr(core, "RECHECK_SECONDS", 20.0)
     monkeypatch.setattr(Controller, "take", lambda self, *given: looks.append(self.spec.name) or take(self, *given))
     dock.open(0, 2, 2)
     with ThreadPoolExecutor(1) as pool:
@@ -185,7 +185,7 @@ def test_who_waits_is_woken_by_what_is_ready_and_nothing_else(make_one, monkeypa
 def test_of_many_who_wait_for_any_rows_one_is_woken_for_each(make_one, monkeypatch) -> None:
     """And all at the end, when every row is acknowledged."""
     dock, looks, take = make_one(), [], Controller.take
-    monkeypatch.setattr(core, "LOOK_SECONDS", 20.0)
+    monkeypatch.setattr(core, "RECHECK_SECONDS", 20.0)
     dock.open(0, 4, 2)
 
     def consume(beside: Dock) -> int:
@@ -208,7 +208,7 @@ def test_of_many_who_wait_for_any_rows_one_is_woken_for_each(make_one, monkeypat
 
 def test_who_is_gone_when_it_is_woken_wakes_the_next(make_one, monkeypatch) -> None:
     dock = make_one()
-    monkeypatch.setattr(core, "LOOK_SECONDS", 20.0)
+    monkeypatch.setattr(core, "RECHECK_SECONDS", 20.0)
     dock.open(0, 1, 1)
     ask = messages.Ask("generate", [(0, messages.Shape(1, 1))], {}, None, 20.0, max_rows=1)
     with ThreadPoolExecutor(2) as pool:

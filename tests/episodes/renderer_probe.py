@@ -8,7 +8,7 @@ import sys
 
 from transformers import AutoTokenizer
 
-from mindspeed_rl_plugin.episodes.verifiers_renderer import PARSERS, AppendingRenderer
+from mindspeed_rl_plugin.episodes.verifiers_renderer import MARKS, AppendingRenderer
 
 
 def answer(folder, method, *arguments, **named):
@@ -21,4 +21,4 @@ def answer(folder, method, *arguments, **named):
 
 
 answers = {name: answer(*words, **named) for name, (*words, named) in json.load(sys.stdin).items()}
-json.dump({"parsers": sorted(PARSERS.values()), **answers}, sys.stdout)
+json.dump({"parsers": sorted(MARKS.values()), **answers}, sys.stdout)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import router
 
-from mindspeed_rl_plugin.forward import schedule
+from mindspeed_rl_plugin.forward import pipeline
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ def test_weights_of_experts_are_those_of_training(options):
     logits = torch.randn(500, 128, generator=make)
     original = router.topk_routing_with_score_function
     expected, places = original(logits, 8, **options)
-    with torch.no_grad(), schedule._routed_as_in_training():
+    with torch.no_grad(), pipeline._routed_as_in_training():
         weights, chosen = router.topk_routing_with_score_function(logits, 8, **options)
         assert not torch.is_grad_enabled() and not weights.requires_grad
     assert torch.equal(weights, expected) and torch.equal(chosen, places)
@@ -50,8 +50,8 @@ def test_only_an_update_counts_tokens_of_experts(monkeypatch):
         assert layer.local_tokens_per_expert.tolist() == [4, 6]
         return []
 
-    monkeypatch.setattr(schedule.schedules, "get_forward_backward_func", lambda: forward)
-    monkeypatch.setattr(schedule, "ends_here", lambda model: True)
+    monkeypatch.setattr(pipeline.schedules, "get_forward_backward_func", lambda: forward)
+    monkeypatch.setattr(pipeline, "ends_here", lambda model: True)
     settings = SimpleNamespace(seq_length=1, micro_batch_size=1)
-    assert schedule.run_forward_only([layer], [], settings, collect=lambda *_: None) == [] and passes == [None]
+    assert pipeline.run_forward_only([layer], [], settings, collect=lambda *_: None) == [] and passes == [None]
     assert layer.local_tokens_per_expert.tolist() == [3, 5]

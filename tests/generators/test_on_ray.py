@@ -15,7 +15,7 @@ import pytest
 from mindspeed_rl_plugin.config.schedule_flags import Generators
 from mindspeed_rl_plugin.generators.external_engines import check_ray
 from mindspeed_rl_plugin.generators.join import LEFT
-from mindspeed_rl_plugin.generators.on_ray import FAILURES, GOOD_SECONDS, SAY_SECONDS, command, keep_all
+from mindspeed_rl_plugin.generators.on_ray import GOOD_SECONDS, MAX_FAILURES, SAY_SECONDS, command, keep_all
 from mindspeed_rl_plugin.service.invitation import SECRET_BYTES, write_secret
 
 
@@ -99,9 +99,9 @@ def test_one_that_ends_is_started_again_until_the_job_ends():
 
 
 def test_one_that_goes_on_failing_is_given_up_and_good_hours_count():
-    assert not Cluster(*[(1, 1)] * FAILURES).kept()
-    worked = Cluster(*[(1, 1)] * (FAILURES - 1), *[(GOOD_SECONDS + 5, 1)] * 3, (1, 0))
-    assert worked.kept() and len(worked.begun) == FAILURES + 3
+    assert not Cluster(*[(1, 1)] * MAX_FAILURES).kept()
+    worked = Cluster(*[(1, 1)] * (MAX_FAILURES - 1), *[(GOOD_SECONDS + 5, 1)] * 3, (1, 0))
+    assert worked.kept() and len(worked.begun) == MAX_FAILURES + 3
 
 
 def test_one_that_waits_for_a_place_is_named_each_minute_and_what_it_needs():
@@ -112,7 +112,7 @@ def test_one_that_waits_for_a_place_is_named_each_minute_and_what_it_needs():
 
 def test_waiting_for_a_place_is_no_work():
     """One that waits for longer than good work takes, and fails at once when it has its place."""
-    assert not Cluster(*[(2, 1)] * FAILURES, waits=GOOD_SECONDS + 5).kept()
+    assert not Cluster(*[(2, 1)] * MAX_FAILURES, waits=GOOD_SECONDS + 5).kept()
 
 
 def test_one_that_is_given_up_ends_all(monkeypatch):

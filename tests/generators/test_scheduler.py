@@ -174,7 +174,7 @@ def test_rows_that_others_take_meanwhile_are_not_waited_for(scheduler, dock) -> 
 
 
 def test_a_pull_that_ended_wakes_an_engine_without_weights(dock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "LOOK_SECONDS", 30.0)
+    monkeypatch.setattr(scheduler_module, "NEWS_SECONDS", 30.0)
     monkeypatch.setattr(scheduler_module, "REPORT_SECONDS", 60.0)  # a report takes spans away
     scheduler = engine(dock)
     version = pulling(scheduler)

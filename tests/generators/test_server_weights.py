@@ -51,7 +51,7 @@ class Fake:
 
 @pytest.fixture
 def weights(monkeypatch):
-    monkeypatch.setattr(server_engine, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(server_engine, "PULL_LOOK_SECONDS", 0.001)
     monkeypatch.setattr(server_engine, "STAY_SECONDS", 0.01)
     yield (weights := Fake().joined())
     weights.close()

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.algorithms import presets
 from mindspeed_rl_plugin.checks import flag_checks, upstream_checks
 from mindspeed_rl_plugin.checks.refusal import lines_of
 from mindspeed_rl_plugin.checks.refused_flags import OFF, OWN_RL, RUN, UPSTREAM, WHOLE, refusals
-from mindspeed_rl_plugin.checks.unsupported_models import FLAGS, GPT3, SPECS, unbuilt_family
+from mindspeed_rl_plugin.checks.unsupported_models import GPT3, MODEL_FLAGS, SPECS, unbuilt_family
 from mindspeed_rl_plugin.config import RLConfig, add_flags, limit_problems
 
 GOLDEN, MODELS = Path(__file__).with_name("refusals.txt"), Path(__file__).parents[2] / "docs" / "bring-your-model.md"
@@ -103,7 +103,7 @@ def check_page() -> None:
     for row in (row for row in UPSTREAM if row.about in (RUN, WHOLE) and row not in OWN_RL):
         fine = " or ".join(f"`{value}`" for value in row.fine if value not in OFF)
         single.append(f"`{row.spelt}`{f' but {fine}' if fine else ''}")
-    families = dict((*SPECS.values(), *(row for rows in FLAGS.values() for row in rows.values()), GPT3))
+    families = dict((*SPECS.values(), *(row for rows in MODEL_FLAGS.values() for row in rows.values()), GPT3))
     lines = [f"Refused with every model: {', '.join(single)}.", ""]
     lines += ["| family | what RL does not know of it |", "|---|---|"]
     lines += [f"| {name} | {has} |" for name, has in families.items()]
@@ -439,7 +439,7 @@ REFUSED: dict[str, list[dict]] = {
     ],
     "unsupported_models.unbuilt_family": [
         *({"spec": [f"mindspeed_llm.tasks.models.spec.{module}", "layer_spec"]} for module in SPECS),
-        *({name: value} for name, families in FLAGS.items() for value in families),
+        *({name: value} for name, families in MODEL_FLAGS.items() for value in families),
         dict(position_embedding_type="learned_absolute", normalization="LayerNorm", swiglu=False, add_bias_linear=True),
     ],
 }

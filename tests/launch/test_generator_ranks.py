@@ -114,7 +114,7 @@ def test_ranks_that_do_not_divide(rank, split: RankSplit, says: str) -> None:
 def test_the_ranks_of_each_start_agree_whatever_the_last_ones_left(monkeypatch, capfd) -> None:
     """One store for three starts. The ranks of the second end while rank 0 has answered nobody: their questions, and
     the answers to those of the first, are still there. Those of the first that still run end when they see others."""
-    monkeypatch.setattr(launcher_ranks, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(launcher_ranks, "KEY_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(launcher_ranks, "WATCH_SECONDS", 0.05)
     keys, ended = dist.HashStore(), queue.Queue()
 

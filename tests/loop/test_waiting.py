@@ -26,7 +26,7 @@ class Dock:
 
 
 def wait_for(dock: Dock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(waiting, "GRADED_LOOK_SECONDS", 0.05)
     ranks = SimpleNamespace(deadline=0.2, rank=0, broadcast=lambda value: value)
     stage = SimpleNamespace(dock=dock, spec=SimpleNamespace(name="reward"))
     grader = SimpleNamespace(check=lambda: None)

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from mindspeed_rl_plugin.monitor.dump import FIELDS, TOKEN_COLUMNS, discard_dumps_after, dump_rollout, read_rollout
+from mindspeed_rl_plugin.monitor.dump import DUMP_FIELDS, TOKEN_COLUMNS, discard_dumps_after, dump_rollout, read_rollout
 from mindspeed_rl_plugin.monitor.run_files import check_dumps, claim_dumps, dump_files, write_json
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, pack_json
 
@@ -47,7 +47,7 @@ def test_one_row_a_sample_in_words_and_numbers(rows_builder, tmp_path):
     assert row["finish"] == ("length" if rows["finish"][5] else "stop") and row["version"] == 0
     assert row["segments"] == [[0, 0], [3, 1]], "first token of the response, and the version"
     names, graders = {*table.column_names} - {*TOKEN_COLUMNS}, table.schema.metadata[b"graders"]
-    assert names == {*FIELDS} and json.loads(graders) == ["math", "format"]
+    assert names == {*DUMP_FIELDS} and json.loads(graders) == ["math", "format"]
 
 
 def test_half_a_surrogate_pair_and_no_response(rows_builder, tmp_path):

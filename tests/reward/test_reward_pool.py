@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.grader_process import Kind
-from mindspeed_rl_plugin.reward.reward_pool import TOGETHER
+from mindspeed_rl_plugin.reward.reward_pool import MAX_ASYNC_CALLS
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rows import Prompt, SampleId
 from mindspeed_rl_plugin.workers.pool_worker import RESTARTS
@@ -229,7 +229,7 @@ def test_most_responses_are_graded_in_time_though_every_call_runs_into_its_limit
     assert groups
     ends = [0.0] * count
     for kind, seconds in zip(kinds, times, strict=True):
-        together = members if kind.batch else TOGETHER if kind.asynchronous else 1
+        together = members if kind.batch else MAX_ASYNC_CALLS if kind.asynchronous else 1
         for _ in range(-(-groups * members // together)):
             heapq.heapreplace(ends, ends[0] + seconds + load)
     assert max(ends) <= limit

@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.schedules.publications import Evaluations, Publications
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, RolloutSchedule
 from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
-from mindspeed_rl_plugin.monitor.run_files import PUBLISHED, WEIGHTS
+from mindspeed_rl_plugin.monitor.run_files import PUBLISHED, WEIGHTS_PROCESS
 from mindspeed_rl_plugin.prompts import Offers
 from mindspeed_rl_plugin.ranks import on_rank_0
 from mindspeed_rl_plugin.rows import Group
@@ -159,7 +159,7 @@ class AsyncSchedule(RolloutSchedule):
         with job.monitor.stage("publish"):
             self.publications.add(done, number, self.evaluations.versions)
         self.admission.rollouts = number + -(-(sizes.train_iters - done) // sizes.steps)
-        job.monitor.log_apart(WEIGHTS, f"{PUBLISHED}{done}", (now := time.time()), now)
+        job.monitor.log_apart(WEIGHTS_PROCESS, f"{PUBLISHED}{done}", (now := time.time()), now)
         with self._starving():
             self.evaluations.begin_where_due(done)
         self._admit()

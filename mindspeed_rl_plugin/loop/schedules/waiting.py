@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.reward import Reward
 
-LOOK_SECONDS = 1.0  # that other ranks wait for the first one's look at what is graded
+GRADED_LOOK_SECONDS = 1.0  # that other ranks wait for the first one's look at what is graded
 PAUSE_SECONDS = 0.005, 0.1  # between two questions of a look, at first and at last
 
 
@@ -44,9 +44,9 @@ class GradeWait:
         return self.stage.dock.remaining(self.stage.spec.name, ids)
 
     def _look(self, ids: Tensor) -> int:
-        """How many of the rows are not graded; after LOOK_SECONDS at most."""
+        """How many of the rows are not graded; after GRADED_LOOK_SECONDS at most."""
         self._check()
-        end, pause = time.monotonic() + LOOK_SECONDS, PAUSE_SECONDS[0]
+        end, pause = time.monotonic() + GRADED_LOOK_SECONDS, PAUSE_SECONDS[0]
         while (left := self.ungraded(ids)) and time.monotonic() < end:
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS[1])

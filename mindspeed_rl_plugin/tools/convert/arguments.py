@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 
 # What a run has without a flag, or from others; and attributes whose flag is spelt otherwise.
 _NO_FLAG = ("add_position_embedding", "world_size", "padded_vocab_size", "hf_tokens")
-_SPELT = {
+_OTHER_NAME = {
     "add_bias_linear": "disable_bias_linear",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
 }
@@ -79,7 +79,7 @@ def flags(args: argparse.Namespace) -> list[str]:
         # The experts' own tensor parallel size is the model's by default, so 1 must be given.
         default = value == 1 and name.endswith("parallel_size") and name != "expert_tensor_parallel_size"
         if value and not default and name not in _NO_FLAG:
-            out.append(spelt(_SPELT.get(name, name)))
+            out.append(spelt(_OTHER_NAME.get(name, name)))
             if isinstance(value, list):
                 out.append("[" + ",".join(map(str, value)) + "]")
             elif value is not True:

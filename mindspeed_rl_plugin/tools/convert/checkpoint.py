@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, iteration_dir, read_tracker
-from mindspeed_rl_plugin.checkpoints.dist_files import INDEX, DistFiles, StoredTensor
+from mindspeed_rl_plugin.checkpoints.dist_files import DCP_INDEX, DistFiles, StoredTensor
 from mindspeed_rl_plugin.checkpoints.pickles import load
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, Segment, canonical_tensors, megatron_layout
 from mindspeed_rl_plugin.layout.parallel import chunk_prefix
@@ -22,7 +22,7 @@ MODEL_FILE = "model_optim_rng.pt"
 # In the state of a model, but not of its weights: states of single modules, counters.
 _OTHER = re.compile(r".*(_extra_state|local_tokens_per_expert)$")
 # Names of torch_dist.
-_LAYERS, _EXPERTS = "decoder.layers.", ".mlp.experts.experts."
+_LAYERS, _EXPERT_LAYERS = "decoder.layers.", ".mlp.experts.experts."
 _NUMBERED = re.compile(re.escape(_LAYERS) + r"\d+\.")
 # Names that norms have there in every implementation -> those of the plain one.
 _NORMS = {
@@ -76,8 +76,8 @@ class Checkpoint:
         files = sorted(self.folder.glob(f"mp_rank_*/{MODEL_FILE}"))
         if self._whole is None and not files:
             raise ValueError(
-                f"{self.folder} holds neither mp_rank_*/{MODEL_FILE} nor {INDEX}: checkpoints of --ckpt-format torch "
-                "and torch_dist can be exported; save one more time with one of these"
+                f"{self.folder} holds neither mp_rank_*/{MODEL_FILE} nor {DCP_INDEX}: checkpoints of --ckpt-format "
+                "torch and torch_dist can be exported; save one more time with one of these"
             )
         args = (self._whole.common() if self._whole else load(files[0])).get("args")
         if not isinstance(args, argparse.Namespace):
@@ -105,7 +105,7 @@ class Checkpoint:
         return out
 
 
-_Part = tuple[str, Tensor | StoredTensor, Segment]  # folder, stored parameter, the segment in it
+_StoredPart = tuple[str, Tensor | StoredTensor, Segment]  # folder, stored parameter, the segment in it
 
 
 class Assembled:
@@ -114,7 +114,7 @@ class Assembled:
 
     def __init__(self, shape: ModelShape, checkpoint: Checkpoint) -> None:
         self._tensors, parallel = canonical_tensors(shape), checkpoint.parallel
-        self._parts: dict[str, dict[tuple[int, int], list[_Part]]] = {name: {} for name in self._tensors}
+        self._parts: dict[str, dict[tuple[int, int], list[_StoredPart]]] = {name: {} for name in self._tensors}
         for folder, rank in rank_folders(shape, parallel).items():
             stored = checkpoint.tensors(folder, parallel.coordinates(rank).pp == 0)
             storage = trainer_storage(shape, parallel, rank, stored, str(checkpoint.folder / folder))
@@ -140,7 +140,7 @@ class Assembled:
         return out
 
 
-def _values(part: _Part) -> Tensor:
+def _values(part: _StoredPart) -> Tensor:
     _, stored, segment = part
     return segment.view(stored.read() if isinstance(stored, StoredTensor) else stored, segment.start, segment.size)
 
@@ -164,7 +164,7 @@ def _each(files: DistFiles) -> Iterator[tuple[str, StoredTensor]]:
         if name.startswith(_OTHER_STATE):
             continue
         layered = name.startswith(_LAYERS) and not _NUMBERED.match(name)
-        leading = layered + (_EXPERTS in name)  # an axis of layers, one of experts
+        leading = layered + (_EXPERT_LAYERS in name)  # an axis of layers, one of experts
         for at in product(*map(range, size[:leading])):
             box = tuple((i, i + 1) for i in at) + tuple((0, n) for n in size[leading:])
             yield _plain(name, list(at), layered), StoredTensor(files, name, box, size[leading:], dtype)
@@ -173,8 +173,8 @@ def _each(files: DistFiles) -> Iterator[tuple[str, StoredTensor]]:
 def _plain(name: str, at: list[int], layered: bool) -> str:
     if layered:
         name = f"{_LAYERS}{at.pop(0)}.{name.removeprefix(_LAYERS)}"
-    if _EXPERTS in name:
-        name = name.replace(_EXPERTS, f".mlp.experts.local_experts.{at.pop(0)}.")
+    if _EXPERT_LAYERS in name:
+        name = name.replace(_EXPERT_LAYERS, f".mlp.experts.local_experts.{at.pop(0)}.")
     for fused, plain in _NORMS.items():
         name = name.replace(fused, plain)
     return table_name(name)

@@ -17,14 +17,14 @@ from mindspeed_rl_plugin.prompts.ends import GENERATION
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, own_code, read_json
 from mindspeed_rl_plugin.tools.convert.cli import size
 
-INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+HF_INDEX, HF_CONFIG = "model.safetensors.index.json", "config.json"
 # A tokenizer has at least one of these; it may need any other file too, but those that are known to be something else.
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template*")
 TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer's
-_KNOWN_FILES = (*_TOKENIZER, "*.model", "*.tiktoken", "*.jinja", "*.py", TEMPLATES, CONFIG, GENERATION)
+_KNOWN_FILES = (*_TOKENIZER, "*.model", "*.tiktoken", "*.jinja", "*.py", TEMPLATES, HF_CONFIG, GENERATION)
 _OF_MODEL = (
     *("*.safetensors*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ckpt", "*.distcp"),
-    *("*.index.json", CONFIG, GENERATION, "*.md", ".*", "optimizer*", "trainer_state.json", "events.out.*", "*.log"),
+    *("*.index.json", HF_CONFIG, GENERATION, "*.md", ".*", "optimizer*", "trainer_state.json", "events.out.*", "*.log"),
     *("*.npy", "*.npz", "*.parquet", "*.arrow", "*.jsonl", "*.csv", "*.tar*", "*.tgz", "*.zip", "*.7z", "core.[0-9]*"),
 )
 
@@ -35,7 +35,7 @@ def open_tensors(directory: Path) -> dict[str, Any]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} holds no *.safetensors; pickled weights are not read")
-    if (index := directory / INDEX).is_file():
+    if (index := directory / HF_INDEX).is_file():
         _check_index(index, {file.name for file in files})
     tensors: dict[str, Any] = {}
     for file in files:
@@ -52,7 +52,7 @@ def _check_index(index: Path, files: set[str]) -> None:
     if not isinstance(named, dict):
         raise ValueError(f"{index} is no index of safetensors: it has no weight_map; copy it again")
     if missing := sorted(set(named.values()) - files):
-        raise ValueError(f"{index.parent / missing[0]} is missing, but {INDEX} names it; copy it too")
+        raise ValueError(f"{index.parent / missing[0]} is missing, but {HF_INDEX} names it; copy it too")
 
 
 def write_shards(
@@ -69,7 +69,7 @@ def write_shards(
         (directory / file).chmod(mode)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (directory / INDEX).write_text(json.dumps(index, indent=1))
+        (directory / HF_INDEX).write_text(json.dumps(index, indent=1))
     return len(split.filename_to_tensors), split.metadata["total_size"]
 
 
@@ -94,7 +94,7 @@ def check_loads(folder: Path, tokenizer: bool, trust_remote_code: bool) -> list[
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    notes, kind = [], read_json(folder / CONFIG)["model_type"]
+    notes, kind = [], read_json(folder / HF_CONFIG)["model_type"]
     if unusual := sorted(file for file in folder.iterdir() if not any(map(file.match, _KNOWN_FILES))):
         total = size(sum(file.stat().st_size for file in unusual))
         notes.append(f"note: copied too ({total}): {', '.join(file.name for file in unusual)}")
@@ -102,9 +102,9 @@ def check_loads(folder: Path, tokenizer: bool, trust_remote_code: bool) -> list[
         try:
             AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         except Exception as error:  # noqa: BLE001 - as `load_tokenizer`
-            raise ValueError(f"{folder / CONFIG} cannot be loaded: {error}") from error
+            raise ValueError(f"{folder / HF_CONFIG} cannot be loaded: {error}") from error
     else:
-        notes.append(f"note: {CONFIG} was not loaded, so not checked: transformers has no model_type {kind!r}")
+        notes.append(f"note: {HF_CONFIG} was not loaded, so not checked: transformers has no model_type {kind!r}")
     if tokenizer and (code := own_code(folder)) and not trust_remote_code:
         notes.append(f"note: the tokenizer was copied, not loaded, so not checked: {code}")
     elif tokenizer:

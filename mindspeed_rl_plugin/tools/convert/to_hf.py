@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.prompts.ends import GENERATION, config_tokens, model_to
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_size
 from mindspeed_rl_plugin.tools.convert.checkpoint import Assembled, Checkpoint
 from mindspeed_rl_plugin.tools.convert.cli import FLAG_DTYPES, UNFINISHED, make_parser, run, size
-from mindspeed_rl_plugin.tools.convert.files import CONFIG, check_loads, open_tensors, tokenizer_files, write_shards
+from mindspeed_rl_plugin.tools.convert.files import HF_CONFIG, check_loads, open_tensors, tokenizer_files, write_shards
 from mindspeed_rl_plugin.tools.layout_args import read_config, shape_of
 from mindspeed_rl_plugin.weights.live import differences, raise_if
 
@@ -73,7 +73,7 @@ def export(options: argparse.Namespace) -> str:
     files, total = write_shards(out, sizes, lambda name: whole.make(name, dtype(name)), int(options.shard_gb * 1e9))
     read = {name: tuple(t.get_shape()) for name, t in open_tensors(out).items()}
     raise_if(differences({name: t.shape for name, t in tensors.items()}, read), f"{out} has not what was written")
-    for file in sorted(out.iterdir(), key=lambda file: file.name == CONFIG):
+    for file in sorted(out.iterdir(), key=lambda file: file.name == HF_CONFIG):
         file.rename(options.out / file.name)
     out.rmdir()
     done = f"{len(tensors)} tensors, {size(total)}, files: {files}"

@@ -33,7 +33,7 @@ TABLE_1 = (
 )
 VOLUME_HEAD = ("G", "N", "PL", "n", "SL", "M", "Eq. 2 GiB", "100 MB/s", "1 GB/s")
 VOLUME_HEAD += ("Eq. 4 GiB", "here GiB", "between GiB", "records GiB", "1 GB/s")
-LEGEND = """\
+VOLUME_LEGEND = """\
 Per rollout: G prompts, N responses of each, PL and SL tokens of the longest prompt and response, n items of SL tokens
 and M single numbers that a sample carries from stage to stage. Equations, Table 1: MindSpeed RL (arXiv 2507.19017).
 Eq. 2: everything through one buffer. Eq. 4: each of S warehouses. Both padded, and read 3 times.
@@ -144,7 +144,7 @@ def main(argv: list[str]) -> int:
     loads = [Load(*numbers, fill=args.fill) for numbers in ([args.dock] if args.dock else TABLE_1)]
     print(f"S = {args.nodes} machines, C = {args.controllers} controllers; seconds at the rate between two machines")
     print("\n".join(aligned([VOLUME_HEAD, *(_row(load, args.nodes, args.ranks, args.controllers) for load in loads)])))
-    print(LEGEND)
+    print(VOLUME_LEGEND)
     return 0
 
 

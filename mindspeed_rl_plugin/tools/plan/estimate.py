@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.layout.layout import (
 )
 from mindspeed_rl_plugin.tools.plan.flow import Flow, FlowCells
 
-MODES = ("allgather", "stream")
+FLOW_MODES = ("allgather", "stream")
 TENSOR, EXPERT, COMMON = range(3)  # kinds of weights: TW, EW and CW of the paper's Eq. 3
 
 
@@ -135,7 +135,7 @@ def estimate(run: PlannedRun, engine: EngineParallel, engines: int, first: int =
     sources = {r: megatron_layout(shape, train, r) for r in range(train.world)}
     destinations = {r: engine_layout(shape, engine, (r - first) % engine.ranks) for r in ranks}
     cells = FlowCells(sources, destinations, canonical_tensors(shape), itemsize=itemsize, node_size=run.node)
-    flows = {mode: cells.flow(everything=mode == "allgather") for mode in MODES}
+    flows = {mode: cells.flow(everything=mode == "allgather") for mode in FLOW_MODES}
     return Estimate(
         run,
         weights_by_layer(shape, run.itemsize).sum(0),

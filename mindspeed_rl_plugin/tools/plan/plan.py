@@ -30,7 +30,7 @@ from mindspeed_rl_plugin.tools.layout_args import (
     train_layout,
 )
 from mindspeed_rl_plugin.tools.plan import dock_volume, which_schedule
-from mindspeed_rl_plugin.tools.plan.estimate import COMMON, EXPERT, MODES, TENSOR, Estimate, PlannedRun, estimate
+from mindspeed_rl_plugin.tools.plan.estimate import COMMON, EXPERT, FLOW_MODES, TENSOR, Estimate, PlannedRun, estimate
 from mindspeed_rl_plugin.tools.plan.script_args import read_script
 from mindspeed_rl_plugin.tools.text_table import aligned
 
@@ -198,7 +198,7 @@ class _Shown:
 
         head = (f"{self.name} per device, fullest", "update", "reshard peak", "generate", f"left of {unit(most)}")
         left = unit(most - f.generate)
-        modes = [(mode, *map(marked, (f.update, f.peak(mode), f.generate)), left) for mode in MODES]
+        modes = [(mode, *map(marked, (f.update, f.peak(mode), f.generate)), left) for mode in FLOW_MODES]
         critic = f"; critic's weights {unit(c.weights)}, gradients and optimizer {unit(c.device - c.weights)}"
         return [
             *aligned([head, *modes], 1),
@@ -252,7 +252,7 @@ class _Shown:
             rows.append(
                 (mode, *map(self.unit, (mean, *map(np.max, most))), *(f"{s:.2f}" for s in (*seconds, max(seconds))))
             )
-        whole, stream = (self.plan.flows[mode].received.sum() for mode in MODES)
+        whole, stream = (self.plan.flows[mode].received.sum() for mode in FLOW_MODES)
         return [
             *aligned(rows, 1),
             "received, sent: one rank's; node in, out: the busiest node's; s: the longer of s in node and s between",

@@ -56,14 +56,14 @@ _NO_FLAGS = {
     "--num-layers-in-first-pipeline-stage": "--decoder-first-pipeline-num-layers",
     "--num-layers-in-last-pipeline-stage": "--decoder-last-pipeline-num-layers",
 }
-TIMEOUT = 60.0  # seconds in which a script comes to its torchrun
+SCRIPT_SECONDS = 60.0  # seconds in which a script comes to its torchrun
 _ENGINE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # else the trainer's
 
 
 def launched(path: Path) -> CapturedLaunch:
     """What a script would start. Raises ValueError where that is nothing."""
     with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
-        return capture(path.resolve(), Path(scratch), TIMEOUT)
+        return capture(path.resolve(), Path(scratch), SCRIPT_SECONDS)
 
 
 def read_script(path: Path, vocab: int | None = None) -> PlannedRun:

@@ -53,7 +53,7 @@ def simulate(setup: Setup, costs: Costs, responses: Responses, rollouts: int = 1
     return job.outcome(WARM_UP + ahead, rollouts)
 
 
-class _Job:
+class _Simulation:
     """What both kinds have: the plan of the rollout in use, the data, and what a rollout costs to train on."""
 
     def __init__(self, setup: Setup, costs: Costs, responses: Responses, rollouts: int) -> None:
@@ -152,7 +152,7 @@ class _Job:
         return costs.rollout + costs.old_token * old + costs.token * self.setup.sizes.epochs * sum(map(max, by_rank))
 
 
-class _Colocated(_Job):
+class _Colocated(_Simulation):
     """sync and streamed: the stages one after the other on the same devices, in the second one grading during
     generation."""
 
@@ -273,7 +273,7 @@ class ModelEngine:
         return self.decoder.boundary(self._looked + polls * POLL_SECONDS)
 
 
-class _Async(_Job):
+class _Async(_Simulation):
     """async: engines on ranks of their own, bound by admission. now: seconds since the start; announced: the newest
     version of the weights, -1 for none."""
 

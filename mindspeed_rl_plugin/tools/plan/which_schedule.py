@@ -43,7 +43,7 @@ GENERATOR_COUNTS = 8  # most numbers of generators that are tried, spread over t
 WORTH = 1.02  # gain below which the simpler schedule is advised
 MISS = 1.25  # factor between the model and a run beyond which its advice is doubted
 MISSES = ": IT MISSES THIS RUN, so its advice may be wrong"
-TAIL, FILL = 0.8, 0.4  # assumed lengths: sigma of the lognormal, mean over the limit
+TAIL_SIGMA, MEAN_FILL = 0.8, 0.4  # assumed lengths: sigma of the lognormal, mean over the limit
 SCHEDULE_HEAD = ("schedule", "generators", "s an iteration", "speed (sync = 1)", "trainers starved", "engines starved")
 SCHEDULE_HEAD += ("back-pressure", "waiting for a version", "lag")
 
@@ -60,10 +60,10 @@ def parser() -> argparse.ArgumentParser:
     add("--world", type=int, help="ranks in all (default: those of the script or run)")
     add("--node", type=int, default=8, help="ranks of a machine (default: %(default)s)")
     add("--staleness", type=int, help="--rl-max-staleness (default: that of the script or run)")
-    add("--response-tokens", type=float, help=f"mean length (default: the run's, or {FILL:g} of the limit)")
+    add("--response-tokens", type=float, help=f"mean length (default: the run's, or {MEAN_FILL:g} of the limit)")
     add("--prompt-tokens", type=int, help="mean length of a prompt (default: the run's, else that of the script's "
         "data, or 0)")  # fmt: skip
-    add("--tail", type=float, help=f"sigma of lognormal lengths (default: the run's, or {TAIL:g})")
+    add("--tail", type=float, help=f"sigma of lognormal lengths (default: the run's, or {TAIL_SIGMA:g})")
     add("--grade-s", type=float, help="mean seconds of grading a response (default: those of the run, or 0)")
     add("--grade-together", type=float, help="responses graded at once in a reward worker, such as 64 by an "
         "asynchronous grader (default: those of the run, or 1)")  # fmt: skip
@@ -298,8 +298,8 @@ def _responses(
             f"as in {options.runs[0]}: mean {mean:.0f}, longest {longest:.0f} tokens{grading}",
             assumed,
         )
-    mean = options.response_tokens or (runs[0].mean("response/length_mean") if runs else FILL * setup.limit)
-    tail = TAIL if options.tail is None else options.tail
+    mean = options.response_tokens or (runs[0].mean("response/length_mean") if runs else MEAN_FILL * setup.limit)
+    tail = TAIL_SIGMA if options.tail is None else options.tail
     assumed |= {} if runs or options.response_tokens else {"response_tokens": mean}
     assumed |= {} if options.tail is not None else {"tail": tail}
     return (

@@ -7,12 +7,12 @@ from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
 HEADS, HEAD_SIZE, VOCABULARY = 4, 32, 5120
 MEMBERS = 4
-_SMALL, _FEWER, _ONE, _BATCHES = "smaller model", "fewer ranks", "one iteration", "smaller batches"
+_SMALL, _FEWER_RANKS, _ONE_ITERATION, _BATCHES = "smaller model", "fewer ranks", "one iteration", "smaller batches"
 _SHORT, _NO_EVALUATION = "shorter sequences", "no evaluation set"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
 # Rules of `Flags.apply`: layers {0}, key heads {1}, heads {2}, hidden size {3}, experts {4}. What latent attention
 # keeps of a token stays as it is: vLLM on a CPU has one size (`engine_sizes.CPU_LATENT_SIZE`), that of DeepSeek.
-MODEL = """
+MODEL_RULES = """
     --num-layers={0} --num-query-groups<={1} --num-attention-heads={2} --hidden-size={3} --ffn-hidden-size<=256
     --moe-ffn-hidden-size<=64 --moe-shared-expert-intermediate-size<=64 --q-lora-rank<=64 --kv-channels<=32
     --num-experts<={4} --moe-router-topk<=2 --moe-router-num-groups<=2 --moe-router-group-topk<=1
@@ -101,15 +101,15 @@ def shrink(flags: Flags, ranks: int) -> None:
     cp = least if flags.number("--context-parallel-size", 1) > 1 and ranks // tp >= least else 1
     pp = 2 if flags.number("--pipeline-model-parallel-size", 1) > 1 and ranks // (tp * cp) >= 2 else 1
     sizes = "--tensor-model-parallel-size~{0} --pipeline-model-parallel-size~{1} --expert-tensor-parallel-size<={0}"
-    flags.apply(_FEWER, sizes, tp, pp)
-    flags.apply(_FEWER, "--context-parallel-size<={0} --ulysses-degree-in-cp<=2 --cp-window-size<=1", cp)
+    flags.apply(_FEWER_RANKS, sizes, tp, pp)
+    flags.apply(_FEWER_RANKS, "--context-parallel-size<={0} --ulysses-degree-in-cp<=2 --cp-window-size<=1", cp)
     expert_tp = flags.number("--expert-tensor-parallel-size", tp)
-    flags.apply(_FEWER, "--expert-model-parallel-size<={0}", max(1, ranks // (pp * expert_tp)))
+    flags.apply(_FEWER_RANKS, "--expert-model-parallel-size<={0}", max(1, ranks // (pp * expert_tp)))
     if flags.number("--expert-model-parallel-size", 1) == 1:
-        flags.apply(f"{_FEWER}: experts are not split", "--moe-alltoall-overlap-comm")
+        flags.apply(f"{_FEWER_RANKS}: experts are not split", "--moe-alltoall-overlap-comm")
     if pp == 1:
         rules = "--num-layer-list --schedules-method --dualpipev-dw-detach --decoder-first-pipeline-num-layers"
-        flags.apply(f"{_FEWER}: no pipeline is left", f"{_VIRTUAL} {rules}")
+        flags.apply(f"{_FEWER_RANKS}: no pipeline is left", f"{_VIRTUAL} {rules}")
     _model(flags, pp)
     _batch(flags, ranks, ranks // (tp * cp * pp) * 4)
 
@@ -126,7 +126,7 @@ def _model(flags: Flags, pp: int) -> None:
     # With one expert per rank MindSpeed's --moe-zero-memory frees tokens that no permutation has copied.
     spread = flags.number("--tensor-model-parallel-size", 1) if "--moe-tp-extend-ep" in flags else 1
     experts = max(4, 2 * spread * flags.number("--expert-model-parallel-size", 1))
-    flags.apply(_SMALL, MODEL, layers, HEADS if every_head else 2, HEADS, HEADS * HEAD_SIZE, experts)
+    flags.apply(_SMALL, MODEL_RULES, layers, HEADS if every_head else 2, HEADS, HEADS * HEAD_SIZE, experts)
     if noop:
         flags.apply(_SMALL, "--noop-layers~{0} --num-layers-per-virtual-pipeline-stage~2", layers - 1)
     flags.apply(_SMALL, "--num-layer-list~{0},1 --decoder-first-pipeline-num-layers~{1}", layers - 1, layers // pp)
@@ -137,16 +137,16 @@ def _model(flags: Flags, pp: int) -> None:
 
 def _batch(flags: Flags, ranks: int, batch: int) -> None:
     rl = "--rl-algorithm" in flags
-    steps, why = (2, "one iteration, and one after a resume") if rl else (1, _ONE)
+    steps, why = (2, "one iteration, and one after a resume") if rl else (1, _ONE_ITERATION)
     length = f"--train-samples={steps * batch}" if "--train-samples" in flags else f"--train-iters={steps}"
     flags.apply(_BATCHES, "--micro-batch-size=1 --global-batch-size={0}", batch)
     flags.apply(why, f"{length} --lr-warmup-iters<=0 --lr-warmup-samples<=0 --log-interval=1")
     flags.apply(_NO_EVALUATION, "--eval-iters=0")
     if rl:
         flags.apply(_BATCHES, "--rl-samples-per-prompt={0} --rl-rollout-prompts~{1}", MEMBERS, batch // MEMBERS)
-        flags.apply(_ONE, "--rl-ppo-epochs<=1")
+        flags.apply(_ONE_ITERATION, "--rl-ppo-epochs<=1")
         flags.apply(_SHORT, "--rl-max-prompt-length=16 --rl-max-response-length=8")
         flags.apply(_SMALL, "--rl-kv-cache-gb=0.05")
         engines = "--rl-generate-tp<={0} --rl-generate-ep<={1} --rl-reward-workers<=1"
-        flags.apply(_FEWER, engines, min(2, ranks), ranks)
+        flags.apply(_FEWER_RANKS, engines, min(2, ranks), ranks)
         flags.apply(_BATCHES, "--rl-eval-prompts=4 --rl-eval-pass-k<=2")

@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.monitor.run_summary import column, is_training, summari
 from mindspeed_rl_plugin.tools.report.report_samples import find_dumps, sample_data
 from mindspeed_rl_plugin.tools.report.report_stages import apart_data, stage_data, timeline_data
 
-Row = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 def collect(
@@ -54,7 +54,7 @@ def collect(
     }
 
 
-def metric_series(rows: list[Row]) -> dict[str, Any]:
+def metric_series(rows: list[JsonObject]) -> dict[str, Any]:
     """iterations, and name -> {"x": iterations that have the metric, "y": values, None where it was not finite}. Absent
     and not finite differ: a rollout that serves several iterations is measured once, and its curve runs on; a loss that
     was not finite leaves a gap."""
@@ -72,7 +72,7 @@ def metric_series(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def headline(rows: list[Row], run: Row, summary: Row) -> list[dict[str, str]]:
+def headline(rows: list[JsonObject], run: JsonObject, summary: JsonObject) -> list[dict[str, str]]:
     """The tiles at the top: label, value, note."""
     tiles = []
 
@@ -129,7 +129,7 @@ _LIMITS = (
 )
 
 
-def remarks(rows: list[Row], run: Row, ranks: list[int]) -> list[str]:
+def remarks(rows: list[JsonObject], run: JsonObject, ranks: list[int]) -> list[str]:
     """What a reader should look at; the thresholds are in the sentences."""
     late = rows[-max(1, len(rows) // 10) :]
     watched = ("entropy", *(name for name, *_ in _LIMITS))
@@ -155,7 +155,7 @@ def remarks(rows: list[Row], run: Row, ranks: list[int]) -> list[str]:
     return out
 
 
-def verdict(rows: list[Row], run: Row, summary: Row) -> str:
+def verdict(rows: list[JsonObject], run: JsonObject, summary: JsonObject) -> str:
     """One sentence: whether the run shows that it learned. A difference counts from two standard errors on: of two
     shares of the held-out prompts, else of the mean rewards of the first and the last quarter of the rollouts."""
     before, after, count = summary["accuracy_before"], summary["accuracy_after"], run.get("held_out")
@@ -178,7 +178,7 @@ def verdict(rows: list[Row], run: Row, summary: Row) -> str:
     return f"{'Learned' if change > 0 else 'Became worse'}: {what} {'rose' if change > 0 else 'fell'} {size}."
 
 
-def settings(run: Row) -> list[tuple[str, dict[str, str]]]:
+def settings(run: JsonObject) -> list[tuple[str, dict[str, str]]]:
     """Heading, and name -> value, of what the run was made with."""
     groups = {"RL flags": "flags", "Megatron's arguments": "arguments", "Versions": "versions"}
     shown = {heading: run.get(key) or {} for heading, key in groups.items()}
@@ -191,7 +191,7 @@ def settings(run: Row) -> list[tuple[str, dict[str, str]]]:
     ]
 
 
-def held_out(path: Path) -> Row:
+def held_out(path: Path) -> JsonObject:
     """The first and the last evaluation: iterations, and [prompt, answer, [[response, reward] of each]] of the
     prompts that both have."""
     lines = read_jsonl(path) if path.is_file() else []

@@ -7,13 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.monitor.run_files import GENERATOR, PUBLISHED, WEIGHTS
+from mindspeed_rl_plugin.monitor.run_files import GENERATOR, PUBLISHED, WEIGHTS_PROCESS
 
 BETWEEN = "between stages"
-Span = tuple[float, float, str]
+StageSpan = tuple[float, float, str]
 
 
-def own_seconds(spans: Iterable[Span]) -> dict[str, float]:
+def own_seconds(spans: Iterable[StageSpan]) -> dict[str, float]:
     """Seconds of each stage among spans (start, end, stage) that may nest and overlap, each instant counted once. An
     instant belongs to the stage that started last among those that run; where none runs, to `BETWEEN`. The result sums
     to the time from the first start to the last end."""
@@ -29,7 +29,7 @@ def own_seconds(spans: Iterable[Span]) -> dict[str, float]:
 def stage_data(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Per iteration and stage: own seconds (mean over ranks) and peak bytes (largest over ranks); and a table. Stages
     are listed in the order in which rank's events first show them. Empty lists without events."""
-    spans: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    spans: dict[int, dict[int, list[StageSpan]]] = defaultdict(lambda: defaultdict(list))
     peaks: dict[int, dict[str, int]] = defaultdict(dict)
     for e in events:
         spans[e["iteration"]][e["rank"]].append((e["start"], e["end"], e["stage"]))
@@ -97,8 +97,8 @@ def apart_data(
     what they did, spans [process, what, start, seconds] in time order, and marks [version, time] of published
     weights. The latest `limit` spans."""
     origin = min((e["start"] for e in events), default=0.0)
-    marks = [e for e in apart if e["process"] == WEIGHTS]
-    spans = [e for e in apart if e["process"] != WEIGHTS][-limit:]
+    marks = [e for e in apart if e["process"] == WEIGHTS_PROCESS]
+    spans = [e for e in apart if e["process"] != WEIGHTS_PROCESS][-limit:]
     every = dict.fromkeys(e["process"] for e in spans)
     ours = sorted((name for name in every if name.startswith(GENERATOR)), key=lambda name: (len(name), name))
     processes = [*ours, *(joined := [name for name in every if name not in ours])]
@@ -116,7 +116,7 @@ def apart_data(
     }
 
 
-def _stage_order(spans: Iterable[Sequence[Span]]) -> list[str]:
+def _stage_order(spans: Iterable[Sequence[StageSpan]]) -> list[str]:
     """Stage names by the median of their start within the iteration, so that the legend reads like the loop. spans:
     those of every rank and iteration."""
     offsets: dict[str, list[float]] = defaultdict(list)

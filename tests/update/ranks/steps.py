@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.forward import ForwardSettings, plan_tokens
 from mindspeed_rl_plugin.forward.context_parallel import positions
-from mindspeed_rl_plugin.forward.schedule import ends_here
+from mindspeed_rl_plugin.forward.pipeline import ends_here
 from mindspeed_rl_plugin.host.npu_ops import npu_fusion_attention
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.update.pair_step import PairStep
