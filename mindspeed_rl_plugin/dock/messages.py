@@ -1,7 +1,7 @@
-"""What the processes of a dock say to each other: typed structs as MessagePack, never pickle. What does not fit their
-types is no message; arrays are `[dtype, shape, bytes]`.
+"""The messages between the processes of a dock: typed structs as MessagePack, never pickle. Data that does not fit the
+types is refused. An array is sent as `[dtype, shape, bytes]`.
 
-Another folder that has messages of its own says so by `add`, where it defines them.
+Other folders register messages of their own by `add`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 
 from mindspeed_rl_plugin.dock.api import ANY_VERSION, ColumnSpec, StateSpec, VersionBound
 
-# What garbage inside a well-formed message raises where it is served.
+# Errors that a well-formed message with wrong contents raises in its handler.
 MALFORMED = (KeyError, IndexError, TypeError, AttributeError, OverflowError)
 
 
 class FrameError(ValueError):
-    """What is no message of this protocol, or one above the limits."""
+    """Data that is no message of this protocol, or is larger than its limits."""
 
 
 class Shape(NamedTuple):
-    """Ids of one epoch: groups x members; row number = group * members + member. bound: of its rows."""
+    """Ids of one epoch. The row number of a sample is group * members + member."""
 
     groups: int
-    members: int
-    bound: VersionBound = ANY_VERSION
+    members: int  # of each group
+    bound: VersionBound = ANY_VERSION  # of its rows
 
 
 class Extent(NamedTuple):
@@ -39,13 +39,12 @@ class Extent(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where the server of a rank answers: an abstract Unix socket for processes of its `node`, TCP for the others
-    (port 0: none)."""
+    """Where the server of a rank answers."""
 
-    node: str
-    unix: str
-    host: str = ""
-    port: int = 0
+    node: str  # its machine
+    unix: str  # abstract Unix socket, for processes of its machine
+    host: str = ""  # TCP address, for the others
+    port: int = 0  # 0: no TCP
     rank: int = 0
 
     def __str__(self) -> str:
@@ -57,63 +56,58 @@ class Message(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class Slots(msgspec.Struct, array_like=True, gc=False):
-    """Columns that are written for the same rows. names: C columns; slots: `[n]` int32 row numbers (group numbers for
-    group columns); length: `[C, n]` int32 entries of each cell."""
+    """C columns that are written for the same n rows."""
 
     names: tuple[str, ...]
-    slots: np.ndarray
-    length: np.ndarray
+    slots: np.ndarray  # `[n]` int32 row numbers, of group columns: group numbers
+    length: np.ndarray  # `[C, n]` int32 entries of each cell
 
 
 class Cells(Slots, array_like=True, gc=False):
-    """And where they lie. segment: `[C, n]` or `[1, 1]` int32, -1 for a cell that is not there; offset: `[C, n]` int64
-    bytes."""
+    """The same, with the place of each cell in memory."""
 
-    segment: np.ndarray
-    offset: np.ndarray
+    segment: np.ndarray  # `[C, n]` or `[1, 1]` int32, -1: the cell is missing
+    offset: np.ndarray  # `[C, n]` int64 bytes
 
 
 def no_cells(columns: int, rows: int) -> list[np.ndarray]:
-    """Segment, offset and length `[columns, rows]` of cells that are not there."""
+    """Segment, offset and length `[columns, rows]` of cells that are missing."""
     shape = (columns, rows)
     return [np.full(shape, -1, np.int32), np.zeros(shape, np.int64), np.zeros(shape, np.int32)]
 
 
 class Query(Message):
-    """To the controller of a state. epochs: those that the asker knows open; after: warehouse -> number of its newest
-    record that the asker has caused, which the controller must know before it answers."""
+    """A request to the controller of a state."""
 
     state: str
-    epochs: list[tuple[int, Shape]]
+    epochs: list[tuple[int, Shape]]  # open ones that the asker knows
+    # warehouse -> number of its newest record that the asker caused; the controller waits for it before it answers
     after: dict[int, int]
 
 
 class Ask(Query):
-    """A lease. ids: `[B, 3]` exactly these, in this order; None: what is ready, by rising id, rows of warehouse `near`
-    first. max_rows, share, version: those of `Dock.lease`; deadline: seconds to wait; seconds: life of the lease, of a
-    process outside of the job."""
+    """Asks for a lease. `max_rows`, `share` and `version` are those of `Dock.lease`."""
 
-    ids: np.ndarray | None
-    deadline: float
-    seconds: float | None = None
+    ids: np.ndarray | None  # `[B, 3]`, exactly these in this order; None: what is ready, by rising id
+    deadline: float  # seconds to wait
+    seconds: float | None = None  # how long the lease lasts, for a process outside of the job
     max_rows: int | None = None
-    near: int | None = None
+    near: int | None = None  # warehouse whose rows come first
     share: tuple[int, int] | None = None
     version: int | None = None
 
 
 class Grant(Message):
-    """Rows under a lease. ids: `[B, 3]`; owner: `[B]` int32 warehouse of each; segment, offset, length: `[C, B]` of
-    their cells, of all columns that the state reads; shapes: of their epochs; needs: of `Lease`."""
+    """B rows under a lease, with their cells in the C columns that the state reads."""
 
-    token: int
-    ids: np.ndarray
-    owner: np.ndarray
-    segment: np.ndarray
-    offset: np.ndarray
-    length: np.ndarray
-    shapes: list[tuple[int, Shape]]
-    needs: VersionBound | None = None
+    token: int  # of the lease
+    ids: np.ndarray  # `[B, 3]`
+    owner: np.ndarray  # `[B]` int32 warehouse
+    segment: np.ndarray  # `[C, B]`, as in `Cells`
+    offset: np.ndarray  # `[C, B]`
+    length: np.ndarray  # `[C, B]`
+    shapes: list[tuple[int, Shape]]  # (epoch, its shape)
+    needs: VersionBound | None = None  # as in `Lease`
 
     @classmethod
     def empty(cls, columns: int, needs: VersionBound | None = None) -> Grant:
@@ -128,13 +122,13 @@ class Release(Query):
 
 
 class Reclaim(Query):
-    """Rows that a process outside of the job has leased are given out again, though it is still there."""
+    """Leases of a process outside of the job end although the process still lives: others may get its rows."""
 
     holder: str
 
 
 class Retire(Query):
-    """First half of clearing: give these groups out no more; answered when no live lease holds any."""
+    """First half of clearing: no lease gets these groups any more; answered when no live lease holds one of them."""
 
     epoch: int
     groups: np.ndarray
@@ -142,31 +136,28 @@ class Retire(Query):
 
 
 class Look(Query):
-    """Which rows are acknowledged (`done`), or are not, of `ids` `[B, 3]` or of all; answered by a `Grant` of no lease
-    and no cells."""
+    """Asks which rows are acknowledged, or which are not. A `Grant` without lease and cells answers."""
 
-    ids: np.ndarray | None
-    done: bool
+    ids: np.ndarray | None  # `[B, 3]`; None: all
+    done: bool  # acknowledged ones
 
 
 # To a warehouse.
 
 
 class Put(Message):
-    """Commit cells that lie in `extent`, or that come as bulk; acknowledge `rows` of `state`, which must have all
-    columns that it writes then, where `checked`. reserve: only memory for it is asked for, in the answer's extent; a
-    producer waits until its groups may come in."""
+    """Commits cells, and acknowledges rows of a state."""
 
     epoch: int
     shape: Shape
     parts: list[Slots]
-    producer: bool
-    deadline: float
-    extent: Extent | None = None
-    reserve: bool = False
+    producer: bool  # it brings new groups, and waits until the limits let them in
+    deadline: float  # seconds to wait
+    extent: Extent | None = None  # memory that holds the cells; None: they follow as bulk
+    reserve: bool = False  # only asks for memory, which the answer names
     state: str | None = None
-    rows: np.ndarray | None = None
-    checked: bool = True
+    rows: np.ndarray | None = None  # that the state is done with
+    checked: bool = True  # these rows must then have all columns that the state writes
 
 
 class Clear(Message):
@@ -178,7 +169,7 @@ class Clear(Message):
 
 
 class Locate(Message):
-    """Where the cells of rows lie."""
+    """Asks where the cells of rows lie."""
 
     epoch: int
     columns: tuple[str, ...]
@@ -186,60 +177,57 @@ class Locate(Message):
 
 
 class Located(Message):
-    """seq: number of the warehouse's newest record; segment (-1 for a cell that is not there), offset, length:
-    `[C, n]`."""
+    """Where they lie. The arrays are `[C, n]`, as in `Cells`."""
 
-    seq: int
+    seq: int  # number of the warehouse's newest record
     segment: np.ndarray
     offset: np.ndarray
     length: np.ndarray
 
 
 class Fetch(Message):
-    """Bytes of `[n, 3]` (segment, offset, bytes), one after the other, as bulk."""
+    """Asks for the bytes of n spans, as bulk, one after the other."""
 
-    spans: np.ndarray
+    spans: np.ndarray  # `[n, 3]`: segment, offset, bytes
 
 
 class Map(Message):
-    """Which file a process of this machine maps for a segment."""
+    """Asks for the file of a segment, which a process of the same machine can map."""
 
     segment: int
 
 
 class Mapped(Message):
-    """A file of this machine, its bytes, and the numbers of all segments of the warehouse."""
+    """The file of a segment."""
 
     path: str
     nbytes: int
-    segments: list[int]
+    segments: list[int]  # numbers of all segments of the warehouse
 
 
 # Between processes.
 
 
 class Hello(Message):
-    """First message of a connection. rank: of the job, -1 outside of it; watch: each side stops when the other ends;
-    node: the sender's machine."""
+    """First message of a connection."""
 
-    name: str
-    rank: int
-    watch: bool = False
-    node: str = ""
+    name: str  # of the sender
+    rank: int  # of the job, -1 outside of it
+    watch: bool = False  # each side stops when the other ends
+    node: str = ""  # the sender's machine
 
 
 class Record(Message):
-    """One commit of a warehouse: new cells, rows that a state is done with, groups whose cells are gone. seq: its
-    running number, from 1."""
+    """One commit of a warehouse."""
 
     warehouse: int
-    seq: int
+    seq: int  # running number, from 1
     epoch: int
     shape: Shape
-    cells: list[Cells] = []
+    cells: list[Cells] = []  # new ones
     state: str | None = None
-    rows: np.ndarray | None = None
-    cleared: np.ndarray | None = None
+    rows: np.ndarray | None = None  # that the state is done with
+    cleared: np.ndarray | None = None  # groups whose cells were freed
 
 
 class Ping(Message):
@@ -251,11 +239,11 @@ class Bye(Message):
 
 
 class Stopped(Message):
-    """The sender stops because of a rank. node: that one's machine."""
+    """The sender stops because of a rank."""
 
     rank: int
     why: str
-    node: str = ""
+    node: str = ""  # machine of that rank
 
 
 class Join(Message):
@@ -263,34 +251,32 @@ class Join(Message):
 
 
 class Directory(Message):
-    """What a dock's processes know of it: its columns and states, and where warehouses, by number, and controllers, by
-    state, answer. ranks: where every rank of the job answers; about: JSON, what the job says of itself to who joins."""
+    """What all processes of a dock know of it."""
 
     columns: list[ColumnSpec]
     states: list[StateSpec]
-    warehouses: list[Address]
-    controllers: dict[str, Address]
-    ranks: list[Address] = []
-    about: str = ""
+    warehouses: list[Address]  # by their number
+    controllers: dict[str, Address]  # by state
+    ranks: list[Address] = []  # all ranks of the job
+    about: str = ""  # JSON: description of the job for processes that join
 
 
 class Ok(Message):
-    """Done; what was fetched follows as bulk. Of a warehouse, seq: number of its newest record; extent: memory that
-    only the asker may fill."""
+    """The request is done; what was fetched follows as bulk. The fields are for answers of a warehouse."""
 
-    seq: int = 0
-    extent: Extent | None = None
+    seq: int = 0  # number of its newest record
+    extent: Extent | None = None  # memory that only the asker may fill
 
 
 class Failed(Message):
-    """What the asker raises: a TimeoutError, else a ValueError."""
+    """The error that the asker raises."""
 
     text: str
-    late: bool
+    late: bool  # a TimeoutError, else a ValueError
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """What it says of an error."""
+        """The message for an error."""
         return cls(str(error), isinstance(error, TimeoutError))
 
     def raised(self) -> Exception:
@@ -317,12 +303,12 @@ def _decode(kind: type, value: Any) -> Any:
 
 
 pack = msgspec.msgpack.Encoder(enc_hook=_encode).encode
-_types: list[type[Message]] = []  # of messages that are understood
+_types: list[type[Message]] = []  # that `unpack` understands
 _decoder = msgspec.msgpack.Decoder()
 
 
 def add(*types: type[Message]) -> None:
-    """From now on `unpack` understands messages of these types, too."""
+    """Let `unpack` understand messages of these types, too."""
     global _decoder
     _types.extend(types)
     _decoder = msgspec.msgpack.Decoder(Union[tuple(_types)], dec_hook=_decode)  # noqa: UP007

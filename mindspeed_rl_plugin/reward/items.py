@@ -11,59 +11,50 @@ if TYPE_CHECKING:
 
 
 SOLVED_AT = 1.0 - 1e-6  # a grader that adds up shares, or a float32 column, may miss 1 by rounding
-OWN = ("turn", "reward", "seconds")  # what chat messages hold for others than templates
+OWN = ("turn", "reward", "seconds")  # fields that we add to chat messages; no template reads them
 
 
 class RewardError(ValueError):
-    """A grader raised, ran out of time, died, or returned something that is no finite number; or all of them together
-    took too long."""
+    """A grader raised an error, ran out of time, died, or returned something that is no finite number; or all graders
+    together took too long."""
 
 
 @dataclass(frozen=True)
 class GradeItem:
-    """One response to grade. answer: ground truth, "" when the data has none; record: the row's other fields;
-    messages: chat messages that the data holds in the place of a prompt in one string, whose text `prompt` is then.
+    """One response to grade."""
 
-    Of several turns `response` is the last one; conversation: all chat messages; environment: the sum of the rewards
-    that the environment gave; else both are None."""
-
-    prompt: str
-    response: str
-    answer: str
-    record: Mapping[str, object]
+    prompt: str  # where the data has chat messages: their text
+    response: str  # of several turns: the last one
+    answer: str  # ground truth, "" when the data has none
+    record: Mapping[str, object]  # the row's other fields
     id: SampleId
-    messages: Sequence[Mapping[str, object]] | None = None
-    conversation: Sequence[Mapping[str, object]] | None = None
-    environment: float | None = None
+    messages: Sequence[Mapping[str, object]] | None = None  # chat messages of the data; None: it has a string
+    conversation: Sequence[Mapping[str, object]] | None = None  # all chat messages; None: single turn
+    environment: float | None = None  # sum of the rewards that the environment gave; None: single turn
 
 
 def opening(messages: Sequence[Mapping[str, Any]] | None, prompt: str) -> list[dict[str, Any]]:
-    """The messages before the model's first turn: the data's, without fields that are called as `OWN`, which would be
-    taken for ours."""
+    """The messages before the model's first turn: those of the data, without the fields `OWN`, which only we add."""
     asked = messages or [{"role": "user", "content": prompt}]
     return [{name: value for name, value in message.items() if name not in OWN} for message in asked]
 
 
 @dataclass(frozen=True)
 class Grade:
-    """total: weighted sum of `parts`, one entry a grader, in the order of the specs.
+    """What the graders gave for one response."""
 
-    error: what failed, None when nothing did; a failed part is 0.0. dropped: a grader failed under `on_error` "drop",
-    so the total means nothing and the sample's whole group is kept out of training.
-    """
-
-    total: float
-    parts: tuple[float, ...]
-    error: str | None = None
-    dropped: bool = False
+    total: float  # weighted sum of `parts`
+    parts: tuple[float, ...]  # one entry a grader, in the order of the specs; 0.0 where it failed
+    error: str | None = None  # what failed
+    dropped: bool = False  # a grader failed under `on_error` "drop": no group with this sample is trained
 
 
 def solved(parts: Sequence[float], weights: Sequence[float]) -> bool:
     """Whether a response is solved: every grader of positive weight gave at least 1.
 
-    parts, weights: one entry a grader. Graders of weight <= 0 (a length penalty, a measurement) have no say, and the
-    total has none: a bonus cannot make up for a wrong answer, a penalty cannot spoil a right one. Raises ValueError
-    where no weight is positive: nothing would then be asked for (`parse_specs` refuses such rewards at start).
+    parts, weights: one entry a grader. Graders of weight <= 0 (a length penalty, a measurement) do not count, and
+    neither does the total: a bonus cannot make a wrong answer right, nor a penalty a right one wrong. Raises ValueError
+    where no weight is positive (`parse_specs` refuses such rewards at start).
     """
     wanted = [part for part, weight in zip(parts, weights, strict=True) if weight > 0]
     if not wanted:

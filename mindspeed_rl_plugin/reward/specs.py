@@ -1,4 +1,4 @@
-"""Which graders: the built-in ones, `path/to/file.py:function`, `model:DIR`, each with an optional `=WEIGHT`."""
+"""The graders that flags name: built-in ones, `path/to/file.py:function`, `model:DIR`, each maybe with `=WEIGHT`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from pathlib import Path
 from mindspeed_rl_plugin.reward.reward_model import MODEL_PREFIX, check_files
 from mindspeed_rl_plugin.workers.process import SHARE_OF_WAIT
 
-ENVIRONMENT = "environment"  # the reward that the environment of a response gave
+ENVIRONMENT = "environment"  # the grader that takes the environment's reward
 BUILTIN = ("math", "exact", "regex", ENVIRONMENT)
 KINDS = {"function": r"^(?:async )?def ([a-zA-Z]\w*)", "class": r"^class ([a-zA-Z]\w*)"}  # as a file defines them
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One grader. name: short, unique, used in metrics and errors; given: as the flag has it, without weight; file and
-    function: None for the built-in ones; a reward model has its directory as file, and no function."""
+    """One grader."""
 
-    name: str
-    given: str
+    name: str  # short and unique, for metrics and errors
+    given: str  # as in the flag, without weight
     weight: float = 1.0
-    file: str | None = None
-    function: str | None = None
+    file: str | None = None  # None: a built-in grader; directory of a reward model
+    function: str | None = None  # in that file; a reward model has none
 
     @property
     def is_model(self) -> bool:
@@ -33,7 +32,7 @@ class Spec:
 
     @property
     def compares(self) -> bool:
-        """Whether it is one of ours that compare the response with the data's answer."""
+        """Whether it is a built-in grader that compares the response with the data's answer."""
         return self.file is None and self.name != ENVIRONMENT
 
 

@@ -1,4 +1,4 @@
-"""What a job and processes outside of it say to each other besides rows."""
+"""The messages between a job and processes outside of it, other than rows."""
 
 from __future__ import annotations
 
@@ -7,39 +7,38 @@ from mindspeed_rl_plugin.dock.messages import Message
 
 
 class News(Message):
-    """Asks for an announcement with a higher number than `after`, or for the last one when `deadline` seconds are
-    over."""
+    """Asks for an announcement with a higher number than `after`; after `deadline` seconds, for the last one."""
 
     after: int
     deadline: float
 
 
 class Announced(Message):
-    """number: running, from 1, 0 where nothing is announced yet; version: of the newest weights."""
+    """The newest weights of the job."""
 
-    number: int = 0
+    number: int = 0  # running, from 1; 0: nothing is announced yet
     version: int = -1
 
 
 class Follow(Message):
-    """Asks for the records of the job behind the first `after`, or for none when `deadline` seconds are over."""
+    """Asks for the records of the job behind the first `after` ones; after `deadline` seconds, for none."""
 
     after: int
     deadline: float
 
 
 class Told(Message):
-    """Records of the job as JSON, the first of them number `first`, from 1: older ones are not kept."""
+    """Records of the job."""
 
-    first: int
-    lines: list[str]
+    first: int  # number of the first line, from 1; older records are not kept
+    lines: list[str]  # JSON
 
 
 class SubmitPrompts(Message):
-    """Gives rows of prompts to the job, as JSON, and waits for room, `deadline` seconds."""
+    """Gives prompts to the job."""
 
-    rows: list[str]
-    deadline: float
+    rows: list[str]  # JSON, one a prompt
+    deadline: float  # seconds to wait for room
 
 
 class PromptNumbers(Message):
@@ -49,11 +48,10 @@ class PromptNumbers(Message):
 
 
 class Report(Message):
-    """What a process outside of the job has counted since it joined, by name, and what it did since its last report:
-    what, and from when to when, seconds since 1970."""
+    """What a process outside of the job did."""
 
-    counts: dict[str, float]
-    spans: list[tuple[str, float, float]] = []
+    counts: dict[str, float]  # by name, since it joined
+    spans: list[tuple[str, float, float]] = []  # (what, begin, end in seconds since 1970), since its last report
 
 
 messages.add(News, Announced, Follow, Told, SubmitPrompts, PromptNumbers, Report)

@@ -1,9 +1,9 @@
 """Bytes under a version that a rank publishes for processes outside of the job: its share of the weights.
 
-The rank writes the next version over its oldest one and waits for no reader. Readers of its machine map the memory,
-others ask for spans of it, and both ask at the end whether the version is still there: what was overwritten meanwhile
-is gone, never taken for whole. The dock's server passes their requests on, and does not hold the lock of its rows while
-they are served.
+The rank writes the next version over its oldest one and waits for no reader. Readers on its machine map the memory;
+others ask for spans of it. At the end of a read, both ask whether the version still exists: a version that was
+overwritten meanwhile is never taken for complete. The dock's server passes their requests on, and does not hold the
+lock of its rows while they are served.
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ ByteSpan = Sequence[int]  # byte offset, rows, bytes of a row, bytes from one ro
 
 
 class Seek(Message):
-    """Asks where a version lies, the newest one for -1. wait: seconds, for one that is not there yet."""
+    """Asks where a version lies."""
 
-    version: int
-    wait: float
+    version: int  # -1: the newest
+    wait: float  # seconds, where the version does not exist yet
 
 
 class Found(Message):
-    """A version, what its publisher says of it, and the file that a process of its machine maps for its bytes. read:
-    bytes that the one who reads for its machine read for this answer."""
+    """Where a version lies."""
 
     version: int
-    about: bytes
-    path: str
+    about: bytes  # what its publisher says of it
+    path: str  # file of its bytes, which a process of the same machine maps
     nbytes: int
-    read: int = 0
+    read: int = 0  # bytes that the reader of its machine had to read for this answer
 
 
 class Missed(Message):
-    """The version is not there. newest: of this rank, -1 before the first."""
+    """The rank does not have the version."""
 
-    newest: int
+    newest: int  # version of this rank, -1 before the first
 
 
 class ListVersions(Message):
@@ -64,11 +63,10 @@ class VersionList(Message):
 
 
 class Take(Message):
-    """Asks for spans of a version, one after the other, as bulk: `[n, 4]` byte offset, rows, bytes of a row, bytes from
-    one row to the next."""
+    """Asks for n spans of a version, as bulk, one after the other."""
 
     version: int
-    spans: np.ndarray
+    spans: np.ndarray  # `[n, 4]`, each a `ByteSpan`
 
 
 messages.add(Seek, Found, Missed, ListVersions, VersionList, Take)

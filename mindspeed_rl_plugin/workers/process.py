@@ -45,23 +45,16 @@ SILENCE_LOOK_SECONDS = 1.0  # seconds between looks at a silent process: what it
 
 @dataclass(frozen=True)
 class Program:
-    """What a worker runs.
+    """What a worker runs."""
 
-    main: "module:function" of this package, called with two file descriptors (see `child.Parent`); first, then: types
-    of what it answers to its first message, beside why it cannot (None where it can), and to calls; who: it is, in
-    messages; raises: the error of one that cannot load; python: its interpreter, None for this one, in which the module
-    path is the same; patience: seconds in which it may end by itself, once its lifeline is closed, before it is killed;
-    kept: by a `keeper` above it, which is to kill all at once, and has these seconds for it.
-    """
-
-    main: str
-    first: Any
-    then: Any
-    who: str
-    raises: type[ValueError]
-    python: str | None = None
-    patience: float = 0.0
-    kept: bool = False
+    main: str  # "module:function" of this package, called with two file descriptors (see `child.Parent`)
+    first: Any  # type of its answer to the first message; an error, or None, comes with it
+    then: Any  # type of its answers to calls
+    who: str  # its name in messages
+    raises: type[ValueError]  # the error when it cannot load
+    python: str | None = None  # interpreter; None: this one, with the same module path
+    patience: float = 0.0  # seconds that it has to end by itself, once its lifeline is closed, before it is killed
+    kept: bool = False  # a `keeper` above it kills it and all that it started, within these seconds
 
 
 class Worker:
