@@ -11,7 +11,7 @@ from pathlib import Path
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import CRITIC, STATE_FILE
 from mindspeed_rl_plugin.ranks import combine_hashes, gather_all, rank_of_job
 
-# Never read when weights are loaded; ours is written after the fact. A user may delete all of these.
+# Files that a load of weights does not read, or that we add later. A user may delete all of them.
 _NOT_WEIGHTS = (STATE_FILE, "rl_dock", "distrib_optim", "layer_wise_optimizer")
 _CHUNK = 16 << 20  # bytes
 
@@ -19,8 +19,8 @@ _CHUNK = 16 << 20  # bytes
 class CheckpointDigest:
     """SHA-256 over every file that a weights-only load of `folder` may read, read in the background.
 
-    The ranks share the reading, each in a thread of its own, for a large checkpoint takes minutes. Building it and
-    `result` are collective. Raises ValueError on every rank when no rank sees a file there.
+    The ranks share the reading, each in a thread, since a large checkpoint takes minutes. The constructor and `result`
+    are collective. Raises ValueError on every rank when no rank sees a file there.
     """
 
     def __init__(self, folder: str) -> None:
@@ -34,7 +34,8 @@ class CheckpointDigest:
         self._thread.start()
 
     def result(self, deadline: float) -> str:
-        """The digest, waited for; `deadline`: seconds. Raises ValueError on every rank for a file that went missing."""
+        """Wait at most `deadline` seconds for the digest. Raises ValueError on every rank for a file that has
+        disappeared."""
         self._thread.join(deadline)
         who = f"rank {rank_of_job()}"
         late = f"{who} has not read its share of {self._folder} within {deadline:g} s (--rl-wait-timeout)"
@@ -54,7 +55,7 @@ class CheckpointDigest:
 def weight_files(folder: str) -> dict[str, int]:
     """Size in bytes of each file that a weights-only load may read, by path relative to `folder`, sorted.
 
-    The state of the distributed optimizer lies in files of its own and is left out, as it may be deleted.
+    Without the files of the distributed optimizer, which may be deleted.
     """
     files = (path for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith(_NOT_WEIGHTS))
     sizes = {path.relative_to(folder): path.stat().st_size for path in files}
@@ -62,9 +63,10 @@ def weight_files(folder: str) -> dict[str, int]:
 
 
 def assign_files(listings: Sequence[dict[str, int]]) -> list[list[str]]:
-    """Which rank hashes which file, from what each rank can see: the largest first, to the least loaded rank.
+    """Which rank hashes which file. listings: files that each rank can see. The largest file comes first, and each goes
+    to the rank with the least bytes.
 
-    Nodes without shared storage see only their own ranks' files; so a file goes to a rank that lists it.
+    Without shared storage a node sees only the files of its own ranks, so a file goes to a rank that lists it.
     """
     sizes = {path: size for listing in listings for path, size in listing.items()}
     load = [0] * len(listings)

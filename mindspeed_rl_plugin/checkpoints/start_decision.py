@@ -11,10 +11,10 @@ from mindspeed_rl_plugin.checkpoints import conversion
 from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.loop.start import Start
 
-# Megatron's names of the arguments that govern a load, with the value that makes it weights only.
+# Arguments with which Megatron loads only the weights, and with which it loads the full state.
 WEIGHTS_ONLY = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
 FULL_STATE = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
-# Flags that leave parts out of a checkpoint -> the argument without which Megatron would look for that part, and what a
+# Flag that leaves a part out of a checkpoint -> argument that keeps Megatron from looking for that part, and what a
 # resume does instead.
 NOT_SAVED = {
     "no_save_optim": ("no_load_optim", "Adam's moments start at zero, the main parameters at the saved weights"),
@@ -25,10 +25,9 @@ NOT_SAVED = {
 def decide(args: Any) -> Start:
     """Look at `--save`, `--load` and `--pretrained-checkpoint`, and say where to start. Reads files, changes nothing.
 
-    Where MindSpeed-LLM converts --load, it is the checkpoint that will be there when it has.
-    The digest is still None for "pretrained" and "fresh"; for "resume" both reference fields are None
-    until the RL state has been read. Raises ValueError when --save holds a checkpoint without RL state,
-    and when a given --load holds no checkpoint.
+    Where MindSpeed-LLM converts --load, the start is the checkpoint that the conversion will write. The digest is still
+    None for "pretrained" and "fresh"; for "resume" both reference fields are None until the RL state has been read.
+    Raises ValueError when --save holds a checkpoint without RL state, and when a given --load holds no checkpoint.
     """
     saved = files.read_tracker(args.save)
     if saved is not None:
@@ -46,7 +45,7 @@ def decide(args: Any) -> Start:
 
 
 def not_saved(state: Mapping[str, Any] | None) -> dict[str, bool]:
-    """Arguments with which Megatron does not look for what was left out of the checkpoint of this RL state."""
+    """Arguments that keep Megatron from looking for parts that the checkpoint of this RL state lacks."""
     return {NOT_SAVED[name][0]: True for name in (state or {}).get("not_saved", ())}
 
 
@@ -83,7 +82,7 @@ def load_arguments(start: Start, args: Any) -> dict[str, Any]:
 def weights_arguments(path: str) -> dict[str, Any]:
     """Arguments as Megatron must see them to load only the weights of the iteration folder `path`.
 
-    Raises ValueError when the tracker file beside it does not let Megatron reach that folder.
+    Raises ValueError when the tracker file of that checkpoint does not lead Megatron to the folder.
     """
     directory, iteration = files.split_iteration_dir(path)
     tracked = files.read_tracker(directory)

@@ -1,4 +1,4 @@
-"""A refusal: what the user gave cannot work, and its text says all, so it is shown without a traceback."""
+"""A refusal of what the user gave. Its text explains everything, so it is shown without a traceback."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 
 
 class Refusal(ValueError):
-    """What the user gave cannot work; its text says all, so it is shown without a traceback."""
+    """What the user gave cannot work. The text says why."""
 
     @classmethod
     def of_arguments(cls, problems: Iterable[str]) -> Refusal:
-        """All that is wrong with the arguments, one line each."""
+        """The problems of the arguments, one a line."""
         return cls("RL cannot run with these arguments:\n  - " + "\n  - ".join(dict.fromkeys(problems)))
 
 
 def lines_of(error: ValueError) -> list[str]:
-    """The lines of an error's text, as a list of problems shows them; those of a traceback stay below their line. A
-    heading takes a single line behind it up."""
+    """The lines of an error's text, for a list of problems. Lines of a traceback stay below their line; a heading and a
+    single line after it become one line."""
     head, *more = re.split(r"\s*\n(?!    )", str(error).strip() or repr(error))
     more = [line.strip().replace("\n", "\n  ") for line in more]
     return [f"{head} {more[0]}"] if len(more) == 1 and head.endswith(":") else [head.replace("\n", "\n  "), *more]

@@ -1,4 +1,4 @@
-"""Flags of episodes: responses of several turns, between which tools or an environment answer the model."""
+"""Flags of episodes: responses of several turns; tools or an environment answer the model between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _of_episodes = functools.partial(flag, reader=FlagReader("--rl-tools or --rl-env
 
 @dataclass(frozen=True)
 class EpisodeConfig:
-    """Episodes: who answers the model, how long they are, and where foreign code runs."""
+    """Episodes: who answers the model, how long they are, and where a user's code runs."""
 
     tools: tuple[str, ...] = flag(
         (), "functions that the model may call, each path/to/file.py:function (docs/episodes.md)"

@@ -24,7 +24,7 @@ class Critic:
         self.model = list(model)  # this rank's chunks, wrapped as the policy's
         self.optimizer, self.scheduler = optimizer, scheduler  # Megatron's, of its own
         self.config = config  # of the model, prepared for training
-        self.state = TrainState(self.model, optimizer)  # what leaves the device during generation
+        self.state = TrainState(self.model, optimizer)  # what is offloaded during generation
 
     @torch.no_grad()
     def copy_backbone(self, policy: Sequence[torch.nn.Module]) -> None:
@@ -41,7 +41,7 @@ class Critic:
         self.optimizer.reload_model_params()
 
     def reset_head(self) -> None:
-        """A fresh value head, whatever was loaded into it."""
+        """Initialise the value head again, whatever was loaded into it."""
         for chunk in self.model:
             head = getattr(unwrap(chunk), NAME, None)
             if isinstance(head, ValueHead):
@@ -49,8 +49,8 @@ class Critic:
         self.optimizer.reload_model_params()
 
     def values(self, micro_batches: Sequence[Rows], settings: ForwardSettings) -> list[Ragged] | None:
-        """The value before each trained token, from the tokens before it; micro-batches, result and ranks as those of
-        `compute_logps`."""
+        """The value before each trained token, computed from the tokens before it. Micro-batches, result and ranks are
+        as in `compute_logps`."""
         batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
 
         def collect(output: Tensor, batch: MicroBatch) -> Ragged:
@@ -61,10 +61,10 @@ class Critic:
             return run_forward_only(self.model, batches, settings, collect)
 
     def offload(self, what: Iterable[str]) -> None:
-        """Free the device memory of the categories and of what began to leave, as `TrainState.offload`."""
+        """As `TrainState.offload`: free the device memory of the categories, and finish offloads that have begun."""
         with gathered(self.model):
             self.state.offload(what)
 
     def onload(self) -> None:
-        """Bring back to the device what was offloaded."""
+        """Restore what was offloaded."""
         self.state.onload()

@@ -17,14 +17,15 @@ class Copying:
 
 
 class StreamCopier:
-    """A side stream of `api` (torch.npu or torch.cuda); the event behind the copies is what is waited for."""
+    """Copies on a side stream of `api` (torch.npu or torch.cuda). Waiting is for an event that is recorded after
+    them."""
 
     def __init__(self, api: ModuleType) -> None:
         self.api, self._stream = api, api.Stream()
 
     def start(self, copies: Callable[[], None]) -> Copying:
-        """Begin one batch after the other, each after all work that was queued before it; `copies` must touch nothing
-        that the caller changes before the wait."""
+        """Begin a batch of copies, after the batches before it and after all work that is queued already. The caller
+        must not change the memory of `copies` before it has waited."""
         event = self.api.Event()
         self._stream.wait_stream(self.api.current_stream())
         with self.api.stream(self._stream):
@@ -34,7 +35,7 @@ class StreamCopier:
 
 
 class ThreadCopier:
-    """A thread, so that on CPU too the order of copies and other work is kept by the waits alone."""
+    """Copies in a thread, for CPU: as on a device, only the waits order copies and other work."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
@@ -42,7 +43,7 @@ class ThreadCopier:
     def start(self, copies: Callable[[], None]) -> Copying:
         try:
             done = self._thread.submit(copies)
-        except RuntimeError:  # the interpreter ends, and its threads take nothing more: what closes then copies here
+        except RuntimeError:  # the interpreter ends and starts no more work in threads: copy here
             copies()
             done = Future()
             done.set_result(None)

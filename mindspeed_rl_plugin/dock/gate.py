@@ -1,5 +1,5 @@
-"""What processes outside of the job may ask of its dock: rows of the states that are open to them, and looks at all.
-Their rows are checked where they arrive."""
+"""Which requests processes outside of the job may make: leases and commits of the states that are open to them, and any
+read. Rows that they commit are checked by the warehouse that receives them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mindspeed_rl_plugin.dock.places import ids_tuple, row_ids
 from mindspeed_rl_plugin.dock.storage import EpochTables, Warehouse, as_column, layout
 from mindspeed_rl_plugin.rows import Column, Rows
 
-MOST_BYTES = 128 << 20  # of the cells of one commit: no other row of the machine moves while they are checked
+MOST_BYTES = 128 << 20  # of the cells of one commit: while they are checked, no other row of the machine moves
 
 
 class Opening(NamedTuple):
     """A state that is open."""
 
     check: Callable[[Rows, VersionBound], None]  # raises ValueError for rows that may not be committed
-    more: Sequence[str] = ()  # columns of the same rows that `check` needs besides those that come
+    more: Sequence[str] = ()  # further columns of the same rows that `check` needs
 
 
 class Gate:
@@ -33,8 +33,8 @@ class Gate:
         self.open, self.most_bytes = open, MOST_BYTES
 
     def check(self, message: m.Message, bulk: np.ndarray | None, house: Warehouse | None) -> None:
-        """Raise ValueError for a request that only the job itself may make, and for rows that it cannot take. Such a
-        request changes nothing."""
+        """Raise ValueError for a request that only the job itself may make, and for rows that are not valid. Then
+        nothing has changed."""
         kind = type(message).__name__.lower()
         if isinstance(message, (m.Clear, m.Retire, m.Reclaim)) or (isinstance(message, m.Query) and message.epochs):
             raise ValueError(f"{kind}: only the job itself opens, clears and takes back rows")
@@ -60,8 +60,8 @@ class Gate:
 
 
 def rows_of(put: m.Put, bulk: np.ndarray, house: Warehouse, tables: EpochTables) -> Rows:
-    """The rows of a put that are not cleared. Raises ValueError where it is not what its state and columns are declared
-    to be."""
+    """The rows of a put that are not cleared. Raises ValueError where it does not match the declaration of its state
+    and columns."""
     every = len(tables.alive) * tables.shape.members
     if len(put.rows) and not 0 <= put.rows.min() <= put.rows.max() < every:
         raise ValueError(f"put: rows {put.rows.min()} to {put.rows.max()} are not all of epoch {put.epoch}")
@@ -89,7 +89,7 @@ def rows_of(put: m.Put, bulk: np.ndarray, house: Warehouse, tables: EpochTables)
 
 
 def _column(house: Warehouse, tables: EpochTables, name: str, rows: np.ndarray) -> Column:
-    """A column of rows that has been committed. Raises ValueError where it has not."""
+    """A committed column of some rows. Raises ValueError where it is not committed."""
     segment, offset, length = (table[0] for table in tables.cells((name,), rows))
     if (segment < 0).any():
         raise ValueError(f"put: a row has no {name!r}, so nobody was asked for it")

@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 
 class Peers:
-    """Those of a consumer of one rank. rank, size: of this process among the ranks of its consumer, which make the same
-    calls in the same order."""
+    """The ranks of one consumer, which make the same calls in the same order; here the consumer is one rank. rank,
+    size: of this process among them."""
 
     rank, size = 0, 1
 
     def share(self, value: Any) -> Any:
-        """What the first rank gives."""
+        """The value of the first rank."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, by rank."""
+        """The values of all ranks, by rank."""
         return [value]
 
 
@@ -43,11 +43,11 @@ class GroupPeers(Peers):
 
 
 def make_peers(job: Peers, division: Any, group: dist.ProcessGroup | None, seconds: float) -> Peers:
-    """The ranks of `job` that give an equal division make one consumer; None is a consumer of its own. Collective over
-    `group`, that of the job. seconds: the longest wait of a lease."""
+    """Ranks of `job` with an equal division are one consumer; a rank with None is a consumer of its own. Collective
+    over `group`, that of the job. seconds: the longest wait of a lease."""
     every: Sequence[Any] = job.gather(None if division is None else tuple(division))
     limit, mine = timedelta(seconds=2 * seconds + 60), Peers()
-    # Every rank makes every group: torch names one that its members make alone by how many groups each of them has.
+    # Every rank takes part in making every group: torch numbers the groups, and the numbers must agree on all ranks.
     for one in dict.fromkeys(d for d in every if d is not None):
         same = [r for r, theirs in enumerate(every) if theirs == one]
         if len(same) > 1:

@@ -1,4 +1,4 @@
-"""Tables of one epoch: where its cells lie, as warehouses and controllers know it, and what a state has done."""
+"""Tables of one epoch: where its cells lie, as warehouses and controllers know it, and which rows a state has done."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ FREE, LEASED, DONE = 0, 1, 2
 
 
 class Places:
-    """Of the columns `names`, among all that are declared. segment (-1 where there is no cell), offset, length:
-    `[columns, rows]`; the cell of a group is that of all its rows."""
+    """Places of the cells of the columns `names`, which are some of the declared ones. segment (-1: no cell), offset,
+    length: `[columns, rows]`. All rows of a group have the cell of their group."""
 
     def __init__(self, shape: Shape, names: Iterable[str], columns: Mapping[str, ColumnSpec]) -> None:
         self.shape, self.row = shape, {name: i for i, name in enumerate(names)}
         self.segment, self.offset, self.length = no_cells(len(self.row), shape.groups * shape.members)
-        self.alive = np.ones(shape.groups, bool)  # those that are not cleared
+        self.alive = np.ones(shape.groups, bool)  # groups that are not cleared
         self._grouped = frozenset(name for name, c in columns.items() if c.level == "group")
 
     def repeat(self, names: tuple[str, ...]) -> int:
-        """Rows of one cell of these columns, which are all of groups or all of rows."""
+        """How many rows share a cell of these columns, which are all of groups or all of rows."""
         return self.shape.members if names[0] in self._grouped else 1
 
     def groups_of(self, cells: Cells | Slots) -> np.ndarray:
@@ -36,12 +36,12 @@ class Places:
         return cells.slots // (self.shape.members // self.repeat(cells.names))
 
     def absent(self, names: tuple[str, ...], rows: np.ndarray) -> np.ndarray:
-        """`[C, n]` bool: which cells are not there."""
+        """`[C, n]` bool: which cells are missing."""
         return self.cells(names, rows)[0] < 0
 
     def enter(self, cells: Cells) -> tuple[np.ndarray, np.ndarray]:
-        """Take in what is there, not known yet and not cleared. Returns the rows, and `[C, rows]` bool: what was new,
-        of the columns that are kept here."""
+        """Enter cells that exist, are not known yet and not cleared. Returns the rows, and `[C, rows]` bool: which
+        cells of the columns here were new."""
         rows, repeat = cells.slots, self.repeat(cells.names)
         if repeat > 1:
             rows = rows_of_groups(rows, repeat)
@@ -63,14 +63,13 @@ class Places:
 
 
 class Numbers:
-    """A set of epochs that grows for as long as a job runs: their numbers follow each other, so runs of them are
-    kept."""
+    """A set of epoch numbers that grows as long as a job runs. They are consecutive, so it stores ranges."""
 
     def __init__(self) -> None:
         self._runs: list[Range] = []
 
     def add(self, number: int) -> None:
-        """One more, which is not in it."""
+        """Add a number that is not in the set."""
         insert(self._runs, number, number + 1)
 
     def __contains__(self, number: int) -> bool:
@@ -79,22 +78,23 @@ class Numbers:
 
 
 class EpochView(Places):
-    """What a controller knows: what is ready, leased, done. spec: the state; columns: all that are declared."""
+    """A controller's knowledge of an epoch: which rows are ready, leased, done. spec: of the state; columns: all
+    declared ones."""
 
     def __init__(self, shape: Shape, spec: StateSpec, columns: Mapping[str, ColumnSpec]) -> None:
         super().__init__(shape, spec.reads, columns)
         rows = shape.groups * shape.members
         self.spec = spec
         self.status = np.zeros(rows, np.uint8)
-        self.lease = np.zeros(rows, np.int64)  # token of the last one of each row
-        self.retired = np.zeros(shape.groups, bool)  # given out no more, about to be cleared
+        self.lease = np.zeros(rows, np.int64)  # token of the last lease of each row
+        self.retired = np.zeros(shape.groups, bool)  # not leased any more, about to be cleared
         self.owner = np.full(shape.groups, -1, np.int32)  # warehouse that holds the group's cells
-        self.lacking = np.full(rows, len(spec.reads), np.int16)  # columns that a row has not got yet
-        self.unit = shape.members if spec.whole_groups else 1  # rows that are only given out together
+        self.lacking = np.full(rows, len(spec.reads), np.int16)  # number of columns that a row still lacks
+        self.unit = shape.members if spec.whole_groups else 1  # rows that are only leased together
 
     def learn(self, record: Record) -> bool:
-        """Take in new cells and acknowledgements; cleared groups stay cleared. Whether a row became ready, or a whole
-        group where groups are whole."""
+        """Enter new cells and acknowledgements; cleared groups stay cleared. Returns whether a unit (a row, or a group)
+        became ready."""
         ready = False
         for cells in record.cells:
             self.owner[self.groups_of(cells)] = record.warehouse
@@ -111,7 +111,7 @@ class EpochView(Places):
         return ready
 
     def available(self) -> np.ndarray:
-        """`[rows]` bool: can be given out now."""
+        """`[rows]` bool: can be leased now."""
         mask = (self.status == FREE) & (self.lacking == 0) & self._open()
         members = self.shape.members
         return np.repeat(mask.reshape(-1, members).all(1), members) if self.spec.whole_groups else mask
@@ -144,8 +144,8 @@ def rows_of_groups(groups: np.ndarray, members: int) -> np.ndarray:
 
 
 def runs(nbytes: np.ndarray, same: np.ndarray, *begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Neighbours in each row of `[C, n]` that can be copied together: the flat index of the first of each, and the
-    bytes of all. same: must be equal; begins: of each copy's ends, must follow each other."""
+    """Joins neighbours in each row of `[C, n]` that can be copied together. Returns flat indices of the first cell of
+    each run, and its bytes. Cells of a run have equal values in `same`, and follow each other in each of `begins`."""
     breaks = np.ones(nbytes.shape, bool)
     breaks[:, 1:] = same[:, 1:] != same[:, :-1]
     for begin in begins:

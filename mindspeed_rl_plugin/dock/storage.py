@@ -1,8 +1,9 @@
-"""The cells of one machine: lend memory, commit, look up, clear. No sockets here; the caller serialises the calls.
+"""The cells of one machine: lends memory, commits, looks up, clears. It uses no sockets; the caller serialises the
+calls.
 
-A commit makes all its cells visible at once and is described by one `Record`. The first commit of a cell wins. A
-writer of this machine fills memory that was lent to it through its own mapping, then commits; until then nobody sees
-a byte of it. Of a commit the columns lie one after the other, each from the begin of a cache line on.
+A commit makes all its cells visible at once and is described by one `Record`. The first commit of a cell wins. A writer
+of this machine maps memory that is lent to it, fills it, and then commits; until then nobody reads it. The columns of a
+commit lie one after the other; each begins at a cache line.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ class Block:
     """Memory of one commit."""
 
     segment: int
-    rest: list[Range]  # ranges of its segment that are not free yet
-    groups: np.ndarray  # whose cells lie in it
-    promised: bool  # whether it holds nothing but what was kept free for write-backs
-    beyond: int  # bytes that were not
+    rest: list[Range]  # ranges of its segment that are in use
+    groups: np.ndarray  # groups whose cells lie in it
+    promised: bool  # whether all of it was reserved for write-backs
+    beyond: int  # bytes that were not reserved
 
 
 class EpochTables(Places):
-    """All that a warehouse keeps of one epoch. admitted: `[groups]` bool, what counts against the limits."""
+    """The tables that a warehouse keeps of one epoch. admitted: `[groups]` bool, groups that count against the
+    limits."""
 
     def __init__(self, shape: Shape, declared: Declared) -> None:
         super().__init__(shape, declared.columns, declared.columns)
@@ -55,8 +57,8 @@ class EpochTables(Places):
 def layout(
     columns: Mapping[str, ColumnSpec], parts: Sequence[Slots]
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
-    """Where the columns of a put lie in its extent: `[C]` int64 begin and bytes of each, by part; and the bytes of all,
-    whole lines."""
+    """Where the columns of a put lie in its extent. Returns, by part, `[C]` int64 begin and bytes of each column, and
+    the bytes of all, in complete cache lines."""
     at, places = 0, []
     for part in parts:
         sizes = part.length.sum(1, dtype=np.int64) * items(columns, part.names)[:, 0]
@@ -67,7 +69,7 @@ def layout(
 
 
 class Warehouse:
-    """`index`: number of this warehouse; limits: what it may hold."""
+    """index: number of this warehouse; limits: what it may hold."""
 
     def __init__(self, index: int, declared: Declared, limits: DockLimits) -> None:
         self.index, self.limits, self._declared = index, limits, declared
@@ -82,10 +84,10 @@ class Warehouse:
     # memory for writers
 
     def admit(self, put: Put) -> str | None:
-        """Book a producer's groups, or say why it must wait. Raises ValueError when an empty warehouse would be too
+        """Admit a producer's groups, or return why it must wait. Raises ValueError when even an empty warehouse is too
         small."""
         unlimited = self.limits.capacity is None and self.limits.rows is None
-        if unlimited or put.epoch in self._gone:  # of a late repeat nothing is kept
+        if unlimited or put.epoch in self._gone:  # a late repeat, which changes nothing
             return None
         tables = self._tables(put.epoch, put.shape)
         touched = np.unique(np.concatenate([tables.groups_of(part) for part in put.parts]))
@@ -101,8 +103,8 @@ class Warehouse:
         return reason
 
     def taken(self) -> dict[str, int]:
-        """What counts against the limits: rows of admitted groups; bytes in use, where those that states write back
-        count as kept free for every such row, come or not."""
+        """What counts against the limits: rows of admitted groups, and bytes. Each such row counts with the bytes that
+        states will write back for it."""
         tables = self._epochs.values()
         rows = sum(int(t.admitted.sum()) * t.shape.members for t in tables)
         kept = [block for t in tables for block in t.blocks if block.promised]
@@ -116,11 +118,11 @@ class Warehouse:
     # commits
 
     def commit(self, put: Put, bulk: np.ndarray | None) -> Record | None:
-        """Make cells visible that lie in the put's extent, or that came with it, and note that a state is done with
-        rows. None for a late repeat: all of it is cleared.
+        """Make cells visible that lie in the put's extent or came with it, and record that a state is done with rows.
+        None for a late repeat, of which all groups are cleared.
 
-        Raises ValueError for token columns of unequal length, and rows that lack a column that the state writes; the
-        extent goes back then, nothing else changes.
+        Raises ValueError for token columns of unequal length, and for rows that lack a column that the state writes.
+        Then the extent is freed, and nothing else changes.
         """
         extent, used = put.extent if bulk is None else self.reserve(put.parts), 0
         try:
@@ -133,7 +135,7 @@ class Warehouse:
         return record
 
     def _commit(self, put: Put, extent: Extent) -> tuple[Record | None, int]:
-        """The record of a commit, and how many bytes of `extent` it takes."""
+        """The record of a commit, and how many bytes of `extent` it uses."""
         places, used = layout(self.columns, put.parts)
         if used > extent.nbytes:
             raise ValueError(f"cells of {used} bytes in {extent}")
@@ -158,7 +160,8 @@ class Warehouse:
         return record, used if groups.any() else 0
 
     def _enter(self, tables: EpochTables, part: Slots, extent: Extent, begins: np.ndarray) -> tuple[Cells, np.ndarray]:
-        """Enter those cells of a part that are new; which, and their groups. begins: `[C]` bytes of the extent."""
+        """Enter the new cells of a part. Returns which these are, and their groups. begins: `[C]` offsets in the
+        extent."""
         nbytes = part.length * items(self.columns, part.names)
         offset = extent.offset + begins[:, None] + np.cumsum(nbytes, 1) - nbytes
         cells = Cells(part.names, part.slots, part.length, np.full((1, 1), extent.segment, np.int32), offset)
@@ -169,8 +172,8 @@ class Warehouse:
         return cells, tables.groups_of(part)[new.any(0)]
 
     def _promised(self, put: Put) -> tuple[bool, int]:
-        """Whether all columns of a put are such as states write back, and their bytes beyond what is kept free for
-        them. Raises ValueError for a cell that is longer than what bounds it."""
+        """Whether states write back all columns of a put, and the bytes of it for which no memory is reserved. Raises
+        ValueError for a cell that is longer than its bound."""
         every, beyond = True, 0
         for part in put.parts if self.write_backs else ():
             for name, nbytes in zip(part.names, part.length * items(self.columns, part.names), strict=True):
@@ -230,7 +233,7 @@ class Warehouse:
     # clearing
 
     def clear(self, epoch: int, shape: Shape, groups: np.ndarray) -> Record | None:
-        """Free the cells of groups; None where they are gone already."""
+        """Free the cells of groups; None where they are freed already."""
         if epoch in self._gone:
             return None
         tables = self._tables(epoch, shape)
@@ -246,7 +249,8 @@ class Warehouse:
         return self._record(epoch, shape, cleared=groups.astype(np.int32))
 
     def _drop(self, tables: EpochTables, block: Block) -> bool:
-        """Free what of a block belongs to cleared groups, whole lines of it; True: all of it."""
+        """Free the complete cache lines of a block that belong to cleared groups. Returns True once all of the block is
+        free."""
         dead = ~tables.alive[block.groups]
         if dead.all():
             for offset, nbytes in block.rest:
@@ -271,7 +275,8 @@ class Warehouse:
         return list(zip(begin[flat].tolist(), sizes.tolist(), strict=True))
 
     def opened(self, epoch: int, shape: Shape) -> EpochTables | None:
-        """An epoch that has been opened, None where all of it is cleared. Raises ValueError for another one."""
+        """Tables of an open epoch; None where all of it is cleared. Raises ValueError for an epoch that is not open, or
+        has another shape."""
         if epoch in self._gone:
             return None
         if epoch not in self._epochs:

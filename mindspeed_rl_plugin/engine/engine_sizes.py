@@ -1,6 +1,5 @@
-"""What an engine can be built from: pure rules on numbers, known before any model exists.
-
-The start-up asks them of Megatron's arguments.
+"""Which engines can be built: pure rules on sizes. The start checks Megatron's arguments by them before it builds a
+model.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ CPU_LATENT_SIZE = 576  # vllm/v1/attention/backends/mla/cpu_mla.py has this size
 def engine_problems(
     shape: ModelShape, config: RLConfig, *, kind: str, world: int, max_positions: int, itemsize: int
 ) -> Iterator[str]:
-    """One message for each thing that vLLM refuses late, obscurely, or not at all.
+    """One message for each problem that vLLM reports late, unclearly, or not at all.
 
     kind: "npu" | "cuda" | "cpu"; world: ranks of the job; max_positions: --max-position-embeddings; itemsize: bytes of
     one number in the KV cache.
@@ -57,7 +56,8 @@ def engine_problems(
 
 
 def kv_cache_problems(gb: float, ranks: int) -> Iterator[str]:
-    """KV caches of `gb` GiB of engine ranks of this machine, that are larger than a host without accelerator."""
+    """A message where the KV caches, `gb` GiB for each engine rank of this machine, are larger than the host's memory.
+    Only for hosts without accelerator."""
     total = host_total() / 2**30
     if get_device().is_cpu and gb * ranks > total:
         yield (
@@ -67,7 +67,7 @@ def kv_cache_problems(gb: float, ranks: int) -> Iterator[str]:
 
 
 def _ranked_by_sums() -> bool:
-    """Whether the installed vllm-ascend has one kernel for all routers with groups, as from 0.18 on."""
+    """Whether the installed vllm-ascend has only one kernel for routers with groups (from 0.18 on)."""
     try:
         files = importlib.metadata.files("vllm-ascend") or ()
     except importlib.metadata.PackageNotFoundError:
@@ -76,7 +76,8 @@ def _ranked_by_sums() -> bool:
 
 
 def _token_bytes(shape: ModelShape, tp: int, itemsize: int) -> int:
-    """Keys and values of one token on one rank; groups that do not divide, and what is latent, are repeated."""
+    """Bytes of keys and values of one token on one rank. Groups that do not divide, and latent vectors, are repeated on
+    ranks."""
     heads = max(1, shape.groups // tp)
     return shape.layers * itemsize * (shape.kv_lora + shape.rope or 2 * heads * shape.head_dim)
 

@@ -27,8 +27,7 @@ class VllmOptions:
     config: Mapping[str, Any]  # config.json of the model (`hf_config.derive_config`)
     max_model_len: int  # most tokens of prompt and response together
     tensor_parallel: int = 1  # ranks of one engine
-    # ranks over which whole experts are spread, of several engines where more than `tensor_parallel`; 1: each expert is
-    # split
+    # ranks among which complete experts are divided; above `tensor_parallel`: of several engines. 1: experts are split
     expert_parallel: int = 1
     dtype: str = "float32"  # "float32" | "bfloat16" | "float16"
     max_running: int = 256  # most sequences decoded at once
@@ -40,25 +39,25 @@ class VllmOptions:
     trust_remote_code: bool = False  # whether code that comes with the tokenizer may run
     sleep_mode: bool = True  # whether `sleep` frees memory on an accelerator
     graph_sizes: tuple[int, ...] = ()  # batch sizes of an accelerator's graphs; empty: vLLM's own
-    # whether each request has its own generator even where that costs kernels per request and step; it costs nothing on
-    # a CPU, and where vLLM draws for all requests in one kernel
+    # each request has its own generator, even where this costs kernels per request and step; it costs nothing on a CPU,
+    # and where vLLM draws for all requests in one kernel
     request_seeds: bool = False
-    # seconds that ranks wait for each other in any step, and in the build before vLLM's own limits apply
+    # seconds that ranks wait for each other in a step, and in the build until vLLM's own limits apply
     deadline: float = 1800.0
 
     @property
     def sharing(self) -> int:
-        """Engines that share experts; 1: each has all of them."""
+        """How many engines share experts; 1: each engine has all experts."""
         return max(self.expert_parallel // self.tensor_parallel, 1)
 
 
 def needs_tokenizer(stop: Sequence[str]) -> bool:
-    """Whether `VllmOptions.tokenizer` must be given: for stop strings, and to every vLLM before 0.10."""
+    """Whether `VllmOptions.tokenizer` must be given: stop strings need it, and every vLLM before 0.10."""
     return bool(stop) or engine_env.vllm_version() < NO_TOKENIZER_NEEDED
 
 
 def engine_arguments(options: VllmOptions, kind: str, directory: str) -> dict[str, Any]:
-    """An engine as fields of vLLM's EngineArgs. kind: of device; directory: of its config.json."""
+    """The options as fields of vLLM's EngineArgs. kind: of device; directory: of config.json."""
     on_cpu = kind == "cpu"
     step = max(2048, options.max_model_len) if on_cpu else STEP_TOKENS
     graphs = {"cudagraph_capture_sizes": sorted(set(options.graph_sizes))}
@@ -84,29 +83,29 @@ def engine_arguments(options: VllmOptions, kind: str, directory: str) -> dict[st
         "generation_config": "vllm",
         "enable_sleep_mode": options.sleep_mode and not on_cpu,
         "logprobs_mode": PROCESSED,
-        # After a part of a prompt vLLM turns the response's generator back, which none of a CPU can do.
+        # After a part of a prompt vLLM rewinds the response's generator, which generators on a CPU cannot do.
         **({"kv_cache_memory_bytes": options.kv_cache_bytes, "enable_chunked_prefill": False} if on_cpu else {}),
-        # Only whole blocks of a prefix are kept, and vLLM's 128 tokens of a CPU are longer than many a turn.
+        # Only complete blocks of a prefix are cached, and many turns are shorter than vLLM's CPU block of 128 tokens.
         **({"block_size": CPU_BLOCK} if on_cpu and not latent else {}),
         **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization}),
-        # A step ahead is one more than the others have, where engines share experts.
+        # Where engines share experts, all must run the same number of steps; asynchronous scheduling runs one more.
         **({} if on_cpu else {"async_scheduling": options.sharing == 1}),
         **({} if on_cpu or not options.graph_sizes else {"compilation_config": graphs}),
         **({"additional_config": dict(ASCEND_CONFIG)} if kind == "npu" else {}),
-        # vLLM's own maps the graphs' memory of other ranks, which then ends the process without a word (0.18 to 0.32).
+        # vLLM's own all-reduce maps graph memory of other ranks; then the process dies without a message (0.18 to
+        # 0.32).
         **({"disable_custom_all_reduce": True} if kind == "cuda" and options.tensor_parallel > 1 and segments else {}),
-        # What vLLM takes by itself on sm100 permutes the weights of experts in place.
+        # vLLM's default kernel on sm100 permutes the weights of experts in place.
         **({"moe_backend": "triton"} if kind == "cuda" and family_table(options.config).experts else {}),
-        # Where the CPU has AMX vLLM would repack the weight of latent attention, and drop it.
+        # On a CPU with AMX vLLM would repack the weight of latent attention, and drop the original.
         **({"attention_backend": "CPU_MLA"} if on_cpu and latent else {}),
     }
 
 
 def sampling_fields(request: GenerateRequest, eos: Sequence[int], seeded: bool) -> dict[str, Any]:
-    """What is still to be sampled of a response, as fields of vLLM's SamplingParams, all of them that a server's own
-    defaults could change.
+    """The rest of a response as fields of vLLM's SamplingParams: all fields that a server's own defaults could change.
 
-    eos: end every response that does not ignore them; always explicit, for without a tokenizer vLLM knows none.
+    eos: ids that end every response that does not ignore them; explicit, since vLLM without a tokenizer knows none.
     seeded: whether the request has a generator of its own.
     """
     sampling = request.sampling
@@ -128,5 +127,5 @@ def sampling_fields(request: GenerateRequest, eos: Sequence[int], seeded: bool) 
 
 
 def prompt_of(request: GenerateRequest) -> list[int]:
-    """Tokens of the prompt, and those of the response that were sampled before."""
+    """Tokens of the prompt, and of the response those that were sampled before."""
     return [*request.prompt_tokens, *(request.begun.tokens if request.begun else ())]

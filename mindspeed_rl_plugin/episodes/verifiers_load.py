@@ -1,6 +1,6 @@
-"""An environment of verifiers 0.4, loaded in the interpreter that has it; its rows, for `tasks`.
+"""Loads an environment of verifiers 0.4 in the interpreter that has it, and reads its rows, for `tasks`.
 
-Of this package only what imports the standard library alone can be imported here (`workers.child`).
+Of this package, only modules that need the standard library alone can be imported here (`workers.child`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.workers.child import Parent, outcome
 
 SUPPORTED = "0.4."
 ROWS_AT_ONCE = 256  # rows of one answer
-ROW = "verifiers"  # field of a data row that holds verifiers' own
+ROW = "verifiers"  # field of a data row that holds the row of verifiers
 RENDERER = {"name": "custom", "import_path": "mindspeed_rl_plugin.episodes.verifiers_renderer.AppendingRenderer"}
 
 
@@ -27,8 +27,8 @@ class Loaded(NamedTuple):
 
 
 def load(environment: str) -> Loaded:
-    """environment: id of an installed taskset, or a file.toml with the table [env] as `vf-eval` takes it, and maybe a
-    table [renderer]. Raises ValueError for what cannot be used."""
+    """environment: id of an installed taskset, or a file.toml with a table [env], as for `vf-eval`, and maybe a table
+    [renderer]. Raises ValueError for one that cannot be used."""
     vf, version = _verifiers()
     file = {"env": {"taskset": {"id": environment}}} if not environment.endswith(".toml") else _read(environment)
     try:
@@ -47,8 +47,8 @@ def task_of(loaded: Loaded, data: dict[str, Any]) -> Any:
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Give out the rows of an environment. First message in: (environment, most rows or None); out: "", or why there
-    are none; then for every message the next rows, at last none."""
+    """Send the rows of an environment. The first message is (environment, most rows or None); the answer is "", or an
+    error. Each further message is answered with the next rows, and after the last ones with none."""
     parent = Parent(connection, lifeline)
     environment, most = parent.receive()
     rows = parent.load("", _rows, environment, most)
@@ -92,8 +92,9 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _complete(vf: Any, config: Any) -> None:
-    """Where an agent has no runtime it runs on this machine, and where neither it nor its taskset has a harness it is
-    a plain chat with the task's tools: verifiers' own defaults are a rented sandbox and a shell."""
+    """Fill in defaults other than those of verifiers, which are a rented sandbox and a shell. An agent without a
+    runtime runs on this machine. An agent without a harness, of its own or of its taskset, is a plain chat with the
+    task's tools."""
     plain = vf.default_harness_id(config.taskset.id) == "bash"
     for name, agent in [(name, value) for name, value in config if isinstance(value, vf.AgentConfig)]:
         if agent.client is None and agent.sampling is not None:
@@ -116,7 +117,7 @@ def _rows(environment: str, most: int | None) -> Any:
 
 
 def _row(data: Any) -> dict[str, Any]:
-    """prompt: text to read; verifiers renders its own from `verifiers`."""
+    """The prompt is a text for readers only; verifiers renders the real one from the field `verifiers`."""
     text = data.prompt_text or data.description or data.name or f"task {data.idx}"
     fields = data.model_dump(mode="json", exclude_defaults=True)
     answer = fields.get("answer")

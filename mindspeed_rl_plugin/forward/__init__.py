@@ -1,7 +1,7 @@
-"""What the log-prob pass and the update share: batching, collation, the log-prob head, Megatron's schedule.
+"""The parts that the log-prob pass and the update share: batching, collation, the log-prob head, Megatron's schedule.
 
 The only folder that shifts or slices sequences: columns go in and come out aligned with the tokens, and losses see
-per-token vectors only. Only `schedule`, `output_layer`, `call` and `context_parallel` import Megatron here.
+per-token vectors only. Only `pipeline`, `output_layer`, `call` and `context_parallel` import Megatron here.
 """
 
 from mindspeed_rl_plugin.forward.batching import Step, TokenBudget, plan_batches, plan_tokens

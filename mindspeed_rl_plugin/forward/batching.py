@@ -1,4 +1,4 @@
-"""Which rows make which micro-batch of which optimizer step on which rank: a pure function of ids and lengths."""
+"""Divides rows into optimizer steps, ranks and micro-batches: a pure function of ids and lengths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.rows import SampleId
 
 MicroBatchIds = tuple[SampleId, ...]
 Near = Mapping[SampleId, Collection[int]]  # data parallel ranks that would read a row from their own machine
-SLACK = 0.01  # how much the fullest rank may grow, as a share of its tokens, so that rows are trained where they lie
+SLACK = 0.01  # by which the fullest rank may grow, so that rows are trained on the machine that has them
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Step:
 def plan_batches(ids: Sequence[SampleId], *, global_batch_size: int, micro_batch_size: int, dp_size: int) -> list[Step]:
     """Cut the rows of a rollout into optimizer steps, and deal each step out to the data parallel ranks.
 
-    Rows go in the order of `ids`; where that is group by group, a step holds whole groups where the sizes allow it, and
-    so does each rank's part of it, which is contiguous. Every rank computes the same plan alone. Sizes in rows. Raises
-    ValueError when something does not divide.
+    Rows keep the order of `ids`, and each rank's part of a step is contiguous. So if `ids` go group by group, steps and
+    parts hold complete groups where the sizes allow it. Every rank computes the same plan alone. Sizes are in rows.
+    Raises ValueError when one does not divide another.
     """
     if len(set(ids)) != len(ids):
         raise ValueError(f"{len(ids) - len(set(ids))} of {len(ids)} ids occur twice")
@@ -75,19 +75,21 @@ class TokenBudget:
 
 
 def padded(length: int, multiple: int) -> int:
-    """The least multiple of `multiple` that holds `length` tokens, and at least one."""
+    """The smallest multiple of `multiple`, above 0, that is at least `length`."""
     return -(-max(length, 1) // multiple) * multiple
 
 
 def plan_tokens(
     plan: Sequence[Step], lengths: Mapping[SampleId, int], budget: TokenBudget, near: Near | None = None
 ) -> list[Step]:
-    """Deal the rows of each step out again: to ranks balanced by tokens, and into micro-batches within a budget.
+    """Divide the rows of each step again: among ranks, balanced by tokens, and into micro-batches within a budget.
 
-    plan: of `plan_batches`, whose steps keep their rows; lengths: tokens of each row; near: ranks where a row is
-    preferred. Every rank gets equally many rows and micro-batches, as few as the fullest rank needs. Balance comes
-    first: the fullest rank has at most SLACK more tokens than when lengths alone decide. The same on every rank. Raises
-    ValueError for a row that alone is beyond the budget.
+    plan: of `plan_batches`; steps keep their rows.
+    lengths: tokens of each row.
+    near: ranks that should get a row.
+    Every rank gets the same number of rows, and of micro-batches: as few as the fullest rank needs. Balance is more
+    important than `near`: the fullest rank has at most SLACK more tokens than without `near`. The result is the same on
+    every rank. Raises ValueError for a row that is larger than the budget.
     """
     return [_dealt(step, lengths, budget, near) for step in plan]
 
@@ -110,8 +112,8 @@ def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget, nea
 def _balanced(
     rows: Sequence[SampleId], lengths: Mapping[SampleId, int], parts: int, near: Near | None = None
 ) -> list[list[SampleId]]:
-    """Equally many rows per part. Rows come by falling length; each goes to the part with the fewest tokens that has
-    room, preferably one near it."""
+    """Divide rows into parts of equally many rows. Rows are taken by falling length. Each goes to the part with the
+    fewest tokens that has room, preferably one near it."""
     limit = len(rows) // parts
     dealt: list[list[SampleId]] = [[] for _ in range(parts)]
     tokens = [0] * parts
@@ -124,8 +126,9 @@ def _balanced(
 
 
 def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: Near) -> list[list[SampleId]]:
-    """Parts with more of their rows near, none fuller than the fullest of `plain` by more than SLACK. All rows start
-    near; then the fullest and the emptiest part swap the two rows that level them best, until no part is too full."""
+    """Like `plain`, but with more rows in parts near them; the fullest part grows by at most SLACK. At first each row
+    is in a part near it. Then the fullest and the emptiest part swap the two rows that balance them best, until no part
+    is too full."""
 
     def order(row: SampleId) -> tuple[int, SampleId]:
         return -lengths[row], row
@@ -152,7 +155,7 @@ def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: 
 def _levelling(
     full: Sequence[SampleId], empty: Sequence[SampleId], lengths: Mapping[SampleId, int], gap: int
 ) -> tuple[SampleId, SampleId] | None:
-    """Row of each whose swap leaves the smallest gap of tokens between them; None where every swap widens it."""
+    """The row of each part whose swap leaves the smallest difference of tokens; None where every swap increases it."""
     others = sorted(empty, key=lambda i: (lengths[i], i))
     sizes = [lengths[i] for i in others]
     pairs = []
@@ -165,7 +168,7 @@ def _levelling(
 
 
 def _fill(rows: Sequence[SampleId], lengths: Mapping[SampleId, int], budget: TokenBudget) -> list[list[SampleId]]:
-    """First fit of rows of falling lengths."""
+    """Micro-batches by first fit; rows by falling length."""
     batches: list[list[SampleId]] = []
     for row in rows:
         if budget.cost([lengths[row]]) > budget.tokens:
@@ -185,7 +188,8 @@ def _fill(rows: Sequence[SampleId], lengths: Mapping[SampleId, int], budget: Tok
 def _split(
     batches: list[list[SampleId]], count: int, lengths: Mapping[SampleId, int], budget: TokenBudget
 ) -> list[list[SampleId]]:
-    """The same rows in `count` micro-batches: the costliest that can be cut is cut in two, longest rows first."""
+    """The same rows in `count` micro-batches: again and again the most expensive one with several rows is cut in
+    two."""
     batches = [list(batch) for batch in batches]
     while len(batches) < count:
         cut = max(

@@ -1,4 +1,4 @@
-"""Log-prob and entropy straight from hidden states: the logits exist a slice of the vocabulary at a time."""
+"""Log-prob and entropy from hidden states: logits exist only for one slice of the vocabulary at a time."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ def chunked_token_logps(
     entropy_grad: bool = False,
     accumulate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `token_logps(hidden @ weight.T, ...)`, forward and backward, without ever holding the logits.
+    """As `token_logps(hidden @ weight.T, ...)`, forward and backward, without storing all logits.
 
-    hidden: `[T, H]`, alike on the ranks of `tp_group`; weight: `[V / tp, H]`, this rank's rows of the padded
-    vocabulary; labels: `[T]` int64; chunk_tokens: no more numbers are held at once than the logits of so many tokens
-    have, in one or two buffers; accumulate: add the gradient of the weight to its `main_grad`, as Megatron's gradient
-    accumulation fusion does, instead of returning it. Returns logp and entropy, `[T]`, float32 (float64 for float64
-    hidden states).
+    hidden: `[T, H]`, the same on the ranks of `tp_group`.
+    weight: `[V / tp, H]`, this rank's rows of the padded vocabulary.
+    labels: `[T]` int64.
+    chunk_tokens: size of each of the one or two buffers, as the logits of so many tokens.
+    accumulate: add the gradient of the weight to its `main_grad`, as Megatron's gradient accumulation fusion does,
+    instead of returning it.
+    Returns logp and entropy, `[T]`, float32 (float64 for float64 hidden states).
 
-    The gradient of `hidden` is this rank's part: what comes before must sum it over the group in backward, as
+    The gradient of `hidden` is this rank's part. The layers before must sum it over the group in backward, as
     Megatron's `copy_to_tensor_model_parallel_region` and `gather_from_sequence_parallel_region` do.
 
     The slices run over the vocabulary, not the tokens, so each row of the weight is read once a pass and its gradient
-    is written once. A running maximum keeps the sums of a token; two all-reduces at the end join those of the ranks.
-    The entropy comes from the same sums: H = log Z - sum_j e^(x_j) x_j / Z. Backward computes each slice again.
+    is written once. The sums of a token are updated with a running maximum; two all-reduces at the end combine the
+    ranks' sums. The entropy comes from the same sums: H = log Z - sum_j e^(x_j) x_j / Z. Backward computes each slice
+    again.
     """
     group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
     both = _ChunkedLogps.apply(
@@ -83,7 +86,7 @@ class _ChunkedLogps(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels, peak, total, entropy)
         ctx.settings = (vocab_size, temperature, group, chunk_tokens)
         ctx.entropy_grad = entropy_grad
-        # Not among the saved tensors: it is meant to change between forward and backward.
+        # Not a saved tensor: `main_grad` may change between forward and backward.
         ctx.main_grad = weight.main_grad if accumulate else None
         return torch.stack([picked - log_total, entropy], 1)
 
@@ -122,7 +125,7 @@ class _ChunkedLogps(torch.autograd.Function):
 def _sums(slices: _Slices) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Per token, over this rank's rows of the vocabulary: the largest scaled logit m, sum e^(x-m) and sum e^(x-m) (x-m)
     of the scaled logits x, and the logit at the label, 0 where another rank holds it."""
-    # Finite, for the difference of two maxima is multiplied with sums that may be 0.
+    # It is finite: the difference of two maxima is multiplied by sums that may be 0.
     peak = slices.column(torch.finfo(slices.wide).min / 2)
     total, spread, picked = slices.column(0.0), slices.column(0.0), slices.column(0.0)
     kernels = kernels_for(slices.hidden)
@@ -146,8 +149,8 @@ def _sums(slices: _Slices) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _gradients(
     slices: _Slices, peak: Tensor, factor: Tensor, slope: Tensor | None, at_label: Tensor
 ) -> Iterator[tuple[Tensor, slice]]:
-    """Per slice the gradient of its logits `[T, n]`, `e^(x-peak) (factor + slope (x-peak))` and `at_label` more at the
-    label, in the type of the hidden states, and its rows. factor, slope, at_label: `[T, 1]`."""
+    """Per slice the gradient of its logits `[T, n]` in the dtype of the hidden states, and its rows. The gradient is
+    `e^(x-peak) (factor + slope (x-peak))`, plus `at_label` at the label. factor, slope, at_label: `[T, 1]`."""
     kernels = kernels_for(slices.hidden)
     if kernels is not None:
         slope = torch.zeros_like(factor) if slope is None else slope
@@ -167,16 +170,16 @@ def _gradients(
 
 
 class _Slices:
-    """Walks this rank's real rows of the vocabulary: per slice the scaled logits `[T, n]` (a buffer that the next
-    slice overwrites), the rows, the labels within it `[T, 1]` and whether they are `[T]`. `products` gives the logits
-    as the product has them, and labels that may be those of other slices."""
+    """Iterates over this rank's rows of the vocabulary without padding. Per slice: the scaled logits `[T, n]` (a buffer
+    that the next slice overwrites), the rows, the labels within the slice `[T, 1]`, and whether a label is in it `[T]`.
+    `products` gives unscaled logits, and labels that may be in other slices."""
 
     def __init__(self, hidden, weight, labels, vocab_size, temperature, group, chunk_tokens):
         self.hidden, self.weight, self.temperature = hidden, weight, temperature
         self.wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         width, tokens = weight.shape[0], len(hidden)
         first = dist.get_rank(group) * width if group is not None else 0
-        # The padded rows of the vocabulary come last and are never multiplied.
+        # The padded rows of the vocabulary come last and are not used.
         self.real = max(min(vocab_size - first, width), 0) if tokens else 0
         self.labels = labels - first
         self.owned = (self.labels >= 0) & (self.labels < self.real)
@@ -189,7 +192,8 @@ class _Slices:
         return self.hidden.new_full((len(self.hidden),), value, dtype=self.wide)
 
     def scratch(self, like: Tensor) -> Tensor:
-        """A second buffer of the shape of a slice. Allocated once: fresh pages cost more than the arithmetic."""
+        """A second buffer of the shape of a slice. It is allocated once: new memory pages cost more than the
+        arithmetic."""
         if self._scratch is None:
             self._scratch = torch.empty(len(self.hidden) * self.step, dtype=self.wide, device=self.hidden.device)
         return self._scratch[: like.numel()].view_as(like)
@@ -233,8 +237,8 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _accumulated(weight: Tensor) -> Tensor | None:
-    """What autograd returns for a weight whose gradient was added to `main_grad`, by Megatron's convention
-    (core/tensor_parallel/layers.py): DDP's hook expects a gradient, and adds it only with `zero_out_wgrad`."""
+    """The gradient that autograd returns for a weight whose gradient was added to `main_grad`. By Megatron's convention
+    (core/tensor_parallel/layers.py) DDP's hook expects one, and adds it only with `zero_out_wgrad`."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

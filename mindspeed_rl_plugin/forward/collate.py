@@ -29,12 +29,12 @@ class MicroBatch:
     tokens: Tensor  # `[mb, S]` int64
     labels: Tensor  # `[mb, S]` int64
     position_ids: Tensor  # `[mb, S]` int64
-    explicit_mask: bool  # whether the model is handed an attention mask
+    explicit_mask: bool  # whether the model gets an attention mask
     mask: Tensor  # `[mb, S]` bool, True where the predicted token is trained
     lengths: Tensor  # `[mb]` int64 on the host, tokens of each row
     columns: Mapping[str, Tensor]  # further per-token columns `[mb, S]`, shifted like `labels`, 0 on padding
     segments: Tensor | None = None  # packed: `[1, S]` int64, row of each position, `len(lengths)` on padding
-    bounded: bool = False  # packed: the model is handed row boundaries instead of a mask
+    bounded: bool = False  # packed: the model gets row boundaries instead of a mask
     ranks: int = 1  # over which the sequence is split (context parallel); each holds S of its tokens
 
     @property
@@ -69,9 +69,9 @@ class MicroBatch:
 def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: Sequence[str] = ()) -> MicroBatch:
     """Pad and shift one micro-batch.
 
-    rows: `tokens`, and `loss_mask` where only some tokens are trained (without it all but the first are); columns:
-    names of ragged per-token columns to carry. Raises ValueError for a wrong number of rows, a row longer than the
-    sequence length, or a column that is not aligned with the tokens.
+    rows: `tokens`, and `loss_mask` where only some tokens are trained; without it all are but the first of each row.
+    columns: names of ragged per-token columns to carry. Raises ValueError for a wrong number of rows, a row longer than
+    the sequence length, or a column that is not aligned with the tokens.
     """
     tokens, packed = rows["tokens"], settings.packed
     lengths, total = tokens.lengths, len(tokens.values)
@@ -111,7 +111,7 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
 def to_rows(values: Tensor, lengths: Tensor, *, packed: bool = False) -> Ragged:
     """Inverse of the shift: `[mb, S]` by logit position -> ragged `[L]` aligned with the tokens, entry 0 is 0.0.
 
-    packed: values are `[1, S]`, all rows behind each other.
+    packed: values are `[1, S]`, all rows one after the other.
     """
     split = values[0, : int(lengths.sum())].split(lengths.tolist()) if packed else values
     rows = []
@@ -121,7 +121,7 @@ def to_rows(values: Tensor, lengths: Tensor, *, packed: bool = False) -> Ragged:
 
 
 def causal_mask(length: int, device: torch.device | str = "cpu") -> Tensor:
-    """`[1, 1, S, S]` bool, True above the diagonal, where Megatron's softmax must not look."""
+    """`[1, 1, S, S]` bool, True above the diagonal, where Megatron masks attention."""
     return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None]
 
 

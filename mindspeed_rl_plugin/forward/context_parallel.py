@@ -1,6 +1,6 @@
-"""Context parallel ranks: each runs its own positions through the model, and gets the results of all positions back.
+"""Context parallel ranks: each runs its own positions through the model, and then gets the results of all positions.
 
-So losses see whole rows whatever the layout: ratios and means of sequences, pairs and counts need no sum over ranks.
+So losses see complete rows under every layout: ratios and means of sequences, pairs and counts need no sum over ranks.
 Each rank computes the whole loss, and its gradient reaches the weights through its own positions only.
 """
 
@@ -20,11 +20,11 @@ from mindspeed_rl_plugin.forward.collate import MicroBatch
 
 
 def positions(length: int, device: torch.device | str = "cpu") -> Tensor | None:
-    """`[S / cp]` int64, which positions of rows of `length` this rank holds, in its order; None where it holds all.
+    """`[S / cp]` int64, positions of this rank in a row of `length`, in its order; None where it holds all.
 
-    The host's own function is given the positions instead of tokens, and splits them. So the split is the one that
-    attention and rotary embeddings of this job expect: both ends of the row in Megatron and in MindSpeed's ring, one
-    piece of it under its ulysses, both mixed in its hybrid.
+    The training framework's own function splits the positions, as it splits tokens. So the split is the one that
+    attention and rotary embeddings of this job expect: two pieces from both ends of the row in Megatron and in
+    MindSpeed's ring, one piece under its ulysses, a mixture in its hybrid.
     """
     if parallel_state.get_context_parallel_world_size() <= 1:
         return None
@@ -36,9 +36,9 @@ def positions(length: int, device: torch.device | str = "cpu") -> Tensor | None:
 
 
 def of_this_rank(batch: MicroBatch) -> MicroBatch:
-    """What this rank runs through the model; the micro-batch itself where it holds all positions.
+    """This rank's part of a micro-batch; the micro-batch itself where the rank holds all positions.
 
-    Entries stay as they were shifted before the split, so every label is the token after its own position.
+    Columns were shifted before the split, so every label is still the token after its position.
     """
     at = positions(batch.tokens.shape[1], batch.tokens.device)
     if at is None:
@@ -52,10 +52,11 @@ def of_this_rank(batch: MicroBatch) -> MicroBatch:
 
 
 def of_all_ranks(values: Tensor, batch: MicroBatch) -> Tensor:
-    """`[mb, S / cp, ...]` of this rank's positions to `[mb, S, ...]`, the same on all context parallel ranks.
+    """From values `[mb, S / cp, ...]` of this rank's positions to `[mb, S, ...]`, the same on all context parallel
+    ranks.
 
-    batch: the whole micro-batch. Backward gives each rank the gradient of its own positions, so every rank must compute
-    the same loss.
+    batch: before the split. Backward gives each rank the gradient of its own positions, so every rank must compute the
+    same loss.
     """
     length = batch.tokens.shape[1]
     at = positions(length, values.device)
@@ -78,9 +79,9 @@ class _AllPositions(torch.autograd.Function):
 
 
 def _split() -> Callable[..., dict[str, Tensor]]:
-    """The host's function, by the name that scripts import it under and that MindSpeed and MindSpeed-LLM replace.
+    """The training framework's function, by the name that scripts import, which MindSpeed and MindSpeed-LLM replace.
 
-    Looked up at every call, for they may do so late; megatron.training lost the name after core 0.16.
+    It is looked up at every call, since they may replace it late. After core 0.16 megatron.training lacks the name.
     """
     from megatron.training import utils as training_utils
 

@@ -1,4 +1,4 @@
-"""Run the model through Megatron's own schedule, and its parts that other passes need too."""
+"""Runs the model by Megatron's own pipeline schedule; also the parts of this that other passes need."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Model = Sequence[torch.nn.Module]  # this rank's chunks, as Megatron holds them
 def data_iterators(batches: Sequence[MicroBatch], chunks: int) -> Any:
     """An iterator over the micro-batches as Megatron's train_step wants it: one, or a list of one per virtual stage.
 
-    They are `RerunDataIterator`s, for Megatron may replay a step from them.
+    They are `RerunDataIterator`s, since Megatron may replay a step from them.
     """
     iterators = [RerunDataIterator(iter(batches)) for _ in range(chunks)]
     return iterators[0] if chunks == 1 else iterators
@@ -40,11 +40,11 @@ def data_iterators(batches: Sequence[MicroBatch], chunks: int) -> Any:
 def micro_batch_count(
     count: int, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    """Inside, Megatron's `train_step` runs its schedule over `count` micro-batches, whatever the configured number.
+    """Within the context Megatron's `train_step` runs `count` micro-batches, whatever number is configured.
 
-    Only the schedule sees it: the learning rate's increment and the consumed samples go on with the configured global
-    batch. Yields the arguments for `train_step`. The schedule is looked up in the step's own module (core 0.12) or
-    handed to it as its seventh argument (later).
+    Only the schedule uses this count; learning rate and consumed samples still advance by the configured global batch.
+    Yields the arguments for `train_step`. The schedule is looked up in the step's own module (core 0.12) or handed to
+    it as its seventh argument (later).
     """
 
     def counted(schedule: Callable) -> Callable:
@@ -72,7 +72,7 @@ def run_model(
     """One model chunk on one micro-batch: its output for `head_of` on the last stage, hidden states elsewhere.
 
     settings: those given to `head_of`, or None for the model's own output, `[mb, S, V/tp]` logits of a language model.
-    Under context parallelism it holds this rank's S / cp positions.
+    Under context parallelism the output holds this rank's S / cp positions.
     """
     batch = of_this_rank(batch)
     if settings is not None and settings.chunk_tokens:
@@ -85,8 +85,8 @@ def head_of(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each label and entropy, `[mb, S]` by logit position, under the job's tensor parallel group.
 
-    output: of `run_model` with the same settings. With `chunk_tokens`, positions that are not trained hold 0. Whole
-    rows on every context parallel rank: collective over them.
+    output: of `run_model` with the same settings. With `chunk_tokens`, positions that are not trained hold 0. Every
+    context parallel rank gets complete rows: collective over these ranks.
     """
     if settings.chunk_tokens:
         logp, entropy = of_all_ranks(output, batch).unbind(-1)
@@ -122,14 +122,14 @@ def run_forward_only(
 ) -> list[Any] | None:
     """Forward pass without gradient over all micro-batches, by Megatron's schedule (PP and VPP included).
 
-    model: complete (`weights.offload.gathered`), in eval mode meanwhile; collect: called on the last stage with the
-    model's output and the micro-batch; scored: that output is for `head_of`. Returns its results in micro-batch order
-    on the last stage, None on the others. Collective over the model parallel ranks.
+    model: with complete parameters (`weights.offload.gathered`); it is in eval mode meanwhile. collect: called on the
+    last stage with the model's output and the micro-batch; scored: that output is for `head_of`. Returns its results in
+    micro-batch order on the last stage, None on the others. Collective over the model parallel ranks.
     """
     device, count = device_of(model), len(batches)
     # The chunks of MindSpeed's dualpipev: two on each rank, and no virtual stages.
     folded = len(model) > 1 and parallel_state.get_virtual_pipeline_model_parallel_world_size() is None
-    if folded:  # its schedule fills the pipeline in both directions before it drains it
+    if folded:  # this schedule needs enough micro-batches to fill the pipeline in both directions
         least = 2 * parallel_state.get_pipeline_model_parallel_world_size() - 1
         batches = [*batches, *[batches[-1]] * (least - count)]
 
@@ -165,7 +165,7 @@ def run_forward_only(
 
 
 def _free(tensor: Tensor | None) -> None:
-    """Free what the folded schedule would keep of every micro-batch until its end, as if a backward pass followed."""
+    """Free a tensor of a micro-batch, which the folded schedule would keep until its end for a backward pass."""
     if tensor is not None:
         tensor.untyped_storage().resize_(0)
 
@@ -184,10 +184,10 @@ def _evaluating(model: Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncounted(model: Model) -> Iterator[None]:
-    """Restores routers' token counts afterwards: from them the update moves the expert bias.
+    """Restores routers' token counts afterwards: the update computes the expert bias from them.
 
-    Routers count where gradients are taken, and MindSpeed's layers with overlapped communication (a forward pass that
-    makes its own graph, moe_layer_overlap_all2all.py) run the router with gradients everywhere.
+    Routers count where gradients are computed, and MindSpeed's layers with overlapped communication (a forward pass
+    that makes its own graph, moe_layer_overlap_all2all.py) run the router with gradients everywhere.
     """
     routers = (module for chunk in model for module in chunk.modules())
     counts = [getattr(module, "local_tokens_per_expert", None) for module in routers]
@@ -200,7 +200,7 @@ def _uncounted(model: Model) -> Iterator[None]:
 
 
 def _routed_as_in_training() -> contextlib.AbstractContextManager[None]:
-    """Core 0.19 sorts a token's experts only where gradients are taken, and sums their weights in that order.
+    """Core 0.19 sorts a token's experts only where gradients are computed, and sums their weights in that order.
 
     Without it log-probs of models with more than two experts per token would differ from the update's own by rounding,
     and its first ratio from 1. The function gets no tensor that requires a gradient, so no graph is made.
@@ -208,6 +208,6 @@ def _routed_as_in_training() -> contextlib.AbstractContextManager[None]:
     router = sys.modules.get("megatron.core.transformer.moe.router")
     name = "topk_routing_with_score_function"
     original = getattr(router, name, None)
-    if original is None:  # a dense model, or a core that sorts alike
+    if original is None:  # a dense model, or a core that always sorts in the same way
         return contextlib.nullcontext()
     return swapped(vars(router), **{name: torch.enable_grad()(original)})

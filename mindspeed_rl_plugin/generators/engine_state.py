@@ -1,4 +1,4 @@
-"""What an engine has, and what it does next: a pure function of that, which the model of schedules calls, too."""
+"""The state of an engine, and a pure function from it to the next action. `tools/plan/simulate.py` calls it, too."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from mindspeed_rl_plugin.rows import GenerateRequest, SampleId
 
 
 class Action(NamedTuple):
-    """What all ranks of an engine do next: one of these, or only steps of the engine."""
+    """What all ranks of an engine do next: one of the following, or only steps of the engine."""
 
     apply: int = -1  # version to put into the engine; -1: none
     pull: int = -1  # version to pull during the engine's steps; -1: none
-    take: int = 0  # most rows to lease, which the first rank does
-    wait: bool = False  # for news of weights, as the first rank does: there is nothing else to do
-    requests: tuple[tuple[int, GenerateRequest], ...] = ()  # what was leased, each with the replica that samples it
+    take: int = 0  # most rows to lease, by the first rank
+    wait: bool = False  # the first rank waits for news of weights: there is nothing else to do
+    requests: tuple[tuple[int, GenerateRequest], ...] = ()  # leased rows, each with the replica that samples it
     end: bool = False  # leave the job
 
 
 @dataclass
 class EngineState:
-    """What an engine has. A pull ends in another thread: `pulled` is set before `pulling`, and read after it."""
+    """The state of an engine. A pull ends in another thread: it sets `pulled` before `pulling`, and readers read
+    `pulling` first."""
 
     slots: int = 1  # rows that it samples at once
     drain: bool = False  # whether rows end before the weights change
-    strict: bool = False  # whether only rows that pin them change the weights, and one rollout follows the other
+    strict: bool = False  # weights change only for rows that pin a version, and one rollout follows the other
     version: int = -1  # of its weights; -1: none, as below
-    pulling: int = -1  # version that is on its way
-    pulled: int = -1  # version that lies ready to be put in
+    pulling: int = -1  # version that is being pulled
+    pulled: int = -1  # version that was pulled and can be applied
     announced: int = -1  # newest version of the job
-    needs: VersionBound | None = None  # of the rows that are next in the dock, where `version` may not sample them
-    running: dict[SampleId, Any] = field(default_factory=dict)  # rows in the making, each with its `bound`
+    needs: VersionBound | None = None  # of the next rows in the dock, where `version` may not sample them
+    running: dict[SampleId, Any] = field(default_factory=dict)  # rows that are sampled now, each with its `bound`
 
     def pull_begins(self, version: int) -> None:
-        """What is staged is written over."""
+        """The pull overwrites the version that was pulled before."""
         self.pulled, self.pulling = -1, version
 
     def pull_ended(self, version: int) -> None:
         self.pulled, self.pulling = version, -1
 
     def applied(self, version: int) -> None:
-        """The engine has the weights that were pulled; the dock is asked anew."""
+        """The engine has the pulled weights, so the dock may give it other rows."""
         self.version, self.pulled, self.needs = version, -1, None
 
 
@@ -51,7 +52,7 @@ def choose(state: EngineState) -> Action:
     wanted = _wanted(state)
     if state.pulled >= 0 and _may_apply(state, wanted):
         return Action(apply=state.pulled)
-    # A pull would write over the weights for which rows are made to end.
+    # A pull would overwrite the weights that wait until running rows end.
     draining = state.drain and state.running and state.pulled > state.version
     if wanted not in (-1, state.version, state.pulled) and state.pulling < 0 and not draining:
         return Action(pull=wanted)
@@ -60,7 +61,7 @@ def choose(state: EngineState) -> Action:
 
 
 def _wanted(state: EngineState) -> int:
-    """The version to work with: what rows pin, else the newest."""
+    """The version to use: the one that rows pin, else the newest."""
     if any(row.bound.pinned for row in state.running.values()):
         return state.version
     if state.needs is not None and state.needs.pinned:
@@ -69,15 +70,16 @@ def _wanted(state: EngineState) -> int:
 
 
 def _may_apply(state: EngineState, wanted: int) -> bool:
-    """Whether to put in now what is pulled: what is wanted, or newer than the engine's where the newest is."""
+    """Whether to apply the pulled version now: it is the wanted one, or newer than the engine's where the newest is
+    wanted."""
     fits = state.pulled == wanted or (wanted == state.announced and state.pulled > state.version)
     waits = state.drain and state.running
     return fits and not waits and all(row.bound.allows(state.pulled) for row in state.running.values())
 
 
 def _may_take(state: EngineState) -> bool:
-    """Not while those in the making are to end before newer weights, nor where there is nothing that an idle engine may
-    sample. One with rows in the making asks again, for others may have taken what it may not sample."""
+    """Not while running rows are to end before newer weights, nor where the dock has no row that an idle engine may
+    sample. An engine with running rows asks again: others may have taken the rows that it may not sample."""
     if state.strict:
         return not state.running and state.needs is None and max(state.version, state.announced) >= 0
     draining = state.drain and state.pulled > state.version

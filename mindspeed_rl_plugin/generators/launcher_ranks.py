@@ -1,4 +1,4 @@
-"""The last ranks of a job as generators: their engine's own process group, and the way to the trainers' dock.
+"""The last ranks of a job as generators: the process group of their engine, and how they find the trainers' dock.
 
 Trainers and generators are ranks of one launcher, and share its store; for Megatron there are only the trainers.
 """
@@ -33,8 +33,8 @@ from mindspeed_rl_plugin.environment import (
 KEY, ENDED, START_NAME = "dock", "ended", "start"  # in the launcher's store
 KEY_LOOK_SECONDS = 0.1  # between two looks for a key
 BEGIN_SECONDS = 600.0  # from the first rank that starts to the last
-WATCH_SECONDS = 1.0  # between two looks whether another rank was started again
-_over = threading.Event()  # set where this process ends
+WATCH_SECONDS = 1.0  # between two checks whether another rank was started again
+_over = threading.Event()  # set when this process ends
 _own_store: dist.Store | None = None  # of this start, while its first rank lives
 
 
@@ -73,7 +73,7 @@ class RankSplit:
             )
 
     def _near(self) -> str:
-        """A multiple of an engine's ranks to give instead."""
+        """The nearest valid number of ranks, for the message."""
         step = math.lcm(self.engine, self.local) if self.world > self.local else self.engine
         below = self.generators - self.generators % step
         fit = [n for n in (below, below + step) if 0 < n < self.world]
@@ -81,7 +81,7 @@ class RankSplit:
         return f"give {' or '.join(map(str, fit))}" if fit else few
 
     def text(self) -> str:
-        """What the job's first rank says."""
+        """The line that the job's first rank prints."""
         machines, each = max(self.trainers // self.local, 1), min(self.local, self.trainers)
         return (
             f"trainers: {ranks_text(0, self.trainers)} (WORLD_SIZE {self.trainers} = {self.world} - --rl-generators "
@@ -110,15 +110,15 @@ def part(split: RankSplit) -> int | None:
 
 
 def store() -> dist.Store:
-    """The launcher's, which trainers and generators share; what is of this start of the job."""
+    """The launcher's store, which trainers and generators share, with keys of this start of the job only."""
     host, port, start = launcher_store()
     return dist.PrefixStore(f"mindspeed_rl/{start}", dist.TCPStore(host, port, None, False, wait_for_workers=False))
 
 
 def begin() -> None:
-    """Where the launcher may start its ranks again they connect by a store of this start, at rank 0's own address: the
-    launcher's store holds where dead ranks were, and MASTER_ADDR may forward MASTER_PORT alone (Kubernetes). Raises
-    TimeoutError."""
+    """Where the launcher may restart its ranks, make them connect by a store of this start, at rank 0's own address.
+    The launcher's store still holds addresses of dead ranks, and MASTER_ADDR may forward no port but MASTER_PORT
+    (Kubernetes). Raises TimeoutError."""
     global _own_store
     if not may_restart() or launcher_store()[2]:
         return
@@ -135,9 +135,9 @@ def begin() -> None:
 def agree(
     keys: dist.Store, rank: int, world: int, place: str, end: Callable[[int], object] = os._exit
 ) -> tuple[str, str]:
-    """A name of this start, and the place that its rank 0 gives, on all ranks, whatever the dead ones of earlier starts
-    have written. (TORCHELASTIC_RESTART_COUNT is no name: each agent counts its own.) From then on a rank ends by `end`
-    when another one was started again: rank 0 sees all, the others see rank 0."""
+    """Agree on a name of this start and on `place` of its rank 0, whatever dead ranks of earlier starts have written.
+    (TORCHELASTIC_RESTART_COUNT is no such name: each agent counts for itself.) From then on `end` is called when
+    another rank was restarted: rank 0 watches all others, and they watch rank 0."""
     if rank == 0:
         name = secrets.token_hex(8)
         keys.set(START_NAME, name)
@@ -156,14 +156,14 @@ def agree(
 
 
 def _thread(work: Callable[..., None], *arguments: object) -> None:
-    """Which is not inside of the store when the interpreter ends."""
+    """Start a thread, and stop it before the interpreter ends, so that it does not use the store then."""
     thread = threading.Thread(target=work, args=arguments, daemon=True, name="start")
     thread.start()
     atexit.register(lambda: (_over.set(), thread.join(WATCH_SECONDS)))
 
 
 def _answer(keys: dist.Store, name: str, place: str, world: int, end: Callable[[int], object]) -> None:
-    """Until all have heard it; from then on watch them."""
+    """Answer the other ranks until all know the name; from then on watch them."""
     left, told, until = set(range(1, world)), dict[int, bytes](), time.monotonic() + BEGIN_SECONDS
     with contextlib.suppress(dist.DistError):  # the launcher has ended
         while left and time.monotonic() < until and not _over.is_set():
@@ -177,7 +177,7 @@ def _answer(keys: dist.Store, name: str, place: str, world: int, end: Callable[[
 
 
 def _stay(keys: dist.Store, rank: int, others: Mapping[int, tuple[str, bytes]], end: Callable[[int], object]) -> None:
-    """While what other ranks have written, by (key, value), stays as it was."""
+    """Watch the keys that other ranks have written; a changed value means that the rank was restarted."""
     with contextlib.suppress(dist.DistError):
         while others and not _over.wait(WATCH_SECONDS):
             now = keys.multi_get([key for key, _ in others.values()])
@@ -188,17 +188,17 @@ def _stay(keys: dist.Store, rank: int, others: Mapping[int, tuple[str, bytes]], 
 
 
 def publish_address(address: str, secret_file: str) -> None:
-    """Called by the first trainer, once its dock takes others."""
+    """Called by the first trainer, once its dock accepts connections."""
     store().set(KEY, f"{address} {Path(secret_file).read_text()}")
 
 
 def publish_end() -> None:
-    """Called by the first trainer of a job that has come to its end."""
+    """Called by the first trainer, when the job has ended in order."""
     store().set(ENDED, "")
 
 
 def has_ended() -> bool:
-    """Whether the job came to its end; an engine may still have been on its way then."""
+    """Whether the job has ended in order, maybe before an engine has joined."""
     try:
         return store().check([ENDED])
     except dist.DistError:
@@ -225,8 +225,8 @@ def join_group(engine: int, deadline: float) -> None:
 
 
 def init_group(keys: dist.Store, limit: datetime.timedelta, kind: str | None = None) -> None:
-    """The default process group of all ranks that the environment names. kind: of device, None for this process's;
-    "cpu": none is touched."""
+    """The default process group of all ranks of the environment. kind: of device, None for that of this process; with
+    "cpu" no device is used."""
     env, kind = launch_env(), kind or get_device().kind
     if kind != "cpu":
         get_device().api.set_device(env["local_rank"])

@@ -3,8 +3,8 @@
     python -m mindspeed_rl_plugin.generators.on_ray --engines 2 --ranks 1 --device cuda --check
     python -m mindspeed_rl_plugin.generators.on_ray --engines 2 --ranks 1 --device cuda --join HOST:PORT --secret-file F
 
-A process of its own, started by the first trainer: Ray takes over signals and threads of the process that drives it.
-It ends with that one, its tasks end with it, and an engine with its task.
+It runs in a process of its own, since Ray takes over signals and threads of its driver. The first trainer starts this
+process. When the trainer ends, this process ends, and with it Ray's tasks and their engines.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mindspeed_rl_plugin.service.invitation import read_secret
 
 RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}  # kind of device -> what Ray calls it
 PAUSE = 1.0  # seconds before an engine is started again, at first; twice as many each time
-MAX_FAILURES = 5  # in a row after which it is given up
-GOOD_SECONDS = 600.0  # that an engine works, after which its failures are forgotten
-SAY_SECONDS = 60.0  # between two lines about engines for which there is no place
+MAX_FAILURES = 5  # in a row; then the engine is not started again
+GOOD_SECONDS = 600.0  # of work after which earlier failures of an engine no longer count
+SAY_SECONDS = 60.0  # between two lines about engines that wait for a place
 ENGINE_LOOK_SECONDS = 1.0
 CLUSTER_SECONDS = 10.0
 FORWARDED = ("PYTHONPATH", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")  # of the job's environment
@@ -38,9 +38,10 @@ PR_SET_PDEATHSIG = 1
 
 
 async def keep(cluster: OnRay, number: int, say: Callable[[str], None], waiting: set[int]) -> bool:
-    """Run an engine, which is started again until it ends well, as it does when the job has. False: it is given up.
+    """Run an engine, and start it again after each failure. Returns True once it ends in order (the job has ended),
+    False after MAX_FAILURES failures in a row.
 
-    say: prints a line; waiting: has its number while it waits for a place.
+    say: prints a line; waiting: contains `number` while the engine waits for a place.
     """
     clock, failures = asyncio.get_running_loop().time, 0
     while True:
@@ -64,7 +65,7 @@ async def keep(cluster: OnRay, number: int, say: Callable[[str], None], waiting:
 
 
 async def keep_all(cluster: OnRay, count: int, say: Callable[[str], None]) -> int:
-    """Until all have ended well. Returns the exit status: 1 where one was given up."""
+    """Run all engines to their end. Returns the exit status: 1 where one failed too often."""
     waiting: set[int] = set()
     told = asyncio.ensure_future(tell(cluster, say, waiting))
     for ended in asyncio.as_completed([keep(cluster, number, say, waiting) for number in range(count)]):
@@ -75,7 +76,7 @@ async def keep_all(cluster: OnRay, count: int, say: Callable[[str], None]) -> in
 
 
 async def tell(cluster: OnRay, say: Callable[[str], None], waiting: set[int]) -> None:
-    """Which engines wait for a place, in one line each SAY_SECONDS."""
+    """Every SAY_SECONDS print one line: which engines wait for a place."""
     while True:
         await asyncio.sleep(SAY_SECONDS)
         if waiting:
@@ -90,7 +91,7 @@ def command(ranks: int, join: str, secret_file: str) -> list[str]:
 
 
 def end_with_parent() -> None:
-    """This process gets SIGTERM when its parent ends, however that does."""
+    """Let the kernel send SIGTERM to this process when its parent ends for whatever reason."""
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -99,7 +100,7 @@ def end_with_parent() -> None:
 def work(ranks: int, join: str, secret: bytes, environment: Mapping[str, str]) -> tuple[int, str]:
     """Run one engine on this machine to its end. Its exit status and last line. Runs in a worker of Ray."""
     with scratch("rl-engine") as folder:
-        secret_file = Path(folder) / "secret"  # the folder is this user's alone, and the file must be
+        secret_file = Path(folder) / "secret"  # only this user can read the folder; `join` demands that of the file
         with os.fdopen(os.open(secret_file, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
             file.write(secret.hex())
         with subprocess.Popen(
@@ -123,7 +124,7 @@ def connect(ray: Any, options: argparse.Namespace) -> None:
     address = os.environ.get("RAY_ADDRESS", "auto")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        if port.isdecimal():  # Ray itself asks for minutes
+        if port.isdecimal():  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), CLUSTER_SECONDS).close()
         ray.init(address=address, log_to_driver=True, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
@@ -145,8 +146,8 @@ def connect(ray: Any, options: argparse.Namespace) -> None:
 
 
 class OnRay:
-    """The cluster that this process is connected to. Each task has a placement group of its own, which says whether Ray
-    has a place for it. environment: what engines get of the job's."""
+    """The cluster that this process is connected to. Each task has a placement group of its own, by which Ray says
+    whether there is a place for it. environment: variables of the job that engines get."""
 
     def __init__(self, ray: Any, options: argparse.Namespace, environment: Mapping[str, str]) -> None:
         self._ray, self._kind, self._ranks = ray, RESOURCES[options.device], options.ranks
@@ -158,7 +159,7 @@ class OnRay:
         self._places: dict[Any, Any] = {}
 
     def start(self) -> Any:
-        """The task of an engine, which runs as soon as there is a place for it."""
+        """Submit the task of an engine; it runs as soon as there is a place for it."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = self._ray.util.placement_group([{self._kind: self._ranks}])  # of one node
@@ -167,12 +168,12 @@ class OnRay:
         return task
 
     def placed(self, task: Any) -> bool:
-        """Whether it runs, or is over."""
+        """Whether it runs or has ended."""
         place = self._ray.util.placement_group_table(self._places[task])
         return place.get("state") == "CREATED" or bool(self._ray.wait([task], timeout=0)[0])
 
     async def result(self, task: Any) -> tuple[int, str]:
-        """Exit status and last words of an engine that ends."""
+        """Exit status and last line of an engine, once it has ended."""
         try:
             return await asyncio.wrap_future(task.future())
         except self._ray.exceptions.RayError as error:
@@ -181,8 +182,8 @@ class OnRay:
             self._ray.util.remove_placement_group(self._places.pop(task))
 
     def free(self) -> str:
-        """What an engine needs, and what the cluster has left."""
-        free, whole = self._ray.available_resources(), self._ray.cluster_resources()  # without those that are 0
+        """A text: the resources that an engine needs, and those that are free in the cluster."""
+        free, whole = self._ray.available_resources(), self._ray.cluster_resources()  # resources of 0 are missing
         return (
             f"each needs {self._ranks} {self._kind} of one node, and {free.get(self._kind, 0):g} of the cluster's "
             f"{whole.get(self._kind, 0):g} are free; end what uses the others, or add nodes"

@@ -25,15 +25,15 @@ def puller_of(
     rank: int,
     here: list[int],
 ) -> Puller:
-    """Of the weights that a job publishes, for a rank of an engine. here: ranks of the engine on this machine, of
-    which one reads."""
+    """A puller of the weights that a job publishes, for a rank of an engine. here: ranks of the engine on this machine,
+    of which one reads."""
     limits = {"deadline": job.deadline, "sharing": partial(Shared, dock.calls.me)}
     return Puller(weights_of(dock), parallel, parameters, sources_of(dock), rank=rank, ranks=here, **limits)
 
 
 class Weights:
-    """Pulls during the engine's steps. ready: called when a pull is over, well or not. cost: seconds of all pulls that
-    went well, and bytes that this process read for them, since `take_cost`."""
+    """Pulls weights during the engine's steps. ready: called when a pull has ended, also by an error. cost: seconds of
+    all successful pulls, and bytes that this process read for them, since `take_cost`."""
 
     def __init__(self, puller: Puller, ready: Callable[[int], None]) -> None:
         self.puller, self._ready = puller, ready
@@ -41,7 +41,7 @@ class Weights:
         self.cost = (0.0, 0)
 
     def pull(self, version: int) -> None:
-        """Pull a version; the pull before it is over then."""
+        """Begin to pull a version, once the pull before has ended."""
         self.finish()
         self._last = in_background("pull", partial(self._pull, version))
 
@@ -50,11 +50,11 @@ class Weights:
         return self._last is not None and not self._last.done()
 
     def finish(self) -> BaseException | None:
-        """Wait for the last pull; why it failed."""
+        """Wait for the last pull. Returns its error."""
         return None if self._last is None else self._last.exception()
 
     def take_cost(self) -> tuple[float, int]:
-        """`cost`, which begins anew; no pull is under way."""
+        """Returns `cost` and sets it to 0. No pull may be running."""
         cost, self.cost = self.cost, (0.0, 0)
         return cost
 

@@ -1,9 +1,8 @@
 """Adam for Megatron where neither TransformerEngine nor Apex is installed.
 
-Megatron falls back to torch's AdamW, whose step counter lives in every parameter's state; the
-distributed optimizer saves a counter of the parameter *group*, and without one cannot resume
-(KeyError 'step'). This one keeps the counter where Apex's FusedAdam keeps it. And state that any
-optimizer loads is copied into memory of its own.
+Megatron falls back to torch's AdamW, which has a step counter in the state of every parameter. The distributed
+optimizer saves a counter of the parameter *group* and cannot resume without one (KeyError 'step'). `HostAdam` has the
+counter where Apex's FusedAdam has it. In addition, every optimizer copies the state that it loads.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ PIECE = 1 << 18
 class HostAdam(torch.optim.Optimizer):
     """Adam and AdamW with one integer `step` a parameter group, as in Apex's FusedAdam.
 
-    The update itself is torch's functional `adamw` or `adam`, PIECE numbers at a time: its temporaries, twice what it
-    is given, stay small and in the processor's cache. adam_w_mode: decoupled weight decay (AdamW).
+    The update is torch's functional `adamw` or `adam`, on PIECE numbers at a time: its temporaries, twice the size of
+    its inputs, stay in the processor's cache. adam_w_mode: decoupled weight decay (AdamW).
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class HostAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            # Groups without parameters on this rank count too: Megatron asserts that all steps agree.
+            # Groups without parameters on this rank count too: Megatron asserts that all groups have the same step.
             group["step"] = int(group.get("step", 0)) + 1
             params = [p for p in group["params"] if p.grad is not None]
             if params:
@@ -70,7 +69,7 @@ class HostAdam(torch.optim.Optimizer):
         update(
             *map(list, zip(*pieces, strict=True)),
             [],
-            # torch counts up before it computes, and per tensor.
+            # torch adds 1 before it computes, for each tensor.
             [torch.tensor(float(group["step"] - 1)) for _ in pieces],
             foreach=False,
             fused=False,
@@ -85,8 +84,8 @@ class HostAdam(torch.optim.Optimizer):
 
 
 def own_loaded_state() -> None:
-    """From now on every optimizer copies the state that it loads, as it does when it moves state to a device: memory
-    that `torch.load` made cannot be resized, so the swap could not free it."""
+    """From now on every optimizer copies the state that it loads. Memory that `torch.load` allocated cannot be resized,
+    so the swap could not free it."""
     load = torch.optim.Optimizer.load_state_dict
 
     @functools.wraps(load)
@@ -101,7 +100,7 @@ def own_loaded_state() -> None:
 
 
 def _pieces(tensors: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors of one shape as views of at most PIECE numbers; what is not contiguous stays whole."""
+    """Tensors of one shape as views of at most PIECE numbers; tensors that are not contiguous are not cut."""
     for together in tensors:
         if all(t.is_contiguous() for t in together):
             yield from zip(*(t.view(-1).split(PIECE) for t in together), strict=True)

@@ -1,7 +1,7 @@
-"""How a run that cannot go on says so: a refusal without traceback, a full disk by its name, Ctrl-C in one line.
+"""Messages of a run that cannot continue: a refusal without traceback, the name of a full disk, one line for Ctrl-C.
 
-What is said also goes into the file from which torchrun takes the reason of a failure, so that it stands at the end of
-torchrun's own summary, the last lines of a job.
+They are also written to the file from which torchrun reads the reason of a failure. So they appear in torchrun's
+summary, in the last lines of a job.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mindspeed_rl_plugin.checks.refusal import Refusal, lines_of
 from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, record_failure
 from mindspeed_rl_plugin.processes import attend
 
-LINES = 8  # of an error, beside its first
+LINES = 8  # of an error, after its first
 
 
 def watch(args: Any) -> None:
-    """From now on an uncaught error of this process is shown as this module says. args: the run's arguments."""
+    """From now on uncaught errors of this process are shown by this module. args: the run's arguments."""
     heard, show = threading.Event(), sys.excepthook  # whether the main thread has heard of Ctrl-C
 
     def interrupt() -> bool:
         heard.set()
         if launch_env()["rank"] == 0:
-            _say(f"\n{interrupted(args)}")  # other libraries leave lines without an end
+            _say(f"\n{interrupted(args)}")  # other libraries may have begun a line
         return True
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -39,7 +39,7 @@ def watch(args: Any) -> None:
             _say(f"[rl] {error}")
             record_failure(str(error))
             return
-        record_failure(f"{kind.__name__}: {error}")  # before others hear of it and record their own end
+        record_failure(f"{kind.__name__}: {error}")  # before other ranks notice it and record their own failure
         show(kind, error, trace)
 
     sys.excepthook = uncaught
@@ -48,7 +48,8 @@ def watch(args: Any) -> None:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """A ValueError inside is one of all ranks alike, by which a start is refused: said once a machine, and marked."""
+    """A ValueError in the context is the same on all ranks and refuses the start: it is printed once a machine, and
+    marked."""
     try:
         yield
     except ValueError as error:
@@ -60,7 +61,7 @@ def refusing() -> Iterator[None]:
 
 @contextmanager
 def stopping(args: Any) -> Iterator[None]:
-    """Report an error's reason in lines of our own, to be found above the tracebacks of all ranks."""
+    """Print the reason of an error in lines of our own, above the tracebacks of the ranks."""
     try:
         yield
     except Exception as error:
@@ -73,7 +74,7 @@ def stopping(args: Any) -> Iterator[None]:
 
 
 def interrupted(args: Any) -> str:
-    """The one line of a run that was stopped from the keyboard."""
+    """The line of a run that Ctrl-C stopped."""
     saved = files.read_tracker(getattr(args, "save", None))
     then = (
         f"the last checkpoint is of iteration {saved} in {args.save}: the same command goes on from there"
@@ -85,6 +86,6 @@ def interrupted(args: Any) -> str:
 
 
 def _say(text: str) -> None:
-    """To the process's own stderr: once ranks are connected, torch puts `[rank0]: ` before each line that an excepthook
-    writes to sys.stderr, and the first one would no longer begin with [rl]."""
+    """Print to the process's own stderr. To sys.stderr torch adds `[rank0]: ` before each line of an excepthook, once
+    ranks are connected; then the first line would not begin with [rl]."""
     print(text, file=sys.__stderr__, flush=True)

@@ -1,6 +1,6 @@
-"""From "arguments are checked" to "first step": build, load the reference, load the actor, RL state.
+"""From checked arguments to the first step: build the model, load the reference, the actor and the RL state.
 
-What the loop sees, and in which order: `loop.run`.
+`loop.run` has what the loop gets, and in which order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mindspeed_rl_plugin.loop.start import TRAINED, Start
 
 @dataclasses.dataclass
 class _ProcessStart:
-    """What one process knows about its start."""
+    """State of one process while it starts."""
 
     start: Start
     loop: Any
@@ -57,7 +57,7 @@ _launch: _ProcessStart | None = None
 
 
 def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """Run Megatron's function so that it loads what RL starts from; returns its result.
+    """Run Megatron's function so that it loads the checkpoint that RL starts from. Returns its result.
 
     Collective over all ranks. Raises ValueError on every rank when the start or the reference is not usable.
     """
@@ -130,7 +130,7 @@ def _check_loaded(model: Any, start: Start, args: Any) -> None:
 
 
 def convert_weights(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """MindSpeed-LLM's conversion of --load, where this start needs it. Collective over all ranks."""
+    """Run MindSpeed-LLM's conversion of --load if this start needs it. Collective over all ranks."""
     with refusing():
         ranks.on_rank_0(lambda: one_job.own(args.save))
         if reason := ranks.on_rank_0(lambda: conversion.needless(args)):
@@ -147,9 +147,10 @@ def convert_weights(args: Any, original: Callable, positional: tuple, named: Map
 
 
 def load_checkpoint(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """Megatron's function for what was decided, with the reference's weights loaded before a resumed actor's."""
+    """Run Megatron's function for the decided start. At a resume, the reference's weights are loaded before the
+    actor's."""
     at = _launch
-    if at is None:  # somebody loads before training is set up
+    if at is None:  # a load before training is set up
         return original(*positional, **named)
     names = ("ddp_model", "optimizer", "opt_param_scheduler")
     model, optimizer, scheduler = (*positional, *(named[name] for name in names[len(positional) :]))[:3]
@@ -157,7 +158,7 @@ def load_checkpoint(args: Any, original: Callable, positional: tuple, named: Map
         with refusing(), must_fit(model, str(at.start.reference_path)):
             _load_reference(original, model, at)
         at.loop.on_reference_loaded(model)
-    # What loads after the policy is the critic, and a language model's file has no value head.
+    # The critic loads after the policy; the file of a language model has no value head.
     free = {} if at.loading else {"free": f"{value_head.NAME}.weight"}
     rates = lr_schedule.loading(optimizer, scheduler)
     with refusing(), must_fit(model, f"the checkpoint of {args.load}", **free), rates:
@@ -173,7 +174,7 @@ def save_checkpoint(args: Any, original: Callable, positional: tuple, named: Map
 
 
 def build_train_valid_test_data_iterators(args: Any, original: Callable, positional: tuple, named: Mapping) -> Any:
-    """No pretraining data is opened: the rows of a step come with `train_step`."""
+    """Opens no pretraining data: `train_step` brings the rows of a step."""
     # Megatron sets these three while it builds its data loaders, and its train loop reads them.
     args.do_train, args.do_valid, args.do_test = True, False, False
     return run.current().train_iterator(), None, None
@@ -181,15 +182,15 @@ def build_train_valid_test_data_iterators(args: Any, original: Callable, positio
 
 def train_step(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
     """Run the rollout steps when they are due, then Megatron's own step on the dock's batch."""
-    # While it is set, MindSpeed-LLM's group_limited_greedy logs a loss of balance, which passes without gradients lack.
+    # While it is set, MindSpeed-LLM's group_limited_greedy logs a balance loss, which a pass without gradients lacks.
     with stopping(args), overridden(args, {"do_train": False}):
         return run.current().train_step(original, positional, named)
 
 
 def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
-    """Write the RL state of `iteration` under --save, by rank 0, and by `save`, Megatron's own, the critic.
+    """Write the RL state of `iteration` under --save, on rank 0, and the critic by `save`, Megatron's function.
 
-    Returns arguments that must be in force while Megatron saves the policy.
+    Returns arguments that must be set while Megatron saves the policy.
     """
     if _launch is None:
         raise ValueError("a checkpoint is being saved before training has started; RL cannot describe it")
@@ -206,13 +207,13 @@ def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
         files.write_state(args.save, iteration, state)
     if _launch.critic is not None:
         build_critic.save(save, _launch.critic, args, iteration)
-    # Megatron cannot save the state of an optimizer that has none yet.
+    # Megatron cannot save an optimizer that has no state yet.
     return {} if state["loop"].get(TRAINED, True) else {"no_save_optim": True}
 
 
 def _decide(args: Any, loop: Any, vocab: int) -> tuple[Start, dict[str, Any] | None]:
-    """The start, and for a resume the RL state, with the reference that it names filled in; the rows of its dock on
-    rank 0 alone. vocab: tokens of the tokenizer."""
+    """The start and, for a resume, the RL state. The reference that the state names is added to the start; the rows of
+    its dock are on rank 0 only. vocab: tokens of the tokenizer."""
 
     def decided() -> Start:
         start = decide(args)
@@ -245,7 +246,7 @@ def _decide(args: Any, loop: Any, vocab: int) -> tuple[Start, dict[str, Any] | N
 
 
 def _untrained(state: Mapping[str, Any] | None) -> dict[str, bool]:
-    """As `not_saved`: a policy whose optimizer never stepped, for the critic warmed up alone, was saved without one."""
+    """As `not_saved`: while the critic warmed up alone, the policy's optimizer took no step and was not saved."""
     return {"no_load_optim": True} if state is not None and not state["loop"].get(TRAINED, True) else {}
 
 
@@ -275,8 +276,8 @@ def _load_reference(original: Callable, model: Any, at: _ProcessStart) -> None:
 
 
 def _or_without(algorithm: Algorithm) -> str:
-    """The other way out of a reference that cannot be had, as the end of a sentence: to resume without what reads it.
-    Pairs are always compared with theirs."""
+    """The end of a message about a missing reference: how to resume without what reads it. Pairs always need their
+    reference."""
     if algorithm.from_pairs:
         return ""
     coefficients = {"--rl-kl-loss-coef": algorithm.kl_loss_coef, "--rl-kl-reward-coef": algorithm.kl_reward_coef}
@@ -284,7 +285,7 @@ def _or_without(algorithm: Algorithm) -> str:
 
 
 def _digest(at: _ProcessStart) -> str:
-    """Digest of the reference, with a line for one that took long to read; a missing one is a ValueError."""
+    """Digest of the reference. Prints a line if it took long to read. Raises ValueError if it is missing."""
     began = time.monotonic()
     try:
         digest = CheckpointDigest(at.start.reference_path).result(at.args.rl_wait_timeout)
@@ -299,7 +300,8 @@ def _digest(at: _ProcessStart) -> str:
 
 
 def _first_digest(at: _ProcessStart) -> str | None:
-    """The digest that was begun at the start. None, and a line, where it cannot be had: training has gone on since."""
+    """The digest that the start began to compute. If it fails, prints a line and returns None: training has begun
+    already."""
     try:
         return at.digest.result(at.args.rl_wait_timeout)
     except ValueError as error:

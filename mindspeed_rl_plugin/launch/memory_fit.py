@@ -1,4 +1,4 @@
-"""A model that is larger than all memory of its device, or of a host without one, is refused before it is built."""
+"""Refuses a model before it is built that is larger than the memory of its device (without a device, of the host)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mindspeed_rl_plugin.device.meters import host_total
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, megatron_layout
 
-# By the bytes of a weight: float32 moments of Adam, and a main parameter where the weight is none. Under these flags
-# they are elsewhere, smaller or fewer, and not counted.
+# Bytes of a weight -> bytes of Adam's float32 state: moments, and a main parameter where the weight is not float32. The
+# state is not counted under flags that move, shrink or omit it.
 ADAM_BYTES = {2: 12, 4: 8}
 _SMALLER = "optimizer_cpu_offload use_precision_aware_optimizer swap_optimizer virtual_optimizer reuse_fp32_param"
 _SMALLER += " quant_states compress_optimizer"
 
 
 def check(args: Any, vocab: int) -> None:
-    """Raises ValueError where weights, gradients and Adam's state, which are all that is counted, exceed the memory.
+    """Raises ValueError where weights, gradients and Adam's state exceed the memory. Nothing else is counted.
 
-    vocab: tokens of the tokenizer. What no model family describes, as DPO may train, is not estimated.
+    vocab: tokens of the tokenizer. A model of no known family, which DPO may train, is not estimated.
     """
     device, env, needed = get_device(), launch_env(), 0.0
     ranks = env["local_world_size"] if device.is_cpu else 1

@@ -1,4 +1,4 @@
-"""What RL reads besides the checkpoint, checked before any model is built: tokenizer, data, graders, stages."""
+"""What RL reads in addition to the checkpoint: tokenizer, data, graders, stages. Checked before any model is built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mindspeed_rl_plugin.stages.user import load_stages, try_once
 
 
 def read_inputs(args: argparse.Namespace) -> Inputs:
-    """Raises ValueError for whatever is missing or does not fit, on every rank alike."""
+    """Raises ValueError, on every rank, for an input that is missing or does not fit."""
     config = RLConfig.from_args(args)
     algorithm, hf_model = resolve(config.algorithm), config.rollout.hf_model
     if not algorithm.from_pairs:
@@ -127,7 +127,8 @@ def _graders(inputs: Inputs) -> RewardPool:
 
 
 def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tuple[tuple[StageSpec, Any], ...]:
-    """A user's stages; instances of their own were tried on the first row, its answer as every response."""
+    """A user's stages. Other instances of them are tried first, on the first row of the data: its answer is taken as
+    the response of every sample."""
     rollout, words, row = inputs.config.rollout, inputs.config.reward.stage, inputs.data.at(0)
     response = [*inputs.tokenizer.encode(row.answer, add_special_tokens=False), *end_tokens[:1]] or [0]
     response, where = response[: rollout.max_response_length], inputs.data.where(0)
@@ -139,7 +140,7 @@ def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tupl
 def _stream(
     tokenizer: Any, config: RLConfig, pairs: bool, tools: Sequence[Any] | None, paths: Sequence[str], seed: int
 ) -> PromptStream | PairStream:
-    """The prompts, or pairs, of some files, and a line on what was left out."""
+    """The prompts, or pairs, of some files. Prints how many were dropped."""
     data, limit, response = config.data, config.data.max_prompt_length, config.rollout.max_response_length
     if pairs:
         keys = {"chosen": data.chosen_key, "rejected": data.rejected_key}
@@ -157,8 +158,8 @@ def _stream(
 def _ends(
     config: RLConfig, tokenizer: Any, vocab: int, tools: Sequence[Any] | None, *data: PromptStream | PairStream
 ) -> dict[int, str]:
-    """`response_ends` for the prompts of data[0], and a line with the first row of each of `data` as its tokens decode,
-    with marks outside the quotes (`marked`)."""
+    """`response_ends` for the prompts of data[0]. Prints the first row of each of `data` as its tokens decode, with
+    `marked`."""
     pairs, first, model = isinstance(data[0], PairStream), data[0].at(0), config.rollout.hf_model
     chat = config.data.apply_chat_template or is_rendered(
         tokenizer, tokenizer.decode(first.prompt) if pairs else first.text

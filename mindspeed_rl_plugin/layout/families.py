@@ -1,10 +1,10 @@
 """Model families as tables: every stored parameter, its names on each side, and how it is split.
 
 A row describes one *stored* parameter (what a Megatron rank or an engine rank holds as one tensor) by
-the *canonical* tensors inside it: those of the Hugging Face checkpoint, unsplit and unpadded. A new
-family is one entry of `FAMILIES`: its rows, its router, and what its config.json leaves out or calls
-otherwise. Nothing else in the package knows a family by name, but for sizes of published models in
-`tools/layout_args.py`. `family_table.py` has the words of the table, `ModelShape.size` the names of sizes.
+the *canonical* tensors inside it: those of the Hugging Face checkpoint, unsplit and unpadded. A new family is one entry
+of `FAMILIES`: its rows, its router, and the fields that its config.json leaves out or names otherwise. No other file
+knows a family by name, except `tools/layout_args.py`, which has sizes of published models. `family_table.py` defines
+the types of the table, `ModelShape.size` the names of sizes.
 
 Megatron's flags tell families apart:
 
@@ -14,7 +14,7 @@ Megatron's flags tell families apart:
     GLM-4.5 (355B)                          --add-qkv-bias --qk-layernorm --num-experts
     DeepSeek-V2, DeepSeek-V3, Kimi K2       --qk-layernorm --num-experts --multi-latent-attention
 
-and where these are alike, --moe-router-score-function, --rotary-percent (Ling), --kv-channels (Seed-OSS) and
+and families with the same flags by --moe-router-score-function, --rotary-percent (Ling), --kv-channels (Seed-OSS) and
 --moe-router-load-balancing-type (DeepSeek-V2 with groups of experts).
 
 Sources: Megatron core 0.12.1, 0.16.1 and 0.19 (models/gpt/gpt_layer_specs.py, transformer/moe/experts.py,
@@ -64,7 +64,7 @@ FAMILIES = {
         "Qwen2ForCausalLM",
         PLAIN_ATTENTION + QKV_BIAS + DENSE_MLP,
         qkv_bias=True,
-        # Its bias is part of its code: its config has no field for it, or one that no code reads.
+        # The bias is in the model's code: config.json has no field for it, or one that no code reads.
         hf=HfConfig(code={"attention_bias": True}, own_head_dim=False),
     ),
     "seed_oss": Family(
@@ -74,7 +74,7 @@ FAMILIES = {
         hf=HfConfig(
             fixed={"attention_bias": True, "attention_out_bias": False},
             written={"residual_dropout": 0.0},
-            # Its code came and went in vLLM, whose Llama has the same bias under a name of InternLM's.
+            # Only some versions of vLLM have Seed-OSS; its Llama has the same bias, by a field of InternLM's config.
             engine={"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
             | {"attention_bias": False, "qkv_bias": True},
         ),
@@ -194,7 +194,7 @@ FAMILIES["deepseek_v2_236b"] = replace(
     ),
     model_type="deepseek_v2",
 )
-# The same models throughout, under names of their own.
+# The same models under other names.
 FAMILIES["mistral"] = replace(FAMILIES["llama"], hf=HfConfig(window=True), twin="llama")
 FAMILIES["kimi_k2"] = replace(FAMILIES["deepseek_v3"], twin="deepseek_v3")
 

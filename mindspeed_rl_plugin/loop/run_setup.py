@@ -1,4 +1,4 @@
-"""A run's flags, as far as its time depends on them: run.json has them for `plan --schedule`."""
+"""The flags on which a run's time depends. run.json stores them for `plan --schedule`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SETUP = "setup"  # its place in run.json
 
 @dataclass(frozen=True)
 class Setup:
-    """A run's flags, as far as time depends on them.
+    """The flags on which a run's time depends.
 
     sizes: with `data_parallel` trainers and `engines`.
     slots: sequences that an engine decodes at once.
@@ -23,7 +23,7 @@ class Setup:
     limit: most tokens of a response.
     rounds: of dynamic sampling, 0 without it.
     trainer_ranks, engine_ranks: of one trainer, and of one engine.
-    old_read: whether more than the loss reads old log-probs.
+    old_read: whether something other than the loss reads old log-probs.
     ruled_out: schedules that other flags exclude, each with the flag.
     """
 
@@ -44,7 +44,7 @@ class Setup:
 
     @classmethod
     def of(cls, config: RLConfig, sizes: Arithmetic, ranks: int) -> Setup:
-        """Of a job whose trainers have so many ranks."""
+        """From the flags of a job. ranks: of its trainers."""
         schedule, tp, algorithm = config.schedule, config.rollout.generate_tp, resolve(config.algorithm)
         who = schedule.who_generates
         engines = sizes.engines + (who.engines + len(schedule.engine_url) if schedule.apart else 0)

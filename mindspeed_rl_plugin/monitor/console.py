@@ -57,7 +57,7 @@ _LINE_PARTS = (
 
 def iteration_line(iteration: int, metrics: Mapping[str, Metric], total: int | None = None) -> str:
     """The line of one iteration; a metric that is absent leaves its part out, NaN is shown as nan. Stages under 0.05 s
-    are left out, they are in the files."""
+    are only in the files."""
     values = {**metrics, **_derived(metrics)}
     parts = [" ".join(form.format(values[name]) for form, name in part if name in values) for part in _LINE_PARTS]
     return " | ".join(filter(None, [_counter(iteration, total), *parts]))
@@ -73,20 +73,20 @@ def _derived(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         out["kl"] = short_float(kl)
     if "critic/loss" in metrics:
         out["critic"] = short_float(metrics["critic/loss"])
-        out |= {} if "loss" in metrics else {"alone": "alone"}  # it warms up, the policy is not trained
+        out |= {} if "loss" in metrics else {"alone": "alone"}  # the critic warms up; the policy is not trained
     if "logp_diff/max" in metrics:
         mean = metrics.get("logp_diff/mean", math.nan)
         out["logp_diff"] = f"{short_float(mean)}/{short_float(metrics['logp_diff/max'])}"
     if "lag/mean" in metrics:
         out["lag"] = f"{metrics['lag/mean']:.2f}/{metrics['lag/token_mean']:.2f}"
-        # Elsewhere Δlogp says it, of all tokens.
+        # Elsewhere Δlogp shows it, over all tokens.
         out |= {"mismatch": short_float(metrics["rollout/kl"])} if "rollout/kl" in metrics else {}
     named = {"errors": "reward/errors", "dropped": "groups/dropped"}
     return out | {name: metrics[metric] for name, metric in named.items() if metrics.get(metric)}
 
 
 def eval_line(iteration: int, metrics: Mapping[str, float], total: int | None = None) -> str:
-    """The line of one evaluation: every metric, `eval/` left out of the names."""
+    """The line of one evaluation: every metric, named without `eval/`."""
     parts = [f"{name.removeprefix('eval/')} {_plain(value)}" for name, value in metrics.items()]
     return " | ".join([_counter(iteration, total) + " eval", *parts])
 

@@ -1,4 +1,4 @@
-"""Prompts that programs outside of the job offer: they wait here until a rollout takes them."""
+"""Prompts that programs outside of the job offer. They wait here until a rollout takes them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ ROOM_CHECK_SECONDS = 1.0  # between two checks that a program that waits for roo
 
 
 class Offers:
-    """Offered prompts that wait, on the leader, for several threads.
+    """Offered prompts that wait, on the leader. Several threads may use it.
 
-    data: of the run, whose format offered rows have; check_fields, check_answers: raise ValueError for fields and
-    answers (by place of the row) that graders cannot work with; rollout: prompts of one rollout; resumes: whether the
-    run resumes from a checkpoint: programs then wait until `load` has restored its prompts, or, where it has none,
-    until the first `take`.
+    data: of the run; offered rows have the same format.
+    check_fields, check_answers: raise ValueError for fields and answers (by place of the row) that graders cannot use.
+    rollout: prompts of one rollout.
+    resumes: whether the run resumes from a checkpoint. Programs then wait until `load` has restored the saved prompts,
+    or until the first `take` where none were saved.
 
     Each prompt has a number below 0, its `Prompt.row`: -1, -2, ... in the order of the offers.
     """
@@ -38,16 +39,16 @@ class Offers:
     ) -> None:
         self._data, self._check_fields, self._most = data, check_fields, ROLLOUTS * rollout
         self._check_answers = check_answers
-        self._waiting: list[tuple[str, Prompt]] = []  # with the row as it came
+        self._waiting: list[tuple[str, Prompt]] = []  # (row as it was offered, its prompt)
         self._taken, self._opened = 0, not resumes
         self._room = threading.Condition()
 
     def add(self, rows: Sequence[str], seconds: float, ended: Callable[[], bool] | None = None) -> list[int]:
-        """Add rows (JSON), all of them or none; waits for room, `seconds` at most. Returns their numbers.
+        """Add all rows (JSON) or none. Waits at most `seconds` for room. Returns their numbers.
 
-        ended: whether the program that offers them has ended, so that it never learns of it. Raises ValueError for rows
-        that the data may not have either, and for more than may ever wait; TimeoutError where there is no room;
-        EOFError where the program has ended.
+        ended: whether the program that offers them has ended. Raises ValueError for rows that would be wrong in the
+        data too, and for more rows than may wait; TimeoutError where there is no room; EOFError where the program has
+        ended.
         """
         prompts, end = self._prompts(rows), time.monotonic() + seconds
         with self._room:
@@ -60,7 +61,7 @@ class Offers:
             return self._append(rows, prompts)
 
     def take(self, most: int) -> list[Prompt]:
-        """The oldest, at most so many."""
+        """The oldest prompts, at most so many."""
         with self._room:
             taken, self._waiting = self._waiting[:most], self._waiting[most:]
             self._taken, self._opened = self._taken + len(taken), True
@@ -73,8 +74,8 @@ class Offers:
             return {"taken": self._taken, "waiting": [row for row, _ in self._waiting]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`; its prompts come before those offered meanwhile. Raises ValueError for rows that this run
-        would not take."""
+        """Restore `state`. Its prompts come before those that were offered since. Raises ValueError for rows that this
+        run refuses."""
         rows = state["waiting"]
         try:
             prompts = self._prompts(rows)
@@ -89,7 +90,7 @@ class Offers:
             self._room.notify_all()
 
     def _append(self, rows: Sequence[str], prompts: Sequence[Prompt]) -> list[int]:
-        """Put them behind those that wait. Returns their numbers."""
+        """Add them at the end of the queue. Returns their numbers."""
         first = -1 - self._taken - len(self._waiting)
         numbers = list(range(first, first - len(prompts), -1))
         numbered = [dataclasses.replace(p, row=n) for p, n in zip(prompts, numbers, strict=True)]

@@ -1,8 +1,8 @@
 """Rows of prompt files, each as the dictionary that the file holds.
 
-Parquet and saved dataset directories carry their types. JSON does not: a typed reader infers them, and then
-"2020-01-01" becomes a date, and 1 next to 2.5 becomes 1.0, which is fatal in a ground truth. So each line of JSONL is
-parsed alone, which also lets an error name its line.
+Parquet files and saved dataset directories store types. JSON does not. A reader that infers types makes a date of
+"2020-01-01", and 1.0 of a 1 next to a 2.5: such a ground truth is wrong. So each line of JSONL is parsed alone; then an
+error can also name its line.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class Source:
-    """The rows of one path. `len()`, `row(i)` -> dict, `where(i)` -> words for an error; fills: whether an object in a
-    list has nulls for the fields of others."""
+    """The rows of one path. `len()`, `row(i)` -> dict, `where(i)` -> its place, for an error; fills: whether an object
+    in a list gets nulls for fields that only others have."""
 
     def __init__(
         self, path: str, count: int, get: Callable[[int], Any], where: Callable[[int], str], fills: bool = False
@@ -35,14 +35,14 @@ class Source:
         return value
 
     def where(self, i: int) -> str:
-        """File and row, as a user would look it up."""
+        """File and row, as a user finds it."""
         return f"{self.path} {self._where(i)}"
 
 
 def open_source(path: str) -> Source:
     """Open a JSONL, JSON or Parquet file or a saved dataset directory.
 
-    Raises ValueError, naming the file and where possible the line: of an unknown kind, empty, not UTF-8, not JSON.
+    Raises ValueError, naming the file and where possible the line: unknown kind, empty, not UTF-8, not JSON.
     """
     place = Path(path)
     if place.is_dir():
@@ -77,7 +77,7 @@ def _document(path: str) -> Source:
     try:
         document = json.loads("".join(_text(path)).lstrip("\ufeff"))
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object per line, under the name .json
+        if error.msg == "Extra data":  # a .json file with one object per line
             return _lines(path)
         raise ValueError(f"{path} is not JSON: {error}") from error
     if isinstance(document, dict):

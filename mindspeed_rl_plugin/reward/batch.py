@@ -10,11 +10,15 @@ from mindspeed_rl_plugin.workers.process import LATE
 
 
 class Batch:
-    """Items, and the results so far. names: of the graders, as errors show them; weights, on_error: of the graders;
-    failures: where the first of each grader is noted; where: what errors say of an item's place, None for its sample.
+    """Items, and their results so far.
 
-    texts: what workers get of each item; left: grades that are missing; end: until when all must be there, on the
-    monotonic clock.
+    names: of the graders, as errors show them.
+    weights, on_error: of the graders.
+    failures: collects the first failure of each grader.
+    where: place of the items for errors; None: their samples are named.
+    texts: what workers get of each item.
+    left: number of missing grades.
+    end: deadline for all grades, on the monotonic clock.
     """
 
     def __init__(
@@ -34,7 +38,7 @@ class Batch:
         self._dropped = [False] * len(items)
 
     def record(self, index: int, grader: int, value: float | None, error: str | None) -> None:
-        """One grade, or why there is none. Raises RewardError for an error that stops the run."""
+        """Store a grade, or the error of its grader. Raises RewardError for an error that stops the run."""
         self.left -= 1
         if error is None:
             self._parts[index][grader] = value
@@ -49,7 +53,7 @@ class Batch:
             raise RewardError(f"{text}\n  (--rl-reward-on-error zero or drop: the run goes on and counts such samples)")
 
     def place(self, index: int) -> str:
-        """Which item, with its texts."""
+        """Place and texts of an item, for an error."""
         item = self.items[index]
         rollout = "the evaluation" if item.id.epoch < 0 else f"rollout {item.id.epoch}"  # as `stages.evaluate` numbers
         where = self._where or f"on {rollout}, prompt {item.id.group}, response {item.id.member}"
@@ -66,6 +70,6 @@ class Batch:
 
 
 def _shortened(text: str, limit: int = 160) -> str:
-    """Head and tail: the question begins, the answer ends a text."""
+    """Begin and end of a text: the question is at its begin, the answer at its end."""
     half = limit // 2
     return repr(text if len(text) <= limit else f"{text[:half]} [...] {text[-half:]}")

@@ -1,4 +1,4 @@
-"""What the stages of a rank are built from."""
+"""The objects that the stages of a rank are built from."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.stages.trainer import Trainer
 
-if TYPE_CHECKING:  # these import Megatron, which the stage table does without
+if TYPE_CHECKING:  # these import Megatron, which the stage table must not need
     from mindspeed_rl_plugin.critic.critic import Critic
     from mindspeed_rl_plugin.weights.host_memory import HostWeights
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """What a stage takes what it needs from. What an algorithm does not need is None."""
+    """All objects that stages may need. Those that the algorithm does not need are None."""
 
     config: RLConfig  # RL flags
-    algorithm: Algorithm  # with `old_logps` as the run's sizes decide it
+    algorithm: Algorithm  # its `old_logps` is settled by the run's sizes
     forward: ForwardSettings  # how batches become the model's inputs
     data: PromptStream | PairStream  # to train on
     members: int  # rows of a group
@@ -38,8 +38,8 @@ class RankContext:
     seed: int  # base of their seeds
     decode: Callable[[Sequence[int]], str]  # response tokens to the text that graders see
     graders: RewardPool | None  # the pool of this rank
-    responses: ResponseKind  # of what kind they are
-    dock_of: Callable[[str], Dock]  # resource of a stage -> the dock as the ranks see it that share its leases
+    responses: ResponseKind  # kind of the responses
+    dock_of: Callable[[str], Dock]  # resource of a stage -> the dock, as a consumer sees it whose ranks share leases
     ranks: Collectives  # of the job
     monitor: Monitor  # of this rank
     writer: bool  # whether this rank writes what its data parallel rank computed

@@ -45,7 +45,7 @@ class Reward(Stage):
         self.graders: RewardPool = context.graders
 
     def for_thread(self) -> Reward:
-        """The same for another thread."""
+        """The same stage, for use in another thread."""
         other = copy.copy(self)
         other.dock = self.dock.for_thread()
         return other
@@ -55,7 +55,7 @@ class Reward(Stage):
         return self.grades(rows, self.graders.grade(self.items(rows))) if len(rows) else None
 
     def items(self, rows: Rows) -> list[GradeItem]:
-        """What graders get of B responses."""
+        """The items to grade of B responses."""
         return grade_items(rows, self.context.decode)
 
     def grades(self, rows: Rows, grades: Sequence[Grade]) -> Rows:
@@ -66,14 +66,15 @@ class Reward(Stage):
         return graded
 
     def graded(self, ids: Sequence[SampleId], more: Sequence[str] = ()) -> Rows:
-        """The rewards and lengths of rows that are graded, whoever did that, and `more` columns."""
+        """The rewards and lengths of rows that any rank has graded, and `more` columns."""
         names = {self.spec.stored_writes.get(name, name): name for name in ("reward", "graded", "grader_error")}
         rows = self.dock.read(ids, [*names, "length", *more])
         return Rows(rows.ids, {names.get(name, name): column for name, column in rows.columns.items()})
 
 
 def grade_items(rows: Rows, decode: Callable[[Sequence[int]], str]) -> list[GradeItem]:
-    """What graders get of B responses: of several turns the last one, and the columns of `OF_TURNS` where they are."""
+    """The items to grade of B responses. Of several turns the response is the last one; the columns of `OF_TURNS` are
+    added where rows have them."""
     conversations, rewards = ([None] * len(rows),) * 2
     if "conversation" in rows.columns:
         conversations = unpack_json(rows["conversation"])
@@ -112,7 +113,7 @@ class FailureLog:
     """Prints the first failure of each grader."""
 
     def __init__(self, what: str = "this rollout") -> None:
-        self.what = what  # in which they fail
+        self.what = what  # the pass in which they fail
         self.printed: set[str] = set()
 
     def add(self, failures: Iterable[Mapping[str, str]], *, show: bool) -> None:

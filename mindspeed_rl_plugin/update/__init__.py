@@ -1,1 +1,1 @@
-"""The policy update: what Megatron's own train_step is given, and what the step measured: `step.PolicyStep`."""
+"""The policy update: the inputs of Megatron's own train_step, and the metrics of the step (`step.PolicyStep`)."""

@@ -1,11 +1,11 @@
 """The mode `allgather`, the paper's: every engine rank gathers all shards of the trainer into one temporary buffer.
 
-A *shard* is a stored parameter that is the same on some trainer ranks. Each engine rank takes those that it lacks from
-trainer ranks that have them, bucket by bucket, and then copies what its engine needs out of the buffer: it receives the
-whole model but its own shard. Who sends what is planned by `make_plan`, with shards in the place of tensors.
+A *shard* is a stored parameter that is the same on some trainer ranks. Each engine rank receives all shards that it
+lacks, bucket by bucket: the model except its own shard. Then it copies the parts that its engine needs out of the
+buffer. `make_plan` plans who sends what, with shards in the place of tensors.
 
-The messages are point to point: shards differ in size (pipelines, experts, vocabularies), for which gloo, nccl and hccl
-have no allgather that would not pad them.
+The messages are point to point: shards differ in size (pipelines, experts, vocabularies), and the allgather of gloo,
+nccl and hccl would pad them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Shard(NamedTuple):
     wide: bool  # whether it is float32 whatever the model's dtype
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype in which the shard travels, of a model of `dtype`."""
+        """Dtype in which the shard is sent, for a model of `dtype`."""
         return torch.float32 if self.wide else dtype
 
 
@@ -44,12 +44,12 @@ class AllgatherPlan:
 
     shards: tuple[Shard, ...]
     gather: TransferPlan  # brings every shard, by its number, to every engine rank
-    copies: tuple[Copy, ...]  # what this rank's engine takes of the shards, by their numbers; empty without an engine
-    unused: tuple[str, ...]  # canonical tensors that this rank's engine takes nothing of
+    copies: tuple[Copy, ...]  # what this rank's engine takes out of shards, by their numbers; empty without an engine
+    unused: tuple[str, ...]  # canonical tensors of which this rank's engine needs nothing
 
     @property
     def fingerprint(self) -> int:
-        """As `TransferPlan` has it, of the shards' way."""
+        """As in `TransferPlan`, of `gather`."""
         return self.gather.fingerprint
 
     def copied(self, rank: int) -> int:
@@ -83,10 +83,10 @@ def make_allgather_plan(
     rank: int,
     node_size: int | None = None,
 ) -> AllgatherPlan:
-    """Plan it, alike on every rank; see `make_plan`. A bucket is larger than `bucket_bytes` where a shard is more than
-    half of it.
+    """Makes the plan, the same on every rank; see `make_plan`. A bucket is larger than `bucket_bytes` where a shard is
+    more than half of it.
 
-    Raises ValueError where no shard holds what an engine wants.
+    Raises ValueError where no shard holds a part that an engine needs.
     """
     shards = _make_shards(sources, tensors)
     numbers = {shard.segments: str(i) for i, shard in enumerate(shards)}
@@ -121,7 +121,7 @@ def _make_shards(sources: Mapping[int, RankLayout], tensors: Mapping[str, Canoni
 
 
 def _without_padding(segments: Sequence[Segment], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Rows behind the last segment, of the padded vocabulary, do not travel."""
+    """Shape without the padded rows of the vocabulary, which are not sent."""
     if any(s.axis != 0 or s.slot >= 0 or s.transposed for s in segments):
         return tuple(shape)
     return (max(s.offset + s.size for s in segments), *shape[1:])
@@ -154,8 +154,8 @@ def post_bucket(
     channel: P2PChannel,
     dtype: torch.dtype,
 ) -> Callable[[], None]:
-    """Post the messages of a bucket; returns what waits for them. A shard that arrives is received into its place; one
-    that is sent comes from its place, or from `source` where it has none."""
+    """Post the messages of a bucket; returns a function that waits for them. A shard that arrives is received into its
+    place; one that is sent comes from its place, or from `source` where it has none."""
     sends, receives = [], []
     for m in moves:
         number = m.piece.destination.param

@@ -1,9 +1,9 @@
-"""Once a machine: of the processes there that want the same bytes under a version, one reads them, and all map them.
+"""Reads the bytes of a version once a machine: one process, the reader, reads them, and all others map its memory.
 
-The one is whoever first binds the abstract Unix socket that stands for the key; the others ask it. The name goes with
-its process, whatever ends that, and the next one that asks takes its place. One that lives and gives no sign of it is
-passed over: who notices that goes on under the next name, with buffers of its own. A buffer is not written while a
-process uses it: each uses what it asked for last, until it asks for another version or ends.
+The reader is the process that first binds the abstract Unix socket of the key; the others ask it. When it ends, the
+kernel frees the name, and the next process that asks becomes the reader. A reader that lives but does not answer is
+passed over: a process that notices this uses the next name, with buffers of its own. A buffer is not written while a
+process uses it. A process uses the version that it asked for last, until it asks for another one or ends.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mindspeed_rl_plugin.dock.server import DockServer
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.weights.published_memory import LEAST_SECONDS, Found, Maps, Missed, Seek, check_memory
 
-RETRY_SECONDS = 0.05  # until it is tried again to take the place of a process that has just ended
+RETRY_SECONDS = 0.05  # between two attempts to replace a reader that has just ended
 
-Fill = Callable[[int, float, np.ndarray], bytes]  # (version, seconds, memory to fill) -> what is known of it
-Got = tuple[np.ndarray, bytes, int]  # bytes of a version, what is known of it, bytes that were read for this call
+Fill = Callable[[int, float, np.ndarray], bytes]  # (version, seconds, memory to fill) -> description of the version
+Got = tuple[np.ndarray, bytes, int]  # bytes of a version, its description, bytes that were read for this call
 
 
 class _Buffer:
-    """A nameless file. version: that it holds, None while it is written; users: processes that use it."""
+    """A nameless file. version: its contents, None while it is written; users: processes that use it."""
 
     def __init__(self, nbytes: int) -> None:
         check_memory(1, nbytes, "start fewer engines here, or cut them into more ranks on more machines")
@@ -46,7 +46,7 @@ class _Buffer:
 
 
 class _Reader:
-    """The side of the one that reads. Asked by its `DockServer`, as a core is."""
+    """The reader's side. Its `DockServer` calls it, as it calls a core."""
 
     def __init__(self, nbytes: int, fill: Fill) -> None:
         self.nbytes, self.refused = nbytes, {"stranger": 0, "malformed": 0}
@@ -54,7 +54,8 @@ class _Reader:
         self._reading = threading.Lock()
 
     def give(self, user: str, version: int, seconds: float) -> tuple[_Buffer, int]:
-        """A buffer with the version, which the user holds from now on, and the bytes that were read for that."""
+        """A buffer with the version, and the bytes that were read for this call. The user holds the buffer from now
+        on."""
         until = time.monotonic() + seconds
         if not self._reading.acquire(timeout=max(seconds, 0.0)):
             raise TimeoutError(f"version {version} of the weights: another pull of this machine took {seconds:.1f} s")
@@ -86,7 +87,7 @@ class _Reader:
             buffer.users.discard(peer)
 
     def close(self) -> None:
-        """Let go of all memory, which stays with those that map it, and with a read that goes on."""
+        """Free all memory. Processes that map it, and a running read, keep theirs."""
         if self._reading.acquire(blocking=False):
             while self._buffers:
                 os.close(self._buffers.pop().file)
@@ -104,14 +105,14 @@ class _Reader:
 
 
 class Shared:
-    """Bytes under a version for this process, which another one of its machine may have read.
+    """The bytes of a version for this process; it or another process of its machine reads them.
 
     me: this process; key: equal for processes that want the same `nbytes`; fill: reads a version.
     """
 
     def __init__(self, me: Process, key: str, nbytes: int, fill: Fill) -> None:
         self._me = me._replace(name=f"{me.name} {secrets.token_hex(4)}", rank=-1)
-        self._key, self._passed = key, -1  # processes that hang, which were passed over
+        self._key, self._passed = key, -1  # number of hanging readers that were passed over
         self._next_name()
         self._nbytes, self._fill = nbytes, fill
         self._reader: _Reader | None = None
@@ -120,8 +121,8 @@ class Shared:
         self._maps = Maps()
 
     def get(self, version: int, seconds: float) -> Got:
-        """The version, which stays as it is until the next call or `close`, in one array as long as it is the same
-        memory. Raises Gone, TimeoutError, and ConnectionError where it cannot be read."""
+        """The version; its bytes stay valid until the next call or `close`. While the memory is the same, so is the
+        array. Raises Gone, TimeoutError, and ConnectionError where it cannot be read."""
         until = time.monotonic() + seconds
         while True:
             left = until - time.monotonic()
@@ -141,7 +142,7 @@ class Shared:
                 return buffer.memory, buffer.about, read
 
     def close(self) -> None:
-        """Hand it back. Where this process was the one that reads, another takes its place. Idempotent."""
+        """Give the buffer back. If this process was the reader, another one replaces it. Idempotent."""
         if self._stream is not None:
             self._stream.close()
         if self._server is not None:
@@ -157,7 +158,7 @@ class Shared:
         self._address = m.Address(self._me.node, f"rl-staging-{name}", rank=-1)
 
     def _alive(self) -> None:
-        """Raises `Silent`. An end shows in the connection that there is."""
+        """Raises `Silent` when the reader hangs. When it has ended, its connection shows this."""
         try:
             connect(self._address, self._me, patience=ALIVE_SECONDS).close()
         except ConnectionError as error:
@@ -165,7 +166,7 @@ class Shared:
                 raise
 
     def _find(self, seconds: float) -> None:
-        """Become the one that reads, or connect to it."""
+        """Become the reader, or connect to it."""
         reader = _Reader(self._nbytes, self._fill)
         server = DockServer(reader, self._me)
         with contextlib.suppress(OSError):  # the name is taken
@@ -175,13 +176,13 @@ class Shared:
         try:
             patience = max(min(seconds, ALIVE_SECONDS), LEAST_SECONDS)
             self._stream = connect(self._address, self._me, patience=patience)
-        except ConnectionError as error:  # it has ended since
+        except ConnectionError as error:  # the reader has ended
             if isinstance(error, Silent) or seconds <= 0:
                 raise
             time.sleep(RETRY_SECONDS)
 
     def _asked(self, version: int, seconds: float) -> Got | None:
-        """What the one that reads says; None where there is none any more."""
+        """The reader's answer; None where it has ended."""
         if self._stream is None:
             return None
         try:
@@ -190,7 +191,7 @@ class Shared:
             answer, _ = ask(self._stream, self._address, message, patience=patience, alive=self._alive)
         except (TimeoutError, ConnectionError) as error:
             self._stream.close()
-            self._stream, self._maps = None, Maps()  # the memory of one that is gone goes with the last who maps it
+            self._stream, self._maps = None, Maps()  # memory of an ended reader is freed with its last mapping
             if isinstance(error, (TimeoutError, Silent)) or seconds <= 0:
                 raise
             return None

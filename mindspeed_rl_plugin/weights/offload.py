@@ -1,11 +1,12 @@
 """Offload: training state leaves the device and returns, by resizing storages, so that every view stays valid.
 
 Megatron keeps many views of the same memory: parameters, buckets, gradients, shards of main parameters. Moving tensors
-would break them. A storage that is resized to zero bytes gives its memory back, and when it is resized again all its
-views see the restored bytes.
+would break them. A storage that is resized to zero bytes frees its memory. When it is resized again, all its views see
+the restored bytes.
 
-Copies overlap other work (`Device.copier`): `start_offload` and `start_onload` only begin them. Until `finish_offload`
-what leaves may be read but not written; until `wait` what returns may not be touched at all.
+Copies overlap other work (`Device.copier`): `start_offload` and `start_onload` only begin them. Between `start_offload`
+and `finish_offload` the state may be read but not written. Between `start_onload` and `wait` it may be neither read nor
+written.
 """
 
 from __future__ import annotations
@@ -41,16 +42,17 @@ class _Saved:
     digests: Tensor | None  # of its bytes; None: not verified
 
 
-_Underway = tuple[list[_Saved], Copying]  # the storages of a category on their way, and the copies that carry them
+_Underway = tuple[list[_Saved], Copying]  # storages of a category, and the copies of them that run
 
 
 class TrainState:
-    """Everything a training rank keeps on its device, by CATEGORIES.
+    """The state that a training rank keeps on its device, by CATEGORIES. Memory on the host is kept for the next time.
 
-    params: parameters, buffers and Megatron's parameter buffers; optimizer: main parameters and moments that do not
-    share memory with params; grads: freed without a copy, they come back as zeros. Host memory is kept for the next
-    time. budget: of the machine, asked before any memory is taken; then `start_offload` is collective over the
-    machine's ranks. verify: compare what returns with what left, bit by bit.
+    params: parameters, buffers and Megatron's parameter buffers.
+    optimizer: main parameters and moments that do not share memory with params.
+    grads: freed without a copy; they come back as zeros.
+    budget: host memory of the machine; with it `start_offload` is collective over the machine's ranks.
+    verify: compare the restored bytes with the offloaded ones, bit by bit.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class TrainState:
 
     @property
     def off_device(self) -> frozenset[str]:
-        """Categories that may not be touched: away, or on their way back."""
+        """Categories that may not be used: offloaded, or not restored completely."""
         return frozenset(self._offloaded) | frozenset(self._onloading)
 
     def offload(self, what: Iterable[str] = CATEGORIES) -> int:
@@ -83,11 +85,10 @@ class TrainState:
 
     @torch.no_grad()
     def start_offload(self, what: Iterable[str] = CATEGORIES) -> None:
-        """Begin to copy categories to the host, but for those that have begun to leave. Where they are not to leave
-        after all, `start_onload` keeps them.
+        """Begin to copy categories to the host, except those whose copy has begun already. `start_onload` cancels this.
 
-        None of them may be out already. Raises MemoryError where the host has no memory for the copies; the training
-        state is then as it was.
+        None of them may be offloaded already. Raises MemoryError where the host has no memory for the copies; then
+        nothing has changed.
         """
         names = _ordered(set(what) - set(self._offloading))
         assert not {*names} & {*self._offloaded}, f"of {names} some are offloaded already"
@@ -123,16 +124,17 @@ class TrainState:
         return total
 
     def onload(self, what: Iterable[str] | None = None) -> int:
-        """Bring categories back and wait for them (None: all that are out). Returns the bytes that were away."""
+        """Restore categories (None: all that are offloaded) and wait for them. Returns their bytes."""
         total = self.start_onload(what)
         self.wait(what)
         return total
 
     @torch.no_grad()
     def start_onload(self, what: Iterable[str] | None = None) -> int:
-        """Begin to bring categories back (None: all that are away), parameters first. Returns their bytes.
+        """Begin to restore categories (None: all that are offloaded), parameters first. Returns the bytes that are
+        copied.
 
-        What only began to leave stays. All of them must be out.
+        All of them must be offloaded, or their offload must have begun; in the latter case it is cancelled.
         """
         away, total = {*self._offloaded, *self._offloading}, 0
         names = _ordered(away if what is None else what)
@@ -151,9 +153,9 @@ class TrainState:
         return total
 
     def wait(self, what: Iterable[str] | None = None) -> None:
-        """Later work finds what was started back (None: all of it) on the device.
+        """Let later work wait until categories (None: all that `start_onload` began) are restored.
 
-        Raises WeightMismatch, naming tensors, rank and range, where `verify` finds that it is not what left.
+        Raises WeightMismatch, naming tensors, rank and range, where `verify` finds other bytes than were offloaded.
         """
         for name in _ordered(self._onloading if what is None else what):
             if name in self._onloading:
@@ -164,7 +166,7 @@ class TrainState:
                         self._compare(name, part)
 
     def discard(self) -> None:
-        """Free the device memory of everything without a copy, at the end of a run: nothing of it comes back."""
+        """Free the device memory of all state without a copy, at the end of a run."""
         for _, copies in (*self._offloading.values(), *self._onloading.values()):
             copies.synchronize()
         self._offloading, self._onloading = {}, {}
@@ -215,19 +217,19 @@ def _from_host(parts: Sequence[_Saved]) -> None:
 
 
 def _release(storage: torch.UntypedStorage) -> None:
-    """Give a storage's memory back; its views stay."""
+    """Free a storage's memory; its views stay valid."""
     storage.resize_(0)
 
 
 def _revive(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Give a storage its memory again; what it holds is undefined until the copies have been waited for."""
+    """Allocate a storage's memory again; its contents are undefined until its copy has ended."""
     storage.resize_(nbytes)
 
 
 @contextlib.contextmanager
 def gathered(model_chunks: Sequence[Module]) -> Iterator[None]:
-    """Inside, all parameters of the chunks are complete: to export, offload or score them. Collective over data
-    parallel ranks.
+    """Within the context all parameters of the chunks are complete, to export, offload or score them. Collective over
+    data parallel ranks.
 
     Megatron's distributed optimizer with --overlap-param-gather leaves parameters stale until the next forward pass
     gathers them in a pre-hook. Here the hooks are removed, which gathers at once, and restored at the end. In the first
@@ -248,7 +250,7 @@ def gathered(model_chunks: Sequence[Module]) -> Iterator[None]:
 
 
 def _ordered(what: Iterable[str]) -> list[str]:
-    """Names in the order of CATEGORIES: parameters come back before what the next stages do not need."""
+    """Names in the order of CATEGORIES: parameters are restored first, since the next stages need them first."""
     asked = set(what)
     assert asked <= {*CATEGORIES}, f"unknown categories: {asked}"
     return [name for name in CATEGORIES if name in asked]

@@ -28,9 +28,8 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def distinct(tensors: Iterable[Tensor]) -> Storages:
-    """The distinct storages that are not empty; for an alias its owner.
-
-    By identity: an address says nothing once memory is freed.
+    """The distinct storages that are not empty; for an alias, its owner's. They are compared by identity, since freed
+    memory has no address.
     """
     out, owners = Storages(), places()
     for tensor in tensors:
@@ -71,7 +70,7 @@ def gradients(chunks: Sequence[Module]) -> Iterator[Tensor]:
 
 
 def drop_grads(chunks: Sequence[Module], optimizer: Any) -> None:
-    """Drop every `.grad`: Megatron sets it again in each step, and one outside its buffers owns memory until then."""
+    """Drop every `.grad`. Megatron sets it again in each step; until then one outside its buffers would own memory."""
     for chunk in chunks:
         for param in chunk.parameters():
             param.grad = None
@@ -99,7 +98,7 @@ def _parts(optimizer: Any) -> Iterator[Any]:
 
 
 def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> NamedTensors:
-    """Main parameters, what --reuse-fp32-param keeps of them besides the weights, and moments.
+    """Main parameters, the part of them that --reuse-fp32-param stores outside of the weights, and moments.
 
     Parameters of an optimizer are shards without a name: they have numbers.
     """
@@ -125,7 +124,7 @@ def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> NamedTensors:
 
 
 def names_within(named: NamedTensors, storage: torch.UntypedStorage, low: int, high: int) -> list[str]:
-    """Those of the tensors that have bytes in `[low, high)` of a storage, the smallest first."""
+    """Names of the tensors that have bytes in `[low, high)` of a storage, the smallest tensor first."""
     spans, owners = [], places()
     for name, t in named:
         mine = t.untyped_storage()
@@ -137,11 +136,10 @@ def names_within(named: NamedTensors, storage: torch.UntypedStorage, low: int, h
 
 
 def keep_wide(chunks: Iterable[Module]) -> None:
-    """Replace every router's expert bias by the tensor that it will be, float32 whatever the dtype of the model, so
-    that it can be captured and offloaded.
+    """Make every router's expert bias float32 now, as Megatron does later, so that the final tensor is offloaded.
 
-    Megatron casts it with the model and replaces it by a float32 one in the first forward pass (core 0.12), or while it
-    builds the model (later cores).
+    Megatron casts the bias with the model. It replaces it by a float32 tensor in the first forward pass (core 0.12), or
+    while it builds the model (later cores).
     """
     for chunk in chunks:
         for module in chunk.modules():

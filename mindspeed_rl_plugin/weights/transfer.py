@@ -1,7 +1,8 @@
-"""Executing a plan in the mode `stream`: local copies, then buckets of messages, straight into the engine's parameters.
+"""Carries out a plan in the mode `stream`: local copies, then buckets of messages, straight into the engine's
+parameters.
 
-Works on gloo, nccl and hccl alike: only batched point-to-point messages, at most one each way between two ranks in a
-bucket. Two buckets are in flight, so that packing one overlaps the other's transfer.
+Works with gloo, nccl and hccl, since it only uses batched point-to-point messages: in each bucket at most one from one
+rank to another. Two buckets are in flight, so that packing one overlaps the other's transfer.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ def stream(
 ) -> None:
     """Carry out this rank's share of the plan. Collective over all ranks that the plan names.
 
-    source, destination: stored parameters of this rank by name, either may be empty; dtype: what travels, of the plan's
-    itemsize (values are converted before they are sent, and on arrival where the engine's differs). Temporary memory:
-    four buffers of at most half of the plan's `bucket_bytes`. Raises what `MessageBatch.wait` does.
+    source, destination: stored parameters of this rank by name; either may be empty.
+    dtype: of the messages, with the plan's itemsize. Values are converted to it before they are sent, and from it on
+    arrival.
+    Temporary memory: four buffers of at most half of the plan's `bucket_bytes`. Raises what `MessageBatch.wait` does.
     """
     rank = channel.rank
     copy_pieces((copy for copy in plan.copies if copy.rank == rank), source, destination)
@@ -47,7 +49,8 @@ def copy_pieces(copies: Iterable[Copy], source: Mapping[str, Tensor], destinatio
 
 
 def in_turn(buckets: Iterable[list[Move]], start: Callable[[list[Move]], Callable[[], None]]) -> None:
-    """Start every bucket, and finish it once the next one has started; start: returns what finishes a bucket."""
+    """Start every bucket, and finish it once the next one has started. start: returns the function that finishes a
+    bucket."""
     finish = None
     for moves in buckets:
         before, finish = finish, start(moves)
@@ -58,7 +61,7 @@ def in_turn(buckets: Iterable[list[Move]], start: Callable[[list[Move]], Callabl
 
 
 class _Buffers:
-    """One send and one receive buffer, used by every other bucket of a rank."""
+    """One send and one receive buffer, for every second bucket of a rank."""
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class _Buffers:
 def _slots(
     buffer: Tensor, pieces: Sequence[tuple[int, int, Tensor]], tag: int
 ) -> tuple[list[tuple[Tensor, Tensor]], list[TensorMessage]]:
-    """Every view of `(peer, bytes, view)` with its place in the buffer, and the messages: one per peer."""
+    """Each view with its slot in the buffer, and the messages, one per peer. pieces: (peer, bytes, view)."""
     slots, messages, at = [], [], 0
     for peer, theirs in groupby(sorted(pieces, key=itemgetter(0)), key=itemgetter(0)):
         begin = at
@@ -115,7 +118,7 @@ def _slots(
 
 
 def _pack(values: Tensor, slot: Tensor) -> None:
-    """Write values into a flat slot of a message. A wide tensor goes as the bits of its float32 numbers."""
+    """Write values into a flat slot of a message. A wide tensor is sent as the bits of its float32 values."""
     if slot.numel() == values.numel():
         slot.view(values.shape).copy_(values)
     else:
@@ -123,7 +126,7 @@ def _pack(values: Tensor, slot: Tensor) -> None:
 
 
 def _unpack(slot: Tensor, values: Tensor) -> None:
-    """The inverse of `_pack`. The copy of a wide slot starts where float32 numbers may."""
+    """The inverse of `_pack`. A wide slot is cloned, since float32 values need an aligned address."""
     if slot.numel() == values.numel():
         values.copy_(slot.view(values.shape))
     else:

@@ -1,6 +1,6 @@
-"""A worker process as it sees itself: how it hears of its parent's end, takes calls, and reports what was raised.
+"""The worker's side of a worker process: it receives calls, reports errors, and ends when its parent ends.
 
-Imports the standard library only: a worker may run in an interpreter of the user's choice.
+Imports only the standard library: a worker may run in another interpreter, which the user chose.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ValueOrError = tuple[Any, "str | None"]  # a value, or what was raised
 
 
 class Parent:
-    """The process that started this one. connection, lifeline: file descriptors, as `process.Worker` passes them; None:
-    someone else sees to its end (`keeper`)."""
+    """The process that started this one. connection, lifeline: file descriptors, as `process.Worker` passes them;
+    lifeline None: `keeper` ends this process."""
 
     def __init__(self, connection: int, lifeline: int | None) -> None:
         if lifeline is not None:
@@ -34,19 +34,19 @@ class Parent:
         self._connection, self._pid = Connection(connection), os.getpid()
 
     def receive(self) -> Any:
-        """The next message. Ends this process where the parent has closed its end."""
+        """The next message. Ends this process when the parent has closed the connection."""
         try:
             return self._connection.recv()
-        except (EOFError, ConnectionResetError):  # the latter where it left answers unread
+        except (EOFError, ConnectionResetError):  # the latter when the parent has not read all answers
             sys.exit()
 
     def fileno(self) -> int:
-        """Readable when a message is there, or the parent has closed its end."""
+        """Readable when a message has arrived, or the parent has closed the connection."""
         return self._connection.fileno()
 
     def load(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a call gives that loads something of the user's. Where it raises, the first message is answered with
-        `what`, which comes before the reason, and this process ends."""
+        """The value of a function that loads a user's code. If it raises, the answer to the first message is `what` and
+        the reason, and this process ends."""
         value, error = outcome(function, *arguments)
         if error is not None:
             self.send((None, what + why_not_loaded(error)))
@@ -54,15 +54,15 @@ class Parent:
         return value
 
     def send(self, answer: Any) -> None:
-        """As JSON, which the parent reads without running anything; half a surrogate pair becomes "?". A process that
-        a user's code forked, and let go on, ends here."""
+        """Send an answer as JSON, so that the parent need not unpickle it; half a surrogate pair becomes "?". A child
+        that a user's code forked must not answer: it ends here."""
         if os.getpid() != self._pid:
             os._exit(1)
         self._connection.send_bytes(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
 
 
 def outcome(function: Callable[..., Any], *arguments: Any) -> ValueOrError:
-    """The value of a call of a user's code, or what it raised."""
+    """The value of a call of a user's code, or a text about its error."""
     try:
         return function(*arguments), None
     except BaseException as error:  # noqa: BLE001 - whatever user code raises is reported to the parent
@@ -70,7 +70,7 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> ValueOrError:
 
 
 def describe(error: BaseException) -> str:
-    """What a user's code raised, and the innermost frames from where this package called it."""
+    """A text about an error of a user's code: its message, and the innermost frames of that code."""
     if isinstance(error, asyncio.TimeoutError):
         return "ran out of time"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "<frozen importlib" not in f.filename]
@@ -83,21 +83,21 @@ def describe(error: BaseException) -> str:
 
 
 def why_not_loaded(error: str) -> str:
-    """An outcome's error for a message that says what cannot be loaded."""
+    """The error of `outcome` as the end of a message "X cannot be loaded: ..."."""
     if "\n" in error:
         return f"it {error}"
-    return f"it {error}".removeprefix("it raised ValueError: ")  # raised here, not on a line of the user's or a library
+    return f"it {error}".removeprefix("it raised ValueError: ")  # raised by this package itself
 
 
 def _die_with_parent(lifeline: int) -> None:
-    """End this process group when the parent's end of the pipe closes, whatever a user's code is doing then.
+    """End this process group when the parent closes its end of the pipe, even while a user's code runs.
 
-    The kernel sends SIGIO, whose default action is to terminate; a watching thread would need the GIL, which code in
-    C may hold for ever.
+    The kernel sends SIGIO, whose default action terminates the process. A thread that watches would need the GIL, which
+    C code may hold for ever.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
-    if poll.poll(0):  # it closed before the line above
+    if poll.poll(0):  # it was closed before the lines above took effect
         sys.exit(1)

@@ -10,19 +10,19 @@ from typing import Any
 
 @dataclass
 class Admission:
-    """Bounds the lag of every trained token to `staleness` publications, without throwing anything away for its age.
+    """Bounds the lag of every trained token to `staleness` publications; no sample is discarded for its age.
 
-    Groups are consumed in the order in which they were admitted, less those that selection drops. A group that is
-    admitted when publication p is the newest is at place n < (p + k + 1) x rollout of that order, so it is trained with
-    rollout p + k at latest, right before publication p + k + 1; and no weights older than publication p may sample it.
-    Publications count from 0, the weights before the first update; publication p is what rollout p starts from.
+    Publication p is the weights that rollout p starts from; publication 0 is the weights before the first update.
+    Groups are trained in the order of their admission, without those that selection drops. A group that is admitted
+    when publication p is the newest has place n < (p + k + 1) x rollout in that order. So it is trained with rollout p
+    + k at latest, right before publication p + k + 1. No weights older than publication p may sample it.
 
     rollout: groups of a rollout.
     staleness: k.
     rollouts: of the whole run.
     published: number of the newest publication, -1 before the first.
     admitted, dropped: groups so far.
-    versions: number -> weight version of publications that rows in use may carry.
+    versions: number of a publication -> its weight version, for publications that sampled rows in use.
     """
 
     rollout: int
@@ -45,11 +45,12 @@ class Admission:
         return min(self.allowed, self.rollout)
 
     def next_number(self, version: int) -> int:
-        """Number of the first publication after a start: that of the last one where the weights are still those."""
+        """Number of the first publication after a start: the last one again, where the weights are the same."""
         return self.published + (self.versions.get(self.published) != version)
 
     def begin(self, number: int, deferred: int) -> None:
-        """Nothing is admitted but the rollouts before publication `number`, and groups that selection deferred."""
+        """Set the counts as if only the rollouts before publication `number`, and the deferred groups, had been
+        admitted."""
         self.admitted, self.dropped = number * self.rollout + deferred, 0
 
     def publish(self, version: int, number: int) -> None:
@@ -63,7 +64,7 @@ class Admission:
         self.versions = kept | {number: 0 if first else version}
 
     def lag(self, version: int) -> int:
-        """Publications after the one that has `version`."""
+        """Number of publications after the one with `version`."""
         numbers = sorted(self.versions)
         at = bisect_right([self.versions[n] for n in numbers], version)
         return self.published - numbers[at - 1] if at else self.published - numbers[0] + 1

@@ -1,8 +1,8 @@
 """The asynchronous schedule: other ranks generate the next rollouts while these train.
 
-Rollouts are admitted ahead of training as far as `Admission` allows, and consumed in the order of admission. Rows come
-from engines that this job's ranks never wait for in a collective: they take prompts from the dock and write responses
-into it. Everything behind generation is as in the other schedules.
+Rollouts are admitted ahead of training as far as `Admission` allows, and trained in the order of admission. Engines
+take prompts from the dock and write responses into it; trainers never wait for them in a collective. All stages after
+generation are as in the other schedules.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from mindspeed_rl_plugin.stages.groups import GroupStats
 from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.stage import Stages
 
-RAISE_SECONDS = 3.0  # for the main thread to raise what ended the grader's
+RAISE_SECONDS = 3.0  # that the main thread has to raise the error of the grader's thread
 
 
 class AsyncSchedule(RolloutSchedule):
-    """One rollout after the other is trained on while engines sample those that follow.
+    """Trains on one rollout after the other while engines sample the next ones.
 
-    service: what processes outside of the job ask and tell.
+    service: answers processes outside of the job.
     publications: of the weights.
-    evaluate: asks for evaluations, whose prompts may be none.
+    evaluate: starts evaluations; it may have no prompts.
     strict: whether each rollout must be sampled by the newest version at its admission.
-    whole: whether a checkpoint waits until all that is admitted is graded.
+    whole: whether a checkpoint waits until all admitted rows are graded.
     external_engines: on the leader.
-    offers: prompts that come before the data's, those of the leader.
+    offers: prompts of other programs, which come before those of the data; on the leader.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class AsyncSchedule(RolloutSchedule):
         self._starved = 0.0  # seconds since then without rows to train on
 
     def collect(self, done: int) -> Rollout:
-        """A rollout that is ready to train on. The first one publishes weights, and so admits."""
+        """A rollout that is ready to train on. Before the first one, publishes weights, so that prompts are
+        admitted."""
         if not self.publications.versions:
             self._publish(done, self.admission.next_number(done))
         self.evaluations.log_graded()
@@ -91,25 +92,25 @@ class AsyncSchedule(RolloutSchedule):
         return self._prepare(done, None, sampling | self._lags(self.admission.lag, self.admission.staleness))
 
     def used_up(self, done: int, last: bool) -> None:
-        """After the last step of a rollout: the weights go out, unless nobody will need them."""
+        """After the last step of a rollout: publish the weights, unless no engine will need them."""
         if not last or self.job.due(done):
             self._publish(done, self.admission.published + 1)
         if last:
             self._finish_evaluation()
 
     def evaluate(self, done: int) -> None:
-        """An evaluation while no rollout is due waits for the next publication; after the last step of the run, which
-        may be in the middle of a rollout, there is none, so these weights go out under the number of the last one."""
+        """An evaluation in the middle of a rollout waits for the next publication. After the last step of the run none
+        follows: then these weights are published under the number of the last publication."""
         self.evaluations.postpone(done)
         if self.evaluations.overdue and done == self.job.plan.sizes.train_iters:
             self._publish(done, self.admission.published)
             self._finish_evaluation()
 
     def settle(self) -> None:
-        """A checkpoint follows. An evaluation that is under way goes on, and a resume begins another. Where the
-        checkpoint is to be whole, that ends first, and all that is admitted is sampled and graded; under a strict order
-        there would be no weights after a resume to sample the rest with. What a resume in the middle of a rollout finds
-        not sampled stays so until that is used up, when engines get weights. Raises BrokenWeights."""
+        """A checkpoint follows. A running evaluation continues, and a resume begins another one. If the checkpoint is
+        to be complete, the evaluation ends first, and all admitted rows are sampled and graded: under a strict order a
+        resume has no weights for them. After a resume in the middle of a rollout, rows are sampled once that rollout is
+        trained and engines get weights. Raises BrokenWeights."""
         self._settled = self.job.monitor.clock.iteration
         self.publications.trainer.refuse_broken()
         if self.whole:
@@ -118,13 +119,13 @@ class AsyncSchedule(RolloutSchedule):
                 self._wait.until_graded(self.job.plan.ids(of_epoch(epoch, groups)))
 
     def state(self) -> dict[str, Any]:
-        """The counts of admission, and prompts that were offered and not admitted."""
+        """The counts of admission, and offered prompts that are not admitted yet."""
         overdue = self.evaluations.overdue or bool(self.evaluations.versions)
         admission = {**self.admission.state(), "strict": self.strict, "overdue": overdue}
         return {"admission": admission, "offers": self.offers.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take the counts over; a run that was synchronous before has none."""
+        """Restore the counts; a checkpoint of a synchronous run has none."""
         if "admission" in state:
             self.admission.load(state["admission"])
             self.evaluations.overdue = state["admission"]["overdue"]
@@ -132,7 +133,7 @@ class AsyncSchedule(RolloutSchedule):
             on_rank_0(lambda: self.offers.load(state["offers"]))
 
     def stop(self) -> None:
-        """End the thread that grades; nobody can join any more."""
+        """End the thread that grades. No engine can join from now on."""
         self._closing.set()
         self._log_spans()
         self.grader.stop()
@@ -140,19 +141,19 @@ class AsyncSchedule(RolloutSchedule):
             self.external_engines.close()
 
     def close(self) -> None:
-        """Engines of the launcher that are still on their way hear that they are too late."""
+        """Tell engines of the launcher that have not joined yet that the job has ended."""
         if self.external_engines is not None:
             self.external_engines.ended()
 
     # the parts of `collect`
 
     def _publish(self, done: int, number: int) -> None:
-        """Weights of `done` steps are publication `number`, an evaluation of them begins where one is due, and prompts
-        are admitted for engines that get them."""
+        """Publish the weights of `done` steps as publication `number`, begin an evaluation where one is due, and admit
+        prompts for engines that get these weights."""
         job, sizes = self.job, self.job.plan.sizes
         if not self.publications.versions:
             self.grader.start()
-            if not job.plan.queue:  # sizes may have changed since a former start
+            if not job.plan.queue:  # sizes may differ from those of an earlier start
                 self.admission.begin(number, len(job.plan.deferred))
         if not self.publications.outlast_next(self.evaluations.versions):
             self._finish_evaluation()
@@ -194,11 +195,11 @@ class AsyncSchedule(RolloutSchedule):
         with self._starving():
             self.evaluations.finish()
 
-    # what it tells of itself, and how it ends
+    # metrics, and how it ends
 
     @contextmanager
     def _starving(self) -> Iterator[None]:
-        """For what is done inside: there is nothing to train on meanwhile."""
+        """Within the context, time counts as time without rows to train on."""
         began = time.monotonic()
         yield
         self._starved += time.monotonic() - began
@@ -210,26 +211,27 @@ class AsyncSchedule(RolloutSchedule):
         return starved / max(self._collected - before, 1e-9)
 
     def _log_spans(self) -> None:
-        """What engines apart did, into the run's files."""
+        """Write what engines in other processes did into the run's files."""
         for name, what, start, end in self.service.take_spans():
             self.job.monitor.log_apart(name, what, start, end)
 
     def _look_at_engines(self) -> None:
-        """Who generates; raises where there will be no engines any more."""
+        """Log which engines generate. Raises where no engine can join any more."""
         if self.external_engines is not None:
             self.external_engines.check()
         self._engines.look()
 
     def _who_generates(self) -> str:
-        """For an error."""
+        """Which engines generate, for an error."""
         return self._engines.text() + (self.external_engines.text() if self.external_engines is not None else "")
 
     def _end(self, error: BaseException) -> None:
-        """In the grader's thread: the main one may wait for other ranks, which wait for these grades."""
+        """End this process after an error in the grader's thread: the main thread may wait for other ranks, which wait
+        for these grades."""
         end, clock = time.monotonic() + self.job.ranks.deadline, self.job.monitor.clock
         while not (closing := self._closing.wait(RAISE_SECONDS)) and self._settled == clock.iteration:
             if time.monotonic() > end:
-                break  # else a checkpoint that is being written comes to its end
+                break  # before that, a checkpoint that is being written may be completed
         if not closing:
             last_words(f"rank {self.job.topology.rank} stops: {type(error).__name__}: {error}")
             flush_output()

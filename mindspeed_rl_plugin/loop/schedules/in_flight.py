@@ -1,4 +1,4 @@
-"""Which groups are in flight over rollouts, when enough of them are finished, and how old they are. Pure, the same on
+"""Which groups are in flight, when enough of them are finished for a rollout, and how old they are. Pure, the same on
 every rank."""
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from mindspeed_rl_plugin.rows import Group, SampleId
 
 @dataclass
 class InFlight:
-    """Bounds the age of what a rollout trains to `staleness` rollouts: generation goes on until that is certain.
+    """Bounds the age of trained groups to `staleness` rollouts: generation continues until this is certain.
 
     Rollout number r trains `prompts` groups, the oldest that are finished. A group that began in rollout s is trained
-    in rollout s + staleness at latest. So after rollout r no more than d x prompts groups may be left that must be
-    trained by rollout r + d, for each d below `staleness`; for d = staleness that holds because at most `most` groups,
-    which is at most (staleness + 1) x prompts, are in flight at once. With staleness 0 what is not finished in time
-    is not to go on, so nothing is waited for.
+    in rollout s + staleness at latest. So after rollout r at most d x prompts of the remaining groups may be due by
+    rollout r + d, for each d below `staleness`. For d = staleness this always holds: at most `most` groups are in
+    flight, and `most` is at most (staleness + 1) x prompts. With staleness 0 unfinished groups are not continued, so
+    none is waited for.
 
     prompts: groups of a rollout.
     members: rows of a group.
     most: groups that are in flight at once.
     rollout: number of the one that is collected.
-    versions: weights of the newest rollouts, as many as a token may have seen.
+    versions: weights of the newest rollouts, as many as may have sampled a token.
     started: rollout in which each group began, of those that are not trained or dropped.
-    unfinished: the members that are not finished, of each group that `take` has not returned.
-    engine_of: engine that samples each row that is not finished.
+    unfinished: for each group that `take` has not returned, the members that are not finished.
+    engine_of: row that is not finished -> the engine that samples it.
     """
 
     prompts: int
@@ -46,13 +46,13 @@ class InFlight:
         self.versions = [*self.versions, version][-(self.staleness + 1) :]
 
     def wanted(self, rollouts: int | None) -> int:
-        """Groups to start now; rollouts: how many are left of the run, this one included, None where what is left over
-        at its end is no harm."""
+        """Number of groups to start now. rollouts: of the rest of the run, this one included; None: groups may be
+        unfinished at the end of the run."""
         most = self.most if rollouts is None else min(self.most, rollouts * self.prompts)
         return max(most - len(self.started), 0)
 
     def start(self, groups: Sequence[Group], engines: int) -> None:
-        """New groups. Engines get equally many rows, with those that they have."""
+        """Start new groups. Rows are dealt so that each engine has the same number of rows in all."""
         for group in groups:
             self.started[group], self.unfinished[group] = self.rollout, set(range(self.members))
         held = [0] * engines
@@ -62,7 +62,7 @@ class InFlight:
         self.engine_of |= dict(zip(rows, level(held, len(rows)), strict=True))
 
     def rows_of(self, engine: int) -> list[SampleId]:
-        """Rows that an engine goes on with, the oldest first."""
+        """Unfinished rows of an engine, the oldest first."""
         return sorted(row for row, its in self.engine_of.items() if its == engine)
 
     def finish(self, rows: Iterable[SampleId]) -> None:
@@ -72,14 +72,14 @@ class InFlight:
             self.unfinished[row[:2]].remove(row.member)
 
     def enough(self) -> bool:
-        """Whether the rollout can be trained, and those after it without anything that is too old."""
+        """Whether the rollout can be trained now so that no later rollout has groups that are too old."""
         if not self.engine_of:
             return True
         finished = [group for group in self.started if not self.unfinished.get(group)]
         return len(finished) >= self.prompts and all(self._late(d) <= d * self.prompts for d in range(self.staleness))
 
     def take(self, most: int | None) -> tuple[Group, ...]:
-        """The oldest groups that are finished, so many or all."""
+        """The oldest finished groups, at most so many."""
         groups = sorted(group for group, left in self.unfinished.items() if not left)[:most]
         for group in groups:
             del self.unfinished[group]
@@ -93,11 +93,11 @@ class InFlight:
                 del self.engine_of[SampleId(*group, member)]
 
     def lag(self, version: int) -> int:
-        """Rollouts that began with newer weights than `version`; past the bound it is one more than that."""
+        """Number of rollouts that began with newer weights than `version`; above the bound: bound + 1."""
         return sum(newer > version for newer in self.versions)
 
     def _late(self, later: int) -> int:
-        """Groups that would be left after this rollout, of those that must be trained so many rollouts later."""
+        """Groups that must be trained by so many rollouts later and would remain after this one."""
         due = [group for group, begun in self.started.items() if begun + self.staleness <= self.rollout + later]
         finished = sum(not self.unfinished.get(group) for group in due)
         return len(due) - min(finished, self.prompts)
@@ -116,8 +116,8 @@ class InFlight:
         }
 
     def load(self, state: Mapping[str, Any], deferred: Collection[Group], engines: int) -> None:
-        """Take `state` over. deferred: groups that are finished and taken, but not trained. Rows stay with their
-        engines, or are dealt anew where one of these is no more."""
+        """Take `state` over. deferred: groups that `take` has returned, but that are not trained. Rows keep their
+        engines; they are dealt again if one of these does not exist any more."""
         self.rollout, self.versions = state["rollout"], list(state["versions"])[-(self.staleness + 1) :]
         self.unfinished = {(epoch, group): set(left) for epoch, group, *left in state["left"]}
         started = {(epoch, group): begun for epoch, group, begun in state["started"]}
@@ -128,8 +128,8 @@ class InFlight:
 
 
 def level(held: Sequence[int], items: int) -> list[int]:
-    """Part that each item goes to, so that parts, which hold some already, become as equal as may be; neighbours stay
-    together."""
+    """The part of each item, so that the sizes of parts become as equal as possible. held: present sizes. Neighbours
+    stay together."""
     more, lowest = [0] * len(held), min(held)
     while (left := items - sum(more)) > 0:
         for part, count in enumerate(held):

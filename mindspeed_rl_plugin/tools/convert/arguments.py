@@ -1,4 +1,4 @@
-"""Megatron's arguments for a Hugging Face config: what an imported checkpoint says of itself, and its flags."""
+"""Megatron's arguments for a Hugging Face config: those that an imported checkpoint stores, and its flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.engine.hf_config import normalized
 from mindspeed_rl_plugin.layout.families import GROUP_LIMITED
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 
-# What a run has without a flag, or from others; and attributes whose flag is spelt otherwise.
+# Attributes without a flag of their own, and attributes whose flag has another name.
 _NO_FLAG = ("add_position_embedding", "world_size", "padded_vocab_size", "hf_tokens")
 _OTHER_NAME = {
     "add_bias_linear": "disable_bias_linear",
@@ -20,8 +20,8 @@ _OTHER_NAME = {
 
 
 def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[str, Any]) -> argparse.Namespace:
-    """Arguments that describe the model and its layout; `ModelShape` and `Parallel` read them back the same. What
-    Megatron's arguments cannot express is lost: `engine.hf_config.compare_configs` finds it."""
+    """Arguments that describe the model and its layout; `ModelShape` and `Parallel` are the inverse. A field that
+    Megatron's arguments cannot express is lost; `engine.hf_config.compare_configs` finds it."""
     c = normalized(config)
     model = dict(
         num_layers=shape.layers + len(parallel.noop),
@@ -47,7 +47,7 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
         rotary_base=int(c["rope_theta"]),
     )
     model |= dict(rotary_percent=c["partial_rotary_factor"]) if shape.table.hf.partial else {}
-    # Llama 3's scaling is the only one that Megatron has besides latent attention's.
+    # Megatron has Llama 3's scaling, and for latent attention another one.
     scaling = None if shape.table.mla else c["rope_scaling"]
     model |= dict(use_rope_scaling=True, rope_scaling_factor=scaling.get("factor", 1.0)) if scaling else {}
     model |= _latent(shape, c) if shape.table.mla else {}
@@ -72,7 +72,7 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
 
 
 def flags(args: argparse.Namespace) -> list[str]:
-    """The command line of a run that loads the checkpoint; sizes of the layout are those that are not 1."""
+    """The command line of a run that loads the checkpoint; it names sizes of the layout that are not 1."""
     out = []
     for name, value in sorted(vars(args).items()):
         value = not value if name == "add_bias_linear" else value
@@ -112,7 +112,7 @@ def _experts(shape: ModelShape, config: Mapping[str, Any], noop: Collection[int]
     if router.scaled:
         out["moe_router_topk_scaling_factor"] = config["routed_scaling_factor"]
     if router.by_best:
-        # A layer of MindSpeed-LLM needs this loss of balance, which RL does not want.
+        # MindSpeed-LLM's layer needs this load-balancing loss; its coefficient is nearly 0, since RL does not want it.
         out |= dict(moe_router_load_balancing_type=GROUP_LIMITED, moe_aux_loss_coeff=1e-9)
     if router.grouped and config["n_group"] > 1:
         out |= dict(moe_router_num_groups=config["n_group"], moe_router_group_topk=config["topk_group"])
@@ -136,6 +136,6 @@ def _latent(shape: ModelShape, config: Mapping[str, Any]) -> dict[str, Any]:
         return out | dict(rope_type="rope", rotary_scaling_factor=1.0)
     if (*turns.values(), original) == (32, 1, 4096):
         return out | dict(rope_type="yarn", rotary_scaling_factor=scaling["factor"]) | growth
-    # Megatron has no flags for other values, MindSpeed-LLM has (Kimi K2).
+    # Only MindSpeed-LLM has flags for other values (Kimi K2).
     own = {"factor": scaling["factor"], "original_max_position_embeddings": original} | growth
     return out | turns | {"rope_scaling_type": "yarn"} | {f"rope_scaling_{name}": value for name, value in own.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-UNFINISHED = ".unfinished"  # in --out: what is not whole, or was not loaded yet
+UNFINISHED = ".unfinished"  # in --out: files that are incomplete, or were not loaded yet
 FLAG_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -24,7 +24,7 @@ def make_parser(name: str, load: str, out: str) -> argparse.ArgumentParser:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people: GB of 1e9, or MB of 1e6 below one."""
+    """Bytes as a text: in GB (1e9), below 1 GB in MB (1e6)."""
     return f"{nbytes / 1e9:.3f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3f} MB"
 
 

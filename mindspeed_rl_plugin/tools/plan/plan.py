@@ -1,4 +1,5 @@
-"""`python -m mindspeed_rl_plugin plan`: what a reshard of weights moves and holds, and host memory, on no machine.
+"""`python -m mindspeed_rl_plugin plan`: computes the traffic and memory of a reshard, and host memory, without a
+device.
 
     python -m mindspeed_rl_plugin plan --model qwen2.5-32b --train tp8,dp2 --generate tp4,dp4
     python -m mindspeed_rl_plugin plan SCRIPT.sh --generate tp2,ep8
@@ -6,7 +7,7 @@
     python -m mindspeed_rl_plugin plan --schedule ...  seconds of an iteration under each schedule (which_schedule.py)
 
 GB are 1e9 bytes, and MB, in which smaller models are printed, 1e6; MiB are 2**20. Activations and the KV cache are not
-counted; gradients and optimizer state leave the device before any reshard.
+counted; gradients and optimizer state are offloaded before any reshard.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> PlannedRun:
-    """What is planned: the script's run, or one of a model and a layout, with what other options say."""
+    """The planned run: that of the script, or of a model and a layout, changed by other options."""
     if options.script and (options.model or options.train or options.world):
         raise ValueError("a script has its own model, layout and world; leave out --model, --train and --world")
     run = read_script(options.script, options.vocab) if options.script else _run_of_model(options)
@@ -146,7 +147,8 @@ def _run_of_model(options: argparse.Namespace) -> PlannedRun:
 
 
 def _engines(options: argparse.Namespace, run: PlannedRun) -> tuple[EngineParallel, int, list[str]]:
-    """One engine, how many (of the option, else the script's, else what a run without flags has), and notes."""
+    """Layout of one engine, number of engines, and notes. The option decides, else the script, else the flags'
+    defaults."""
     text, notes = options.generate or run.generate, []
     if text is None and not options.script:
         raise ValueError("give the engines, for example --generate tp4")
@@ -165,7 +167,7 @@ def _engines(options: argparse.Namespace, run: PlannedRun) -> tuple[EngineParall
 
 @dataclass(frozen=True)
 class _Shown:
-    """The figures as lines; in MB where the whole model is below one GB."""
+    """The figures as lines; in MB where the model is below 1 GB."""
 
     plan: Estimate
 
@@ -216,7 +218,7 @@ class _Shown:
         ]
 
     def conclusion(self) -> str:
-        """Whether it fits a device, by the mode of the reshard that is the default."""
+        """Whether it fits a device, in the default mode of the reshard."""
         f, most = self.plan, self.plan.run.device_bytes
         needs = {"the update": f.update, "the reshard": f.peak("stream"), "generation": f.generate}
         phase = max(needs, key=needs.__getitem__)
@@ -228,7 +230,7 @@ class _Shown:
         return f"{fits}: yes, {left}{only}"
 
     def host(self) -> str:
-        """Host memory of a machine that is full of the fullest ranks."""
+        """Host memory of a machine, if each of its ranks needs as much as the largest one."""
         f, run, held = self.plan, self.plan.run, {}
         held["offloaded training state"] = f.offloaded if f.shared else 0
         if f.parked:

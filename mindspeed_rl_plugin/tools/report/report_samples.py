@@ -1,4 +1,5 @@
-"""Samples of the report: whole groups, spread evenly over the dumped rollouts, long texts cut, episodes by turns."""
+"""Samples of the report: complete groups, spread evenly over the dumped rollouts. Long texts are cut; episodes have
+their turns."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ COLUMNS = (
     "advantage", "response_length", "finish", "version", "logp_rollout", "logp_old", "loss_mask",
     "turn_reward", "conversation",
 )  # fmt: skip
-MESSAGE_SIZE = 64  # characters that a message takes in the page besides its text
+MESSAGE_SIZE = 64  # characters that a message adds to its text in the page
 
 
 def find_dumps(
     run_dir: str | os.PathLike[str], run: dict[str, Any], dump_dir: str | os.PathLike[str] | None
 ) -> tuple[dict[int, Path], list[Path]]:
-    """Iterations before it -> dump, and their folder, or the folders where none is: `dump_dir` where given, else where
-    run.json says, then in or under the run directory. Raises ValueError where the given directory does not exist."""
+    """Iterations before a dump -> its file, and the folder of the dumps; without dumps, all folders that were searched.
+    These are `dump_dir` where given, else the folder in run.json, then dump/ in the run directory, then that directory
+    itself. Raises ValueError where `dump_dir` does not exist."""
     if dump_dir is not None and not Path(dump_dir).is_dir():
         raise ValueError(f"--dump-dir {dump_dir} is not a directory; give the --rl-dump-dir of the run")
     recorded = [Path(run["dump_dir"])] if run.get("dump_dir") else []
@@ -36,11 +38,11 @@ def find_dumps(
 
 
 def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000) -> dict[str, Any]:
-    """Rows for the samples table, at most `limit`, and how many there are in all.
+    """Rows for the samples table, at most `limit`, and the number of all rows.
 
     prompts: distinct prompt texts; rows: [epoch, group, member, index of the prompt, response, answer, reward, parts,
-    advantage, length, finish, version, largest |engine - trainer| log-prob]. The response is a text, of an episode the
-    list of `_turns`, cut at `text_limit` characters. Raises ValueError for a file that is no dump.
+    advantage, length, finish, version, largest |engine - trainer| log-prob]. The response is a text, or the list of
+    `_turns` of an episode, cut at `text_limit` characters. Raises ValueError for a file that is no dump.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -70,8 +72,8 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
 
 
 def _plan(dumps: dict[int, Path], limit: int) -> dict[int, int]:
-    """Iterations before a rollout -> leading rows to take: whole groups, evenly spaced rollouts, the first and the last
-    among them."""
+    """Iterations before a rollout -> number of its first rows to take. Takes complete groups of evenly spaced rollouts,
+    the first and the last among them."""
     import pyarrow.parquet as pq
 
     rollouts = list(dumps)
@@ -109,7 +111,7 @@ def _row(record: dict[str, Any], prompts: dict[str, int], text_limit: int) -> li
 
 
 def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The prompt of an episode, with the environment's first messages, which the data's prompt does not have."""
+    """The prompt of an episode, with the environment's first messages, which the prompt in the data lacks."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -120,9 +122,9 @@ def _turns(
 ) -> list[list[Any]]:
     """Turns of the model and observations, together cut at `text_limit` characters.
 
-    Each is [role or tool, text, sampled tokens, trained ones of them, reward, seconds of the environment]; seconds
-    stand at the first message of a reply, or at the turn where it has none, or at "reset" where that came first. The
-    rewards are those that are trained: 0 where an environment failed.
+    Each is [role or tool, text, sampled tokens, trained ones of them, reward, seconds of the environment]. The seconds
+    are given with the first message of a reply, with the turn where the reply has no message, or with "reset" for the
+    first one. The rewards are those that are trained: 0 where an environment failed.
     """
     rewards, room = iter(record["turn_reward"]), text_limit
     shown = [["reset", "", None, None, None, m["seconds"]] for m in asked[-1:] if "seconds" in m]
@@ -150,5 +152,5 @@ def _clip(text: str, limit: int) -> str:
 
 
 def _short(value: float | None) -> float | None:
-    """None for what is not finite, which JSON has no word for."""
+    """Six digits; None for a number that is not finite, since JSON has none."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
