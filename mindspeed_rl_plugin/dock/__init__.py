@@ -1,4 +1,4 @@
-"""Transfer dock: where the stages of the loop leave rows for each other, exactly once per state."""
+"""Transfer dock: the stages of the loop pass rows to each other through it, exactly once per worker state."""
 
 from mindspeed_rl_plugin.dock.api import (
     ColumnSpec,

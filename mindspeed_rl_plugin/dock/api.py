@@ -1,9 +1,9 @@
-"""What a dock's users declare and get: columns, worker states, leases, how many bytes were moved, and TensorDicts.
+"""The types of a dock's interface: columns, worker states, leases, counts of moved bytes, and TensorDicts.
 
-A dock knows nothing about algorithms: who uses a column declares it, and a worker state is a name with the columns it
-reads and writes. A row is *ready* for a state when all columns that the state reads are committed; each ready row is
-delivered to the state exactly once: `lease`, then `commit` (write back and acknowledge) or `release` (hand back undone,
-to be delivered again). The first commit of a cell wins; repeats change nothing.
+A dock knows nothing about algorithms: its users declare columns and worker states. A worker state is a name with the
+columns that it reads and writes. A row is *ready* for a state when all columns that the state reads are committed; each
+ready row is delivered to the state exactly once: `lease`, then `commit` (write back and acknowledge) or `release` (give
+back, to be delivered again). The first commit of a cell wins; repeats change nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LEVELS = ("token", "sample", "group")
 LISTED_ITEMS = 4  # items of a list in a message
-IDS = "ids"  # their name in a TensorDict
+IDS = "ids"  # name of the ids in a TensorDict
 
 
 class VersionBound(NamedTuple):
@@ -35,7 +35,7 @@ class VersionBound(NamedTuple):
 
     @property
     def pinned(self) -> bool:
-        """Whether no newer weights than `newest` may sample them: of a strict order, or of an evaluation."""
+        """Whether no weights newer than `newest` may sample them, as under a strict order or in an evaluation."""
         return self.newest >= 0
 
     def allows(self, version: int) -> bool:
@@ -47,7 +47,7 @@ ANY_VERSION = VersionBound()
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """One column: what its cells are."""
+    """The declaration of a column."""
 
     name: str
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class ColumnSpec:
     level: str
     ragged: bool  # cells are `[L_i, *trailing]`, packed; otherwise `[*trailing]`
     trailing: tuple[int, ...] = ()
-    longest: int | None = None  # entries of the longest ragged cell, where it is not the longest sample
+    longest: int | None = None  # entries of the longest ragged cell; None: of the longest sample
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -65,7 +65,7 @@ class ColumnSpec:
             raise ValueError(f"column {self.name!r}: a token column has one entry per token; declare it ragged=True")
 
     def describe(self) -> str:
-        """One line that two declarations share only if their cells are interchangeable."""
+        """One line; equal lines mean that the cells of both declarations are interchangeable."""
         form = "ragged" if self.ragged else "dense"
         return f"{self.level} {form} {str(self.dtype).removeprefix('torch.')} {list(self.trailing)}"
 
@@ -92,12 +92,12 @@ class ColumnSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One worker state."""
+    """The declaration of a worker state."""
 
     name: str
     reads: tuple[str, ...]  # columns
     writes: tuple[str, ...]  # columns
-    whole_groups: bool = False  # whether it takes nothing less
+    whole_groups: bool = False  # whether it only takes complete groups
 
 
 @dataclass(frozen=True)
@@ -107,24 +107,24 @@ class Lease:
     token: int  # 0: the empty lease
     state: str
     rows: Rows
-    needs: VersionBound | None = None  # of the rows that are next, where it does not allow the version that asked
+    needs: VersionBound | None = None  # bound of the next rows, where it does not allow the asker's version
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
 class Moved(NamedTuple):
-    """Bytes of cells that a process moved."""
+    """Count of bytes of cells that a process moved."""
 
     way: str  # "read" or "written"
-    state: str  # worker state, "put" for a producer, "read" for a look without a lease
+    state: str  # worker state, "put" for a producer, "read" for a read without a lease
     column: str
-    where: str  # "local" for the memory of this machine's warehouse, "remote" for what travels in messages
+    where: str  # "local": memory of this machine's warehouse, "remote": in messages
     nbytes: int
 
 
 class Gone(ValueError):
-    """A version of published weights has been overwritten. newest: that of the rank that said so."""
+    """A version of published weights was overwritten. newest: version of the rank that reports it."""
 
     def __init__(self, version: int, newest: int) -> None:
         super().__init__(f"version {version} of the weights is gone; the newest is {newest}")
@@ -143,13 +143,13 @@ class Traffic(collections.Counter[tuple[str, str, str, str]]):
             self[way, state, column, where] += nbytes
 
     def take(self) -> list[Moved]:
-        """What was moved since the last call, or since the start."""
+        """Counts since the last call, or since the start."""
         with self._lock:
             return [Moved(*key, nbytes) for key in sorted(self) if (nbytes := self.pop(key))]
 
 
 class Declared:
-    """Columns and states by name, and what is refused of a call that names others."""
+    """Columns and states by name; refuses calls with other names."""
 
     def __init__(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> None:
         self.columns, self.states = {c.name: c for c in columns}, {s.name: s for s in states}
@@ -159,14 +159,14 @@ class Declared:
             refuse(f"state {state.name!r} uses undeclared columns", (*state.reads, *state.writes), self.columns)
 
     def reads(self, state: str, columns: Sequence[str] | None) -> tuple[str, ...]:
-        """What a lease fetches: `columns` of those that the state reads, all of them by default."""
+        """The columns that a lease reads: `columns`, or all that the state reads."""
         refuse("undeclared state", [state], self.states)
         reads = self.states[state].reads
         refuse(f"lease: state {state!r} does not read", columns or (), reads)
         return reads if columns is None else tuple(columns)
 
     def check_writes(self, lease: Lease, rows: Rows | None) -> None:
-        """Raise ValueError where a commit brings columns or rows that are not its lease's."""
+        """Raise ValueError where a commit has columns or rows that its lease does not have."""
         refuse("undeclared state", [lease.state], self.states)
         if rows is None:
             return
@@ -178,7 +178,7 @@ class Declared:
             )
 
     def check_rows(self, call: str, rows: Rows) -> None:
-        """Raise ValueError for columns that are not as declared, and for an id that occurs twice."""
+        """Raise ValueError for columns that differ from their declaration, and for an id that occurs twice."""
         refuse(f"{call}: undeclared columns", rows.columns, self.columns)
         for name, column in rows.columns.items():
             self.columns[name].check(column)
@@ -203,8 +203,8 @@ def to_tensordict(rows: Rows) -> TensorDict:
 
 
 def from_tensordict(td: TensorDict) -> Rows:
-    """Inverse of `to_tensordict`. Raises ValueError where "ids" are no integers `[B, 3]`, and for a column that is no
-    tensor, or a nested one that is not packed."""
+    """Inverse of `to_tensordict`. Raises ValueError where "ids" are not `[B, 3]` integers, and for a column that is no
+    tensor, or a nested tensor that is not packed."""
     if IDS not in (names := sorted(td.keys())):
         raise ValueError(f"the TensorDict has no {IDS!r} of shape [B, 3]; it holds {names}")
     columns: dict[str, Column] = {}
@@ -222,7 +222,7 @@ def from_tensordict(td: TensorDict) -> Rows:
 
 
 def numbers(values: torch.Tensor) -> str:
-    """Of which kind they are: "integers" (booleans, too), "floats" or "others"."""
+    """Kind of the values: "integers" (booleans, too), "floats" or "others"."""
     if values.is_floating_point():
         return "floats"
     return "others" if values.is_complex() else "integers"
@@ -235,13 +235,13 @@ def _pack(value: torch.Tensor) -> Ragged:
 
 
 def refuse(what: str, names: Iterable[str], declared: Iterable[str]) -> None:
-    """Raise ValueError for names that are not declared. what: the text before them."""
+    """Raise ValueError for names that are not declared. what: first words of the message."""
     if foreign := [name for name in names if name not in declared]:
         raise ValueError(f"{what} {foreign}; declared: {listed(declared)}")
 
 
 def listed(items: Iterable[object]) -> str:
-    """The first few items, or rows of an array, and how many there are."""
+    """A text with the first few items, or rows of an array, and their number."""
     items = items if isinstance(items, np.ndarray) else list(items)
     if not len(items):
         return "none"

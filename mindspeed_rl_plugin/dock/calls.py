@@ -1,4 +1,4 @@
-"""What a process keeps towards a dock: connections, mapped segments, known epochs, counted bytes."""
+"""The state of a process that uses a dock: connections, mapped segments, known epochs, counted bytes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.memory import Segments
 from mindspeed_rl_plugin.dock.rpc import REPLY_TIMEOUT, Closed, Lost, Process, Stream, ask, connect
 
-KEPT = 256  # epochs that are remembered, by a process of the job when they are cleared: leases are of later ones
+KEPT = 256  # epochs that are remembered (in a process of the job: cleared ones); leases are of later epochs
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
 
 
 @dataclass
 class Epoch:
-    """One that is open."""
+    """An open epoch."""
 
     shape: m.Shape
-    owner: np.ndarray  # `[groups]` warehouse of each group, -1 where that is not known
+    owner: np.ndarray  # `[groups]` warehouse of each group, -1: unknown
     alive: np.ndarray  # `[groups]` bool, not cleared
 
 
 class Epochs:
-    """Epochs that this process knows. first, last: lowest and highest number ever opened; owners: where groups lie,
-    None where only leases tell."""
+    """The epochs that this process knows. first, last: lowest and highest number ever opened; owners: warehouses of
+    groups, None: known only from leases."""
 
     def __init__(self, owners: Owners | None) -> None:
         self.owners, self.known, self.first, self.last = owners, dict[int, Epoch](), 0, -1
@@ -44,8 +44,8 @@ class Epochs:
         self.first, self.last = min(self.first, number), max(self.last, number)
 
     def learn(self, grant: m.Grant) -> None:
-        """Epochs of a lease, for a process outside of the job, which is not told when they are cleared: it forgets the
-        oldest ones."""
+        """Learn epochs from a lease, in a process outside of the job. Nobody tells it when epochs are cleared, so it
+        forgets the oldest ones."""
         for number, shape in grant.shapes:
             if number not in self.known:
                 self.add(number, shape)
@@ -56,7 +56,7 @@ class Epochs:
             self.known.pop(number, None)
 
     def forget(self, number: int, groups: np.ndarray) -> bool:
-        """Groups of an open epoch are cleared. Whether these were the last."""
+        """Groups of an open epoch are cleared. Returns whether none is left."""
         alive = self.known[number].alive
         alive[groups] = False
         if not alive.any():
@@ -73,12 +73,12 @@ class Epochs:
         return self.known.get(number)
 
     def shape(self, number: int) -> m.Shape:
-        """Of an epoch that is open, or was so a moment ago: another thread may clear it."""
+        """Shape of an epoch that is open, or that another thread has just cleared."""
         return (self.known.get(number) or self._cleared[number]).shape
 
     def owned(self, call: str, ids: np.ndarray, leased: bool = False) -> dict[tuple[int, int], np.ndarray]:
-        """(epoch, warehouse) -> which of `ids` lie there; those of cleared epochs are left out, unless they are leased:
-        the leader, who clears for all, waits for what becomes of them. Raises ValueError for rows that this process,
+        """(epoch, warehouse) -> which of `ids` lie there. Ids of cleared epochs are left out, unless they are leased:
+        the leader, which clears for all ranks, waits for their leases. Raises ValueError for rows that this process,
         outside of the job, has not leased."""
         out = {}
         for number, index in by_value(ids[:, 0]):
@@ -90,7 +90,7 @@ class Epochs:
         return out
 
     def cleared(self, call: str, ids: np.ndarray) -> np.ndarray:
-        """`[B]` bool: whose cells are gone. Raises ValueError for ids that were never opened."""
+        """`[B]` bool: whose cells are freed. Raises ValueError for ids that were never opened."""
         gone = np.ones(len(ids), bool)
         for number, index in by_value(ids[:, 0]):
             epoch, part = self.opened(call, number), ids[index, 1:]
@@ -110,10 +110,14 @@ class Epochs:
 class Calls:
     """Shared by all views of the dock in a process, and by its threads.
 
-    me: this process; core: what it serves itself, which is called directly; warehouse: number of the one whose memory
-    is mapped here; owners: of `Epochs`; lease_seconds: life of a lease, None for as long as the job lives, in a process
-    of it; lost: called where a connection breaks; ended: whether the job has left, in a process outside of it; closed:
-    whether this process has.
+    me: this process.
+    core: called directly for requests that this process serves itself.
+    warehouse: number of the one whose memory is mapped here.
+    owners: of `Epochs`.
+    lease_seconds: how long a lease lasts; None: as long as the job, in a process of it.
+    lost: called when a connection breaks.
+    ended: whether the job has left, in a process outside of it.
+    closed: whether this process has left.
     """
 
     def __init__(
@@ -138,20 +142,20 @@ class Calls:
         self._hearing = threading.Lock()
 
     def query(self, kind: type[m.Query], state: str, *what: Any) -> Any:
-        """Ask the controller of a state, which first knows what this process has caused."""
+        """Ask the controller of a state. Before it answers, it learns of all commits of this process."""
         opened = [(n, e.shape) for n, e in list(self.epochs.known.items()) if self.epochs.owners is not None]
         message = kind(state, opened, dict(self.after), *what)  # other threads write, too
         return self._ask(self.directory.controllers[state], message, None)[0]
 
     def ask_warehouse(self, index: int, message: m.Message, bulk: np.ndarray | None = None) -> Any:
-        """Ask a warehouse; its answer, or of a `Fetch` the bytes. The numbers of its records are remembered."""
+        """Ask a warehouse. Returns its answer, or the bytes of a `Fetch`. Remembers the number of its newest record."""
         answer, got = self._ask(self.directory.warehouses[index], message, bulk)
         if isinstance(answer, (m.Ok, m.Located)):
             self.hear({index: answer.seq})
         return answer if got is None else got
 
     def ask_rank(self, address: m.Address, message: m.Message, seconds: float) -> Any:
-        """Ask the rank at an address, which has so many seconds; its answer, or the bytes that came with it."""
+        """Ask the rank at an address. Returns its answer within so many seconds, or the bytes that came with it."""
         answer, got = self._ask(address, message, None, seconds)
         return answer if got is None else got
 
@@ -203,7 +207,7 @@ class Calls:
 
 
 def by_value(values: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(value, its indices) by rising value."""
+    """(value, its indices), by rising value."""
     if len(values) and (values == values[0]).all():
         return [(int(values[0]), np.arange(len(values)))]
     return [(value, (values == value).nonzero()[0]) for value in np.unique(values).tolist()]

@@ -1,6 +1,6 @@
-"""Cells in and out of the dock: rows to the warehouses that own their groups, columns into the reader's own memory.
+"""Moves cells into and out of the dock: rows to the warehouses that own their groups, columns into the reader's memory.
 
-Cells of this machine are copied through shared memory; those of another one travel with a message, in one piece.
+Cells of this machine are copied through shared memory; cells of another one are sent in one message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.dock.places import ids_array, runs
 from mindspeed_rl_plugin.dock.storage import as_column, layout
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 
-INLINE = 128 << 10  # bytes; a smaller put travels with its message, a larger one is written into lent memory
+INLINE = 128 << 10  # bytes; a smaller put is sent in its message, a larger one is written into lent memory
 NO_ROWS = np.empty(0, np.int64)
 
 Picked = list[tuple[Column, np.ndarray | None]]  # columns, and which of their rows, None for all
@@ -35,9 +35,9 @@ class Writer:
     def write(
         self, rows: Rows | None, state: str | None, acked: np.ndarray | None = None, *, checked: bool = True
     ) -> None:
-        """Send rows to their owners, each with the acknowledgement of what it owns. state: who writes, None: a
-        producer; acked: `[n, 3]` ids that it is done with, None for not yet; checked: they must have all that it
-        writes."""
+        """Send rows to their owners, with acknowledgements of the owner's rows. state: the writer, None: a producer;
+        acked: `[n, 3]` ids that the state is done with, None: none yet; checked: these must have all columns that the
+        state writes."""
         call, epochs = "put" if state is None else f"commit of state {state!r}", self._calls.epochs
         wanted = ids_array(() if rows is None else rows.ids)
         done = wanted[:0] if acked is None else acked
@@ -55,7 +55,8 @@ class Writer:
             self._send(warehouse, put, state or "put", [cell for _, picked in parts for cell in picked])
 
     def _parts(self, members: int, rows: Rows, ids: np.ndarray, index: np.ndarray) -> Iterator[tuple[Slots, Picked]]:
-        """What rows `index` of `rows` bring: a part of what is numbered by row, one of what is numbered by group."""
+        """The rows `index` of `rows` as two parts: columns that are numbered by row, and columns that are numbered by
+        group."""
         for grouped in (False, True):
             names = tuple(n for n in rows.columns if (self._declared.columns[n].level == "group") == grouped)
             if not names or not len(index):
@@ -70,7 +71,7 @@ class Writer:
             yield Slots(names, slots.astype(np.int32), length), [(column, whole) for column in columns]
 
     def _send(self, warehouse: int, put: Put, state: str, cells: Picked) -> None:
-        """The cells as bytes, into memory that this machine's warehouse lends, or with the message."""
+        """Send the cells: write them into memory that this machine's warehouse lends, or add them to the message."""
         calls, (places, total) = self._calls, layout(self._declared.columns, put.parts)
         here = warehouse == calls.warehouse
         names = [name for part in put.parts for name in part.names]
@@ -89,8 +90,8 @@ class Writer:
 
 
 def pieces(rows: Rows, most: int | None) -> Iterator[Rows]:
-    """The rows in their order, each time as many as have at most `most` bytes of cells (None: no limit), one at
-    least."""
+    """Divides the rows, in their order, into pieces of at most `most` bytes of cells (None: no limit), and of at least
+    one row."""
     nbytes, first = np.zeros(len(rows), np.int64), 0  # of the cells of each row
     for column in rows.columns.values():
         values = column.values if isinstance(column, Ragged) else column
@@ -123,7 +124,7 @@ def copy_rows(column: Column, index: np.ndarray | None, out: np.ndarray) -> None
 
 
 def _spans(column: Column, index: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Begin and end of rows in the values of a column, neighbours joined."""
+    """Begin and end of rows in the values of a column; neighbours are joined."""
     offsets = column.offsets.cpu().numpy() if isinstance(column, Ragged) else np.arange(len(column) + 1)
     begins = offsets[index]
     flat, sizes = runs((offsets[index + 1] - begins)[None], np.zeros((1, len(index))), begins[None])
@@ -144,7 +145,7 @@ def gather(
     places: Sequence[np.ndarray],
 ) -> dict[str, Column]:
     """Columns of B rows, packed in their order. owner: `[B]` warehouses; places: segment, offset and length `[C, B]`;
-    state: for whom the bytes count, None for nobody."""
+    state: for which the bytes are counted, None: not counted."""
     segment, offset, length = places
     nbytes = length * items(specs, names)
     begin = np.cumsum(nbytes, 1) - nbytes
@@ -164,8 +165,8 @@ def gather(
 
 
 def locate(calls: Calls, columns: tuple[str, ...], ids: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """`[B]` warehouse of each of `ids` `[B, 3]`, and segment (-1 for a cell that is not there), offset and length
-    `[C, B]` of their cells."""
+    """`[B]` warehouse of each of `ids` `[B, 3]`, and segment (-1: a missing cell), offset and length `[C, B]` of their
+    cells."""
     owner, places = np.empty(len(ids), np.int64), no_cells(len(columns), len(ids))
     for (number, warehouse), at in calls.epochs.owned("read", ids).items():
         owner[at], rows = warehouse, ids[at, 1] * calls.epochs.shape(number).members + ids[at, 2]
@@ -176,8 +177,8 @@ def locate(calls: Calls, columns: tuple[str, ...], ids: np.ndarray) -> tuple[np.
 
 
 def _fetch(calls: Calls, warehouse: int, cells: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> list[int]:
-    """Cells from another machine, neighbours that are the same one (a group's, for its members) once; bytes of each
-    column that crossed the wire."""
+    """Fetch cells from another machine. Neighbours that are one cell (a group's, for its members) are sent once.
+    Returns the bytes of each column that were sent."""
     segment, offset, begin, nbytes = cells
     fresh = np.ones(segment.shape, bool)
     fresh[:, 1:] = (segment[:, 1:] != segment[:, :-1]) | (offset[:, 1:] != offset[:, :-1])
@@ -195,7 +196,7 @@ def _fetch(calls: Calls, warehouse: int, cells: Sequence[np.ndarray], outs: Sequ
 def _runs(
     segment: np.ndarray, offset: np.ndarray, begin: np.ndarray, nbytes: np.ndarray
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """(column, segment, offset, begin, bytes) of copies that lay `[C, n]` cells to `begin` in their columns."""
+    """(column, segment, offset, begin, bytes) of the copies that write `[C, n]` cells to `begin` in their columns."""
     flat, sizes = runs(nbytes, segment, offset, begin)
     parts = (flat // segment.shape[1], *(x.reshape(-1)[flat] for x in (segment, offset, begin)), sizes)
     return zip(*(part.tolist() for part in parts), strict=True)

@@ -1,8 +1,8 @@
-"""The controller of one worker state: what is ready, who holds it, what is done. Metadata only, no sockets, no clock.
+"""The controller of one worker state: knows which rows are ready, leased and done. Metadata only, no sockets, no clock.
 
-It learns of cells from the records of the warehouses. Rows are given out under a lease; a lease ends when its holder
-says so, when its rows are acknowledged or cleared, when its time runs out, or when its holder is gone, and then the
-rows that are not acknowledged are given out again.
+It learns of cells from the records of the warehouses. Rows are given out under a lease. A lease ends when its holder
+releases it, when its rows are acknowledged or cleared, when its time is over, or when its holder has ended. Then rows
+that are not acknowledged are given out again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Held:
 
 
 class Controller:
-    """`spec`: the state; columns, states: all that are declared."""
+    """spec: of the state; columns, states: all that are declared."""
 
     def __init__(self, spec: StateSpec, columns: Mapping[str, ColumnSpec], states: Mapping[str, StateSpec]) -> None:
         self.spec, self.columns, self.states = spec, columns, states
@@ -42,12 +42,12 @@ class Controller:
         self._epochs: dict[int, EpochView] = {}
         self._gone = Numbers()
         self._leases: dict[int, Held] = {}
-        self._next = 1 + (secrets.randbits(30) << 20)  # of its own: a lease of another dock is not one of these
+        self._next = 1 + (secrets.randbits(30) << 20)  # random, so that tokens of another dock are not valid here
 
     # learning
 
     def open(self, epoch: int, shape: Shape) -> None:
-        """Know the ids of an epoch; repeats change nothing. Raises ValueError for another shape."""
+        """Learn the ids of an epoch; repeats change nothing. Raises ValueError for another shape."""
         known = self._epochs.get(epoch)
         if known is not None and known.shape != shape:
             raise ValueError(f"epoch {epoch} is open with {known.shape}, not {shape}")
@@ -55,7 +55,8 @@ class Controller:
             self._epochs[epoch] = EpochView(shape, self.spec, self.columns)
 
     def apply(self, record: Record) -> bool:
-        """Take one record in, each of a warehouse in turn; whether who waits for this state may go on."""
+        """Apply a record; those of one warehouse come in order. Returns whether requests that wait for this state may
+        continue."""
         self.applied[record.warehouse] = record.seq
         mine = record.state == self.spec.name
         if not (record.cells or mine or record.cleared is not None):
@@ -79,9 +80,9 @@ class Controller:
     # giving out
 
     def take(self, ask: Ask, holder: Hashable, expires: float) -> Grant | None:
-        """Rows under a lease, with token 0 where every row is acknowledged, or where the asker needs other weights;
-        None: not ready, which to a process outside of the job an empty dock is, too. Raises ValueError for ids that
-        cannot be had."""
+        """Lease rows. The token is 0 where every row is acknowledged, or where the asker needs other weights. None:
+        nothing is ready; for a process outside of the job also if the dock is empty. Raises ValueError for ids that
+        cannot be leased."""
         for number in set() if ask.ids is None else sorted({*ask.ids[:, 0].tolist()}):
             if number in self._gone:
                 raise ValueError(f"state {self.spec.name!r}: epoch {number} is cleared, its cells are gone")
@@ -101,7 +102,7 @@ class Controller:
         return self.grant(token, rows)
 
     def grant(self, token: int, rows: PickedRows) -> Grant:
-        """What the holder must know: ids, and where the cells lie."""
+        """The answer to the holder: ids, and places of the cells."""
         views = [(number, self._epochs[number], part) for number, part in rows]
         places = [view.cells(self.spec.reads, part) for _, view, part in views]
         return Grant(
@@ -113,14 +114,16 @@ class Controller:
         )
 
     def end(self, over: Callable[[Held], bool]) -> bool:
-        """End the leases that are over; rows that are not acknowledged are free again. Whether there were any."""
+        """End the leases for which `over` is true; their rows that are not acknowledged are free again. Returns whether
+        there were any."""
         ended = [held for held in self._leases.values() if over(held)]
         for held in ended:
             self._end(held)
         return bool(ended)
 
     def retire(self, epoch: int, groups: np.ndarray) -> list[str]:
-        """First half of clearing: give groups out no more. Returns who holds rows of them that are not acknowledged."""
+        """First half of clearing: do not lease these groups any more. Returns the holders of their rows that are not
+        acknowledged."""
         view = self._epochs.get(epoch)
         if view is None:
             return []
@@ -133,8 +136,8 @@ class Controller:
     # looking
 
     def look(self, ids: np.ndarray | None, done: bool) -> Grant:
-        """What is acknowledged (`done`), or is not, leased rows included, of `ids` or of all, but for what is cleared:
-        ids and owners, without a lease and without cells."""
+        """Ids and owners of rows that are acknowledged (`done`) or are not, leased ones included, of `ids` or of all;
+        cleared rows are left out."""
         masks = {n: view.done() if done else view.undone() for n, view in sorted(self._epochs.items())}
         if ids is None:
             rows = [(number, mask.nonzero()[0]) for number, mask in masks.items()]
@@ -145,8 +148,8 @@ class Controller:
         return replace(Grant.empty(0), ids=self._ids(rows), owner=np.concatenate([*owners, EMPTY]), shapes=shapes)
 
     def explain(self, ask: Ask) -> str:
-        """Why an ask was not served within its deadline: who should have written what, and who holds what, the first
-        few of each."""
+        """Why a request was not served within its deadline: which columns are missing and who writes them, and who
+        holds rows; the first few of each."""
         wanted, reasons = self.look(ask.ids, done=False).ids, list[str]()
         for name in self.spec.reads:
             parts = [(n, self._epochs[n], rows) for n, rows in rows_of(self._epochs, wanted)]
@@ -180,21 +183,21 @@ class Controller:
                 view.status[rows[view.status[rows] == LEASED]] = FREE
 
     def _settled(self, held: Held) -> bool:
-        """Whether nothing is left to be done with the rows of a lease."""
+        """Whether all rows of a lease are acknowledged or cleared."""
         views = ((self._epochs[number], rows) for number, rows in held.rows if number in self._epochs)
         return all(((v.status[rows] == DONE) | ~v.alive[rows // v.shape.members]).all() for v, rows in views)
 
     def _ids(self, rows: PickedRows) -> np.ndarray:
-        """`[n, 3]` ids of rows of epochs that are still there."""
+        """`[n, 3]` ids of rows, without those of cleared epochs."""
         known = [(number, self._epochs[number].shape, part) for number, part in rows if number in self._epochs]
         parts = [row_ids(number, shape.members, part) for number, shape, part in known]
         return np.concatenate([np.empty((0, 3), np.int64), *parts])
 
 
 def pick(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows | VersionBound | None:
-    """The rows to give out; [] where every row is acknowledged; None to wait for more; the bound of the rows that are
-    next where it does not allow the version of who asks. Raises ValueError for ids that are cleared, done, or a part of
-    a group where groups are whole, and for `max_rows` below one group."""
+    """The rows to lease; [] where every row is acknowledged; None: wait; a bound: that of the next rows, which does not
+    allow the asker's version. Raises ValueError for ids that are cleared or done, for a part of a group where the state
+    takes complete groups, and for `max_rows` below one group."""
     if ask.ids is not None:
         asked = rows_of(epochs, ask.ids)
         for number, rows in asked:
@@ -216,14 +219,14 @@ def pick(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows | VersionBound
 
 
 def rows_of(epochs: Mapping[int, EpochView], ids: np.ndarray) -> PickedRows:
-    """Row numbers of ids `[B, 3]` in that order; those of other epochs are left out."""
+    """Row numbers of ids `[B, 3]`, in that order, without those of other epochs."""
     parts = np.split(ids, np.flatnonzero(np.diff(ids[:, 0])) + 1)
     known = [(int(part[0, 0]), part) for part in parts if len(part) and int(part[0, 0]) in epochs]
     return [(number, part[:, 1] * epochs[number].shape.members + part[:, 2]) for number, part in known]
 
 
 def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows:
-    """What is free, by epoch; of a share only where all of it is, but for what is acknowledged."""
+    """Free rows by epoch. Rows of a share are free only when all its rows are that are not acknowledged."""
     out: PickedRows = []
     for number, epoch in sorted(epochs.items()):
         rows = epoch.available().nonzero()[0]
@@ -242,7 +245,7 @@ def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows:
 
 
 def _first_rows(epochs: Mapping[int, EpochView], ready: PickedRows, most: int | None) -> PickedRows:
-    """The first `most` rows, None for all, without the rest of a group where groups are whole."""
+    """The first `most` rows (None: all); where the state takes complete groups, without the part of a last group."""
     out: PickedRows = []
     for number, rows in ready:
         kept = len(rows) if most is None else min(most, len(rows)) // epochs[number].unit * epochs[number].unit

@@ -1,7 +1,7 @@
-"""What one process serves of the dock, without sockets or threads of its own: its machine's warehouse, the controllers
-of some states, or both. Requests about rows happen under one lock; `Core.serve` adds others.
+"""Serves one process's part of the dock, without sockets or threads of its own: its machine's warehouse, the
+controllers of some states, or both. Requests about rows run under one lock; `Core.serve` adds others.
 
-A commit goes to the warehouse, which describes it to every controller before it answers.
+A commit goes to the warehouse, which sends its record to every controller before it answers.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.gate import Gate
 from mindspeed_rl_plugin.dock.storage import Warehouse
 
-BEHIND_SECONDS = 60.0  # that a controller may take to learn of a commit that its asker has made
-RECHECK_SECONDS = 1.0  # a request that waits looks at the time, and at its asker, so often
-OUTSIDE = "outside"  # the name of a process outside of the job begins so
-AFTER, MEMORY = "(records)", "(memory)"  # what a request waits for, where that is no state
-ANY = " (any rows)"  # behind a state: whatever is ready there
+BEHIND_SECONDS = 60.0  # until a controller must know of a commit of the process that asks it
+RECHECK_SECONDS = 1.0  # between two checks of a waiting request: its deadline, and whether the asker lives
+OUTSIDE = "outside"  # names of processes outside of the job begin so
+AFTER, MEMORY = "(records)", "(memory)"  # what a request waits for, other than a state
+ANY = " (any rows)"  # after the name of a state: any ready rows
 BulkAnswer = tuple[m.Message, Sequence[Any]]  # and its bulk
 
 
 class Request(NamedTuple):
-    """What is asked of a process."""
+    """A request to a process."""
 
     peer: str  # name of the asker
     message: Any
     bulk: np.ndarray | None  # `[bytes]` uint8 that came with the message
     waited: float  # seconds, 0 when it is served for the first time
-    ended: Callable[[], bool] | None  # whether the asker is gone; None: it is this process itself
+    ended: Callable[[], bool] | None  # whether the asker has ended; None: it is this process itself
 
 
-# The answer, with or without bulk; or what to wait for (a key of `Core.wake`) before the request is served again.
+# Returns the answer, with or without bulk, or a key of `Core.wake`: then the request waits for it and is served again.
 Handler = Callable[[Request], m.Message | BulkAnswer | str]
 
 
@@ -48,14 +48,16 @@ class Core:
         self.warehouse, self.controllers = warehouse, dict(controllers or {})
         self.tell: Callable[[m.Record], None] = lambda record: None  # the controllers of other processes
         self.directory: m.Message = m.Ok()  # answers a process that joins
-        self.gate: Gate | None = None  # of processes outside of the job; None: they may ask what a rank may
+        self.gate: Gate | None = None  # for processes outside of the job; None: they may ask all that a rank may
         self.clock = time.monotonic
         self.at_close: list[Callable[[], None]] = []
-        self.at_gone: list[Callable[[str], object]] = []  # with the name of a process outside of the job that has ended
-        self.served = {"messages": 0, "bytes": 0}  # that went through this process, to show that none sees them all
+        self.at_gone: list[
+            Callable[[str], object]
+        ] = []  # called with the name of a process outside of the job that has ended
+        self.served = {"messages": 0, "bytes": 0}  # that this process served, to show that no process serves all
         self.refused = {"stranger": 0, "malformed": 0}
         self.lock = threading.RLock()  # of the rows
-        self._changed = defaultdict(lambda: threading.Condition(self.lock))  # by what is waited for
+        self._changed = defaultdict(lambda: threading.Condition(self.lock))  # by key of `wake`
         self._handlers: dict[type[m.Message], tuple[Handler, bool]] = {}
         self.serve(
             {
@@ -74,15 +76,15 @@ class Core:
         )
 
     def serve(self, handlers: Mapping[type[m.Message], Handler], *, locked: bool = True) -> None:
-        """From now on requests of these types are answered so. locked: the lock of the rows is held meanwhile; only
-        such a handler may return what to wait for, others wait by themselves."""
+        """From now on these handlers answer requests of these types. locked: they run under the lock of the rows; only
+        such a handler may return a key to wait for, others wait by themselves."""
         self._handlers.update({kind: (handler, locked) for kind, handler in handlers.items()})
 
     def call(
         self, peer: str, message: m.Message, bulk: np.ndarray | None = None, ended: Callable[[], bool] | None = None
     ) -> BulkAnswer:
-        """The answer to a request and its bulk, once there is one. ended: whether the asker is gone; None: it is this
-        process itself, to which a mistake in the code is no malformed message."""
+        """Wait for the answer to a request, with its bulk. ended: whether the asker has ended; None: it is this process
+        itself, in which an error of the code is not reported as a malformed message."""
         request = Request(peer, message, bulk, 0.0, ended)
         handler, locked = self._handlers.get(type(message), (_no_request, True))
         if not locked:
@@ -97,11 +99,11 @@ class Core:
                 self._changed[answer].wait(min(RECHECK_SECONDS, left) if left > 0 else RECHECK_SECONDS)
                 request = request._replace(waited=clock() - begin)
                 if ended is not None and ended():
-                    self._changed[answer].notify()  # what woke it may be meant for another
+                    self._changed[answer].notify()  # pass the signal on: it may be meant for another request
                     raise EOFError("the asker is gone")
 
     def _serve(self, handler: Handler, request: Request) -> BulkAnswer | str:
-        """The answer, an error too; or what to wait for before it is served again."""
+        """The answer, or an error as an answer, or a key to wait for."""
         peer, message, bulk, waited, ended = request
         self.served["messages"] += not waited
         try:
@@ -122,7 +124,7 @@ class Core:
         return answer if isinstance(answer, (str, tuple)) else (answer, ())
 
     def close(self) -> None:
-        """Free the memory that this process holds for others. Idempotent."""
+        """Free the memory that this process keeps for others. Idempotent."""
         if self.warehouse is not None:
             self.warehouse.slabs.close()
         for close in self.at_close:
@@ -150,12 +152,12 @@ class Core:
             return grant
         if request.waited < ask.deadline:
             return ask.state + ANY if any_rows else ask.state
-        if not ask.deadline and ask.ids is None:  # it only tried
+        if not ask.deadline and ask.ids is None:  # it does not wait
             return m.Grant.empty(len(controller.spec.reads))
         raise TimeoutError(controller.explain(ask))
 
     def _current(self, state: str) -> Controller:
-        """The controller of a state, without leases whose time is over."""
+        """The controller of a state, after expired leases are ended."""
         now = self.clock()
         self.controllers[state].end(lambda held: held.expires <= now)
         return self.controllers[state]
@@ -188,7 +190,7 @@ class Core:
         )
 
     def apply(self, record: m.Record) -> None:
-        """The controllers here learn of a commit."""
+        """Tell the controllers of this process of a commit."""
         with self.lock:
             for state, controller in self.controllers.items():
                 if controller.apply(record):
@@ -196,8 +198,8 @@ class Core:
             self.wake(AFTER)
 
     def wake(self, key: str) -> None:
-        """Serve those requests again whose handlers have returned `key`. Of those for which any rows will do only one,
-        which wakes the next when it is served: else each commit would wake all of many consumers."""
+        """Serve the requests again that wait for `key`. Of requests for any rows only one is woken, which wakes the
+        next one when it is served; else each commit would wake all consumers."""
         with self.lock:
             if key in self._changed:
                 self._changed[key].notify_all()
@@ -208,7 +210,7 @@ class Core:
             self._changed[state + ANY].notify()
 
     def _behind(self, query: m.Query, waited: float) -> bool:
-        """Whether records that the asker has caused are still on their way to the controller that it asks."""
+        """Whether the controller has not received all records yet that the asker caused."""
         controller = self.controllers[query.state]
         for number, shape in query.epochs:
             controller.open(number, shape)

@@ -1,8 +1,8 @@
-"""`Dock` for one rank: metadata from the controllers, cells straight from where they lie.
+"""`Dock` for one rank: gets metadata from the controllers, and cells directly from the warehouses.
 
-Cells of this machine's warehouse are copied out of shared memory by the reader itself; those of another machine come
-in one reply. Of the ranks of one consumer (tensor and pipeline peers) the first leases and shares the grant; each reads
-the cells itself.
+The reader itself copies cells of this machine's warehouse out of shared memory; cells of another machine come in one
+reply. The first rank of a consumer (tensor and pipeline peers) leases and shares the grant; each rank reads the cells
+itself.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from mindspeed_rl_plugin.rows import Rows, SampleId
 class Dock:
     """One view of the dock. Deadlines are seconds from the call.
 
-    Whatever a user can cause raises ValueError with the names; a wait that ends raises TimeoutError that names the
+    Errors that a user can cause are ValueErrors with the names. A wait that is too long raises a TimeoutError with the
     state, the missing columns and ids, and the state that should have written them.
 
-    member: the process of the job that this view belongs to (`factory.Member`), None outside of it; peers: the ranks of
-    this view's consumer, which make all calls of `lease`, `commit` and `release` alike; leader: whether this rank
-    speaks for the job in `clear`, `snapshot` and `restore`; deadline: seconds for what waits on others.
+    member: the process of the job that this view belongs to (`factory.Member`), None outside of it.
+    peers: the ranks of this view's consumer, which make the same calls of `lease`, `commit` and `release`.
+    leader: whether this rank acts for the job in `clear`, `snapshot` and `restore`.
+    deadline: seconds to wait for other processes.
     """
 
-    piece_bytes: int | None = None  # of the cells that are sent at once, None for no limit
+    piece_bytes: int | None = None  # most bytes of cells in one message, None: no limit
 
     def __init__(
         self,
@@ -51,12 +52,12 @@ class Dock:
         self.columns, self.states = declared.columns, declared.states
         self._declared, self.calls, self.member, self.peers = declared, calls, member, peers or Peers()
         self.leader, self._deadline = leader, deadline
-        self.traffic = calls.traffic  # whichever view of the dock this process uses
+        self.traffic = calls.traffic  # of all views of the dock in this process
         self._writer = Writer(declared, calls, deadline)
 
     @property
     def served(self) -> dict[str, Any]:
-        """states: whose controllers this process holds; messages, bytes, refused: of `Core`."""
+        """states: those with a controller in this process; messages, bytes, refused: of `Core`."""
         if (core := self.calls.core) is None:
             return {"states": []}
         return {"states": sorted(core.controllers), **core.served, "refused": dict(core.refused)}
@@ -64,8 +65,8 @@ class Dock:
     # ids
 
     def open(self, epoch: int, groups: int, members: int, version_bound: VersionBound = ANY_VERSION) -> None:
-        """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout, on every rank. Epochs rise, or fall below
-        0, and are never reused; others hear of them with their first rows. A repeat opens nothing."""
+        """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout, on every rank. Epochs rise (below 0 they
+        fall) and are never reused. Other processes learn of them with their first rows. A repeat changes nothing."""
         if groups < 1 or members < 1:
             raise ValueError(f"open({epoch=}, {groups=}, {members=}): the sizes must be at least 1")
         epochs, shape = self.calls.epochs, m.Shape(groups, members, version_bound)
@@ -76,9 +77,9 @@ class Dock:
         epochs.add(epoch, shape)
 
     def clear(self, epoch: int, groups: Iterable[int] | None = None) -> bool:
-        """Forget groups of an epoch, or all of it, and free their memory. Idempotent. Whether nothing of it is left.
+        """Forget groups of an epoch, or all of it, and free their memory. Idempotent. Returns whether no group is left.
 
-        First no state gives the groups out any more, and live leases of them end (waits for that); then the cells go.
+        First the groups are not leased any more, and it waits until their leases end; then the cells are freed.
         """
         calls = self.calls
         if (known := calls.epochs.opened("clear", epoch)) is None:
@@ -90,15 +91,15 @@ class Dock:
         if self.leader and len(chosen):
             for state in self.states:
                 calls.query(m.Retire, state, epoch, chosen, self._deadline)
-            for warehouse in range(len(calls.directory.warehouses)):  # each must know when an epoch is over
+            for warehouse in range(len(calls.directory.warehouses)):  # all must know when an epoch is cleared
                 calls.ask_warehouse(warehouse, m.Clear(epoch, shape, chosen))
         return calls.epochs.forget(epoch, chosen)
 
     # cells
 
     def put(self, rows: Rows | None) -> None:
-        """Commit cells as a producer; waits where the dock is full. None writes nothing. The cells of a group become
-        visible at once; those of groups on different machines one machine after the other.
+        """Commit cells as a producer; waits while the dock is full. None: this rank writes nothing. The cells of all
+        groups on one machine become visible at once, one machine after the other.
 
         Cells already committed keep their value. A group column needs one row per group, of any member. Rows of
         cleared groups are ignored: a late repeat is harmless.
@@ -107,8 +108,8 @@ class Dock:
             self._writer.write(rows, None)
 
     def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
-        """Look at committed cells without a lease and without waiting, while nobody clears them. Raises ValueError
-        naming the columns and ids that are not there."""
+        """Read committed cells without a lease and without waiting. Nobody may clear them meanwhile. Raises ValueError
+        with the columns and ids that are missing."""
         refuse("read: undeclared columns", columns, self.columns)
         calls, columns, wanted = self.calls, tuple(columns), ids_array(ids)
         cleared = calls.epochs.cleared("read", wanted)
@@ -125,8 +126,7 @@ class Dock:
         return Rows(ids_tuple(wanted), cells.gather(calls, self.columns, "read", columns, owner, places))
 
     def peek(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
-        """Those of the rows that have all these columns, while others may clear them: what is cleared before it is read
-        is left out."""
+        """Read the rows that have all these columns. Others may clear them meanwhile; cleared rows are left out."""
         refuse("read: undeclared columns", columns, self.columns)
         calls, columns = self.calls, tuple(columns)
         wanted, there = ids_array(ids), None
@@ -136,9 +136,9 @@ class Dock:
             wanted, owner, places = wanted[there], owner[there], [table[:, there] for table in places]
             try:
                 got = cells.gather(calls, self.columns, "read", columns, owner, places)
-            except ValueError:  # its memory may be gone
+            except ValueError:  # its memory may be freed
                 got = None
-            there = (cells.locate(calls, columns, wanted)[1][0] >= 0).all(0)  # a cell that is there has never moved
+            there = (cells.locate(calls, columns, wanted)[1][0] >= 0).all(0)  # a committed cell never moves
             if got is None and there.all():
                 raise ValueError(f"read: columns {list(columns)} of {listed(wanted)} cannot be read")
         return Rows(ids_tuple(wanted), got)
@@ -156,17 +156,16 @@ class Dock:
         share: tuple[int, int] | None = None,
         version: int | None = None,
     ) -> Lease:
-        """Wait for ready rows and take them, with the columns that the state reads, or those of them that are asked
-        for.
+        """Wait for ready rows and lease them, with all columns that the state reads, or with `columns` of them.
 
         ids: exactly these, in this order, once all are ready (plain triples or a `[B, 3]` tensor will do). None:
-        whatever is ready, in the order of ids, rows of this machine first, at most `max_rows`, whole groups where the
-        state takes these. The empty lease says that every row is acknowledged; with deadline 0, which only tries, also
-        that there is nothing to be had now.
+        all that is ready, in the order of ids, rows of this machine first, at most `max_rows`; complete groups where
+        the state takes these. An empty lease means that every row is acknowledged; with deadline 0, which does not
+        wait, also that nothing is ready.
 
-        share: (i, n), the i-th of n equal parts of an epoch's rows, whole, once all that is undone of it is ready.
-        version: of the asker's weights: rows come in their order up to the first epoch whose `version_bound` does not
-        allow it. Where that is at once, the empty lease says what it `needs`.
+        share: (i, n), the i-th of n equal parts of an epoch's rows, once all its undone rows are ready.
+        version: of the asker's weights. Rows are leased in order, up to the first epoch whose `version_bound` does not
+        allow this version. If this is the first epoch, the lease is empty and has the bound in `needs`.
         """
         names, calls = self._declared.reads(state, columns), self.calls
         wanted = None
@@ -183,16 +182,16 @@ class Dock:
         return Lease(grant.token, state, rows, grant.needs)
 
     def version_bound(self, epoch: int) -> VersionBound:
-        """Of an epoch that is open, outside of the job of one of which rows were leased."""
+        """Bound of an open epoch. A process outside of the job must have leased rows of it."""
         return self.calls.epochs.shape(epoch).bound
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
-        """Write `rows` back and acknowledge the lease, for all its peers when all have written. Afterwards all columns
-        that the state writes must be there.
+        """Write `rows` back, and acknowledge the lease when all its peers have written. Then all columns that the state
+        writes must be committed.
 
-        A lease is live until it is committed or released by the process that took it. Of one that is not live nothing
-        is written: where its rows are all done or cleared the commit is a harmless repeat, else it raises ValueError.
-        A live lease that ran out still writes: the first commit of a cell wins.
+        A lease is live until the process that took it commits or releases it. A lease that is not live writes nothing:
+        if all its rows are done or cleared, the commit is a harmless repeat, else it raises ValueError. A live lease
+        whose time is over still writes: the first commit of a cell wins.
         """
         if not len(lease):
             return
@@ -204,7 +203,7 @@ class Dock:
         for after, error in peers.gather((calls.after, failed)):
             calls.hear(after)
             failed = failed or error
-        if failed is None:  # all the others have written
+        if failed is None:  # all ranks have written
             failed = None if peers.rank else self._write_back(lease, rows, held)
             after, failed = peers.share((calls.after, failed))
             calls.hear(after)
@@ -217,8 +216,8 @@ class Dock:
         """Write some rows of a live lease back and acknowledge them, each once; the others stay leased, and the lease
         ends with the last of them.
 
-        The consumer's first rank writes, without waiting for the others, which call this with the same ids. Where the
-        lease is not live this is as for `commit`.
+        The consumer's first rank writes, without waiting for the other ranks, which call this with the same ids. For a
+        lease that is not live, see `commit`.
         """
         calls, key, part = self.calls, (lease.state, lease.token), ids_array(rows.ids)
         held = calls.held.get(key)
@@ -233,7 +232,7 @@ class Dock:
         return None
 
     def release(self, lease: Lease) -> None:
-        """Hand the rows back undone; they are delivered again. Nothing happens for a lease that is not live."""
+        """Give the rows back; they are delivered again. Nothing happens for a lease that is not live."""
         if (lease.state, lease.token) in self.calls.held:
             self.peers.gather(None)  # all have read
             if not self.peers.rank:
@@ -248,13 +247,13 @@ class Dock:
     # the whole dock
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything committed and acknowledged as plain tensors, ints and strings; leased rows count as undone. On the
-        leader; {} elsewhere."""
+        """All that is committed and acknowledged, as plain tensors, ints and strings; leased rows count as undone. On
+        the leader; {} on other ranks."""
         return snapshot.collect(self.calls, self._declared) if self.leader else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Become what a snapshot saw. The leader writes; all ranks call, the others with the same state, or with an
-        outline of it that has no cells. Only into a new dock."""
+        """Restore a snapshot in a new dock. All ranks call; the leader writes, the others pass the same state, or its
+        outline without cells."""
         snapshot.check(state, self.columns)
         epochs = self.calls.epochs
         if epochs.last >= 0:
@@ -268,25 +267,25 @@ class Dock:
                 snapshot.write(saved, self._declared, self._writer)
         epochs.last = state["last_epoch"]
         if self.leader:
-            for name in self.states:  # answers when its controller knows all that was written here
+            for name in self.states:  # waits until its controller knows all that was written here
                 self.remaining(name)
         if self.member is not None:
             self.member.peers.gather(None)
 
     def for_thread(self) -> Dock:
-        """The same dock for another thread of this rank, which leases, writes and reads by itself; this one opens
-        epochs, clears them, and closes both."""
+        """The same dock for another thread of this rank, which leases, writes and reads independently. This view opens
+        and clears epochs, and closes both."""
         return Dock(self._declared, self.calls, leader=False, deadline=self._deadline)
 
     def close(self) -> None:
-        """Leave the dock and free what this process holds of it. Its memory on a machine goes with the lowest rank
-        there, so all of a job leave together, after the last call of any. Idempotent."""
+        """Leave the dock and free this process's part of it. The lowest rank of a machine holds the memory there, so
+        all ranks of a job leave together, after the last call of any rank. Idempotent."""
         (self.member or self.calls).close()
 
     # inside
 
     def _granted(self, state: str, wanted: np.ndarray | None, *more: Any) -> m.Grant:
-        """What the consumer's first rank gets from the controller, the same on all its ranks. more: as in `Ask`."""
+        """The controller's answer to the consumer's first rank, the same on all its ranks. more: as in `Ask`."""
         answer: m.Grant | Exception | None = None
         if not self.peers.rank:
             try:
@@ -307,8 +306,8 @@ class Dock:
         return answer
 
     def _rows_of(self, grant: m.Grant, state: str, names: Sequence[str]) -> Rows:
-        """The columns that this rank reads of a grant, which is handed back where they cannot be read: pipeline stages
-        read different ones of the one grant that they share."""
+        """Read this rank's columns of a grant; pipeline stages, which share a grant, read different ones. If that
+        fails, the grant is given back."""
         reads = self.states[state].reads
         mine = [reads.index(name) for name in names]
         places = [place[mine] for place in (grant.segment, grant.offset, grant.length)]
@@ -322,7 +321,7 @@ class Dock:
         return Rows(ids_tuple(grant.ids), got)
 
     def _write_back(self, lease: Lease, rows: Rows | None, held: np.ndarray | None) -> Exception | None:
-        """Write, and acknowledge what is held; what went wrong."""
+        """Write rows, and acknowledge those that are held. Returns the error."""
         try:
             self._declared.check_writes(lease, rows)
             self._writer.write(rows, lease.state, held)
@@ -331,7 +330,7 @@ class Dock:
         return None
 
     def _check_done(self, lease: Lease, rows: Rows | None) -> None:
-        """A lease that is not live here may be committed again only if its rows are done or cleared."""
+        """Raise ValueError for a commit of a lease that is not live, unless its rows are done or cleared."""
         self._declared.check_writes(lease, rows)
         undone = self._undone(lease.state, ids_array(lease.rows.ids))
         if len(undone):

@@ -1,4 +1,5 @@
-"""Docks of a job: a warehouse a machine, a controller a worker state, and a view for each division of the ranks."""
+"""Makes the docks of a job: one warehouse a machine, one controller a worker state, and a view for each division of the
+ranks."""
 
 from __future__ import annotations
 
@@ -42,11 +43,12 @@ def make_docks(
 ) -> list[Dock]:
     """One dock, seen by several divisions of the ranks into consumers: a `Dock` for each. Collective over `group`.
 
-    divisions: (consumer that this rank belongs to, number of consumers), such as its data parallel rank or its
-    rollout engine; the ranks of one consumer make equal calls and get equal rows. None: each rank is one. group: all
-    ranks, with host memory (gloo); None for a job of one process. deadline: seconds that the ranks wait for each
-    other; after a tenth of them (30 s at least) without a sign of life a rank counts as gone and the job ends; owners:
-    (epoch, groups) -> `[groups]` machine of each group, numbered by lowest rank.
+    divisions: (consumer of this rank, number of consumers), for example its data parallel rank or its rollout engine;
+    the ranks of one consumer make equal calls and get equal rows. None: each rank is a consumer.
+    group: all ranks, with host memory (gloo); None for a job of one process.
+    deadline: seconds that the ranks wait for each other. If a rank sends nothing for a tenth of it (at least 30 s), it
+    counts as lost and the job ends.
+    owners: (epoch, groups) -> `[groups]` machine of each group, numbered by lowest rank.
     Raises ValueError, on every rank, for a machine of several that has no address that the others can reach.
     """
     job, host = Peers() if group is None else GroupPeers(group), own_address()
@@ -58,11 +60,11 @@ def make_docks(
 
 
 class Member:
-    """One process of a dock: what it serves, and its calls to the others.
+    """One process of a dock: the part that it serves, and its calls to the others.
 
     peers: the ranks of the job; node: this machine; host: address on the job's interface, "" where all ranks share one
     machine. The lowest rank of each machine holds its warehouse; the controllers are spread over the ranks. end: ends
-    this process, called where a rank is gone.
+    this process; called when a rank is lost.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Member:
         self._publish(here)
         if many:
             self._link(nodes)
-            gather(None)  # nobody asks before everybody answers
+            gather(None)  # no rank asks before all ranks can answer
         self.calls = Calls(
             self.directory,
             self.me,
@@ -110,8 +112,8 @@ class Member:
         return Dock(self.declared, self.calls, member=self, leader=self.peers.rank == 0, **more)
 
     def listen(self, host: str, about: str) -> str:
-        """Answer processes outside of the job from now on, those of other machines at `host`; the address where they
-        ask first. Collective. about: of `Directory`."""
+        """From now on answer processes outside of the job, on other machines at `host`. Returns the address for their
+        first request. Collective. about: of `Directory`."""
         self.directory.about = about
         self._publish(self.server.start(host))
         first = self.directory.warehouses[0]
@@ -122,8 +124,8 @@ class Member:
         self._close(Bye())
 
     def _end(self) -> None:
-        """The interpreter ends: in order, or the others would stop for this rank, unless it is by an error. Who is
-        interrupted leaves in order too: each rank has a signal of its own, and a line to say."""
+        """When the interpreter ends without an error, leave in order; else the other ranks would stop because of this
+        one. An interrupted rank leaves in order too, since each rank gets the signal and prints its own line."""
         failed = isinstance(getattr(sys, "last_value", None), Exception)
         self._close(Stopped(self.me.rank, "ended by an error", self.me.node) if failed else Bye())
 
@@ -143,14 +145,14 @@ class Member:
         return Core(house, {name: Controller(states[name], columns, states) for name in here})
 
     def _publish(self, address: Address) -> None:
-        """Every rank learns where every rank answers."""
+        """Tell all ranks the addresses of all ranks."""
         self._addresses = [Address(*address) for address in self.peers.gather(address)]
         self.directory.ranks[:] = self._addresses
         self.directory.warehouses[:] = [self._addresses[rank] for rank in self._leads]
         self.directory.controllers.update({name: self._addresses[rank] for name, rank in self._held_by.items()})
 
     def _link(self, nodes: Sequence[str]) -> None:
-        """To the lowest rank of this machine, or to rank 0; from a warehouse to all controllers."""
+        """Connect to the lowest rank of this machine, or to rank 0; a warehouse also to all controllers."""
         links, rank = {}, self.peers.rank
         if rank:
             lead = nodes.index(nodes[rank])
@@ -162,7 +164,7 @@ class Member:
         for other in others:
             links[other] = links.get(other) or self.server.link(self._addresses[other])
 
-        def tell(record: Record) -> None:  # with the core's lock held, so in order
+        def tell(record: Record) -> None:  # under the core's lock, so in order
             for other in others:
                 links[other].note(record)
 
@@ -174,11 +176,11 @@ class Member:
 
 
 def contiguous(machines: int, epoch: int, groups: int) -> np.ndarray:
-    """Group g of G lies in warehouse g * S // G, where nobody says otherwise."""
+    """The default `owners`: group g of G lies in warehouse g * S // G."""
     return np.arange(groups) * machines // groups
 
 
 def controller_rank(index: int, controllers: int, world: int) -> int:
-    """Rank that holds the controller of state `index`: with enough ranks one of its own for each state, spread evenly;
-    else in turn from the second rank on, for the first holds a warehouse already."""
+    """Rank that holds the controller of state `index`: with enough ranks each state has its own rank, spread evenly.
+    Else ranks are taken in turn from the second one on, since the first holds a warehouse."""
     return (index * world // controllers if world >= controllers else index + 1) % world

@@ -11,7 +11,8 @@ from mindspeed_rl_plugin.environment import master_address
 
 
 def machine() -> str:
-    """Name of what shares memory through one /proc: containers of one machine may differ, agents do not."""
+    """Name of the processes that share memory through one /proc. Containers of one machine may differ; the agents of
+    one container do not."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     spaces = ":".join(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net"))
@@ -30,7 +31,7 @@ def own_address() -> str:
 
 
 def reachable_address() -> str:
-    """`own_address`, or MASTER_ADDR where that is one that others cannot use."""
+    """`own_address`; if other machines cannot use it, MASTER_ADDR."""
     address = ipaddress.ip_address(own_address().partition("%")[0])
     return master_address()[0] if address.is_loopback or address.is_link_local else str(address)
 

@@ -1,12 +1,13 @@
 """Memory of a warehouse: how much it may hold, and the segments where it lies.
 
-Producers wait for memory; what states write back never does: a row that comes in keeps free what states will write into
-it, the longest there may be. Of cells that nothing bounds, what is longer counts when it comes.
+Producers wait for memory; write-backs of states never wait. An admitted row reserves memory for all cells that states
+will write into it, at their maximum length. For cells without a maximum, bytes above the reserve count when they are
+written.
 
-A segment is a nameless file (memfd), so that nothing outlives the processes that map it; processes of the same machine
-open it through /proc. Its pages are touched when it is made: a first touch costs ten times a copy. It is handed out in
-extents, multiples of a cache line, and freed by ranges, of which free neighbours merge. The owner allocates and frees;
-writers and readers only map.
+A segment is a nameless file (memfd), which is freed with the last process that maps it. Processes of the same machine
+open it through /proc. Its pages are touched when it is made, since the first touch costs ten times a copy. Extents,
+multiples of a cache line, are allocated in it and freed by ranges; free neighbours merge. The owner allocates and
+frees; writers and readers only map.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def entry_bytes(spec: ColumnSpec) -> int:
 
 
 def open_ended(spec: ColumnSpec) -> bool:
-    """Whether nothing bounds its cells: text of a row, of which a promise counts as many entries as tokens."""
+    """Whether its cells have no maximum length, such as text of a row; the reserve then counts as many entries as
+    tokens."""
     return spec.ragged and spec.level != "token" and spec.longest is None
 
 
@@ -49,23 +51,22 @@ def items(columns: Mapping[str, ColumnSpec], names: Sequence[str]) -> np.ndarray
 
 
 def row_reserve(write_backs: Mapping[str, int]) -> int:
-    """Bytes that an admitted row keeps free. write_backs: most bytes that states write into one row, by column. Two
-    lines more a cell: extents are whole lines, and of a cell that is cleared before its neighbours only the lines
-    inside it are freed."""
+    """Bytes that an admitted row reserves. write_backs: most bytes that states write into one row, by column. Two lines
+    more for each cell: extents are complete lines, and only complete lines of a cleared cell are freed."""
     return sum(nbytes + 2 * LINE for nbytes in write_backs.values())
 
 
 def put_bytes(blocks: Iterable[int]) -> int:
-    """Bytes that a producer's columns of these sizes take: whole lines."""
+    """Bytes that a producer's columns of these sizes take, in complete lines."""
     return sum(rounded(max(nbytes, 1)) for nbytes in blocks)
 
 
 @dataclass(frozen=True)
 class DockLimits:
-    """What a warehouse may hold."""
+    """Limits of a warehouse."""
 
     capacity: int | None = None  # bytes of cells, None for no limit
-    max_tokens: int | None = None  # longest sample, needed with a capacity, for what write-backs are promised
+    max_tokens: int | None = None  # longest sample; needed with a capacity, for the reserve
     segment_bytes: int = SEGMENT_BYTES
     rows: int | None = None  # of groups, None for no limit
 
@@ -80,8 +81,8 @@ class DockLimits:
 
     def check(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], groups: int, members: int) -> None:
         """Raise ValueError where a warehouse cannot admit `groups` of `members` samples, the longest there may be. A
-        cell that nothing bounds (text of a prompt) counts with max_tokens entries; a put of longer ones still says what
-        it lacks."""
+        cell without a maximum (text of a prompt) counts with max_tokens entries; a put with longer ones may still be
+        refused."""
         if self.rows is not None and groups * members > self.rows:
             raise ValueError(
                 f"--rl-dock-rows {self.rows}: {groups} groups of {members} samples on one machine are "
@@ -104,10 +105,10 @@ class DockLimits:
             )
 
     def missing(self, wanted: Mapping[str, int], taken: Mapping[str, int], groups: int) -> str | None:
-        """Why a put of `groups` must wait, None where it need not.
+        """Why a put of `groups` must wait; None: it need not.
 
-        wanted: what the put needs, with what states write back; taken: used or promised by now; each by unit. Raises
-        ValueError when it would not fit into an empty warehouse either.
+        wanted: needs of the put, with its reserve; taken: used and reserved by now; each by unit. Raises ValueError
+        when it would not fit into an empty warehouse either.
         """
         limited = {u: limit for u, limit in (("bytes", self.capacity), ("rows", self.rows)) if limit is not None}
         for unit, limit in limited.items():
@@ -126,13 +127,13 @@ class DockLimits:
 
 
 def rounded(nbytes: Any) -> Any:
-    """Bytes of the whole lines that hold `nbytes`, an integer or an array of them."""
+    """`nbytes` rounded up to complete lines; an integer or an array."""
     return -(-nbytes // LINE) * LINE
 
 
 class Segments:
     """Segments of a warehouse as uint8 arrays, mapped when first used. find: number -> file and bytes of a segment, and
-    the numbers of all that there are: the others are unmapped then, as one is removed only where another is made."""
+    the numbers of all segments. The others are unmapped then: a segment is only removed when a new one is made."""
 
     def __init__(self, find: Callable[[int], tuple[str, int, list[int]]]) -> None:
         self._find = find
@@ -140,13 +141,13 @@ class Segments:
 
     def view(self, segment: int, offset: int, nbytes: int) -> np.ndarray:
         """`[nbytes]` uint8 of a segment. Raises ValueError for a range outside of it."""
-        if not nbytes:  # a cell without entries keeps no memory: its segment may be gone
+        if not nbytes:  # an empty cell keeps no memory: its segment may be removed
             return np.empty(0, np.uint8)
         array = self._arrays.get(segment)
         if array is None:
             path, size, there = self._find(segment)
             for gone in {*self._arrays}.difference(there):
-                self._arrays.pop(gone, None)  # another thread may be at it, too
+                self._arrays.pop(gone, None)  # another thread may do the same
             with open(path, "r+b") as file:
                 array = self._arrays[segment] = mapped(file.fileno(), size)
         if not 0 <= offset <= offset + nbytes <= array.nbytes:
@@ -155,11 +156,12 @@ class Segments:
 
 
 class Slabs(Segments):
-    """The owner's side. Wholly free segments stay for the next rollout, and go where new memory would pass the limit.
+    """The owner's side. Free segments are kept for the next rollout, and removed where new memory would exceed the
+    limit.
 
-    segment_bytes: size of an ordinary segment; a larger extent gets one of its own, up to twice as large, in which a
-    block that grows from rollout to rollout has space again. limit: bytes that all segments should not pass, what is
-    handed out aside; None: twice the most that was ever handed out.
+    segment_bytes: size of an ordinary segment. A larger extent gets a segment of its own, up to twice as large: the
+    block may grow from rollout to rollout. limit: bytes of all segments, above which only memory in use is kept; None:
+    twice the most that was ever in use.
     """
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES, limit: int | None = None) -> None:
@@ -167,8 +169,8 @@ class Slabs(Segments):
         self.segment_bytes, self.limit = rounded(segment_bytes), limit
         self._files: dict[int, tuple[int, int]] = {}  # segment -> descriptor, bytes
         self._free: dict[int, list[Range]] = {}  # segment -> free ranges, by offset
-        self._next = 0  # no number is used twice: a mapping of a removed segment is never taken for another
-        self.used = self._most = 0  # bytes handed out, now and at most
+        self._next = 0  # numbers are not used twice, so that a mapping of a removed segment is not taken for another
+        self.used = self._most = 0  # bytes in use, now and at most
 
     @property
     def reserved(self) -> int:
@@ -176,8 +178,8 @@ class Slabs(Segments):
         return sum(size for _, size in self._files.values())
 
     def place(self, segment: int) -> tuple[str, int, list[int]]:
-        """Where processes of this machine open a segment, its bytes, and all segments. Raises ValueError for one that
-        is gone."""
+        """The path at which processes of this machine open a segment, its bytes, and all segments. Raises ValueError
+        for a removed one."""
         if segment not in self._files:
             raise ValueError(f"segment {segment} of this warehouse is gone")
         handle, size = self._files[segment]
@@ -195,19 +197,19 @@ class Slabs(Segments):
         return Extent(segment, offset, size)
 
     def free(self, segment: int, offset: int, nbytes: int) -> None:
-        """Give a range of extents back: whole lines."""
+        """Free a range of extents, in complete lines."""
         insert(self._free[segment], offset, offset + nbytes)
         self.used -= nbytes
 
     def close(self) -> None:
-        """Let go of everything; it goes back to the machine when nobody maps it any more. Idempotent."""
+        """Close all segments; their memory is freed when no process maps them any more. Idempotent."""
         for handle, _ in self._files.values():
             os.close(handle)
         for known in (self._files, self._free, self._arrays):
             known.clear()
 
     def _grow(self, size: int) -> int:
-        """A new segment that has space for `size` bytes; its number."""
+        """Make a segment with space for `size` bytes. Returns its number."""
         space = self.segment_bytes if size <= self.segment_bytes else 1 << (size - 1).bit_length()
         limit = 2 * max(self._most, self.used + size) if self.limit is None else self.limit
         for segment in sorted(self._files, key=lambda s: self._files[s][1]):
@@ -236,7 +238,7 @@ class Slabs(Segments):
     def _remove(self, segment: int) -> None:
         handle, size = self._files.pop(segment)
         with mmap.mmap(handle, size) as mapped:
-            mapped.madvise(mmap.MADV_REMOVE)  # its pages, whoever still maps them
+            mapped.madvise(mmap.MADV_REMOVE)  # frees its pages even if others still map them
         os.close(handle)
         del self._free[segment], self._arrays[segment]
 
@@ -271,7 +273,7 @@ def insert(ranges: list[Range], begin: int, end: int) -> None:
 
 
 def cut(ranges: list[Range], begin: int, end: int) -> list[Range]:
-    """Take out what of begin..end lies in `ranges`, and return it."""
+    """Remove begin..end from `ranges`. Returns the removed ranges."""
     kept, out = [], []
     for offset, nbytes in ranges:
         low, high = max(begin, offset), min(end, offset + nbytes)

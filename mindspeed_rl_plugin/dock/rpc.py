@@ -1,10 +1,10 @@
-"""Connections between the processes of a dock: the handshake, messages with bulk behind them, blocking requests.
+"""Connections between the processes of a dock: handshake, messages followed by bulk, blocking requests.
 
     magic "MSTD" | version | 3 zero bytes | head bytes (uint32) | bulk bytes (uint64) | head | bulk
 
-The head is a message; cells travel as bulk, which is neither copied when it is sent nor when it is received. Processes
-of one machine talk over abstract Unix sockets, which have no file and are open to processes of the same user only, the
-others over TCP. Both sides prove that they know the job's secret before anything else is read.
+The head is a message. Cells are sent as bulk, which neither side copies. Processes of one machine use abstract Unix
+sockets, which have no file and accept only processes of the same user; others use TCP. Both sides prove that they know
+the job's secret before anything else is read.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ MAGIC, FRAME_VERSION = b"MSTD", 10
 FRAME_PREFIX = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 256 << 20  # bytes
 MAX_BULK = 1 << 40  # bytes
-JOIN = 64 << 10  # bytes; what is smaller is copied together, because a system call costs more than the copy
+JOIN = 64 << 10  # bytes; smaller buffers are copied together, since a system call costs more than the copy
 NONCE = 32  # bytes
-REFUSED = bytes(NONCE)  # in the place of a server's proof: the client has not shown the secret
+REFUSED = bytes(NONCE)  # sent in the place of a server's proof: the client does not know the secret
 CONNECT_SECONDS = 20.0
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, and how many without answer
-REPLY_TIMEOUT = 120.0  # seconds for an answer besides the request's own deadline, on the busiest machine
-ALIVE_SECONDS = 10.0  # without an answer, until it is asked whether the other side lives at all
+REPLY_TIMEOUT = 120.0  # seconds for an answer in addition to the request's deadline, even on a busy machine
+ALIVE_SECONDS = 10.0  # without an answer; then checks whether the other side lives
 
 
 class Process(NamedTuple):
-    """One that takes part."""
+    """A process of the dock."""
 
     name: str  # unique in the job
     rank: int  # of the job, -1 outside
@@ -49,11 +49,11 @@ class Process(NamedTuple):
 
 
 class Silent(ConnectionError):
-    """Something takes a connection, and does not answer."""
+    """The other side accepts a connection, but does not answer."""
 
 
 class Lost(ConnectionError):
-    """A connection broke, and nobody said that it would."""
+    """A connection broke without a message."""
 
 
 class Closed(ConnectionError):
@@ -103,13 +103,13 @@ class Stream:
         return data
 
     def ready(self, seconds: float) -> bool:
-        """Whether something comes within so many seconds, the end too."""
+        """Whether data, or the end, comes within so many seconds."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         return bool(poll.poll(1000 * max(seconds, 0.0)))
 
     def ended(self) -> bool:
-        """Whether the other side has closed it, as far as that can be seen before what it sent is read."""
+        """Whether the other side has closed it, if this shows before its data is read."""
         try:
             return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -118,7 +118,7 @@ class Stream:
             return True
 
     def leave(self, last: Message) -> None:
-        """Say that this process leaves in order, or that it stops, if the other side takes it, and close."""
+        """Try to send that this process leaves in order, or stops; then close."""
         sending = self._sending.acquire(timeout=1.0)
         if sending:
             with contextlib.suppress(OSError):
@@ -156,7 +156,7 @@ def frame(message: Message, bulk: Sequence[Any] = ()) -> list[Any]:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """A machine that loses power, or its network, says nothing: its connection ends by KEEPALIVE."""
+    """Let KEEPALIVE end the connection to a machine that has lost power or its network."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
@@ -164,13 +164,13 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
-    """What a side ("client" or "server") shows to prove that it knows the secret, without showing it."""
+    """The proof of a side ("client" or "server") that it knows the secret."""
     return hmac.new(secret, side + nonces, hashlib.sha256).digest()
 
 
 def connect(address: Address, me: Process, *, watch: bool = False, patience: float = CONNECT_SECONDS) -> Stream:
-    """A connection past the handshake. patience: seconds of each step of it, at most CONNECT_SECONDS. Raises
-    ConnectionError when nobody answers there, PermissionError when it is another job's."""
+    """A connection past the handshake. patience: seconds for each step, at most CONNECT_SECONDS. Raises ConnectionError
+    when no process answers, PermissionError when it belongs to another job."""
     unix, secret = address.node == me.node, me.secret
     if not unix and not address.port:
         raise ConnectionError(f"the dock on {address.node} listens on its own machine only; {me.node} cannot reach it")
@@ -197,8 +197,8 @@ def connect(address: Address, me: Process, *, watch: bool = False, patience: flo
 
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[Stream, Hello]:
-    """The server's part of the handshake. Raises PermissionError for a process that does not know the secret, or is
-    another user's; EOFError, OSError or FrameError for one that does not go through with it."""
+    """The server's part of the handshake. Raises PermissionError for a process that does not know the secret, or of
+    another user; EOFError, OSError or FrameError when the handshake breaks."""
     stream = Stream(connection)
     if connection.family == socket.AF_UNIX:
         shown = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -210,7 +210,7 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[Stream, Hello]:
     answer = bytes(stream.exactly(2 * NONCE))
     theirs = answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], proof(secret, b"client", mine + theirs)):
-        connection.sendall(REFUSED)  # the end alone may mean that this process ends
+        connection.sendall(REFUSED)  # closing alone may mean that this process ends
         raise PermissionError("a process that does not know the secret")
     connection.sendall(proof(secret, b"server", theirs + mine))
     hello, _ = stream.receive()
@@ -228,17 +228,17 @@ def ask(
     patience: float = REPLY_TIMEOUT,
     alive: Callable[[], object] | None = None,
 ) -> tuple[Message, np.ndarray | None]:
-    """Send a request and wait for its answer and the bulk of it. patience: seconds besides the request's own deadline
-    in which nothing may come; alive: called each ALIVE_SECONDS without an answer, raises where there will be none.
+    """Send a request and wait for its answer and bulk. patience: most seconds of silence, in addition to the request's
+    deadline; alive: called every ALIVE_SECONDS without an answer, raises where none can come.
 
-    Raises TimeoutError when no answer comes, `Closed` when the other side has left, `Lost` when it is gone, and
-    ConnectionError when it stops; the stream is of no use then, for a late answer may come.
+    Raises TimeoutError when no answer comes, `Closed` when the other side has left, `Lost` when the connection broke,
+    and ConnectionError when the other side stops. Then the stream must not be used again: a late answer may come.
     """
     kind, begin = type(message).__name__, time.monotonic()
     end = begin + getattr(message, "deadline", 0.0) + patience
     stream.socket.settimeout(end - begin)
     try:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # what it said before shows now
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its last message is read now
             stream.send(message, () if bulk is None else (bulk,))
         while alive and (left := end - time.monotonic()) > 0 and not stream.ready(min(left, ALIVE_SECONDS)):
             alive()

@@ -1,5 +1,5 @@
-"""The answering side: a thread for each connection of a process, which asks its `Core`. Answers are sent outside of the
-core's lock, so that nobody waits for a slow reader."""
+"""The server of a process: a thread for each connection, which calls the process's `Core`. Answers are sent outside of
+the core's lock, so that a slow reader delays no other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mindspeed_rl_plugin.dock.core import OUTSIDE, Core
 from mindspeed_rl_plugin.dock.rpc import MAX_BULK, Oversized, Process, Stream, admit, connect, thread
 from mindspeed_rl_plugin.dock.watch import Link, Watch
 
-EXHAUSTED_SECONDS = 0.1  # until the next try to accept, where descriptors or memory have run out
+EXHAUSTED_SECONDS = 0.1  # until it accepts again after descriptors or memory ran out
 
 
 class DockServer:
-    """Serves `core`, after `start`. me: this rank; watch: of a job of several."""
+    """Serves `core` after `start`. me: this rank; watch: of a job with several ranks."""
 
     def __init__(self, core: Core, me: Process, watch: Watch | None = None) -> None:
         self.core, self.me, self.watch = core, me, watch
@@ -29,8 +29,8 @@ class DockServer:
         self._last: m.Message = m.Bye()
 
     def start(self, host: str = "", name: str = "") -> m.Address:
-        """Listen, on the address of a network interface too where one is given; where. name: of the abstract Unix
-        socket. Raises OSError where the sockets cannot be made."""
+        """Listen, on the address of a network interface too where one is given. Returns the address. name: of the
+        abstract Unix socket. Raises OSError where a socket cannot be made."""
         if self.address is None:
             address = m.Address(self.me.node, name or f"rl-dock-{secrets.token_hex(16)}", rank=self.me.rank)
             self._listen(socket.AF_UNIX, "\0" + address.unix)
@@ -43,7 +43,7 @@ class DockServer:
         return self.address
 
     def link(self, address: m.Address) -> Link:
-        """A connection to another rank's server that stands as long as both."""
+        """A connection to another rank's server that lasts as long as both ranks."""
         link = Link(connect(address, self.me, watch=True).socket, address.rank, address.node)
         self._streams[link] = f"rank {address.rank}"
         self.watch.add(link)
@@ -51,7 +51,7 @@ class DockServer:
         return link
 
     def close(self, last: m.Message) -> None:
-        """Say that this process leaves, or stops, and stop listening. Idempotent."""
+        """Tell the other sides that this process leaves or stops, and stop listening. Idempotent."""
         self._last = last
         self._closed.set()
         for listener in self._listeners:
@@ -77,13 +77,13 @@ class DockServer:
         while not self._closed.is_set():
             try:
                 connection, _ = listener.accept()
-            except OSError:  # of this one connection, or of a process that has too much open; or the end
+            except OSError:  # an error of this connection, too many open files, or the end
                 self._closed.wait(EXHAUSTED_SECONDS)
                 continue
             thread(self._attend, connection)
 
     def _attend(self, connection: socket.socket) -> None:
-        """One connection that another process has made."""
+        """Serve one connection of another process."""
         try:
             stream, hello = admit(connection, self.me.secret)
             if hello.watch and hello.rank >= 0 and self.watch is not None:
@@ -95,7 +95,7 @@ class DockServer:
             return connection.close()
         name = hello.name if hello.rank >= 0 or hello.name.startswith(OUTSIDE) else f"{OUTSIDE} {hello.name}"
         self._streams[stream] = name
-        if self._closed.is_set():  # since it was accepted
+        if self._closed.is_set():  # closed since it was accepted
             stream.leave(self._last)
         try:
             return self._converse(stream, name)
@@ -104,8 +104,8 @@ class DockServer:
                 self.core.gone(name)
 
     def _converse(self, stream: Stream, peer: str) -> None:
-        """Serve what comes over a connection, until it ends. Its last answer may not have been heard: a lease in it is
-        handed back."""
+        """Serve the requests of a connection until it ends. The last answer may not have arrived, so a lease in it is
+        given back."""
         unheard: m.Release | None = None
         try:
             while True:
@@ -152,6 +152,6 @@ class DockServer:
             self.watch.stop(message.rank, message.why, message.node)
 
     def tick(self) -> None:
-        """Give signs of life, and look for those of others, until it is closed."""
+        """Send signs of life and check for those of others, until closed."""
         while not self._closed.wait(self.watch.pause()):
             self.watch.tick()

@@ -1,4 +1,4 @@
-"""The whole content of a dock as plain tensors. Format 1 is what docks before this one wrote, too."""
+"""The complete content of a dock as plain tensors. Format 1 is also that of earlier versions of the dock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 def check(state: Mapping[str, Any], columns: Mapping[str, ColumnSpec]) -> None:
-    """Raise ValueError unless a dock with these columns can take over a snapshot. Columns and states that are not
+    """Raise ValueError unless a dock with these columns can restore a snapshot. Columns and states that are not
     declared here are dropped."""
     if state.get("format") != FORMAT:
         raise ValueError(f"dock snapshot has format {state.get('format')!r}, this dock reads format {FORMAT}")
@@ -34,8 +34,8 @@ def check(state: Mapping[str, Any], columns: Mapping[str, ColumnSpec]) -> None:
 
 
 def collect(calls: Calls, declared: Declared) -> dict[str, Any]:
-    """Every open epoch: its cells by rising row number, and what is acknowledged. Evaluations, which have negative
-    numbers, are left out: they begin anew after a resume."""
+    """Every open epoch: its cells by rising row number, and its acknowledged rows. Evaluations, which have negative
+    numbers, are left out: they begin again after a resume."""
     return {
         "format": FORMAT,
         "last_epoch": calls.epochs.last,
@@ -50,7 +50,8 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
     groups, members, bound = epoch.shape
     ids = row_ids(number, members, np.arange(groups * members))
     status = {}
-    # First: processes outside of the job go on, and what they write meanwhile must not count as done without its cells.
+    # This first: processes outside of the job go on, and rows that they write meanwhile must not count as done without
+    # cells.
     for state in declared.states:
         done = calls.query(Look, state, ids, True).ids
         status[state] = torch.zeros(len(ids), dtype=torch.uint8)
@@ -72,7 +73,8 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
 
 
 def bound_of(saved: Mapping[str, Any]) -> VersionBound:
-    """Of a saved epoch. Before December 2026 its groups had it in a column: oldest, newest, groups, members."""
+    """Version bound of a saved epoch. Before December 2026 a column of its groups held it: oldest, newest, groups,
+    members."""
     former = saved["columns"].get("order", {}).get("values", torch.empty(0))
     if "version_bound" not in saved and len(former) and former.shape[1:] == (4,):
         return VersionBound(*former[0, :2].tolist())
@@ -80,12 +82,12 @@ def bound_of(saved: Mapping[str, Any]) -> VersionBound:
 
 
 def cleared(saved: Mapping[str, Any]) -> list[int]:
-    """Groups of a saved epoch whose cells are gone."""
+    """Groups of a saved epoch that are cleared."""
     return ((~saved["alive"]).nonzero().flatten()[:: saved["members"]] // saved["members"]).tolist()
 
 
 def write(saved: Mapping[str, Any], declared: Declared, writer: Writer) -> None:
-    """Put the cells of a saved epoch, one column after the other, and what was acknowledged."""
+    """Put the cells of a saved epoch, one column after the other, and acknowledge its rows."""
     for name in declared.columns.keys() & saved["columns"].keys():
         column = saved["columns"][name]
         members = 1 if declared.columns[name].level == "group" else saved["members"]

@@ -1,10 +1,11 @@
-"""Fail-stop: the ranks of a job watch each other, and when one is gone all end, each with a line that names it.
+"""Fail-stop: the ranks of a job watch each other. When one is lost, all end, each with a line that names it.
 
-A torchrun job cannot go on without one of its ranks. So a link between two ranks that breaks, or over which nothing
-comes for the heartbeat (a machine without power breaks no connection), ends the process at once, even if its main
-thread hangs in a collective. Each rank is linked to the lowest rank of its machine, these to rank 0, and every
-warehouse to the controllers; generators of the launcher, the ranks after those that train, to rank 0, which expects
-them. Who stops says over its links because of whom; who leaves in order says so first, and nobody stops for it.
+A torchrun job cannot continue without one of its ranks. So a process ends at once when a link to another rank breaks,
+or is silent for a heartbeat (a machine without power breaks no connection), even if its main thread hangs in a
+collective. Each rank is linked to the lowest rank of its machine, these to rank 0, and every warehouse to the
+controllers. Generators of the launcher, the ranks after the trainers, are linked to rank 0, which expects them. A rank
+that stops sends over its links which rank was the cause. A rank that leaves in order sends this first, and no other
+stops.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from mindspeed_rl_plugin.dock.messages import Message, Ping, Stopped
 from mindspeed_rl_plugin.dock.rpc import Stream, frame, thread
 from mindspeed_rl_plugin.environment import flush_output, last_words
 
-PINGS_PER_HEARTBEAT = 4  # of life, that are sent in one heartbeat
-SLOW_READER_SECONDS = 5.0  # for a reader that is slow
+PINGS_PER_HEARTBEAT = 4  # signs of life that a rank sends in one heartbeat
+SLOW_READER_SECONDS = 5.0  # that notes to a slow reader may take when a rank leaves
 STATUS = 1  # exit status of a rank that stops
-HEARTBEATS = 10  # in the time that ranks wait for each other
-HEARTBEAT = 30.0  # seconds, at least: one that is only busy is not given up
+HEARTBEATS = 10  # in the deadline of ranks for each other
+HEARTBEAT = 30.0  # seconds, at least, so that a busy rank does not count as lost
 
 
 def heartbeat_of(deadline: float) -> float:
-    """Seconds without a sign of life after which a rank counts as gone. deadline: that ranks wait for each other."""
+    """Seconds without a sign of life after which a rank counts as lost. deadline: seconds that ranks wait for each
+    other."""
     return max(HEARTBEAT, deadline / HEARTBEATS)
 
 
 class Link(Stream):
-    """A connection between two ranks over which notes go both ways, without waiting for the other side. rank, node: of
-    the other one; heard: when something came over it last."""
+    """A connection between two ranks for notes in both directions, which no sender waits for. rank, node: of the other
+    rank; heard: time of the last note."""
 
     def __init__(self, connection: socket.socket, rank: int, node: str) -> None:
         super().__init__(connection)
@@ -45,7 +47,7 @@ class Link(Stream):
         self._writer: threading.Thread | None = None
 
     def note(self, message: Message) -> None:
-        """Send in order: now what the socket takes, the rest soon."""
+        """Send a note, in order: what the socket accepts now, the rest in a thread."""
         data = frame(message)[0]
         with self._more:
             if not self._left:
@@ -58,7 +60,7 @@ class Link(Stream):
                     self._writer = thread(self._write)
 
     def leave(self, last: Message) -> None:
-        """As `Stream.leave`, once the notes before are sent, for which it waits a little."""
+        """As `Stream.leave`, after the notes before it, for which it waits at most SLOW_READER_SECONDS."""
         with self._more:
             sent = self._more.wait_for(lambda: not self._left, SLOW_READER_SECONDS)
             super().leave(last) if sent else self.close()
@@ -98,15 +100,15 @@ class Watch:
         self._expected.pop(link.rank, None)
 
     def expect(self, ranks: Iterable[int]) -> None:
-        """Others, which are to have links within a heartbeat from now."""
+        """Ranks that must be linked within a heartbeat from now."""
         self._expected = dict.fromkeys(ranks, self._clock())
 
     def remove(self, link: Link) -> None:
-        """It has ended in order."""
+        """The link has ended in order."""
         self._links.discard(link)
 
     def broke(self, link: Link) -> None:
-        """It has ended, and nobody said that it would."""
+        """The link has ended without a message."""
         if link in self._links:
             self.stop(link.rank, "connection broke", link.node)
 
@@ -115,7 +117,7 @@ class Watch:
         return self.heartbeat / PINGS_PER_HEARTBEAT / 2
 
     def tick(self) -> None:
-        """Send a sign of life when it is time, and look for links without one."""
+        """Send a sign of life when it is time, and check for links without one."""
         now = self._clock()
         asleep, self._ticked = now - self._ticked > self.heartbeat / 2, now
         if now - self._sent >= self.heartbeat / PINGS_PER_HEARTBEAT:
@@ -123,7 +125,7 @@ class Watch:
             for link in list(self._links):
                 link.note(Ping())
         for link in list(self._links):
-            if asleep:  # this process itself stood still: what came meanwhile is not read yet
+            if asleep:  # this process itself was stopped: notes that came meanwhile are not read yet
                 link.heard = now
             elif now - link.heard > self.heartbeat:
                 self.stop(link.rank, f"silent for {self.heartbeat:g} s", link.node)
@@ -134,11 +136,11 @@ class Watch:
                 self.stop(rank, f"it should generate, and has not come for {self.heartbeat:g} s: look at what it says")
 
     def stop(self, rank: int, why: str, node: str = "") -> None:
-        """End this process because of another rank, on a machine. Does not return then, but where `end` does."""
-        if rank == self.rank:  # it told the others, and one of them tells all
+        """End this process because of another rank, on machine `node`. Returns only if `end` does."""
+        if rank == self.rank:  # this rank was the cause: it told another rank, which tells all
             return None
         if not self._stopping.acquire(blocking=False):
-            return None if self._end is not os._exit else threading.Event().wait()  # another thread is about to
+            return None if self._end is not os._exit else threading.Event().wait()  # another thread ends this process
         where = f" on {node.split()[0]}" if node else ""
         line = f"rank {self.rank} stops: rank {rank}{where} is gone ({why})"
         last_words(line, later=1)
