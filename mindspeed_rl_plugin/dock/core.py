@@ -51,9 +51,7 @@ class Core:
         self.gate: Gate | None = None  # for processes outside of the job; None: they may ask all that a rank may
         self.clock = time.monotonic
         self.at_close: list[Callable[[], None]] = []
-        self.at_gone: list[
-            Callable[[str], object]
-        ] = []  # called with the name of a process outside of the job that has ended
+        self.at_gone: list[Callable[[str], object]] = []  # called with the name of an outside process that has ended
         self.served = {"messages": 0, "bytes": 0}  # that this process served, to show that no process serves all
         self.refused = {"stranger": 0, "malformed": 0}
         self.lock = threading.RLock()  # of the rows

@@ -1,4 +1,4 @@
-"""Engines that share experts work step by step together: a layer's tokens go to ranks of all of them."""
+"""Engines that share experts run their steps together, since a layer sends tokens to ranks of all of them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import datetime
 import torch
 import torch.distributed as dist
 
-# Steps from one agreement of ranks to the next: each is a round over all of them, for which every step would wait.
-# Engines that share experts and are done take up to so many dummy steps more.
+# Steps between two agreements of ranks: an agreement is a collective, too expensive for every step. Engines that share
+# experts and have finished run up to so many dummy steps more.
 AGREE_EVERY = 16
 
 
 class ExpertGroup:
-    """The consecutive ranks over which the experts of this rank's engine are spread.
+    """The consecutive ranks among which the experts of this rank's engine are divided.
 
-    size: how many; deadline: seconds that a rank waits for the others before a step. Building is collective over the
-    world, which `size` divides.
+    size: number of ranks; deadline: seconds that a rank waits for the others before a step. The constructor is
+    collective over the world; `size` must divide it.
     """
 
     def __init__(self, size: int, deadline: float) -> None:
@@ -29,9 +29,8 @@ class ExpertGroup:
     def any_works(self, works: bool) -> bool:
         """Whether an engine of the group has responses in generation, or had at the last agreement.
 
-        Every rank asks before every step. works: whether this one has. Where one has, all take AGREE_EVERY steps before
-        they agree again. Raises TimeoutError where a rank of the group does not come to an agreement in time, or is
-        lost.
+        Every rank asks before every step. works: whether this rank's engine has some. If one has, all run AGREE_EVERY
+        steps before the next agreement. Raises TimeoutError where a rank of the group is lost or late.
         """
         agreed = self._steps % AGREE_EVERY != 0 or self._agree(works)
         self._steps = self._steps + 1 if agreed else 0

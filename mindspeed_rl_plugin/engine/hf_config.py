@@ -1,7 +1,7 @@
 """The engine's Hugging Face config, derived from Megatron's own arguments, and its check against a given one.
 
-What differs between families stands in their tables (`layout.families`).
-What changes the model and that no family has is refused by `ModelShape.from_megatron_args`, never ignored.
+Differences between families are in their tables (`layout.families`). `ModelShape.from_megatron_args` refuses arguments
+that change the model in a way that no family has.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mindspeed_rl_plugin.layout.family_table import Family
 from mindspeed_rl_plugin.layout.shape import LATENT_FIELDS, ModelShape, rotated_share, same_names
 from mindspeed_rl_plugin.prompts.tokenizer import read_json
 
-# What a config.json leaves out, and what all families then take.
+# Defaults of all families for fields that a config.json leaves out.
 _COMMON_FIELDS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
 
-# Fields that make two configs the same model, besides those that their family's table names. max_position_embeddings
-# is not among them: it bounds lengths and changes no number.
+# Fields that must be equal in two configs of the same model, in addition to those in the family's table. Not
+# max_position_embeddings: it limits lengths and changes no result.
 COMPARED = (
     "model_type",
     "hidden_size",
@@ -71,7 +71,7 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
         "head_dim": shape.head_dim,
         "vocab_size": vocab_size,
         "max_position_embeddings": args.max_position_embeddings,
-        # Core 0.16 and later keep --norm-epsilon under the name of their config.
+        # Core 0.16 and later store --norm-epsilon under its name in their config.
         "rms_norm_eps": args.norm_epsilon if hasattr(args, "norm_epsilon") else args.layernorm_epsilon,
         "rope_theta": float(args.rotary_base),
         "rope_scaling": rope_scaling(args),
@@ -90,7 +90,7 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
 
 
 def load_reference(directory: str) -> dict[str, Any]:
-    """config.json of a Hugging Face directory. ValueError when there is none, or when it is no language model's."""
+    """config.json of a Hugging Face directory. Raises ValueError when it is missing, or not of a language model."""
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(f"--rl-hf-model {directory}: no config.json there; give a Hugging Face model directory")
@@ -102,7 +102,7 @@ def load_reference(directory: str) -> dict[str, Any]:
 
 
 def compare_configs(derived: Mapping[str, Any], reference: Mapping[str, Any]) -> list[str]:
-    """A line for each field in which two configs describe different models; [] when they are the same one."""
+    """A line for each field in which two configs describe different models; [] when they describe the same one."""
     ours, theirs = normalized(derived), normalized(reference)
     hf = family_table(derived).hf
     names = (hf.experts, hf.expert_ffn, hf.shared, hf.dense, *hf.defaults, *hf.fixed, *hf.code)
@@ -120,7 +120,7 @@ def check_against(derived: Mapping[str, Any], directory: str) -> None:
 
 
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config in one spelling: defaults filled in, the rope fields of transformers 5 in those of 4."""
+    """A config in one form: with defaults, and rope fields as in transformers 4."""
     table = family_table(config)
     out = {**_COMMON_FIELDS, **table.hf.defaults, **table.hf.fixed, **same_names(table, config)}
     rope = {**(out.pop("rope_parameters", None) or {}), **(out.pop("rope_scaling", None) or {})}
@@ -143,15 +143,15 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_engine(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of the engine's own, which may compute the family by the code of another."""
+    """The config.json for the engine, which may run the code of another family."""
     return {**config, **family_table(config).hf.engine}
 
 
 def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
-    """Write config.json into an existing directory. Concurrent writers want a directory each."""
+    """Write config.json into an existing directory. Concurrent writers need a directory each."""
     (Path(directory) / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def family_table(config: Mapping[str, Any]) -> Family:
-    """The table of a config's family; an empty one where that is unknown."""
+    """The table of a config's family; an empty one for an unknown family."""
     return FAMILIES.get(family_of(config), Family("", ()))

@@ -1,9 +1,9 @@
-"""What a config.json of a model with experts, or with latent attention, has besides the fields of a dense one.
+"""The fields of a config.json that only models with experts, or with latent attention, have.
 
-What differs between families stands in their tables (`layout.families`). `routing_problems` names what trainer and
-engine would do differently; the rest is refused by `ModelShape`.
-Sources: Megatron's router (topk_routing_with_score_function) and MLA (multi_latent_attention.py), transformers'
-modeling_qwen3_moe.py and modeling_deepseek_v3.py, vLLM's qwen3_moe.py and deepseek_v2.py.
+Differences between families are in their tables (`layout.families`). `routing_problems` names arguments with which
+trainer and engine would differ; `ModelShape` refuses the rest. Sources: Megatron's router
+(topk_routing_with_score_function) and MLA (multi_latent_attention.py), transformers' modeling_qwen3_moe.py and
+modeling_deepseek_v3.py, vLLM's qwen3_moe.py and deepseek_v2.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from mindspeed_rl_plugin.layout.shape import LATENT_FIELDS, ModelShape
 
 
 def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
-    """Fields of a family with experts. Raises ValueError that lists what the engine would route otherwise."""
+    """Fields of a family with experts. Raises ValueError with all arguments with which the engine would route
+    differently."""
     problems = list(routing_problems(args, shape))
     if problems:
         raise ValueError("the rollout engine cannot express this model:\n  " + "\n  ".join(problems))
@@ -72,8 +73,8 @@ def _balancing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
 
 
 def _group_limited_problems(args: Namespace) -> Iterator[str]:
-    """What MindSpeed-LLM's code for group_limited_greedy cannot do. Source: group_limited_greedy_topKgating and
-    moe_layer_forward."""
+    """Arguments that MindSpeed-LLM's code for group_limited_greedy cannot handle. Source:
+    group_limited_greedy_topKgating and moe_layer_forward."""
     rows = getattr(args, "micro_batch_size", 1)
     if rows != 1:
         yield f"--micro-batch-size {rows}: --moe-router-load-balancing-type {GROUP_LIMITED} takes 1; give 1"
@@ -116,8 +117,7 @@ def _router_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
 
 
 def _weight_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
-    """Factors of the outputs of a token's experts, and of the scores of latent attention, with which the engine would
-    differ."""
+    """Arguments that scale the outputs of experts, or the scores of latent attention, other than the engine does."""
     router, family, routing = shape.table.router, shape.family, _routing(args)
     if router.score == "sigmoid" and args.moe_router_topk == 1:
         yield "--moe-router-topk 1: with one expert per token, trainer and engine weigh it differently; give more"
@@ -192,9 +192,9 @@ def _routing(args: Namespace) -> dict[str, Any]:
         out["norm_topk_prob"] = args.moe_router_topk > 1
     if out["n_group"] == 1:
         out["topk_group"] = 1
-    if kinds == ["aux_loss"] and normalize:  # after the scaling, which goes
+    if kinds == ["aux_loss"] and normalize:  # normalised after the scaling, which so has no effect
         out |= {"norm_topk_prob": True, "routed_scaling_factor": 1.0}
-    if kinds == [GROUP_LIMITED]:  # scaled where they do not add up to 1
+    if kinds == [GROUP_LIMITED]:  # weights are only scaled where they are not normalised
         summed = bool(normalize and args.moe_router_topk > 1)
         groups = args.moe_router_num_groups or args.expert_model_parallel_size
         out |= {"norm_topk_prob": summed, "n_group": groups, "topk_group": args.moe_router_group_topk}

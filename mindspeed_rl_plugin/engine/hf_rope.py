@@ -1,4 +1,4 @@
-"""Rotary embeddings: `rope_scaling` of the engine's config, and its frequencies against those of the built model.
+"""Rotary embeddings: `rope_scaling` of the engine's config, and a comparison of its frequencies with the built model's.
 
 Sources: rotary_pos_embedding.py and yarn_rotary_pos_embedding.py of Megatron core, rotary_pos_embedding.py and
 mla_dot_product_attention.py of MindSpeed-LLM, modeling_rope_utils.py of transformers.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # what a config.json leaves out
+YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # defaults for a config.json
 
 
 def rope_scaling(args: Namespace) -> dict[str, Any] | None:
@@ -46,7 +46,7 @@ def rope_scaling(args: Namespace) -> dict[str, Any] | None:
 
 
 def _megatrons_yarn(args: Namespace) -> dict[str, Any] | None:
-    """Of latent attention: DeepSeek's YaRN, or None for plain rope."""
+    """`rope_scaling` of latent attention: DeepSeek's YaRN, or None for plain rope."""
     kind = getattr(args, "rope_type", None) or "yarn"
     if kind == "rope" or float(args.rotary_scaling_factor) == 1.0:
         return None
@@ -60,8 +60,8 @@ def _megatrons_yarn(args: Namespace) -> dict[str, Any] | None:
 
 
 def _mindspeeds_yarn(args: Namespace) -> dict[str, Any]:
-    """Of `--rope-scaling-type yarn`. Without latent attention MindSpeed-LLM derives the factor itself, and multiplies
-    cosine and sine as transformers does where a config has no mscale."""
+    """`rope_scaling` of `--rope-scaling-type yarn`. Without latent attention MindSpeed-LLM computes the factor itself,
+    and scales cosine and sine as transformers does for a config without mscale."""
     original = args.rope_scaling_original_max_position_embeddings
     if not original:
         raise ValueError("--rope-scaling-type yarn needs --rope-scaling-original-max-position-embeddings")
@@ -86,10 +86,11 @@ def _yarn(args: Namespace, factor: float, original: float, mscale: float, mscale
 
 
 def rope_frequencies(config: Mapping[str, Any], *, scaled: bool = True) -> Tensor:
-    """Inverse frequencies that the engine computes from a normalized config: float32 `[D / 2]`, D of a head rotated.
+    """Inverse frequencies that the engine computes from a normalized config: float32 `[D / 2]`, D rotated entries of a
+    head.
 
-    scaled: False for those that YaRN starts from. Long wave lengths are divided by `factor`, short ones kept, those
-    between blended: by Llama 3 over wave lengths, by YaRN over turns in the original length.
+    scaled: False for the frequencies before YaRN. Low frequencies are divided by `factor`, high ones are kept, those
+    between are interpolated: in Llama 3 by wave length, in YaRN by turns within the original length.
     """
     dim = int(config["head_dim"] * config["partial_rotary_factor"])
     base, scaling = config["rope_theta"], config["rope_scaling"]
@@ -110,9 +111,9 @@ def rope_frequencies(config: Mapping[str, Any], *, scaled: bool = True) -> Tenso
 
 
 def check_rotary(config: Mapping[str, Any], rotary: torch.nn.Module) -> None:
-    """Compare a normalized config with the built Megatron model's rotary embedding, which training really uses: core's
-    pretrain_gpt.py, for example, never hands `--rope-scaling-factor` on. In `inv_freq` Megatron's own YaRN keeps the
-    frequencies that it starts from, MindSpeed-LLM the result. Raises ValueError for a difference above 1e-5."""
+    """Compare a normalized config with the rotary embedding of the built Megatron model, which may differ from the
+    flags: core's pretrain_gpt.py, for example, ignores `--rope-scaling-factor`. In `inv_freq` Megatron's own YaRN
+    stores the unscaled frequencies, MindSpeed-LLM the scaled ones. Raises ValueError for a difference above 1e-5."""
     megatrons = hasattr(rotary, "inv_freq_extra")
     if megatrons and (scaling := config["rope_scaling"]):
         named = {"factor": "scaling_factor"}

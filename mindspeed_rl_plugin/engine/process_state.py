@@ -1,4 +1,4 @@
-"""What the engine does not share with the trainer: random generators, the current stream, names of torch."""
+"""Separates the engine's process state from the trainer's: random generators, the current stream, names in torch."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from mindspeed_rl_plugin.host.torch_originals import torch_originals
 
 
 class ProcessState:
-    """Lends the process to the engine, and gives the trainer back what it had.
+    """Switches the process to the engine's state, and back to the trainer's.
 
-    vLLM seeds all generators when it is built, and samples from torch's. On CUDA it makes a stream of its own the
-    current one, for good (0.18 to 0.32: `current_stream` of its torch_utils). And it replaces public names of torch,
-    for good too: vllm-ascend 0.18 to 0.23 leaves a torch.cuda.Event that does nothing (`_torch_cuda_wrapper`).
+    vLLM seeds all generators when it is built, and samples from torch's. On CUDA it sets a stream of its own as the
+    current one and does not reset it (0.18 to 0.32: `current_stream` of its torch_utils). It also replaces public names
+    of torch and does not restore them: after vllm-ascend 0.18 to 0.23 torch.cuda.Event does nothing
+    (`_torch_cuda_wrapper`).
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._stream: object = None  # the engine's, from the first turn on
+        self._stream: object = None  # the engine's, after its first turn
         self._seed: int | None = None
-        self._generator: Tensor | None = None  # state of the device's generator in the engine's last turn
+        self._generator: Tensor | None = None  # state of the device's generator after the engine's last turn
         self._own_numbers = False
-        self._names: dict[tuple[ModuleType, str], Any] = {}  # of torch, as the engine left them
+        self._names: dict[tuple[ModuleType, str], Any] = {}  # names in torch as the engine has set them
 
     def reseed(self, seed: int) -> None:
-        """From the next turn on the engine has its own random numbers on the device: the same ones on each rank that
-        is given this seed."""
+        """From the next turn on the engine has its own random numbers on the device, the same on all ranks with this
+        seed."""
         self._seed, self._own_numbers = seed, True
 
     @contextlib.contextmanager
@@ -76,8 +77,8 @@ class ProcessState:
                 api.set_stream(stream)
 
     def _enter(self, stream: object) -> None:
-        """Switch to the engine's stream, after what the trainer queued on its own, and to its random numbers where they
-        stopped."""
+        """Switch to the engine's stream, which waits for the trainer's, and to the last state of its random
+        generator."""
         api = self._device.api
         if self._stream is not None and self._stream != stream:
             self._stream.wait_stream(stream)

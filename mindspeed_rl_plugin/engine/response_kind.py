@@ -1,7 +1,7 @@
-"""What the responses of a job are: by default one turn of the model, which nobody answers.
+"""The kind of a job's responses: by default one turn of the model, which nothing answers.
 
-`episodes.episode_kind` has those of several turns. Whatever differs between them is asked of one object, which
-the builder of the inputs chooses.
+`episodes.episode_kind` has responses of several turns. One object answers all that differs between the kinds; the
+builder of the inputs chooses it.
 """
 
 from __future__ import annotations
@@ -25,42 +25,45 @@ each part, or a function of its number. The first that is wrong is raised, so a 
 class ResponseKind:
     """Responses of one turn."""
 
-    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas of what the model may call; None: nobody answers it
-    tokenizer: str | None = None  # directory of the one by which engines render answers
-    reads: tuple[str, ...] = ()  # columns that an engine is given besides the prompt
-    columns: tuple[ColumnSpec, ...] = ()  # that rows have besides those of all responses
-    measured: tuple[str, ...] = ()  # names of those that `meter` reads
-    dumped: tuple[str, ...] = ()  # names of further ones that dumps hold
-    limited: tuple[str, ...] = ()  # columns that tell what --rl-max-response-length limits, where more than a response
-    graded: tuple[str, ...] = ()  # fields of a `GradeItem` that graders get besides
-    ends: tuple[str, ...] = ("stop", "length")  # of `FINISH`: why one is over
-    drops_failed = False  # whether rows with `environment_failed` are trained nowhere
+    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas of functions that the model may call
+    tokenizer: str | None = None  # directory of the tokenizer by which engines render answers
+    reads: tuple[str, ...] = ()  # columns that an engine gets in addition to the prompt
+    columns: tuple[ColumnSpec, ...] = ()  # columns that only rows of this kind have
+    measured: tuple[str, ...] = ()  # names of columns that `meter` reads
+    dumped: tuple[str, ...] = ()  # names of further columns in dumps
+    # columns for the length that --rl-max-response-length limits, if it is not that of the response alone
+    limited: tuple[str, ...] = ()
+    graded: tuple[str, ...] = ()  # further fields of a `GradeItem` that graders get
+    ends: tuple[str, ...] = ("stop", "length")  # of `FINISH`: how a response may end
+    drops_failed = False  # whether rows with `environment_failed` are never trained
 
     def over(self, engine: Engine, tokenizer: Any, peers: Peers) -> Engine:
-        """The engine that makes them, over one that samples a turn. tokenizer: the job's; peers: its ranks."""
+        """The engine of these responses, on top of an engine that samples one turn. tokenizer: of the job; peers: ranks
+        of the engine."""
         return engine
 
     def described(self) -> Mapping[str, Any] | None:
-        """What engines of other processes must know, as JSON values."""
+        """Settings for engines of other processes, as JSON values."""
         return None
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
-        """Raises ValueError where none can begin for lack of a field. rows: place in the data -> fields of a record."""
+        """Raises ValueError where a row lacks a field that a response needs. rows: place in the data -> fields of a
+        record."""
 
     def try_once(self, meta: Mapping[str, Any], base: int, where: str) -> None:
-        """Begin one before the first real one. meta: of its prompt; base: of seeds; where: the prompt's place in the
-        data. Collective. Raises ValueError where that fails."""
+        """Begin a response as a trial, before the first real one. meta: of its prompt; base: of seeds; where: the
+        prompt's place in the data. Collective. Raises ValueError where that fails."""
 
     def grade_fields(self, prompt: Prompt) -> Mapping[str, Any]:
-        """`graded` of a response to the prompt that is its answer."""
+        """The fields `graded` for a trial response, which is the prompt's answer."""
         return {}
 
     def completed(self, completion: Completion, prompt: Prompt) -> Completion:
-        """A whole response to the prompt, with all that its row needs."""
+        """A complete response to the prompt, with all that its row needs."""
         return completion
 
     def prompt_lengths(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """`[B]` tokens before the model's first turn, and whether these are the data's prompt."""
+        """`[B]` number of tokens before the model's first turn, and whether these are the prompt of the data."""
         return rows["prompt"].lengths, torch.ones(len(rows), dtype=torch.bool)
 
     def sampled(self, rows: Rows) -> Tensor:
@@ -69,19 +72,19 @@ class ResponseKind:
         return at >= self.prompt_lengths(rows)[0][of]
 
     def check_turns(self, rows: Rows) -> Checks:
-        """Before `sampled` is asked."""
+        """Check the columns that `sampled` reads."""
         yield from ()
 
     def check_rest(self, rows: Rows) -> Checks:
-        """Of rows whose tokens are right."""
+        """Check the other columns, of rows with valid tokens."""
         yield from ()
 
     def meter(self) -> Callable[[Rows], Mapping[str, float]]:
-        """Metrics of a rollout, for one rank and a whole run."""
+        """Computes metrics of rollouts, for one rank and a complete run."""
         return lambda rows: {}
 
     def close(self) -> None:
-        """End what this rank has started for them. Idempotent."""
+        """End the processes that this rank has started. Idempotent."""
 
 
 ONE_TURN = ResponseKind()

@@ -1,9 +1,9 @@
-"""The `Engine` Protocol: what the iteration asks of a rollout engine, and `generate` on top of it.
+"""The `Engine` Protocol: the interface of a rollout engine, and `generate` on top of it.
 
-**Ranks of one engine (SPMD).** An engine of tensor parallel size n lives in n ranks, which make the same calls in the
+**Ranks of one engine (SPMD).** An engine of tensor parallel size n runs on n ranks. They make the same calls in the
 same order with the same arguments, and get the same completions in the same order; the first rank (`engine.leader`)
-writes them. Replicas take as many requests and steps as they like, unless they share experts: then all generate at the
-same times, also those without a request, and each ends with `keep_step`.
+writes them. Replicas are independent, unless they share experts: then all generate at the same times, also those
+without a request, and each ends with `keep_step`.
 
 **Life of a rollout.** `wake(("weights",))`, the reshard writes into `parameters()`, `update_weights(version)`,
 `wake(("kv_cache",))`, then `submit` / `poll` until all is done, then `sleep()`. A fresh engine is awake.
@@ -60,20 +60,20 @@ class Engine(Protocol):
         """The live weights of this rank by the engine's names. Writing into them changes the next step."""
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
-        """Say that `parameters()` now hold `version`: what was computed with older weights serves no later request.
+        """`parameters()` now hold `version`: cached results of older weights are not used for new requests.
 
-        digest: recorded for those who compare it; in_flight: queued responses go on with their KV cache, and record
-        which version sampled which part; without it raises ValueError while responses are queued.
+        digest: recorded, for comparisons. in_flight: queued responses continue with their KV cache, and record which
+        version sampled which part; without it, queued responses raise ValueError.
         """
 
     def sleep(self) -> None:
-        """Give the memory of weights and KV cache back; their content is lost. Raises ValueError while busy."""
+        """Free the memory of weights and KV cache; their contents are lost. Raises ValueError while busy."""
 
     def wake(self, parts: Sequence[str] = ENGINE_PARTS) -> None:
-        """Take the memory of "weights", "kv_cache" or both back. Weights hold nothing until they are written."""
+        """Allocate the memory of "weights", "kv_cache" or both again. Weights are undefined until they are written."""
 
     def shutdown(self) -> None:
-        """End for good and free everything. The training process and its process groups live on."""
+        """End the engine and free everything. The training process and its process groups continue."""
 
 
 def generate(
@@ -84,7 +84,7 @@ def generate(
     progress: Callable[[int], object] | None = None,
 ) -> list[Completion]:
     """Generate all responses, maybe none; the result is in the order of `requests`. progress: called with the number of
-    those that have just finished. The rest is as for `stream`."""
+    responses that have just finished. The rest is as for `stream`."""
     done: dict[SampleId, Completion] = {}
     for finished in stream(engine, requests, deadline=deadline):
         done |= {completion.id: completion for completion in finished}
@@ -98,10 +98,10 @@ def stream(
 ) -> Iterator[list[Completion]]:
     """Generate all responses, maybe none; yields them as they finish. Collective over the engines that share experts.
 
-    deadline: seconds within which at least one response (or a turn of one, or an answer to it) must be finished,
-    again and again: a long rollout may take longer while it makes progress; pause: after so many seconds without a
-    response an empty list lets the caller look at something else. Raises TimeoutError that says how many are missing;
-    those are aborted, so that the engine is left idle.
+    deadline: most seconds from one finished response (or turn, or answer to a turn) to the next; so a long rollout may
+    take longer while it makes progress. pause: after so many seconds without a response yields an empty list, so that
+    the caller can do something else. Raises TimeoutError with the number of missing responses; these are aborted, so
+    that the engine is idle.
     """
     missing, end = {r.id: r for r in requests}, time.monotonic() + deadline
     engine.submit(requests)

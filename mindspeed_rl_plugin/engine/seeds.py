@@ -1,4 +1,4 @@
-"""What is asked of an engine for a sample, its seed too: it never depends on when or where the sample is generated."""
+"""The request for a sample, with its seed, which does not depend on when or where the sample is generated."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Samp
 
 # Ids of evaluation: (EPOCH, index of the prompt, attempt); no rollout has a negative epoch.
 EPOCH = -1
-OF_GROUP = -1  # in the place of a member, where a seed is that of all of them
+OF_GROUP = -1  # in the place of a member, for a seed of all members
 
 
 def response_seed(base: int, epoch: int, group: int, member: int, begun: int = 0) -> int:
     """63-bit seed of one response; the same integers give the same seed on every machine and version.
 
     base: the run's `--rl-rollout-seed`; epoch, group, member: the sample's id, each a signed 64-bit integer; begun:
-    tokens sampled before an interruption, behind which the first seed would repeat the same random numbers. It is the
-    first 63 bits of BLAKE2b over these packed little-endian, so that neighbouring ids share no structure.
+    tokens sampled before an interruption, after which the first seed would repeat the same random numbers. The seed is
+    the first 63 bits of BLAKE2b over these integers, packed little-endian, so that seeds of neighbouring ids are
+    unrelated.
     """
     parts = (base, epoch, group, member, *([begun] if begun else ()))
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
@@ -27,8 +28,8 @@ def response_seed(base: int, epoch: int, group: int, member: int, begun: int = 0
 
 
 def task_of(base: int, sample: SampleId, fields: Mapping[str, object] | None) -> Task | None:
-    """What an environment gets of a row, the same for all of its group and for each evaluation. fields: of `Task`, None
-    where no environment answers."""
+    """The task of an environment, the same for all rows of a group and for each evaluation. fields: of `Task`; None: no
+    environment answers."""
     epoch = EPOCH if sample.epoch < 0 else sample.epoch
     return None if fields is None else Task(fields, response_seed(base, epoch, sample.group, OF_GROUP))
 
@@ -41,10 +42,10 @@ def response_request(
     begun: Completion | None = None,
     fields: Mapping[str, object] | None = None,
 ) -> GenerateRequest:
-    """The request for a response. begun: its part that was sampled before an interruption; fields: of its row, for an
+    """The request for a response. begun: the part that was sampled before an interruption; fields: of its row, for an
     environment.
 
-    A negative epoch is that of an evaluation: each one asks for the same responses, the first of a prompt greedy.
+    A negative epoch is an evaluation: each evaluation requests the same responses; the first one of a prompt is greedy.
     """
     task = task_of(base, sample, fields)
     epoch = sample.epoch

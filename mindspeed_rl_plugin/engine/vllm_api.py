@@ -20,10 +20,10 @@ from mindspeed_rl_plugin.engine.options import PROCESSED, sampling_fields
 from mindspeed_rl_plugin.host.engine_env import in_group
 from mindspeed_rl_plugin.rows import GenerateRequest
 
-# Tensors of multi-latent attention that vLLM makes from `kv_b_proj` and decodes with. Some versions keep them as
+# Tensors of multi-latent attention that vLLM derives from `kv_b_proj` for decoding. Some versions keep them as
 # parameters, some as attributes of the layer or of its implementation, some as views of the weight itself.
 DERIVED = ("W_UV", "W_UK_T")
-# Engine arguments that older versions lack, and without which the engine still works.
+# Engine arguments that older versions lack; the engine works without them.
 OPTIONAL_ARGUMENTS = (
     "logprobs_mode",
     "kv_cache_memory_bytes",
@@ -32,13 +32,14 @@ OPTIONAL_ARGUMENTS = (
     "async_scheduling",
     "additional_config",
 )
-# Kernels that read expert weights as vLLM declares them; vllm-ascend's are "OOT", and show their order by their shapes.
+# Kernels that read expert weights in the order that vLLM declares. vllm-ascend's are "OOT"; their shapes show the
+# order.
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU", "OOT")
-_CHOSEN_KERNEL = re.compile(r"\w*(flashinfer|aiter)\w*_enabled")  # how versions before 0.14 say which they took
+_CHOSEN_KERNEL = re.compile(r"\w*(flashinfer|aiter)\w*_enabled")  # names of kernels in versions before 0.14
 
 
 def build(arguments: dict[str, Any]) -> Any:
-    """The in-process LLMEngine of these `EngineArgs` fields, without the optional ones that this vLLM lacks.
+    """An in-process LLMEngine with these `EngineArgs` fields, without optional ones that this vLLM lacks.
 
     Collective over the whole world: vLLM makes its process groups here.
     """
@@ -49,10 +50,10 @@ def build(arguments: dict[str, Any]) -> Any:
     know_config(json.loads((Path(arguments["model"]) / "config.json").read_text())["model_type"])
     known = {f.name for f in dataclasses.fields(EngineArgs)}
     given = EngineArgs(**usable(arguments, known, EngineCore))
-    gc.freeze()  # vLLM collects several times while it builds, each time over all that was imported
+    gc.freeze()  # vLLM runs the garbage collector several times while it builds; frozen objects are skipped
     shared = arguments.get("data_parallel_size", 1) > 1
     engine = _sharing_experts(LLMEngine, given) if shared else LLMEngine.from_engine_args(given)
-    # From 0.2x on a collected engine destroys torch's default process group, which here is the trainer's.
+    # From 0.2x on an engine, when it is collected, destroys torch's default process group, which is the trainer's.
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
@@ -61,11 +62,11 @@ def build(arguments: dict[str, Any]) -> Any:
 
 
 def _sharing_experts(engine: type, given: Any) -> Any:
-    """The engine of these `EngineArgs`, one of several that share experts: a data parallel rank.
+    """An engine with these `EngineArgs`; as one of several that share experts it is a data parallel rank.
 
-    vLLM (0.11 to 0.32, config/parallel.py) takes its place from RANK, as if there were no other engines, and for an
-    external launcher counts data parallel ranks twice in `world_size_across_dp`, by which vllm-ascend chooses how
-    tokens reach their experts (0.18: `select_moe_comm_method`).
+    vLLM (0.11 to 0.32, config/parallel.py) derives its place from RANK as if it were the only engine. For an external
+    launcher it counts data parallel ranks twice in `world_size_across_dp`; by this vllm-ascend chooses how tokens reach
+    their experts (0.18: `select_moe_comm_method`).
     """
     size = given.tensor_parallel_size
     with in_group(size * given.data_parallel_size):
@@ -75,17 +76,17 @@ def _sharing_experts(engine: type, given: Any) -> Any:
 
 
 def batches_in_flight(engine: Any) -> int:
-    """Steps whose tokens are not given out yet, as there are with asynchronous scheduling."""
+    """Number of steps whose tokens are not returned yet (asynchronous scheduling)."""
     return len(getattr(engine.engine_core.engine_core, "batch_queue", None) or ())
 
 
 def dummy_step(engine: Any) -> None:
-    """A step of an engine that has no requests, in which its experts serve the engines that it shares them with."""
+    """A step of an engine without requests, in which its experts serve the engines that share them."""
     engine.engine_core.execute_dummy_batch()
 
 
 def usable(arguments: dict[str, Any], known: Collection[str], core: type) -> dict[str, Any]:
-    """These arguments, without optional ones that are not known; without asynchronous steps that look at the clock."""
+    """These arguments without unknown optional ones, and without asynchronous steps that look at the clock."""
     given = {k: v for k, v in arguments.items() if k in known or k not in OPTIONAL_ARGUMENTS}
     if "async_scheduling" in given and steps_look_at_the_clock(core):
         given["async_scheduling"] = False
@@ -93,14 +94,14 @@ def usable(arguments: dict[str, Any], known: Collection[str], core: type) -> dic
 
 
 def steps_look_at_the_clock(core: type) -> bool:
-    """Whether a step of the engine core asks if the device is done (`future.done()`, 0.10 to 0.18): ranks of an engine,
-    each of which schedules its own asynchronous steps, could then take different ones, and wait for ever."""
+    """Whether a step of the engine core depends on the device's progress (`future.done()`, 0.10 to 0.18). Each rank of
+    an engine schedules its own asynchronous steps; then these could differ, and ranks would wait for ever."""
     step = getattr(core, "step_with_batch_queue", None)
     return step is not None and "done" in step.__code__.co_names
 
 
 def know_config(model_type: str) -> None:
-    """Let transformers read a config.json whose model vLLM has and transformers has not (Ling's)."""
+    """Let transformers read a config.json of a model that only vLLM has (Ling)."""
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -109,8 +110,8 @@ def know_config(model_type: str) -> None:
 
 
 def _drop_message_queues() -> None:
-    """Give back vLLM's message queues between the ranks of an engine, which nobody uses, for each schedules its own
-    steps: a process that ends would leave their shared memory and sockets behind."""
+    """Free vLLM's message queues between the ranks of an engine: their shared memory and sockets would remain after the
+    process. They are not used, since each rank schedules its own steps."""
     from vllm.distributed import parallel_state
 
     for reference in list(parallel_state._groups.values()):
@@ -120,15 +121,16 @@ def _drop_message_queues() -> None:
             group.mq_broadcaster = None
             for name in ("local_subscribe_addr", "local_notify_addr"):
                 address = getattr(queue.handle, name, None) or ""
-                if address.startswith("ipc://"):  # ZeroMQ leaves the file of a closed socket
+                if address.startswith("ipc://"):  # ZeroMQ does not remove the file of a closed socket
                     Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def demand_processed_logprobs(worker: Any) -> bool:
-    """Make the sampler report log-probs of the distribution that it samples; False: this vLLM cannot (0.9).
+    """Make the sampler report log-probs of the distribution that it samples from. Returns False if this vLLM cannot
+    (0.9).
 
-    The engine argument alone does not do it: vllm-ascend 0.18 and 0.23 build their sampler without it
-    (worker/model_runner_v1.py, `AscendSampler()`), and then report those of temperature 1 without a word.
+    The engine argument is not enough: vllm-ascend 0.18 and 0.23 build their sampler without it
+    (worker/model_runner_v1.py, `AscendSampler()`), and report log-probs of temperature 1 without a warning.
     """
     sampler = getattr(worker.model_runner, "sampler", None)
     modes = [p for p in (sampler, getattr(sampler, "topk_topp_sampler", None)) if hasattr(p, "logprobs_mode")]
@@ -138,7 +140,7 @@ def demand_processed_logprobs(worker: Any) -> bool:
 
 
 def demand_base_format(worker: Any, device: Device) -> None:
-    """Refuse, by ValueError, weights in a format of the NPU's own: a reshard writes bytes into views of them."""
+    """Raise ValueError for weights in an NPU-specific format: a reshard writes plain bytes into views of them."""
     for name, parameter in model(worker).named_parameters():
         if not device.in_base_format(parameter):
             raise ValueError(
@@ -154,17 +156,17 @@ def captured_graphs() -> int:
 
 
 def has_batched_seeds(worker: Any) -> bool:
-    """Whether one kernel draws for all requests, each by its own seed, as in vLLM's second model runner
-    (v1/worker/gpu/sample). Others call `exponential_` for each request with a generator (`random_sample` of
+    """Whether one kernel samples for all requests, each by its own seed, as in vLLM's second model runner
+    (v1/worker/gpu/sample). Other samplers call `exponential_` for each request with a generator (`random_sample` of
     v1/sample/ops/topk_topp_sampler.py, vllm-ascend's sample/sampler.py): 768 launches a step with 256 running."""
     states = getattr(getattr(worker.model_runner, "sampler", None), "sampling_states", None)
     return hasattr(states, "seeds")
 
 
 def demand_plain_experts(worker: Any) -> None:
-    """Refuse, by ValueError, kernels that permute the expert weights in place: what a reshard writes would be other
-    experts than meant. vLLM 0.32 takes FlashInfer's on sm100 by itself (fused_moe/oracle/unquantized.py), before 0.14
-    it took them, and AITER's, by variables of the environment."""
+    """Raise ValueError for kernels that permute the expert weights in place: a reshard would write other experts. vLLM
+    0.32 chooses FlashInfer's on sm100 by default (fused_moe/oracle/unquantized.py). Before 0.14 environment variables
+    chose them, and AITER's."""
     for name, module in model(worker).named_modules():
         method = getattr(module, "quant_method", None)
         backend = getattr(getattr(method, "unquantized_backend", None), "name", PLAIN_EXPERTS[0])
@@ -179,7 +181,7 @@ def demand_plain_experts(worker: Any) -> None:
 
 
 def sampling_params(request: GenerateRequest, eos: Sequence[int], seeded: bool) -> Any:
-    """vLLM's form of one request; see `sampling_fields`. DELTA output: each step hands over its new tokens only."""
+    """vLLM's form of one request; see `sampling_fields`. DELTA output: each step returns only its new tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -187,7 +189,8 @@ def sampling_params(request: GenerateRequest, eos: Sequence[int], seeded: bool) 
 
 
 def worker(engine: Any) -> Any:
-    """This rank's worker, out of its wrapper; functions here take it of an engine of this process or of a server."""
+    """This rank's worker, without its wrapper. Functions here accept the worker of an engine in this process or of a
+    server."""
     wrapped = engine.model_executor.driver_worker
     return getattr(wrapped, "worker", wrapped)
 
@@ -198,15 +201,16 @@ def model(worker: Any) -> torch.nn.Module:
 
 
 def parameters(worker: Any) -> dict[str, torch.Tensor]:
-    """The live weights; tied ones appear once, under the name of the embedding. What is derived is left out."""
+    """The live weights; tied ones appear once, under the name of the embedding. Derived tensors are left out."""
     live = model(worker).named_parameters()
     return {name: p.data for name, p in live if name.rpartition(".")[2] not in DERIVED}
 
 
 @torch.no_grad()
 def refresh_derived(worker: Any) -> int:
-    """Make what is derived from weights (`DERIVED`) again, in place, for captured graphs and the sleep mode know the
-    addresses. Returns how many layers have such tensors. Prompts use the weight itself, decoding uses these."""
+    """Compute the tensors that are derived from weights (`DERIVED`) again, in place, since captured graphs and the
+    sleep mode use their addresses. Returns how many layers have such tensors. Prefill uses the weight itself, decoding
+    uses these."""
     holders = _latent(worker)
     for holder in holders:
         _refresh_latent(holder)
@@ -218,7 +222,7 @@ def derived(worker: Any) -> list[torch.Tensor]:
 
 
 def _latent(worker: Any) -> list[Any]:
-    """What has derived tensors: layers, or their implementations."""
+    """The objects with derived tensors: layers, or their implementations."""
     both = ((module, getattr(module, "impl", None)) for module in model(worker).modules())
     return [
         holder
@@ -229,7 +233,7 @@ def _latent(worker: Any) -> list[Any]:
 
 
 def weights_pool(kind: str) -> list[range]:
-    """Addresses of the memory that vLLM's sleep mode takes from under the weights. kind: "npu" | "cuda"."""
+    """Addresses of the memory of the weights that vLLM's sleep mode frees. kind: "npu" | "cuda"."""
     if kind == "npu":
         from vllm_ascend.device_allocator.camem import CaMemAllocator as Allocator
     else:
@@ -249,7 +253,7 @@ def _refresh_latent(holder: Any) -> None:
 
 
 def tp_group() -> Any:
-    """vLLM's coordinator of the ranks of this engine: `cpu_group`, `rank_in_group`, `world_size`."""
+    """vLLM's group coordinator of this engine's ranks: `cpu_group`, `rank_in_group`, `world_size`."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return get_tp_group()
@@ -262,9 +266,9 @@ def teardown(engine: Any) -> None:
     engine.model_executor.shutdown()
     core = engine.engine_core.engine_core
     core.scheduler.shutdown()
-    if torch.distributed.is_initialized():  # else vLLM's groups ended with the trainer's
+    if torch.distributed.is_initialized():  # otherwise vLLM's groups have ended with the trainer's
         parallel_state.destroy_model_parallel()
         if parallel_state._WORLD is not None:
             parallel_state._WORLD.destroy()
             parallel_state._WORLD = None
-    gc.unfreeze()  # vLLM froze everything that was alive when it started
+    gc.unfreeze()  # vLLM froze all objects when it started

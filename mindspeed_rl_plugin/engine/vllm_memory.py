@@ -1,8 +1,8 @@
-"""How much memory the engine gets, giving it back between rollouts, and taking it again.
+"""The engine's memory: how much it gets, and how it is freed between rollouts and allocated again.
 
-Two ways with one interface: vLLM's own sleep mode on accelerators, whose allocator unmaps device memory under tensors
-that keep their addresses, and resizing storages to nothing on CPU, where vLLM has none. Both keep every tensor object
-and every view valid, so that the reshard's views of the parameters and what vLLM has bound to its KV cache survive.
+There are two implementations with one interface. On accelerators vLLM's own sleep mode unmaps device memory, while
+tensors keep their addresses. On CPU, where vLLM has no sleep mode, storages are resized to 0 bytes. Both keep every
+tensor object and every view valid: the reshard's views of the parameters, and vLLM's references to its KV cache.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mindspeed_rl_plugin.host import engine_env
 from mindspeed_rl_plugin.weights.p2p import P2PChannel
 from mindspeed_rl_plugin.weights.storages import bytes_of, distinct
 
-# Of the device's memory, and at least so many bytes: for what vLLM's profile of its first steps does not see, graphs
-# that it captures later, communicators and workspaces that the trainer makes in its first update and keeps.
+# Reserve, as a share of the device's memory, and its least bytes. It is for memory that vLLM's profile of its first
+# steps does not measure: graphs that it captures later, and communicators and workspaces of the trainer's first update.
 RESERVE, LEAST_RESERVE = 0.1, 2 << 30
 
 
 def free_share(device: Device, deadline: float) -> float:
-    """Share of a device's memory that an engine may use: what is free now, minus a reserve; the least of all ranks.
+    """Share of a device's memory that an engine may use: the free memory minus a reserve; the minimum over all ranks.
 
     Collective over the world, for a device whose trainer is offloaded; deadline: seconds that ranks wait for each
-    other. vLLM takes no more than this share of the total, and its KV cache gets what weights and the largest step
-    leave of it (0.32: `request_memory`, `determine_available_memory`; vllm-ascend from 0.15 on: worker/worker.py).
+    other. vLLM uses no more than this share of the total, and its KV cache gets what weights and the largest step do
+    not need of it (0.32: `request_memory`, `determine_available_memory`; vllm-ascend from 0.15 on: worker/worker.py).
     Raises ValueError on every rank where nothing is left, and what `MessageBatch.wait` does.
     """
     gc.collect()
@@ -54,17 +54,17 @@ def free_share(device: Device, deadline: float) -> float:
             "offload more (--rl-swap params,grads,optimizer), or give --rl-device-memory-utilization"
         )
     if device.kind == "npu" and engine_env.vllm_version() < engine_env.ASCEND_SHARE_FREE:
-        least = math.floor((total - reserve) / total * 1000)  # what is not free, it takes off by itself
+        least = math.floor((total - reserve) / total * 1000)  # vLLM itself subtracts memory that is not free
     return least / 1000
 
 
 class PoolMemory:
     """vLLM's sleep mode on an accelerator at level 2: no copy of weights that the next reshard overwrites.
 
-    What else lies in the pool of the weights (rotary tables, expert maps, scales) is copied to the host and back: vLLM
-    saves the model's buffers at most, vllm-ascend 0.9 not even those. And parameters become the objects that they were,
-    which captured graphs know: waking in vllm-ascend 0.18 to 0.23 replaces experts by transposed views (worker/
-    worker.py). `refresh_derived` makes anew what is derived from weights.
+    Other tensors in the pool of the weights (rotary tables, expert maps, scales) are copied to the host and back: vLLM
+    saves at most the model's buffers, vllm-ascend 0.9 not even these. Parameters are set to their former objects, which
+    captured graphs use: waking in vllm-ascend 0.18 to 0.23 replaces experts by transposed views (worker/worker.py).
+    `refresh_derived` computes tensors that are derived from weights again.
     """
 
     def __init__(self, engine: Any, worker: Any, pool: Sequence[range]) -> None:
@@ -94,7 +94,8 @@ class PoolMemory:
 
 
 def _tensors_in(pool: Sequence[range]) -> list[torch.Tensor]:
-    """Every tensor of this process that lies in the pool. vLLM freezes its objects, and frozen ones are not listed."""
+    """Every tensor of this process that lies in the pool. vLLM freezes its objects, and the garbage collector does not
+    list frozen ones."""
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     known = [o for o in gc.get_objects() if type(o) is torch.Tensor or issubclass(type(o), torch.nn.Parameter)]
@@ -105,7 +106,8 @@ def _tensors_in(pool: Sequence[range]) -> list[torch.Tensor]:
 
 class HostMemory:
     """Sleep on CPU: storages of parameters and KV cache resized to 0 bytes and back; buffers (rotary tables) stay. A KV
-    cache comes back as zeros: attention multiplies what lies beyond a sequence's end by 0, and garbage may be NaN."""
+    cache is filled with zeros: attention multiplies entries after a sequence's end by 0, and undefined ones may be
+    NaN."""
 
     def __init__(self, worker: Any) -> None:
         self._storages = {
@@ -129,7 +131,7 @@ class HostMemory:
 
 
 def fill_with_zeros(storage: torch.UntypedStorage) -> None:
-    """Zero a storage, on Linux by dropping its pages, which come back as zeros: writing them costs seconds a GiB."""
+    """Fill a storage with zeros; on Linux by dropping its pages, since writing zeros takes seconds for each GiB."""
     start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     whole = torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -1,4 +1,5 @@
-"""One engine at work for a job: rows from the dock, weights from the trainers, responses into the dock."""
+"""The loop of an engine that works for a job: rows from the dock, weights from the trainers, responses into the
+dock."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from mindspeed_rl_plugin.generators.scheduler import Scheduler
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 from mindspeed_rl_plugin.weights.pull import Puller
 
-POLL_SECONDS = 0.2  # of the engine's steps, at most, before its first rank looks for rows again
-STEPS = 8  # the same, of engines that share experts: all take as many
+POLL_SECONDS = 0.2  # at most, that the engine runs steps before its first rank looks for rows again
+STEPS = 8  # the same in steps, for engines that share experts: all run equally many
 
 
 class Team(GroupPeers):
-    """The ranks of the default group, which are those of one engine, or of engines that share experts; collectives run
-    over gloo, and making it is one. deadline: seconds of any wait, the job's."""
+    """The ranks of the default group: of one engine, or of engines that share experts. Collectives use gloo; the
+    constructor is one. deadline: seconds of any wait, from the job."""
 
     def __init__(self, deadline: float) -> None:
         super().__init__(dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline)))
@@ -45,7 +46,7 @@ class Team(GroupPeers):
 
 @dataclass
 class EngineLoop:
-    """What the ranks of an engine do until the job leaves, or until the engine is to leave."""
+    """The loop on the ranks of an engine, until the job ends or the engine is to leave."""
 
     engine: Engine
     puller: Puller
@@ -54,9 +55,9 @@ class EngineLoop:
     scheduler: Scheduler | None  # of the first rank, None on the others
 
     def run(self) -> None:
-        """The first rank says what comes next, and all do it."""
-        self._requests: dict[SampleId, GenerateRequest] = {}  # in the making here
-        self._making = 0  # responses in the making, those of engines that share experts with this one too
+        """The first rank decides the next action, and all do it."""
+        self._requests: dict[SampleId, GenerateRequest] = {}  # unfinished ones here
+        self._making = 0  # unfinished responses, with those of engines that share experts
         first = self.scheduler
         self._weights = Weights(self.puller, first.pull_ended if first else lambda version: None)
         while not (action := self.team.share(first.next() if first else None)).end:
@@ -68,7 +69,7 @@ class EngineLoop:
         if action.apply >= 0:
             self._apply(action.apply)
         if self.job.strict and action.requests:
-            self.engine.update_weights(self.engine.version, self.engine.digest)  # no prefix of what came before is left
+            self.engine.update_weights(self.engine.version, self.engine.digest)  # drops cached prefixes
         self._submit(tuple(request for replica, request in action.requests if replica == self.engine.replica))
         self._making += len(action.requests)
         if self._making:
@@ -80,7 +81,7 @@ class EngineLoop:
                 self.scheduler.done(finished, self.engine.digest)
 
     def _step(self) -> list[Completion]:
-        """Work for a while; what all replicas have finished."""
+        """Run steps for a while. Returns what all replicas have finished."""
         engine, alone = self.engine, self.engine.replicas == 1
         finished = engine.poll(POLL_SECONDS) if alone else engine.step_along(STEPS)
         for completion in finished:
@@ -96,13 +97,13 @@ class EngineLoop:
         self._requests |= {request.id: request for request in requests}
 
     def _apply(self, version: int) -> None:
-        """New weights between two steps. Where a rank could not pull them, because newer ones took their place, the
-        first one asks for those."""
+        """Apply new weights between two steps. If a rank could not pull them because newer ones have overwritten them,
+        the first rank asks for the newer ones."""
         began = time.monotonic()
         errors = [error for error in self.team.gather(self._weights.finish()) if error is not None]
         lost = any(isinstance(error, ConnectionError) for error in errors)
         if lost and self.team.share(self.scheduler.dock.has_left() if self.scheduler else None):
-            return  # the job has left, and the next action says so
+            return  # the job has left; the next action is to end
         if errors:
             if not all(isinstance(error, Gone) for error in errors):
                 raise next(error for error in errors if not isinstance(error, Gone))
@@ -115,7 +116,7 @@ class EngineLoop:
         going_on = bool(self._requests) and not begun
         self.engine.update_weights(version, applied.digest, in_flight=going_on)
         self._submit(tuple(continued(self.job, self._requests[c.id], c) for c in begun))
-        costs = self.team.gather(self._weights.take_cost())  # also: no rank steps before all have the weights
+        costs = self.team.gather(self._weights.take_cost())  # also a barrier until all ranks have the weights
         if self.scheduler is not None:
             self.scheduler.state.applied(version)
             self.scheduler.count("pull", max(seconds for seconds, _ in costs))
@@ -125,6 +126,6 @@ class EngineLoop:
 
 
 def continued(job: Description, request: GenerateRequest, begun: Completion) -> GenerateRequest:
-    """The request by which an interrupted response goes on, with a seed of that part."""
+    """The request that continues an interrupted response, with a seed for its new part."""
     again = response_request(job.sampling, job.seed, request.id, request.prompt_tokens, begun)
     return replace(again, task=request.task)

@@ -1,7 +1,6 @@
-"""Engines that are no ranks of the launcher, as the first trainer keeps them: the file with the secret by which they
-join, and a process that supervises those that Ray runs, and one for each of the user's servers. A server that fails
-costs the time of its rows, as a joined engine does: it is tried again until nobody has generated for
---rl-wait-timeout."""
+"""Engines that are no ranks of the launcher. The first trainer writes the file with the secret by which they join, and
+runs a process that supervises Ray's engines and one for each of the user's servers. A server that fails only costs the
+time of its rows, as a joined engine does: it is tried again until no engine has generated for --rl-wait-timeout."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.environment import environment_apart, launch_env, say
 from mindspeed_rl_plugin.generators.vllm_server import VllmServer, problems
 
-ENGINES_END_SECONDS = 30.0  # for Ray to end its tasks, and for servers to be left
+ENGINES_END_SECONDS = 30.0  # that supervisors have to end Ray's tasks, or to leave their server
 AGAIN_SECONDS = 5.0  # until a server that failed is tried again
-WORKED_SECONDS = 60.0  # after which a failure is said again, though it was said of the time before
+WORKED_SECONDS = 60.0  # of work after which the same failure is printed again
 AT_URL = (sys.executable, "-m", "mindspeed_rl_plugin", "generate", "--engine-url")
 ON_RAY = (sys.executable, "-m", "mindspeed_rl_plugin.generators.on_ray")
 
 
 def check_ray(wanted: Generators, seconds: float) -> Iterator[str]:
-    """Why Ray cannot place the engines that are wanted."""
+    """Why Ray cannot place the engines."""
     if find_spec("ray") is None:
         yield f"--rl-generators {wanted.text} needs Ray: pip install ray, in the version of the cluster"
         return
@@ -50,8 +49,8 @@ def _ray(wanted: Generators) -> list[str]:
 
 
 def check_servers(config: RLConfig, model: Mapping[str, Any], dtype: str) -> Iterator[str]:
-    """Why servers of the user's cannot generate; on the first rank. model, dtype: config and dtype of the engines,
-    empty before they are known."""
+    """Why the user's servers cannot generate; on the first rank. model, dtype: config and dtype of the engines, empty
+    while unknown."""
     urls, most = config.schedule.engine_url, config.data.max_prompt_length + config.rollout.max_response_length
     if launch_env()["rank"]:
         return
@@ -71,13 +70,13 @@ def check_servers(config: RLConfig, model: Mapping[str, Any], dtype: str) -> Ite
 class _Supervisor:
     """A process that supervises engines."""
 
-    without: str  # said where it has failed
+    without: str  # end of the message when it has failed
     log: Path  # its output
     command: Sequence[str]
-    again: bool  # whether it is started again where it has failed
-    due: float = 0.0  # when it is, by `time.monotonic`; 0 while it runs
-    said: str = ""  # of its last end
-    began: float = 0.0  # when it was started last, by `time.monotonic`
+    again: bool  # whether it is started again after a failure
+    due: float = 0.0  # time of the next start, by `time.monotonic`; 0 while it runs
+    said: str = ""  # the last message about its end
+    began: float = 0.0  # time of the last start, by `time.monotonic`
 
     def start(self) -> None:
         with self.log.open("ab") as log:
@@ -85,7 +84,7 @@ class _Supervisor:
             self.process, self.due, self.began = subprocess.Popen(self.command, **how), 0.0, time.monotonic()
 
     def look(self) -> None:
-        """Start it again where it has ended. Raises RuntimeError where that is not to be."""
+        """Start it again if it has ended. Raises RuntimeError if it must not be started again."""
         if self.process.poll() is None or time.monotonic() < self.due:
             return
         if self.due:
@@ -103,8 +102,8 @@ class _Supervisor:
 class ExternalEngines:
     """Supervisors of Ray's engines and of the user's servers, on the leader.
 
-    secret_file: with which engines join until `close`; ended: called when the job has ended well; ray: engines that Ray
-    is to run; urls: of servers that generate; folder: of the run.
+    secret_file: engines join with it until `close`; ended: called when the job has ended in order; ray: number of
+    engines for Ray; urls: of servers that generate; folder: of the run.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class ExternalEngines:
             self._start(f"the server at {url} generates no more", f"engine-at-url-{number}", [*AT_URL, url], again=True)
 
     def check(self) -> None:
-        """To be called now and then. Raise RuntimeError where Ray runs no engines any more."""
+        """Called regularly. Raises RuntimeError where Ray runs no engines any more."""
         for one in self._supervisors:
             one.look()
 
@@ -134,7 +133,7 @@ class ExternalEngines:
         return "".join(f"; {one.said}" for one in self._supervisors if one.said)
 
     def close(self) -> None:
-        """Nobody can join any more. Idempotent."""
+        """From now on no engine can join. Idempotent."""
         self.secret_file.unlink(missing_ok=True)
         running = [one.process for one in self._supervisors if one.process.poll() is None]
         for process in running:

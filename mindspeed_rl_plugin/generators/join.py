@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.processes import attend
 from mindspeed_rl_plugin.service.invitation import parse_address, read_secret
 
 LEFT = "the engine has left the job"
-OF_OWN = ("kv_cache_gb", "device_memory_utilization")  # options of an engine that is built here
+OF_OWN = ("kv_cache_gb", "device_memory_utilization")  # options only for an engine that is built here
 _EPILOG = (
     "Model, tokenizer, sampling and seeds come from the job. SIGTERM: responses in the making go back to the job, then "
     "the engine leaves. An engine that dies costs the job nothing but their time."
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    """Ends the process, by the parser, where options are given that a server takes no notice of."""
+    """The parser ends the process for options that have no effect on a server."""
     parser = _parser()
     options = parser.parse_args(argv)
     given = [f"--{name.replace('_', '-')}" for name in OF_OWN if getattr(options, name) is not None]
@@ -58,7 +58,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 
 def _generate(options: argparse.Namespace, leaving: threading.Event) -> None:
     attend()
-    # Only now: they take seconds.
+    # Imported only now: they take seconds.
     import torch.distributed as dist
 
     from mindspeed_rl_plugin.generators.launcher_ranks import begin, init_group, store
@@ -67,13 +67,13 @@ def _generate(options: argparse.Namespace, leaving: threading.Event) -> None:
     begin()
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
     keys = store() if launch_env()["world_size"] > 1 else dist.HashStore()
-    kind = "cpu" if options.engine_url else None  # the server has devices, the bridge to it needs none
+    kind = "cpu" if options.engine_url else None  # the server has the devices; this process needs none
     init_group(keys, datetime.timedelta(seconds=options.timeout), kind)
     serve(options.join, options.secret_file, leaving=leaving, url=options.engine_url or "", **_changed(options))
 
 
 def _changed(options: argparse.Namespace) -> dict[str, Any]:
-    """Options of the engine that are given here."""
+    """Options of the engine that the command line sets."""
     changed = {
         "max_running": options.max_running,
         "kv_cache_bytes": int((options.kv_cache_gb or 0) * 2**30),

@@ -19,15 +19,15 @@ from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.notes import Announced
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows, requests_of
 
-NEWS_SECONDS = 1.0  # that an engine without weights waits for news at a time
-LEASE_SECONDS = 86400.0  # an engine that is lost is known by its connection, and a long response is no reason
-REPORT_SECONDS = 0.5  # between two reports of what was counted
-ROWS_SECONDS = 0.25  # that an engine without rows waits for some at a time
-EMPTY_SECONDS = 0.02  # before it asks again where all rows are done
-Span = tuple[str, float, float]  # what, and from when to when, seconds since 1970
-GAP_SECONDS = 0.02  # between two spans of a kind that are one
-LONGEST_SECONDS = 4.0  # of one that goes on, before it is told
-MOST = 2000  # spans that are kept until they are told; then the oldest are lost
+NEWS_SECONDS = 1.0  # at most, for which an engine without weights waits for news at once
+LEASE_SECONDS = 86400.0  # long: a lost engine shows by its connection, and a response may take long
+REPORT_SECONDS = 0.5  # between two reports of counts
+ROWS_SECONDS = 0.25  # at most, for which an engine without rows waits for some at once
+EMPTY_SECONDS = 0.02  # before it asks again when all rows are done
+Span = tuple[str, float, float]  # (what, begin, end), seconds since 1970
+GAP_SECONDS = 0.02  # between two spans of one kind that are joined
+LONGEST_SECONDS = 4.0  # of a span that continues, before a part of it is reported
+MOST = 2000  # spans that are kept until they are reported; above it the oldest are lost
 
 
 @dataclass
@@ -37,15 +37,17 @@ class _Leased:
     lease: Lease
     bound: VersionBound
     request: GenerateRequest
-    replica: int = -1  # that samples it
+    replica: int = -1  # the replica that samples it
 
 
 class Scheduler:
-    """slots: responses that a replica samples at once; replicas: engines that share experts, and work for the job as
-    one, else 1; share: of each rollout under a strict order, (i, n); leaving: set where the engine is to leave.
-
-    counts: since the engine joined: responses, tokens, seconds of work, seconds without by cause, and what weights
-    cost. spans: when that was.
+    """slots: responses that a replica samples at once.
+    replicas: number of engines that share experts and work as one, else 1.
+    share: of each rollout under a strict order, (i, n).
+    leaving: set when the engine is to leave.
+    counts: since the engine joined: responses, tokens, seconds of work, seconds without work by cause, and costs of
+    weights.
+    spans: the times of these.
     """
 
     def __init__(
@@ -62,17 +64,17 @@ class Scheduler:
         self.state = EngineState(slots * replicas, job.inflight == "drain", job.strict)
         self.counts: dict[str, float] = {}
         self.spans = Spans()
-        self._lost: tuple[int, Exception | None] = (-1, None)  # weights that were wanted and cannot be had any more
+        self._lost: tuple[int, Exception | None] = (-1, None)  # wanted weights that do not exist any more
         self._writing: Future[None] | None = None
         self._pulled = threading.Event()
         self._began = self._pull_began = time.monotonic()
-        self._reported = -REPORT_SECONDS  # at once: who hangs in its first step is known, too
+        self._reported = -REPORT_SECONDS  # reports at once: so an engine that hangs in its first step is known
         self._news = 0  # number of the last announcement
 
     # what comes next
 
     def next(self) -> Action:
-        """What all ranks do next; waits a moment where there is nothing to do. Raises ConnectionError where the job is
+        """What all ranks do next; waits a moment if there is nothing to do. Raises ConnectionError where the job is
         lost."""
         try:
             return self._leave() if self.leaving.is_set() or self.dock.ended else self._next()
@@ -98,7 +100,7 @@ class Scheduler:
         return action
 
     def done(self, completions: Iterable[Completion], digest: str | None) -> None:
-        """Finished responses go into the dock, during the engine's next steps. A job that has left needs none."""
+        """Write finished responses into the dock, during the engine's next steps; not if the job has left."""
         self._written()
         finished: dict[int, list[tuple[_Leased, Completion]]] = {}
         for completion in completions:
@@ -113,26 +115,25 @@ class Scheduler:
         self.counts[name] = self.counts.get(name, 0.0) + value
 
     def spend(self, what: str, began: float) -> None:
-        """The time since `began`, by the clock of `time.monotonic`, went into something."""
+        """Count the time since `began`, by `time.monotonic`, under a name."""
         ended = time.monotonic()
         self.count(what, ended - began)
         self.spans.add(what, began, ended)
 
     def pull_ended(self, version: int) -> None:
-        """A pull is over, well or not; called in its thread."""
+        """A pull has ended, maybe by an error; called in its thread."""
         self.spans.add("pull", self._pull_began, time.monotonic())
         self.state.pull_ended(version)
         self._pulled.set()
 
     def missed(self, version: int, error: Exception) -> None:
-        """Weights that were wanted are no longer to be had. `next` raises `error` where rows are ready that must be
-        sampled by them."""
+        """Wanted weights do not exist any more. `next` raises `error` if rows are ready that only these may sample."""
         self.state.pulled, self.state.needs, self._lost = -1, None, (version, error)
 
     # inside
 
     def _write(self, finished: Iterable[list[tuple[_Leased, Completion]]], digest: str | None, version: int) -> None:
-        """Rows and their responses, by lease; the version that was in the engine when they were done."""
+        """Write rows and their responses, by lease. version: of the engine's weights when they finished."""
         for part in finished:
             requests, responses = [row.request for row, _ in part], [completion for _, completion in part]
             # A response of a server may come after newer weights.
@@ -140,7 +141,7 @@ class Scheduler:
             self.dock.commit_part(part[0][0].lease, completion_rows(requests, responses, whose))
 
     def _written(self) -> None:
-        """What was done is in the dock. Raises why it is not, unless the job has left."""
+        """Wait until finished responses are in the dock. Raises the error of this, unless the job has left."""
         error = self._writing and self._writing.exception()
         if error is not None and not (isinstance(error, ConnectionError) and self.dock.has_left()):
             raise error
@@ -151,15 +152,15 @@ class Scheduler:
             self._reported = now
             counts = {**self.counts, "seconds": now - self._began}
             self._hear(self.dock.report(counts, self.spans.take(now)))
-        elif needs is not None and needs.oldest > self.state.announced:  # the job admits, then announces
+        elif needs is not None and needs.oldest > self.state.announced:  # rows may be admitted before that
             self._hear(self.dock.news(self._news, 0.0))
 
     def _hear(self, announced: Announced) -> None:
-        """The newest weights, as the job has answered last."""
+        """Store the job's last answer about the newest weights."""
         self._news, self.state.announced = announced.number, announced.version
 
     def _leave(self) -> Action:
-        """Hand back what is not finished."""
+        """Give back unfinished rows."""
         self._written()
         leases = {row.lease.token: row.lease for row in self.state.running.values()}
         for lease in leases.values():
@@ -182,7 +183,7 @@ class Scheduler:
         requests = requests_of(lease.rows, self.job.sampling, self.job.seed)
         new, busy = [], Counter(row.replica for row in running.values())
         for request in requests:
-            if request.id in running:  # the lease before ran out, or was taken back
+            if request.id in running:  # the lease before has expired, or was taken back
                 running[request.id].lease = lease
                 continue
             replica = min(range(self.replicas), key=lambda replica: busy[replica])
@@ -192,8 +193,8 @@ class Scheduler:
         return tuple(new)
 
     def _leased(self, most: int, deadline: float) -> Lease:
-        """Rows that are ready, under a strict order this engine's share of a rollout; none where there are none within
-        the deadline."""
+        """Lease ready rows; under a strict order this engine's share of a rollout. Empty if none are ready within the
+        deadline."""
         part = {"share": self.share} if self.job.strict else {"max_rows": most}
         try:
             return self.dock.lease(SPEC.name, deadline=deadline, version=self.state.version, **part)
@@ -201,7 +202,8 @@ class Scheduler:
             return Lease(0, SPEC.name, Rows((), {}))
 
     def _wait(self, pulling: bool) -> None:
-        """A moment, for weights: until the pull that is under way ends, or others are announced. Nothing runs."""
+        """Wait a moment for weights: until the running pull ends, or newer weights are announced. No response is
+        sampled now."""
         began = time.monotonic()
         if pulling:
             self._pulled.wait(NEWS_SECONDS)
@@ -212,16 +214,16 @@ class Scheduler:
 
 
 class Spans:
-    """Few spans: neighbours of one kind are one. Filled by the threads of an engine, emptied by its reports."""
+    """Spans, of which neighbours of one kind are joined. The threads of an engine add them, its reports take them."""
 
     def __init__(self) -> None:
         self._since_epoch = time.time() - time.monotonic()
         self._lock = threading.Lock()
-        self._going: dict[str, tuple[float, float]] = {}  # what -> the last of its kind, which may go on
+        self._going: dict[str, tuple[float, float]] = {}  # what -> the last span of its kind, which may continue
         self._over: deque[Span] = deque(maxlen=MOST)
 
     def add(self, what: str, began: float, ended: float) -> None:
-        """A span by the clock of `time.monotonic`."""
+        """Add a span, by the clock of `time.monotonic`."""
         with self._lock:
             first, last = self._going.get(what, (began, began))
             if began - last > GAP_SECONDS:
@@ -232,7 +234,7 @@ class Spans:
                 self._end(what)
 
     def take(self, now: float) -> list[Span]:
-        """Those that are over, which are taken away."""
+        """Return and remove the spans that have ended."""
         with self._lock:
             for what in [what for what, (_, last) in self._going.items() if now - last > GAP_SECONDS]:
                 self._end(what)

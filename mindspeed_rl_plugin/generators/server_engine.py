@@ -1,8 +1,8 @@
 """vLLM's own server as an engine of one process: `ServerEngine` sends prompts and gets responses by HTTP, and has the
 server's own workers pull published weights (`ServerWeights`).
 
-Each response is one request to the server, in a thread of its own. Its tokens, their log-probs, and which weights
-sampled which of them are what the server says.
+Each response is one request to the server, in a thread of its own. The server returns its tokens, their log-probs, and
+which weights sampled which of them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mindspeed_rl_plugin.generators.vllm_server import ASK_SECONDS, GENERATE_PAT
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 from mindspeed_rl_plugin.weights.pull import Applied, Pulled
 
-ABORT_AGAIN_SECONDS = 0.2  # until a request that was still on its way is aborted again
+ABORT_AGAIN_SECONDS = 0.2  # until it aborts again, for requests that had not arrived
 NO_LOGP = -9999.0  # in the place of a log-prob that is not finite
-PULL_LOOK_SECONDS = 0.1  # between two looks at a pull
-STAY_SECONDS = 5.0  # between two words to the server, which waits `server_worker.HELD_SECONDS` for one
-SERVER_ERRORS = (ConnectionError, RuntimeError, TimeoutError, ValueError)  # of a server that is lost, or refuses
+PULL_LOOK_SECONDS = 0.1  # between two questions about a pull
+STAY_SECONDS = 5.0  # between two signs of life to the server, which waits `server_worker.HELD_SECONDS` for one
+SERVER_ERRORS = (ConnectionError, RuntimeError, TimeoutError, ValueError)  # errors of a server that is lost, or refuses
 
 
 class ServerEngine:
-    """The part of `Engine` that a `Service` needs, from a server that works for it alone.
+    """The part of `Engine` that `EngineLoop` needs, by a server that works only for this job.
 
-    eos: end every response that does not ignore them; seeds: whether each request has its own.
+    eos: ids that end every response that does not ignore them; seeds: whether each request has its own.
     """
 
     replica, replicas, leader, shares_experts = 0, 1, True, False
@@ -43,8 +43,8 @@ class ServerEngine:
         self.server, self._eos, self._seeds = server, tuple(eos), seeds
         self.version, self.progress = -1, time.monotonic()
         self.digest: str | None = None
-        self._changes = 0  # of weights
-        self._salt = secrets.token_hex(8)  # prefixes of another job, whose versions have the same numbers
+        self._changes = 0  # number of changes of weights
+        self._salt = secrets.token_hex(8)  # random: another job has the same version numbers, but not the same prefixes
         self._running: set[SampleId] = set()
         self._done: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
 
@@ -55,7 +55,7 @@ class ServerEngine:
             threading.Thread(target=self._sample, args=given, daemon=True, name="response").start()
 
     def poll(self, timeout: float) -> list[Completion]:
-        """Wait for a response; see `Engine`. Raises the error that the server answers instead."""
+        """Wait for a response; see `Engine`. Raises an error of the server."""
         finished = self._arrived(timeout) if self._running else []
         self.progress = time.monotonic() if finished else self.progress
         for completion in finished:
@@ -68,11 +68,11 @@ class ServerEngine:
         return finished
 
     def abort(self) -> list[Completion]:
-        """Stop all responses, and the server until it has new weights. The next `poll` has those that ended by
-        themselves."""
+        """Abort all responses, and pause the server until it has new weights. The next `poll` returns responses that
+        had ended before."""
         stopped, end = list[Completion](), time.monotonic() + self.server.deadline
         while len(stopped) < len(self._running):
-            self.server.ask("/pause?mode=abort&clear_cache=false")  # again, for requests that were on their way
+            self.server.ask("/pause?mode=abort&clear_cache=false")  # again, for requests that had not arrived
             stopped += self._arrived(ABORT_AGAIN_SECONDS)
             if time.monotonic() > end:
                 raise TimeoutError(
@@ -87,23 +87,23 @@ class ServerEngine:
         return [completion for completion in stopped if completion.finish == "abort"]
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """None here: its own workers write them."""
+        """Empty: the server's own workers write the weights."""
         return {}
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
-        """The server, which was paused, has `version`, and goes on."""
+        """The paused server has the weights of `version` now; it continues."""
         self.server.ask("/resume")
         self.version, self.digest, self._changes = version, digest, self._changes + 1
 
     def shutdown(self) -> None:
-        """See `Engine`. The server goes on: the next job may have it."""
+        """See `Engine`. The server itself continues to run, for the next job."""
 
     def lose(self, error: Exception) -> None:
         """Another job has taken the server: `poll` raises this."""
         self._done.put(error)
 
     def _arrived(self, timeout: float) -> list[Completion]:
-        """What has come from the server; waits for the first of it. Raises an error that came in its place."""
+        """The server's answers; waits for the first one. Raises the error of a request."""
         out: list[Completion] = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -118,7 +118,7 @@ class ServerEngine:
             body = {
                 "token_ids": prompt_of(request),
                 "sampling_params": sampling_fields(request, self._eos, self._seeds),
-                "cache_salt": f"{self._salt} {changes}",  # what was computed before a change of weights serves none
+                "cache_salt": f"{self._salt} {changes}",  # no cached prefix is used after a change of weights
             }
             answer = self.server.ask(GENERATE_PATH, body, seconds=self.server.deadline)
             self._done.put(completion(request, answer["choices"][0], version))
@@ -129,8 +129,8 @@ class ServerEngine:
 
 
 def completion(request: GenerateRequest, choice: Mapping[str, Any], asked: int) -> Completion:
-    """A response, with what was sampled of it before. choice: as the server answers; asked: version of its weights when
-    it was asked. Raises RuntimeError for one that cannot be trained on."""
+    """A response, with the part that was sampled before. choice: of the server's answer; asked: version of its weights
+    at the request. Raises RuntimeError for a response that cannot be trained on."""
     begun = request.begun or Completion(request.id, (), (), "abort", ())
     tokens, entries = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
     who = f"response {tuple(request.id)} of the server"
@@ -162,11 +162,12 @@ def completion(request: GenerateRequest, choice: Mapping[str, Any], asked: int) 
 
 
 class ServerWeights:
-    """What an `EngineLoop` needs of a `Puller`.
+    """The part of `Puller` that `EngineLoop` needs.
 
-    address, secret: of the job's dock, which each worker joins; machines: of the workers, in their order; lost: called,
-    in a thread, where the server has another client, or is silent for half of its deadline. Raises ValueError where it
-    has a client already, or a worker cannot have the job's weights.
+    address, secret: of the job's dock, which each worker joins.
+    machines: of the workers, in their order.
+    lost: called in a thread when the server has another client, or is silent for half of its deadline.
+    Raises ValueError where the server has a client already, or a worker cannot get the job's weights.
     """
 
     def __init__(
@@ -181,14 +182,14 @@ class ServerWeights:
         try:
             self._workers("join", None, address=address, secret=secret.hex(), machines=machines)
         except BaseException:
-            with contextlib.suppress(*SERVER_ERRORS):  # of those that have not joined
+            with contextlib.suppress(*SERVER_ERRORS):  # errors of workers that have not joined
                 self._workers("leave", ASK_SECONDS)
             raise
         self._closing, self._heard = threading.Event(), time.monotonic()
         threading.Thread(target=self._stay, daemon=True, name="stay").start()
 
     def pull(self, version: int) -> Pulled:
-        """Bring a version to the workers, during the server's steps. Raises Gone, and what a worker says."""
+        """Let the workers pull a version, during the server's steps. Raises Gone, and the error of a worker."""
         began = time.monotonic()
         self._workers("pull", ASK_SECONDS, version=version)
         while any(one["busy"] for one in self._workers("pulled", ASK_SECONDS)):
@@ -199,8 +200,8 @@ class ServerWeights:
         return Pulled(version, time.monotonic() - began, sum(one["nbytes"] for one in pulled))
 
     def apply(self, parameters: Mapping[str, Tensor]) -> Applied:
-        """Stop the server between two steps, responses in the making stay as they are, and write what was pulled;
-        `ServerEngine.update_weights` lets it go on."""
+        """Pause the server between two steps, with its unfinished responses, and write the pulled weights.
+        `ServerEngine.update_weights` continues it."""
         began = time.monotonic()
         self.server.ask("/pause?mode=keep&clear_cache=false")
         applied = self._workers("apply")[0]
@@ -208,8 +209,8 @@ class ServerWeights:
         return Applied(applied["version"], time.monotonic() - began, applied["digest"])
 
     def close(self) -> None:
-        """The workers leave the job, and the server is free for another one. It may have ended; one that was silent for
-        long already is left soon, for the job waits for the rows."""
+        """The workers leave the job, and the server is free for another one. The server may have ended. It waits only
+        shortly for a server that has been silent for long, since the job waits for the rows."""
         self._closing.set()
         patience = max(ASK_SECONDS - (time.monotonic() - self._heard), STAY_SECONDS)
         with contextlib.suppress(*SERVER_ERRORS):
@@ -217,8 +218,8 @@ class ServerWeights:
             self.server.ask("/resume", seconds=patience)
 
     def _stay(self) -> None:
-        """Let the server know that its client is there. One that does not answer is lost before the job has waited for
-        its responses in vain."""
+        """Send signs of life to the server. A server that does not answer counts as lost before the job's deadline for
+        its responses."""
         while not self._closing.wait(STAY_SECONDS):
             try:
                 self._workers("stay", ASK_SECONDS)

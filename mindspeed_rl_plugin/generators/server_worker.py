@@ -25,14 +25,14 @@ from mindspeed_rl_plugin.generators.vllm_server import PROCESSED, Served
 from mindspeed_rl_plugin.layout.layout import EngineParallel
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 
-HELD_SECONDS = 30.0  # that a server stays with a client which says nothing, while the client's job goes on
+HELD_SECONDS = 30.0  # for which a server stays with a silent client, while the client's job lives
 
 keep_weights_live()
 
 
 class _Guest:
-    """A worker that has joined a job. client: for which it works; address: of the job; ranks: of the engine on this
-    machine."""
+    """A worker that has joined a job. client: the process that it works for; address: of the job; ranks: of the engine
+    on this machine."""
 
     def __init__(self, worker: Any, client: str, address: str, secret: bytes, ranks: list[int]) -> None:
         self.client, self.address, self.heard = client, address, time.monotonic()
@@ -52,7 +52,8 @@ class _Guest:
 
     @property
     def held(self) -> str:
-        """For whom it works: its client was heard of lately, and the job goes on. Empty where it is free."""
+        """The client that it works for: it has sent a sign of life lately, and its job lives. Empty where it is
+        free."""
         silent = time.monotonic() - self.heard
         if silent > HELD_SECONDS or not self.working:
             return ""
@@ -64,7 +65,7 @@ class _Guest:
 
     @property
     def working(self) -> bool:
-        """Whether the job goes on."""
+        """Whether the job lives."""
         try:
             self.dock.news(-1, 0.0)
         except ConnectionError:
@@ -72,12 +73,12 @@ class _Guest:
         return not self.dock.ended
 
     def pull(self, version: int) -> None:
-        """Begin a pull, which takes place during the worker's steps."""
+        """Begin a pull, which runs during the worker's steps."""
         self.weights.take_cost()
         self.weights.pull(version)
 
     def state(self) -> dict[str, Any]:
-        """Of the pull that was begun last; raises why it failed, unless newer ones took the version's place."""
+        """State of the last pull. Raises its error, unless newer weights have overwritten the version."""
         if self.weights.busy:
             return {"busy": True, "newest": -1, "nbytes": 0}
         error = self.weights.finish()
@@ -105,7 +106,7 @@ def _answers(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 class ServerWorker:
-    """Mixed into vLLM's worker; its names are its own, for vLLM refuses others."""
+    """A mixin of vLLM's worker. vLLM refuses names that it already has."""
 
     @_answers
     def rl_about(self) -> dict[str, Any]:
@@ -131,8 +132,8 @@ class ServerWorker:
 
     @_answers
     def rl_join(self, client: str, address: str, secret: str, machines: list[str]) -> None:
-        """Take part in a job, which has a wire of its own to here. client: who asks, another one each time; machines:
-        of the workers, in their order."""
+        """Join a job, by a connection of this worker's own. client: a new name each time; machines: of the workers, in
+        their order."""
         guest: _Guest | None = getattr(self, "_rl_guest", None)
         if guest is not None and (held := guest.held):
             raise ValueError(held)
@@ -155,12 +156,13 @@ class ServerWorker:
 
     @_answers
     def rl_pulled(self, client: str) -> dict[str, Any]:
-        """How far that is: busy; newest: -1, or of what took the version's place; nbytes: read for it."""
+        """State of the pull. busy: it still runs; newest: -1, or the version that has overwritten the wanted one;
+        nbytes: bytes read for it."""
         return self._rl_of(client).state()
 
     @_answers
     def rl_apply(self, client: str) -> dict[str, Any]:
-        """Write what was pulled into the model."""
+        """Write the pulled weights into the model."""
         guest = self._rl_of(client)
         applied = guest.puller.apply(vllm_api.parameters(self))
         vllm_api.refresh_derived(self)
@@ -172,7 +174,7 @@ class ServerWorker:
         self._rl_leave()
 
     def _rl_of(self, client: str) -> _Guest:
-        """What a client joined, which is heard of."""
+        """The joined worker of a client, which counts as a sign of life."""
         guest: _Guest | None = getattr(self, "_rl_guest", None)
         if guest is None or guest.client != client:
             raise ValueError(f"it serves another client: this one was silent for more than {HELD_SECONDS:g} s")

@@ -1,5 +1,5 @@
-"""An engine that works for a job until that leaves: built as the job says, on the ranks of the default group, or a
-server of the user's own, vLLM's, to which this process brings prompts, and takes its responses back."""
+"""An engine that works for a job until that ends. It is built by the job's options on the ranks of the default group,
+or it is a vLLM server of the user, to which this process sends prompts."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ def serve(
 ) -> None:
     """Generate for the job at `address` until it leaves. Collective over the ranks of the engine.
 
-    secret: the job's, or the file that holds it; share: (i, n) under a strict order, of an engine of the launcher;
-    leaving: set where the engine is to leave; who: the engine, in what the job logs; url: of a server that samples, ""
-    where the engine is built here; changed: options of the engine that are not the job's. Raises ValueError where a
-    server or a tokenizer does not fit, with the mend, and what `VllmServer` raises where it fails.
+    secret: of the job, or a file with it.
+    share: (i, n) under a strict order, of an engine of the launcher.
+    leaving: set when the engine is to leave.
+    who: name of the engine in the job's log.
+    url: of a server that samples, "" where the engine is built here.
+    changed: options of the engine that replace the job's.
+    Raises ValueError with the fix where a server or a tokenizer does not fit, and what `VllmServer` raises.
     """
     name = f"server at {url}" if url else "engine"
     who = who or (name if url else here("joined engine"))
@@ -68,7 +71,8 @@ def serve(
 
 
 def _built(dock: GuestDock, job: Description, options: VllmOptions, team: Team) -> tuple[Engine, Puller, int]:
-    """An engine on the ranks of the team, what pulls its weights, and the responses that a replica samples at once."""
+    """An engine on the ranks of the team, the puller of its weights, and the number of responses that a replica samples
+    at once."""
     options = sized(options, team.size)
     engine = VllmEngine(options)
     parallel = EngineParallel(options.tensor_parallel, options.expert_parallel)
@@ -79,7 +83,7 @@ def _built(dock: GuestDock, job: Description, options: VllmOptions, team: Team) 
 def _at_url(
     url: str, address: str, secret: str, job: Description, options: VllmOptions
 ) -> tuple[Engine, ServerWeights, int]:
-    """The same by a server, alone in the default group."""
+    """The same by a server; this process is alone in the default group."""
     server = VllmServer(url, job.deadline)
     workers = server.check()
     check_served(url, workers[0], job.engine, bool(job.sampling.stop))
@@ -89,8 +93,8 @@ def _at_url(
 
 
 def sized(options: VllmOptions, ranks: int) -> VllmOptions:
-    """Options of an engine on so many ranks: those of engines that share experts must be as many as the job says, else
-    tensor parallelism is over all of them. Raises ValueError, for a KV cache larger than this host too."""
+    """Options of an engine on so many ranks. Tensor parallelism is over all of them; for engines that share experts the
+    number must be the job's. Raises ValueError, also for a KV cache that is larger than the memory of this host."""
     for problem in kv_cache_problems(options.kv_cache_bytes / 2**30, launch_env()["local_world_size"]):
         raise ValueError(problem)
     if options.sharing == 1:
@@ -104,8 +108,8 @@ def sized(options: VllmOptions, ranks: int) -> VllmOptions:
 
 
 def tokenizer_here(job: Description, options: VllmOptions, url: str, given: str | None) -> str | None:
-    """The directory of the tokenizer that this process needs, if any, of the same tokens as the job's. A server at
-    `url` has its own for --rl-stop. Raises ValueError."""
+    """The directory of the tokenizer that this process needs, or None. It must have the same tokens as the job's, else
+    raises ValueError. A server at `url` has its own one for --rl-stop."""
     if url and job.tokenizer is None:
         if given is not None:
             raise ValueError(

@@ -1,6 +1,6 @@
 """vLLM's own server, as `vllm serve` starts it: its routes, and whether it can generate for a job.
 
-Its workers have our extension (`server_worker`), which brings weights and says how the server was started.
+Its workers have our extension (`server_worker`), which pulls weights and reports how the server was started.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mindspeed_rl_plugin.engine.options import PROCESSED, VllmOptions
 
 EXTENSION = f"{__package__}.server_worker.ServerWorker"
 GENERATE_PATH = "/inference/v1/generate"  # token ids in, token ids out, with log-probs and the version of each token
-# vLLM shows these with VLLM_SERVER_DEV_MODE=1 only.
+# vLLM has these routes only with VLLM_SERVER_DEV_MODE=1.
 DEVELOPMENT = ("/collective_rpc", "/pause", "/resume", "/server_info")
-VERSIONS = "/update_weight_version"  # 0.32 has it
-ASK_SECONDS = 60.0  # for an answer to a question that costs little work
+VERSIONS = "/update_weight_version"  # since 0.32
+ASK_SECONDS = 60.0  # for the answer to a request that costs little work
 ERROR_CHARACTERS = 500  # characters of an answer that an error shows
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a server's worker tells about itself and about how the server was started."""
+    """A worker's report about itself and about how the server was started."""
 
     machine: str  # its name
     plugin: str  # version of this package there
@@ -41,15 +41,15 @@ class Served:
     seeds: bool  # whether a request may have its own seed at no cost
     pipeline: int  # pipeline parallel size
     replicas: int  # data parallel size
-    held: str = ""  # why it cannot be taken, where another job has it
+    held: str = ""  # the reason why another job still has it
 
 
 class VllmServer:
     """A server's routes as calls.
 
-    url: of the server, as http://HOST:PORT; deadline: seconds that any work of it may take. Each call raises
-    ConnectionError where it does not answer, TimeoutError where it takes too long, and RuntimeError with what it says
-    where it fails.
+    url: of the server, http://HOST:PORT; deadline: seconds that any work of it may take. Each call raises
+    ConnectionError where the server does not answer, TimeoutError where it takes too long, and RuntimeError with its
+    message where it fails.
     """
 
     def __init__(self, url: str, deadline: float) -> None:
@@ -57,7 +57,7 @@ class VllmServer:
         try:
             known = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.username)
             self._place = (parts.hostname, parts.port) if known else None
-        except ValueError:  # of the port
+        except ValueError:  # for a wrong port
             self._place = None
         if self._place is None:
             raise ValueError(f"--rl-engine-url {url!r} is no address of a server; give one such as http://HOST:8000")
@@ -65,8 +65,8 @@ class VllmServer:
         self._secure, self._prefix = parts.scheme == "https", parts.path.rstrip("/")
 
     def ask(self, path: str, body: Any = None, *, method: str = "POST", seconds: float | None = None) -> Any:
-        """The answer of a route, a JSON value. seconds: to wait for it, half of the deadline by default, so that rows
-        of a server that hangs are given out again before all is over."""
+        """The answer of a route, a JSON value. seconds: to wait for it; by default half of the deadline, so that rows
+        of a hanging server are given to another engine before the job's deadline."""
         seconds = self.deadline / 2 if seconds is None else seconds
         status, text = self._exchange(method, path, body, seconds)
         if status == http.client.UNAUTHORIZED:
@@ -76,8 +76,8 @@ class VllmServer:
         return json.loads(text) if text else None
 
     def workers(self, name: str, seconds: float | None = None, **arguments: Any) -> list[Any]:
-        """What a method of our extension returns in each worker, in their order. Raises ValueError with what one of
-        them refuses."""
+        """The results of a method of our extension in each worker, in their order. Raises ValueError with the refusal
+        of a worker."""
         body = {"method": f"rl_{name}", "kwargs": arguments}
         answers = self.ask("/collective_rpc", body, seconds=seconds)["results"]
         for answer in answers:
@@ -86,7 +86,7 @@ class VllmServer:
         return [answer["value"] for answer in answers]
 
     def check(self) -> list[Served]:
-        """What its workers say. Raises ValueError where it lacks what a job needs."""
+        """The reports of its workers. Raises ValueError where the server lacks something that a job needs."""
         routes = self.ask("/openapi.json", method="GET", seconds=ASK_SECONDS)["paths"]
         if missing := ", ".join(path for path in DEVELOPMENT if path not in routes):
             raise ValueError(f"the server at {self.url} has no {missing}: start it with VLLM_SERVER_DEV_MODE=1")
@@ -98,7 +98,7 @@ class VllmServer:
             )
         if GENERATE_PATH not in routes:
             raise ValueError(f"the server at {self.url} has no {GENERATE_PATH}: start it with --enable-scale-out")
-        # A call of a method that is not there leaves answers behind, which later calls would get.
+        # After a call of a missing method some answers remain, which later calls would get.
         info = self.ask("/server_info?config_format=json", method="GET", seconds=ASK_SECONDS)
         if (extension := info["vllm_config"]["parallel_config"]["worker_extension_cls"]) != EXTENSION:
             has = f"the extension {extension}" if extension else "no extension"
@@ -132,8 +132,8 @@ class VllmServer:
 
 
 def problems(served: Served, job: VllmOptions, stops: bool) -> Iterator[str]:
-    """Why a server cannot generate for a job: the value, the limit, and what to start it with. job: as its own engines
-    would be built, without a config where that is not known yet; stops: whether strings end responses."""
+    """Why a server cannot generate for a job: the value, the limit, and the option to start it with. job: options of
+    the job's own engines, without a config while it is unknown; stops: whether strings end responses."""
     if served.held:
         yield served.held
     if served.plugin != mindspeed_rl_plugin.__version__:

@@ -1,1 +1,1 @@
-"""What a job exchanges with processes outside of it: invitations, news, prompts, and which rows they may commit."""
+"""Exchange between a job and processes outside of it: invitations, news, prompts, and which rows they may commit."""

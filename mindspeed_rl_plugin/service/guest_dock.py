@@ -1,5 +1,5 @@
-"""The dock of a job as a process outside of it has it: rows of the states that are open to it, and the job's news; how
-such a process joins, and how one of the job's launcher ends with the job."""
+"""The dock for a process outside of the job: rows of the states that are open to it, and the job's news. Also how such
+a process joins, and how a process of the job's launcher ends with the job."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ LEAVE_SECONDS = 5.0  # between the ends of a job's ranks, at most
 
 
 class GuestDock(Dock):
-    """It leases what is ready, reads, commits and releases. Its leases run out, or end with its connection; their rows
-    are given out again then, and the first commit of a cell wins. `lease` gives the empty lease when the job has left.
+    """Leases ready rows, reads, commits and releases. A lease ends when its time is over, or with the connection. Then
+    its rows are given out again; the first commit of a cell wins. When the job has left, `lease` returns the empty
+    lease.
     """
 
-    piece_bytes = MOST_BYTES // 2  # so that each passes a gate of the job
+    piece_bytes = MOST_BYTES // 2  # so that the job's gate accepts each message
 
     def __init__(self, declared: Declared, calls: Calls) -> None:
         super().__init__(declared, calls, leader=False)
@@ -47,11 +48,10 @@ class GuestDock(Dock):
         who: str = "a process",
         node: str = "",
     ) -> GuestDock:
-        """For a process on a machine of the job or another one. secret: the job's, or the file that holds it;
-        lease_seconds: life of a lease; who: this process, in what the job logs; node: another name for this machine, in
-        tests.
+        """Join from a machine of the job or another one. secret: of the job, or a file with it; lease_seconds: how long
+        a lease lasts; who: name of this process in the job's log; node: another name for this machine, in tests.
 
-        Raises ConnectionError where nobody answers, and PermissionError for a wrong secret or one that others can
+        Raises ConnectionError where no job answers, and PermissionError for a wrong secret or a file that others can
         read."""
         name = f"{OUTSIDE} {who} {secrets.token_hex(4)}"
         me = Process(name, -1, node or machine(), secret if isinstance(secret, bytes) else read_secret(secret))
@@ -94,12 +94,12 @@ class GuestDock(Dock):
 
     @property
     def ended(self) -> bool:
-        """Whether the job has left the dock, as the last call has seen."""
+        """Whether the job has left the dock, by the last call."""
         return self.calls.ended
 
     def has_left(self) -> bool:
-        """The same, asked now, for a lost connection may only follow from that; a job that is about to leave has
-        LEAVE_SECONDS."""
+        """The same, checked now: a connection may be lost because the job is about to leave. Waits up to LEAVE_SECONDS
+        for that."""
         with contextlib.suppress(ConnectionError, TimeoutError):
             if not self.ended:
                 self.news(sys.maxsize, LEAVE_SECONDS, patience=LEAVE_SECONDS)
@@ -107,24 +107,24 @@ class GuestDock(Dock):
 
     @property
     def about(self) -> str:
-        """What the job says of itself."""
+        """The description of the job."""
         return self.calls.directory.about
 
     def records(self, after: int, deadline: float) -> Told:
-        """The job's records behind the first `after`; waits for one, at most `deadline` seconds."""
+        """The job's records after the first `after` ones; waits for one, at most `deadline` seconds."""
         return self._ask_leader(Follow(after, deadline))
 
     def submit_prompts(self, rows: Sequence[str], deadline: float) -> list[int]:
-        """Give rows, as JSON, to the job, which has room for them within `deadline` seconds. Their numbers."""
+        """Give rows, as JSON, to the job; waits at most `deadline` seconds for room. Returns their numbers."""
         return self._ask_leader(SubmitPrompts(list(rows), deadline)).numbers
 
     def report(self, counts: Mapping[str, float], spans: Sequence[tuple[str, float, float]] = ()) -> Announced:
-        """As `Report` says. What the job announced last."""
+        """Send a `Report`. Returns the job's last announcement."""
         return self._ask_leader(Report(dict(counts), list(spans)))
 
     def news(self, after: int, deadline: float, patience: float = REPLY_TIMEOUT) -> Announced:
-        """What the job announced last; waits until its number is above `after`, at most `deadline` seconds, and so
-        many more for its answer."""
+        """The job's last announcement; waits until its number is above `after`, at most `deadline` seconds. patience:
+        further seconds for the answer."""
         return self._ask_leader(News(after, deadline), patience)
 
     def _ask_leader(self, message: Message, patience: float = REPLY_TIMEOUT) -> Any:
@@ -132,7 +132,7 @@ class GuestDock(Dock):
 
 
 def here(what: str) -> str:
-    """This process, for people."""
+    """A readable name of this process."""
     return f"{what}, process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -140,8 +140,9 @@ def here(what: str) -> str:
 def linked(
     address: str, secret: bytes, rank: int, heartbeat: float, end: Callable[[int], object] = os._exit
 ) -> Iterator[None]:
-    """Meanwhile this process, which is outside of the dock and a rank of the job's launcher, ends when another rank is
-    gone, and the others when this one is. rank: behind those of the dock; heartbeat, end: as of `Watch`."""
+    """Within the context, this rank of the job's launcher, which is outside of the dock, ends when another rank is
+    lost, and the others end when this one is. rank: its number, after those of the dock; heartbeat, end: as in
+    `Watch`."""
     calls = GuestDock.join(address, secret).calls
     server = DockServer(None, calls.me._replace(name=f"rank {rank}", rank=rank), Watch(rank, heartbeat, end))
     server.link(calls.directory.ranks[0])

@@ -1,5 +1,5 @@
-"""What a job gives to processes that may join it: an address, and a file with its secret. Read before anything slow is
-imported."""
+"""The invitation of a job to other processes: an address, and a file with its secret. It is read before slow
+imports."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import secrets
 import stat
 
-SECRET_BYTES = 32  # as the dock makes them
+SECRET_BYTES = 32  # as in the dock
 PRINTED = "give the one that the job printed at its start"
 
 
 def write_secret(path: str | os.PathLike[str], secret: bytes) -> None:
-    """A file that only this user can read. A job that is killed, or that stops at once because a rank is gone or a
-    grader failed, leaves it behind; nobody can join by it then."""
+    """Write a file that only this user can read. If a job is killed, or stops because a rank is lost or a grader
+    failed, the file remains, but nobody can join by it."""
     draft = f"{os.fspath(path)}.{secrets.token_hex(4)}"
     with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(secret.hex())
@@ -21,8 +21,8 @@ def write_secret(path: str | os.PathLike[str], secret: bytes) -> None:
 
 
 def read_secret(path: str | os.PathLike[str]) -> bytes:
-    """What `write_secret` wrote. Raises FileNotFoundError where there is none, PermissionError for a file that others
-    can read, or this user cannot, and ValueError for one that holds something else."""
+    """The secret that `write_secret` wrote. Raises FileNotFoundError for a missing file, PermissionError for one that
+    others can read or this user cannot, and ValueError for other contents."""
     try:
         mode = stat.S_IMODE(os.stat(path).st_mode)
         with open(path, "rb") as file:
@@ -49,8 +49,8 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_address(address: str) -> tuple[str, str, int]:
-    """Name of a Unix socket of this machine, or else host and port. Raises ValueError for what is neither "unix:NAME"
-    nor "HOST:PORT"."""
+    """Name of a Unix socket of this machine, or else host and port. Raises ValueError for an address that is neither
+    "unix:NAME" nor "HOST:PORT"."""
     kind, _, name = address.partition(":")
     if kind == "unix":
         return name, "", 0

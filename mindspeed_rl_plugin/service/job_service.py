@@ -1,5 +1,5 @@
-"""The job's side of what it exchanges with processes outside of it, besides rows: invitations, news, records, prompts
-and reports."""
+"""The job's side of the exchange with processes outside of it, other than rows: invitations, news, records, prompts and
+reports."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from mindspeed_rl_plugin.dock.messages import Reclaim
 from mindspeed_rl_plugin.service.invitation import write_secret
 from mindspeed_rl_plugin.service.notes import Announced, Follow, News, PromptNumbers, Report, SubmitPrompts, Told
 
-RECORDS = 1000  # of the job that are kept for others
-SPANS = 20_000  # of processes outside of the job that are kept until they are taken
+RECORDS = 1000  # records of the job that are kept
+SPANS = 20_000  # spans of processes outside of the job that are kept until `take_spans`
 NEWS, TOLD = "(news)", "(told)"  # what requests wait for
 
-# Takes rows as JSON, waits for room so many seconds, unless the asker is gone; their numbers.
+# (rows as JSON, seconds to wait for room, whether the asker has ended) -> numbers of the rows
 TakePrompts = Callable[[Sequence[str], float, Callable[[], bool] | None], list[int]]
 
 
 def called(name: str) -> str:
-    """What people call a process outside of the job, by its name, which is "outside WHO NUMBER"."""
+    """A readable name of a process outside of the job. name: "outside WHO NUMBER"."""
     return name.removeprefix(f"{OUTSIDE} ").rpartition(" ")[0]
 
 
 class JobService:
-    """Each rank makes one. Processes outside of the job ask the leader alone for news, records and room for prompts,
-    and report to it. dock: a view of the job's. Raises ValueError outside of the job."""
+    """Each rank makes one. Processes outside of the job get news and records from the leader alone, and send prompts
+    and reports to it. dock: a view of the job's dock. Raises ValueError outside of the job."""
 
     def __init__(self, dock: Dock) -> None:
         if dock.member is None:
             raise ValueError("only a rank of the job can invite others to its dock")
         self._dock, self._core = dock, dock.member.core
         self._announced = Announced()
-        self._told, self._records = 0, deque[str](maxlen=RECORDS)  # how many, and the newest of them
+        self._told, self._records = 0, deque[str](maxlen=RECORDS)  # their number, and the newest of them
         self._reports: dict[str, dict[str, float]] = {}  # by name of the process
         self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=SPANS)
         self._take_prompts: TakePrompts | None = None
@@ -45,9 +45,9 @@ class JobService:
         self._core.at_gone.append(lambda peer: self._reports.pop(peer, None))
 
     def invite(self, secret_file: str | os.PathLike[str], host: str = "", about: str = "") -> str:
-        """Let processes outside of the job join: writes its secret into a file of mode 600, and returns the address for
-        `GuestDock.join`. Collective. host: of a network interface, for processes of other machines; about: what they
-        read."""
+        """Let processes outside of the job join: writes the secret into a file of mode 600, and returns the address for
+        `GuestDock.join`. Collective. host: of a network interface, for processes of other machines; about: description
+        for them."""
         member = self._dock.member
         address = member.listen(host, about)
         if self._dock.leader:
@@ -56,22 +56,22 @@ class JobService:
         return address
 
     def guard(self, open: Mapping[str, Opening]) -> None:
-        """From now on processes outside of the job lease and commit rows of these states alone, as each allows. On
-        every rank, which checks what comes to it."""
+        """From now on processes outside of the job may only lease and commit rows of these states, as each `Opening`
+        allows. Called on every rank, since each checks its own requests."""
         self._core.gate = Gate(open)
 
     def expect(self, ranks: Iterable[int]) -> None:
-        """Other ranks of the launcher, which are to be `linked` within a heartbeat; on the leader."""
+        """Expect other ranks of the launcher, which must be `linked` within a heartbeat; on the leader."""
         self._dock.member.watch.expect(ranks)
 
     def announce(self, version: int) -> None:
-        """Say that weights of `version` can be had."""
+        """Announce that weights of `version` are published."""
         with self._core.lock:
             self._announced = Announced(self._announced.number + 1, version)
             self._core.wake(NEWS)
 
     def record(self, line: str) -> None:
-        """Keep a record of the job for others: JSON."""
+        """Keep a record of the job for other processes. line: JSON."""
         with self._core.lock:
             self._told += 1
             self._records.append(line)
@@ -82,23 +82,23 @@ class JobService:
         self._take_prompts = take
 
     def reports(self) -> dict[str, dict[str, float]]:
-        """What processes outside of the job have counted since they joined, by their names."""
+        """Counts of processes outside of the job since they joined, by their names."""
         return dict(self._reports)
 
     def reclaim(self, state: str, name: str) -> None:
-        """Give out again what a process outside of the job has leased of a state; what it still commits is harmless.
-        name: as in `reports`."""
+        """End the leases of a state that a process outside of the job holds, so that others get its rows; if it still
+        commits, this is harmless. name: as in `reports`."""
         self._dock.calls.query(Reclaim, state, name)
 
     def take_spans(self) -> list[tuple[str, str, float, float]]:
-        """What processes outside of the job did since this was called last: name, what, and from when to when, seconds
-        since 1970 by the clock of their machine."""
+        """Spans of processes outside of the job since the last call: (name, what, begin, end), seconds since 1970 by
+        the clock of their machine."""
         with self._core.lock:
             taken = [(called(name), *span) for name, *span in self._spans]
             self._spans.clear()
         return taken
 
-    # what they ask
+    # requests
 
     def _on_news(self, request: Request) -> Announced | str:
         news: News = request.message
