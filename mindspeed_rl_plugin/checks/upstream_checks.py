@@ -21,7 +21,7 @@ _NO_CONTEXT_ALGORITHMS = {
 # Coefficients of losses beside the policy's, and ways of routing without a loss of balance.
 _AUXILIARY = ("moe_aux_loss_coeff", "moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff", "moe_z_loss_coeff")
 _NO_BALANCE = ("none", "noaux_tc", ["none"])
-_ATTENTION = "megatron.core.transformer.dot_product_attention"
+_ATTENTION_MODULE = "megatron.core.transformer.dot_product_attention"
 _ADAPTOR = "mindspeed.core.context_parallel.adaptor"  # of MindSpeed's ulysses
 
 
@@ -116,8 +116,8 @@ def _latent_attention(args: Any, algorithm: str) -> Iterator[str]:
 
 def _megatrons_own_attention() -> bool:
     """Whether the local attention still is Megatron's: MindSpeed puts its own there when it is imported."""
-    module = sys.modules.get(_ATTENTION)
-    return module is None or module.DotProductAttention.__init__.__module__ == _ATTENTION
+    module = sys.modules.get(_ATTENTION_MODULE)
+    return module is None or module.DotProductAttention.__init__.__module__ == _ATTENTION_MODULE
 
 
 def flash_attention(args: Any, config: RLConfig) -> Iterator[str]:

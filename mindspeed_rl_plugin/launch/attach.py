@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.host.on_import import after_import, before_import
 from mindspeed_rl_plugin.launch.patches import OF_MINDSPEED_LLM, PATCHES
 from mindspeed_rl_plugin.launch.patching import BASE_ADAPTOR, MINDSPEED_ADAPTORS, apply, revert
 
-MEGATRON = "megatron.training"
+TRAINING_MODULE = "megatron.training"
 
 _finished: set[str] = set()  # adaptors whose import has ended
 
@@ -27,7 +27,7 @@ def attach() -> None:
             before_import(name, revert)
             before_import(name, from_command_line)
         after_import(name, _base_imported if name == BASE_ADAPTOR else _mindspeed_imported)
-    after_import(MEGATRON, _megatron_imported)
+    after_import(TRAINING_MODULE, _megatron_imported)
 
 
 def _mindspeed_imported(module: ModuleType) -> None:
@@ -39,7 +39,7 @@ def _mindspeed_imported(module: ModuleType) -> None:
 def _base_imported(module: ModuleType) -> None:
     _finished.add(module.__name__)
     from_command_line(read_by=module.__name__)
-    if MEGATRON in sys.modules:  # else MindSpeed's own, which may follow, would come after it
+    if TRAINING_MODULE in sys.modules:  # else MindSpeed's own, which may follow, would come after it
         _megatron_imported(module)
 
 
