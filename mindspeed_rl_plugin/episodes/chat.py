@@ -1,9 +1,7 @@
-"""How the messages of an episode become tokens: by the tokenizer's chat template (`ChatFormat`), or as they are
-(`RawFormat`).
+"""Encodes the messages of an episode: by the tokenizer's chat template (`ChatFormat`), or as plain text (`RawFormat`).
 
-What the model sampled stays as it was sampled; only what comes behind it is rendered, and appended. The text of an
-observation never becomes a *control token* (`control_tokens`): where it holds the text of one, this text is spelled in
-ordinary tokens.
+Sampled tokens are never changed; only the messages after them are rendered and appended. The text of an observation
+never becomes a *control token* (`control_tokens`): text that looks like one is encoded as ordinary tokens.
 """
 
 from __future__ import annotations
@@ -20,15 +18,15 @@ from mindspeed_rl_plugin.prompts.render import QUESTION, TEMPLATE_ERRORS, render
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CUT = "\n[cut]"  # stands behind what is left of an observation that was too long
+CUT = "\n[cut]"  # end of an observation that was cut
 
 
 class RawFormat:
-    """How messages become tokens, and tokens text, of models that know no chat template: a prompt is the text of the
-    last message, as data prompts are encoded, and observations are appended as they are.
+    """Encodes messages and decodes tokens of models without a chat template. A prompt is the text of the last message,
+    encoded as prompts of the data are; observations are appended as plain text.
 
-    most_calls: most calls in one turn that the model's format has room for, None without a limit; close: the token that
-    ends a turn in the chat template, None without a template.
+    most_calls: most calls in one turn in the model's format, None: no limit; close: the token that ends a turn in the
+    chat template, None without a template.
     """
 
     most_calls: int | None = None
@@ -43,44 +41,44 @@ class RawFormat:
         self._longest = max(map(len, tokenizer.get_vocab()))  # token [characters]
 
     def prompt(self, messages: Sequence[ChatMessage], said: int = 0) -> list[int]:
-        """Token ids of a conversation, up to where the model's turn begins. said: characters at the end of the last
-        message that are an observation; all others are the data's, and become tokens as data prompts do."""
+        """Token ids of a conversation, up to the begin of the model's turn. said: number of characters at the end of
+        the last message that are an observation; all others are from the data, and are encoded as its prompts."""
         content = messages[-1]["content"]
         data = len(content) - said
         return [*text_tokens(self._tokenizer, content[:data]), *self._encode(self._marked(content[data:]))]
 
     def behind(self, last: int, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of observations, up to where the model's next turn begins; they stand behind a turn whose last
-        token, sampled, is `last`."""
+        """Token ids of observations, up to the begin of the model's next turn. last: last sampled token of the turn
+        before."""
         return self._encode(self._marked("".join(message["content"] for message in messages)))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """A turn as environments and graders see it: without special tokens."""
+        """Text of a turn for environments and graders: without special tokens."""
         return self._tokenizer.decode(self._unended(tokens), skip_special_tokens=True)
 
     def raw_text(self, tokens: Sequence[int]) -> str:
-        """A turn as parsers see it: with special tokens, but without the one that ended it."""
+        """Text of a turn for parsers: with special tokens, except the one that ended it."""
         return self._tokenizer.decode(self._unended(tokens), clean_up_tokenization_spaces=False)
 
     def shortened(self, text: str, limit: int) -> tuple[str, bool]:
-        """An observation, and whether it was cut: one of more than `limit` tokens is cut to so many, the mark `CUT`
-        behind them included (left out where `limit` has no room for it). What the template adds or escapes does not
-        count. Halves of surrogate pairs, which are no text, become U+FFFD."""
+        """An observation, and whether it was cut. It is cut to `limit` tokens, with the mark `CUT` at its end (not
+        where `limit` has no room for it). Text that the template adds does not count. Halves of surrogate pairs become
+        U+FFFD."""
         text = whole(text)
-        start = text[: limit * self._longest + 1]  # so many characters are more than `limit` tokens
+        start = text[: limit * self._longest + 1]  # always more than `limit` tokens
         tokens = self._encode(self._marked(start))
         if len(tokens) <= limit:
             return text, False
         mark = CUT if self._length(CUT) < limit else ""
         most = max(len(self._tokenizer.decode(tokens[:limit])), 1)
-        while most < len(start) and self._length(start[:most] + mark) <= limit:  # a normaliser makes text shorter
+        while most < len(start) and self._length(start[:most] + mark) <= limit:  # a normaliser may make text shorter
             most *= 2
         sizes = range(1, min(most, len(start)) + 1)
         size = bisect.bisect_right(sizes, limit, key=lambda size: self._length(start[:size] + mark))
         return start[:size] + mark, True
 
     def holds_special(self, text: str) -> bool:
-        """Whether the text of a control token is in it."""
+        """Whether a text contains the text of a control token."""
         return self._control.pattern.search(text) is not None
 
     # inside
@@ -93,11 +91,11 @@ class RawFormat:
 
 
 class ChatFormat(RawFormat):
-    """The same by the tokenizer's chat template. tools: their JSON schemas, () where there are none.
+    """The same by the tokenizer's chat template. tools: their JSON schemas, () for none.
 
-    close: the token that ends a turn in the template. Where a turn ended by another one, `close` stands behind it.
+    close: the token that ends a turn in the template. It is appended to a turn that ended by another token.
 
-    Raises ValueError, with the reason alone, for a template that cannot be used so.
+    Raises ValueError, with only the reason, for a template that cannot be used.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -133,17 +131,17 @@ class ChatFormat(RawFormat):
         return render_chat(self._tokenizer, messages, self._tools)
 
     def _observed(self, message: ChatMessage) -> ChatMessage:
-        """All its text marked: the name of a tool may be the model's too."""
+        """Mark all texts of a message: even the name of a tool may be written by the model."""
         return {k: self._marked(v) if k != "role" and isinstance(v, str) else v for k, v in message.items()}
 
     def _tail(self, messages: Iterable[ChatMessage], before: Sequence[ChatMessage] = (QUESTION,)) -> str:
-        """What the template writes behind the model's turn, from the token that ends it on."""
+        """The text that the template writes after the model's turn, from the token that ends the turn."""
         turn = {"role": "assistant", "content": SPOKEN}
         rendered = self._render([*before, turn, *map(self._observed, messages)])
         return rendered.partition(SPOKEN)[2].lstrip()
 
     def _check_tools(self) -> None:
-        """Whether the template shows the tools to the model, and how many calls a turn has room for."""
+        """Check that the template shows the tools to the model, and whether it can write several calls in a turn."""
         if not self._tools:
             return
         if self._render([QUESTION]) == render_chat(self._tokenizer, [QUESTION], ()):
@@ -160,7 +158,7 @@ class ChatFormat(RawFormat):
         return True
 
     def _check_rounds(self, role: str) -> None:
-        """Whether what stands behind a turn is the same whatever came before it."""
+        """Check that the text after a turn does not depend on earlier messages."""
         contents = [f"{word} {self._close} answer" for word in ("first", "second")]
         first, second = ({"role": role, "name": "tool", "content": content} for content in contents)
         turn = {"role": "assistant", "content": "turn"}
@@ -178,8 +176,8 @@ class ChatFormat(RawFormat):
             )
 
     def _check_together(self, role: str) -> None:
-        """Whether two messages have room behind a turn. Where tools have not, a turn may make one call; where `step`
-        has not, it gives one text, and `Lead` says so if it gives more."""
+        """Check that the template writes both of two messages after a turn. If it raises an error for two results of
+        tools, a turn may have one call; if it does for two texts of `step`, `Lead` reports them."""
         contents = [f"{word} {self._close} answer" for word in ("one", "other")]
         try:
             tail = self._tail([{"role": role, "name": "tool", "content": content} for content in contents])
@@ -197,7 +195,7 @@ class ChatFormat(RawFormat):
 def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Sequence[Mapping[str, Any]]) -> RawFormat:
     """The format of a run's episodes. observation: "chat" | "raw"; tools: JSON schemas, () where there are none.
 
-    Raises ValueError for a chat template that is absent, or of no use for episodes.
+    Raises ValueError for a chat template that is missing, or cannot be used for episodes.
     """
     if observation == "raw":
         return RawFormat(tokenizer)

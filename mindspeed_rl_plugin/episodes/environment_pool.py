@@ -34,8 +34,8 @@ from mindspeed_rl_plugin.workers.pool import WorkerPool
 from mindspeed_rl_plugin.workers.pool_worker import GRACE, WorkerCall
 from mindspeed_rl_plugin.workers.process import LATE, Program
 
-MAX_COROUTINES = 256  # most coroutines in the making in a process
-KILL_SECONDS = 5.0  # in which the keeper of a worker kills all that a user's code has started
+MAX_COROUTINES = 256  # most unfinished coroutines in a process
+KILL_SECONDS = 5.0  # in which the keeper of a worker kills all processes of a user's code
 SERVES = Program(
     "mindspeed_rl_plugin.episodes.environment_process:main",
     Offer | None,
@@ -54,16 +54,16 @@ DESCRIBES = replace(
 
 
 class _EnvironmentFailed(Exception):
-    """The environment of an episode cannot go on; the text says why."""
+    """The environment of an episode cannot continue; the text says why."""
 
 
 class EnvironmentPool:
     """`Environments` of a user's files, in `workers` processes, see `replay`. For one thread at a time.
 
-    tools, environment: as --rl-tools and --rl-environment have them; parser: as --rl-tool-parser has one of the user's;
-    see `tools`. timeout: seconds of one call; wait_timeout: seconds that other ranks wait for this one.
+    tools, environment: as in --rl-tools and --rl-environment, see `tools`; parser: a user's one, as in
+    --rl-tool-parser; timeout: seconds of one call; wait_timeout: seconds that other ranks wait for this one.
 
-    Raises EpisodeError for what cannot be loaded.
+    Raises EpisodeError for code that cannot be loaded.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EnvironmentPool:
         self._timeout, self._wait_timeout = timeout, wait_timeout
         self._opened: dict[SampleId, EnvironmentInstance] = {}
         self._replies: list[Reply] = []
-        self._error: EpisodeError | None = None  # for `poll`
+        self._error: EpisodeError | None = None  # raised by `poll`
         self._warned = self._closed = False
         self.answered, self.begins = 0, environment is not None
         self._pool = self._load(SERVES, workers)
@@ -125,7 +125,8 @@ class EnvironmentPool:
         opened = self._opened.pop(episode, None)
         if opened is None:
             return
-        if opened.call is None or self._pool.withdraw(opened.call):  # else when it is over, see `_take`
+        # else it is ended when the call has ended, see `_take`
+        if opened.call is None or self._pool.withdraw(opened.call):
             self._pool.end(opened)
         self._give()
 
@@ -146,7 +147,7 @@ class EnvironmentPool:
         return replies
 
     def close(self) -> None:
-        """See `Environments`. Those that do not close themselves in time are killed."""
+        """See `Environments`. Environments that do not close in time are killed."""
         if not self._closed:
             self._closed = True
             self._pool.close(min(CLOSE_SECONDS, self._timeout))
@@ -161,7 +162,7 @@ class EnvironmentPool:
         return WorkerPool(program, setup, loads, count, self._wait_timeout, self._timeout)
 
     def _try_parser(self) -> None:
-        """On an empty turn. Raises EpisodeError where it goes wrong already there."""
+        """Call the parser with an empty turn. Raises EpisodeError if that fails."""
         if self._parser is not None:
             self._pool.put(self._call(("parse", ""), self))
             while not (made := [*self._pool.take()]):
@@ -170,12 +171,12 @@ class EnvironmentPool:
             self._check_parsed(result_of(*made[0]), "the empty turn, on which it is tried")
 
     def _check_parsed(self, result: Answer, where: str) -> None:
-        """Raises EpisodeError where a user's parser went wrong, which is not the model's."""
+        """Raises EpisodeError if a user's parser failed: this is no error of the model."""
         if result.error is not None:
             raise EpisodeError(f"--rl-tool-parser {self._parser.given} {_readable(result.error)}\n  on {where}")
 
     def _describe(self) -> Sequence[Mapping[str, Any]]:
-        """The schemas of the tools, from a process that may import what that takes, and ends then."""
+        """The schemas of the tools, from a process that imports transformers and ends after this."""
         pool = self._load(DESCRIBES, 1)
         pool.close()
         return pool.loaded
@@ -186,8 +187,8 @@ class EnvironmentPool:
         yield from self._ask(opened, "reset", dict(task), seed, "{}/{}/{}".format(*opened.id))
 
     def _turn(self, opened: EnvironmentInstance, turn: Turn) -> Making:
-        """A turn that calls tools is answered by these; another one by the environment's `step`, or it is the last.
-        Raises EpisodeError where a user's parser goes wrong."""
+        """Answer a turn: by tools if it calls some; else by the environment's `step`, or it is the last turn. Raises
+        EpisodeError if a user's parser fails."""
         attempts = turn.attempts
         if isinstance(attempts, Unread):
             parsed = yield "parse", attempts.text
@@ -206,13 +207,13 @@ class EnvironmentPool:
             yield from self._conclude(opened)
 
     def _conclude(self, opened: EnvironmentInstance) -> Making:
-        """The reply is the last."""
+        """End the episode with this reply."""
         opened.reply.done = True
         if self._offer.rewards:
             yield from self._ask(opened, "get_reward")
 
     def _ask(self, opened: EnvironmentInstance, kind: str, *arguments: Any) -> Generator[tuple, Answer, Answer]:
-        """The environment itself. Raises _EnvironmentFailed."""
+        """Call a method of the environment. Raises _EnvironmentFailed."""
         result = yield kind, opened.key, *arguments
         if result.error is not None:
             raise self._failure(kind, result.error)
@@ -221,7 +222,7 @@ class EnvironmentPool:
         return result
 
     def _refused(self, reply: Reply, attempt: Attempt) -> str | None:
-        """What the model sees in the place of a result; None of a call that is made."""
+        """The error that the model sees instead of a result; None: the call is made."""
         if isinstance(attempt, MalformedCall):
             reply.counts["malformed"] += 1
             return f"error: {attempt.why}"
@@ -235,7 +236,8 @@ class EnvironmentPool:
         return None
 
     def _use_tool(self, opened: EnvironmentInstance, call: ToolCall) -> Generator[tuple, Answer, str]:
-        """What the model sees of a call. Raises _EnvironmentFailed where its environment could not be made again."""
+        """Make a call. Returns the text for the model. Raises _EnvironmentFailed where its environment could not be
+        made again."""
         name, arguments, reply = call.name, dict(call.arguments), opened.reply
         if name in self._offer.tools:
             result = yield "tool", name, arguments
@@ -265,7 +267,7 @@ class EnvironmentPool:
         self._give()
 
     def _go_on(self, opened: EnvironmentInstance, result: Answer | None) -> None:
-        """Make the next call of a reply, or give it. result: of the call before."""
+        """Make the next call of a reply, or return the reply if there is none. result: of the call before."""
         reply = opened.reply
         try:
             message = opened.making.send(result)
@@ -295,7 +297,7 @@ class EnvironmentPool:
             self._error = error
 
     def _take(self) -> None:
-        """What was answered. Raises EpisodeError where the run stops."""
+        """Handle answers of the workers. Raises EpisodeError if the run stops."""
         for call, answer in self._pool.take():
             self.answered += 1
             opened, result = call.owner, result_of(call, answer)
@@ -303,7 +305,7 @@ class EnvironmentPool:
                 self._pool.put_again(call)
             elif opened is None:
                 self._warn(result.error)
-            elif self._opened.get(opened.id) is not opened:  # it was given up
+            elif self._opened.get(opened.id) is not opened:  # the episode was given up
                 self._pool.end(opened)
             else:
                 opened.call = None
@@ -311,25 +313,25 @@ class EnvironmentPool:
                 self._go_on(opened, result)
 
     def _warn(self, error: str | None) -> None:
-        """Of the first environment that does not close."""
+        """Warn of the first environment that does not close."""
         if error is not None and not self._warned:
             self._warned = True
             say(f"warning: {self._environment.name}.close {error}; the run goes on, and what it holds may stay open")
 
 
 def _readable(error: str) -> str:
-    """An error without its head where it was raised by what reads an answer, not on a line of the user's."""
+    """The text of an error; without its first words if our check of the result raised it, not the user's code."""
     return error if "\n" in error else error.removeprefix("raised ValueError: it ")
 
 
 def _check_fields(environment: str, fields: Sequence[str], rows: Mapping[str, Set[str]]) -> None:
-    """See `Environments`. fields: that its `reset` cannot do without."""
+    """See `Environments`. fields: required by its `reset`."""
     if problem := lacking(fields, rows, RESET):
         raise EpisodeError(f"--rl-environment {environment}: its reset {problem}")
 
 
 def _source(flag: str, given: str, kind: str) -> UserCode:
-    """Where a user's code is. Raises EpisodeError for no such file."""
+    """The place of a user's code. Raises EpisodeError for a missing file."""
     if given.startswith(OPENENV):
         return UserCode(given, "", given)
     try:

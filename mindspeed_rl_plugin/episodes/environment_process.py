@@ -1,8 +1,9 @@
 """The process in which tools and environments run: it takes calls from a connection, and answers each.
 
-First message in: (tools, environment, parser, seconds of one call), all but the last `UserCode`; first out: (what they
-offer, None) or (None, error). Then calls `(kind, *arguments)`, which `Desk` has a method for. The time limit is the
-parent's: it kills this process, and all that it has started. Imports no torch, so that it starts in a moment.
+The first message is (tools, environment, parser, seconds of one call); all but the last are `UserCode`. The answer is
+(their `Offer`, None) or (None, error). Then calls `(kind, *arguments)` follow; `Desk` has a method for each kind. The
+parent enforces the time limit: it kills this process and all that it has started. This module does not import torch, so
+that it starts fast.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from mindspeed_rl_plugin.workers.child import Parent, describe
 from mindspeed_rl_plugin.workers.keeper import keep
 from mindspeed_rl_plugin.workers.user_files import load_function
 
-MAX_TEXT_CHARACTERS = 1 << 18  # characters of a text that are given to the parent
+MAX_TEXT_CHARACTERS = 1 << 18  # characters of a text that are sent to the parent
 BRIEF = 200  # characters of an error that the model sees
-CLOSE_SECONDS = 10.0  # most in which environments close themselves, at the end of the pool or of its process
+CLOSE_SECONDS = 10.0  # most seconds for environments to close, at the end of the pool or of its process
 
 
 class UserCode(NamedTuple):
-    """Where a user's code is."""
+    """The place of a user's code."""
 
-    given: str  # as the flag has it
+    given: str  # as in the flag
     file: str
     name: str  # in the file
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Serve until the parent closes its end; then environments close themselves. Arguments: file descriptors."""
+    """Answer calls until the parent closes the connection; then close the environments. Arguments: file descriptors."""
     parent, desk, calls = _loaded(connection, lifeline)
     parent.send((parent.load("", offer_of, desk.tools, desk.environment), None))
-    with contextlib.suppress(OSError):  # a user's code that takes all memory is ended before the job is
+    with contextlib.suppress(OSError):  # so that the kernel kills this process before the job when memory is full
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         calls.serve(desk.answer)
@@ -69,9 +70,9 @@ def describe_tools(connection: int, lifeline: int) -> None:
 
 
 def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk, CallLoop]:
-    """The parent, what it asks for, and who makes the calls; ends this process where that cannot be loaded."""
+    """The parent, its first message, and the `Desk`. Ends this process if the code cannot be loaded."""
     keep(connection, lifeline, CLOSE_SECONDS)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # of the keeper: the call that is running comes to its end
+    signal.signal(signal.SIGTERM, lambda *_: None)  # sent by the keeper; the running call may end
     parent = Parent(connection, None)
     calls = CallLoop(parent)
     tools, environment, parser, seconds = parent.receive()
@@ -86,15 +87,15 @@ def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk, CallLoop]:
 
 
 class Desk:
-    """Makes the calls. tools: functions by name; environment: a class; seconds: limit of what is awaited."""
+    """Makes the calls. tools: functions by name; environment: a class; seconds: limit of a coroutine."""
 
     def __init__(self, tools: dict[str, Callable[..., Any]], environment: type | None, seconds: float) -> None:
         self.tools, self.environment, self._seconds = tools, environment, seconds
-        self.parser: Callable[[str], Any] | None = None  # a user's
+        self.parser: Callable[[str], Any] | None = None  # the user's
         self._made: dict[int, Any] = {}  # environments, by their keys
 
     async def answer(self, kind: str, *arguments: Any) -> Answer:
-        """A call, and what came of it, whatever it raised. Raises TooLong."""
+        """Make a call. Returns its result, or a text about its error. Raises TooLong."""
         began = time.perf_counter()
         try:
             said: Answer = await getattr(self, kind)(*arguments)
@@ -106,7 +107,7 @@ class Desk:
         return said._replace(seconds=time.perf_counter() - began)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Of all tools, as chat templates take them. Raises ValueError where one lacks something."""
+        """Schemas of all tools for chat templates. Raises ValueError if one lacks something."""
         functions = [("--rl-tools", name, function) for name, function in self.tools.items()]
         if self.environment is not None and not hasattr(self.environment, "step"):
             flag = f"--rl-environment {self.environment.__name__}"
@@ -114,7 +115,7 @@ class Desk:
         return [schema_of(*function) for function in functions]
 
     async def parse(self, text: str) -> Answer:
-        """The calls in a turn, as `read_calls` has them."""
+        """The calls in a turn, as `read_calls` returns them."""
         calls = read_calls(self.parser(text))
         if len(calls) > MAX_TEXT_CHARACTERS:
             raise ValueError(f"it returned calls of {len(calls)} characters; at most {MAX_TEXT_CHARACTERS} are read")
@@ -127,7 +128,7 @@ class Desk:
         return Answer((str(await self._settled(getattr(self._made[key], name)(**arguments))),))
 
     async def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Answer:
-        """A new environment begins. episode: its name, which a user's code may give to what it rents elsewhere."""
+        """Begin a new environment. episode: its name; a user's code may use it for resources on other machines."""
         name_to_users("EPISODE", episode)
         environment = self._made[key] = self.environment()
         return read_reset(await self._settled(environment.reset(**reset_arguments(environment.reset, task, seed))))
@@ -139,7 +140,7 @@ class Desk:
         return Answer(reward=number(await self._settled(self._made[key].get_reward())), done=True)
 
     async def close(self, keys: Sequence[int] | None = None) -> Answer:
-        """These environments are over, or all of them. Raises what the last one raised that did so, behind them all."""
+        """Close these environments, or all. After all are closed, raises the last error of one."""
         async with contextlib.AsyncExitStack() as stack:
             for key in [*self._made] if keys is None else keys:
                 made = self._made.pop(key, None)

@@ -1,8 +1,8 @@
-"""Who answers the model's turns: the Protocol `Environments`, and what goes in and comes out.
+"""The Protocol `Environments`, which answers the model's turns, and the types of its inputs and results.
 
 An *episode* is one response of several *turns*. After each turn its environment replies: with messages that the model
-sees next (*observations*), or with the end. Tools without an environment are an environment whose `begin` has nothing
-to say.
+sees next (*observations*), or with the end. Tools without an environment count as an environment whose `begin` has no
+message.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CheckFields = Callable[[Mapping[str, Set[str]]], None]
 
 
 class EpisodeError(ValueError):
-    """A tool or an environment raised, ran out of time, died, or answered what cannot be used, and the run stops."""
+    """The run stops: a tool or an environment raised an error, ran out of time, died, or gave an invalid answer."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model wrote, as it was parsed: well-formed, but neither name nor arguments are checked."""
+    """A parsed call of the model: well-formed, but name and arguments are not checked yet."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -34,7 +34,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """An attempt at a call that cannot be read. why: one fixed line for the model, without text of its own."""
+    """An attempt at a call that cannot be parsed. why: a fixed line for the model, without any text that the model
+    wrote."""
 
     why: str
 
@@ -45,60 +46,60 @@ UNREAD = MalformedCall("the call cannot be read")
 
 @dataclass(frozen=True)
 class Unread:
-    """Attempts that a user's parser is to find."""
+    """A turn in which a user's parser will find the attempts."""
 
     text: str  # of the turn, special tokens included
-    most: int | None  # calls of a turn that the chat template can write, None without a limit
+    most: int | None  # most calls of a turn in the chat template, None: no limit
 
 
 @dataclass(frozen=True)
 class Turn:
     """One turn of the model."""
 
-    tokens: tuple[int, ...]  # sampled ids, the one that ended it included
+    tokens: tuple[int, ...]  # sampled ids, with the one that ended it
     logps: tuple[float, ...]
-    text: str  # as environment and graders see it
-    attempts: tuple[Attempt, ...] | Unread = ()  # at calls, in their order, or who is to find them
+    text: str  # for environment and graders
+    attempts: tuple[Attempt, ...] | Unread = ()  # attempts at calls, in order, or `Unread`
 
 
 @dataclass
 class Reply:
-    """What came of `begin` or of a turn."""
+    """The reply to `begin` or to a turn."""
 
     id: SampleId
     messages: list[ChatMessage] = field(default_factory=list)  # what the model sees next, maybe none
-    # token ids of the whole next prompt, of an environment that renders itself, in the place of messages
+    # token ids of the complete next prompt, instead of messages, from an environment that renders itself
     prompt: tuple[int, ...] | None = None
     reward: float = 0.0  # of this turn
     done: bool = False  # the episode is over
-    failure: str | None = None  # why the environment cannot go on
-    calls: dict[str, tuple[int, int]] = field(default_factory=dict)  # tool -> calls, and how many of them raised
+    failure: str | None = None  # why the environment cannot continue
+    calls: dict[str, tuple[int, int]] = field(default_factory=dict)  # tool -> calls, and how many of them failed
     raised: dict[str, str] = field(default_factory=dict)  # tool -> its first error
     counts: Counter[str] = field(default_factory=Counter)  # of `EPISODE_COUNTS`
-    seconds: float = 0.0  # that the user's code took
+    seconds: float = 0.0  # that the user's code needed
 
 
 def at_most(attempts: Sequence[Attempt], most: int | None) -> tuple[Attempt, ...]:
-    """Those of a turn; of more than its chat template can write, none is made."""
+    """The attempts of a turn, or one error if they are more than the chat template can write."""
     if most is None or len(attempts) <= most:
         return tuple(attempts)
     return (MalformedCall(f"at most {most} call in a turn"),)
 
 
 def place(sample: SampleId) -> str:
-    """Which episode, for an error."""
+    """The name of an episode, for an error."""
     rollout = "the evaluation" if sample.epoch < 0 else f"rollout {sample.epoch}"
     return f"{rollout}, prompt {sample.group}, response {sample.member}"
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of JSON schemas, in their order."""
+    """Names of the tools of JSON schemas, in order."""
     return [tool["function"]["name"] for tool in tools]
 
 
 class Environments(Protocol):
-    """The environments of one engine's episodes. All calls return at once, but `poll`. One reply comes for each `act`
-    and `finish`, and where `begins` for each `begin`; an episode has one call at a time."""
+    """The environments of one engine's episodes. All calls except `poll` return at once. There is one reply for each
+    `act` and `finish` and, where `begins`, for each `begin`. An episode has one call at a time."""
 
     tools: Sequence[Mapping[str, Any]]
     """JSON schemas of the tools, as chat templates take them; () where there are none."""
@@ -110,23 +111,23 @@ class Environments(Protocol):
     """Calls of a user's code that are over, one that was made again each time: it goes on as long as they grow."""
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
-        """A new episode. task: its data row: prompt (text), answer, record (other fields), messages (None where the
-        data hold none); seed: of its group, so that all its members begin alike."""
+        """Begin an episode. task: its data row: prompt (text), answer, record (other fields), messages (or None); seed:
+        of its group, so that all members begin in the same way."""
 
     def act(self, episode: SampleId, turn: Turn) -> None:
-        """The model's turn. Its calls are made in their order."""
+        """Answer the model's turn. Its calls are made in order."""
 
     def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
-        """No further turn comes, a limit was reached: one reply follows, done, with the rest of its reward. cut: a turn
-        that the limit has cut, of which no call is made."""
+        """A limit was reached, and no further turn comes. The last reply follows, with the rest of the reward. cut: a
+        turn that the limit has cut; its calls are not made."""
 
     def end(self, episode: SampleId) -> None:
-        """The episode is over, or given up: close its environment. What is in the making for it is dropped. Also called
-        after a reply that is done or failed; without effect for an episode that is not known."""
+        """The episode has ended or was given up: close its environment, and drop its running call. Also called after a
+        reply that is done or failed; an unknown episode has no effect."""
 
     def poll(self, seconds: float) -> list[Reply]:
-        """Replies that are there; waits for one as long as some are due, `seconds` at most. Raises EpisodeError where
-        the run stops."""
+        """The replies so far; if some are due, waits for one, at most `seconds`. Raises EpisodeError if the run
+        stops."""
 
     def close(self) -> None:
         """End all environments and processes. Idempotent."""
@@ -142,7 +143,7 @@ def row_of(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def begin_once(environments: Environments, task: Mapping[str, Any], seed: int) -> str | None:
-    """Begin an episode, and end it, before the first real one. Returns why that fails, None where it does not."""
+    """Begin and end an episode before the first real one. Returns why that failed, or None."""
     if not environments.begins:
         return None
     sample = SampleId(0, 0, 0)

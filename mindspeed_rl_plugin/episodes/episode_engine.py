@@ -1,12 +1,12 @@
-"""`EpisodeEngine`: an `Engine` whose responses are episodes, over one that samples a turn.
+"""`EpisodeEngine`: an `Engine` whose responses are episodes, on top of an engine that samples one turn.
 
-Whoever uses an engine need not know of episodes: what is submitted is a row, what comes back is its whole response,
-with the observations of its environment between the turns. On the first rank of the engine a `Lead` decides what comes
-after each turn; the other ranks are told. Nothing is ever decoded and encoded again: the prompt of a turn is the one
-before, the tokens that were sampled, and those of the observation.
+Users of an engine need not know of episodes: they submit a row and get its complete response, with the observations of
+its environment between the turns. On the first rank of the engine a `Lead` decides what follows each turn, and tells
+the other ranks. No token is decoded and encoded again: the prompt of a turn is the prompt before, the sampled tokens,
+and the tokens of the observation.
 
-**Interrupted** episodes (`abort`) keep their environments, and go on when they are submitted again, in the middle of a
-turn or between two. One that is not among the next requests of a rollout is over, and so is its environment.
+**Interrupted** episodes (`abort`) keep their environments. They continue when they are submitted again, in the middle
+of a turn or between two. An episode that is not among the next requests of a rollout ends, with its environment.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, Plan
 from mindspeed_rl_plugin.episodes.lead import Lead
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
-BETWEEN_SECONDS = 0.005  # of the engine's steps between looks at environments that have something in the making
-ENVIRONMENT_SECONDS = 1.0  # that the first rank waits for environments at a time, and the others for it
+BETWEEN_SECONDS = 0.005  # for which the engine runs steps between two checks of running environments
+ENVIRONMENT_SECONDS = 1.0  # at most, that the first rank waits for environments at once, while other ranks wait for it
 
 
 class EpisodeEngine:
-    """`Engine` over another one. longest: turn [tokens]; begins: whether a new episode waits for what its environment
-    says first; lead: of the first rank of the engine, None on the others; peers: the ranks of the engine."""
+    """`Engine` on top of another one. longest: turn [tokens]; begins: whether a new episode waits for first messages of
+    its environment; lead: on the first rank of the engine, None on the others; peers: the ranks of the engine."""
 
     def __init__(self, engine: Engine, longest: int, begins: bool, lead: Lead | None, peers: Peers) -> None:
         self._engine, self._longest, self._begins, self._lead, self._peers = engine, longest, begins, lead, peers
         self._live: dict[SampleId, EpisodeState] = {}
-        self._sampling: set[SampleId] = set()  # whose turn the engine samples
+        self._sampling: set[SampleId] = set()  # episodes whose turn the engine samples
         self._paused: dict[SampleId, EpisodeState] = {}
         self._progress, self._answered = time.monotonic(), 0
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the other engine's own."""
+        """All other attributes are those of the other engine."""
         return getattr(self._engine, name)
 
     @property
     def progress(self) -> float:
-        """When a turn, or an answer of a user's code, last came; see `Engine`."""
+        """Time of the last turn, or answer of a user's code; see `Engine`."""
         return max(self._progress, self._engine.progress)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """New episodes, and those that go on; see `Engine`."""
+        """Submit new episodes, and interrupted ones that continue; see `Engine`."""
         self._end_others({request.id for request in requests})
         due = []
         for request in requests:
@@ -66,7 +66,7 @@ class EpisodeEngine:
         self._sample(due)
 
     def poll(self, timeout: float) -> list[Completion]:
-        """Work until an episode is over; see `Engine`."""
+        """Work until an episode has ended; see `Engine`."""
         end, done = time.monotonic() + timeout, list[Completion]()
         while self._live:
             if self._sampling or not self.shares_experts:
@@ -80,7 +80,8 @@ class EpisodeEngine:
         return done
 
     def step_along(self, steps: int) -> list[Completion]:
-        """So many steps of the engine; see `Engine`. An engine that only waits for environments waits a moment."""
+        """Run so many steps of the engine; see `Engine`. If all its episodes wait for environments, it waits a
+        moment."""
         done = []
         for _ in range(steps):
             done += self._follow(self._after(self._engine.step_along(1), time.monotonic() + BETWEEN_SECONDS))
@@ -91,11 +92,11 @@ class EpisodeEngine:
         for turn in self._engine.abort():
             self._live[turn.id].partial = turn if turn.tokens else None
             self._sampling.remove(turn.id)
-        # A turn that a server has just ended comes with the next poll: its episode goes on.
+        # A turn that a server has just finished comes with the next poll: its episode continues.
         return [self._pause(sample) for sample in [*self._live] if sample not in self._sampling]
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
-        """See `Engine`. Episodes that wait for their environments go on under the new weights."""
+        """See `Engine`. Episodes that wait for their environments continue with the new weights."""
         self._engine.update_weights(version, digest, in_flight=in_flight and bool(self._sampling))
 
     def shutdown(self) -> None:
@@ -108,7 +109,7 @@ class EpisodeEngine:
 
     @property
     def _waiting(self) -> bool:
-        """Whether environments have something in the making."""
+        """Whether replies of environments are due."""
         return len(self._sampling) < len(self._live)
 
     def _sample(self, due: Iterable[EpisodeState]) -> None:
@@ -117,7 +118,7 @@ class EpisodeEngine:
         self._engine.submit(requests)
 
     def _after(self, turns: Sequence[Completion], end: float) -> Plan:
-        """What the first rank makes of turns that are over, and of what its environments say."""
+        """The plan of the first rank, from finished turns and replies of environments."""
         for turn in turns:
             self._sampling.remove(turn.id)
             live = self._live[turn.id]
@@ -132,7 +133,7 @@ class EpisodeEngine:
         return self._peers.share(plan)
 
     def _follow(self, plan: Plan) -> list[Completion]:
-        """Submit what is due. Returns the episodes that are over. Raises EpisodeError where the run stops."""
+        """Submit the turns of a plan. Returns the episodes that have ended. Raises EpisodeError if the run stops."""
         if plan.error is not None:
             raise EpisodeError(plan.error)
         for sample, prompt in plan.prompts:
@@ -151,7 +152,8 @@ class EpisodeEngine:
         return live.completion("abort")
 
     def _end_others(self, known: Set[SampleId]) -> None:
-        """Interrupted episodes that do not go on are over. An evaluation comes between, and says nothing of them."""
+        """End interrupted episodes that do not continue. Requests of an evaluation may come between; they do not
+        count."""
         if all(sample.epoch < 0 for sample in known):
             return
         for sample in [sample for sample in self._paused if sample not in known]:

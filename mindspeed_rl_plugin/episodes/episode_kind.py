@@ -1,4 +1,5 @@
-"""Responses of several turns, which tools and environments answer: how a job starts them, and what it asks of them."""
+"""The kind of responses with several turns, which tools and environments answer: `ResponseKind` for them, and their
+start."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId
 
 
 class EpisodeKind(ResponseKind):
-    """setup: as engines have it; tools, check_fields: of the environments, known on every rank; environments: of this
-    rank, None where it has none; apart: whether engines are other processes, with environments of their own."""
+    """setup: the same as in engines; tools, check_fields: of the environments, known on every rank; environments: of
+    this rank or None; apart: whether engines are other processes, with environments of their own."""
 
     reads, dumped = ("meta",), DUMPED
     limited = ("length", "prompt_length")
@@ -66,7 +67,7 @@ class EpisodeKind(ResponseKind):
         return dataclasses.asdict(self.setup)
 
     def try_once(self, meta: Mapping[str, Any], base: int, where: str) -> None:
-        """See `ResponseKind`. Ends what no engine uses."""
+        """See `ResponseKind`. Ends environments that no engine uses."""
         on_all_ranks(lambda: None if self.environments is None else self._begin_one(meta, base, where))
         if self._apart:
             self.close()
@@ -75,7 +76,7 @@ class EpisodeKind(ResponseKind):
         return {"conversation": _answered(prompt, 1), "environment": 0.0}
 
     def completed(self, completion: Completion, prompt: Prompt) -> Completion:
-        """With one turn."""
+        """See `ResponseKind`. The episode has one turn."""
         length = len(completion.tokens)
         columns = episode_row(
             prompt.tokens,
@@ -118,10 +119,10 @@ class EpisodeKind(ResponseKind):
 
 
 def response_kind(config: RLConfig, tokenizer_path: str, tokenizer: Any, run: str) -> ResponseKind:
-    """As the flags say. run: directory of the run.
+    """The kind of responses by the flags. run: directory of the run.
 
-    Environments start on the first rank of each engine; where engines are apart, the first rank of the job has them to
-    try. Collective. Raises ValueError, on all ranks, where they cannot start.
+    Environments start on the first rank of each engine. If engines are other processes, the first rank of the job
+    starts environments for the trial. Collective. Raises ValueError, on all ranks, if they cannot start.
     """
     if (setup := EpisodeSetup.of(config, tokenizer_path)) is None:
         return ONE_TURN
@@ -151,8 +152,8 @@ def response_kind(config: RLConfig, tokenizer_path: str, tokenizer: Any, run: st
 def with_environments(
     engine: Engine, described: Mapping[str, Any] | None, tokenizer: str | None, run: str, peers: Callable[[], Peers]
 ) -> Engine:
-    """An engine of another process than the trainers', over which are episodes where the job has some; their
-    environments end with this process at the latest, by an error too.
+    """An engine in another process than the trainers', with episodes on top if the job has them. Their environments end
+    with this process at the latest, also after an error.
 
     described: of the job's `ResponseKind`; tokenizer: its directory here; peers: the ranks of the engine. Collective.
     """
@@ -166,7 +167,7 @@ def with_environments(
 
 
 def _started(setup: EpisodeSetup, tokenizer: Any) -> Environments:
-    """Environments, and tokenizer and template fit. Raises ValueError."""
+    """Start environments, and check that tokenizer and template fit. Raises ValueError."""
     environments = setup.environments()
     try:
         setup.format(tokenizer, environments)
@@ -184,6 +185,6 @@ def _started(setup: EpisodeSetup, tokenizer: Any) -> Environments:
 
 
 def _answered(prompt: Prompt, length: int) -> list[dict[str, Any]]:
-    """The conversation in which the data's answer is the model's one turn. length: [tokens]."""
+    """The conversation in which the answer of the data is the model's only turn. length: [tokens]."""
     turn = {"role": "assistant", "content": prompt.answer, "turn": [0, length], "reward": 0.0}
     return [*opening(prompt.messages, prompt.text), turn]

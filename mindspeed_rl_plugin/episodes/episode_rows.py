@@ -1,4 +1,4 @@
-"""What rows of episodes have besides those of other responses: columns, checks of rows from outside, metrics."""
+"""Columns that only rows of episodes have, checks of these in rows from outside, and metrics."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ token; milliseconds: that the user's code took."""
 
 MEASURED = ("prompt_length", "turns", "environment_failed", "episode_counts", "tool_calls")
 DUMPED = ("turn_reward", "conversation")
-FAILING = 16  # episodes in which every call of a tool raised, so that it is the tool that does not work
+FAILING = 16  # so many episodes in which all calls of a tool failed mean that the tool does not work
 
 
 def episode_columns(tools: int, turns: int) -> tuple[ColumnSpec, ...]:
-    """tools: how many there are; turns: most of an episode."""
+    """tools: number of tools; turns: most turns of an episode."""
     columns = (
-        ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with what the environment said first
-        ColumnSpec("environment_began", torch.int8, "sample", ragged=False),  # 1: the prompt is not the data's own
-        # [first token, behind the last) of each turn of the model
+        ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with the environment's first messages
+        # 1: the environment changed the prompt of the data
+        ColumnSpec("environment_began", torch.int8, "sample", ragged=False),
+        # [first token, end) of each turn of the model
         ColumnSpec("turns", torch.int64, "sample", ragged=True, trailing=(2,), longest=turns),
         ColumnSpec("turn_reward", torch.float32, "sample", ragged=True, longest=turns),  # the environment's
         ColumnSpec("conversation", torch.uint8, "sample", ragged=True),  # JSON: chat messages
@@ -57,11 +58,15 @@ def episode_row(
 ) -> dict[str, Column]:
     """The columns of one episode, B = 1.
 
-    prompt: token ids before the first turn; asked: of the data's prompt; turns: (first, end) of each, in response
-    tokens; rewards: the environment's, one for each turn; conversation: chat messages (JSON values), with the
-    environment's last reply, which the model never sees; turns of the model have `turn` [tokens] and `reward`, and
-    `seconds`, the time of the environment's reply, are at the first message of the reply, or, where it has no message,
-    at the one before; counts: of `EPISODE_COUNTS`; tools: of each its calls, and how many of them raised.
+    prompt: token ids before the first turn.
+    asked: those of the prompt in the data.
+    turns: (first, end) of each, in response tokens.
+    rewards: of the environment, one for each turn.
+    conversation: chat messages (JSON values), with the environment's last reply, which the model never sees. Turns of
+    the model have `turn` [tokens] and `reward`. `seconds`, the time of the environment's reply, are in the first
+    message of the reply or, if it has none, in the message before.
+    counts: of `EPISODE_COUNTS`.
+    tools: for each, its calls and how many of them failed.
     """
     columns: dict[str, Column] = {
         "prompt_length": torch.tensor([len(prompt)]),
@@ -79,7 +84,7 @@ def episode_row(
 
 
 def check_turns(rows: Rows) -> Checks:
-    """Where the model's turns lie."""
+    """Check the places of the model's turns."""
     turns, before, total = rows["turns"], rows["prompt_length"], rows["tokens"].lengths
     text = "turns is empty; give [first, end) of each turn of the model"
     yield torch.arange(len(rows)), turns.lengths < 1, text
@@ -105,7 +110,7 @@ def sampled_tokens(rows: Rows) -> Tensor:
 
 
 def check_rest(rows: Rows) -> Checks:
-    """A finite reward of each turn; what is yes or no, and what is counted; what graders, dumps and the report read."""
+    """Check the other columns: finite rewards, flags, counts, and texts for graders, dumps and the report."""
     every, rewards, turns = torch.arange(len(rows)), rows["turn_reward"], rows["turns"].lengths
     text = "turn_reward has {} entries for {} turns; give one for each turn"
     yield every, rewards.lengths != turns, text, rewards.lengths, turns
@@ -144,13 +149,13 @@ class EpisodeMeter:
     """Metrics of rollouts, named as in `monitor.names`. tools: that may be called, by name."""
 
     def __init__(self, tools: Sequence[str]) -> None:
-        # tool -> episodes that called it since one of its calls was answered
+        # tool -> episodes with calls of it since its last call that did not fail
         self.failing = dict.fromkeys(tools, 0)
         self._called = True  # whether the last rollout had a call
 
     def __call__(self, rows: Rows) -> dict[str, float]:
-        """Of B episodes. Raises EpisodeError where the environment failed in all of them, for no reward of it is real,
-        and where a tool never works."""
+        """Count B episodes. Raises EpisodeError if the environment failed in all of them, since then no reward is real,
+        and if a tool never works."""
         count, turns = len(rows), rows["turns"].lengths.double()
         totals = dict(zip(EPISODE_COUNTS, rows["episode_counts"].sum(0).tolist(), strict=True))
         if rows["environment_failed"].all():
@@ -175,7 +180,8 @@ class EpisodeMeter:
         }
 
     def _check_tools(self, tool_calls: Tensor) -> None:
-        """Of FAILING episodes: a single one may be the model's doing. tool_calls: `[B, tools, 2]`."""
+        """Raise only after FAILING episodes: in a single one the model may be the cause. tool_calls: `[B, tools,
+        2]`."""
         for name, calls in zip(self.failing, tool_calls.unbind(1), strict=True):
             made, raised = calls.unbind(1)
             works = bool((raised < made).any())
@@ -187,7 +193,7 @@ class EpisodeMeter:
                 )
 
     def _look_for_calls(self, totals: Mapping[str, int], count: int) -> None:
-        """A warning at the first of several rollouts without a call."""
+        """Warn at the first of several rollouts without a call."""
         before, self._called = self._called, any(totals[n] for n in ("calls", "malformed", "unknown", "arguments"))
         if before and not self._called:
             say(

@@ -1,4 +1,4 @@
-"""An episode in the making, and what the first rank of its engine tells the others to do."""
+"""The state of a running episode, and the plan that the first rank of its engine sends to the others."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from mindspeed_rl_plugin.rows import Column, Completion, GenerateRequest, Sample
 
 @dataclass(eq=False)
 class EpisodeState:
-    """An episode in the making, as every rank of its engine knows it; from `asked` on as only the first one does."""
+    """A running episode. Every rank of its engine has the fields before `asked`; only the first rank has the others."""
 
     request: GenerateRequest
     prompt: tuple[int, ...]  # before the first turn
-    waits: bool  # whether its environment is at work
-    tokens: list[int] = field(default_factory=list)  # behind the prompt
+    waits: bool  # whether a reply of its environment is due
+    tokens: list[int] = field(default_factory=list)  # after the prompt
     logps: list[float] = field(default_factory=list)
     segments: list[tuple[int, int]] = field(default_factory=list)
     turns: list[tuple[int, int]] = field(default_factory=list)
-    partial: Completion | None = None  # a turn that was interrupted
+    partial: Completion | None = None  # an interrupted turn
 
     asked: Sequence[Mapping[str, Any]] = ()  # messages of the data
     conversation: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # of the turns
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EPISODE_COUNTS, 0))
-    tools: dict[str, list[int]] = field(default_factory=dict)  # name -> calls, and how many of them raised
-    failure: str | None = None  # why its environment cannot go on
-    finish: str | None = None  # why it ends, while the rest of its reward is due
-    held: list[Reply] | None = None  # what its environment said since it was interrupted; None: it was not
+    tools: dict[str, list[int]] = field(default_factory=dict)  # name -> calls, and how many of them failed
+    failure: str | None = None  # why its environment cannot continue
+    finish: str | None = None  # why it ends, set while the rest of its reward is due
+    held: list[Reply] | None = None  # replies since it was interrupted; None: it is not interrupted
 
     def spoke(self, turn: Completion) -> None:
         start = len(self.tokens)
@@ -44,12 +44,12 @@ class EpisodeState:
         self.partial, self.waits = None, True
 
     def sees(self, tokens: Sequence[int]) -> None:
-        """What the model sees before its next turn."""
+        """Add tokens that the model sees before its next turn."""
         self.tokens += tokens
         self.logps += [0.0] * len(tokens)
 
     def next_turn(self, longest: int) -> GenerateRequest:
-        """The request for the next turn, or for what is left of an interrupted one. longest: turn [tokens]."""
+        """The request for the next turn, or for the rest of an interrupted one. longest: turn [tokens]."""
         self.waits, request, left = False, self.request, self.request.sampling.max_tokens - len(self.tokens)
         return replace(
             request,
@@ -60,7 +60,7 @@ class EpisodeState:
         )
 
     def completion(self, finish: str) -> Completion:
-        """All of it, an interrupted turn too."""
+        """The complete response, with an interrupted turn."""
         part, start = self.partial, len(self.tokens)
         tokens, logps, segments = self.tokens, self.logps, self.segments
         if part is not None:
@@ -75,7 +75,7 @@ class EpisodeState:
             prompt=self.prompt,
             turns=tuple(self.turns),
             columns={} if finish == "abort" else self._columns(),
-            resumable=False,  # its environment is in no other process
+            resumable=False,  # no other process has its environment
         )
 
     # on the first rank
@@ -97,8 +97,8 @@ class EpisodeState:
             self.counts[name] += value
 
     def hear(self, messages: Sequence[Mapping[str, Any]], seconds: float) -> None:
-        """What the environment says, and the time that it took: at the first message, or where there is none at what
-        was said before."""
+        """Add messages of the environment, and the seconds of its reply: in the first message, or without one in the
+        message before."""
         at = len(self.conversation) - (not messages)
         self.conversation += [dict(message) for message in messages]
         if messages or seconds:
@@ -106,14 +106,14 @@ class EpisodeState:
             heard["seconds"] = round(heard.get("seconds", 0.0) + seconds, 3)
 
     def reward(self, value: float) -> None:
-        """Of the last turn; before the first one it is nobody's."""
+        """Add to the reward of the last turn; before the first turn it is dropped."""
         if self.rewards:
             self.rewards[-1] += value
             last = next(message for message in reversed(self.conversation) if "turn" in message)
             last["reward"] = self.rewards[-1]
 
     def fail(self, why: str) -> None:
-        """Its environment cannot go on, and it has no rewards of it."""
+        """Record that its environment failed; its rewards become 0."""
         self.failure, self.rewards = why, [0.0] * len(self.rewards)
         for message in self.conversation:
             if "turn" in message:
@@ -124,13 +124,13 @@ class EpisodeState:
 class Plan:
     """What all ranks of the engine do next."""
 
-    # of episodes that begin otherwise than by the data's prompt
+    # prompts of episodes that do not begin with the prompt of the data
     prompts: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)
-    observations: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)  # tokens behind the last turn
-    due: list[SampleId] = field(default_factory=list)  # whose next turn is submitted, in this order
-    over: list[tuple[SampleId, str]] = field(default_factory=list)  # with why
+    observations: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)  # tokens after the last turn
+    due: list[SampleId] = field(default_factory=list)  # episodes whose next turn is submitted, in this order
+    over: list[tuple[SampleId, str]] = field(default_factory=list)  # ended ones, with the reason
     expired: bool = False  # whether the time is up
-    answered: int = 0  # as `Environments` has it
+    answered: int = 0  # as in `Environments`
     error: str | None = None  # why the run stops
 
 
@@ -144,8 +144,8 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def _joined(segments: Sequence[tuple[int, int]], start: int, more: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """With the segments of a turn that begins at token `start`: an entry where the version changes, not at each turn.
-    What is between two turns counts to the first of them."""
+    """Append the segments of a turn that begins at token `start`; only a change of the version adds an entry. Tokens
+    between two turns belong to the first of them."""
     joined = list(segments)
     for first, version in more:
         if not joined or joined[-1][1] != version:

@@ -1,4 +1,4 @@
-"""What the first rank of an engine decides about its episodes: what the model sees next, and when one is over."""
+"""The decisions of an engine's first rank about its episodes: what the model sees next, and when an episode ends."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from mindspeed_rl_plugin.rows import Completion, SampleId
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """What --rl-max-turns and the flags behind it say."""
+    """Limits of an episode, by --rl-max-turns and the flags after it."""
 
-    turns: int  # most of an episode
+    turns: int  # most turns of an episode
     observation: int  # longest [tokens]
-    prompt: int  # longest, with what an environment adds to it [tokens]
-    lockstep: bool = False  # turn t + 1 of all episodes begins when turn t of all is over, in the order of ids
+    prompt: int  # longest, with the environment's first messages [tokens]
+    lockstep: bool = False  # turn t + 1 of all episodes begins when turn t of all has ended, in the order of ids
     on_error: str = "stop"  # | "zero" | "drop", where an environment fails
 
 
 class Lead:
-    """format: how messages become tokens; parse: a turn's text -> attempts at calls, None where the environments find
-    them, by a user's parser; environments: of this engine's episodes."""
+    """format: encodes messages; parse: a turn's text -> attempts at calls, None: the environments find them, by a
+    user's parser; environments: of this engine's episodes."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Lead:
     ) -> None:
         self.limits, self.format, self.parse, self.environments = limits, format, parse, environments
         self._states: dict[SampleId, EpisodeState] = {}
-        self._replies: list[Reply] = []  # of episodes that were interrupted, and go on
-        self._due: list[SampleId] = []  # whose next turn can begin
+        self._replies: list[Reply] = []  # of interrupted episodes that continue
+        self._due: list[SampleId] = []  # episodes whose next turn can begin
         self._over: list[tuple[SampleId, str]] = []
-        self._said: set[str] = set()  # of which tools, and "" of the environment, the first failure was printed
+        self._said: set[str] = set()  # tools ("": the environment) whose first failure was printed
 
     def begin(self, state: EpisodeState) -> None:
         sample, task = state.request.id, state.request.task
@@ -66,7 +66,7 @@ class Lead:
         self.environments.begin(sample, fields, task.seed)
 
     def pause(self, sample: SampleId) -> None:
-        """It is interrupted: what its environment says is held."""
+        """Interrupt an episode: replies of its environment are kept."""
         self._states[sample].held = []
 
     def resume(self, sample: SampleId) -> None:
@@ -83,11 +83,11 @@ class Lead:
         self.environments.close()
 
     def turn(self, state: EpisodeState, turn: Completion) -> None:
-        """The model's turn is over, and is in `state` already."""
+        """The model's turn has ended, and is in `state` already."""
         sample, text = state.request.id, self.format.text(turn.tokens)
         state.rewards.append(0.0)
         state.conversation.append({"role": "assistant", "content": text, "turn": list(state.turns[-1]), "reward": 0.0})
-        if state.failure is not None:  # of its beginning: nobody answers
+        if state.failure is not None:  # it could not begin: nothing answers the turn
             self._over.append((sample, turn.finish))
         elif turn.finish == "stop":
             self.environments.act(sample, Turn(turn.tokens, turn.logps, text, self._attempts(turn.tokens)))
@@ -95,9 +95,9 @@ class Lead:
             self._finish(state, "length", Turn(turn.tokens, turn.logps, text))
 
     def plan(self, seconds: float, end: float, sampling: bool) -> Plan:
-        """What comes next, of episodes whose environments have replied; waits for a reply, `seconds` at most.
+        """The plan for episodes whose environments have replied; waits at most `seconds` for a reply.
 
-        end: when the time is up, on the monotonic clock; sampling: whether the engine samples turns.
+        end: deadline on the monotonic clock; sampling: whether the engine samples turns.
         """
         plan = Plan()
         replies, self._replies = self._replies, []
@@ -121,7 +121,7 @@ class Lead:
     # inside
 
     def _attempts(self, tokens: Sequence[int]) -> tuple[Attempt, ...] | Unread:
-        """At calls, in a turn that is whole."""
+        """Attempts at calls in a complete turn."""
         text, most = self.format.raw_text(tokens), self.format.most_calls
         return Unread(text, most) if self.parse is None else at_most(self.parse(text), most)
 
@@ -146,13 +146,14 @@ class Lead:
             self._open(plan, state, reply, messages)
 
     def _finish(self, state: EpisodeState, why: str, cut: Turn | None = None) -> None:
-        """No further turn comes; the environment says the rest of its reward. cut: by the limit."""
+        """No further turn comes; asks the environment for the rest of its reward. cut: a turn that the limit has
+        cut."""
         state.finish = why
         self.environments.finish(state.request.id, cut)
 
     def _fail(self, state: EpisodeState, why: str) -> None:
-        """The environment cannot go on. Where it could not begin, the model has one turn that nobody answers, for a
-        response has a token. Raises EpisodeError where the run stops."""
+        """The environment has failed. If it could not begin, the model gets one turn that nothing answers, since a
+        response needs a token. Raises EpisodeError if the run stops."""
         sample = state.request.id
         if self.limits.on_error == "stop":
             raise EpisodeError(
@@ -168,13 +169,13 @@ class Lead:
             self._due.append(sample)
 
     def _warn(self, of: str, text: str) -> None:
-        """Print the first failure of each."""
+        """Print the first failure of each tool or environment."""
         if of not in self._said:
-            print(f"[rl] warning: {text}", flush=True)  # from whichever rank leads an engine
+            print(f"[rl] warning: {text}", flush=True)  # printed by the first rank of each engine
         self._said.add(of)
 
     def _open(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[ChatMessage]) -> None:
-        """The first turn follows. What the environment says first stands behind the prompt's last message."""
+        """Plan the first turn. First messages of the environment follow the prompt's last message."""
         sample, prompt = reply.id, reply.prompt
         said = "".join(message["content"] for message in messages)
         if said:
@@ -193,7 +194,7 @@ class Lead:
         self._due.append(sample)
 
     def _observe(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[ChatMessage]) -> None:
-        """The next turn follows, if there is space for one token of it."""
+        """Plan the next turn, if there is room for one token of it."""
         sample = reply.id
         if reply.prompt is None:
             tokens = self._tokens(sample, self.format.behind, state.tokens[-1], messages)
@@ -211,7 +212,7 @@ class Lead:
         self._due.append(sample)
 
     def _tokens(self, sample: SampleId, form: Callable[..., Sequence[int]], *arguments: Any) -> tuple[int, ...]:
-        """Of messages. Raises EpisodeError where the chat template cannot write them."""
+        """Tokens of messages. Raises EpisodeError where the chat template cannot write them."""
         try:
             return tuple(form(*arguments))
         except TEMPLATE_ERRORS as error:
@@ -221,7 +222,7 @@ class Lead:
             ) from error
 
     def _shortened(self, state: EpisodeState, reply: Reply) -> list[dict[str, Any]]:
-        """The messages of a reply, none longer than an observation may be: what comes first has the prompt's limit."""
+        """The messages of a reply, cut to the limit of an observation; first messages have the prompt's limit."""
         messages = []
         for message in reply.messages:
             content, cut = message["content"], False
@@ -232,7 +233,7 @@ class Lead:
         return messages
 
     def _give_turns(self, plan: Plan, sampling: bool) -> None:
-        """Those that are due are submitted; in lockstep when no other is in the making."""
+        """Add due turns to the plan; in lockstep only when no other turn is running."""
         if self.limits.lockstep:
             if sampling or self.environments.pending:
                 return

@@ -1,7 +1,7 @@
 """`--rl-environment openenv:URL`: a session of an OpenEnv server for each episode, as a class with `reset` and `step`.
 
-Their client's protocol, read in openenv 0.10: JSON over a WebSocket at /ws, schemas at /schema. Their package itself
-asks for another huggingface_hub and for much else, so of it nothing is imported.
+Implements the protocol of the client in openenv 0.10: JSON over a WebSocket at /ws, schemas at /schema. The package
+itself is not imported, since it requires another huggingface_hub and many other packages.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CALL = {
 
 
 class OpenEnv:
-    """One episode. A turn of the model is an action: a JSON object, in a code fence or not, or, where actions need one
-    field, the value of that. A turn that is none gets an observation that says so."""
+    """One episode. A turn of the model is an action: a JSON object, maybe in a code fence; if actions have only one
+    field, its value is enough. A turn without an action gets an observation that says so."""
 
     url = ""
 
@@ -67,7 +67,7 @@ class OpenEnv:
         self._socket.close()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
-        """Raises ActionError for an action that the server does not take, RuntimeError for what else it says."""
+        """Raises ActionError for an action that the server refuses, RuntimeError for other errors."""
         self._send({"type": kind, "data": data})
         answer = json.loads(self._socket.recv())
         if answer["type"] != "error":
@@ -83,16 +83,16 @@ class OpenEnv:
     def _send(self, message: Mapping[str, Any]) -> None:
         from websockets.exceptions import ConnectionClosed
 
-        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session says so, and closes it
+        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session sends an error and closes it
             self._socket.send(json.dumps(message))
 
 
 class ActionError(ValueError):
-    """The model's turn is no action."""
+    """The model's turn is not a valid action."""
 
 
 def environment_at(url: str) -> type[OpenEnv]:
-    """The class for the server at a URL, with or without `openenv:` before it. Raises ValueError for what is no URL."""
+    """The class for the server at a URL, with or without `openenv:` before it. Raises ValueError for an invalid URL."""
     url = url.removeprefix(OPENENV).rstrip("/")
     if not re.match("https?://.", url):
         raise ValueError(f"--rl-environment {OPENENV}{url}: give the server's address as http://HOST:PORT")
@@ -101,7 +101,8 @@ def environment_at(url: str) -> type[OpenEnv]:
 
 @functools.cache
 def schema(url: str) -> dict[str, Any]:
-    """JSON schema of a server's actions, without what every action has. Raises ValueError where there is no server."""
+    """JSON schema of a server's actions, without the fields of every action. Raises ValueError where no server
+    answers."""
     try:
         with urllib.request.urlopen(f"{url}/schema", timeout=WAIT) as answer:
             found = dict(json.load(answer)["action"])
@@ -132,7 +133,7 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(observation: Any) -> str:
-    """The one field of an observation if it is a text, else all of them as JSON."""
+    """The field of an observation if it has only one, a text; else all fields as JSON."""
     if isinstance(observation, Mapping):
         observation = {name: value for name, value in observation.items() if name != "metadata"}
         if len(observation) == 1 and isinstance(only := next(iter(observation.values())), str):

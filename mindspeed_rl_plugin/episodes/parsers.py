@@ -1,7 +1,7 @@
-"""How the calls in a turn are read: as Hermes and Qwen write them, as Llama 3, as DeepSeek, or by a user's function.
+"""Parsers of the calls in a turn: for the formats of Hermes and Qwen, of Llama 3 and of DeepSeek, or a user's function.
 
-Each attempt has a result of its own: one that cannot be read is a `MalformedCall`, and the others stay what they are.
-What a `<think>` block holds is no attempt, nor is what stands before the end of one that the prompt began.
+Each attempt has a result of its own: one that cannot be parsed is a `MalformedCall` and does not affect the others.
+Text in a `<think>` block is no attempt, nor is text before the end of a block that the prompt began.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ NOT_CLOSED = MalformedCall("the call is not closed")
 class Tagged:
     """A parser of calls between two tags."""
 
-    tags: tuple[str, str]  # of beginning and end
-    # Patterns of what stands between the first tag and the JSON of a call, and from there to the end of the second. A
-    # group in the former is the call's name, and the JSON its arguments; without one the JSON holds both.
+    tags: tuple[str, str]  # before and after a call
+    # Patterns of the text between the first tag and the JSON of a call, and from the JSON to the end of the second tag.
+    # A group in the first pattern is the call's name, and the JSON has the arguments; without a group the JSON has
+    # both.
     forms: tuple[tuple[str, str], ...]
     needs: tuple[str, ...] = ()  # tokens that the tokenizer must have
 
@@ -81,8 +82,8 @@ _NEXT, _NEXT_BUT_ONE = re.compile(rf"\s*;?\s*(?:{_TAG})?(?=\{{)"), re.compile(rf
 
 
 def llama3(text: str) -> list[Attempt]:
-    """Llama 3's: `{"name": ..., "parameters": {...}}`, which is the whole turn or stands behind `<|python_tag|>`.
-    Several are separated by `;`."""
+    """Calls of Llama 3: `{"name": ..., "parameters": {...}}`, as the complete turn or after `<|python_tag|>`. Several
+    are separated by `;`."""
     found = _FIRST.match(text)
     if found is None:
         spoken = text.partition("</think>")[2] if re.search("</?think>", text) else text
@@ -101,10 +102,10 @@ KNOWN = ", ".join(PARSERS) + " or path/to/file.py:function"
 
 
 def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser | None:
-    """name: of `PARSERS`, "auto": the one that reads what the chat template writes, or path/to/file.py:function: None,
+    """name: one of `PARSERS`; "auto": the one that fits the chat template; or path/to/file.py:function: returns None,
     since a user's code runs in a process of its own (`environment_pool`).
 
-    Raises ValueError for a parser that is not known, or does not fit the tokenizer.
+    Raises ValueError for an unknown parser, or one that does not fit the tokenizer.
     """
     if name == "auto":
         return make_parser(_fitting(tokenizer), tokenizer)
@@ -129,7 +130,7 @@ def is_own(name: str) -> bool:
 def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:
     """The parser that reads a call as the chat template writes one."""
     question = {"role": "user", "content": "question"}
-    for arguments in ({"key": 1}, '{"key": 1}') if tokenizer.chat_template else ():  # DeepSeek's takes text
+    for arguments in ({"key": 1}, '{"key": 1}') if tokenizer.chat_template else ():  # DeepSeek's template takes text
         call = {"type": "function", "function": {"name": "probe", "arguments": arguments}}
         try:
             text = render_chat(tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], ())
@@ -146,8 +147,8 @@ def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at `at`, and where it ends; (None, 0) where there is none that can be sent on: numbers
-    are finite, and text has no half of a surrogate pair."""
+    """The JSON value that begins at `at`, and its end; (None, 0) for none, for numbers that are not finite, and for
+    half a surrogate pair."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, at)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -157,7 +158,7 @@ def _json(text: str, at: int) -> tuple[Any, int]:
 
 
 def _call(value: Any) -> Attempt:
-    """A call from its JSON. One without arguments has none of them."""
+    """A call from its JSON. Missing arguments mean none."""
     if not isinstance(value, dict):
         return NO_CALL
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))

@@ -1,8 +1,8 @@
-"""Environments that are made again where their process ended: by all calls that they have answered, whose answers must
-be the same.
+"""Makes environments again whose process has ended: repeats all calls that they had answered, and the answers must be
+the same.
 
-That of a lost call is then as it was before the call. A coroutine that was cancelled costs no process, but it costs its
-environment likewise.
+Then the environment of a lost call is as it was before the call. A cancelled coroutine ends no process, but its
+environment must be made again, too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Making = Generator[tuple, Answer, None]
 class EnvironmentInstance(Session):
     """An episode in the pool, with its environment where there is one.
 
-    reply: the last one, or in the making.
-    making: what makes it.
-    call: that it waits for.
-    asked: calls that the environment has answered, and the answers.
-    known: how many of these its process has answered; where it has none, the former one.
+    reply: the last one, maybe unfinished.
+    making: the generator that makes it.
+    call: it waits for this one.
+    asked: answered calls of the environment, with the answers.
+    known: how many of these its present process (without one: its last) has answered.
     """
 
     def __init__(self, sample: SampleId) -> None:
@@ -40,7 +40,7 @@ class EnvironmentInstance(Session):
 
     @property
     def complete(self) -> bool:
-        """Whether its process has answered all of them."""
+        """Whether its process has answered all calls in `asked`."""
         return self.known == len(self.asked)
 
     def move(self, worker: PoolWorker | None) -> None:
@@ -53,7 +53,7 @@ class EnvironmentInstance(Session):
         return call if known == len(self.asked) else self.asked[known][0]
 
     def answered(self, call: WorkerCall, answer: Answer) -> Answer | None:
-        """What comes of a call; None where its process was only asked once more what had been answered before."""
+        """The result of a call; None if it was a repeated one."""
         if self.complete:
             self.asked.append((call, answer))
             self.known += 1
@@ -71,8 +71,8 @@ class EnvironmentInstance(Session):
 
 
 def result_of(call: WorkerCall, answer: Answer | str) -> Answer | None:
-    """What comes of a call that is over; None where it is to be made again, since something had to come before it.
-    answer: a text where the call is lost."""
+    """The result of an ended call; None if it must be made again, since other calls had to come first. answer: a text
+    if the call is lost."""
     environment = call.session
     if isinstance(answer, Answer):
         return answer if environment is None else environment.answered(call, answer)
@@ -82,7 +82,7 @@ def result_of(call: WorkerCall, answer: Answer | str) -> Answer | None:
 
 
 def _comparable(answer: Answer) -> Answer:
-    """Without time and place."""
+    """An answer without times and places, for comparison."""
     return answer._replace(seconds=0.0, error=None)
 
 

@@ -1,4 +1,4 @@
-"""What an engine is told of episodes, and what it is made of then."""
+"""The settings of episodes for an engine, and what is built from them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EpisodeSetup:
-    """What an engine is told."""
+    """The settings of episodes that an engine gets."""
 
-    flags: EpisodeConfig  # with files of the user's by their absolute paths
+    flags: EpisodeConfig  # with absolute paths of the user's files
     observation: str  # "chat" or "raw"
     tokenizer: str  # its directory
     prompt: int  # longest [tokens]
     response: int  # longest [tokens]
     wait: float  # seconds that other ranks wait for this one
-    run: str = ""  # names the run to a user's code: its directory
-    trust_remote_code: bool = False  # whether the tokenizer's own may run
+    run: str = ""  # directory of the run, which a user's code gets as its name
+    trust_remote_code: bool = False  # whether code of the tokenizer may run
 
     @classmethod
     def of(cls, config: RLConfig, tokenizer: str) -> EpisodeSetup | None:
-        """As a job's flags say; None where responses are no episodes. tokenizer: directory."""
+        """From a job's flags; None if responses are not episodes. tokenizer: directory."""
         if not (flags := config.episodes).on:
             return None
         flags = dataclasses.replace(
@@ -63,7 +63,7 @@ class EpisodeSetup:
         return cls(**{**fields, "flags": EpisodeConfig(**flags)})
 
     def environments(self) -> Environments:
-        """Started. Raises ValueError for what does not load."""
+        """Start the environments. Raises ValueError if they cannot be loaded."""
         flags = self.flags
         name_to_users("RUN", self.run)
         if flags.foreign:
@@ -87,14 +87,14 @@ class EpisodeSetup:
         )
 
     def format(self, tokenizer: PreTrainedTokenizerBase, environments: Environments) -> RawFormat:
-        """How messages become tokens. Raises ValueError for a tokenizer or a template that does not fit."""
+        """The format that encodes messages. Raises ValueError for a tokenizer or a template that does not fit."""
         return make_format(tokenizer, self.observation, environments.tools)
 
     def over(
         self, engine: Engine, tokenizer: PreTrainedTokenizerBase, environments: Environments | None, peers: Peers
     ) -> EpisodeEngine:
-        """Episodes over an engine. environments: of its first rank, which closes them with the engine; those of another
-        rank are closed here; peers: the ranks of the engine."""
+        """Episodes on top of an engine. environments: on its first rank, which closes them with the engine; other ranks
+        close theirs here; peers: the ranks of the engine."""
         flags, lead = self.flags, None
         limits = EpisodeLimits(
             turns=flags.max_turns,
@@ -113,12 +113,12 @@ class EpisodeSetup:
 
 
 def _program(path: str) -> str:
-    """An interpreter: a name on PATH as it is. Links stay: a virtual environment is one."""
+    """Path of an interpreter; a name on PATH is kept. Links are not resolved: they mark a virtual environment."""
     return os.path.abspath(path) if os.sep in path else path
 
 
 def _absolute(spec: str) -> str:
-    """What a flag names, with the absolute path of a file of the user's; anything else as it is."""
+    """The value of a flag with the absolute path of a user's file; other values are kept."""
     if spec.startswith(OPENENV):
         return spec
     if spec.startswith(VERIFIERS):

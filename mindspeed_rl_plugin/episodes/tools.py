@@ -1,9 +1,9 @@
-"""What a user's code offers a model: functions as tools, and environments as classes, which docs/episodes.md shows; and
-whether a model's arguments are those of a tool.
+"""Loads a user's tools (functions) and environments (classes), see docs/episodes.md, and checks a model's arguments of
+a call.
 
 `reset` may name `seed` (32 bits, one for all episodes of a prompt), `prompt`, `answer`, `messages`, `record` (all
-other fields of the data row), single fields of the record, or take `**record`. It returns what the environment says
-first, a text or None, alone or as (text, info).
+other fields of the data row), single fields of the record, or take `**record`. It returns the environment's first text
+or None, alone or as (text, info).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mindspeed_rl_plugin.reward.calling import number
 from mindspeed_rl_plugin.workers.call_loop import is_async
 from mindspeed_rl_plugin.workers.user_files import load_function
 
-NOT_TOOLS = ("reset", "get_reward", "close")  # public methods that are something else
-RESET = ("seed", "prompt", "answer", "messages", "record")  # what `reset` may name beside fields of the record
-SEEDS = 1 << 32  # numpy takes no more
+NOT_TOOLS = ("reset", "get_reward", "close")  # public methods that are no tools
+RESET = ("seed", "prompt", "answer", "messages", "record")  # parameters of `reset` other than fields of the record
+SEEDS = 1 << 32  # numpy's limit
 FORMS = "(observation, reward, terminated, truncated, info), (observation, reward, done), or a dictionary with these"
 DESCRIBE = (
     "give each parameter a type hint and a line under Args: in the docstring, in Google's style (docs/episodes.md); a "
@@ -38,30 +38,30 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Offer(NamedTuple):
-    """What was loaded of a user's code."""
+    """The parts of a user's code that were loaded."""
 
     tools: tuple[str, ...]  # names of functions
     methods: tuple[str, ...] = ()  # names of an environment's tools
     steps: bool = False  # whether it has `step`
     rewards: bool = False  # whether it has `get_reward`
-    fields: tuple[str, ...] = ()  # of the record that its `reset` cannot do without
+    fields: tuple[str, ...] = ()  # fields of the record that its `reset` requires
     concurrent: tuple[str, ...] = ()  # coroutines among "tool NAME", "method NAME", "reset", "step", "get_reward"
 
 
 class Answer(NamedTuple):
-    """What came of a call."""
+    """The result of a call."""
 
-    texts: tuple[str, ...] = ()  # that the model reads, each a message
+    texts: tuple[str, ...] = ()  # messages for the model
     reward: float = 0.0
     done: bool = False  # whether the episode is over
-    brief: str | None = None  # what was raised, in one line; None where the call had no answer at all
-    error: str | None = None  # what was raised and where, or why there is no answer; None: nothing went wrong
+    brief: str | None = None  # the error in one line; None if the call had no answer
+    error: str | None = None  # the error with its place, or why there is no answer; None: no error
     seconds: float = 0.0  # that the user's code took
-    unmade: bool = False  # the call was never made, since its environment could not be made again for it
+    unmade: bool = False  # the call was never made, since its environment could not be made again
 
 
 def load_tool(file: str, name: str) -> Callable[..., Any]:
-    """A function that the model may call. Raises ValueError for what it cannot call."""
+    """Load a function that the model may call. Raises ValueError for one that it cannot call."""
     function = load_function(file, name)
     if inspect.isclass(function):
         raise ValueError(f"{name} is a class; give it to --rl-environment, or give a function")
@@ -70,7 +70,7 @@ def load_tool(file: str, name: str) -> Callable[..., Any]:
 
 
 def load_environment(file: str, name: str) -> type:
-    """A class of environments. Raises ValueError for one that is none."""
+    """Load a class of environments. Raises ValueError for other objects."""
     made = load_function(file, name)
     if not inspect.isclass(made):
         raise ValueError(f"{name} is no class; give one with reset, and with tools or step")
@@ -88,8 +88,8 @@ def load_environment(file: str, name: str) -> type:
 
 
 def read_calls(found: Any) -> str:
-    """JSON of what a user's parser found: [name, arguments] of each call, null for one that cannot be read. found: an
-    entry for each, a dictionary with name and arguments, or None. Raises ValueError for what is no list of calls."""
+    """The calls that a user's parser found, as JSON: [name, arguments] of each, null for one that cannot be parsed.
+    found: for each a dictionary with name and arguments, or None. Raises ValueError for any other result."""
     if not isinstance(found, (list, tuple)):
         raise ValueError(f"it returned {found!r:.80} of type {type(found).__name__}, not a list")
     calls = []
@@ -108,13 +108,13 @@ def read_calls(found: Any) -> str:
 
 
 def methods(environment: type) -> tuple[str, ...]:
-    """Names of the public methods of a class that are tools where it has no `step`."""
+    """Names of the public methods that are tools in a class without `step`."""
     members = [name for name, _ in inspect.getmembers(environment, inspect.isfunction)]
     return tuple(name for name in members if name[0] != "_" and name not in NOT_TOOLS)
 
 
 def offer_of(tools: Mapping[str, Any], environment: type | None) -> Offer:
-    """What was loaded, for the parent. Raises ValueError for two tools of one name."""
+    """Describe the loaded code for the parent. Raises ValueError for two tools of one name."""
     calls = {f"tool {name}": tool for name, tool in tools.items()}
     if environment is not None:
         own = methods(environment)
@@ -133,8 +133,8 @@ def offer_of(tools: Mapping[str, Any], environment: type | None) -> Offer:
 
 
 def schema_of(flag: str, name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a tool as chat templates take it. flag: where the tool is from, for errors. Raises ValueError
-    where hints or docstring lack something. Imports transformers, and torch with it."""
+    """The JSON schema of a tool as chat templates take it. flag: that names the tool, for errors. Raises ValueError if
+    type hints or docstring lack something. Imports transformers, and torch with it."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -150,22 +150,22 @@ def schema_of(flag: str, name: str, function: Callable[..., Any]) -> dict[str, A
 
 
 def reset_arguments(reset: Callable[..., Any], task: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """What of a task, and the seed, the signature of `reset` takes."""
+    """The arguments for `reset`: fields of the task, and the seed, that its signature has."""
     names = {p.name for p in _parameters(reset) if p.kind in _BY_NAME}
     record = task["record"]
     given = {**record, **{k: task.get(k) for k in RESET}, "seed": seed % SEEDS}
-    if any(p.kind == p.VAR_KEYWORD for p in _parameters(reset)):  # **record spreads the record
+    if any(p.kind == p.VAR_KEYWORD for p in _parameters(reset)):  # **record gets the fields of the record
         names |= {"prompt", "answer", "seed", *record}
     return {k: v for k, v in given.items() if k in names}
 
 
 def read_reset(value: Any) -> Answer:
-    """What `reset` returned. Raises ValueError for what is no text."""
+    """Read the result of `reset`. Raises ValueError if it is no text."""
     return Answer(_texts(value[0] if isinstance(value, tuple) and len(value) == 2 else value))
 
 
 def read_step(value: Any) -> Answer:
-    """What `step` returned, in one of its forms. Raises ValueError for others."""
+    """Read the result of `step`, in one of its forms. Raises ValueError for other results."""
     if isinstance(value, Mapping) and {"reward", "done"} <= {*value}:
         observation, reward, over = value.get("observations"), value["reward"], [value["done"]]
     elif isinstance(value, tuple) and 3 <= len(value) <= 5:
@@ -178,7 +178,7 @@ def read_step(value: Any) -> Answer:
 
 
 def _texts(observation: Any) -> tuple[str, ...]:
-    """An observation, or messages of a user."""
+    """The texts of an observation, which is a text or messages of the role user."""
     if observation is None:
         return ()
     if isinstance(observation, str):
@@ -202,7 +202,7 @@ def _parameters(function: Callable[..., Any]) -> Sequence[inspect.Parameter]:
 
 
 def _check_parameters(name: str, function: Callable[..., Any]) -> None:
-    """A model's arguments have names. Raises ValueError for parameters that have none."""
+    """Raises ValueError for parameters without names, since a model's arguments have names."""
     for p in _parameters(function):
         if p.kind not in _BY_NAME:
             shown = {p.VAR_POSITIONAL: f"*{p.name}", p.VAR_KEYWORD: f"**{p.name}"}.get(p.kind, f"{p.name}, /")
@@ -218,8 +218,8 @@ def _check_step(name: str, environment: type) -> None:
 
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a JSON value is what a schema asks for, as far as type hints and most tools' schemas go: types, enum,
-    anyOf, items, prefixItems, properties, required, additionalProperties, nullable."""
+    """Whether a JSON value fits a schema. Supports what type hints and most tools use: types, enum, anyOf, items,
+    prefixItems, properties, required, additionalProperties, nullable."""
     if value is None and schema.get("nullable"):
         return True
     if "anyOf" in schema:
@@ -236,7 +236,7 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def takes(parameters: Mapping[str, Any]) -> str:
-    """What a tool takes, in one line for the model."""
+    """The parameters of a tool, in one line for the model."""
     needed = parameters.get("required", ())
     described = [
         f"{name}: {_type_in_words(schema)}{'' if name in needed else ' (optional)'}"
@@ -246,7 +246,7 @@ def takes(parameters: Mapping[str, Any]) -> str:
 
 
 def _of_type(value: Any, type_: str | list[str] | None) -> bool:
-    """Whether a value is of a schema's type, one of several, or of one that JSON does not have."""
+    """Whether a value has a schema's type, or one of several; an unknown type fits all values."""
     if isinstance(type_, list):
         return any(_of_type(value, one) for one in type_)
     if type_ not in JSON_TYPES:

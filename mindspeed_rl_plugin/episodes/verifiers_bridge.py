@@ -1,8 +1,8 @@
-"""`Environments` over verifiers: its own loop runs each rollout, and asks for the turns of the model.
+"""`Environments` by verifiers: verifiers' own loop runs each rollout and requests the model's turns.
 
-Its processes (`verifiers_worker`) run many rollouts each. What a rollout says comes whenever it likes; here it becomes
-the reply to a call. Where a process dies, or is killed since a rollout in it cannot be stopped, the rollouts that have
-begun in it fail: what verifiers holds of them is gone. Those that have not begun go on in another one.
+Each process (`verifiers_worker`) runs many rollouts. Messages of a rollout may come at any time; here each becomes the
+reply to a call. If a process dies, or is killed because a rollout in it cannot be stopped, the rollouts that have begun
+in it fail, since verifiers' state is lost. Those that have not begun run in another process.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from mindspeed_rl_plugin.episodes.verifiers_load import ROW
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
-MAX_ROLLOUTS = 64  # most rollouts of one process at a time; of an evaluation, which may come between two parts, as many
-AWAY_SECONDS = 1.0  # nobody listened so long: what was said meanwhile may not have fitted into the pipe
-STOP_SECONDS = 20.0  # in which a rollout that is given up must have stopped
-END_SECONDS = 15.0  # in which a process may end by itself, with what its rollouts hold
+MAX_ROLLOUTS = 64  # most rollouts of one process at a time; and as many of an evaluation, which may interrupt a rollout
+AWAY_SECONDS = 1.0  # after so long without a read, the pipe may have been full
+STOP_SECONDS = 20.0  # in which a rollout that is given up must stop
+END_SECONDS = 15.0  # in which a process may end by itself, with the resources of its rollouts
 
 
 class RolloutReport(msgspec.Struct):
-    """What a process says of a rollout; else as in `Reply`."""
+    """A message of a process about a rollout. Other fields are as in `Reply`."""
 
     number: int
     seconds: float  # since its last answer
-    prompt: list[int] | None = None  # of a turn that it asks for
-    messages: list[dict[str, str]] = []  # of that turn, for people to read
+    prompt: list[int] | None = None  # of the turn that it requests
+    messages: list[dict[str, str]] = []  # of that turn, as readable text
     reward: float = 0.0
     done: bool = False
     failure: str | None = None
-    ended: bool = False  # it was cancelled, and has stopped
+    ended: bool = False  # it was cancelled and has stopped
 
 
 @dataclass(eq=False)
@@ -52,35 +52,38 @@ class VerifiersProcess:
 
     worker: Worker
     loaded: bool = False  # whether rollouts can begin in it
-    killed: str | None = None  # why it was
+    killed: str | None = None  # why it was killed
 
 
 @dataclass(eq=False)
 class RolloutRecord:
-    """A rollout as this side knows it."""
+    """A rollout in this process."""
 
     number: int
     sample: SampleId
-    data: Any  # verifiers' own row
+    data: Any  # row of verifiers
     process: VerifiersProcess | None = None  # None before it begins
-    due: float | None = None  # since when its reply is, None while the model speaks
-    early: Reply | None = None  # what it said while the model spoke: it is over
-    ending: float | None = None  # until when it must have stopped, None where it is not given up
+    due: float | None = None  # since when its reply is due; None during the model's turn
+    early: Reply | None = None  # its last reply, if it ended during the model's turn
+    ending: float | None = None  # deadline to stop; None: it is not given up
 
     @property
     def evaluated(self) -> bool:
-        """Whether it is of an evaluation."""
+        """Whether it belongs to an evaluation."""
         return self.sample.epoch < 0
 
 
 class VerifiersEnvironments:
-    """environment: what stands behind `verifiers:`; python: interpreter that has verifiers, None for this one;
-    tokenizer: of the prompts, a path; workers: processes; timeout: of the environment's part of a turn [seconds];
-    wait: seconds that other ranks wait for this one; together: most rollouts of a process at a time, None without a
-    limit, as a lockstep needs it.
+    """environment: the text after `verifiers:`.
+    python: interpreter that has verifiers, None for this one.
+    tokenizer: of the prompts, a path.
+    workers: number of processes.
+    timeout: of the environment's part of a turn [seconds].
+    wait: seconds that other ranks wait for this one.
+    together: most rollouts of a process at a time, None: no limit, for lockstep.
 
     Rows have the field `verifiers`, as `python -m mindspeed_rl_plugin tasks` writes them. Raises ValueError for an
-    interpreter that is none. The processes load beside what follows; that they cannot is said by `poll`.
+    invalid interpreter. The processes load in the background; `poll` raises the error of this.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -103,18 +106,18 @@ class VerifiersEnvironments:
         loads = VERIFIERS + environment
         self._processes = [VerifiersProcess(Worker(program, setup, loads, wait)) for _ in range(workers)]
         self._numbers = itertools.count()
-        self._rollouts: dict[int, RolloutRecord] = {}  # all that hold something, those that are given up too
+        self._rollouts: dict[int, RolloutRecord] = {}  # all that have resources, also those that are given up
         self._known: dict[SampleId, RolloutRecord] = {}  # those that are not given up
         self._queue: deque[RolloutRecord] = deque()  # those that have not begun
         self._replies: list[Reply] = []
-        self._heard = time.monotonic()  # when somebody last listened
+        self._heard = time.monotonic()  # time of the last read
 
     @property
     def pending(self) -> bool:
         return bool(self._queue or self._replies or any(r.due is not None for r in self._known.values()))
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
-        """See `Environments`. verifiers knows no seeds: what is random is its environment's."""
+        """See `Environments`. verifiers has no seeds: its environment makes its own random numbers."""
         rollout = RolloutRecord(next(self._numbers), episode, task["record"][ROW])
         self._known[episode] = rollout
         self._queue.append(rollout)
@@ -179,7 +182,7 @@ class VerifiersEnvironments:
         rollout.process.worker.call((call, rollout.number, *arguments), math.inf)
 
     def _begin_some(self) -> None:
-        """Those that have not begun, as far as there is space, each in the process with the fewest."""
+        """Begin waiting rollouts while there is room, each in the process with the fewest rollouts."""
         loaded = [process for process in self._processes if process.loaded and process.killed is None]
         for tried in (False, True) if loaded and self._queue else ():
             load = Counter(id(r.process) for r in self._rollouts.values() if r.evaluated == tried)
@@ -205,7 +208,7 @@ class VerifiersEnvironments:
     # replies
 
     def _hear(self, process: VerifiersProcess) -> None:
-        """What a process has said; starts one that has died again. Raises EpisodeError where it cannot load."""
+        """Handle messages of a process; if it has died, start it again. Raises EpisodeError if it cannot load."""
         worker = process.worker
         if not process.loaded and worker.ready():
             process.loaded, worker.until = True, math.inf
@@ -232,7 +235,7 @@ class VerifiersEnvironments:
         )
         if rollout.due is not None:
             self._reply(rollout, reply)
-        elif over:  # while the model speaks, of a limit of its own
+        elif over:  # during the model's turn, by a limit of its own
             rollout.early = reply
 
     def _reply(self, rollout: RolloutRecord, reply: Reply) -> None:
@@ -250,7 +253,7 @@ class VerifiersEnvironments:
     # limits
 
     def _excuse(self, gap: float) -> None:
-        """No rollout answers for time in which nobody listened. gap: seconds of it."""
+        """Extend all deadlines by the time in which this process did not read. gap: seconds."""
         for rollout in self._known.values() if gap > AWAY_SECONDS else ():
             if rollout.due is not None:
                 rollout.due += gap
@@ -266,22 +269,23 @@ class VerifiersEnvironments:
             process = rollout.process
             if rollout.ending is not None and now >= rollout.ending and process.killed is None:
                 process.killed = "was in a verifiers process that was killed, since one of its rollouts did not stop"
-                os.kill(process.worker.pid, signal.SIGTERM)  # its keeper kills all
+                os.kill(process.worker.pid, signal.SIGTERM)  # its keeper kills all processes
 
     def _next_limit(self) -> float:
-        """On the monotonic clock."""
+        """The next deadline, on the monotonic clock."""
         limits = [rollout.due + self._timeout for rollout in self._known.values() if rollout.due is not None]
         return min(limits + [rollout.ending for rollout in self._rollouts.values() if rollout.ending], default=math.inf)
 
 
 def rollouts_program(python: str | None) -> Program:
-    """What its processes run."""
+    """The program of its processes."""
     main = "mindspeed_rl_plugin.episodes.verifiers_worker:main"
     return Program(main, str | None, RolloutReport, "a verifiers process", EpisodeError, python, END_SECONDS)
 
 
 def interpreter(python: str | None) -> str | None:
-    """The path of --rl-environment-python, None for the interpreter of the job. Raises ValueError for what is none."""
+    """The path of --rl-environment-python, None for the interpreter of the job. Raises ValueError for an invalid
+    one."""
     if python is None:
         return None
     advice = "give an interpreter of Python 3.11 or later that has verifiers, such as venv/bin/python"

@@ -1,8 +1,8 @@
-"""How verifiers turns messages into tokens: by the chat template of the job's tokenizer, and only ever appending.
+"""verifiers' renderer of messages as tokens: by the chat template of the job's tokenizer, and only by appending.
 
-verifiers' own fallback renders a whole conversation anew at every turn, which encodes anew what the model sampled. Here
-the next turn's prompt is the tokens so far and those of the new messages, in which the text of control tokens stays
-text. For renderers 0.1, in verifiers' interpreter.
+verifiers' own fallback renders the complete conversation again at every turn, and so encodes sampled text again. Here
+the next prompt is the tokens so far and those of the new messages, in which the text of a control token stays text. For
+renderers 0.1, in verifiers' interpreter.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from renderers.default import DefaultRenderer
 
 from mindspeed_rl_plugin.control_tokens import ControlTokens, dated
 
-# What is in the chat template of models that write calls in some format -> name of its parser; the first that is there.
+# Mark in a chat template -> name of the parser for its calls; the first mark that occurs counts.
 MARKS = {"<arg_key>": "glm", "<function=": "qwen3.5", "<tool_call>": "qwen3", "<｜tool▁call▁begin｜>": "deepseek-v3"}
-PLACEHOLDER = "uiweahfskdj"  # content of an assistant's message, by which it is found in a rendered conversation
+PLACEHOLDER = "uiweahfskdj"  # content of an assistant's message, to find it in a rendered conversation
 
 
 class AppendingRenderer(DefaultRenderer):
-    """`renderers.Renderer` of any chat template in which a turn ends with a control token. The date that some templates
-    write (Llama 3.2) is that of `DATE`, as in the job's own prompts."""
+    """`renderers.Renderer` of any chat template in which a turn ends with a control token. Templates that write a date
+    (Llama 3.2) get `DATE`, as in the job's own prompts."""
 
     config_class = DefaultRendererConfig
 
@@ -43,10 +43,10 @@ class AppendingRenderer(DefaultRenderer):
         *,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> RenderedTokens:
-        """Tokens so far, and those of messages behind an assistant's turn, with the head of the next one."""
+        """The tokens so far, and those of messages after an assistant's turn, with the head of the next turn."""
         held = [*previous_prompt_ids, *previous_completion_ids]
         behind = self._behind(new_messages, tools)
-        if held[-1] == behind[0]:  # what ended the turn; one that ended otherwise, or was cut, gets its end here
+        if held[-1] == behind[0]:  # the token that ends a turn; a turn that was cut, or ended otherwise, gets it here
             behind = behind[1:]
         return RenderedTokens(
             token_ids=held + behind,
@@ -56,7 +56,7 @@ class AppendingRenderer(DefaultRenderer):
         )
 
     def _behind(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
-        """Tokens from the one that ends an assistant's turn on."""
+        """Tokens after an assistant's turn, from the token that ends it."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
         rendered = self._tokenizer.apply_chat_template(
             turn + [self._marked(message) for message in messages],
@@ -72,8 +72,8 @@ class AppendingRenderer(DefaultRenderer):
         return ids
 
     def _marked(self, value: Any) -> Any:
-        """A message with marks around the text of control tokens: of all its texts, since the name of a tool may be the
-        model's."""
+        """A message with marks around the text of control tokens, in all its texts: even the name of a tool may be
+        written by the model."""
         if isinstance(value, str):
             return self._control.marked(value)
         if isinstance(value, Mapping):

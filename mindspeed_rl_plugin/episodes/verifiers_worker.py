@@ -1,10 +1,10 @@
 """The process in which verifiers runs rollouts, in the interpreter that has it.
 
-verifiers drives: its environment runs a rollout, and asks the model for a turn at the token-level endpoint that its
-training client speaks (`POST /inference/v1/generate` with token ids), which is served here on loopback. A request waits
-until the engine's turn comes through the pipe. First message in: (environment, tokenizer, whether to run
-its code), out: versions. Then messages
-in are calls of `Rollouts`, and out `verifiers_bridge.RolloutReport`, both at any time.
+verifiers has control: its environment runs a rollout and requests each turn of the model at a token-level endpoint
+(`POST /inference/v1/generate` with token ids), which this process serves on loopback. A request waits until the
+engine's turn comes through the pipe. The first message is (environment, tokenizer, whether to run its code); the answer
+has versions. Then messages to this process are calls of `Rollouts`, and its messages are
+`verifiers_bridge.RolloutReport`, both at any time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mindspeed_rl_plugin.episodes.verifiers_load import Loaded, load, task_of
 from mindspeed_rl_plugin.workers.child import Parent, describe, why_not_loaded
 from mindspeed_rl_plugin.workers.keeper import keep
 
-CLEAN_UP_SECONDS = 10.0  # in which verifiers may clean up once the job has ended
+CLEAN_UP_SECONDS = 10.0  # that verifiers has to clean up after the job has ended
 CONVERSATION = "X-Session-ID"  # header of its requests: the id of a trace
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Serve until the parent closes its end. Arguments: file descriptors."""
+    """Run rollouts until the parent closes the connection. Arguments: file descriptors."""
     keep(connection, lifeline, CLEAN_UP_SECONDS)
     parent = Parent(connection, None)
     environment, tokenizer, trusted = parent.receive()
@@ -36,7 +36,7 @@ def main(connection: int, lifeline: int) -> None:
     if trusted:
         import renderers.base
 
-        renderers.base.TRUSTED_REVISIONS[tokenizer] = "main"  # whose code it runs; a directory has no revisions
+        renderers.base.TRUSTED_REVISIONS[tokenizer] = "main"  # its code may run; a directory has no revisions
     asyncio.run(_serve(parent, loaded, tokenizer))
 
 
@@ -61,7 +61,7 @@ async def _serve(parent: Parent, loaded: Loaded, tokenizer: str) -> None:
 
 
 async def _endpoint(stack: AsyncExitStack, rollouts: Rollouts) -> int:
-    """The port on which turns are asked for."""
+    """Serve the endpoint. Returns its port."""
     from aiohttp import web
 
     app = web.Application(client_max_size=0)
@@ -75,12 +75,13 @@ async def _endpoint(stack: AsyncExitStack, rollouts: Rollouts) -> int:
 
 
 async def _models(_: Any) -> Any:
-    """None has a longest context here: the job's limits are the engine's to keep."""
+    """No model has a longest context here: the engine keeps the job's limits."""
     return _answer({"data": []})
 
 
 def _client(loaded: Loaded, port: int, tokenizer: str) -> Any:
-    """Settings of verifiers' training client. api_key_var: of a variable that is not there, or it reads the user's."""
+    """Settings of verifiers' training client. api_key_var names a missing variable; else it would read the user's
+    key."""
     return loaded.vf.TrainClientConfig(
         base_url=f"http://127.0.0.1:{port}/v1",
         api_key_var="MINDSPEED_RL_PLUGIN_HAS_NO_KEY",
@@ -90,7 +91,7 @@ def _client(loaded: Loaded, port: int, tokenizer: str) -> Any:
 
 
 async def _warm(client: Any) -> None:
-    """Load the tokenizer, so that what is wrong with it is told at once; the client finds it loaded."""
+    """Load the tokenizer now, so that its errors are reported at once; the client uses the loaded one."""
     from verifiers.v1.clients.train import ElasticRendererPool
 
     tokenizer = client.renderer_model_name
@@ -119,8 +120,8 @@ def _read(parent: Parent, rollouts: Rollouts, stop: asyncio.Event, loop: asyncio
 
 
 class RunningRollout:
-    """One rollout. asks: a request for a turn that waits; over: whether no further turn may be sampled; since: when the
-    environment had its last answer, on the monotonic clock; trace: of the conversation that is trained."""
+    """One rollout. asks: the waiting request for a turn; over: whether no further turn may be sampled; since: time of
+    the environment's last answer, on the monotonic clock; trace: of the conversation that is trained."""
 
     def __init__(self) -> None:
         self.asks: asyncio.Future | None = None
@@ -129,14 +130,14 @@ class RunningRollout:
         self.runs: asyncio.Task | None = None
 
     def answer(self, turn: tuple[Sequence[int], Sequence[float], bool] | None) -> None:
-        """The model's turn, None where there is none; to nobody where no request waits."""
+        """Answer the waiting request, if any, with the model's turn (None: no turn)."""
         self.since = time.monotonic()
         if self.asks is not None and not self.asks.done():
             self.asks.set_result(turn)
 
 
 class Rollouts:
-    """Those that run. say: takes what is said to the parent; context: model and client of verifiers."""
+    """The running rollouts. say: sends a message to the parent; context: model and client of verifiers."""
 
     context: Any = None
 
@@ -150,12 +151,13 @@ class Rollouts:
         rollout.runs = asyncio.create_task(self._run(number, rollout, data))
 
     def act(self, number: int, tokens: Sequence[int], logps: Sequence[float]) -> None:
-        """The turn that it waits for."""
+        """Give a rollout the turn that it waits for."""
         if rollout := self._rollouts.get(number):
             rollout.answer((tokens, logps, True))
 
     def finish(self, number: int, cut: tuple[Sequence[int], Sequence[float]] | None) -> None:
-        """No further turn; cut: the one that it waits for, if a limit has cut it. verifiers scores what there is."""
+        """End a rollout, without a further turn; verifiers scores it. cut: the turn that it waits for, if a limit has
+        cut it."""
         if rollout := self._rollouts.get(number):
             rollout.over = True
             rollout.answer((*cut, False) if cut else None)
@@ -171,7 +173,7 @@ class Rollouts:
         await asyncio.gather(*runs, return_exceptions=True)
 
     async def generate(self, request: Any) -> Any:
-        """One request of verifiers' client for a turn of the model."""
+        """Handle a request of verifiers' client for a turn of the model."""
         known = self._traces.get(request.headers.get(CONVERSATION, ""))
         if known is None:
             return _answer(_error("no rollout here has this conversation"), 404)
@@ -181,14 +183,14 @@ class Rollouts:
             return _answer(_error(why), 400)
         rollout.trace = trace
         turn = None if rollout.over else await self._turn(number, rollout, prompt)
-        if turn is None:  # its trace ends as at a limit of its own, and is scored
+        if turn is None:  # the trace ends as at a limit of verifiers, and is scored
             trace.stop("max_total_tokens")
             return _answer(_error("the job samples no further turn of this rollout"), 400)
         return _answer(_choice(*turn))
 
     async def _turn(self, number: int, rollout: RunningRollout, prompt: list[int]) -> Any:
         rollout.asks = asyncio.get_running_loop().create_future()
-        # Of the first prompt the job's data row has the text.
+        # The job's data row has the text of the first prompt.
         messages = [_message(message) for message in rollout.trace.pending] if rollout.trace.nodes else []
         self._tell(number, rollout, prompt=prompt, messages=messages)
         try:
@@ -208,7 +210,7 @@ class Rollouts:
         except Exception as error:  # noqa: BLE001 - whatever verifiers or its environment raises is reported
             self._tell(number, rollout, failure=describe(error))
         finally:
-            rollout.answer(None)  # a request that nobody waits for any more holds up the end
+            rollout.answer(None)  # a request without a client would delay the end
             del self._rollouts[number]
             self._traces = {key: value for key, value in self._traces.items() if value[0] != number}
 
@@ -238,7 +240,7 @@ def _result(rollout: RunningRollout, episode: Any) -> dict[str, Any]:
 
 
 def _choice(tokens: Sequence[int], logps: Sequence[float], whole: bool) -> dict[str, Any]:
-    """A turn as vLLM's endpoint answers it."""
+    """A turn in the form of vLLM's endpoint."""
     content = [{"token": f"token_id:{token}", "logprob": p} for token, p in zip(tokens, logps, strict=True)]
     reason = "stop" if whole else "length"
     choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": content}, "finish_reason": reason}
