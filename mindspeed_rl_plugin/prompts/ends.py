@@ -1,5 +1,5 @@
-"""What ends a response, which is no argument of Megatron's: the ids that the files of a model and of a tokenizer name.
-One list for training, every engine, import and export."""
+"""The token ids that end a response, from the files of a model and of a tokenizer; Megatron has no argument for them.
+Training, every engine, import and export use the same list."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKEN_FIELDS, GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id"), "generation_config.json"
-SPOKEN = "what-the-model-said"  # by it the model's turn is found in a rendered conversation
+SPOKEN = "what-the-model-said"  # text of a model's turn, to find it in a rendered conversation
 PRINTED_CHARACTERS = 400  # characters of a row that is printed
-END, LEFT_OUT = "\ud800", "\ud801"  # places of marks in a text: no tokenizer decodes halves of surrogate pairs
+END, LEFT_OUT = "\ud800", "\ud801"  # places of marks in a text; tokenizers never decode to halves of surrogate pairs
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
-    """The token with which the chat template ends the model's turn; None where no control token stands behind it, and
-    where it writes no such turn. tools: as of `render_chat`."""
+    """The token with which the chat template ends the model's turn; None if no control token follows it, or if the
+    template writes no such turn. tools: as in `render_chat`."""
     turns = ({"role": "assistant", "content": said} for said in (SPOKEN, SPOKEN + "?"))
     try:
         one, other = (render_chat(tokenizer, [QUESTION, turn], tools, ask=False)[::-1] for turn in turns)
     except TEMPLATE_ERRORS:
         return None
-    behind = os.path.commonprefix([one, other])[::-1] if one != other else ""  # whatever it makes of the text
+    # the common end, after the text of the turn
+    behind = os.path.commonprefix([one, other])[::-1] if one != other else ""
     template = tokenizer.get_chat_template(tools=list(tools or ()) or None)
     found = ControlTokens(tokenizer, template).pattern.match(behind.lstrip())
     return found and found[0]
@@ -40,9 +41,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str,
 def response_ends(
     tokenizer: PreTrainedTokenizerBase, chat: bool, hf_model: str | None, vocab: int, tools: Sequence[Any] | None = None
 ) -> dict[int, str]:
-    """Ids that end a response, the tokenizer's own first -> what names them. chat: whether prompts are in the form of
-    the chat template; hf_model: the folder whose generation_config.json lists more. Raises ValueError for an id that is
-    none of `vocab`."""
+    """Id that ends a response -> the file or template that names it, the tokenizer's own first. chat: whether prompts
+    have the form of the chat template; hf_model: folder whose generation_config.json lists more. Raises ValueError for
+    an id outside of `vocab`."""
     close = end_of_turn(tokenizer, tools) if chat and tokenizer.chat_template else None
     listed = config_tokens(Path(hf_model) / GENERATION).get("eos_token_id") if hf_model else None
     named = [(tokenizer.eos_token_id, "tokenizer"), (close and tokenizer.convert_tokens_to_ids(close), "chat template")]
@@ -58,8 +59,8 @@ def response_ends(
 
 
 def marked(tokenizer: PreTrainedTokenizerBase, ends: Collection[int], tokens: Sequence[int], begin: int = 0) -> str:
-    """Text of the tokens from `begin`, decoded with those before them, in quotes. `*end*` stands behind each token of
-    `ends`, outside the quotes, and ` ... ` for the middle of what is longer than PRINTED_CHARACTERS characters."""
+    """Text of the tokens from `begin`, decoded with those before them, in quotes. `*end*` follows each token of `ends`,
+    outside the quotes; ` ... ` replaces the middle of a text longer than PRINTED_CHARACTERS."""
     cuts = [begin, *(i for i in range(begin + 1, len(tokens) + 1) if tokens[i - 1] in ends), len(tokens)]
     texts = [tokenizer.decode(tokens[:cut]) for cut in cuts]
     text = END.join(text[len(os.path.commonprefix([before, text])) :] for before, text in itertools.pairwise(texts))
@@ -70,9 +71,9 @@ def marked(tokenizer: PreTrainedTokenizerBase, ends: Collection[int], tokens: Se
 
 
 def model_tokens(folder: Path) -> dict[str, Any]:
-    """Ids that the files of a model or of a tokenizer name, those that say how to generate first.
+    """End ids in the files of a model or of a tokenizer; generation_config.json comes first.
 
-    A model may end a response with several tokens, which only generation_config.json and config.json can say.
+    Only generation_config.json and config.json can name several tokens.
     """
     out = _tokenizer_tokens(folder)
     for name in ("config.json", GENERATION):

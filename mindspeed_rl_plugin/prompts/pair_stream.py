@@ -78,8 +78,8 @@ class PairRenderer(Renderer):
     def _answer(
         self, source: Source, fields: Mapping[str, Any], name: str, end: str | None, where: str
     ) -> dict[str, Any]:
-        """An answer as an assistant message, without `end`, which will stand behind it; where that is None, with the
-        end that the data writes."""
+        """An answer as an assistant message, without `end`, which is appended later; if `end` is None, with the end in
+        the data."""
         key = self._keys[name]
         value = find(fields, key)
         if value in (None, "", []):
@@ -121,7 +121,8 @@ class PairRenderer(Renderer):
                 f"{where}: the chat template writes another prompt once {said!r:.60} follows it, so the response "
                 "cannot be cut off; use a template that appends, or give plain strings"
             )
-        if bare(said) not in bare(whole)[max(len(bare(before)) - len(bare(said)) + 1, 0) :]:  # it may begin before
+        # the answer may begin before
+        if bare(said) not in bare(whole)[max(len(bare(before)) - len(bare(said)) + 1, 0) :]:
             marked = self._rendered([*asked, {**answer, "content": SPOKEN}], where, ask=False)
             drops = marked.startswith(before + SPOKEN)
             whole = marked.replace(SPOKEN, said) if drops else whole
@@ -131,11 +132,11 @@ class PairRenderer(Renderer):
 
 
 class PairStream(PromptStream):
-    """Pairs of one or several paths, in the manner of `PromptStream`: `next`, `all`, `state`, `load_state`.
+    """Pairs of one or several paths, with the methods of `PromptStream`: `next`, `all`, `state`, `load_state`.
 
-    Pairs whose prompt or a response is too long, and those whose two responses are the same tokens, which teach
-    nothing, are left out; `dropped` counts both. Raises ValueError as `PromptStream` does, and for a row that is no
-    pair. max_length, max_response: [tokens].
+    Pairs with a prompt or a response that is too long are left out, and pairs with equal responses, from which nothing
+    can be learned; `dropped` counts both. Raises ValueError as `PromptStream` does, and for a row that is no pair.
+    max_length, max_response: [tokens].
     """
 
     def __init__(

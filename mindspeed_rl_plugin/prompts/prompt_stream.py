@@ -1,4 +1,4 @@
-"""The order in which prompts are served, and the cursor that remembers the place."""
+"""The order of the prompts, and a cursor in it that can be saved."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mindspeed_rl_plugin.rows import Prompt
 class PromptStream:
     """Prompts of one or several paths, concatenated; each epoch goes through all of them in a new order.
 
-    The order depends on the seed and the number of prompts alone, so every rank sees the same. All rows are read
-    and tokenized once at the start, to count what is longer than `max_length` tokens: those are dropped.
-    `dropped` counts the rows left out, `len()` those kept, `rows` are their places in the data, rising, `fingerprint`
-    a digest of their tokens.
+    The order depends only on the seed and the number of prompts, so it is the same on every rank. All rows are read and
+    tokenized once at the start. Rows longer than `max_length` tokens are dropped: `dropped` is their number, `len()`
+    that of the other rows, `rows` are the places of these in the data, rising, and `fingerprint` is a digest of their
+    tokens.
 
     Raises ValueError as `open_source` and the renderer do, and when no prompt is left.
     """
@@ -29,8 +29,8 @@ class PromptStream:
         self._renderer, self._max_length, self._seed = renderer, max_length, seed
         self._sources = [open_source(path) for path in paths]
         self._starts = [0, *itertools.accumulate(len(s) for s in self._sources)]
-        self._kinds: dict[frozenset[str], int] = {}  # fields of a record -> first kept row that has just these
-        self._answers: dict[str, int] = {}  # -> first kept row that has it
+        self._kinds: dict[frozenset[str], int] = {}  # fields of a record -> first kept row with exactly these
+        self._answers: dict[str, int] = {}  # answer -> first kept row with it
         self.rows, self.fingerprint = self._scan()
         self.dropped = self._starts[-1] - len(self.rows)
         if not self.rows:
@@ -42,7 +42,7 @@ class PromptStream:
         return len(self.rows)
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts; where an epoch ends, the next one begins."""
+        """The next n prompts; after the end of an epoch, those of the next one."""
         served = []
         while len(served) < n:
             if self._position == len(self.rows):
@@ -53,11 +53,11 @@ class PromptStream:
         return served
 
     def all(self) -> list[Prompt]:
-        """Every kept prompt in the order of the data (evaluation); the cursor stays."""
+        """Every kept prompt in the order of the data, for evaluation; the cursor does not move."""
         return [self._prompt(row) for row in self.rows]
 
     def at(self, place: int) -> Prompt:
-        """The kept prompt at a place in the order of the data; the cursor stays."""
+        """The kept prompt at a place in the order of the data; the cursor does not move."""
         return self._prompt(self.rows[place])
 
     def where(self, place: int) -> str:
@@ -65,8 +65,8 @@ class PromptStream:
         return self._where(self.rows[place])
 
     def read_rows(self, where: str, rows: Sequence[Any]) -> list[Prompt]:
-        """Prompts of rows that are none of the data's. where: begins an error. Raises ValueError as the renderer does,
-        and for a prompt that is too long."""
+        """Prompts of rows that are not in the data. where: begin of an error's text. Raises ValueError as the renderer
+        does, and for a prompt that is too long."""
         source = Source(where, len(rows), rows.__getitem__, lambda i: f"row {i}")
         prompts = [self._renderer.read(source, i, i) for i in range(len(rows))]
         for i, prompt in enumerate(prompts):
@@ -86,11 +86,11 @@ class PromptStream:
         return {self._where(row): answer for answer, row in self._answers.items()}
 
     def state(self) -> dict[str, Any]:
-        """The cursor, and what it is a cursor into; ints and strings."""
+        """The cursor, with the seed and digest of its data; ints and strings."""
         return {"epoch": self._epoch, "position": self._position, **self._identity()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when the data or the seed is another than where `state` was taken."""
+        """Raises ValueError when data or seed differ from those of `state`."""
         here = self._identity()
         changed = [f"{k} was {state.get(k)!r}, now {v!r}" for k, v in here.items() if state.get(k) != v]
         if changed:
@@ -100,7 +100,7 @@ class PromptStream:
             )
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state` was taken. Raises ValueError as `check_state` does."""
+        """Continue exactly at the place of `state`. Raises ValueError as `check_state` does."""
         self.check_state(state)
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._permutation(self._epoch)
@@ -135,7 +135,7 @@ class PromptStream:
         return kept, digest.hexdigest()[:16]
 
     def _content(self, prompt: Prompt) -> tuple | None:
-        """What the fingerprint reads of a row; None for one to leave out."""
+        """Content of a row for the fingerprint; None for a row to leave out."""
         if len(prompt.tokens) > self._max_length:
             return None
         self._kinds.setdefault(frozenset(prompt.record), prompt.row)

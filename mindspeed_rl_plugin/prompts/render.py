@@ -19,25 +19,25 @@ from mindspeed_rl_plugin.rows import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError)  # what a chat template may raise
+TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError)  # errors of chat templates
 QUESTION = {"role": "user", "content": "question"}
-HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
+HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 
 
 class Renderer:
-    """Turns rows into prompts: of training, evaluation, offers, and (`PairRenderer`) pairs.
+    """Makes prompts of rows: for training, evaluation, offers, and (`PairRenderer`) pairs.
 
-    prompt_key, answer_key: names of fields, with dots those inside objects (`reward_model.ground_truth`); they stay in
-    the record too. Every row has both, and null counts as missing; answer_key "": data without ground truth. tools: as
-    of `render_chat`.
+    prompt_key, answer_key: names of fields, with dots for fields inside objects (`reward_model.ground_truth`); they
+    stay in the record too. Every row must have both; null counts as missing. answer_key "": data without ground truth.
+    tools: as in `render_chat`.
 
-    A prompt is a string, or chat messages `{"role", "content", ...}`. Without `chat_template` a string is encoded as
-    `text_tokens` says, and messages are refused: any plain join would be a format no model was taught. With it a string
-    is one user message, and tokens are what transformers makes of `apply_chat_template`: the template writes all
-    special tokens. Content is a string, or a list of parts of text, which are joined; it may be null in an assistant's
-    message that has other fields, and missing where `tool_calls` are. Other fields that are null count as missing; in
-    Parquet and saved datasets, which fill in fields that only some rows have, null fields inside them too. Any role may
-    be last but the assistant's.
+    A prompt is a string, or chat messages `{"role", "content", ...}`. Without `chat_template` a string is encoded by
+    `text_tokens`, and messages are refused: no model knows the format of their concatenation. With it a string is one
+    user message, and transformers' `apply_chat_template` makes the tokens; the template writes all special tokens.
+    Content is a string, or a list of text parts, which are joined. It may be null in an assistant's message with other
+    fields, and missing in one with `tool_calls`. Other null fields count as missing; in Parquet and saved datasets,
+    which add fields of other rows, also null fields inside objects. The last message may have any role except the
+    assistant's.
 
     Repairs are logged once per kind, with the first row. Raises ValueError that names file, line, value and what to do,
     for any other row, for half of a surrogate pair, and for a chat template that the tokenizer lacks.
@@ -76,7 +76,7 @@ class Renderer:
                 f"{messages[-1]['content']!r:.60}, so a response would be one more turn; remove it, or to have it "
                 "continued give a string that transformers' continue_final_message rendered"
             )
-        # What a grader sees: the string of the data, or one `role: content` paragraph a message.
+        # Text for graders: the string of the data, or a paragraph `role: content` for each message.
         text = "\n\n".join(f"{m['role']}: {m['content'] or ''}" for m in messages) if messages else value
         if not (tokens := self._tokens(text, messages, where)):
             raise ValueError(f"{where}: field {self._prompt_key!r} gives no tokens")
@@ -154,14 +154,14 @@ def check_keys(fields: Mapping[str, Any], where: str, prompt_key: str, answer_ke
 
 
 def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, note: Callable[..., object] = str.format) -> list[int]:
-    """Tokens of a text that a response continues. What the tokenizer puts before a text stands there once, even where
-    the text begins with it; what it puts behind a text is left out. note: is told of either."""
+    """Tokens of a text that a response continues. Special tokens that the tokenizer puts before a text occur once, even
+    if the text begins with them; those that it puts after a text are left out. note: called in both cases."""
     whole = tokenizer.encode(text)
     if not whole or not tokenizer.num_special_tokens_to_add():
         return whole
     plain, begin = tokenizer.encode(text, add_special_tokens=False), tokenizer.bos_token_id
     starts = (i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
-    at = next((i for i in starts if plain or begin not in whole[i:]), None)  # an empty text stands behind BOS
+    at = next((i for i in starts if plain or begin not in whole[i:]), None)  # an empty text follows BOS
     if at is None:
         return whole
     if tail := whole[at + len(plain) :]:
@@ -179,11 +179,11 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     ask: bool = True,
 ) -> str:
-    """Text of a conversation by the tokenizer's chat template, up to where the model's turn begins; without `ask` up to
+    """Text of a conversation by the tokenizer's chat template, up to the begin of the model's turn; without `ask` up to
     the end of the last message.
 
-    tools: JSON schemas of what the model may call, () where an environment without tools answers it, None where nobody
-    does. If somebody does, the date that some templates write (Llama 3.2) is `DATE`: prompts are the same every day.
+    tools: JSON schemas of functions for the model; (): an environment without tools answers it; None: nothing answers.
+    If something answers, templates that write a date (Llama 3.2) get `DATE`, so that prompts are the same every day.
     """
     more: dict[str, Any] = {}
     if tools is not None:
@@ -193,7 +193,7 @@ def render_chat(
 
 
 def find(fields: Mapping[str, Any], key: str) -> Any:
-    """The field `key`, or with dots the one inside: `reward_model.ground_truth`; None where there is none."""
+    """The field `key`, with dots a field inside an object (`reward_model.ground_truth`); None if missing."""
     if key in fields or "." not in key:
         return fields.get(key)
     head, _, rest = key.partition(".")
@@ -201,7 +201,7 @@ def find(fields: Mapping[str, Any], key: str) -> Any:
 
 
 def names(fields: Mapping[str, Any]) -> str:
-    """The fields of a row as text, those inside objects by their dotted names; which of them are null."""
+    """The names of a row's fields as text, dotted for those inside objects, with a note on null ones."""
     inside = ([(f"{k}.{n}", v[n]) for n in v] if isinstance(v, dict) else [(k, v)] for k, v in fields.items())
     return ", ".join(f"{k!r} (null)" if v is None else repr(k) for k, v in itertools.chain.from_iterable(inside))
 
@@ -217,7 +217,7 @@ def _answer(value: Any, where: str) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """As it would come back from JSON; what JSON has no form for becomes text."""
+    """The value as it would come back from JSON; a value that JSON cannot represent becomes a text."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -227,14 +227,14 @@ def _has(value: Any, key: str) -> bool:
 
 
 def _filled(value: Any) -> Any:
-    """Without the fields that are null, at any depth."""
+    """The value without null fields, at any depth."""
     if isinstance(value, dict):
         return {k: _filled(v) for k, v in value.items() if v is not None}
     return [_filled(one) for one in value] if isinstance(value, list) else value
 
 
 def is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether the text holds the control token that the chat template begins a user's message with."""
+    """Whether the text has the control token with which the chat template begins a user's message."""
     return any(mark in text for mark in _marks(tokenizer))
 
 
@@ -242,11 +242,11 @@ def is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 def _marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     try:
         before = render_chat(tokenizer, [QUESTION], ask=False).partition(QUESTION["content"])[0]
-    except (*TEMPLATE_ERRORS, ValueError):  # no template, or several by names
+    except (*TEMPLATE_ERRORS, ValueError):  # no template, or several named ones
         return frozenset()
     return frozenset(ControlTokens(tokenizer, before).pattern.findall(before)[-1:]) - {tokenizer.bos_token}
 
 
 def bare(text: str | None) -> str:
-    """Without white space, which templates change."""
+    """The text without white space, which templates may change."""
     return "".join((text or "").split())

@@ -1,4 +1,4 @@
-"""The Hugging Face tokenizer of the prompts: which it is, its loading from local files only, its vocabulary."""
+"""The Hugging Face tokenizer of the prompts: choosing it, loading it from local files only, its vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-UNUSED = 128  # ids that are no token, as many as a model may have in any case: the usual padding
+UNUSED = 128  # ids without a token that every model may have: the usual padding
 TOKENIZER_FLAGS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")
 
 
@@ -19,15 +19,15 @@ def own_code(folder: str | Path, kind: str = "AutoTokenizer") -> str:
     """A message where a directory has its own code for one of transformers' Auto classes; else empty."""
     for name in ("tokenizer_config.json", "config.json"):
         named = read_if_there(Path(folder) / name).get("auto_map") or {}
-        named = named.get(kind) if isinstance(named, dict) else named  # a list, of old, is a tokenizer's
+        named = named.get(kind) if isinstance(named, dict) else named  # an old list belongs to a tokenizer
         if found := [word for word in ([named] if isinstance(named, str) else named or ()) if word]:
             return f"it has code of its own ({found[-1]}), which is not run: read it, then give --rl-trust-remote-code"
     return ""
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face directory. Never asks the network. Raises ValueError when it holds none, and
-    where it has code of its own that is not to be run."""
+    """The tokenizer of a Hugging Face directory. Never uses the network. Raises ValueError if there is none, or if it
+    has code of its own that may not run."""
     from transformers import AutoTokenizer
 
     place = Path(path)
@@ -53,7 +53,7 @@ def vocabulary_digest(path: str, trust_remote_code: bool = False) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a file that is none."""
+    """The JSON object of a file. Raises ValueError for other contents."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -64,7 +64,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
-    """The same; empty where there is no file."""
+    """The same; empty if there is no file."""
     return read_json(path) if path.is_file() else {}
 
 
@@ -86,8 +86,8 @@ def model_vocabulary(
     """Rows of the embedding that are tokens: those of --rl-hf-model (`reference`, its config.json), else the highest id
     of the prompts' tokenizer + 1, since some ids may have no token.
 
-    Raises ValueError where the tokenizer has more ids than the model, or, unless `smaller`, far fewer. Called once all
-    are known: Megatron sets `padded_vocab_size` when it is initialised.
+    Raises ValueError where the tokenizer has more ids than the model, or, unless `smaller`, far fewer. Called after
+    Megatron is initialised, which sets `padded_vocab_size`.
     """
     ids = 1 + max(tokenizer.get_vocab().values())
     padded, hf_size = getattr(args, "padded_vocab_size", None), reference and reference["vocab_size"]
@@ -103,7 +103,7 @@ def model_vocabulary(
 
 
 def vocabulary(path: str | Path) -> dict[str, int]:
-    """Token -> id as the files of a tokenizer say, those added to it included; empty without files that say.
+    """Token -> id by the files of a tokenizer, with added tokens; empty without such files.
 
     path: their folder, or its tokenizer.json.
     """
@@ -118,7 +118,7 @@ def vocabulary(path: str | Path) -> dict[str, int]:
 
 
 def vocabulary_size(folder: Path) -> int:
-    """Size of a tokenizer's vocabulary: its highest id + 1, with added tokens; 0 without files that say."""
+    """Size of a tokenizer's vocabulary: its highest id + 1, with added tokens; 0 without such files."""
     return 1 + max(vocabulary(folder).values(), default=-1)
 
 

@@ -1,5 +1,5 @@
-"""Where the answer stands in a text, and its numbers as math-verify reads them: docs/data-and-rewards.md has examples,
-which tests/reward/test_builtin_graders.py grades. Imports the standard library only."""
+"""Finds the answer in a text, and writes its numbers as math-verify reads them. docs/data-and-rewards.md has examples,
+which tests/reward/test_builtin_graders.py grades. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import unicodedata
 from decimal import Decimal
 
-NOTHING = re.compile(r"\s*[-+]?nan\s*", re.IGNORECASE)  # it equals nothing, not even itself
+NOTHING = re.compile(r"\s*[-+]?nan\s*", re.IGNORECASE)  # not equal to anything
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 WIDE = {wide: chr(wide - 0xFEE0) for wide in range(0xFF01, 0xFF5F)}
 WIDE |= {ord("。"): ". ", ord("、"): ", ", ord("，"): ", ", ord("："): ": ", ord("−"): "-"}
 CJK = "\u2e80-\u9fff\uac00-\ud7af→≈"
 NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?\\?%?"
-# Any other word behind a number is part of the answer: `3 quarters`, `12 million`, `2 theta`.
+# Any other word after a number is part of the answer: `3 quarters`, `12 million`, `2 theta`.
 SYMBOLS = (
     "nm|mm|cm|dm|km|mg|kg|m[lL]|dL|in|ft|yd|mi|oz|lbs?|hrs?|mins?|secs?|mph|k[mp]h|rpm|mol|[kMG]?Hz|k?J|kWh?|MW|k?Pa|"
     "[kKMGT]B|°[CF]|m/s|USD|EUR|CNY|RMB"
@@ -26,16 +26,16 @@ NAMES = (
 )
 UNIT = rf"(?:(?:sq|square|cubic) )?(?:{SYMBOLS}|(?i:{NAMES})s?)(?![A-Za-z])(?:\^?[23])?"
 RATE = rf"(?:\s?{UNIT}(?:(?:/| per )(?:{UNIT}|[hsgmL]\b))?){{1,3}}"
-SUFFIX = rf"(?:{RATE}|[°€£¥₹])?"  # behind a number
+SUFFIX = rf"(?:{RATE}|[°€£¥₹])?"  # after a number
 VALUE = re.compile(rf"[$€£¥₹]?\s*({NUMBER}|[-+]?\.\d+)(?:\s*(percent)|{RATE}|°)?\.?")
 WORDS = re.compile(r"(?!sqrt|.*infinity)[A-Za-z]{4,}(?: [A-Za-z]+)*\.?")
 SAID = re.compile(r"^(?!sqrt|sin|cos|tan|log|ln|exp|minus|negative)[A-Za-z]{2,}[ ,:]|\b(?:is|are|equals)\b")
 COUNT = re.compile(r"\d +(?!sqrt)[A-Za-z]{2}|\b(?:is|are|equals)\b")  # words around a number
 HEDGED = re.compile(rf"{NUMBER}\W{{0,4}}? or \W{{0,4}}?{NUMBER}\D*\Z")
 LAST = re.compile(r"(?:^|\n)[ \t]*####[ \t]*((?![A-Za-z]{2})\S[^\n]*)\Z")  # a heading begins with a word
-REPLACEMENTS = [  # what to find, and what to put in its place, in this order
+REPLACEMENTS = [  # (pattern, replacement), applied in this order
     (BOX, r"\\boxed{"),
-    (re.compile("答案"), " answer "),  # the word at which math-verify looks first
+    (re.compile("答案"), " answer "),  # math-verify looks first after this word
     (re.compile(rf"(?<=[{CJK}#])(?=[-+]?[$€£¥]?\.?\d)|(?<=[\d%])(?=[{CJK}])|(?<=[A-Za-z]:)(?=[-+]?[$€£¥]?\d)"), " "),
     (re.compile("[¼-¾⅐-⅞]"), lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/")),
     (re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,2}(?!\w)"), lambda m: f"{Decimal(m[0]):f}"),
@@ -51,8 +51,8 @@ REPLACEMENTS = [  # what to find, and what to put in its place, in this order
 
 
 def graded_part(response: str) -> str | None:
-    """What math-verify is to read of a response; None where it breaks off inside its last box or answer tag, where
-    that tag is empty, and where `or` joins its last two numbers."""
+    """The part of a response that math-verify is to read. None if the response ends inside its last box or answer tag,
+    if that tag is empty, or if `or` joins its last two numbers."""
     text = response.rpartition("</think>")[2].strip() or response
     before, tag, inside = text.rpartition("<answer>")
     if "</answer>" in inside:
@@ -68,17 +68,17 @@ def graded_part(response: str) -> str | None:
 
 
 def _said(text: str, prose: re.Pattern[str]) -> str:
-    """In prose math-verify looks for the number."""
+    """The text for math-verify; in prose it searches for the number."""
     return _plain(text) if prose.search(text) and re.search(r"\d", text) else expression(text)
 
 
 def is_number(answer: str) -> bool:
-    """Whether every grader can read an answer, without a look by math-verify."""
+    """Whether an answer is a plain number, which every grader can read."""
     return len(answer) < 100 and VALUE.fullmatch(answer) is not None
 
 
 def expression(answer: str) -> str:
-    """An answer by itself: in a box, or math-verify would look for the first number inside it."""
+    """An answer alone, put in a box; otherwise math-verify would take the first number inside it."""
     text = _plain(answer).strip()
     marked = any(mark in text for mark in ("\\boxed", "$", "\\(", "\\["))
     if VALUE.fullmatch(text) is None and marked:
@@ -87,7 +87,7 @@ def expression(answer: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Numbers without what surrounds or divides them."""
+    """A text whose numbers have no marks around or inside them."""
     text = text.translate(WIDE)
     for pattern, put in REPLACEMENTS:
         text = pattern.sub(put, text)
@@ -96,7 +96,7 @@ def _plain(text: str) -> str:
 
 
 def _value(text: str) -> str:
-    """A number without its unit; words as words, not as products of letters."""
+    """A number without its unit; words stay words, and are not read as products of letters."""
     if found := VALUE.fullmatch(text):
         return found[1] + ("%" if found[2] else "")
     return f"\\text{{{text}}}" if WORDS.fullmatch(text) else text

@@ -26,7 +26,8 @@ def make_builtin(name: str, regex: str | None) -> Callable[..., float]:
 
 
 def check_answers(specs: Sequence[Spec], regex: str | None, answers: Mapping[str, str]) -> None:
-    """Raises ValueError where one of ours cannot read a ground truth. answers: place in the data -> it."""
+    """Raises ValueError where a built-in grader cannot read a ground truth. answers: place in the data -> ground
+    truth."""
     asked = {where: answer for where, answer in answers.items() if not is_number(answer)}
     for grade in [make_builtin(spec.name, regex) for spec in specs if asked and spec.compares]:
         for where, answer in asked.items():
@@ -37,7 +38,7 @@ def check_answers(specs: Sequence[Spec], regex: str | None, answers: Mapping[str
 
 
 def exact(response: str, answer: str) -> float:
-    """1.0 if response and answer are equal up to white space. Raises ValueError without an answer."""
+    """1.0 if response and answer are equal except for white space. Raises ValueError without an answer."""
     return float(_words(response) == _truth(answer, "exact"))
 
 
@@ -62,11 +63,11 @@ def _make_regex(pattern: str) -> Callable[[str, str], float]:
 
 
 def _make_math() -> Callable[[str, str], float]:
-    """Mathematical equality by math-verify, of what `answers` finds in response and ground truth.
+    """Mathematical equality, by math-verify, of the answers that `answers` finds in response and ground truth.
 
-    Its own time limits are off: they turn a timeout into a wrong answer; the worker's limit reports it. With
-    `raise_on_error` a crash is reported likewise. A response that holds no mathematics is a legitimate 0.0; a
-    ground truth that holds none is an error.
+    Its own time limits are off: they would make a timeout a wrong answer, while the worker's limit reports it. With
+    `raise_on_error` a crash is reported, too. A response without mathematics gets 0.0; a ground truth without is an
+    error.
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
     from math_verify import parse, verify
@@ -88,7 +89,7 @@ def _make_math() -> Callable[[str, str], float]:
             return 0.0
         try:
             parsed = parse(part, parsing_timeout=None, raise_on_error=True)
-        except SympifyError:  # what math-verify lets out for some unparsable text
+        except SympifyError:  # raised by math-verify for some texts that it cannot parse
             return 0.0
         return float(verify(truth, parsed, timeout_seconds=None, raise_on_error=True))
 

@@ -1,5 +1,6 @@
-"""How a user's grader is called, decided from its signature when it is loaded: docs/data-and-rewards.md lists what it
-may name. A batch grader is called with the samples of one group, so results do not depend on how the work is cut.
+"""How a user's grader is called. This is decided by its signature when it is loaded; docs/data-and-rewards.md lists the
+parameters that it may have. A batch grader is called with the samples of one group, so results do not depend on how
+calls are distributed.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from mindspeed_rl_plugin.workers.call_loop import is_async
 
 SINGLE = ("prompt", "response", "answer", "record")
 BATCH = ("prompts", "responses", "answers", "records")
-ANSWERED = ("conversation", "environment")  # of a sample where tools or environments answer the model
+ANSWERED = ("conversation", "environment")  # only of samples with tools or environments
 CONVERSATIONS = "conversations"
-CHAT = "messages"  # what a batch grader of this package may name too: chat messages as the data holds them
-# Names of other libraries (verl's compute_score, TRL's reward functions) for what is passed here.
+CHAT = "messages"  # further parameter of batch graders of this package: chat messages of the data
+# Names of these parameters in other libraries (verl's compute_score, TRL's reward functions).
 FOREIGN = {
     "solution_str": "response",
     "ground_truth": "answer",
@@ -28,8 +29,7 @@ FOREIGN = {
 
 
 class Grader:
-    """A callable and its convention. `batch`, `asynchronous`: how to call it; `fields`: of the record that it cannot
-    do without."""
+    """A callable and its convention. batch, asynchronous: how to call it; fields: of the record that it requires."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self.function = name, function
@@ -54,7 +54,7 @@ class Grader:
         self.fields = tuple(ANSWERED[0] if name == CONVERSATIONS else name for name in sorted(needed))
 
     def single(self, item: dict[str, Any]) -> Any:
-        """Call with one sample. Raises ValueError for a parameter that neither sample nor record has."""
+        """Call with one sample. Raises ValueError for a parameter that is neither in the sample nor in the record."""
         given = {**item["record"], **{k: item[k] for k in SINGLE}}
         given |= {k: item[k] for k in ANSWERED if item.get(k) is not None}
         missing = sorted(self.required - set(given))
@@ -63,7 +63,7 @@ class Grader:
         if not self.rest:
             given = {k: v for k, v in given.items() if k in self.names}
         elif "record" not in self.names:
-            del given["record"]  # **record already spreads it
+            del given["record"]  # **record already passes its fields
         return self.function(**given)
 
     def many(self, items: Sequence[dict[str, Any]]) -> Any:
@@ -75,14 +75,14 @@ class Grader:
 
 
 def hint(names: Iterable[str]) -> str:
-    """How names that other libraries give are called here; "" where there are none."""
+    """A hint with our names for parameters of other libraries; "" without such parameters."""
     known = [f"{name} is {FOREIGN[name]} here" for name in sorted(names) if name in FOREIGN]
     return "; " + ", ".join(known) if known else ""
 
 
 def lacking(fields: Sequence[str], rows: Mapping[str, Set[str]], own: Sequence[str] = SINGLE) -> str | None:
-    """Why what cannot do without `fields` cannot be called on some row, None where it can; rows: place in the data ->
-    fields of the record; own: what else it may name."""
+    """Why a callable that requires `fields` cannot be called on some row; None: it can. rows: place in the data ->
+    fields of the record; own: further parameters that it may have."""
     for where, there in rows.items():
         for name in fields:
             if name not in there:

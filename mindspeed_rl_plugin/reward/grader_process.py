@@ -1,8 +1,8 @@
-"""The process in which graders run: it takes calls from a connection, and answers each with the outcome of every item.
+"""The process in which graders run: it receives calls and answers each with the outcome of every item.
 
-First message in: (specs, seconds of one call of each, regex of the regex grader, device of reward models, whether to
-run their code); first out: (what its graders are, None) or (None, error). Then calls `(grader, items)`. The time limit
-is the parent's: it kills this process group. Imports no torch, so that it starts in a moment.
+The first message is (specs, seconds of one call of each, regex of the regex grader, device of reward models, whether to
+run their code). The answer is (`Kind` of each grader, None) or (None, error). Then calls `(grader, items)` follow. The
+parent enforces the time limit: it kills this process group. This module does not import torch, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Items = list[dict[str, Any]]
 
 
 class Kind(NamedTuple):
-    """What the parent asks of a grader: how it is called, and which fields of the data it cannot do without."""
+    """What the parent must know of a grader: how it is called, and which fields of the data it requires."""
 
     batch: bool
     asynchronous: bool
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Serve until the parent closes its end. Arguments: file descriptors."""
+    """Answer calls until the parent closes the connection. Arguments: file descriptors."""
     parent = Parent(connection, lifeline)
     calls = CallLoop(parent)
     specs, timeouts, regex, *of_models = parent.receive()
@@ -42,7 +42,7 @@ def main(connection: int, lifeline: int) -> None:
 
 
 async def grade(grader: Grader, items: Items, timeout: float) -> list[ValueOrError]:
-    """The outcome of each item: of the one of a call, or of a group. Raises TooLong."""
+    """The outcome of each item of a call, which has one item or a group. Raises TooLong."""
     try:
         value = await settled(grader.many(items) if grader.batch else grader.single(*items), timeout)
         values = _values(value, len(items)) if grader.batch else [value]

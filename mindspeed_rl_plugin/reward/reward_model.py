@@ -1,7 +1,7 @@
 """A reward model as a grader: a Hugging Face checkpoint for sequence classification with one label.
 
-It reads text with its own tokenizer, whatever the policy's is. Checked by its files before any model is built; torch
-and transformers are imported in the worker process alone.
+It reads text with its own tokenizer, not with the policy's. Its files are checked before any model is built; only the
+worker process imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
 def check_files(path: str) -> None:
-    """Raises ValueError where the directory holds no reward model that can be loaded, with what to give instead."""
+    """Raises ValueError with the fix if the directory has no reward model that can be loaded."""
     if why := _problem(Path(path)):
         raise ValueError(f"reward {MODEL_PREFIX}{path}: {why}")
 
@@ -47,14 +47,14 @@ def _problem(folder: Path) -> str | None:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             safe_open(file, "np")
-        except SafetensorError as error:  # it ends too early, or is a Git LFS pointer
+        except SafetensorError as error:  # a truncated file, or a Git LFS pointer
             size = file.stat().st_size
             return f"the safetensors file {file.name} of {size} bytes cannot be read: {error}; copy it again"
     return None
 
 
 def same_tokenizer(path: str, policy: str) -> bool:
-    """Whether two directories hold the same vocabulary, as far as their files say."""
+    """Whether the tokenizer files of two directories have the same vocabulary."""
     files = [Path(folder, "tokenizer.json") for folder in (path, policy)]
     if not all(file.is_file() for file in files):
         return False
@@ -63,13 +63,13 @@ def same_tokenizer(path: str, policy: str) -> bool:
 
 
 class RewardModel:
-    """A batch grader: the score of each response after its prompt, as the checkpoint gives it; where
-    environments answer, of the whole conversation.
+    """A batch grader: the checkpoint's score of each response after its prompt; with environments, of the complete
+    conversation.
 
-    device: "cpu", or an accelerator's; there the checkpoint's own dtype is kept, on the host it is float32. With a
-    chat template in the tokenizer the response is the assistant's turn after the chat messages of the data, or after
-    the prompt as a user's turn, and a conversation has its roles; without one all are text, joined. A text longer than
-    the model's positions is a ValueError, never cut.
+    device: "cpu" (then in float32) or that of an accelerator (then in the checkpoint's dtype). With a chat template in
+    the tokenizer, the response is the assistant's turn after the chat messages of the data, or after the prompt as a
+    user's turn; a conversation has its roles. Without a template, texts are concatenated. A text that is longer than
+    the model's positions raises ValueError; it is never cut.
     """
 
     def __init__(self, path: str, device: str, trust_remote_code: bool = False) -> None:
@@ -79,7 +79,7 @@ class RewardModel:
         if device != "cpu":
             from mindspeed_rl_plugin.device import Device
 
-            Device(device.partition(":")[0]).api.set_device(device)  # on NPU this is also what makes torch know it
+            Device(device.partition(":")[0]).api.set_device(device)  # on NPU this also registers the device with torch
         local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
         self._tokenizer = AutoTokenizer.from_pretrained(path, **local)
         dtype = torch.float32 if device == "cpu" else "auto"
@@ -93,7 +93,7 @@ class RewardModel:
         self._check_vocabulary(path)
 
     def _check_vocabulary(self, path: str) -> None:
-        """Special tokens may lie beyond the embedding, as one that only pads does; what texts are made of may not."""
+        """Check that the embedding has rows for all tokens of texts; special tokens, such as padding, may have none."""
         added = self._tokenizer.added_tokens_decoder.items()
         special = {*self._tokenizer.all_special_ids, *(i for i, token in added if token.special)}
         largest = max({*self._tokenizer.get_vocab().values()} - special, default=-1)
@@ -116,7 +116,7 @@ class RewardModel:
         self._check_texts(rows)
         own = (self._tokenizer.pad_token_id, getattr(self._model.config, "pad_token_id", None))
         pad = _padding(rows, own, self._size)
-        if pad is None:  # no id is left to pad with
+        if pad is None:  # every id is in use: no padding
             return [value for row in rows for value in self._forward([row], None)]
         return self._forward(rows, pad)
 
@@ -160,7 +160,7 @@ class RewardModel:
         import torch
 
         longest, device = max(map(len, rows)), self._device
-        self._model.config.get_text_config().pad_token_id = pad  # None: the last position is scored
+        self._model.config.get_text_config().pad_token_id = pad  # None: the model scores the last position
         with torch.no_grad():
             scores = self._model(
                 input_ids=torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows], device=device),
@@ -170,7 +170,7 @@ class RewardModel:
 
 
 def _joined(conversation: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a conversation: the prompt as graders see it, and all that was said from the first turn on."""
+    """The text of a conversation: the prompt, and all messages from the first turn on."""
     first = next(i for i, message in enumerate(conversation) if "turn" in message)
     asked, said = conversation[:first], conversation[first:]
     head = asked[0]["content"] if first == 1 else "\n\n".join(f"{m['role']}: {m['content']}" for m in asked)
@@ -178,10 +178,10 @@ def _joined(conversation: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _padding(rows: Sequence[Sequence[int]], own: Iterable[int | None], size: int) -> int | None:
-    """Id to pad with, below `size`, the rows of the embedding: the first of `own`, the tokenizer's and the model's,
-    that is there and in none of the rows, else another one that is in none of them; None where they use every id.
+    """The id for padding, below `size` (rows of the embedding): the first of `own` (the tokenizer's, the model's) that
+    exists and is in none of the rows, else any other id that is in none of them; None if they use every id.
 
-    It is masked anyway, but decoders score the last token that is no padding, which they find by its id.
+    Padding is masked. But decoders score the last token that is not padding, and find it by this id.
     """
     used = {token for row in rows for token in row}
     free = (i for i in (*own, *range(size)) if i is not None and 0 <= i < size and i not in used)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mindspeed_rl_plugin.rows import Prompt
     from mindspeed_rl_plugin.workers.child import ValueOrError
 
-MAX_ASYNC_CALLS = 64  # most calls of asynchronous graders that are in the making in a worker
+MAX_ASYNC_CALLS = 64  # most running calls of asynchronous graders in a worker
 WORKER = Program(
     main="mindspeed_rl_plugin.reward.grader_process:main",
     first=tuple[Kind, ...] | None,
@@ -31,18 +31,22 @@ WORKER = Program(
 
 
 class RewardPool:
-    """Graders by spec, run by `workers` processes: in each one call at a time, or asynchronous ones beside each other.
+    """Graders by spec, run by `workers` processes. Each process makes one call at a time, or several asynchronous ones.
     For one thread at a time.
 
-    `submit` takes a batch of responses and `poll` gives batches back as they are finished, so that many are graded at
-    once and a slow one holds nobody up; `grade` waits for a single one.
+    `submit` takes a batch of responses, and `poll` returns batches as they are finished. So many are graded at once,
+    and a slow one does not delay others. `grade` waits for a single batch.
 
-    specs: as `specs.parse_specs` takes them; how a function is called says `calling.py`. device: where reward models
-    run; trust_remote_code: whether their own code may. regex: pattern of the regex grader. timeout: seconds of one
-    grading call, one for all graders or one for each. wait_timeout: seconds that other ranks wait for this one; one
-    batch, and loading the graders, may take SHARE_OF_WAIT of it. on_error: "stop" raises RewardError; "zero" makes the
-    failed part 0.0; "drop" also marks the sample dropped. A failure of a built-in grader is its response's, since
-    ground truths were checked: always "zero". `names` and `weights`: of the graders, in order of `Grade.parts`.
+    specs: as in `specs.parse_specs`; `calling.py` defines how a function is called.
+    device: of reward models.
+    trust_remote_code: whether their own code may run.
+    regex: pattern of the regex grader.
+    timeout: seconds of one grading call, one for all graders or one for each.
+    wait_timeout: seconds that other ranks wait for this one; one batch, and loading the graders, may take SHARE_OF_WAIT
+    of it.
+    on_error: "stop" raises RewardError; "zero" makes the failed part 0.0; "drop" also marks the sample dropped. A
+    failure of a built-in grader is always "zero": ground truths were checked, so the response is the cause.
+    names, weights: of the graders, in the order of `Grade.parts`.
 
     Raises ValueError at construction for anything that cannot work, RewardError for graders that do not load.
     """
@@ -67,10 +71,10 @@ class RewardPool:
         self.weights = tuple(s.weight for s in self._specs)
         self._device = device
         self._failures: dict[str, str] = {}
-        self._said: set[str] = set()  # built-in graders of which a failure was taken
+        self._said: set[str] = set()  # built-in graders whose first failure was taken
         self._closed = False
-        self._spent = [0.0, 0.0, 0]  # since `take_seconds`, see there; and responses that are graded
-        self._batches: dict[Batch, None] = {}  # those with grades that are missing, by their ends
+        self._spent = [0.0, 0.0, 0]  # sums since `take_seconds`, see there, and number of graded responses
+        self._batches: dict[Batch, None] = {}  # unfinished ones, in the order of their deadlines
         self._finished: list[Batch] = []
         setup = self._specs, self._timeouts, regex, device, trust_remote_code
         began = time.monotonic()
@@ -85,11 +89,11 @@ class RewardPool:
                 raise ValueError(f"reward {spec.given!r} {problem}")
 
     def try_once(self, prompt: Prompt, where: str, members: int, more: Mapping[str, Any] | None = None) -> list[str]:
-        """Call each grader once on a data row, with its own answer as the response, a batch grader on `members` of
-        them; reward models on a device are left out, for they would need its memory before the policy has its own.
+        """Call each grader once on a data row, with the row's answer as the response; a batch grader on `members`
+        copies. Reward models on a device are left out: they would take memory there before the policy.
 
-        where: the row's place in the data; more: fields of the item. Returns what failed; under `on_error` "stop"
-        raises RewardError with it.
+        where: the row's place in the data; more: fields of the item. Returns the failures; under `on_error` "stop"
+        raises RewardError.
         """
         from mindspeed_rl_plugin.rows import SampleId
 
@@ -109,8 +113,8 @@ class RewardPool:
     def grade(self, items: Sequence[GradeItem]) -> list[Grade]:
         """Grades in the order of `items`.
 
-        Raises RewardError when a grader fails and `on_error` is "stop", and, whatever `on_error` says, when all of it
-        takes longer than other ranks would wait.
+        Raises RewardError when a grader fails and `on_error` is "stop", and, under any `on_error`, when the batch takes
+        longer than other ranks would wait.
         """
         batch = Batch(items, self.names, self.weights, self._on_errors, self._failures)
         self._complete(batch, self._calls(batch))
@@ -123,9 +127,9 @@ class RewardPool:
         return batch
 
     def poll(self, seconds: float) -> list[Batch]:
-        """Batches of `submit` that are graded, each once. Waits for one as long as there are any, `seconds` at most.
+        """Graded batches of `submit`, each once. If any is unfinished, waits for one, at most `seconds`.
 
-        Raises RewardError as `grade` does; then the other batches are given up, too.
+        Raises RewardError as `grade` does; then all other batches are dropped, too.
         """
         end = time.monotonic() + seconds
         while self._batches and not self._finished:
@@ -136,7 +140,7 @@ class RewardPool:
         return finished
 
     def give_up(self) -> None:
-        """Drop all batches; no call of them is left in a worker."""
+        """Drop all batches and their running calls."""
         self._pool.give_up()
         self._batches.clear()
         self._finished.clear()
@@ -148,30 +152,29 @@ class RewardPool:
 
     @property
     def wanted(self) -> int:
-        """How many further responses keep the workers busy: who shares responses with other pools takes no more."""
+        """How many further responses keep the workers busy. A pool that shares responses with others takes no more."""
         together = [1 if k.batch else _together(k) for k in self._kinds]
         waiting = sum(1 / together[_grader(call)] for call in self._pool.waiting)
         return max(0, math.ceil((len(self._pool.workers) - waiting) * min(together)))
 
     def most(self, members: int) -> int:
-        """How many further responses, in groups of `members`, are graded in time, though each call takes all of its
-        time, and costs its process."""
+        """How many further responses, in groups of `members`, can be graded in time even if each call reaches its limit
+        and its process must be started again."""
         costs = [timeout + self._loading for timeout in self._timeouts]
         shares = [members if k.batch else _together(k) for k in self._kinds]
-        left = self._limit - sum(costs) * (3 if self._batches else 1)  # others are before them, and may wait once
+        left = self._limit - sum(costs) * (3 if self._batches else 1)  # other batches come first, and may wait once
         each = sum(cost / share for cost, share in zip(costs, shares, strict=True))
         return max(0, int(len(self._pool.workers) * left / each))
 
     def take_seconds(self) -> tuple[float, float] | None:
-        """Of a response, mean of those graded since the last call of this: seconds of the calls that graded it, added,
-        and seconds that it took a worker, of which calls that may be made beside each other take a share. None where
-        none was graded."""
+        """Means over the responses graded since the last call: summed seconds of a response's grading calls, and
+        seconds that it used a worker, where concurrent calls count a share. None if no response was graded."""
         (calls, worker, responses), self._spent = self._spent, [0.0, 0.0, 0]
         return (calls / responses, worker / responses) if responses else None
 
     def take_failures(self) -> dict[str, str]:
-        """Grader -> the first of its failures as a message, of those that failed since the last call; of a built-in
-        grader only the first of all, since these are responses of a model."""
+        """Grader -> message of its first failure since the last call. A failure of a built-in grader is only given once
+        in a run, since the model's response causes it."""
         taken = {name: self._failures.pop(name) for name in list(self._failures)}
         new = {name: text for name, text in taken.items() if name not in self._said}
         self._said |= {spec.name for spec in self._specs if spec.compares and spec.name in taken}
@@ -192,7 +195,7 @@ class RewardPool:
             yield from (self._call(grader, batch, cut) for cut in cuts)
 
     def _call(self, grader: int, batch: Batch, cut: Sequence[int]) -> WorkerCall:
-        """A call of a grader, whose owner is [(batch, number of the item in it)] of what it grades."""
+        """A call of a grader. Its owner is [(batch, number of the item in it)] of its items."""
         concurrent = self._kinds[grader].asynchronous
         return WorkerCall(
             (grader, [batch.texts[i] for i in cut]),
@@ -213,8 +216,8 @@ class RewardPool:
         self._batches[batch] = None
 
     def _complete(self, batch: Batch, calls: Iterable[WorkerCall]) -> None:
-        """Wait for one batch. Raises RewardError for the first failure that stops the run, and where all of it takes
-        too long."""
+        """Wait for one batch. Raises RewardError for the first failure that stops the run, and if the batch takes too
+        long."""
         self._begin(batch, calls)
         while batch.left:
             self._turn(math.inf)
@@ -222,11 +225,11 @@ class RewardPool:
         self._finished = [other for other in self._finished if other is not batch]
 
     def _turn(self, end: float) -> None:
-        """Give calls to idle workers, wait for an answer until `end` at most, and take what was answered. After an
-        error no call is left in a worker."""
+        """Give calls to idle workers, wait for an answer until `end` at most, and take the answers. After an error no
+        call is running."""
         if self._closed:
             raise RewardError("the reward pool is closed")
-        first = next(iter(self._batches))  # all have the same time
+        first = next(iter(self._batches))  # all batches have the same time
         try:
             self._pool.give()
             self._pool.wait(min(end, first.end))
@@ -270,5 +273,5 @@ def _grader(call: WorkerCall) -> int:
 
 
 def _together(kind: Kind) -> int:
-    """Most calls of a grader that are in the making in a worker."""
+    """Most running calls of a grader in a worker."""
     return MAX_ASYNC_CALLS if kind.asynchronous else 1

@@ -64,13 +64,13 @@ def parse_specs(texts: Sequence[str], regex: str | None) -> list[Spec]:
 
 
 def model_specs(texts: Sequence[str]) -> list[Spec]:
-    """The reward models among the graders. Raises ValueError for what is none."""
+    """The reward models among the graders. Raises ValueError for an invalid one."""
     return [_parse(text) for text in texts if text.startswith(MODEL_PREFIX)]
 
 
 def time_limits(timeout: float | Sequence[float], graders: int, wait_timeout: float) -> tuple[float, ...]:
-    """Seconds of one call of each grader, from one value for all or one for each. Raises ValueError for others, and
-    for one that SHARE_OF_WAIT of `wait_timeout`, the seconds that other ranks wait, does not hold."""
+    """Seconds of one call of each grader, from one value for all or one for each. Raises ValueError for another number
+    of values, and for one above SHARE_OF_WAIT of `wait_timeout`, the seconds that other ranks wait."""
     given = (timeout,) if isinstance(timeout, (int, float)) else tuple(timeout)
     if len(given) not in (1, graders):
         raise ValueError(
@@ -111,8 +111,8 @@ def _parse(text: str) -> Spec:
 
 
 def locate(given: str, what: str, kind: str = "function") -> tuple[str, str] | None:
-    """(file, name) of what a user gives as path/to/file.py:NAME, None for what is not written so. what: is given;
-    kind: of `KINDS`. Raises ValueError for no such file, and for what cannot be a name; the file is not run."""
+    """(file, name) of a text path/to/file.py:NAME; None for other texts. what: the text is for, in errors; kind: of
+    `KINDS`. Raises ValueError for a missing file or an invalid name; the file is not executed."""
     if given.endswith(".py") and Path(given).is_file():
         names = re.findall(KINDS[kind], Path(given).read_text(encoding="utf-8"), re.MULTILINE)
         raise ValueError(f"{what} {given!r} names no {kind}: give {given}:NAME; it has {', '.join(names) or 'none'}")

@@ -1,5 +1,5 @@
-"""Calls of a user's code, in its process: coroutines are awaited together in the process's one event loop, so that what
-one call opened is of use in the next; any other call is made alone, outside of a loop."""
+"""Makes calls of a user's code, in its process. Coroutines run together in one event loop of the process, so that a
+call can use what an earlier one opened; any other call is made alone, outside of the loop."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def settled(value: Any, seconds: float) -> Any:
-    """What a user's code returned, awaited in the loop where it can be, in which it begins before any other call does.
-    Raises TooLong after `seconds`, which a time limit of the user's own does not."""
+    """The result of a user's code. A coroutine is awaited in the loop; its first step comes before any other call
+    begins. Raises TooLong after `seconds`; a time limit in the user's code raises other errors."""
     if not inspect.isawaitable(value):
         return value
-    await asyncio.sleep(0)  # here `CallLoop` goes into its loop
+    await asyncio.sleep(0)  # now `CallLoop` enters its loop
     task, late = asyncio.current_task(), []
     timer = asyncio.get_running_loop().call_later(seconds, lambda: (late.append(True), task.cancel()))
     try:
@@ -42,15 +42,16 @@ async def settled(value: Any, seconds: float) -> Any:
 
 
 class CallLoop:
-    """In the process of a `PoolWorker`. parent: sends (number, message), and gets (number, answer), the latter
-    a text where a coroutine was cancelled at its limit."""
+    """The loop in the process of a `PoolWorker`. parent: sends (number, message) and gets (number, answer); the answer
+    is a text if a coroutine was cancelled at its limit."""
 
     def __init__(self, parent: Parent) -> None:
         self._parent, self._loop, self._tasks = parent, asyncio.new_event_loop(), set[asyncio.Task]()
-        asyncio.set_event_loop(self._loop)  # also of what a user's file makes when it is imported
+        asyncio.set_event_loop(self._loop)  # also for objects that a user's file makes when it is imported
 
     def serve(self, answer: Callable[..., Coroutine[Any, Any, Any]]) -> None:
-        """`answer(*message)` of each message, which raises nothing but TooLong, until the parent closes its end."""
+        """Answer each message by `answer(*message)`, which raises only TooLong, until the parent closes the
+        connection."""
         while True:
             number, message = self._parent.receive()
             self._begin(number, answer(*message))
@@ -60,7 +61,7 @@ class CallLoop:
                 self._loop.remove_reader(self._parent.fileno())
 
     def finish(self, last: Coroutine[Any, Any, Any]) -> None:
-        """When the parent has ended: all calls to their ends, and then this one."""
+        """After the parent has ended: wait for all calls, and then for this one."""
         self._wait()
         with contextlib.suppress(OSError):
             self._begin(-1, last)
@@ -68,7 +69,7 @@ class CallLoop:
 
     def _begin(self, number: int, call: Coroutine[Any, Any, Any]) -> None:
         try:
-            call.send(None)  # outside of the loop, as far as it comes
+            call.send(None)  # outside of the loop, up to its first await
         except StopIteration as over:
             self._parent.send((number, over.value))
             return
@@ -81,7 +82,7 @@ class CallLoop:
         if not self._tasks:
             self._loop.stop()
         late = task.exception()
-        with contextlib.suppress(OSError):  # the parent has ended, as `receive` says next
+        with contextlib.suppress(OSError):  # the parent has ended; `receive` will notice it
             self._parent.send((number, task.result() if late is None else str(late)))
 
     def _wait(self) -> None:

@@ -1,7 +1,8 @@
-"""A process above a worker whose code starts processes in sessions of their own, which no kill of its group reaches.
+"""A parent process for a worker whose code starts processes in other sessions, which a kill of the worker's group does
+not reach.
 
-It adopts whatever the worker's descendants leave behind, and ends all of them when the worker or its parent ends.
-Imports the standard library only.
+It adopts orphans of the worker's descendants, and ends all of them when the worker or its parent ends. Imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ ADOPT, DIE = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG of prctl(2)
 
 
 def keep(connection: int, lifeline: int, patience: float) -> None:
-    """Fork: the worker goes on behind this call, and the process before it becomes its keeper. connection, lifeline:
-    file descriptors, as `process.Worker` passes them; patience: seconds between SIGTERM to a worker whose parent has
-    ended, and SIGKILL to all that is left. SIGTERM to the keeper kills all at once."""
+    """Fork: the worker continues after this call in the child, and the calling process becomes its keeper. connection,
+    lifeline: file descriptors, as `process.Worker` passes them; patience: seconds between SIGTERM to a worker whose
+    parent has ended, and SIGKILL to all remaining processes. SIGTERM to the keeper kills all at once."""
     killed: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: killed.append(number))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -41,7 +42,7 @@ def keep(connection: int, lifeline: int, patience: float) -> None:
                 os.kill(process, signal.SIGKILL)
         time.sleep(WORKER_LOOK_SECONDS / 10)
         _reap(0)
-    if code < 0:  # as the worker died, so that the parent can say it
+    if code < 0:  # end by the worker's signal, so that the parent can report it
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -49,8 +50,8 @@ def keep(connection: int, lifeline: int, patience: float) -> None:
 
 
 def _watch(worker: int, lifeline: int, patience: float, killed: Sequence[int]) -> int:
-    """Until the worker has ended, or is to be killed, or its parent has ended and its time is up. Returns the exit
-    code, -signal of one that a signal ended."""
+    """Wait until the worker has ended, or is to be killed, or `patience` is over after its parent's end. Returns the
+    exit code; -signal if a signal ended it."""
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     code = None
@@ -67,9 +68,9 @@ def _watch(worker: int, lifeline: int, patience: float, killed: Sequence[int]) -
 
 
 def _reap(worker: int) -> int | None:
-    """Let go of children that have ended. Returns the exit code of the worker if it is among them."""
+    """Reap children that have ended. Returns the exit code of the worker if it is among them."""
     code = None
-    with contextlib.suppress(ChildProcessError):  # there are none
+    with contextlib.suppress(ChildProcessError):  # no children
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             if ended[0] == worker:
                 code = os.waitstatus_to_exitcode(ended[1])
@@ -77,7 +78,7 @@ def _reap(worker: int) -> int | None:
 
 
 def _children() -> Iterator[int]:
-    """Of this process, without those that have ended already. What a child leaves behind becomes one."""
+    """Children of this process that have not ended. Orphans of a child become children of this process."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stat:

@@ -1,7 +1,7 @@
-"""One pool of worker processes with one queue, for all code of the user's: graders, tools, environments, parsers.
+"""A pool of worker processes with one queue, for all code of the user: graders, tools, environments, parsers.
 
-A process makes one call at a time, or coroutines together. A call that runs too long, or ends its process, is lost;
-where a process ends while it makes several, they are made again, fewer at a time, until it is found which one ended it.
+A process makes one call at a time, or several coroutines together. A call that runs too long, or ends its process, is
+lost. If a process ends during several calls, they are made again, fewer at a time, to find the one that ended it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from typing import Any
 from mindspeed_rl_plugin.workers.pool_worker import AGAIN, GRACE, PoolWorker, Session, WorkerCall
 from mindspeed_rl_plugin.workers.process import Program, wait_for
 
-CLOSE = "close"  # the message that closes sessions: of these keys, or all
+CLOSE = "close"  # kind of the message that closes sessions, some by key or all
 
 
 class WorkerPool:
-    """`count` workers of a program, all of which have loaded. For one thread at a time.
+    """`count` workers of a program, which have all loaded. For one thread at a time.
 
-    setup, loads, wait: as `Worker` takes them; close_seconds: in which a session may close itself. loaded: what the
-    program answered first; waiting: calls that have not begun, in their order. Raises the program's error where it
-    cannot load.
+    setup, loads, wait: as in `Worker`; close_seconds: for a session to close. loaded: the program's first answer;
+    waiting: calls that have not begun, in order. Raises the program's error if it cannot load.
     """
 
     def __init__(
@@ -45,51 +44,51 @@ class WorkerPool:
 
     @property
     def unfinished(self) -> Iterator[WorkerCall]:
-        """Calls in the making, then those that wait."""
+        """Running calls, then waiting ones."""
         return itertools.chain(*(worker.calls.values() for worker in self.workers), self.waiting)
 
     def put(self, call: WorkerCall) -> None:
-        """A call to make."""
+        """Add a call to the queue."""
         call.number = next(self._numbers)
         self.waiting.append(call)
 
     def put_again(self, call: WorkerCall) -> None:
-        """A call that is over is made again, in its former place in the queue."""
+        """Make an ended call again, at its former place in the queue."""
         bisect.insort(self.waiting, call, key=lambda other: other.number)
 
     def withdraw(self, call: WorkerCall) -> bool:
-        """Whether a call had not begun; then it will not."""
+        """Remove a call from the queue if it has not begun. Returns whether it was removed."""
         if waits := call in self.waiting:
             self.waiting.remove(call)
         return waits
 
     def end(self, session: Session) -> None:
-        """A session is over, and is to be closed. It has no call in the making."""
+        """End a session, which has no running call; it will be closed."""
         if session.worker is not None:
             session.worker.end(session)
 
     def give(self) -> None:
-        """Calls to workers that can take one, new sessions to those that have the fewest. Raises the program's error
-        where a worker cannot be started again."""
+        """Give calls to workers that can take one; new sessions go to workers with the fewest. Raises the program's
+        error if a worker cannot be started again."""
         while any([self._give(worker) for worker in sorted(self.workers, key=lambda worker: worker.load)]):
             pass
 
     def wait(self, end: float) -> bool:
-        """Until something is answered, at most a second, and at most until `end`, on the monotonic clock. Returns
-        whether that is still to come."""
+        """Wait for an answer, at most a second and until `end`, on the monotonic clock. Returns whether `end` is still
+        to come."""
         return wait_for(self.workers, end)
 
     def take(self) -> Iterator[tuple[WorkerCall, Any]]:
-        """Calls that are over, each with its answer, a text where it is lost. Raises as `PoolWorker.answers` does."""
+        """Ended calls, each with its answer; a text for a lost call. Raises as `PoolWorker.answers` does."""
         for worker in self.workers:
             for call, answer in worker.answers():
                 if answer is not AGAIN:
                     yield call, answer
-                elif call.owner is not None:  # else sessions that the process no longer has were to be closed
+                elif call.owner is not None:  # else it is a call to close sessions that the process has lost
                     self.put_again(call)
 
     def give_up(self) -> None:
-        """Drop all calls; none is left in a process."""
+        """Drop all calls, also the running ones."""
         self.waiting.clear()
         for worker in self.workers:
             if worker.calls:
@@ -97,7 +96,7 @@ class WorkerPool:
                 worker.calls.clear()
 
     def close(self, seconds: float = 0.0) -> None:
-        """End the processes. Sessions may close themselves before, within `seconds`. Idempotent."""
+        """Close the sessions, within `seconds`, and end the processes. Idempotent."""
         end = time.monotonic() + seconds
         left = [worker for worker in self.workers if worker.sessions or worker.closing]
         told: set[PoolWorker] = set()
@@ -110,7 +109,7 @@ class WorkerPool:
                 worker.close()
 
     def _give(self, worker: PoolWorker) -> bool:
-        """The next call for a worker; whether there was one that it can take."""
+        """Give a worker its next call. Returns whether there was one that it can take."""
         if not worker.calls and not worker.ready():
             return False
         waiting = [self._closing(worker)] if worker.closing else self.waiting
@@ -125,13 +124,13 @@ class WorkerPool:
         return True
 
     def _closing(self, worker: PoolWorker) -> WorkerCall:
-        """The call that closes all sessions of a worker that are over, which may be made together with any number."""
+        """The call that closes all ended sessions of a worker; it may run together with any number of calls."""
         seconds, number = len(worker.closing) * self._close_seconds, next(self._numbers)
         message = CLOSE, [*worker.closing]
         return WorkerCall(message, seconds, concurrent=True, most=sys.maxsize, grace=GRACE, number=number)
 
     def _closes(self, worker: PoolWorker, told: set[PoolWorker], end: float) -> bool:
-        """Whether a worker still ends its calls, or closes its sessions."""
+        """Whether a worker still finishes its calls, or closes its sessions."""
         for _ in worker.answers():
             pass
         if worker.ended:

@@ -1,4 +1,4 @@
-"""A worker of a pool: what it is asked, and what its process keeps between calls."""
+"""A worker of a pool, its calls, and its sessions: state that its process keeps between calls."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 
 from mindspeed_rl_plugin.workers.process import WROTE, Worker
 
-GRACE = 1.0  # seconds beyond its limit after which a call that should have been cancelled is stuck
+GRACE = 1.0  # seconds after its limit in which a coroutine must be cancelled, else it hangs
 RESTARTS = 2  # of a worker that ends before it reads its call
-CALL_DIVISOR = 16  # by which the number of calls that are made together is divided where their process ended
-AGAIN = object()  # in the place of an answer: the call is to be made again
+CALL_DIVISOR = 16  # if a process ends during several calls, so many times fewer run together next time
+AGAIN = object()  # instead of an answer: the call must be made again
 
 
 class Session:
-    """What a user's code keeps in one process from call to call, which its first call begins. It has one call at a
-    time.
+    """State that a user's code keeps in one process between calls. Its first call begins it; it has one call at a time.
 
     key: names it in messages.
-    worker: that has it, None before its first call and after the end of the process.
+    worker: its worker, None before its first call and after the end of the process.
     """
 
     _keys = itertools.count()
@@ -31,11 +30,11 @@ class Session:
         self.worker: PoolWorker | None = None
 
     def move(self, worker: PoolWorker | None) -> None:
-        """It begins in the process of a worker, or was lost with its process, or is over."""
+        """It begins in the process of a worker; None: it was lost with its process, or has ended."""
         self.worker = worker
 
     def next_for(self, call: WorkerCall) -> WorkerCall:
-        """What its process is asked next for the sake of a call: that call, or one that must come before."""
+        """The next call to its process for the given one: this call itself, or one that must come before it."""
         return call
 
 
@@ -45,11 +44,11 @@ class WorkerCall:
 
     message: what the process gets.
     seconds: its limit.
-    concurrent: whether it is a coroutine's.
-    most: of a coroutine: how many may be in the making in a process while this one is.
-    owner: who asks; None of a call of the pool's own.
-    session: in which it is made.
-    grace: seconds beyond the limit until its process is killed, where what is awaited is cancelled at the limit.
+    concurrent: whether it is a coroutine.
+    most: how many coroutines may run in the process while this one runs.
+    owner: the asker; None: the pool itself.
+    session: its session, if any.
+    grace: seconds between the limit, at which a coroutine is cancelled, and the kill of its process.
     number: in the order of calls.
     began, end: when its process got it, and until when it must answer, on the monotonic clock.
     """
@@ -72,17 +71,17 @@ class WorkerCall:
 
     @property
     def together(self) -> int:
-        """How many calls may be in the making in its process, with this one."""
+        """How many calls may run in its process, with this one."""
         return self.most if self.next.concurrent else 1
 
 
 class PoolWorker(Worker):
-    """A worker whose process has a `CallLoop`. Its program's answers are (number, answer), the latter a text where a
+    """A worker whose process has a `CallLoop`. Its program's answers are (number, answer); the answer is a text if a
     coroutine was cancelled at its limit.
 
-    calls: in the making, by their numbers.
-    sessions: that its process has.
-    closing: keys of sessions that are over, and not closed yet.
+    calls: running ones, by number.
+    sessions: those in its process.
+    closing: keys of sessions that have ended and are not closed yet.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -94,7 +93,7 @@ class PoolWorker(Worker):
 
     @property
     def load(self) -> tuple[int, int]:
-        """By which calls are spread."""
+        """The number by which calls are distributed."""
         return len(self.sessions), len(self.calls)
 
     def close(self) -> None:
@@ -106,15 +105,14 @@ class PoolWorker(Worker):
         self.closing.clear()
 
     def end(self, session: Session) -> None:
-        """A session of its process is over: it is closed when the worker next gets a call."""
+        """End a session of its process: it is closed when the worker gets its next call."""
         self.sessions.remove(session)
         self.closing.append(session.key)
         session.move(None)
 
     def next_of(self, waiting: Sequence[WorkerCall]) -> WorkerCall | None:
-        """Which of the calls that wait it takes next, None for none: the first one, if no call is in the making; else
-        one that may be made together with those. Before a call that is no coroutine, no more than `_most` of those
-        behind it begin."""
+        """The waiting call that it takes next, or None. If no call is running it is the first one, else one that may
+        run together with the running ones. At most `_most` later calls begin before a call that is no coroutine."""
 
         def mine() -> Iterator[WorkerCall]:
             return (c for c in waiting if c.session is None or c.session.worker in (None, self))
@@ -127,7 +125,7 @@ class PoolWorker(Worker):
         return next((call for call in mine() if call.together > len(self.calls)), None)
 
     def begin(self, call: WorkerCall) -> None:
-        """Let the process make a call."""
+        """Send a call to the process."""
         asked, together, session = call.next, call.together, call.session
         if session is not None and session.worker is None:
             session.move(self)
@@ -141,10 +139,10 @@ class PoolWorker(Worker):
         self._expect()
 
     def answers(self) -> Iterator[tuple[WorkerCall, Any]]:
-        """Calls that are over, each with its answer: a text where it is lost, AGAIN where it is to be made again.
-        A session is over, too, where its call was cancelled: half of what the call does may be done.
+        """Ended calls, each with its answer: a text if it is lost, AGAIN if it must be made again. A session ends, too,
+        if its call was cancelled: the call may have done only a part of its work.
 
-        Raises the program's error where the process ends before it reads its call again and again."""
+        Raises the program's error if the process ends before it reads its call several times in a row."""
         while self.calls and (answer := self.answer()) is not None:
             if isinstance(answer, str) or answer[0] not in self.calls:
                 yield from self._ended(answer)
@@ -157,8 +155,8 @@ class PoolWorker(Worker):
             yield call, value
 
     def _ended(self, how: Any) -> Iterator[tuple[WorkerCall, Any]]:
-        """What becomes of the calls of a process that ended. how: as messages say it; else an answer that nobody asked
-        for."""
+        """Answers for the calls of a process that ended. how: a text for messages; another value is an answer without a
+        call."""
         if not isinstance(how, str):
             self.close()
             how = WROTE
@@ -176,6 +174,6 @@ class PoolWorker(Worker):
             yield call, AGAIN if again else how
 
     def _expect(self) -> None:
-        """Which limit the worker waits for next."""
+        """Set the worker's next deadline."""
         first = min(self.calls.values(), key=lambda call: call.end, default=None)
         self.until, self._limit = (None, 0.0) if first is None else (first.end, first.seconds)

@@ -1,4 +1,5 @@
-"""A worker process as its parent sees it: started fresh, again after its end, and killed with its whole group."""
+"""The parent's side of a worker process: starts it, starts it again after its end, and kills it with its process
+group."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ import msgspec
 
 import mindspeed_rl_plugin
 
-# The arguments of a worker: the module path of this interpreter, None for another one, which has only this package of
-# it; where the package is; what to call; the file descriptors for it.
+# Arguments of a worker: the module path of this interpreter, None for another interpreter, which gets only this
+# package; the package's file; the function to call; its file descriptors.
 BOOT = """
 import importlib, importlib.util, json, sys
 path, package, main, descriptors = json.loads(sys.argv[1])
@@ -35,12 +36,12 @@ else:
 module, _, function = main.partition(":")
 getattr(importlib.import_module(module), function)(*descriptors)
 """
-SHARE_OF_WAIT = 0.9  # of the ranks' patience with each other that one may take, so that its own error comes first
+SHARE_OF_WAIT = 0.9  # of --rl-wait-timeout that one rank may take, so that its error comes before the timeout of others
 LATE = "ran longer than"
 MAX_ANSWER_BYTES = 1 << 26  # bytes of an answer
 STALLED = 60  # seconds without a byte within a message
 WROTE = "wrote into the pipe of its worker, which was killed"
-SILENCE_LOOK_SECONDS = 1.0  # seconds between looks at a silent process: what it started may hold its pipe open
+SILENCE_LOOK_SECONDS = 1.0  # seconds between checks of a silent process: its children may keep its pipe open
 
 
 @dataclass(frozen=True)
@@ -58,24 +59,24 @@ class Program:
 
 
 class Worker:
-    """A fresh interpreter running a program, and another one after its end. setup: its first message; loads: what it
-    loads then, for messages; wait: seconds of --rl-wait-timeout, of which loading may take SHARE_OF_WAIT.
+    """A new interpreter that runs a program, and again a new one after its end. setup: its first message; loads: names
+    of what it loads, for messages; wait: seconds of --rl-wait-timeout; loading may take SHARE_OF_WAIT of it.
 
-    Not `multiprocessing.Process`, nor a library on top of it: its spawn imports the parent's main module again, which
-    under torchrun is the training script. The process leads a group of its own, so that a kill reaches what a user's
-    code started itself; it dies with this process, since only this process holds the other end of its lifeline.
+    This is not `multiprocessing.Process`, nor a library on top of it: its spawn imports the parent's main module again,
+    which under torchrun is the training script. The process leads a group of its own, so that a kill reaches children
+    of a user's code. It dies with this process, since only this process holds the other end of its lifeline.
     """
 
     loaded: Any = None  # its first answer, once it is ready
-    unread = 0  # calls in a row before whose reading the process ended
+    unread = 0  # calls in a row that the process did not read before it ended
 
     def __init__(self, program: Program, setup: Any, loads: str, wait: float = math.inf) -> None:
         self._program, self._setup, self._loads, self._wait = program, setup, loads, wait
         self._start()
 
     def ready(self) -> bool:
-        """Whether it can take a call; one that ended is started again. Raises the program's error when it cannot load
-        what it is for."""
+        """Whether it can take a call; one that ended is started again. Raises the program's error when it cannot
+        load."""
         if self._connection.closed or (self.until is None and self._process.poll() is not None):
             self.close()
             self._start()
@@ -94,27 +95,27 @@ class Worker:
         return self.until is None
 
     def call(self, message: Any, seconds: float, grace: float = 0.0) -> None:
-        """Let it answer `message` within `seconds`; grace: seconds beyond, which an error does not name."""
+        """Send `message`, to be answered within `seconds`; grace: seconds on top, which an error does not name."""
         self._limit, self.until, self._taken = seconds, time.monotonic() + seconds + grace, True
         try:
             self._connection.send(message)
-        except OSError:  # dead already, or it does not read: `answer` says so
+        except OSError:  # it is dead, or does not read: `answer` reports it
             self._taken = False
 
     def answer(self) -> Any:
-        """What it is busy with: the answer to a call, or a text where it took too long or the process ended, which
-        is gone then; None as long as there is nothing. `unread` counts on where it had not read the call."""
-        ended = self._process.poll() is not None  # before the look for a last message
+        """The answer to the running call; a text if the call took too long, or the process ended (then it is killed);
+        None: no answer yet. If the process had not read the call, `unread` increases."""
+        ended = self._process.poll() is not None  # checked before its last message is read
         answer = None
         try:
             if self._connection.poll():
                 kind = tuple[self._program.first, str | None] if self._loading else self._program.then
                 answer = msgspec.json.decode(self._connection.recv_bytes(MAX_ANSWER_BYTES), type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError):  # never unpickled: a user's code may run what a model wrote
+        except (msgspec.DecodeError, UnicodeDecodeError):  # never unpickled: a user's code may execute a model's text
             answer = WROTE
-        except (EOFError, OSError) as error:  # it was killed between two messages, or within one
+        except (EOFError, OSError) as error:  # the process was killed
             answer, ended = WROTE if "message length" in str(error) else None, True
-            self._taken &= not isinstance(error, ConnectionResetError)  # so Linux says that it left bytes unread
+            self._taken &= not isinstance(error, ConnectionResetError)  # Linux reports unread bytes so
         if answer is WROTE:
             self.close()
         elif answer is None and ended:
@@ -130,11 +131,11 @@ class Worker:
 
     @property
     def ended(self) -> bool:
-        """Whether its process was ended, and no other one was started."""
+        """Whether its process was ended and not started again."""
         return self._connection.closed
 
     def close(self) -> None:
-        """End the process group, and let go of everything. Idempotent."""
+        """End the process group and close all descriptors. Idempotent."""
         if not self._connection.closed:
             self._connection.close()
             if self._program.kept:
@@ -142,12 +143,12 @@ class Worker:
             self.cut()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(self._program.patience)
-            with contextlib.suppress(ProcessLookupError):  # gone already, its children too
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its children too
                 os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
     def cut(self) -> None:
-        """Close its lifeline, upon which it ends; `close` waits for that. Idempotent."""
+        """Close its lifeline, so that it ends; `close` waits for this. Idempotent."""
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
@@ -164,18 +165,18 @@ class Worker:
         self.pid = self._process.pid
         self._loading = self._taken = True
         self._limit = SHARE_OF_WAIT * self._wait
-        self.until = time.monotonic() + self._limit  # of what it is busy with; None: idle
+        self.until = time.monotonic() + self._limit  # deadline of its answer; None: idle
         theirs.close()
         os.close(lifeline)
         with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # within a message
                 end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED, 0))
-        with contextlib.suppress(OSError):  # dead already: `answer` says so
+        with contextlib.suppress(OSError):  # it is dead: `answer` reports it
             self._connection.send(self._setup)
 
     def _end(self) -> str:
-        """How the process ended, whose pipe closed."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe closes a moment before it is gone
+        """A text: how the process ended, whose pipe is closed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe closes shortly before it ends
             self._process.wait(1.0)
         code = self._process.poll()
         self.close()
@@ -186,7 +187,8 @@ class Worker:
 
 
 def wait_for(workers: Iterable[Worker], end: float) -> bool:
-    """Until an answer, SILENCE_LOOK_SECONDS at most. Returns whether that is before `end`, on the monotonic clock."""
+    """Wait for an answer, at most SILENCE_LOOK_SECONDS. Returns whether it is still before `end`, on the monotonic
+    clock."""
     busy = [worker for worker in workers if worker.until is not None]
     seconds = min([end, *(worker.until for worker in busy)]) - time.monotonic()
     wait([worker._connection for worker in busy], max(0.0, min(seconds, SILENCE_LOOK_SECONDS)))

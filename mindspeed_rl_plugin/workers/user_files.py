@@ -1,7 +1,7 @@
 """A user's files as modules below this one: `NAME.f_HEX`, HEX the file's path.
 
-So what a user's code pickles by reference is found in every process that has this package: processes that it starts
-itself (`multiprocessing` with spawn) import this module for its name, and the file through `UserFileFinder`.
+So objects that a user's code pickles by reference are found in every process that has this package. Processes that this
+code starts (`multiprocessing` with spawn) import this module for its name, and the file through `UserFileFinder`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __path__: list[str] = []  # a package for the import system
 
 
 class UserFileFinder:
-    """Of `sys.meta_path`."""
+    """A finder for `sys.meta_path`."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The file that the name stands for; None for other modules."""
+        """The spec of the file of a name; None for other modules."""
         package, _, file = name.rpartition(".f_")
         if package != __name__:
             return None
@@ -29,14 +29,14 @@ class UserFileFinder:
 
 
 def load_function(file: str, function: str) -> Callable[..., Any]:
-    """A function or class of a user's file, executed as a module beside which its neighbours can be imported.
+    """A function or class of a user's file. The file is executed as a module that can import files of its folder.
 
-    Raises ValueError when the file has no such name; what the file itself raises comes through.
+    Raises ValueError when the file has no such name. Errors of the file itself are not caught.
     """
     if str(Path(file).parent) not in sys.path:
         sys.path.insert(0, str(Path(file).parent))
     name = f"{__name__}.f_{file.encode().hex()}"
-    __import__(name)  # `import_module` would be a frame of what the file raises
+    __import__(name)  # not `import_module`, which would add a frame to errors of the file
     module = sys.modules[name]
     member = getattr(module, function, None)
     if member is not None and not callable(member):
