@@ -1,4 +1,4 @@
-"""Advantages: of whole groups, as they were graded; with a critic also the returns that it learns."""
+"""Advantages of complete groups, from their rewards; with a critic also the returns that it learns."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def column_name(algorithm: Algorithm) -> str:
 
 
 def spec(algorithm: Algorithm, kind: ResponseKind = ONE_TURN) -> StageSpec:
-    """It reads token columns only where the estimator looks at tokens. kind: of the responses."""
+    """The stage. It reads token columns only if the estimator needs them. kind: of the responses."""
     reads = ("reward", "valid", "response_length")
-    reads += kind.limited if algorithm.buffer(1) else ()  # of the penalty on length
+    reads += kind.limited if algorithm.buffer(1) else ()  # for the length penalty
     if algorithm.per_token or algorithm.kl_reward_coef:
         reads += ("loss_mask",)
     reads += ("logp_old", "logp_ref") if algorithm.kl_reward_coef else ()
@@ -44,16 +44,16 @@ def spec(algorithm: Algorithm, kind: ResponseKind = ONE_TURN) -> StageSpec:
 
 
 class Advantages(Stage):
-    """Of this rank's groups."""
+    """The stage on this rank."""
 
     def compute(self, rows: Rows) -> Rows | None:
-        """Advantages of this rank's groups, maybe none: then None. Collective where advantages are whitened."""
+        """Advantages of this rank's groups; None without groups. Collective where advantages are whitened."""
         context, algorithm, values, moments = self.context, self.context.algorithm, None, None
         if len(rows):
-            # Of the graders the one that gives what environments gave may be there.
+            # The grader that returns the environment's reward may be one of them.
             weights = dict(zip(context.graders.names, context.graders.weights, strict=True))
             values, counts = _estimated(rows, algorithm, context.longest, weights.get(ENVIRONMENT, 0.0))
-        if algorithm.whitened:  # over the whole rollout, of which this rank sees a part
+        if algorithm.whitened:  # over the complete rollout, of which this rank has a part
             mine = Moments() if values is None else Moments.of(values, counts)
             moments = Moments.merged(context.ranks.gather(mine))
         if values is None:
@@ -71,12 +71,13 @@ class Advantages(Stage):
 
 
 def limited_lengths(rows: Rows) -> Tensor:
-    """`[B]` tokens that --rl-max-response-length limits: those of the response, and what was answered between."""
+    """`[B]` tokens that --rl-max-response-length limits: those of the response, with the answers between turns."""
     return rows["length"] - rows["prompt_length"] if "prompt_length" in rows.columns else rows["response_length"]
 
 
 def _estimated(rows: Rows, algorithm: Algorithm, limit: int, turn_weight: float) -> tuple[Tensor, Tensor]:
-    """Advantages, `[B]` a sample or `[T]` a token, float64; and of the same shape, trained tokens that have each."""
+    """Advantages, `[B]` for samples or `[T]` for tokens, float64; and, in the same shape, the number of trained tokens
+    of each."""
     valid, mask = rows["valid"].bool(), rows.columns.get("loss_mask")
     cost = algorithm.kl_cost(rows["logp_old"], rows["logp_ref"], mask) if algorithm.kl_reward_coef else None
     rewards = algorithm.shaped(rows["reward"], limited_lengths(rows), limit)
@@ -89,7 +90,7 @@ def _estimated(rows: Rows, algorithm: Algorithm, limit: int, turn_weight: float)
 
 
 def _turn_rewards(rows: Rows, weight: float) -> Ragged:
-    """Ragged `[L]` float64: the reward of each turn of the model, weighted, on its last token."""
+    """Ragged `[L]` float64: the weighted reward of each turn of the model, on its last token."""
     turns, offsets = rows["turns"], rows["loss_mask"].offsets
     ends = offsets[rows_of(turns)] + turns.values[:, 1] - 1
     values = torch.zeros(int(offsets[-1]), dtype=torch.float64)

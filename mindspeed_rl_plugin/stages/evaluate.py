@@ -1,4 +1,4 @@
-"""Evaluate: accuracy of greedy responses to held-out prompts, pass@k of sampled ones; of pairs, the margin."""
+"""Evaluate: accuracy of greedy responses to held-out prompts and pass@k of sampled ones; for pairs, the margin."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ REPORTED_PROMPTS = 20  # held-out prompts whose greedy responses are kept, for t
 
 @dataclass(frozen=True)
 class Due:
-    """When to evaluate: before the first iteration, every `every`, and after the last; never where there is no data."""
+    """When to evaluate: before the first iteration, after every `every` ones, and after the last; never without
+    data."""
 
-    data: bool  # whether there is any
+    data: bool  # whether there are held-out prompts
     every: int  # iterations
     total: int  # iterations of the run
 
@@ -41,29 +42,29 @@ class Due:
 
 
 class Scored(NamedTuple):
-    """A response that was graded."""
+    """A graded response."""
 
     solved: bool
     reward: float
-    tokens: int  # that the model sampled
-    cut: bool  # at the longest response
+    tokens: int  # sampled tokens
+    cut: bool  # whether it reached the longest response
     grader_failed: bool
     environment_failed: bool
 
 
 class Evaluate:
-    """On the ranks that train, which have the engines. prompts: held out."""
+    """Evaluation on the ranks that train, with their engines. prompts: held out."""
 
     def __init__(self, context: RankContext, prompts: Sequence[Prompt]) -> None:
         self.context, self.prompts = context, prompts
-        self.samples = context.config.monitor.eval_pass_k  # responses of each prompt, besides the greedy one
+        self.samples = context.config.monitor.eval_pass_k  # sampled responses of each prompt
 
     def run(self, done: int) -> None:
         """Evaluate the engine's weights after `done` iterations, and log it. Collective."""
         ranks, monitor = self.context.ranks, self.context.monitor
         rows = self._rows()
         scored, shown = self._score(rows) if len(rows) else ([], [])
-        # Gathered and summed here: MindSpeed's all_reduce forgets the sum of float64 tensors, HCCL has none.
+        # Gathered and summed here: MindSpeed's all_reduce loses the sum of float64 tensors, and HCCL has no float64.
         total = torch.tensor(ranks.gather(sums_of(scored, self.samples)), dtype=torch.float64).sum(0)
         failures = ranks.gather(self.context.graders.take_failures())
         FailureLog("the evaluation").add(failures, show=self.context.leader)
@@ -71,8 +72,8 @@ class Evaluate:
         monitor.log_held_out(done, sorted(itertools.chain(*ranks.gather(shown))))
 
     def _rows(self) -> Rows:
-        """This replica's share of the prompts, each answered greedily, and `samples` times by the run's sampling; on
-        the first rank of an engine, which alone scores.
+        """Scores of this replica's share of the prompts: one greedy response of each, and `samples` by the run's
+        sampling. Only the first rank of an engine scores.
 
         Every rank of every engine calls it; prompt i goes to replica i modulo replicas. Responses do not depend on how
         many replicas there are, up to floating point.
@@ -99,32 +100,32 @@ class Evaluate:
 
 
 class EvaluateApart:
-    """Evaluates where other processes than the trainers generate, while these train: held-out prompts are an epoch of
-    the dock that one version of the weights must answer, with a negative number, so that engines take it first.
+    """Evaluates with engines in other processes, while trainers train. The held-out prompts are an epoch of the dock
+    that one version of the weights must sample. Its number is negative, so that engines take it first.
 
-    reward: the stage that grades, whose graders see these rows as all others; prompts: held out.
+    reward: the stage that grades, these rows as all others; prompts: held out.
     """
 
     def __init__(self, reward: Reward, prompts: Sequence[Prompt]) -> None:
         self.reward, self.context, self.prompts = reward, reward.context, prompts
         self.dock = self.context.dock_of("trainer")
         self.samples = self.context.config.monitor.eval_pass_k
-        self.version, self.epoch = -1, 0  # under evaluation, -1 where none is; of its prompts
+        self.version, self.epoch = -1, 0  # version under evaluation, -1: none; epoch of its prompts
 
     @property
     def ids(self) -> list[SampleId]:
-        """Of the responses, the greedy one of each prompt first."""
+        """Ids of the responses, for each prompt the greedy one first."""
         members = range(self.samples + 1)
         return [SampleId(self.epoch, group, member) for group in range(len(self.prompts)) for member in members]
 
     def begin(self, version: int) -> None:
-        """Ask for an evaluation of a version. Every rank calls it."""
+        """Begin an evaluation of a version. Every rank calls it."""
         self.epoch, self.version, members = self.epoch - 1, version, self.samples + 1
         self.dock.open(self.epoch, len(self.prompts), members, VersionBound(version, version))
         self.dock.put(prompt_rows(self.epoch, self.prompts) if self.context.leader else None)
 
     def finish(self) -> None:
-        """Log it, when all its responses are graded, and clear them. Collective."""
+        """Log the evaluation, whose responses are all graded, and clear them. Collective."""
         monitor, leader = self.context.monitor, self.context.leader
         sums = self.context.ranks.broadcast(sums_of(self._scored(), self.samples) if leader else None)
         monitor.log_eval(self.version, eval_metrics(torch.tensor(sums, dtype=torch.float64), self.samples))
@@ -143,8 +144,8 @@ class EvaluateApart:
 
 
 class EvaluatePairs:
-    """Margin and accuracy on held-out pairs. places: of these in the scorer; reference: `[pairs, 2]` log-probs of all
-    pairs under the reference."""
+    """Margin and accuracy on held-out pairs. places: of the held-out pairs in the scorer; reference: `[pairs, 2]`
+    log-probs of all pairs under the reference."""
 
     def __init__(
         self, scorer: PairScorer, places: Sequence[int], reference: Tensor, algorithm: Algorithm, monitor: Monitor
@@ -164,7 +165,7 @@ class EvaluatePairs:
 
 
 def _shown(items: Sequence[GradeItem], rewards: Sequence[float]) -> list[list[Any]]:
-    """Rows of `Monitor.log_held_out`: of the greedy responses to the first prompts."""
+    """Rows of `Monitor.log_held_out`, for the greedy responses to the first prompts."""
     return [
         [item.id.group, item.prompt, item.response, item.answer, reward]
         for item, reward in zip(items, rewards, strict=True)
@@ -172,7 +173,7 @@ def _shown(items: Sequence[GradeItem], rewards: Sequence[float]) -> list[list[An
     ]
 
 
-FAILED = "environment_failed"  # a column, where environments answer
+FAILED = "environment_failed"  # a column of responses with environments
 
 
 def scored_rows(
@@ -182,7 +183,8 @@ def scored_rows(
     errors: Sequence[bool],
     weights: Sequence[float],
 ) -> list[Scored]:
-    """Of B responses, with what was graded of each: parts of the reward, their sum, and whether a grader failed."""
+    """Scores of B responses. parts, rewards: parts of each reward and their weighted sum; errors: whether a grader
+    failed."""
     lengths, ends = rows["response_length"].tolist(), rows["finish"].tolist()
     failed = rows[FAILED].tolist() if FAILED in rows.columns else [0] * len(rows)
     return [
@@ -199,7 +201,7 @@ many were cut; the sums of the estimated pass@1 and pass@k; responses whose grad
 
 
 def sums_of(scored: Sequence[Scored], samples: int) -> list[float]:
-    """`SUMS` of the responses, of each prompt the greedy one first."""
+    """`SUMS` of the responses; for each prompt the greedy one is first."""
     of_prompts = [[0.0] * 7] if not scored else []
     for first in range(0, len(scored), samples + 1):
         greedy, *sampled = scored[first : first + samples + 1]
@@ -228,7 +230,7 @@ def eval_metrics(sums: Tensor, samples: int) -> dict[str, float]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that k responses, taken without return from n of which c are right, hold a right one.
+    """Probability that at least one of k responses is right, drawn without replacement from n of which c are right.
 
     The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1): 1 - C(n-c, k) / C(n, k).
     """

@@ -27,23 +27,23 @@ from mindspeed_rl_plugin.rows import (
 from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
-LOOK_SECONDS = 0.5  # between looks at what works next to the engine
+LOOK_SECONDS = 0.5  # between two calls of `look`
 COMMIT_SECONDS = 0.05  # between commits: each costs the engine some of its time
 
 
 class Generate(Stage):
-    """This rank's engine samples; the ranks of an engine run alike, the first one writes."""
+    """The stage on this rank, with its engine. All ranks of an engine make the same calls; the first one writes."""
 
     def __init__(self, spec: StageSpec, context: RankContext) -> None:
         super().__init__(spec, context)
         self.engine, self.bar = context.engine, context.monitor.progress
-        self.begun: dict[SampleId, Completion] = {}  # what `until` left unfinished
+        self.begun: dict[SampleId, Completion] = {}  # unfinished responses of `until`
 
     def run(self, ids: Sequence[SampleId], look: Callable[[], None] | None = None) -> None:
         """A response for each row, sampled with `response_seed(seed, *id)`.
 
-        look: called every LOOK_SECONDS at least, and may raise; with it each row is committed soon after its response
-        is finished, else all together. Raises TimeoutError when prompts or responses do not come in time.
+        look: called at least every LOOK_SECONDS; it may raise. With it each row is committed soon after its response is
+        finished, without it all together. Raises TimeoutError when prompts or responses do not come in time.
         """
         lease, finished, last = self.lease(ids), [], time.monotonic()
         left, pause = self._requests(lease.rows), math.inf if look is None else LOOK_SECONDS
@@ -61,8 +61,9 @@ class Generate(Stage):
     def until(
         self, ids: Sequence[SampleId], steps: int, enough: Callable[[Sequence[Completion]], bool]
     ) -> Mapping[SampleId, int]:
-        """Generate until `enough` says so, which is told every so many steps of the engine what was finished in them.
-        Returns the tokens of what is not: it is in `begun`, with which the next call goes on. Collective over engines.
+        """Generate until `enough` is true; it is called every so many steps of the engine with the rows that have
+        finished. Returns the tokens of unfinished responses; these are in `begun`, and the next call continues them.
+        Collective over engines.
         """
         lease = self.lease(ids)
         left = self._requests(lease.rows)
@@ -82,7 +83,7 @@ class Generate(Stage):
         return {completion.id: len(completion.tokens) for completion in cut}
 
     def _commit(self, lease: Lease, requests: Sequence[GenerateRequest], completions: Sequence[Completion]) -> None:
-        """Rows of a lease, by the first rank of the engine."""
+        """Write rows of a lease, on the first rank of the engine."""
         rows = Rows(tuple(r.id for r in requests), {})
         if self.engine.leader:
             rows = completion_rows(requests, completions, self.engine.digest)
@@ -103,9 +104,9 @@ SPEC = StageSpec(
         ColumnSpec("length", torch.int64, "sample", ragged=False),  # L = P + R
         ColumnSpec("response_length", torch.int64, "sample", ragged=False),
         ColumnSpec("finish", torch.int8, "sample", ragged=False),  # index into FINISH
-        ColumnSpec("version", torch.int64, "sample", ragged=False),  # optimizer steps behind the oldest weights in use
+        ColumnSpec("version", torch.int64, "sample", ragged=False),  # version of the oldest weights that sampled it
         ColumnSpec("weights_digest", torch.int64, "sample", ragged=False),  # `digest_number`
-        # (first token, version) of each part of the response that other weights sampled
+        # (first token, version) of each part of the response with its own weights
         ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,), longest=64),
     ),
     resource="engine",
@@ -114,14 +115,14 @@ SPEC = StageSpec(
 
 
 def spec(kind: ResponseKind = ONE_TURN) -> StageSpec:
-    """The stage, with what this kind of responses needs and has besides."""
+    """The stage, with further columns for this kind of responses."""
     return replace(SPEC, reads=(*SPEC.reads, *kind.reads), writes=(*SPEC.writes, *kind.columns))
 
 
 def requests_of(
     rows: Rows, sampling: Sampling, seed: int, begun: Mapping[SampleId, Completion] | None = None
 ) -> list[GenerateRequest]:
-    """What an engine is asked for B rows, maybe none, of what the stage reads. begun: of `response_request`, by row."""
+    """The requests for B rows of what the stage reads, maybe none. begun: as in `response_request`, by row."""
     if not len(rows):
         return []
     prompts, begun = [prompt.tolist() for prompt in rows["prompt"].rows()], begun or {}
@@ -133,8 +134,7 @@ def requests_of(
 
 
 def digest_number(digest: str | None) -> int:
-    """A digest of weights as the column `weights_digest` holds it: its 64 bits as an int64; 0 where there is none, or
-    more than one."""
+    """A digest of weights for the column `weights_digest`: its 64 bits as an int64; 0 for none, or for several."""
     value = int(digest, 16) if digest else 0
     return value - (1 << 64) if value >> 63 else value
 
@@ -142,7 +142,8 @@ def digest_number(digest: str | None) -> int:
 def completion_rows(
     requests: Sequence[GenerateRequest], completions: Sequence[Completion], digest: str | None = None
 ) -> Rows:
-    """The columns of `SPEC`, aligned with tokens = prompt + response (see `rows`), and those that completions bring."""
+    """The columns of `SPEC`, aligned with tokens = prompt + response (see `rows`), and further columns of
+    completions."""
     tokens, masks, logps, segments = [], [], [], []
     for request, completion in zip(requests, completions, strict=True):
         assert request.id == completion.id, (request.id, completion.id)

@@ -1,4 +1,4 @@
-"""Grading while other stages work: a thread of each rank grades responses as they become ready."""
+"""Grading in the background: a thread of each rank grades responses as they become ready."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from mindspeed_rl_plugin.ranks import Stall
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.stages.reward import Reward
 
-IDLE_SECONDS = 0.5  # a lease waits for responses, where nothing is in grading
-PACE_SECONDS = 0.05  # between leases of what there is, at first: each costs the engine some of its time
-MOST_TIMES = 64  # what keeps the graders busy, taken at once: others grade, too
-THREAD_STOP_SECONDS = 10.0  # for the thread to end, and with it a call of the dock
+IDLE_SECONDS = 0.5  # that a lease waits for responses when none is being graded
+PACE_SECONDS = 0.05  # between two leases without waiting, at first: each takes time from the engine
+MOST_TIMES = 64  # at most, of the number that keeps graders busy, in one lease: other ranks grade, too
+THREAD_STOP_SECONDS = 10.0  # for the thread to end, maybe in a call of the dock
 
 
 class GradingThread:
-    """Leases responses from the state of `stage`, whichever are ready, as many as keep the graders busy, and commits
-    what is graded. One group at once where a grader is called with whole groups.
+    """Leases ready responses from the state of `stage`, as many as keep the graders busy, and commits their grades. A
+    lease is complete groups where a grader is called with groups.
 
-    stage: of this rank; its pool is the thread's from `start` to `finish` or `stop`. members: rows of a group.
-    failed: called in the thread with what ended it.
+    stage: of this rank. Only the thread uses its pool from `start` to `finish` or `stop`.
+    members: rows of a group.
+    failed: called in the thread with the error that ended it.
     """
 
     def __init__(
@@ -32,8 +33,8 @@ class GradingThread:
         self.members = members
         self._leases: dict[Batch, Lease] = {}
         self._stall = Stall(stage.deadline)
-        self._again, self._pause = 0.0, PACE_SECONDS  # when to look for more, and seconds from that to the next look
-        self._times, self._more = 1, False  # as many as keep the graders busy are taken; whether there may be more
+        self._again, self._pause = 0.0, PACE_SECONDS  # time of the next look for more, and seconds to the one after it
+        self._times, self._more = 1, False  # multiple of the number that keeps graders busy; whether more may be ready
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failed = failed
@@ -47,7 +48,7 @@ class GradingThread:
         self.stop()
 
     def start(self) -> None:
-        """Begin to grade, unless it does. Raises as `check` does."""
+        """Begin to grade, if it does not run. Raises as `check` does."""
         self.check()
         if self._thread is not None and self._thread.is_alive():
             return
@@ -58,22 +59,22 @@ class GradingThread:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what has ended the thread: RewardError of a grader, errors of the dock."""
+        """Raise the error that has ended the thread: RewardError of a grader, or an error of the dock."""
         if self._failure is not None:
             raise self._failure
 
     def finish(self) -> None:
-        """Wait until every row of all open epochs is graded, on whichever rank, and end. Raises as `check` does; and
-        TimeoutError where no further row is graded anywhere within the stage's deadline."""
+        """Wait until every row of all open epochs is graded, by any rank, and end. Raises as `check` does, and
+        TimeoutError if no rank grades a further row within the stage's deadline."""
         self._again = 0.0
         self._end_by(self._finishing)
 
     def rest(self) -> None:
-        """End when what is in grading is graded; `start` goes on. Raises as `check` does."""
+        """End when all leased rows are graded; `start` continues. Raises as `check` does."""
         self._end_by(self._resting)
 
     def stop(self) -> None:
-        """End, and hand back what is not graded. Idempotent."""
+        """End, and give back rows that are not graded. Idempotent."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(THREAD_STOP_SECONDS)
@@ -88,7 +89,7 @@ class GradingThread:
     def _run(self) -> None:
         try:
             self._work()
-            for lease in self._leases.values():  # of who stops early
+            for lease in self._leases.values():  # left when it is stopped early
                 self.stage.dock.release(lease)
         except BaseException as error:  # noqa: BLE001 - raised in the main thread by `check`
             self._failure = error
@@ -113,12 +114,12 @@ class GradingThread:
                 self._commit(batch)
 
     def _take(self) -> bool:
-        """Begin with responses that are ready. False says that there are none; where none are in grading here either,
-        that all are graded."""
-        # More at once, where graders were done before the look.
+        """Begin to grade ready responses. False: none are ready; if none are being graded here either, all are
+        graded."""
+        # Take more at once if graders had finished before this look.
         self._times = min(4 * self._times, MOST_TIMES) if self._more and not self._leases else 1
         pool, unit = self.stage.graders, self.members if self.stage.spec.whole_groups else 1
-        most = pool.most(self.members) // unit * unit  # however quick the graders were, all may run into their limits
+        most = pool.most(self.members) // unit * unit  # even fast graders may all reach their limits
         if self._leases and not most:
             return True
         rows = max(unit, min(self._times * (unit if unit > 1 else pool.wanted), most))

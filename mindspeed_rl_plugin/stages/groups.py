@@ -1,8 +1,8 @@
-"""Groups: what grading says of each group, and which groups a rollout trains on, in which order.
+"""Groups: statistics of each group's grades, and which groups a rollout trains on, in which order.
 
 A rollout is sampled in rounds; each round is one epoch of the dock. Without dynamic sampling the first round that can
-be trained on is the rollout. With it, groups whose rewards are all equal are replaced: rounds follow until enough
-groups carry signal, and those beyond are deferred to the next rollout. Pure but for the stage `Groups`.
+be trained on is the rollout. With it, groups with equal rewards are replaced: rounds follow until enough groups have
+signal, and surplus groups are deferred to the next rollout. Pure, except the stage `Groups`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
-PLAIN_ROUNDS = 5  # rounds without dynamic sampling: a further one only where graders leave a step nothing to train on
+PLAIN_ROUNDS = 5  # rounds without dynamic sampling: a further one only if grader failures leave a step without rows
 
 
 class Groups(Stage):
-    """What grading says of each group, once every rank has graded its share."""
+    """The stage: statistics of all groups, once every rank has graded its share."""
 
-    failures: FailureLog  # those that are printed; a rollout begins with none
+    failures: FailureLog  # failures that were printed; a rollout begins with none
 
     def run(self, ids: Sequence[SampleId]) -> Mapping[Group, GroupStats]:
-        """Statistics of all ranks' groups. ids: of this rank's, maybe none. Collective."""
+        """Statistics of all ranks' groups. ids: of this rank's groups, maybe none. Collective."""
         parts = self.context.ranks.gather((group_stats(self.look(ids)), self.context.graders.take_failures()))
         self.failures.add([failed for _, failed in parts], show=self.context.leader)
         return {group: of_group for stats, _ in parts for group, of_group in stats.items()}
@@ -43,35 +43,35 @@ SPEC = StageSpec(
 
 @dataclass(frozen=True)
 class GroupStats:
-    """What grading says of one group."""
+    """Statistics of one group."""
 
     broken: bool  # a grade failed
     signal: bool  # its task rewards differ
-    reward: float  # their mean
+    reward: float  # mean of its task rewards
     lengths: tuple[int, ...] = ()  # tokens of each sample, by member
     errors: int = 0  # samples on which a grader failed
     empty: bool = False  # a user's stage left no row to train on
 
     @property
     def idle(self) -> bool:
-        """Whether no loss would count it."""
+        """Whether it has no row to train on."""
         return self.broken or self.empty
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What becomes of the groups at hand after a round."""
+    """The decision about all groups after a round."""
 
-    trained: tuple[Group, ...] = ()  # the rollout, in training order, empty where a further round is needed
-    deferred: tuple[Group, ...] = ()  # with signal, that wait for the next round or rollout
-    dropped: tuple[Group, ...] = ()  # that are forgotten
-    # those of `trained` that no loss counts, because a grade failed or because they only fill the batch up
+    trained: tuple[Group, ...] = ()  # the rollout, in training order; empty: a further round is needed
+    deferred: tuple[Group, ...] = ()  # with signal, for the next round or rollout
+    dropped: tuple[Group, ...] = ()  # cleared from the dock
+    # groups of `trained` that no loss counts: a grade failed, or they only fill the batch
     idle: frozenset[Group] = frozenset()
-    kept: tuple[Group, ...] = ()  # without signal, that may fill it up after the next round
+    kept: tuple[Group, ...] = ()  # without signal; they may fill the batch after the next round
 
 
 def group_stats(rows: Rows) -> dict[Group, GroupStats]:
-    """Statistics of whole groups from the columns of `SPEC`; `reward` is the task reward, before any penalty."""
+    """Statistics of complete groups from the columns of `SPEC`; `reward` is the task reward, before any penalty."""
     members: dict[Group, list[int]] = {}
     for i, sample in enumerate(rows.ids):
         members.setdefault(sample[:2], []).append(i)
@@ -95,11 +95,13 @@ def choose(
 ) -> Selection:
     """Decide after a round.
 
-    deferred: groups with signal from before, oldest first; sampled: the round's; wanted: groups of a rollout; dynamic:
-    whether groups without signal are replaced; last: whether no more of them may be: then groups of this round
-    without signal fill the rollout up, spread evenly over it, and count in no loss; where the round is too small for
-    that they are kept. Source: DAPO, arXiv 2503.14476, section 3.2 and Algorithm 1; deferring what is too much is this
-    project's.
+    deferred: earlier groups with signal, oldest first.
+    sampled: groups of the round.
+    wanted: groups of a rollout.
+    dynamic: whether groups without signal are replaced.
+    last: whether this is the last round. Then groups of this round without signal fill the rollout, spread evenly over
+    it, and count in no loss; if the round is too small for that, they are kept.
+    Source: DAPO, arXiv 2503.14476, section 3.2 and Algorithm 1. There, surplus groups are not deferred.
     """
     order = sorted(sampled)
     if not dynamic:
@@ -117,17 +119,18 @@ def choose(
 
 
 def idle_steps(plan: Sequence[Step], idle: Iterable[Group]) -> int:
-    """Optimizer steps that would train on nothing: they would still move the weights, by momentum and weight decay."""
+    """Optimizer steps without a row to train on; they would still change the weights, by momentum and weight decay."""
     return sum(all((s.epoch, s.group) in idle for s in step.ids) for step in plan)
 
 
 class Rounds:
-    """Selection over the rounds that a rollout is sampled in: with dynamic sampling until enough groups carry signal,
-    else until no optimizer step is left without a row that could be graded.
+    """Selection over the rounds of a rollout: with dynamic sampling until enough groups have signal, else until every
+    optimizer step has a row that could be graded.
 
-    deferred: groups with signal from before, oldest first; wanted: groups of a rollout; limit: rounds of so many groups
-    that dynamic sampling may take, 0 without it, after which no group is replaced any more; plan: the optimizer steps
-    of groups.
+    deferred: earlier groups with signal, oldest first.
+    wanted: groups of a rollout.
+    limit: most rounds (of `wanted` groups) of dynamic sampling, 0 without it; after these no group is replaced.
+    plan: groups -> their optimizer steps.
     """
 
     def __init__(
@@ -135,18 +138,19 @@ class Rounds:
     ) -> None:
         self.wanted, self.dynamic, self.limit, self.plan = wanted, bool(limit), limit or PLAIN_ROUNDS, plan
         self.selection, self.resumed = Selection(deferred=tuple(deferred)), len(deferred)
-        self.steps: list[Step] = []  # of what the last round's selection trains
-        self.dropped: str | None = None  # why the last round's groups are no rollout, where all are sampled again
+        self.steps: list[Step] = []  # of the last round's selection
+        self.dropped: str | None = None  # why all groups of the last round are sampled again
         self._kept: dict[Group, GroupStats] = {}
-        self.rounds = self.sampled = self.signal = self.errors = 0  # rounds; groups, of these with signal; samples
+        # rounds, groups, groups with signal, samples with errors
+        self.rounds = self.sampled = self.signal = self.errors = 0
         self.reward = 0.0
 
     def add(self, graded: Mapping[Group, GroupStats]) -> bool:
-        """Decide after a round. Returns whether the rollout is whole. Raises ValueError where it is not and no further
+        """Decide after a round. Returns whether the rollout is complete. Raises ValueError if it is not and no further
         round may follow."""
         self._count(graded)
         dynamic, last, at_hand = self.dynamic, self.rounds == self.limit, graded
-        if dynamic:  # rounds may be smaller than a rollout, where other processes generate
+        if dynamic:  # rounds may be smaller than a rollout in the asynchronous schedule
             last, at_hand = self.sampled >= self.limit * self.wanted, {**self._kept, **graded}
         deferred = self.selection.deferred
         self.selection = chosen = choose(deferred, at_hand, self.wanted, dynamic=dynamic, last=dynamic and last)
@@ -161,8 +165,9 @@ class Rounds:
         return False
 
     def metrics(self) -> dict[str, float]:
-        """What sampling the rollout took, named as in `monitor.names`; of selection only under dynamic sampling."""
-        errors = {"reward/errors": float(self.errors)}  # also of groups that are trained nowhere
+        """Metrics of sampling the rollout, named as in `monitor.names`; those of selection only with dynamic
+        sampling."""
+        errors = {"reward/errors": float(self.errors)}  # also of groups that are not trained
         if not self.dynamic:
             return errors
         return {
@@ -209,6 +214,6 @@ def _useless(graded: Mapping[Group, GroupStats], empty: int) -> str:
 
 
 def _spread(ready: Sequence[Group], fill: Sequence[Group]) -> tuple[Group, ...]:
-    """Both in their own order, each spread evenly over the whole."""
+    """Merges both lists: each keeps its order, and is spread evenly over the result."""
     placed = [((i + 0.5) / len(part), part is fill, g) for part in (ready, fill) for i, g in enumerate(part)]
     return tuple(g for _, _, g in sorted(placed))

@@ -1,5 +1,5 @@
-"""Log-probs: per-token columns by a forward-only pass of Megatron's own schedule, old and reference log-probs and the
-critic's values, over the update's own micro-batches, so that its first ratio is exactly 1."""
+"""Log-probs: per-token columns by forward-only passes of Megatron's own schedule: old and reference log-probs, and the
+critic's values. The passes use the update's micro-batches, so that its first ratio is exactly 1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, Work
 from mindspeed_rl_plugin.weights.offload import gathered
 
-# What every pipeline stage needs of its rows: what feeds the model, and what says which rows count.
+# Columns for every pipeline stage: inputs of the model, and which rows count.
 FEEDS = ("tokens", "loss_mask", "valid", "multiplicity")
 
 
@@ -41,15 +41,15 @@ def specs(algorithm: Algorithm) -> list[StageSpec]:
 
 
 def columns_of_rank(reads: Sequence[str], last_stage: bool) -> tuple[str, ...]:
-    """Which of a stage's columns a rank reads: on the last pipeline stage all, before it what feeds the model."""
+    """Which of a stage's columns a rank reads: all on the last pipeline stage, else only inputs of the model."""
     return tuple(name for name in reads if last_stage or name in FEEDS)
 
 
 class TokenPass(Stage):
-    """One column: of the critic, of the policy, or of the policy with the reference's weights."""
+    """The stage for one column: by the critic, by the policy, or by the policy with the reference's weights."""
 
     def work(self, work: Work) -> Rows:
-        """Its part in a rollout: this data parallel rank's micro-batches."""
+        """Its part of a rollout: this data parallel rank's micro-batches."""
         return self.run([i for ids in work.batches for i in ids], work.batches)
 
     def compute(self, rows: Rows, batches: Sequence[Sequence[SampleId]]) -> Rows | None:
@@ -60,7 +60,7 @@ class TokenPass(Stage):
         return Rows(rows.ids, {self.spec.name: Ragged.from_rows([row for part in parts for row in part.rows()])})
 
     def _forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
-        """A ragged column of each; None where the rank is not on the last pipeline stage."""
+        """A ragged column for each micro-batch; None on ranks that are not on the last pipeline stage."""
         context = self.context
         if self.spec.name == "values":
             return context.critic.values(micro_batches, context.forward)
@@ -75,9 +75,9 @@ def compute_logps(
 ) -> list[Ragged] | None:
     """Log-prob of each trained token, in nats, at the sampling temperature. Collective over the model parallel ranks.
 
-    model: this rank's chunks; micro_batches: this data parallel rank's, with `tokens` and `loss_mask`; those of the
-    update: the same rows padded to the same length go through the same arithmetic. Returns one ragged column `[L]`
-    float32 for each micro-batch, 0.0 where the mask is 0; None on ranks that are not on the last pipeline stage.
+    model: this rank's chunks; micro_batches: this data parallel rank's, with `tokens` and `loss_mask`. They are those
+    of the update: equal rows with equal padding give equal results. Returns one ragged column `[L]` float32 for each
+    micro-batch, 0.0 where the mask is 0; None on ranks that are not on the last pipeline stage.
     """
     from mindspeed_rl_plugin.forward.pipeline import head_of, run_forward_only  # imports Megatron, the table does not
 

@@ -1,4 +1,4 @@
-"""Measure: what a rollout and an iteration tell about themselves, and the dumps."""
+"""Measure: metrics of a rollout and of an iteration, and the dumps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mindspeed_rl_plugin.weights.resharder import Transfer
 def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = (), kind: ResponseKind = ONE_TURN) -> StageSpec:
     """dump: whether rollouts are written to files; own: columns of a user's stages, which are dumped too; kind: of the
     responses."""
-    # One rank reads these of all rows: single numbers, so that it never becomes the place where all data goes.
+    # One rank reads these columns of all rows: single numbers, so that it does not have to read all data.
     reads = ("length", "response_length", "finish", "version", "weights_digest", "reward", "reward_parts", "valid")
     if_written, own = ("multiplicity", *kind.measured), tuple(name for name in own if name not in reads)
     if dump:
@@ -43,16 +43,16 @@ def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = (), kind
 
 @dataclass
 class Rollout:
-    """What is known of the rollout in use."""
+    """Metrics of the rollout in use."""
 
     metrics: dict[str, Metric]
     tokens: int
-    seconds: float = 0.0  # of the slowest rank of each of its iterations so far, evaluations left out
-    logged: bool = False  # its metrics are in metrics.jsonl
+    seconds: float = 0.0  # of the slowest rank, summed over its iterations so far, without evaluations
+    logged: bool = False  # whether its metrics are in metrics.jsonl
 
 
 class Measure(Stage):
-    """own: columns of a user's stages alone, which are dumped too."""
+    """own: columns that only a user's stages write; they are dumped too."""
 
     def __init__(self, spec: StageSpec, context: RankContext, own: Sequence[str] = ()) -> None:
         super().__init__(spec, context)
@@ -65,15 +65,15 @@ class Measure(Stage):
         transfer: Transfer | None,
         sampling: Mapping[str, Metric] | None = None,
     ) -> Rollout:
-        """Measure a rollout that is ready to train on, and dump it where asked. Collective.
+        """Measure a rollout that is ready to train on, and dump it if asked. Collective.
 
-        done: iterations before it; transfer: what bringing the weights to the engine for it took on this rank, None
-        where other processes generate;
-        sampling: what sampling and selecting its groups measured.
+        done: iterations before it.
+        transfer: of the weights to the engine for it, on this rank; None if other processes generate.
+        sampling: metrics of sampling and selecting its groups.
         """
         ranks, leader = self.context.ranks, self.context.leader
         moved = {} if transfer is None else transfer_metrics(ranks.gather(transfer))
-        lease = self.lease(ids if leader else [])  # waits for what the other ranks still write
+        lease = self.lease(ids if leader else [])  # waits until the other ranks have written
         measured: tuple[dict[str, Metric], int] = ({}, 0)
         if leader:
             if transfer is not None:
@@ -85,7 +85,7 @@ class Measure(Stage):
         return Rollout(*ranks.broadcast(measured))
 
     def metrics(self, rows: Rows) -> dict[str, Metric]:
-        """Numbers of the rows that count, and how many do not."""
+        """Metrics of the rows that count, and the number of the others."""
         valid = rows["valid"].nonzero().flatten().tolist()
         parts = rows["reward_parts"][valid]
         graders = self.context.graders
@@ -97,7 +97,7 @@ class Measure(Stage):
         return result | self.meter(rows) | {"groups/dropped": 1.0 - len(valid) / len(rows)}
 
     def _overlong(self, rows: Rows) -> dict[str, Metric]:
-        """What DAPO's length penalty takes from the rewards, where it is on."""
+        """Metrics of DAPO's length penalty, if it is used."""
         algorithm, limit = self.context.algorithm, self.context.longest
         if not algorithm.buffer(limit):
             return {}
@@ -125,7 +125,7 @@ def transfer_metrics(transfers: Sequence[Transfer]) -> dict[str, Metric]:
 
 
 def check_weights(rows: Rows, version: int, digest: str | None) -> None:
-    """Raise RuntimeError unless rows of this version were sampled with the weights that were verified for it."""
+    """Raise RuntimeError if rows of this version were sampled with other weights than those verified for it."""
     mine = rows["version"] == version
     wrong = (rows["weights_digest"][mine] != digest_number(digest)).nonzero().flatten().tolist()
     if wrong:
@@ -137,15 +137,15 @@ def check_weights(rows: Rows, version: int, digest: str | None) -> None:
 
 
 class IterationLog:
-    """What every iteration logs. dock: whose traffic is counted."""
+    """The log of every iteration. dock: its traffic is counted."""
 
     def __init__(self, monitor: Monitor, ranks: Collectives, dock: Dock) -> None:
         self.monitor, self.ranks, self.dock = monitor, ranks, dock
 
     def write(self, number: int, rollout: Rollout, update: Mapping[str, float], *, last_step: bool) -> None:
-        """Log one iteration: the update's metrics, and with the first and last step of a rollout those of it.
+        """Log one iteration: the update's metrics; with the first and the last step of a rollout also the rollout's.
 
-        Stages are those of their slowest rank. Collective.
+        The time of a stage is that of its slowest rank. Collective.
         """
         moved = self.dock.traffic.take() if last_step else []
         every = self.ranks.gather((dict(update), self.monitor.stage_metrics(), _totals(moved)))
@@ -163,7 +163,7 @@ class IterationLog:
 
 
 def _totals(moved: Sequence[Moved]) -> dict[str, int]:
-    """Bytes read, written, and of both what was not in this machine's memory."""
+    """Bytes read, bytes written, and how many of both were not in this machine's memory."""
     return {
         "read": sum(m.nbytes for m in moved if m.way == "read"),
         "written": sum(m.nbytes for m in moved if m.way == "written"),
@@ -172,8 +172,9 @@ def _totals(moved: Sequence[Moved]) -> dict[str, int]:
 
 
 def prepare_dumps(dump_dir: str, run_dir: Any, done: int, resumed: bool) -> None:
-    """Dumps that a run makes again, resumed after `done` iterations, are removed; those of its start before, which
-    saved no checkpoint, become `.old` like its metrics. Another run's were refused at start (`checks.flag_checks`)."""
+    """Remove the dumps that a run, resumed after `done` iterations, will make again. Dumps of a start without a
+    checkpoint are renamed to `.old`, as its metrics are. Dumps of another run were refused at start
+    (`checks.flag_checks`)."""
     if resumed:
         discard_dumps_after(dump_dir, done)
     else:

@@ -1,5 +1,5 @@
-"""Pairs: the next preference pairs enter the dock as two rows each, with the reference's log-probs (DPO), which are
-taken once, before training, and kept on disk."""
+"""Pairs: puts the next preference pairs into the dock, two rows each, with the reference's log-probs (DPO). These are
+computed once, before training, and stored on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.stages.prompts import Prompts
 from mindspeed_rl_plugin.stages.stage import StageSpec
 
 CHOSEN, REJECTED = 0, 1  # members of a pair
-AT_ONCE = 64  # micro-batches of one forward pass, which are on the host together
+AT_ONCE = 64  # micro-batches of one forward pass, which the host holds together
 
 
 class Pairs(Prompts):
@@ -57,7 +57,7 @@ SPEC = StageSpec(
 
 
 def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None, epoch: int = 0) -> Rows:
-    """Two rows per pair, chosen first, with `tokens` and `loss_mask`; group is the pair's place among these.
+    """Two rows per pair, chosen first, with `tokens` and `loss_mask`; the group is the pair's place in `pairs`.
 
     reference: `[len(pairs), 2]`, which becomes the column `reference` `[2 * len(pairs)]`.
     """
@@ -73,16 +73,16 @@ def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None, epoch: int
 
 @dataclass(eq=False)
 class PairScorer:
-    """Scores pairs under the weights in the model."""
+    """Computes log-probs of pairs under the weights in the model."""
 
     model: Sequence[torch.nn.Module]
-    data: Sequence[PairStream]  # pairs to train on, then the held-out ones, which makes a place of each
+    data: Sequence[PairStream]  # pairs to train on, then held-out ones; a place counts over both
     settings: ForwardSettings
     ranks: Collectives
     monitor: Monitor
     dp_rank: int  # data parallel place
     dp_size: int
-    writer: bool  # whether this rank speaks for its pipeline
+    writer: bool  # whether this rank writes for its pipeline
 
     def __len__(self) -> int:
         return sum(map(len, self.data))
@@ -94,7 +94,7 @@ class PairScorer:
     def score(self, places: Sequence[int], what: str) -> Tensor:
         """`[len(places), 2]` float64 log-prob of chosen and rejected, summed over the response's tokens, in nats.
 
-        what: the work, for the progress bar. Collective over all ranks; the same on each.
+        what: title of the progress bar. Collective over all ranks; the same result on each.
         """
         in_batch = self.settings.micro_batch_size // 2
         share = share_of_rank(len(places), in_batch, self.dp_rank, self.dp_size)
@@ -114,8 +114,8 @@ class PairScorer:
 
 
 def share_of_rank(count: int, in_batch: int, dp_rank: int, dp_size: int) -> list[list[int]]:
-    """Pairs that a rank scores, `in_batch` a micro-batch; every rank runs equally many micro-batches, so the last pairs
-    of the data may be scored several times."""
+    """Pairs that a rank scores, `in_batch` a micro-batch; every rank runs the same number of micro-batches, so the last
+    pairs of the data may be scored several times."""
     batches = -(-count // (in_batch * dp_size))
     first = dp_rank * batches * in_batch
     places = [min(first + i, count - 1) for i in range(batches * in_batch)]
@@ -123,19 +123,19 @@ def share_of_rank(count: int, in_batch: int, dp_rank: int, dp_size: int) -> list
 
 
 def cache_key(weights: str, fingerprint: str, settings: ForwardSettings, dtype: torch.dtype) -> str:
-    """What the log-probs are a function of: digest of the weights as they lie on the ranks, and of the pairs, the
-    temperature, the vocabulary and the dtype."""
+    """Digest of all that determines the log-probs: the weights on the ranks, the pairs, the temperature, the vocabulary
+    and the dtype."""
     parts = (weights, fingerprint, settings.temperature, settings.vocab_size, dtype)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def cache_file(folder: str, key: str) -> Path:
-    """Where log-probs of this key lie."""
+    """File of the log-probs of a key."""
     return Path(folder) / f"reference-{key[:16]}.pt"
 
 
 def read_cache(folder: str, key: str, count: int) -> Tensor | None:
-    """`[count, 2]` of an earlier run, or None where there are none. Raises ValueError for a damaged file."""
+    """`[count, 2]` log-probs of an earlier run, or None. Raises ValueError for a damaged file."""
     path = cache_file(folder, key)
     if not path.exists():
         return None
@@ -150,7 +150,7 @@ def read_cache(folder: str, key: str, count: int) -> Tensor | None:
 
 
 def write_cache(folder: str, key: str, logps: Tensor) -> Path:
-    """Keep log-probs for later runs; the file appears whole or not at all."""
+    """Store log-probs for later runs; the file is written atomically."""
     path = cache_file(folder, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, lambda target: torch.save({"key": key, "logps": logps}, target))

@@ -1,4 +1,4 @@
-"""Prompts: the next groups of a rollout enter the dock."""
+"""Prompts: puts the next groups of a rollout into the dock."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from mindspeed_rl_plugin.rows import Prompt, Ragged, Rows, SampleId, pack_json
 from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import StageSpec
 
-Order = Callable[[int, Sequence[Prompt]], Sequence[Prompt]]  # (epoch, its prompts) -> these in the order of groups
+# (epoch, its prompts) -> the prompts in the order of groups
+Order = Callable[[int, Sequence[Prompt]], Sequence[Prompt]]
 
 
 class Prompts:
-    """The stage on this rank, which leases nothing: the first rank puts."""
+    """The stage on this rank. It leases nothing; the first rank puts rows."""
 
     def __init__(self, spec: StageSpec, context: RankContext) -> None:
         self.spec, self.context, self.data = spec, context, context.data
@@ -31,10 +32,10 @@ class Prompts:
         order: Order = lambda epoch, prompts: prompts,
         offered: Sequence[Prompt] = (),
     ) -> Rows:
-        """The data's next groups enter the dock as an epoch of their own. Every rank gets what was put.
+        """Put the next groups of the data into the dock, as a new epoch. Returns the rows on every rank.
 
-        version_bound: versions of the weights that may sample them; order: that of the groups within the epoch;
-        offered: prompts that come before the data's, at most `groups`."""
+        version_bound: versions of the weights that may sample them; order: sorts the prompts of the epoch; offered:
+        prompts that come before those of the data, at most `groups`."""
         rows = self.compute(epoch, groups, order, offered)
         self.dock.open(epoch, groups, self.context.members, version_bound)
         self.dock.put(rows if self.context.leader else None)
@@ -65,6 +66,6 @@ def prompt_rows(epoch: int, prompts: Sequence[Prompt]) -> Rows:
 
 
 def meta_of(prompt: Prompt) -> dict[str, Any]:
-    """A prompt in the column `meta`: what graders and environments get of it."""
+    """A prompt for the column `meta`: the fields for graders and environments."""
     record, messages = dict(prompt.record), prompt.messages
     return {"text": prompt.text, "answer": prompt.answer, "row": prompt.row, "record": record, "messages": messages}

@@ -1,4 +1,4 @@
-"""Responses from processes outside of the job, checked where they arrive: on the rank that keeps their group."""
+"""Checks responses of processes outside of the job, on the rank that stores their group."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, Checks, ResponseK
 from mindspeed_rl_plugin.rows import FINISH, Rows
 from mindspeed_rl_plugin.stages.generate import SPEC
 
-READS = ("prompt",)  # what is read besides the columns that come
+READS = ("prompt",)  # columns that are read in addition to the committed ones
 STATE = SPEC.name
-TOP_LOGP = 1e-3  # nats: a log-prob above 0 by more than rounding is none
+TOP_LOGP = 1e-3  # nats: larger values are not log-probs, even with rounding
 
 
 class ResponseValidator:
-    """Refuses rows that no engine of this job can have made."""
+    """Refuses rows that no engine of this job can have written."""
 
     def __init__(self, vocab: int, max_response: int, kind: ResponseKind = ONE_TURN) -> None:
         self.vocab = vocab  # tokens that the model may produce
@@ -26,9 +26,9 @@ class ResponseValidator:
         self.published: set[int] = set()  # versions of weights that engines may have; `check` refuses all others
 
     def check(self, rows: Rows, bound: VersionBound) -> None:
-        """Raise ValueError, with value, limit and fix, for what cannot be: columns of `generate`, and `READS`; bound:
-        of their epoch. It cannot tell whether log-probs are really those of the version that is named: the metrics
-        `logp_diff/mean` and `rollout/kl` show that."""
+        """Raise ValueError, with value, limit and fix, for impossible values. rows: columns of `generate`, and `READS`;
+        bound: of their epoch. It cannot check that log-probs are those of the named version; the metrics
+        `logp_diff/mean` and `rollout/kl` show this."""
         checks = self._lengths(rows), self._tokens(rows), self._segments(rows, bound), self.kind.check_rest(rows)
         for of, bad, text, *values in itertools.chain(*checks):
             if bad.any():
@@ -46,7 +46,7 @@ class ResponseValidator:
             "or give 1 as environment_began where the environment changed it"
         )
         yield every, kept & (before != own), text, before, own
-        for name in ("loss_mask", "logp_rollout"):  # what follows takes them token by token
+        for name in ("loss_mask", "logp_rollout"):  # later checks compare them token by token
             has = rows[name].lengths
             text = f"{name} has {{}} entries for {{}} tokens; give one for each token of prompt and response"
             yield every, has != total, text, has, total
@@ -83,7 +83,7 @@ class ResponseValidator:
         yield every, bad, text, finish
 
     def _segments(self, rows: Rows, bound: VersionBound) -> Checks:
-        """Which weights sampled which part."""
+        """Check which weights sampled which part."""
         every, segments, (before, _) = torch.arange(len(rows)), rows["segments"], self.kind.prompt_lengths(rows)
         text = "segments is empty; give one (first token, version) at least"
         yield every, segments.lengths < 1, text

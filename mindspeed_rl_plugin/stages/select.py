@@ -1,4 +1,4 @@
-"""Select: which rows of a rollout count, and how often. Which groups make it was decided before (`stages.groups`)."""
+"""Select: which rows of a rollout count, and how often. `stages.groups` has chosen the groups of the rollout before."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, Work
 
-VALID = ColumnSpec("valid", torch.int8, "sample", ragged=False)  # 0: trained nowhere, counted in no denominator
+VALID = ColumnSpec("valid", torch.int8, "sample", ragged=False)  # 0: not trained, and counted in no denominator
 
 
 def spec(algorithm: Algorithm) -> StageSpec:
-    """Where a user's stage before it writes `valid`, that has a say in what counts."""
-    multiplicity = ColumnSpec("multiplicity", torch.int32, "sample", ragged=False)  # how often filtration took it
+    """The stage. It also reads `valid` if a user's stage before it writes this column."""
+    multiplicity = ColumnSpec("multiplicity", torch.int32, "sample", ragged=False)  # how often filtration has drawn it
     return StageSpec(
         "select",
         reads=("reward", "graded"),
@@ -34,16 +34,16 @@ def spec(algorithm: Algorithm) -> StageSpec:
 
 
 class Select(Stage):
-    """Which rows of a rollout count, and under filtration how often."""
+    """The stage: which rows of a rollout count and, with filtration, how often."""
 
     timed_as: ClassVar[str] = "advantage"
 
     def work(self, work: Work) -> Rows:
-        """Its part in a rollout: of this rank's share."""
+        """Its part of a rollout: this rank's share."""
         return self.run(work.share, work.steps)
 
     def compute(self, rows: Rows, steps: Sequence[Step]) -> Rows | None:
-        """Columns of whole groups, those of this rank, maybe none. Collective where whole batches are filtered.
+        """Columns of this rank's groups, maybe none. Collective if filtration draws from complete batches.
 
         steps: of one pass over the rollout."""
         algorithm = self.context.algorithm
@@ -54,11 +54,12 @@ class Select(Stage):
         return Rows(rows.ids, columns) if len(rows) else None
 
     def _multiplicity(self, rows: Rows, valid: Tensor, steps: Sequence[Step]) -> Tensor:
-        """`[B]` int32, how often each row is trained; rows that do not count neither resample nor are taken."""
+        """`[B]` int32, how often each row is trained. Rows that do not count are not drawn, nor counted as draws."""
         kept = valid.nonzero().flatten().tolist()
         ids, reward = [rows.ids[i] for i in kept], rows["reward"][kept] if kept else torch.empty(0)
         pools = group_index(ids) if ids else torch.empty(0, dtype=torch.int64)
-        if self.context.algorithm.filtration_whole_batch:  # a pool is an optimizer step, whose rows lie on all ranks
+        # rows are drawn from an optimizer step, whose rows are on all ranks
+        if self.context.algorithm.filtration_whole_batch:
             parts = list(self.context.ranks.gather((ids, reward.tolist())))
             ids = [i for theirs, _ in parts for i in theirs]
             reward = torch.tensor([r for _, theirs in parts for r in theirs], dtype=torch.float32)
@@ -70,8 +71,8 @@ class Select(Stage):
 
 
 def valid_rows(rows: Rows, dynamic: bool) -> Tensor:
-    """`[B]` bool: a group with a failed grade is kept out of training altogether, under dynamic sampling also one whose
-    task rewards are all equal; a row that a user's stage gave `valid` 0 is left out alone."""
+    """`[B]` bool: rows that are trained. A group with a failed grade is left out; with dynamic sampling also a group
+    with equal task rewards. A row to which a user's stage gave `valid` 0 is left out alone."""
     groups = group_index(rows.ids)
     valid = ~torch.isin(groups, groups[rows["graded"] == 0].unique())
     if dynamic:

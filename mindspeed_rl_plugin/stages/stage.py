@@ -1,4 +1,4 @@
-"""What a stage is: its declaration, and the same short way from a lease to a commit for all of them."""
+"""The base of all stages: their declaration, and the steps from a lease to a commit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class StageSpec:
     name: str  # of the stage, and of its worker state in the dock
     reads: tuple[str, ...]  # columns by name
     writes: tuple[ColumnSpec, ...]
-    resource: str  # leader, engine, cpu or trainer: what it occupies, so which ranks share its leases (`loop.docks`)
-    whole_groups: bool = False  # whether rows are only leased as whole groups
-    if_written: tuple[str, ...] = ()  # columns that it reads too where a stage before it writes them
-    leases: bool = True  # False: it only looks at rows (`Stage.look`), so that it is no worker state of the dock
-    flags: tuple[str, ...] = ()  # that decide whether it writes its columns, for who resumes under others
-    # makes it on this rank, of its declaration as `resolved` gives it
+    resource: str  # that it uses: leader, engine, cpu or trainer; decides which ranks share its leases (`loop.docks`)
+    whole_groups: bool = False  # whether it only leases complete groups
+    if_written: tuple[str, ...] = ()  # columns that it also reads if a stage before it writes them
+    leases: bool = True  # False: it only looks at rows (`Stage.look`), and is no worker state of the dock
+    # flags that decide whether it writes its columns; for messages at a resume with other flags
+    flags: tuple[str, ...] = ()
+    # makes the stage on this rank from its declaration after `resolved`
     build: Build | None = field(default=None, compare=False, repr=False)
-    # names in the dock of columns that it reads, and writes, where several stages write them
+    # name of a column -> its name in the dock, for columns that several stages write: those it reads, and writes
     stored: Mapping[str, str] = field(default_factory=dict)
     stored_writes: Mapping[str, str] = field(default_factory=dict)
 
@@ -39,10 +40,10 @@ class StageSpec:
 
 
 def resolved(specs: Sequence[StageSpec]) -> list[StageSpec]:
-    """The stages, in their order, each with all that it reads, and with columns that several of them write under
-    several names in the dock.
+    """The stages, in order, with all columns that each reads. A column that several stages write gets several names in
+    the dock.
 
-    Each stage reads what the last one before it wrote; the last writer's column keeps its name, an earlier one is
+    Each stage reads the column of the last stage before it. The last writer's column keeps its name; an earlier one is
     stored as `name@stage`.
     """
     last = {column.name: spec.name for spec in specs for column in spec.writes}
@@ -58,7 +59,7 @@ def resolved(specs: Sequence[StageSpec]) -> list[StageSpec]:
 
 
 def columns_of(specs: Sequence[StageSpec]) -> list[ColumnSpec]:
-    """The dock's columns: whatever the stages write."""
+    """The dock's columns: all that the stages write."""
     return [replace(c, name=spec.stored_writes.get(c.name, c.name)) for spec in specs for c in spec.writes]
 
 
@@ -78,50 +79,50 @@ def states_of(specs: Sequence[StageSpec]) -> list[StateSpec]:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank has to do with a rollout, or with a round of one."""
+    """A rank's part of a rollout, or of a round."""
 
-    share: Sequence[SampleId]  # rows of whole groups that this rank grades and compares, maybe none
+    share: Sequence[SampleId]  # rows of complete groups that this rank grades and compares, maybe none
     # micro-batches of its data parallel rank in one pass over the rollout
     batches: Sequence[Sequence[SampleId]] = ()
     steps: Sequence[Step] = ()  # all optimizer steps of that pass
 
 
 class Stage:
-    """A stage at work on this rank. A schedule walks the table and calls `work` of one stage after the other."""
+    """A stage on this rank. A schedule goes through the table and calls `work` of one stage after the other."""
 
-    timed_as: ClassVar[str | None] = None  # the stage under whose name its seconds count, where that is not its own
+    timed_as: ClassVar[str | None] = None  # the stage to which its seconds are counted; None: itself
 
     def __init__(self, spec: StageSpec, context: RankContext) -> None:
         self.spec, self.context = spec, context
-        self.dock = context.dock_of(spec.resource)  # as the ranks see it that share this stage's leases
+        self.dock = context.dock_of(spec.resource)  # as seen by the consumer that shares this stage's leases
         self.deadline = context.ranks.deadline  # seconds that it waits for its rows
 
     def work(self, work: Work) -> Any:
-        """Its part in a rollout: of this rank's share."""
+        """Do the work on this rank's share."""
         return self.run(work.share)
 
     def compute(self, rows: Rows, *more: Any) -> Rows | None:
-        """What the stage writes for these rows; None: this rank writes nothing."""
+        """The columns that the stage writes for these rows; None: this rank writes nothing."""
         raise NotImplementedError
 
     def run(self, ids: Sequence[SampleId], *more: Any) -> Rows:
-        """Wait for exactly these rows, compute, with `more` that this stage's `compute` takes, write back and
-        acknowledge. Returns what was read and written."""
+        """Wait for exactly these rows, compute, write back and acknowledge. more: arguments of this stage's `compute`.
+        Returns the columns that were read and written."""
         lease = self.lease(ids)
         written = self.compute(lease.rows, *more)
         self.commit(lease, written)
         return lease.rows if written is None else lease.rows.with_columns(**written.columns)
 
     def look(self, ids: Sequence[SampleId]) -> Rows:
-        """What the stage reads of rows that have it, without a lease."""
+        """The columns that the stage reads, of complete rows, without a lease."""
         stored = {self.spec.stored.get(name, name): name for name in self.spec.reads}
         return _renamed(self.dock.read(ids, list(stored)), stored)
 
     def lease(
         self, ids: Sequence[SampleId] | None, columns: Sequence[str] | None = None, **bounds: float | None
     ) -> Lease:
-        """These rows, or what is ready within bounds of `Dock.lease`, with `columns` of what the stage reads, all by
-        default. Raises TimeoutError."""
+        """Lease these rows, or ready ones; bounds: of `Dock.lease`. columns: of those that the stage reads, by default
+        all. Raises TimeoutError."""
         stored = self.spec.stored
         wanted = None if columns is None else [stored.get(name, name) for name in columns]
         lease = self.dock.lease(self.spec.name, ids=ids, columns=wanted, **{"deadline": self.deadline, **bounds})
@@ -133,17 +134,16 @@ class Stage:
 
 
 class Stages(dict[str, Any]):
-    """The stages at work on this rank by name, in the table's order; those that other processes run are not among
-    them."""
+    """The stages of this rank by name, in the table's order, without those that other processes run."""
 
     @classmethod
     def of(cls, table: Sequence[StageSpec], context: RankContext) -> Stages:
-        """Each stage of the table builds itself; engines may be elsewhere."""
+        """Let each stage of the table build itself; an engine may be in another process."""
         here = [spec for spec in table if spec.resource != "engine" or context.engine is not None]
         return cls({spec.name: spec.build(spec, context) for spec in here})
 
     def between(self, after: str, before: str) -> list[Any]:
-        """Those behind one stage and before another."""
+        """The stages after one stage and before another."""
         names = list(self)
         return [self[name] for name in names[names.index(after) + 1 : names.index(before)]]
 

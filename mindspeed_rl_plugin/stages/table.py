@@ -1,8 +1,8 @@
 """The stage table: which stages an algorithm has, in the order in which a row passes them.
 
 docs/stages.md shows it. Pairs (DPO) have two stages: pairs, which writes tokens, loss_mask and the reference's
-log-probs, and update. The dock's columns, worker states and consumers are derived from this table, and schedules walk
-it.
+log-probs, and update. The dock's columns, worker states and consumers are derived from this table, and schedules go
+through it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.stages import (
 from mindspeed_rl_plugin.stages.stage import StageSpec, resolved
 from mindspeed_rl_plugin.stages.user import WRITABLE
 
-# Columns of checkpoints before November 2026 -> what they are now.
+# Columns of checkpoints before November 2026 -> their names now.
 RENAMED = {"kept": "valid", "times": "multiplicity", "weights": "weights_digest"}
 
 
@@ -44,7 +44,7 @@ def stage_table(
 ) -> list[StageSpec]:
     """The stages of an algorithm. graders: number of rewards; by_group: whether one is called with whole groups; dump:
     whether rollouts are written to files; own: a user's stages, which come after reward and before groups; kind: of
-    the responses. Raises ValueError for names that others have."""
+    the responses. Raises ValueError for names that are in use."""
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.spec(algorithm)])
     added = tuple(name for spec in own for name in spec.written)
@@ -75,7 +75,7 @@ def stage_table(
 
 @functools.cache
 def taken_names() -> frozenset[str]:
-    """What stages write under some algorithm that samples, and what dumps and old checkpoints know by these names."""
+    """Column names in use: of stages under any algorithm that samples, of dumps, and of old checkpoints."""
     presets = [resolve(AlgorithmConfig(algorithm=name)) for name in ALGORITHMS]
     tables = [stage_table(each, graders=1) for each in presets if not each.from_pairs]
     return frozenset({*(name for table in tables for spec in table for name in spec.written), *DUMP_FIELDS, *RENAMED})

@@ -13,17 +13,17 @@ from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.logprobs import columns_of_rank
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
-if TYPE_CHECKING:  # they import Megatron, which the stage table does without
+if TYPE_CHECKING:  # they import Megatron, which the stage table must not need
     from mindspeed_rl_plugin.update.step import MegatronStep
     from mindspeed_rl_plugin.update.value_step import ValueStep
 
 GRAD_NORM = 5  # place in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
 OPTIMIZER, SCHEDULER, MODEL_CONFIG = 3, 4, 5  # places among its arguments; from 2, the model, on they pass through
-Stepped = tuple[tuple, dict[str, float]]  # what Megatron's step returns, and metrics by the register's names
+Stepped = tuple[tuple, dict[str, float]]  # result of Megatron's step, and metrics by the names of `monitor.names`
 
 
 def spec(algorithm: Algorithm) -> StageSpec:
-    """What the update reads of every row, or of every response of a pair."""
+    """The stage, with the columns of every row, or of every response of a pair."""
     if algorithm.from_pairs:
         return StageSpec("update", ("tokens", "loss_mask", "reference"), (), resource="trainer", build=build)
     reads = ("tokens", "loss_mask", "logp_rollout", advantages.column_name(algorithm), "valid", "version")
@@ -32,7 +32,7 @@ def spec(algorithm: Algorithm) -> StageSpec:
 
 
 def build(spec: StageSpec, context: RankContext) -> Update:
-    """With a critic, or without one."""
+    """Build the stage, with or without a critic."""
     if context.critic is None:
         return Update(spec, context)
     from mindspeed_rl_plugin.update.value_step import ValueStep  # imports Megatron, the table does not
@@ -45,7 +45,7 @@ class TrainStep:
     """A call of Megatron's `train_step`."""
 
     function: Callable[..., tuple]
-    args: tuple  # what Megatron gave it
+    args: tuple  # Megatron's arguments
     kwargs: Mapping[str, Any]
 
 
@@ -57,8 +57,8 @@ class Update(Stage):
     ) -> Stepped:
         """One optimizer step on this data parallel rank's micro-batches.
 
-        done: iterations before this one; version: of the weights that sampled the rollout; last_pass: over these rows,
-        which acknowledges them; until then they are handed back.
+        done: iterations before this one; version: of the weights that sampled the rollout; last_pass: whether it is the
+        last one over these rows; it acknowledges them, earlier ones give them back.
         """
         needed = columns_of_rank(self.spec.reads, self.context.last_stage)
         lease = self.lease([i for ids in batches for i in ids], needed)
@@ -75,20 +75,20 @@ class Update(Stage):
 
 
 class CriticUpdate(Update):
-    """The same with a critic, which learns first."""
+    """The same with a critic, which is trained first."""
 
     def __init__(self, spec: StageSpec, context: RankContext, value_step: ValueStep) -> None:
         super().__init__(spec, context)
         self.value_step = value_step
 
     def optimize(self, parts: Sequence[Rows], call: TrainStep, done: int, version: int) -> Stepped:
-        """Megatron's step of the critic, and of the policy unless the critic warms up alone."""
+        """Megatron's step of the critic, then of the policy, unless the critic warms up alone."""
         critic, lr = self.context.critic, learning_rate(call.args[OPTIMIZER])
         mine = (critic.model, critic.optimizer, critic.scheduler, critic.config)
         own = replace(call, args=(*call.args[:2], *mine, *call.args[MODEL_CONFIG + 1 :]))
         result, metrics = take_step(self.value_step, parts, own, "critic/")
         if done < self.context.config.algorithm.critic_warmup:
-            # The policy's learning rate goes by the iteration.
+            # The policy's learning rate depends on the iteration.
             call.args[SCHEDULER].step(increment=self.context.global_batch)
             return result, metrics | {"lr": lr}
         result, policy = super().optimize(parts, call, done, version)
@@ -97,7 +97,7 @@ class CriticUpdate(Update):
 
 def take_step(step: MegatronStep, parts: Sequence[Rows], call: TrainStep, whose: str = "", **more: Any) -> Stepped:
     """One of Megatron's optimizer steps on micro-batches. whose: "critic/", or the policy's; more: of its `prepare`."""
-    lr = learning_rate(call.args[OPTIMIZER])  # the step ends with the rate of the next
+    lr = learning_rate(call.args[OPTIMIZER])  # after the step, the rate is that of the next step
     step.prepare(parts, **more)
     result = step.run(call.function, call.args[2:], call.kwargs)
     norm = {} if result[GRAD_NORM] is None else {f"{whose}grad_norm": float(result[GRAD_NORM])}

@@ -1,7 +1,7 @@
 """A user's own stages (`--rl-stage path.py:Class`): after reward, before select, on TensorDicts.
 
-docs/stages.md has an example. A stage may write `reward`, `valid` (int8, 0: the row is trained nowhere) and columns of
-its own, declared as `ColumnSpec`. Later stages and the dumps see what it wrote.
+docs/stages.md has an example. A stage may write `reward`, `valid` (int8, 0: the row is not trained) and columns of its
+own, declared as `ColumnSpec`. Later stages and the dumps read these.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mindspeed_rl_plugin.workers.child import describe
 from mindspeed_rl_plugin.workers.user_files import load_function
 
 WRITABLE = {column.name: column for column in (reward.REWARD, select.VALID)}
-# What a user's code may raise at the start.
+# Errors of a user's code at the start.
 RAISED = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
     SyntaxError, TypeError, ValueError,
@@ -42,7 +42,7 @@ RAISED = (
 def load_stages(words: Sequence[str], graders: int, kind: ResponseKind = ONE_TURN) -> list[tuple[StageSpec, Any]]:
     """The stages of `--rl-stage`, in their order: declaration, and instance. kind: of the responses.
 
-    Raises ValueError for a file or class that is not there, and for declarations that cannot be.
+    Raises ValueError for a missing file or class, and for invalid declarations.
     """
     known = {c.name for spec in (prompts.SPEC, generate.spec(kind), reward.spec(graders)) for c in spec.writes}
     stages: list[tuple[StageSpec, Any]] = []
@@ -89,11 +89,11 @@ def try_once(
     where: str,
     kind: ResponseKind = ONE_TURN,
 ) -> None:
-    """Call each stage on the group that a data row would make, rewarded with 1 and 0 in turns.
+    """Call each stage as a trial on a group made from a data row, with rewards 1 and 0 in turns.
 
-    stages: not those of the run, for they may keep state; response: token ids of every response; graders: number of
-    rewards; where: the row's place in the data; kind: of the responses. Raises ValueError for what a stage raises
-    or returns wrongly.
+    stages: other instances than those of the run, since they may have state; response: token ids of every response;
+    graders: number of rewards; where: the row's place in the data; kind: of the responses. Raises ValueError for errors
+    and wrong results of a stage.
     """
     rows = _as_sampled(prompt, response, members, graders, kind)
     for spec, instance in stages:
@@ -109,7 +109,7 @@ def try_once(
 
 
 def _as_sampled(prompt: Prompt, response: Sequence[int], members: int, graders: int, kind: ResponseKind) -> Rows:
-    """The columns that a stage may read, of one group."""
+    """The columns of one group that a stage may read."""
     ids = [SampleId(0, 0, member) for member in range(members)]
     requests = [GenerateRequest(i, prompt.tokens, Sampling(len(response)), 0) for i in ids]
     answers = [Completion(i, tuple(response), (-1.0,) * len(response), "stop", ((0, 0),)) for i in ids]
@@ -122,7 +122,7 @@ def _as_sampled(prompt: Prompt, response: Sequence[int], members: int, graders: 
 
 
 class UserStage(Stage):
-    """instance: the user's object."""
+    """The stage on this rank. instance: the user's object."""
 
     def __init__(self, instance: Any, spec: StageSpec, context: RankContext) -> None:
         super().__init__(spec, context)
@@ -133,7 +133,7 @@ class UserStage(Stage):
 
 
 def computed(spec: StageSpec, instance: Any, rows: Rows) -> Rows:
-    """What the user's `compute` gives for these rows. Raises ValueError where that does not fit its declaration."""
+    """The result of the user's `compute` for these rows. Raises ValueError where it does not fit its declaration."""
     if (given := instance.compute(to_tensordict(rows))) is None:
         raise ValueError(f"--rl-stage {spec.name}: compute returned None; return a TensorDict")
     given["ids"] = torch.tensor(rows.ids, dtype=torch.int64).reshape(-1, 3)
