@@ -1,1 +1,1 @@
-"""What drives the stages: the loop, its schedules, the plan of a rollout, and resume."""
+"""Runs the stages: the loop, its schedules, the plan of a rollout, and resume."""

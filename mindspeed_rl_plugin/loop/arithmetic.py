@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.config.flag import valued
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What one rollout is, and what it is cut into. Preference pairs are prompts with two responses, and an optimizer
+    """Sizes of a rollout and of its parts. A preference pair counts as a prompt with two responses; then an optimizer
     step is a rollout.
 
     prompts: G of one rollout.
@@ -24,9 +24,9 @@ class Arithmetic:
     epochs: passes over a rollout.
     micro_batch: sequences of one forward.
     data_parallel: ranks.
-    engines: of rollouts, None for pairs.
+    engines: number of rollout engines, None for pairs.
     train_iters: optimizer steps of the whole run.
-    max_tokens: of a micro-batch, where they are cut by tokens.
+    max_tokens: of a micro-batch, if micro-batches are limited by tokens.
     """
 
     prompts: int
@@ -46,7 +46,7 @@ class Arithmetic:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps, that is Megatron iterations, that one rollout serves."""
+        """Optimizer steps (Megatron iterations) on one rollout."""
         return self.samples // self.global_batch * self.epochs
 
     @property
@@ -56,7 +56,7 @@ class Arithmetic:
 
     @property
     def rollouts(self) -> int:
-        """Rollouts of the whole run; the last one may serve fewer steps."""
+        """Rollouts of the run; the last one may have fewer steps."""
         return -(-self.train_iters // self.steps)
 
     def table(self) -> str:
@@ -97,9 +97,9 @@ class Arithmetic:
 
 
 def check_batch(args: argparse.Namespace, trainers: str = "") -> None:
-    """Whether --global-batch-size divides, from arguments that Megatron has not validated: what they leave open, or
-    divides nothing, is left to it. trainers: how their number of ranks comes about. Raises ValueError naming the value,
-    the limit and the fix."""
+    """Check the division of --global-batch-size, by arguments that Megatron has not validated yet. Missing or invalid
+    sizes are left to Megatron's check. trainers: how their number of ranks is computed. Raises ValueError with the
+    value, the limit and the fix."""
     across = math.prod(
         getattr(args, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
     )
@@ -124,7 +124,7 @@ def derive(
     config: RLConfig, world: int, *, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int
 ) -> Arithmetic:
     """The arithmetic of an algorithm that samples responses, with the default of --rl-rollout-prompts. world: ranks
-    that train; the others: as Megatron's flags say. Raises ValueError naming the value, the limit and the fix."""
+    that train; other sizes: by Megatron's flags. Raises ValueError naming the value, the limit and the fix."""
     members, prompts = config.rollout.samples_per_prompt, config.rollout.rollout_prompts
     of_prompt = valued(config.rollout, "samples_per_prompt")
     if prompts is None:
@@ -156,7 +156,8 @@ def derive(
 
 
 def arithmetic_of(args: Any) -> Arithmetic:
-    """The arithmetic of Megatron's validated arguments, whatever the algorithm. Raises ValueError as these do."""
+    """The arithmetic of Megatron's validated arguments, for any algorithm. Raises ValueError as `derive` and
+    `derive_pairs` do."""
     of_megatron = {
         "global_batch": args.global_batch_size,
         "micro_batch": args.micro_batch_size,
@@ -185,7 +186,7 @@ def _near(prompts: int, members: int, global_batch: int) -> str:
 
 
 def reads_old_logps(config: RLConfig, algorithm: Algorithm) -> bool:
-    """Whether more than the loss reads old log-probs. Without it, and where a rollout makes one optimizer step, they
-    are those of the update's own pass. A correction for older weights reads these just as well."""
+    """Whether something other than the loss reads old log-probs. If not, and if a rollout has one optimizer step, they
+    are taken from the update's own pass. A correction for older weights can use these, too."""
     dumped = config.monitor.dump_dir is not None
     return config.forward.old_logprobs != "auto" or algorithm.kl_reward_coef != 0 or dumped

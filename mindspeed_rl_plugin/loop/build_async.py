@@ -1,4 +1,4 @@
-"""Builds what the asynchronous schedule has beside the others: published weights, and an open dock for engines."""
+"""Builds the parts that only the asynchronous schedule has: published weights, and a dock that is open to engines."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def build_schedule(at: RankParts, stages: Stages, trainer: Trainer, model: Any, 
 
 
 def kept_versions(schedule: ScheduleConfig) -> int:
-    """Versions of the weights that trainers keep."""
+    """Number of versions of the weights that trainers keep."""
     return max(2, schedule.max_staleness + 1) if schedule.async_order == "strict" else 2
 
 
 def make_publisher(at: RankParts, model: Sequence[Any]) -> Publisher:
-    """Of this rank's weights. Collective. Raises MemoryError where the versions of all ranks of a machine do not fit
-    into its memory."""
+    """The publisher of this rank's weights. Collective. Raises MemoryError if the versions of all ranks of a machine do
+    not fit into its memory."""
     inputs, ranks, rank = at.inputs, at.job.ranks, at.job.topology.rank
     args, config, versions = inputs.args, inputs.config, kept_versions(inputs.config.schedule)
     weights = TrainerWeights.of(
@@ -112,8 +112,8 @@ def make_publisher(at: RankParts, model: Sequence[Any]) -> Publisher:
 def _invite(
     job: Job, service: JobService, about: dict[str, str], schedule: ScheduleConfig, strict: bool
 ) -> ExternalEngines | None:
-    """Engines may join from now on, and must where the job has none of its own; those of its launcher hear of it, and
-    Ray starts its own. On the leader: what it keeps for them."""
+    """From now on engines may join. Announces this to engines of the launcher, and starts those on Ray. Returns, on the
+    leader, the supervisors of external engines."""
     folder, ranks = Path(job.monitor.run_dir).absolute(), schedule.generator_ranks
     secret_file = folder / "secret"
     address = service.invite(secret_file, own_address(), json.dumps(about))

@@ -25,12 +25,12 @@ from mindspeed_rl_plugin.weights.host_memory import HostWeights
 
 @dataclass(frozen=True)
 class Reference:
-    """What is known of the reference: its log-probs of all pairs, from disk, or its weights.
+    """The reference: its log-probs of all pairs, from disk, or its weights.
 
-    folder: where log-probs are kept.
+    folder: of stored log-probs.
     key: of these.
     logps: `[pairs, 2]`.
-    weights: None where logps are known.
+    weights: None if logps are known.
     """
 
     folder: str
@@ -40,7 +40,7 @@ class Reference:
 
     @classmethod
     def of_model(cls, inputs: Inputs, model: Any) -> Reference:
-        """The model holds the reference right now: look for its log-probs on disk, else keep a copy of it."""
+        """The model has the reference's weights now: read its log-probs from disk, else keep a copy of the weights."""
         folder = inputs.config.algorithm.dpo_reference_cache or str(Path(inputs.args.save) / "rl" / "reference")
         digest = weights_digest((n, p) for chunk in model for n, p in chunk.named_parameters())
         fingerprint = inputs.data.fingerprint + (inputs.held_out.fingerprint if inputs.held_out else "")
@@ -51,7 +51,7 @@ class Reference:
         return cls(folder, key, logps, weights)
 
     def scored(self, scorer: PairScorer, leader: bool) -> Tensor:
-        """`[pairs, 2]` log-probs of all pairs, taken now where they were not on disk. Collective."""
+        """`[pairs, 2]` log-probs of all pairs, computed now if they were not on disk. Collective."""
         if self.logps is not None:
             if leader:
                 print(f"[rl] log-probs of the reference are read from {cache_file(self.folder, self.key)}", flush=True)

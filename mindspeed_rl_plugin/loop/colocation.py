@@ -1,4 +1,5 @@
-"""Trainer and engine on the same devices, in turns: weights to the engine, training state to the host, and back."""
+"""Trainer and engine use the same devices in turns: moves weights to the engine, and training state to the host and
+back."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from mindspeed_rl_plugin.weights.resharder import Resharder, Transfer
 
 
 class Colocation:
-    """model: this rank's chunks; state: what of the training leaves the device during generation, of the categories
-    `offloaded`; stage: times a stage."""
+    """model: this rank's chunks; state: training state, of which the categories `offloaded` are on the host during
+    generation; stage: times a stage."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Colocation:
 
     @classmethod
     def of(cls, at: RankParts, model: Sequence[torch.nn.Module], optimizer: Any, critic: Critic | None) -> Colocation:
-        """On this rank, by the flags. Collective over all ranks; the engine takes seconds to start."""
+        """Build it on this rank, by the flags. Collective over all ranks; the engine takes seconds to start."""
         inputs = at.inputs
         args, config = inputs.args, inputs.config
         dtype = engine_options.dtype_of(args, config.rollout.engine_dtype)
@@ -60,7 +61,7 @@ class Colocation:
         state = TrainState(model, optimizer, budget=budget, verify=config.reshard.verify_weights)
         if critic is not None:
             critic.state.budget, critic.state.verify = budget, config.reshard.verify_weights
-        # The engine measures the free memory when it starts: the training state must not be in its way.
+        # The engine measures the free memory when it starts, so the training state is offloaded first.
         trained = (state,) if critic is None else (state, critic)
         for one in trained:
             one.offload(config.reshard.offloaded)
@@ -73,9 +74,9 @@ class Colocation:
 
     @contextmanager
     def awake(self, version: int) -> Iterator[Transfer]:
-        """The engine with the model's weights, of `version`. Yields what this rank transferred.
+        """Within the context the engine is awake, with the model's weights of `version`. Yields this rank's `Transfer`.
 
-        The optimizer's way back passes beside what follows; `onload` waits for it.
+        Afterwards the optimizer state returns in the background; `onload` waits for it.
         """
         with self.stage("reshard"):
             transfer = self._to_engine(version)
@@ -89,17 +90,18 @@ class Colocation:
         self.state.start_onload(self.offloaded & {"optimizer"})
 
     def start_offload(self) -> None:
-        """Begin to copy to the host what the transfer of weights does not read: gradients and optimizer state, those
-        of the critic too. What has begun to leave is passed over. It may still be read, for a checkpoint."""
+        """Begin to copy to the host all that the transfer of weights does not read: gradients and optimizer state, also
+        of the critic. Parts that are being copied already are skipped. The state may still be read, for a
+        checkpoint."""
         for state in self._states:
             state.start_offload(self.offloaded - {"params"})
 
     def onload(self) -> None:
-        """All of the training state is on the device."""
+        """Wait until all training state is on the device."""
         self.state.onload()
 
     def refuse_save(self) -> None:
-        """Raise where a checkpoint would lack what is on the host, or hold NaN or infinity."""
+        """Raise if a checkpoint would lack state that is on the host, or would have NaN or infinity."""
         if self.state.off_device:
             raise RuntimeError(
                 f"a checkpoint now would lack {', '.join(sorted(self.state.off_device))}, which are on the host for "
@@ -108,25 +110,25 @@ class Colocation:
         self.resharder.refuse_broken(self.model)
 
     def close(self) -> None:
-        """End the engine. It wakes for that, in the memory that the training state gives up for good."""
+        """End the engine. It must wake for that; the training state's memory is freed for it."""
         for state in self._states:
             state.discard()
         self.engine.shutdown()
 
     @property
     def _states(self) -> list[TrainState]:
-        """Of the policy, and of the critic where there is one."""
+        """States of the policy and, if any, of the critic."""
         return [self.state, *(() if self.critic is None else (self.critic.state,))]
 
     def _to_engine(self, version: int) -> Transfer:
         with gathered(self.model):
-            # First what the transfer does not need, so that both sides' weights fit beside each other.
+            # First the state that the transfer does not read, so that the weights of both sides fit.
             self.start_offload()
             if self.critic is not None:
                 self.critic.offload(self.offloaded & {"params"})
             self.state.finish_offload()
             self.engine.wake(("weights",))
-            # The copy to the host reads what the transfer reads, so that both may run.
+            # The copy to the host only reads weights, as the transfer does, so both may run.
             self.state.start_offload(self.offloaded & {"params"})
             with self.stage("transfer"):
                 transfer = self.resharder.to_engine(self.model, self.engine.parameters(), version)

@@ -1,4 +1,4 @@
-"""The loop's dock, from Megatron's layout and the flags: who consumes what, where rows live, how much it may hold."""
+"""Makes the loop's dock from Megatron's layout and the flags: its consumers, the places of rows, and its limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
 
 
 def place(topology: Topology, group: dist.ProcessGroup) -> Placement:
-    """Where each rank runs and whose rows it reads. Collective over `group`."""
+    """Machine and consumers of each rank. Collective over `group`."""
     places: list[Any] = [None] * topology.world
     dist.all_gather_object(places, (machine(), topology.dp_rank, topology.engine), group=group)
     machines = list(dict.fromkeys(name for name, _, _ in places))
@@ -31,14 +31,14 @@ def place(topology: Topology, group: dist.ProcessGroup) -> Placement:
 
 @dataclass(frozen=True)
 class Docks:
-    """One dock, seen by three kinds of consumers: data parallel ranks, rollout engines, single ranks."""
+    """One dock with views for three kinds of consumers: data parallel ranks, rollout engines, single ranks."""
 
     trainers: Dock
     engines: Dock
     ranks: Dock
 
     def of(self, resource: str) -> Dock:
-        """The dock as those ranks see it that share the leases of a stage on this resource."""
+        """The view for ranks that share the leases of a stage on this resource."""
         return {"trainer": self.trainers, "engine": self.engines}.get(resource, self.ranks)
 
     @classmethod
@@ -50,7 +50,7 @@ class Docks:
         group: dist.ProcessGroup,
         plan: RolloutPlan,
     ) -> Docks:
-        """Columns and worker states are those of the stage table. Collective over `group`."""
+        """Make the dock, with columns and worker states of the stage table. Collective over `group`."""
         divisions = [
             (topology.dp_rank, topology.dp_size),
             (topology.engine, topology.engines),
@@ -69,7 +69,7 @@ class Docks:
 
 
 def limits(config: RLConfig) -> DockLimits:
-    """How much a machine's part of the dock may hold."""
+    """Limits of a machine's part of the dock."""
     return DockLimits(
         capacity=int(config.dock.dock_gb * 2**30) or None,
         rows=config.dock.dock_rows or None,
@@ -78,8 +78,8 @@ def limits(config: RLConfig) -> DockLimits:
 
 
 class DockSize:
-    """Refuses a dock that is too small, before it is waited for. rounds: that dynamic sampling may sample for a
-    rollout, 0 without it; ahead: rollouts sampled ahead of the one in use, and groups of an evaluation."""
+    """Refuses a dock that is too small, before a stage waits for it. rounds: of dynamic sampling for a rollout, 0
+    without it; ahead: rollouts that are sampled ahead of the one in use, and groups of an evaluation."""
 
     def __init__(
         self,
@@ -93,23 +93,25 @@ class DockSize:
         self._fits = partial(limits(config).check, columns_of(table), states_of(table), members=sizes.members)
 
     def check_early(self) -> None:
-        """Before the model is built: a dock too small for one rollout however well it spreads. Raises ValueError."""
+        """Before the model is built. Raises ValueError for a dock that is too small even if a rollout is spread
+        evenly."""
         env = launch_env()
         machines = max(env["world_size"] // env["local_world_size"], 1)
         self._check_round(-(-self.sizes.prompts // machines))
 
     def check_placed(self, owners: np.ndarray) -> None:
-        """Where the machines are known, before the engine is built. owners: of the groups of a round."""
+        """Check when the machines are known, before the engine is built. owners: machine of each group of a round."""
         self._check_round(int(np.bincount(owners).max()))
 
     def check_resumed(self, used: np.ndarray, deferred: np.ndarray, owners: np.ndarray) -> None:
-        """The groups of a checkpoint, or a round beside those deferred. used, deferred: machine of each group."""
+        """Check the groups of a checkpoint, and a round together with deferred groups. used, deferred: machine of each
+        group."""
         machines = 1 + max((int(part.max()) for part in (used, deferred, owners) if len(part)), default=0)
         used, deferred, round_ = (np.bincount(part, minlength=machines) for part in (used, deferred, owners))
         self._fits(groups=int(max((used + deferred).max(), deferred.max() + round_.max())))
 
     def _check_round(self, most: int) -> None:
-        """most: groups of a round on one machine. With dynamic sampling all but one group of a rollout may wait there,
-        sampled in rounds that put `most` on a machine each."""
+        """most: groups of a round on one machine. With dynamic sampling all groups of a rollout except one may wait
+        there, from rounds that each put `most` on a machine."""
         rollouts, groups = self.ahead
         self._fits(groups=most * (1 + rollouts) + groups + min(self.sizes.prompts - 1, self.rounds * most))

@@ -1,4 +1,4 @@
-"""What the launch arguments say of the rollout engine, and whether it computes as the built model."""
+"""The engine's options by the launch arguments, and a check that it computes as the built model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.engine.options import VllmOptions, needs_tokenizer
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.weights.storages import unwrap
 
-# Share of the device's memory for the engine where reward models are loaded beside it later.
+# Share of the device's memory for the engine, if reward models are loaded there later.
 BESIDE_REWARD_MODELS = 0.6
 
 
@@ -40,14 +40,14 @@ def options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
 
 
 def dtype_of(args: argparse.Namespace, name: str) -> torch.dtype:
-    """--rl-engine-dtype, auto taken from Megatron's arguments."""
+    """--rl-engine-dtype; auto: Megatron's dtype."""
     return args.params_dtype if name == "auto" else getattr(torch, name)
 
 
 def check_engine_rotary(inputs: Inputs, model: Any) -> None:
-    """The engine's rotary frequencies are those of the built model, whatever the launch script made of the flags."""
+    """Check that the engine's rotary frequencies are those of the built model; the launch script may ignore flags."""
     for chunk in model:
-        for module in unwrap(chunk).modules():  # with latent attention every layer has one of its own
+        for module in unwrap(chunk).modules():  # with latent attention every layer has its own one
             rotary = getattr(module, "rotary_pos_emb", None)
             if rotary is not None:
                 check_rotary(hf_config.normalized(inputs.engine_config), rotary)

@@ -1,4 +1,4 @@
-"""What the loop is given: everything that was read and checked before the model."""
+"""The inputs of the loop: all that was read and checked before the model is built."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an algorithm does not need is left at its default.
+    """Fields that an algorithm does not need have their defaults.
 
-    vocab: tokens that the model may produce; the rest of Megatron's rows is padding.
-    flags: RL flags that were given, with their values.
+    vocab: tokens that the model may produce; further rows of Megatron's embedding are padding.
+    flags: RL flags on the command line, with their values.
     forward: how batches become the model's inputs.
     data: prompts or pairs to train on.
     held_out: those of the evaluation.
     engine_config: config.json of the engine's model.
     end_tokens: ids that end a response.
-    own_stages: a user's, declaration and instance.
-    responses: of what kind they are.
+    own_stages: declaration and instance of each stage of the user.
+    responses: their kind.
     """
 
     args: argparse.Namespace
@@ -57,18 +57,19 @@ class Inputs:
     responses: ResponseKind = ONE_TURN
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Response tokens as graders and readers see them."""
-        ended = len(tokens) > 0 and tokens[-1] in self.end_tokens  # not each of them is marked special
+        """Text of response tokens, for graders and readers."""
+        ended = len(tokens) > 0 and tokens[-1] in self.end_tokens  # not every end token is marked as special
         return self.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
-        """Raise ValueError where graders, or what answers the model, cannot do with the fields of some row. rows: place
-        in the data -> fields of its record."""
+        """Raise ValueError where graders or environments need other fields than some row has. rows: place in the data
+        -> fields of its record."""
         self.graders.check_fields({where: {*fields, *self.responses.graded} for where, fields in rows.items()})
         self.responses.check_fields(rows)
 
     def check_answers(self, answers: Mapping[str, str]) -> None:
-        """Raises ValueError where a built-in grader cannot read a ground truth. answers: place in the data -> it."""
+        """Raises ValueError where a built-in grader cannot read a ground truth. answers: place in the data -> ground
+        truth."""
         regex = self.config.reward.reward_regex
         check_answers(parse_specs(self.config.graders, regex), regex, answers)
 
@@ -87,7 +88,7 @@ class Inputs:
         )
 
     def settled(self) -> Inputs:
-        """The same, with old log-probs only where the update cannot do with those of its own pass."""
+        """The same inputs, with a pass for old log-probs only if the update cannot use those of its own pass."""
         old_logps = self.sizes.steps > 1 or reads_old_logps(self.config, self.algorithm)
         return replace(self, algorithm=replace(self.algorithm, old_logps=old_logps))
 
@@ -104,7 +105,7 @@ class Inputs:
         return self.config.algorithm.dynamic_sampling_rounds if self.algorithm.dynamic_sampling else 0
 
     def dock_size(self) -> DockSize:
-        """How much the dock must hold under these flags."""
+        """Size of the dock that these flags need."""
         config, ahead = self.config, (0, 0)
         if config.schedule.apart:
             held_out = len(self.held_out or ()) * (config.monitor.eval_pass_k + 1)
@@ -114,7 +115,7 @@ class Inputs:
         return DockSize(config, self.table(), self.sizes, self.dynamic_rounds, ahead)
 
     def host_memory_budget(self) -> HostMemoryBudget:
-        """The host memory of this machine, for what its ranks offload. Collective over all ranks."""
+        """The budget of this machine's host memory, for offloaded state of its ranks. Collective over all ranks."""
         return HostMemoryBudget.of_machine(launch_env()["local_world_size"], self.config.monitor.wait_timeout)
 
     @property

@@ -1,8 +1,8 @@
 """The loop: RL behind Megatron's `train_step`.
 
-Megatron's own train loop calls `Loop.train_step` once an iteration. One Megatron iteration is one optimizer step; when
-no rows are left to train on, the schedule collects a rollout, which serves the steps after it. Every rank runs the same
-calls in the same order.
+Megatron's own train loop calls `Loop.train_step` once an iteration. One Megatron iteration is one optimizer step. When
+no rows remain to train on, the schedule collects a rollout for the next steps. Every rank runs the same calls in the
+same order.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mindspeed_rl_plugin.stages.update import TrainStep, Update
 @dataclass
 class Loop:
     """args: Megatron's.
-    colocation: None where nothing is generated on these ranks.
-    warmup: first iterations, in which the critic learns alone.
-    rollout: the one in use.
-    trained: whether the policy has taken a step, which it has not while the critic warms up.
+    colocation: None if these ranks generate nothing.
+    warmup: number of first iterations in which only the critic is trained.
+    rollout: in use.
+    trained: whether the policy has taken a step (not while the critic warms up).
     """
 
     args: argparse.Namespace
@@ -37,7 +37,7 @@ class Loop:
 
     def train_step(self, call: TrainStep) -> tuple:
         """One optimizer step, with a rollout before it when one is due; returns what Megatron's step returns."""
-        done = self.args.curr_iteration  # optimizer steps so far, those before a resume included
+        done = self.args.curr_iteration  # optimizer steps so far, with those before a resume
         self.job.monitor.begin(done + 1)
         if not self.job.plan.steps:
             self.rollout = self.schedule.collect(done)

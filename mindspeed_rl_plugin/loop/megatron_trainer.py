@@ -22,7 +22,7 @@ class MegatronTrainer:
 
     model: chunks of this rank.
     policy: its steps.
-    publisher: of its weights, where engines have ranks of their own.
+    publisher: of its weights, if engines have ranks of their own.
     """
 
     model: Sequence[Module]
@@ -32,7 +32,7 @@ class MegatronTrainer:
 
     @classmethod
     def of(cls, inputs: Inputs, model: Sequence[Module], publisher: Publisher | None) -> MegatronTrainer:
-        """On this rank, by the flags."""
+        """Build it on this rank, by the flags."""
         longest = inputs.config.rollout.max_response_length
         policy = PolicyStep(inputs.algorithm, inputs.forward, model, norm_length=longest)
         return cls(model, inputs.forward, policy, publisher)

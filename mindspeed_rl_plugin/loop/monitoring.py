@@ -1,4 +1,4 @@
-"""The monitor of a run, and what run.json says of the run at its start."""
+"""The monitor of a run, and the description of the run in run.json."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
         resume_iteration=start.iteration,
         meter=device.memory,
         compares=inputs.algorithm.members > 1,
-        synchronize=device.synchronize_stream,  # copies of the offload go on beside stages
+        synchronize=device.synchronize_stream,  # copies of the offload overlap stages
         info={
             "algorithm": inputs.config.algorithm.algorithm,
             "parts": describe(inputs.algorithm),
@@ -53,8 +53,8 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
 
 
 def timing_setup(inputs: Inputs, ranks: int) -> dict[str, Any]:
-    """What the model of a run's seconds needs of it, for run.json; nothing of pairs and of partial rollouts, which it
-    does not know. ranks: that train."""
+    """Settings in run.json for `plan --schedule`, which models the run's time; empty for pairs and partial rollouts,
+    which it does not support. ranks: of trainers."""
     if inputs.algorithm.from_pairs or inputs.config.schedule.partial:
         return {}
     return {SETUP: dataclasses.asdict(Setup.of(inputs.config, inputs.sizes, ranks))}

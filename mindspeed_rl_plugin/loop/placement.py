@@ -1,9 +1,9 @@
-"""Who works on which rows, so that a row stays near where it will be trained: pure functions of ids and lengths.
+"""Which ranks work on which rows, so that a row stays near the rank that trains it: pure functions of ids and lengths.
 
-A group lives on a machine of the data parallel rank that trains its first member. Where that rank's pipeline lies on
-several machines, its groups take turns over these: each stage reads the tokens of every row, so most of them read from
-elsewhere wherever a row lies, and taking turns uses the memory and the links of all machines for a few percent more
-bytes than the last stage's machine alone would cost. The machine's engines sample the group, its ranks grade it and
+A group is stored on a machine of the data parallel rank that trains its first member. If that rank's pipeline is on
+several machines, its groups are distributed over these in turn. Each stage reads the tokens of every row, so most
+stages read from another machine anyway. Compared with the last stage's machine alone, this costs a few percent more
+bytes, but uses the memory and the links of all machines. The machine's engines sample the group, its ranks grade it and
 compute its advantages, as far as the shares of engines and ranks stay equal.
 """
 
@@ -42,7 +42,7 @@ class Placement:
 
     @cached_property
     def trained_on(self) -> list[tuple[int, ...]]:
-        """Machines of each data parallel rank, those of its later pipeline stages, which read more, first."""
+        """Machines of each data parallel rank; those of later pipeline stages, which read more, come first."""
         ranks = range(len(self.node) - 1, -1, -1)
         parts = range(max(self.dp_rank) + 1)
         return [tuple(dict.fromkeys(self.node[r] for r in ranks if self.dp_rank[r] == d)) for d in parts]
@@ -54,8 +54,8 @@ class Placement:
         return [frozenset(d for d, machines in places if n in machines) for n in range(self.machines)]
 
     def owners(self, plan: Sequence[Step], groups: int) -> np.ndarray:
-        """`[groups]` machine of each group of a rollout that is trained by `plan`: of those of its data parallel rank,
-        the one with the fewest groups for its ranks so far."""
+        """`[groups]` machine of each group of a rollout that is trained by `plan`: among the machines of its data
+        parallel rank, the one with the fewest groups per rank so far."""
         first: dict[int, tuple[int, int]] = {}
         for step in plan:
             for dp_rank, batches in enumerate(step.micro_batches):
@@ -71,31 +71,32 @@ class Placement:
         return owners
 
     def generated_by(self, engine: int, ids: Sequence[SampleId], owners: np.ndarray) -> list[SampleId]:
-        """Rows of one epoch that an engine samples: equally many for every engine, as many as that allows on the
+        """Rows of one epoch that an engine samples: the same number for every engine, and as many as possible on the
         machine that owns them."""
         ordered, engines = sorted(ids), range(max(self.engine) + 1)
         places = [(self.node[self.engine.index(e)],) for e in engines]
         return deal(ordered, [int(owners[i.group]) for i in ordered], places)[engine]
 
     def graded_by(self, rank: int, groups: Sequence[Group], owner: Callable[[Group], int]) -> list[Group]:
-        """Groups that a rank grades: equally many for every rank, as many as that allows on the machine that owns
+        """Groups that a rank grades: the same number for every rank, and as many as possible on the machine that owns
         them."""
         ordered = sorted(groups)
         return deal(ordered, [owner(g) for g in ordered], [(n,) for n in self.node])[rank]
 
     def near(self, plan: Sequence[Step], owner: Callable[[Group], int]) -> list[Step]:
-        """The same steps and micro-batches; within each step a micro-batch goes to a data parallel rank with a rank on
-        the machine of its first row, as far as every rank gets equally many."""
+        """The same steps and micro-batches. Within each step a micro-batch goes to a data parallel rank on the machine
+        of its first row, as far as every rank gets the same number."""
         batches = [[batch for rank in step.micro_batches for batch in rank] for step in plan]
         dealt = (deal(of_step, [owner(batch[0][:2]) for batch in of_step], self.trained_on) for of_step in batches)
         return [Step(tuple(map(tuple, parts))) for parts in dealt]
 
 
 def deal(items: Sequence[Item], owners: Sequence[int], places: Sequence[Collection[int]]) -> list[list[Item]]:
-    """The items of each part, in their order: equally many a part, some one more, and first on their own machine.
+    """The items of each part, in order. Parts get the same number, some one more; first an item goes to a part on its
+    machine.
 
-    owners: machine of each item; places: machines of each part. Parts fill up one after the other, so neighbours stay
-    together.
+    owners: machine of each item; places: machines of each part. Parts are filled one after the other, so neighbours
+    stay together.
     """
     few, more = divmod(len(owners), len(places))
     part_of, held, left = [-1] * len(owners), [0] * len(places), list(range(len(owners)))

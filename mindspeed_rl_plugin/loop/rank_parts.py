@@ -1,4 +1,4 @@
-"""What the loop of any algorithm is put together from on this rank: its place, the plan, the dock and the monitor."""
+"""The parts of a loop that every algorithm needs on this rank: its place, the plan, the dock and the monitor."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mindspeed_rl_plugin.stages.evaluate import Due
 @dataclass(frozen=True)
 class RankParts:
     """inputs: of the run.
-    docks: the dock, seen by each kind of consumer.
-    job: what every schedule works with.
+    docks: the dock, with views for each kind of consumer.
+    job: for every schedule.
     """
 
     inputs: Inputs
@@ -30,7 +30,8 @@ class RankParts:
 
     @classmethod
     def of(cls, inputs: Inputs, model: Any, start: Start) -> RankParts:
-        """model: this rank's chunks. Collective over all ranks. Raises ValueError where the dock is too small."""
+        """Build the parts. model: this rank's chunks. Collective over all ranks. Raises ValueError where the dock is
+        too small."""
         flags, pairs = inputs.config.schedule, inputs.algorithm.from_pairs
         topology = Topology.from_megatron(1 if flags.apart or pairs else inputs.config.rollout.generate_tp, model)
         ranks = Collectives(inputs.config.monitor.wait_timeout)
@@ -45,7 +46,7 @@ class RankParts:
         return cls(inputs, docks, job)
 
     def context(self, model: Any, **parts: Any) -> RankContext:
-        """What the stages are built from. parts: further fields of `RankContext`."""
+        """The context for building the stages. parts: further fields of `RankContext`."""
         inputs, job = self.inputs, self.job
         return RankContext(
             config=inputs.config,

@@ -1,4 +1,4 @@
-"""What a resume takes over of the rollout in use and of deferred groups, and what it refuses before it waits."""
+"""Checks of a resume: the rollout in use and deferred groups of the checkpoint, under the present flags."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mindspeed_rl_plugin.stages.table import RENAMED
 
 
 def cut(sizes: Arithmetic, algorithm: Algorithm, max_tokens: int | None) -> dict[str, int | str | None]:
-    """What decides how a rollout is cut into optimizer steps and what its rows hold; a half-used rollout cannot change
-    it."""
+    """Settings for the division of a rollout into optimizer steps and the contents of its rows; they cannot change in
+    the middle of a rollout."""
     return {
         "--rl-rollout-prompts": sizes.prompts,
         "--rl-samples-per-prompt": sizes.members,
@@ -38,7 +38,7 @@ def choices(algorithm: Algorithm) -> dict[str, float | str]:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], flags: Iterable[str]) -> list[str]:
-    """What an error says of those of the flags whose values differ."""
+    """The flags whose values differ, as a text for an error."""
     changed = (flag for flag in flags if before.get(flag) != now[flag])
     return [f"{flag} was {before.get(flag, 'not recorded')}, now {now[flag]}" for flag in changed]
 
@@ -51,10 +51,10 @@ def check(
     iteration: int,
     own: Sequence[str] = (),
 ) -> None:
-    """Refuse a state of `Run.state_dict`, with the dock's outline in it, that these flags cannot go on with.
+    """Refuse a state of `Run.state_dict` (with the dock's outline) that these flags cannot continue.
 
-    now: `cut` of the flags; table: of stages; iteration: that the checkpoint holds; own: columns that a user's stages
-    write, and those that other stages write before them. Raises ValueError, on every rank alike.
+    now: `cut` of the flags; table: of stages; iteration: of the checkpoint; own: columns that a user's stages write,
+    and those that other stages write before them. Raises ValueError, the same on every rank.
     """
     left, before = state.get("steps_left", 0), state.get("cut", {})
     until = iteration + left
@@ -75,8 +75,8 @@ def check(
 def check_ahead(
     state: Mapping[str, Any], now: Mapping[str, Any], flags: ScheduleConfig, iteration: int, dynamic: bool
 ) -> None:
-    """Refuse flags that cannot go on with the groups that are admitted ahead of training. Raises ValueError; a run has
-    none of them when it has come to its --train-iters."""
+    """Refuse flags that cannot continue with groups that were admitted ahead of training. Raises ValueError. After all
+    --train-iters there are no such groups."""
     if not (many := len(ahead(state))):
         return
     problems = _changed(state["cut"], now, ("--rl-rollout-prompts", "--rl-samples-per-prompt"))
@@ -107,8 +107,8 @@ def check_columns(
     left: int,
     until: int,
 ) -> None:
-    """Refuse rows that lack a column of the update: who writes it has had its turn. held: columns of each epoch of the
-    rollout; before: the `choices` that sampled it, where the checkpoint has them. Raises ValueError."""
+    """Refuse rows that lack a column of the update after the stage that would write it. held: columns of each epoch of
+    the rollout; before: `choices` of the run that sampled it, if the checkpoint has them. Raises ValueError."""
     (reads,) = (spec.reads for spec in table if spec.name == "update")
     lacking = [c for c in reads if not all(c in have for have in held)]
     if not lacking:
@@ -133,7 +133,7 @@ def _check_deferred(deferred: Sequence, before: Mapping[str, object], now: Mappi
 
 
 def _check_own(state: Mapping[str, Any], own: Sequence[str]) -> None:
-    """Deferred groups are past the stages of a user's own."""
+    """Refuse other stages of a user: deferred groups have passed these stages."""
     epochs = {epoch for epoch, _ in state.get("carried", ())}
     held = [epoch["held"] for epoch in state["dock"]["epochs"] if epoch["number"] in epochs] if epochs else []
     if lacking := [column for column in own if not all(column in have for have in held)]:
@@ -151,12 +151,12 @@ def _check_own(state: Mapping[str, Any], own: Sequence[str]) -> None:
 
 
 def rounds_of(dock: Mapping[str, Any]) -> dict[int, int]:
-    """Epoch -> its groups, as it was sampled."""
+    """Epoch -> its number of groups."""
     return {epoch["number"]: epoch["groups"] for epoch in dock["epochs"]}
 
 
 def ahead(state: Mapping[str, Any]) -> list[Group]:
-    """Groups that a checkpoint holds beside the rollout in use and what dynamic sampling deferred."""
+    """Groups of a checkpoint other than those of the rollout in use and those that dynamic sampling deferred."""
     queued = [group for epoch, groups in state.get("queue", ()) for group in of_epoch(epoch, groups)]
     return [*queued, *_in_the_making(state)]
 
@@ -166,12 +166,12 @@ def _in_the_making(state: Mapping[str, Any]) -> list[Group]:
 
 
 def gone(rounds: Mapping[int, int], kept: Sequence[Group]) -> list[Group]:
-    """Groups of the dock's epochs that a checkpoint no longer holds."""
+    """Groups of the dock's epochs that the checkpoint does not have any more."""
     return sorted({g for number, size in rounds.items() for g in of_epoch(number, size)} - set(kept))
 
 
 def renamed(dock: Mapping[str, Any]) -> dict[str, Any]:
-    """A dock's snapshot with today's names of columns."""
+    """A dock's snapshot with the present names of columns."""
 
     def named(columns: Mapping[str, Any]) -> dict[str, Any]:
         return {RENAMED.get(name, name): column for name, column in columns.items()}

@@ -35,13 +35,18 @@ def by_epoch(groups: Iterable[Group]) -> dict[int, list[int]]:
 class RolloutPlan:
     """The rollout in use.
 
-    epoch: of the round that is being sampled, counted from 0, -1 before the first; opened: the last one that entered
-    the dock; queue: those that entered it ahead of their turn, with their groups; groups: those of the rollout, in
-    training order; deferred: sampled, graded and kept in the dock for the next rollout; lengths: of all these; steps:
-    optimizer steps left; rounds: groups of epochs of another size than a rollout, as a former start sampled them.
-    sizes: of a rollout; placement: who works on what; budget: tokens of a micro-batch,
-    None where it has a fixed number of rows; near: whether whole steps are dealt to ranks near their rows, as where
-    groups of several rounds make a rollout.
+    epoch: of the round that is being sampled, from 0, -1 before the first.
+    opened: last epoch in the dock.
+    queue: epochs in the dock that are sampled later, with their groups.
+    groups: of the rollout, in training order.
+    deferred: groups that are sampled, graded and kept in the dock for the next rollout.
+    lengths: of all these.
+    steps: remaining optimizer steps.
+    rounds: groups of epochs that have another size than a rollout, from an earlier start.
+    sizes: of a rollout.
+    placement: which ranks work on which rows.
+    budget: tokens of a micro-batch, None: it has a fixed number of rows.
+    near: whether micro-batches go to ranks near their rows; for rollouts with groups of several rounds.
     """
 
     def __init__(
@@ -65,14 +70,14 @@ class RolloutPlan:
         return of_epoch(self.epoch, self.rounds.get(self.epoch, self.sizes.prompts))
 
     def open_next(self, groups: int | None = None) -> int:
-        """Number of a new epoch, of so many groups, by default those of a rollout."""
+        """Number of a new epoch with so many groups, by default as many as a rollout."""
         self.opened += 1
         if groups not in (None, self.sizes.prompts):
             self.rounds[self.opened] = groups
         return self.opened
 
     def take_round(self) -> None:
-        """The first epoch of the queue is the round."""
+        """Make the first epoch of the queue the round."""
         self.epoch, _ = self.queue.pop(0)
 
     def ids(self, groups: Iterable[Group]) -> list[SampleId]:
@@ -83,14 +88,14 @@ class RolloutPlan:
         return self.placement.generated_by(engine, self.ids(self.round), self.owners(self.epoch))
 
     def graded_by(self, rank: int, groups: Sequence[Group]) -> list[SampleId]:
-        """Rows of those of the groups that a rank grades and compares, whole."""
+        """Rows of the groups that a rank grades and compares."""
         return self.ids(self.placement.graded_by(rank, groups, self.owner))
 
     # the rollout
 
     def plan(self, groups: Sequence[Group]) -> list[Step]:
-        """Optimizer steps of one pass over groups. With a budget of tokens micro-batches are within it; which rows make
-        a step does not depend on it."""
+        """Optimizer steps of one pass over groups. A budget of tokens limits micro-batches; it does not change the rows
+        of a step."""
         plan = self._cut(groups)
         if self.budget is None:
             return self.placement.near(plan, self.owner) if self.near else plan
@@ -105,8 +110,8 @@ class RolloutPlan:
         self.lengths = {g: self.lengths[g] for g in (*self.groups, *self.deferred) if g in self.lengths}
 
     def next_step(self) -> tuple[Step, int, bool]:
-        """The next optimizer step, how many of the rollout were taken before it, and whether it belongs to the last
-        pass over the rows."""
+        """The next optimizer step, the number of earlier steps of the rollout, and whether it belongs to the last pass
+        over the rows."""
         taken = len(self.one_pass) * self.sizes.epochs - len(self.steps)
         step = self.steps.pop(0)
         return step, taken, len(self.steps) < len(self.one_pass)
@@ -118,18 +123,18 @@ class RolloutPlan:
     # where rows lie
 
     def owners(self, epoch: int) -> np.ndarray:
-        """`[groups]` machine of each group of a round, as if all of it were trained on."""
+        """`[groups]` machine of each group of a round, if all of it is trained."""
         return self._owners(self.rounds.get(epoch, self.sizes.prompts))
 
     def owner(self, group: Group) -> int:
         return int(self.owners(group[0])[group[1]])
 
     def owners_of_round(self, groups: int | None = None) -> np.ndarray:
-        """`[groups]` machine of each group of a round of that size, by default of this plan's own."""
+        """`[groups]` machine of each group of a round of that size, by default of this plan's size."""
         return self._owners(self.sizes.prompts if groups is None else groups)
 
     def _owners_of(self, groups: int) -> np.ndarray:
-        """A round of another size, of a former start, lies in proportion."""
+        """Machines of a round of another size, from an earlier start, in proportion."""
         prompts = self.sizes.prompts
         if groups != prompts:
             return np.sort(self._owners(prompts))[np.arange(groups) * prompts // groups]
@@ -146,7 +151,7 @@ class RolloutPlan:
     # checkpoint
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """The state for a checkpoint."""
         return {
             "epoch": self.epoch,
             "opened": self.opened,
@@ -158,7 +163,7 @@ class RolloutPlan:
         }
 
     def load(self, state: Mapping[str, Any], rounds: Mapping[int, int]) -> None:
-        """Take `state` over; rounds: epoch of the dock -> groups it was sampled with."""
+        """Restore `state`; rounds: epoch of the dock -> its number of groups."""
         self.rounds.update(rounds)
         self.epoch, self.queue = state["epoch"], [(epoch, groups) for epoch, groups in state.get("queue", ())]
         self.opened = state.get("opened", self.epoch)
@@ -166,7 +171,7 @@ class RolloutPlan:
         self.lengths = dict(zip((*self.groups, *self.deferred), map(tuple, state["lengths"]), strict=True))
 
     def resume(self, left: int) -> None:
-        """Go on with the rollout in use, of which so many optimizer steps are left."""
+        """Continue the rollout in use, with so many optimizer steps left."""
         if left:
             self.use(self.groups, self.plan(self.groups))
             self.steps = self.steps[len(self.steps) - left :]

@@ -1,4 +1,4 @@
-"""The RL of this process, from the first check to the end of the job: what `launch` calls, in this order.
+"""RL in this process, from the first check to the end of the job. `launch` calls its methods in this order.
 
 before_model(inputs)                        once, before Megatron builds anything
 on_reference_loaded(model)                  only when KL is used: the model holds the reference's weights
@@ -54,7 +54,7 @@ class Run:
         atexit.register(self.close)
 
     def on_reference_loaded(self, model: Any) -> None:
-        """Keep what is needed of the reference, which the model holds right now."""
+        """Keep what is needed of the reference, whose weights the model has now."""
         if self.inputs.algorithm.from_pairs:
             self._reference = Reference.of_model(self.inputs, model)
         else:
@@ -64,12 +64,12 @@ class Run:
         self._critic = critic
 
     def check_state(self, state: Mapping[str, Any], iteration: int) -> None:
-        """Raise ValueError for the RL state of the checkpoint of `iteration` that these flags cannot go on with."""
+        """Raise ValueError if these flags cannot continue with the RL state of the checkpoint of `iteration`."""
         algorithm = self.inputs.algorithm
         self.inputs.data.check_state(state["cursor"])
         if not algorithm.from_pairs:
             names = {spec.name for spec, _ in self.inputs.own_stages}
-            # What these stages write, and under other names what the stages before them wrote.
+            # Columns of these stages, and columns of stages before them that are stored under other names.
             table = self.inputs.table()
             written = ((spec.name in names, c.name) for spec in table for c in columns_of([spec]))
             own = [column for theirs, column in written if theirs or "@" in column]
@@ -77,9 +77,9 @@ class Run:
             resume.check_ahead(state, self._cut(), self.inputs.config.schedule, iteration, algorithm.dynamic_sampling)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the RL state of a checkpoint, checked before; applied once the loop is built.
+        """Keep the RL state of a checkpoint, which is checked already, until the loop is built.
 
-        Its `dock` is an outline; on the leader `rows` is the whole.
+        Its `dock` is an outline; on the leader `rows` has the complete snapshot.
         """
         self._restored = state
 
@@ -92,13 +92,13 @@ class Run:
         self._reference = None
         if self._restored is not None:
             self._restore(self._restored)
-            self._restored = None  # the dock's rows are in it
+            self._restored = None  # it has the dock's rows
         dump_dir, job = self.inputs.config.monitor.dump_dir, self.loop.job
         if dump_dir and job.topology.leader:
             prepare_dumps(dump_dir, job.monitor.run_dir, start.iteration, start.kind == "resume")
 
     def train_iterator(self) -> Any:
-        """What stands in for the pretraining iterator: nothing, for `train_step` brings the rows of its step."""
+        """A replacement for the pretraining iterator, without data: `train_step` brings the rows of its step."""
         return None
 
     def train_step(self, original: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
@@ -121,11 +121,11 @@ class Run:
         }
 
     def close(self) -> None:
-        """End the processes of graders and environments, close the files of the run, and end the engine of a run that
-        ended well.
+        """End the processes of graders and environments, close the files of the run and, if the run ended without an
+        error, end the engine.
 
-        After an error ranks wait for each other, so nothing is done that could wait too. Nothing outlives the process
-        in any case: whatever has a name outside of it lost it when it was built.
+        After an error other ranks may wait, so nothing is done that could wait, too. In any case nothing remains after
+        the process: files of shared memory were unlinked when they were made.
         """
         if self.loop is not None:
             self.loop.schedule.stop()
@@ -134,7 +134,7 @@ class Run:
         self.inputs.responses.close()
         if self.loop is not None:
             self.loop.job.monitor.close()
-            if not hasattr(sys, "last_value"):  # of an exception that nobody caught
+            if not hasattr(sys, "last_value"):  # set by an uncaught exception
                 self.loop.schedule.close()
                 self.loop.job.dock.close()
 
@@ -144,7 +144,7 @@ class Run:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.inputs.data.load_state(state["cursor"])
         self.loop.trained = state.get(TRAINED, True)
-        if "dock" not in state:  # of pairs, before they went through the dock
+        if "dock" not in state:  # of pairs, from versions without a dock for pairs
             return
         job, rounds, left = self.loop.job, resume.rounds_of(state["dock"]), state["steps_left"]
         job.plan.load(state, rounds)
@@ -152,10 +152,10 @@ class Run:
         if not self.inputs.algorithm.from_pairs:
             self._check_size(used, deferred)
         job.dock.restore(resume.renamed(state.get("rows", state["dock"])))
-        if not self.inputs.algorithm.dynamic_sampling:  # nothing takes deferred groups up any more
+        if not self.inputs.algorithm.dynamic_sampling:  # deferred groups are not used any more
             job.plan.deferred = ()
         kept = (*used, *job.plan.deferred, *resume.ahead(state))
-        job.forget(resume.gone(rounds, kept))  # of which the rows tell the leader alone
+        job.forget(resume.gone(rounds, kept))  # only the leader knows them, from the rows
         self.loop.schedule.load(state)
         job.plan.resume(left)
         if state["rollout"] is not None:

@@ -1,4 +1,4 @@
-"""Where this rank stands: its data-parallel place in training, and its engine in generation."""
+"""The place of this rank: its data-parallel place in training, and its engine in generation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Topology:
     last_stage: whether it holds the end of the model.
     writer: whether it writes what the last stage computed for its data parallel rank (the first tensor and context
         parallel rank of that stage).
-    engine, engines: rollout engine that it belongs to, of how many.
+    engine, engines: number of its rollout engine, and number of engines.
     """
 
     rank: int
@@ -36,8 +36,7 @@ class Topology:
 
     @classmethod
     def from_megatron(cls, generate_tp: int, model: Sequence[Module]) -> Topology:
-        """Read Megatron's process groups. Engine e holds ranks e * generate_tp and the following; model: this rank's
-        chunks."""
+        """Read Megatron's process groups. Engine e has ranks from e * generate_tp on; model: this rank's chunks."""
         import torch.distributed as dist
         from megatron.core import parallel_state as mpu
 

@@ -1,1 +1,1 @@
-"""Schedules: in which order, and at the same time as what, the stages of a rollout work."""
+"""Schedules: in which order the stages of a rollout work, and which of them at the same time."""

@@ -1,4 +1,4 @@
-"""Engines on the ranks that train. `sync`: one stage after the other; `streamed`: grading beside generation."""
+"""Engines on the ranks that train. `sync`: one stage after the other; `streamed`: grading during generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.stages.stage import Stages
 
 
 class SyncSchedule(RolloutSchedule):
-    """One stage after the other, the engine awake for those that need it. evaluation: of its weights."""
+    """One stage after the other; the engine is awake for the stages that need it. evaluation: of its weights."""
 
     def __init__(
         self, job: Job, stages: Stages, rounds: int, *, colocation: Colocation, evaluation: Evaluate | None
@@ -35,14 +35,14 @@ class SyncSchedule(RolloutSchedule):
         return self._prepare(done, transfer, sampling)
 
     def evaluate(self, done: int) -> None:
-        """An evaluation while no rollout is due: the engine wakes for nothing else, so all of it is evaluation."""
+        """An evaluation while no rollout is due. The engine wakes only for it, so all the time counts as evaluation."""
         with self.job.monitor.stage("evaluate"):
             with self.colocation.awake(done):
                 self._evaluate(done)
             self.colocation.onload()
 
     def used_up(self, done: int, last: bool) -> None:
-        """What the next transfer does not read begins to leave, while this iteration is logged and saved."""
+        """Begin to offload state that the next transfer does not read, while this iteration is logged and saved."""
         if not last or self.job.due(done):
             self.colocation.start_offload()
 
@@ -67,8 +67,8 @@ class SyncSchedule(RolloutSchedule):
 
 
 class StreamedSchedule(SyncSchedule):
-    """The same, but each response is graded as soon as it is finished. What is submitted, and in which order, does not
-    depend on that, so all numbers are those of `SyncSchedule`."""
+    """The same, but each response is graded as soon as it is finished. This changes neither the requests nor their
+    order, so all results are those of `SyncSchedule`."""
 
     def __init__(self, job: Job, stages: Stages, rounds: int, **more: Any) -> None:
         super().__init__(job, stages, rounds, **more)

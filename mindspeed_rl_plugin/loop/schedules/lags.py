@@ -1,5 +1,5 @@
-"""What a run tells about itself whose weights change while responses are in flight: the lag of tokens, and what
-engines apart did."""
+"""Metrics of runs whose weights change while responses are in flight: the lag of tokens, and the work of engines in
+other processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.service.job_service import called
 
-SILENT_SECONDS = 60.0  # an engine reports twice a second, but not within a step
+SILENT_SECONDS = 60.0  # without a report; an engine reports twice a second, but not within a step
 
 
 class Engines:
-    """Who generates apart, and what they have done since the last rollout. reports: by name of each that is at work,
-    what it has counted since it joined; reclaim: gives out again the rows of one, None where only it may sample them;
-    deadline: seconds that the job waits for one; clock: seconds."""
+    """The engines in other processes, and their work since the last rollout.
+
+    reports: by name of each working engine, its counts since it joined.
+    reclaim: gives the rows of one to others; None: only that engine may sample them.
+    deadline: seconds that the job waits for an engine.
+    clock: seconds."""
 
     def __init__(
         self,
@@ -31,17 +34,17 @@ class Engines:
         self._reports, self._reclaim, self._deadline, self._clock = reports, reclaim, deadline, clock
         self._here: list[str] = []
         self._before: dict[str, Mapping[str, float]] = {}
-        self._heard: dict[str, tuple[Mapping[str, float], float]] = {}  # the last report of each, and since when
+        self._heard: dict[str, tuple[Mapping[str, float], float]] = {}  # the last new report of each, and its time
         self._silent: list[str] = []
         self._given_up: list[str] = []
 
     def text(self) -> str:
-        """How many there are, for an error."""
+        """A text with their number, for an error."""
         silent = f", of which silent: {listed(map(called, self._silent))}" if self._silent else ""
         return f"engines at work: {len(self._reports())}{silent}"
 
     def look(self) -> None:
-        """Say who has joined, who has left, and who is silent since the last look."""
+        """Print which engines have joined, left, or become silent since the last look."""
         self._listen()
         before, self._here = self._here, list(self._reports())
         came, went = ([n for n in a if n not in b] for a, b in ((self._here, before), (before, self._here)))
@@ -54,8 +57,8 @@ class Engines:
             say(f"{gone}; unfinished rows are given out again; {self.text()}{waits}")
 
     def _listen(self) -> None:
-        """One that counts its seconds reports often. If it hangs, it keeps its rows as long as its connection lasts:
-        the others get them before all is over."""
+        """Read the reports. An engine that hangs sends no new one, but its connection keeps its rows; so the rows are
+        given to others before the job's deadline."""
         now, reports = self._clock(), {name: counts for name, counts in self._reports().items() if "seconds" in counts}
         for name, counts in reports.items():
             if name not in self._heard or self._heard[name][0] != counts:
@@ -77,8 +80,7 @@ class Engines:
         return [name for name, (_, heard) in self._heard.items() if now - heard > seconds]
 
     def metrics(self) -> dict[str, float]:
-        """How many they are, and means over those that have reported since the last rollout, named as in
-        `monitor.names`."""
+        """Their number, and means over those that have reported since the last rollout, named as in `monitor.names`."""
         self.look()
         now = dict(self._reports())
         sums: Counter[str] = Counter()
@@ -100,9 +102,9 @@ class Engines:
 
 
 def lags(dock: Dock, ids: Sequence[SampleId], lag: Callable[[int], int], most: int) -> dict[str, float]:
-    """How old the tokens of a rollout are, in publications. lag: that of a version; most: its bound.
+    """Metrics of the age of a rollout's tokens, in publications. lag: of a version; most: its bound.
 
-    Raises RuntimeError above it: what is admitted was counted wrongly then."""
+    Raises RuntimeError above the bound: then admission has counted wrongly."""
     rows = dock.read(ids, ("version", "segments", "length"))
     of_rows = [lag(version) for version in rows["version"].tolist()]
     if max(of_rows) > most:

@@ -1,4 +1,5 @@
-"""Which prompts engines begin with: those whose responses were long before, so that none of these ends alone."""
+"""The order of prompts for engines: those with long earlier responses come first, so that no long response runs alone
+at the end."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ from mindspeed_rl_plugin.rows import Group, Prompt
 
 
 class LongestFirst:
-    """Orders the prompts of an epoch by the mean length of earlier responses to them, longest first. One that is new
-    counts as the mean of all, and one that was offered always: it does not come again. Pure numbers, the same on every
+    """Sorts the prompts of an epoch by the mean length of their earlier responses, longest first. A new prompt counts
+    as the mean of all; so does every offered prompt, since it does not come again. Pure numbers, the same on every
     rank.
 
-    step: whole groups of an optimizer step, within which prompts change places: each step trains on the same ones.
+    step: complete groups of an optimizer step. Prompts only move within a step, so each step trains on the same ones.
     """
 
     def __init__(self, step: int) -> None:
-        self.step = max(step, 1)  # a group may be more than one step trains on
-        self._rows: dict[Group, tuple[int, int]] = {}  # of those that are not finished: row of the data, prompt tokens
+        self.step = max(step, 1)  # a group may be larger than a step
+        self._rows: dict[Group, tuple[int, int]] = {}  # unfinished groups: row of the data, prompt tokens
         self._lengths: dict[int, float] = {}  # row of the data -> tokens of a response
 
     def order(self, epoch: int, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -31,8 +32,8 @@ class LongestFirst:
         return ordered
 
     def finished(self, lengths: Mapping[Group, Sequence[int]]) -> None:
-        """Groups that are sampled; lengths: of their rows, prompts included."""
+        """Learn from sampled groups. lengths: of their rows, with prompts."""
         for group, of_rows in lengths.items():
-            row, prompt = self._rows.pop(group, (-1, 0))  # below 0: of a former start, or offered
+            row, prompt = self._rows.pop(group, (-1, 0))  # below 0: from an earlier start, or offered
             if row >= 0 and of_rows:
                 self._lengths[row] = sum(of_rows) / len(of_rows) - prompt

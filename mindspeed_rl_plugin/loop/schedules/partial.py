@@ -1,7 +1,7 @@
-"""Partial rollouts: generation stops when enough groups are finished, whatever else is still in flight.
+"""Partial rollouts: generation stops when enough groups are finished, even if others are still in flight.
 
-Each rollout begins with more groups than it needs. What is not finished in time goes on in the next rollout, under new
-weights; or it is dropped. All engines stop after the same number of steps, so that a run does not depend on clocks.
+Each rollout begins with more groups than it needs. Unfinished ones continue in the next rollout, with new weights, or
+are dropped. All engines stop after the same number of steps, so that a run does not depend on clocks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.stage import Stages
 from mindspeed_rl_plugin.weights.resharder import Transfer
 
-WINDOWS = 64  # looks at what is finished, in the time of the longest response
-MOST_STEPS = 16  # of an engine between two looks
+WINDOWS = 64  # checks for finished groups during the longest response
+MOST_STEPS = 16  # steps of an engine between two checks
 
 
 class PartialSchedule(SyncSchedule):
-    """in_flight: groups over rollouts; carries: whether what is not finished goes on, or else is dropped; longest:
+    """in_flight: groups in flight; carries: whether unfinished groups continue, else they are dropped; longest:
     response [tokens]."""
 
     def __init__(
@@ -50,13 +50,13 @@ class PartialSchedule(SyncSchedule):
         self.steps = min(max(longest // WINDOWS, 1), MOST_STEPS)
         self.grader = GradingThread(stages["reward"], job.plan.sizes.members)
         self._wait = GradeWait(job.ranks, stages["reward"], self.grader)
-        self._rollouts: int | None = None  # left of the run, where none of it may be left over
-        self._sampled: dict[SampleId, int] = {}  # tokens of each response that was finished in this round
-        self._dropped: list[int] = []  # of each response that was dropped from this rollout
+        self._rollouts: int | None = None  # rest of the run, if no group may be unfinished at its end
+        self._sampled: dict[SampleId, int] = {}  # tokens of each response that has finished in this round
+        self._dropped: list[int] = []  # tokens of each response that this rollout dropped
 
     @classmethod
     def of(cls, inputs: Inputs, job: Job, stages: Stages, rounds: int, **more: Any) -> PartialSchedule:
-        """By the flags. more: named parameters of `SyncSchedule`."""
+        """Build it by the flags. more: named parameters of `SyncSchedule`."""
         flags, sizes = inputs.config.schedule, inputs.sizes
         staleness = flags.max_staleness if flags.carry_unfinished else 0
         in_flight = InFlight(sizes.prompts, sizes.members, flags.in_the_making(sizes.prompts), staleness)
@@ -72,7 +72,7 @@ class PartialSchedule(SyncSchedule):
         return super().collect(done)
 
     def state(self) -> dict[str, Any]:
-        """What is in flight, with the tokens of what is begun."""
+        """The groups in flight, with the tokens of unfinished responses."""
         generate = self.stages["generate"]
         begun = generate.begun if generate.engine.leader else {}
         whole = {sample: c for sample, c in begun.items() if c.resumable}
@@ -80,7 +80,7 @@ class PartialSchedule(SyncSchedule):
         return {"making": {**self.in_flight.state(), "begun": begun}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take it over; what another schedule deferred is as old as the first rollout."""
+        """Restore it. Groups that another schedule deferred count as begun in the first rollout."""
         job, in_flight, engine = self.job, self.in_flight, self.job.topology.engine
         if "making" not in state:
             in_flight.started = dict.fromkeys(job.plan.deferred, in_flight.rollout)
@@ -120,8 +120,8 @@ class PartialSchedule(SyncSchedule):
         return metrics
 
     def _round(self) -> Mapping[Group, GroupStats]:
-        """Generate until enough groups are finished, and grade what is finished meanwhile. The statistics of those that
-        are trained, or under dynamic sampling of all that are finished."""
+        """Generate until enough groups are finished, and grade finished ones meanwhile. Returns statistics of the
+        groups that are trained, with dynamic sampling of all finished ones."""
         clock, in_flight = self.job.monitor.stage, self.in_flight
         with clock("generate"):
             cut = None if in_flight.enough() else self._generate()
@@ -129,12 +129,12 @@ class PartialSchedule(SyncSchedule):
         with clock("reward"):
             self._wait.until_graded(self.job.plan.ids(groups))
             stats = self._compare(groups)
-        if cut is not None and not self.carries:  # else new groups have not begun, and wait for their turn
+        if cut is not None and not self.carries:  # if groups are carried, new ones may not have begun yet
             self._drop_rest(cut)
         return stats
 
     def _generate(self) -> dict[SampleId, int]:
-        """Until enough groups are finished. Tokens of each response that is not."""
+        """Generate until enough groups are finished. Returns the tokens of each unfinished response."""
         job, generate, in_flight = self.job, self.stages["generate"], self.in_flight
         stall = Stall(generate.deadline)
 
@@ -157,7 +157,7 @@ class PartialSchedule(SyncSchedule):
         return {sample: tokens for part in parts for sample, tokens in part.items()}
 
     def _drop_rest(self, cut: Mapping[SampleId, int]) -> None:
-        """What was not taken is dropped. cut: tokens of what is not finished."""
+        """Drop the groups that were not taken. cut: tokens of unfinished responses."""
         rest = tuple(self.in_flight.unfinished)
         tokens = {**self._sampled, **cut}
         self._dropped += [tokens[sample] for sample in self.job.plan.ids(rest)]
@@ -166,7 +166,7 @@ class PartialSchedule(SyncSchedule):
         self.stages["generate"].begun.clear()
 
     def _evaluate(self, done: int) -> None:
-        """The graders' processes are those of the thread, which rests meanwhile."""
+        """Evaluate while the grading thread rests, since it uses the same graders."""
         self.grader.rest()
         super()._evaluate(done)
         self.grader.start()
@@ -177,7 +177,7 @@ class PartialSchedule(SyncSchedule):
 
 
 def _packed(completion: Completion) -> dict[str, Any]:
-    """As a checkpoint holds it."""
+    """A response in the form of a checkpoint."""
     tensors = {"tokens": torch.tensor(completion.tokens), "logps": torch.tensor(completion.logps, dtype=torch.float64)}
     return {"id": list(completion.id), **tensors, "segments": list(map(list, completion.segments))}
 

@@ -12,24 +12,24 @@ from mindspeed_rl_plugin.stages.trainer import Trainer
 
 
 class Publications:
-    """Versions of the weights by the numbers that `Admission` counts.
+    """Published versions of the weights, by the numbers of `Admission`.
 
     trainer: of this rank, which publishes its weights.
     kept: newest versions that it keeps.
-    readable: versions that rows may carry, for who checks them on this rank.
+    readable: versions that rows may have, for checks on this rank.
     versions: that this process has published and the trainer keeps, the newest last.
-    nbytes: that this rank published last.
+    nbytes: size of this rank's last publication.
     """
 
     def __init__(self, trainer: Trainer, admission: Admission, kept: int, readable: set[int]) -> None:
         self.trainer, self.admission, self.kept, self.readable = trainer, admission, kept, readable
         self.versions: list[int] = []
         self.nbytes = 0
-        self._numbers: dict[int, int] = {}  # version -> publication, of rows that are still to come
+        self._numbers: dict[int, int] = {}  # version -> publication, for rows that may still come
 
     def add(self, version: int, number: int, evaluated: Collection[int]) -> None:
-        """The trainer's weights, of `version`, are publication `number`. evaluated: versions under evaluation, whose
-        rows are still to come. Collective."""
+        """Publish the trainer's weights of `version` as publication `number`. evaluated: versions under evaluation,
+        whose rows may still come. Collective."""
         self.readable.add(version)  # before any rank has published it
         self.nbytes = self.trainer.publish(version).nbytes
         self.admission.publish(version, number)
@@ -40,22 +40,22 @@ class Publications:
         self.readable.intersection_update([*self._numbers, *evaluated])
 
     def outlast_next(self, versions: Collection[int]) -> bool:
-        """Whether the trainer still has these after the next publication."""
+        """Whether the trainer still has these versions after the next publication."""
         return {*versions} <= {*self.versions[1 - self.kept :]}
 
 
 class Evaluations:
-    """Evaluations of published weights beside training, one at a time. Called by all ranks.
+    """Evaluations of published weights during training, one at a time. Called by all ranks.
 
-    apart: asks engines for one, and logs it.
-    wait: until its rows are graded.
+    apart: begins one, and logs it.
+    wait: waits until its rows are graded.
     overdue: whether one waits for the next publication.
     """
 
     def __init__(self, job: Job, apart: EvaluateApart, wait: GradeWait) -> None:
         self.job, self.apart, self.wait = job, apart, wait
         self.overdue = False
-        self._begun = -1  # the last version of which one began
+        self._begun = -1  # version of the last evaluation
 
     @property
     def versions(self) -> list[int]:
@@ -63,25 +63,25 @@ class Evaluations:
         return [self.apart.version] if self.apart.version >= 0 else []
 
     def postpone(self, version: int) -> None:
-        """The next publication is evaluated, where this version was not."""
+        """Let the next publication be evaluated, if this version was not."""
         self.overdue = version != self._begun
 
     def begin_where_due(self, version: int) -> None:
-        """Begin the evaluation of a version that is published, where one is due."""
+        """Begin an evaluation of a published version, if one is due."""
         if self.job.due(version) or (self.overdue and self.apart.prompts):
             self.finish()
             self.apart.begin(version)
             self.overdue, self._begun = False, version
 
     def log_graded(self) -> None:
-        """Log one whose responses are all graded by now."""
+        """Log the evaluation if all its responses are graded."""
         if not self.versions:
             return
         if self.job.ranks.broadcast(self.job.topology.leader and not self.wait.ungraded(self.apart.ids)):
             self.apart.finish()
 
     def finish(self) -> None:
-        """Wait until the last response is graded, and log it. Training stands still meanwhile."""
+        """Wait until the last response is graded, and log the evaluation. Training waits meanwhile."""
         if self.versions:
             with self.job.monitor.stage("evaluate"):
                 self.wait.until_graded(self.apart.ids)

@@ -1,5 +1,5 @@
-"""What every schedule has: the job, its stages, and how the rounds of a rollout are admitted, selected and prepared.
-And that of pairs, which samples nothing."""
+"""The base of all schedules: the job, its stages, and how rounds of a rollout are admitted, selected and prepared. Also
+the schedule of pairs, which samples nothing."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from mindspeed_rl_plugin.weights.resharder import Transfer
 
 @dataclass(frozen=True)
 class Job:
-    """What every schedule works with.
+    """The objects that every schedule uses.
 
     plan: of rollouts.
     topology: place of this rank.
     ranks: of the job.
     monitor: of this rank.
-    dock: whose groups are cleared.
+    dock: for clearing groups.
     due: whether to evaluate after so many iterations.
     """
 
@@ -45,20 +45,20 @@ class Job:
     due: Due
 
     def admit(self, prompts: Prompts) -> Rows:
-        """The groups of a rollout enter the dock, and are the round. prompts: the stage that puts them."""
+        """Put the groups of a rollout into the dock, as the round. prompts: the stage that does this."""
         with self.monitor.stage("prompts"):
             self.plan.epoch = self.plan.open_next()
             return prompts.run(self.plan.epoch, self.plan.sizes.prompts)
 
     def forget(self, groups: Sequence[Group]) -> None:
-        """Groups leave the dock."""
+        """Clear groups from the dock."""
         for epoch, part in by_epoch(groups).items():
             if self.dock.clear(epoch, part):
                 self.plan.rounds.pop(epoch, None)
 
 
 class Schedule:
-    """In which order, and at the same time as what, the stages work. Every method is called by all ranks."""
+    """In which order the stages work, and which at the same time. All ranks call every method."""
 
     def collect(self, done: int) -> Rollout:
         """A rollout that is ready to train on, after `done` iterations, and an evaluation where one is due."""
@@ -72,24 +72,24 @@ class Schedule:
         """The last step of a rollout was taken, after `done` iterations. last: of the run."""
 
     def settle(self) -> None:
-        """A checkpoint follows. Raises where it would not be whole."""
+        """A checkpoint follows. Raises if it would be incomplete."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the schedule. Called by all ranks."""
+        """The schedule's state for a checkpoint."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take `state` over."""
+        """Restore `state`."""
 
     def stop(self) -> None:
-        """The process ends, well or not: end threads, without waiting for other ranks."""
+        """The process ends, maybe by an error: end threads, without waiting for other ranks."""
 
     def close(self) -> None:
-        """The run has ended well: end what the schedule has beside this rank's training."""
+        """The run has ended in order: end the engines and services of the schedule."""
 
 
 class PairSchedule(Schedule):
-    """Pairs come whole: each round is a rollout."""
+    """The schedule of pairs: each round is a rollout."""
 
     def __init__(self, job: Job, pairs: Prompts, evaluation: EvaluatePairs | None) -> None:
         self.job, self.pairs, self.evaluation = job, pairs, evaluation
@@ -109,30 +109,31 @@ class PairSchedule(Schedule):
 
 
 class RolloutSchedule(Schedule):
-    """Walks the stage table in three parts: a round is sampled and graded, which each schedule does in its own way; the
-    stages up to `groups` follow, until enough rounds have made a rollout; then those behind it, up to `measure`.
+    """Goes through the stage table in three parts. First a round is sampled and graded; each schedule does this in its
+    own way. Then come the stages up to `groups`, until enough rounds have made a rollout, and then those after it, up
+    to `measure`.
 
     stages: in the table's order.
-    rounds: that dynamic sampling may take for one rollout, 0 without it.
+    rounds: most rounds of dynamic sampling for one rollout, 0 without it.
     """
 
     def __init__(self, job: Job, stages: Stages, rounds: int) -> None:
         self.job, self.stages, self.rounds = job, stages, rounds
 
     def _round(self) -> Mapping[Group, GroupStats]:
-        """Sample and grade a round. Its statistics."""
+        """Sample and grade a round. Returns its statistics."""
         raise NotImplementedError
 
     def _admit(self) -> None:
-        """The next round enters the dock."""
+        """Put the next round into the dock."""
         raise NotImplementedError
 
     def _drop(self, groups: Sequence[Group]) -> None:
-        """Groups that will not be trained leave the dock."""
+        """Clear groups that will not be trained from the dock."""
         self.job.forget(groups)
 
     def _sample(self) -> dict[str, float]:
-        """Sample and grade, in as many rounds as selection asks for. Returns metrics of that."""
+        """Sample and grade, in as many rounds as selection needs. Returns metrics of this."""
         job, plan = self.job, self.job.plan
         rounds = Rounds(plan.deferred, plan.sizes.prompts, self.rounds, plan.plan)
         self.stages["groups"].failures = FailureLog()
@@ -151,19 +152,21 @@ class RolloutSchedule(Schedule):
             self._admit()
 
     def _compare(self, groups: Sequence[Group], after: str = "reward") -> Mapping[Group, GroupStats]:
-        """The stages behind `after` up to `groups`, on each rank's share of some groups. The statistics of all."""
+        """Run the stages after `after` up to `groups`, on each rank's share of some groups. Returns the statistics of
+        all."""
         work = Work(self.job.plan.graded_by(self.job.topology.rank, groups))
         for stage in self.stages.between(after, "groups"):
             stage.work(work)
         return self.stages["groups"].work(work)
 
     def _lags(self, lag: Callable[[int], int], most: int) -> dict[str, float]:
-        """How old the tokens of the rollout are; on the leader, which logs it. lag, most: as of `lags`."""
+        """Metrics of the age of the rollout's tokens, on the leader. lag, most: as in `lags`."""
         plan = self.job.plan
         return lags(self.stages["measure"].dock, plan.ids(plan.groups), lag, most) if self.job.topology.leader else {}
 
     def _prepare(self, done: int, transfer: Transfer | None, sampling: Mapping[str, Metric]) -> Rollout:
-        """The stages behind `groups`, on a rollout whose groups are chosen. transfer, sampling: as of `Measure.run`."""
+        """Run the stages after `groups`, on a rollout whose groups are chosen. transfer, sampling: as in
+        `Measure.run`."""
         job, plan, stages = self.job, self.job.plan, self.stages
         if (seconds := stages["reward"].graders.take_seconds()) is not None:
             sampling = {**sampling, **dict(zip(("reward/call_seconds", "reward/worker_seconds"), seconds, strict=True))}

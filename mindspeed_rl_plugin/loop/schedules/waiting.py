@@ -1,4 +1,4 @@
-"""Waits until rows are graded, by the graders of whichever rank, beside what else goes on."""
+"""Waits until rows are graded, by the graders of any rank, while other work continues."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.reward import Reward
 
-GRADED_LOOK_SECONDS = 1.0  # that other ranks wait for the first one's look at what is graded
-PAUSE_SECONDS = 0.005, 0.1  # between two questions of a look, at first and at last
+GRADED_LOOK_SECONDS = 1.0  # at most, for one look at graded rows by the first rank, while the others wait
+PAUSE_SECONDS = 0.005, 0.1  # between two questions within a look, at first and at most
 
 
 class GradeWait:
-    """check: called by the first rank, again and again, and may raise; who: who makes the rows, for an error."""
+    """check: called regularly by the first rank; it may raise. who: a text about the engines, for an error."""
 
     def __init__(
         self,
@@ -32,25 +32,25 @@ class GradeWait:
         self._stall = Stall(ranks.deadline)
 
     def until_graded(self, ids: Sequence[SampleId]) -> None:
-        """Until all these rows are graded. Collective. Raises TimeoutError where no further one is for too long, and
-        what has ended this rank's grader."""
+        """Wait until all these rows are graded. Collective. Raises TimeoutError if no further row is graded for too
+        long, and the error that has ended this rank's grader."""
         self._stall = Stall(self.ranks.deadline)
-        asked = torch.tensor(ids, dtype=torch.int64).reshape(-1, 3)  # once: it takes longer than to ask
+        asked = torch.tensor(ids, dtype=torch.int64).reshape(-1, 3)  # converted once: this takes longer than a question
         while self.ranks.broadcast(self._look(asked) if self.ranks.rank == 0 else None):
             self.grader.check()
 
     def ungraded(self, ids: Sequence[SampleId] | Tensor) -> int:
-        """How many of the rows are not graded yet."""
+        """Number of rows that are not graded yet."""
         return self.stage.dock.remaining(self.stage.spec.name, ids)
 
     def _look(self, ids: Tensor) -> int:
-        """How many of the rows are not graded; after GRADED_LOOK_SECONDS at most."""
+        """Number of rows that are not graded, after at most GRADED_LOOK_SECONDS."""
         self._check()
         end, pause = time.monotonic() + GRADED_LOOK_SECONDS, PAUSE_SECONDS[0]
         while (left := self.ungraded(ids)) and time.monotonic() < end:
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS[1])
-        # Any row that is graded is progress: engines may be busy with an evaluation, whose rows they take first.
+        # Any graded row is progress: engines may be busy with rows of an evaluation, which they take first.
         if left and self._stall.seen((left, self.stage.dock.remaining(self.stage.spec.name))):
             raise TimeoutError(
                 f"{left} of {len(ids)} responses (first: {tuple(ids[0].tolist())}) are not graded, and none was for "
