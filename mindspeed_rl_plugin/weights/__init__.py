@@ -1,1 +1,2 @@
-"""Live weights and training state: from the trainer to engines, to the host and back, published and pulled."""
+"""Live weights and training state: moves them from the trainer to engines, to the host and back; publishes and pulls
+them."""

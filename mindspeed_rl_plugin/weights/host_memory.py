@@ -1,5 +1,5 @@
-"""Host memory for copies of a rank's state: reserved by all ranks of a machine together, taken in powers of two; and a
-copy of a model's weights there that changes places with the live ones."""
+"""Host memory for copies of a rank's state: the ranks of a machine reserve it together, and allocate it in powers of
+two. Also a copy of a model's weights there, which can be exchanged with the live ones."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.weights.p2p import P2PChannel
 from mindspeed_rl_plugin.weights.storages import bytes_of, distinct, keep_wide, weights
 
-GRANULE = 1 << 20  # bytes; a request is rounded up to it, and what is smaller to a power of two
+GRANULE = 1 << 20  # bytes; requests are rounded up to it, smaller ones to a power of two
 LESS = "offload less (for example --rl-swap grads,optimizer), or run fewer ranks per machine"
 _HOST_ALIGNMENT = 512  # bytes, of a copy on the host
 _SCRATCH = 64 << 20  # bytes of device memory that an exchange of weights uses
 
-HostCopy = list[Tensor]  # of a storage on the host: its bytes, on one piece of memory or several
+HostCopy = list[Tensor]  # the bytes of a storage on the host, in one piece of memory or several
 
 
 class HostMemoryBudget:
-    """Host memory of the machine that this rank is on.
+    """The host memory of this rank's machine.
 
-    channel: of the ranks of this job on the machine, over gloo; None: this rank asks for itself alone.
+    channel: of the ranks of this job on the machine, over gloo; None: this rank reserves alone.
     """
 
     def __init__(self, device: Device | None = None, channel: P2PChannel | None = None, ranks: int = 1) -> None:
@@ -37,7 +37,7 @@ class HostMemoryBudget:
     def of_machine(cls, ranks: int, deadline: float) -> HostMemoryBudget:
         """The budget of each machine. Collective over the world.
 
-        ranks: on each machine, which follow each other (where they do not divide the world each asks for itself);
+        ranks: consecutive ranks on each machine (if this does not divide the world, each rank reserves alone);
         deadline: seconds that they wait for each other.
         """
         if ranks == 1 or not dist.is_initialized() or dist.get_world_size() % ranks:
@@ -46,8 +46,8 @@ class HostMemoryBudget:
         return cls(None, P2PChannel(dist.get_rank(), group=group, deadline=deadline), ranks)
 
     def reserve(self, nbytes: int, what: str, mend: str = LESS) -> None:
-        """Ask for bytes on this rank. Collective over the machine's ranks, so that all look at what is free before one
-        of them takes any. Raises MemoryError, on all alike, where less is free than they ask for together."""
+        """Reserve bytes for this rank. Collective over the machine's ranks, so that all read the free memory before one
+        allocates. Raises MemoryError, on all of them, if less is free than they need together."""
         total, free = nbytes, self._device.host_available()
         if self._channel is not None:
             each = self._channel.share("host memory for the offload", (nbytes, free), 2, torch.device("cpu"))
@@ -61,8 +61,8 @@ class HostMemoryBudget:
     def places(
         self, memories: Mapping[str, HostPieces], sizes: Mapping[str, Sequence[int]], what: str
     ) -> dict[str, list[HostCopy]]:
-        """Places in the memories for copies of these sizes: in what they have already, and in new memory only where
-        there is enough for all. Collective as `reserve`, and raises what it does."""
+        """Places for copies of these sizes: in memory that is allocated already, and in new memory if there is enough
+        for all ranks. Collective and raises as `reserve`."""
         lacking = {name: memories[name].lacking(each) for name, each in sizes.items()}
         self.reserve(sum(map(sum, lacking.values())), what)
         for name, pieces in lacking.items():
@@ -71,10 +71,10 @@ class HostMemoryBudget:
 
 
 class HostPieces:
-    """Host memory in pieces that are used as one, from the first byte of the first to the last of the last.
+    """Host memory in several pieces that are used as one.
 
-    Each is a power of two of bytes, since torch rounds every request for pinned memory up to one: a single buffer of
-    65 GiB would take 128.
+    The size of each piece is a power of two, since torch rounds every request for pinned memory up to one: a single
+    buffer of 65 GiB would take 128.
     """
 
     def __init__(self, device: Device) -> None:
@@ -82,16 +82,16 @@ class HostPieces:
         self._pieces: list[Tensor] = []
 
     def lacking(self, sizes: Sequence[int]) -> list[int]:
-        """Bytes of the pieces to take until copies of these sizes fit."""
+        """Sizes of the pieces to add so that copies of these sizes fit."""
         return powers_of_two(sum(map(_aligned, sizes)) - sum(piece.numel() for piece in self._pieces))
 
     def take(self, pieces: Sequence[int]) -> None:
-        """Take pieces of so many bytes. Raises MemoryError where there are none; what was taken by then is kept."""
+        """Allocate pieces of so many bytes. Raises MemoryError if there is no memory; earlier pieces are kept."""
         for nbytes in pieces:
             self._pieces.append(self._device.host_empty((nbytes,), torch.uint8))
 
     def places(self, sizes: Sequence[int]) -> list[HostCopy]:
-        """A place for each copy, in order: its bytes, on as many pieces as it lies on."""
+        """A place for each copy, in order: its bytes, in one or several pieces."""
         copies = zip(accumulate(map(_aligned, sizes), initial=0), sizes, strict=False)
         pieces = list(zip(accumulate((p.numel() for p in self._pieces), initial=0), self._pieces, strict=False))
         return [
@@ -101,7 +101,7 @@ class HostPieces:
 
 
 class HostWeights:
-    """A copy of a model's weights on the host that changes places with the live ones: the frozen reference."""
+    """A copy of a model's weights on the host that can be exchanged with the live ones: the frozen reference."""
 
     def __init__(self, host: list[HostCopy], device: Device) -> None:
         self._host, self._device = host, device
@@ -127,10 +127,10 @@ class HostWeights:
 
     @contextlib.contextmanager
     def swapped_into(self, model_chunks: Sequence[Module]) -> Iterator[None]:
-        """Inside the context the live model has these weights; after it, bitwise its own again.
+        """Within the context the live model has these weights; after it, its own again, bitwise equal.
 
-        The weights change places, so that no second host copy is needed. Do not enter it twice, nor step the optimizer
-        inside. The chunks are those that were captured, on the device.
+        The weights are exchanged, so that no second host copy is needed. Do not nest it, nor run the optimizer in it.
+        The chunks are those that were captured, on the device.
         """
         self._exchange(model_chunks)
         try:
@@ -161,7 +161,7 @@ def _storages(model_chunks: Sequence[Module]) -> list[torch.UntypedStorage]:
 
 
 def paired(host: HostCopy, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
-    """A storage's place on the host and its bytes, part by part."""
+    """Pairs of a part of the host copy and the same part of the storage."""
     if host:
         yield from zip(host, bytes_of(storage).split([part.numel() for part in host]), strict=True)
 

@@ -1,4 +1,4 @@
-"""Live models against the layouts: their tensors by name, and which of the known ways of storing them they use."""
+"""Compares live models with the layouts: their tensors by name, and which known way of storage they use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.weights.storages import unwrap
 
 LISTED_DIFFERENCES = 12  # differences that an error lists
-# What follows the layer's number in the names of Megatron's buffers that belong to the weights.
+# Names, after the layer's number, of Megatron's buffers that belong to the weights.
 _ROUTER_BUFFERS = tuple(
     {
         name.rpartition("}")[2]
@@ -37,16 +37,15 @@ _ROUTER_BUFFERS = tuple(
         if side != ENGINE
     }
 )
-# MindSpeed-LLM moves the last norm out of the decoder where layers for multi-token prediction follow it.
+# MindSpeed-LLM moves the last norm out of the decoder if layers for multi-token prediction follow.
 _MOVED = {"final_layernorm.weight": "decoder.final_layernorm.weight"}
 
 
 def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
     """Name -> tensor of all weights of Megatron's chunks, named as `megatron_layout` names them.
 
-    Parameters, and the buffers that a family's table lists (the router's expert bias). Layers that predict further
-    tokens are left out, and so is the last pipeline stage's copy of the embedding for them: no engine generates with
-    them.
+    Parameters, and the buffers that a family's table lists (the router's expert bias). Layers for multi-token
+    prediction are left out, with their copy of the embedding on the last pipeline stage: no engine uses them.
     """
     out = {}
     for i, chunk in enumerate(model_chunks):
@@ -64,9 +63,9 @@ def table_name(name: str) -> str:
 
 
 def mtp_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
-    """Beginnings of a chunk's names that serve layers for multi-token prediction only.
+    """Prefixes of names in a chunk that only layers for multi-token prediction use.
 
-    predicts: whether it has some; embeds: whether it is the first chunk, whose embedding serves all layers.
+    predicts: whether the chunk has such layers; embeds: whether it is the first chunk, whose embedding all layers use.
     """
     return ("mtp.", "embedding.") if predicts and not embeds else ("mtp.",)
 
@@ -74,9 +73,9 @@ def mtp_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
 def trainer_storage(
     shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor], file: str = ""
 ) -> tuple[str, str]:
-    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: where its tensors were read.
+    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: of its tensors, for errors.
 
-    Raises ValueError that lists what differs from the nearest one when none fits.
+    Raises ValueError, when none fits, with the differences to the nearest one.
     """
     kinds = EXPERTS if shape.moe_layers else EXPERTS[:1]
     known = [(impl, kind) for impl in IMPLS for kind in kinds]
@@ -89,10 +88,10 @@ def trainer_storage(
 
 
 def engine_storage(shape: ModelShape, engine: EngineParallel, rank: int, live: Mapping[str, Tensor]) -> EngineParallel:
-    """The engine with its version's way of storing the head, experts and latent attention, read off the live names and
-    shapes.
+    """The engine with its way of storing the head, experts and latent attention, found by names and shapes of the live
+    tensors.
 
-    rank: within the engine. Raises ValueError that lists what differs when no way fits.
+    rank: within the engine. Raises ValueError with the differences when no way fits.
     """
     engine = replace(engine, own_head=shape.tied and HEAD_WEIGHT in live)
     if shape.moe_layers:
@@ -111,7 +110,7 @@ def engine_storage(shape: ModelShape, engine: EngineParallel, rank: int, live: M
 def engine_tensors(
     shape: ModelShape, engine: EngineParallel, rank: int, live: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Mapping[str, Canonical]:
-    """The canonical tensors as both sides are compared: one that is float32 in the trainer is not `wide` where an
+    """The canonical tensors for comparing both sides: a tensor that is float32 in the trainer is not `wide` if an
     engine of `dtype` stores it in its own dtype. engine: as `engine_storage` returns it.
 
     Raises ValueError for parameters of another dtype.
@@ -133,7 +132,7 @@ def sizes_of(live: Mapping[str, Tensor]) -> Shapes:
 
 
 def differences(expected: Shapes, live: Shapes) -> list[str]:
-    """What of names and shapes is not as expected, one line each; empty when all is."""
+    """Differences of names and shapes, one a line; empty for none."""
     out = [f"{name} {shape} is missing" for name, shape in expected.items() if name not in live]
     out += [f"{name} {shape} is unknown" for name, shape in live.items() if name not in expected]
     both = ((name, shape) for name, shape in expected.items() if name in live and live[name] != shape)

@@ -1,4 +1,4 @@
-"""Point-to-point messages of a reshard on one rank: posted in batches, waited for with a deadline, counted."""
+"""Point-to-point messages of a reshard on one rank: sent in batches, with a deadline, and counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TensorMessage = tuple[Tensor, int, int]  # contiguous tensor, peer, tag
 
 
 class P2PChannel:
-    """What one rank sends and receives, and how much it really did.
+    """Sends and receives messages of one rank, and counts their bytes.
 
     sent, received: bytes of the messages that were posted since the P2PChannel was made; group: of the ranks; deadline:
     seconds that a batch may take.
@@ -30,7 +30,8 @@ class P2PChannel:
         """Start the messages together; `what` names them in errors. On nccl and hccl, where tags mean nothing, both
         ends must list the messages between them in one order."""
         for tensor, _, _ in sends:
-            tensor.outlives_send = True  # so host mode need not copy it: a Batch keeps its tensors until the wait
+            # so that the transport need not copy it: the batch keeps its tensors until the wait
+            tensor.outlives_send = True
         ops = [dist.P2POp(dist.isend, t, peer, self.group, tag=tag) for t, peer, tag in sends]
         ops += [dist.P2POp(dist.irecv, t, peer, self.group, tag=tag) for t, peer, tag in receives]
         self.sent += sum(t.nbytes for t, _, _ in sends)
@@ -39,7 +40,7 @@ class P2PChannel:
         return MessageBatch(self, what, {op.peer for op in ops}, start, [op.tensor for op in ops])
 
     def share(self, what: str, mine: Sequence[int], length: int, device: torch.device) -> list[list[int]]:
-        """Every rank's row of at most `length` 64-bit integers, padded with 0, in the group's rank order; not counted.
+        """Rows of all ranks, in rank order: at most `length` 64-bit integers each, padded with 0. Not counted.
         Collective. Raises what `MessageBatch.wait` does."""
         row = torch.zeros(length, dtype=torch.int64, device=device)
         row[: len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
@@ -51,7 +52,7 @@ class P2PChannel:
 
 
 class MessageBatch:
-    """Messages in flight. tensors: what they carry, alive until they have been sent."""
+    """Messages in flight. tensors: their data, kept until they are sent."""
 
     def __init__(
         self,
@@ -65,8 +66,8 @@ class MessageBatch:
         self._works = self._guard(start)
 
     def wait(self) -> None:
-        """Until all messages have arrived. Raises TimeoutError past the deadline, ConnectionError where a peer is lost;
-        both name the batch and its peers."""
+        """Wait until all messages have arrived. Raises TimeoutError after the deadline, ConnectionError where a peer is
+        lost; both name the batch and its peers."""
         here = all(tensor.is_cpu for tensor in self._tensors)
         for work in self._works:
             if self._guard(partial(_arrive if here else _arrive_on_device, work, self._channel.deadline)) is False:
@@ -78,7 +79,7 @@ class MessageBatch:
         try:
             return call()
         except RuntimeError as error:
-            # gloo reports a peer that closed its connection and one that is late by the same type.
+            # gloo raises the same type for a peer that closed its connection and for one that is late.
             if time.monotonic() - begin >= self._channel.deadline * 0.99:
                 raise TimeoutError(self._late()) from error
             raise ConnectionError(
@@ -99,7 +100,7 @@ def _arrive(work: dist.Work, seconds: float) -> bool:
 
 
 def _arrive_on_device(work: dist.Work, seconds: float) -> bool:
-    """Whether the work is done within the time. nccl and hccl ignore the limit of `wait`, which only lets the current
+    """Whether the work ends within the time. nccl and hccl ignore the limit of `wait`, which only makes the current
     stream wait (ProcessGroupNCCL.cpp and ProcessGroupHCCL.cpp, `synchronizeInternal` without blocking wait)."""
     end, pause = time.monotonic() + seconds, 2e-5
     while not work.is_completed():

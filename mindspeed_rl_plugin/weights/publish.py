@@ -1,12 +1,11 @@
-"""Weights that a trainer publishes for engines on other ranks: a copy on the host, under a version.
+"""Publishes a trainer's weights for engines on other ranks: as a copy on the host, under a version.
 
-Each slice of a canonical tensor is published by one rank, even where others have it: host memory holds one model over
-the job for each version. Memory is packed in blocks of canonical slices, in the engine's dtype; where weights are
-verified the digests of the slices lie behind each block. Other processes plan what they read from the trainer's
-description alone.
+One rank publishes each slice of a canonical tensor, even if others have it, too: so the job's host memory holds one
+model for each version. Memory is packed in blocks of canonical slices, in the engine's dtype. If weights are verified,
+the digests of the slices follow each block. Other processes plan their reads from the trainer's description alone.
 
-Training stands still only while a rank copies its share. Who reads it, and when, is no concern of the trainer: a
-version goes when its memory is needed for a newer one.
+Training waits only while a rank copies its share. The trainer does not wait for readers: a version is overwritten when
+its memory is needed for a newer one.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from mindspeed_rl_plugin.weights.verify import first_broken, refuse_broken, slic
 _BLOCK_ALIGNMENT = 64  # bytes, of a block
 _DIGEST = 8  # bytes
 
-Gather = Callable[[Any], list[Any]]  # value -> that of every rank
+Gather = Callable[[Any], list[Any]]  # value -> values of all ranks
 
 
 class HeldSlices(NamedTuple):
-    """Slices `[start, stop)` of a canonical tensor, and the stored parameter that has them."""
+    """Slices `[start, stop)` of a canonical tensor, with the stored parameter that contains them."""
 
     place: Place
     start: int
@@ -57,12 +56,12 @@ class HeldSlices(NamedTuple):
 class PublishedBlock(NamedTuple):
     """Slices of a canonical tensor in host memory. Digests are int64 `[tables, slices]`."""
 
-    segment: Segment  # which slices
-    shape: tuple[int, ...]  # of the block
+    segment: Segment  # the slices
+    shape: tuple[int, ...]  # of its elements, in slices
     dtype: torch.dtype  # of its elements
     at: int  # byte offset of its elements
     digests: int  # byte offset of its digests; 0: none
-    tables: int  # 2 for a tensor that is always float32 (as such, and in the engine's dtype), else 1
+    tables: int  # 2 for a tensor that is always float32 (digests in float32 and in the engine's dtype), else 1
 
     def values(self, memory: Tensor) -> Tensor:
         """The block's elements in canonical orientation, a view of the bytes `memory`."""
@@ -75,7 +74,7 @@ class PublishedBlock(NamedTuple):
         return flat.view(torch.int64).view(self.tables, size)
 
     def spans(self, start: int, size: int) -> list[ByteSpan]:
-        """Where slices `[start, start + size)` lie, and their digests where there are some."""
+        """Spans of slices `[start, start + size)`, and of their digests if there are any."""
         first, each = start - self.segment.start, self.segment.size
         width = prod(self.shape) // each * self.dtype.itemsize  # bytes of a slice
         if self.segment.axis == 0:
@@ -90,14 +89,14 @@ class PublishedBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """Blocks one behind the other, of `nbytes` in all."""
+    """Consecutive blocks, of `nbytes` in all."""
 
     blocks: tuple[PublishedBlock, ...]
     nbytes: int
 
     @property
     def layout(self) -> Layout:
-        """What `make_plan` takes: the number of a block -> its slices."""
+        """The layout for `make_plan`: number of a block -> its slices."""
         return {str(i): (block.segment,) for i, block in enumerate(self.blocks)}
 
     @classmethod
@@ -121,17 +120,17 @@ class Packed:
 class Share(Packed):
     """What one rank publishes."""
 
-    parts: tuple[tuple[HeldSlices, ...], ...] = ()  # per block, where the rank stores it
+    parts: tuple[tuple[HeldSlices, ...], ...] = ()  # for each block, the places of its slices on the rank
 
 
 @dataclass(frozen=True)
 class TrainerWeights:
-    """What another process must know of a trainer to plan its pull."""
+    """The description of a trainer by which another process plans its pull."""
 
     shape: ModelShape
     parallel: Parallel
     kinds: tuple[tuple[str, str], ...]  # how each rank stores the model, see `live.trainer_storage`
-    dtype: str  # the engine's, in which weights are published
+    dtype: str  # of published weights: the engine's
     verify: bool = False  # whether digests are published too
 
     @classmethod
@@ -145,8 +144,8 @@ class TrainerWeights:
         gather: Gather,
         verify: bool = False,
     ) -> TrainerWeights:
-        """Of a live trainer; collective over its ranks through `gather`. Raises ValueError where the model is not as
-        the shape says."""
+        """The description of a live trainer; collective over its ranks by `gather`. Raises ValueError where the model
+        differs from the shape."""
         mine = trainer_storage(shape, parallel, rank, stored_parameters(model_chunks))
         kinds = tuple(tuple(kind) for kind in gather(mine))
         return cls(shape, parallel, kinds, str(engine_dtype).removeprefix("torch."), verify)
@@ -157,7 +156,7 @@ class TrainerWeights:
 
     @classmethod
     def parse(cls, text: str) -> TrainerWeights:
-        """Inverse of `text`. Raises ValueError for what is none."""
+        """Inverse of `text`. Raises ValueError for an invalid text."""
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
@@ -165,7 +164,7 @@ class TrainerWeights:
 
     @property
     def engine_dtype(self) -> torch.dtype:
-        """In which weights are published."""
+        """Dtype of published weights."""
         return getattr(torch, self.dtype)
 
     @property
@@ -174,17 +173,17 @@ class TrainerWeights:
 
     @cached_property
     def layouts(self) -> dict[int, Layout]:
-        """Trainer rank -> what it stores."""
+        """Trainer rank -> its layout."""
         return {r: megatron_layout(self.shape, self.parallel, r, *kinds) for r, kinds in enumerate(self.kinds)}
 
     @cached_property
     def shares(self) -> tuple[Share, ...]:
-        """What each rank publishes: together every slice once, about as many bytes each."""
+        """The share of each rank: together every slice once, with about equal bytes."""
         parts = _deal(self.layouts, self.tensors, self.engine_dtype.itemsize)
         return tuple(self._share(parts[rank]) for rank in self.layouts)
 
     def _share(self, held: Sequence[HeldSlices]) -> Share:
-        """Slices that follow each other become one block."""
+        """A share from slices; consecutive slices become one block."""
         runs: list[list[HeldSlices]] = []
         for part in held:
             last = runs[-1][-1] if runs else None
@@ -198,14 +197,15 @@ class TrainerWeights:
 def _deal(
     layouts: Mapping[int, Layout], tensors: Mapping[str, Canonical], itemsize: int
 ) -> dict[int, list[HeldSlices]]:
-    """Rank -> what it publishes, of the ranks that have the same slices the one with the fewest bytes so far."""
+    """Rank -> slices that it publishes. Of the ranks with the same slices, the one with the fewest bytes so far gets
+    them."""
     holders, load = Holders(layouts, tensors, len(layouts)), dict.fromkeys(layouts, 0)
     out: dict[int, list[HeldSlices]] = {rank: [] for rank in layouts}
     for name in holders.order:
         tensor, chosen = tensors[name], dict[tuple[int, ...], int]()
         everything = Place(name, Segment(name, tensor.axis, 0, tensor.slices, 0))
         for start, stop, pool in holders.find(everything, 0):
-            same = tuple(pool.ranks)  # all that they share of one tensor comes from one of them, in one block
+            same = tuple(pool.ranks)  # one of them publishes all common slices of a tensor, in one block
             if same not in chosen:
                 chosen[same] = min(same, key=load.__getitem__)
             rank = chosen[same]
@@ -220,18 +220,18 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Published:
-    """What one `publish` did on this rank."""
+    """The costs of one `publish` on this rank."""
 
     version: int
-    seconds: float  # for which training stood still
+    seconds: float  # that training waited
     nbytes: int  # of the rank's share
 
 
 class Publisher:
     """Publishes this rank's share of the weights.
 
-    offer: (bytes, versions) -> memory for so many versions of so many bytes; versions: 2 at least, or there would be
-    none to read while the next one is written; gather: of all trainer ranks.
+    offer: (bytes, versions) -> memory for so many versions of so many bytes; versions: at least 2, so that one can be
+    read while the next one is written; gather: over all trainer ranks.
     """
 
     def __init__(
@@ -252,8 +252,8 @@ class Publisher:
     def publish(self, model_chunks: Sequence[Module], version: int) -> Published:
         """Copy this rank's share under `version`. Collective over the trainer's ranks; the chunks are on the device.
 
-        Raises ValueError where the model is not what was described, and BrokenWeights, on all ranks, where a weight is
-        not finite; nothing is published then.
+        Raises ValueError where the model differs from its description, and BrokenWeights, on all ranks, where a weight
+        is not finite. Then nothing is published.
         """
         begin = time.perf_counter()
         with gathered(model_chunks):
@@ -268,13 +268,13 @@ class Publisher:
         return Published(version, time.perf_counter() - begin, self.share.nbytes)
 
     def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
-        """Raises as `publish` does. Collective, before a checkpoint: its weights may never be published, which happens
-        only at the end of a rollout."""
+        """Raises as `publish` does. Collective. Called before a checkpoint, since weights are only published at the end
+        of a rollout."""
         with gathered(model_chunks):
             self._check(stored_parameters(model_chunks), "before a checkpoint")
 
     def _check(self, source: dict[str, Tensor], when: str) -> None:
-        """Raises on all ranks alike: one that stopped alone would leave the others waiting."""
+        """Raises the same on all ranks: if one stopped alone, the others would wait for it."""
         changed, broken, layouts = self._changed(source), 0, self.weights.layouts
         if not changed:
             broken = first_broken(source[name] for name in layouts[self.rank])
@@ -284,7 +284,7 @@ class Publisher:
         refuse_broken([broken for _, broken in found], layouts, when)
 
     def _changed(self, source: dict[str, Tensor]) -> str:
-        """How this rank's model differs from what was described."""
+        """How this rank's model differs from its description."""
         try:
             kinds = trainer_storage(self.weights.shape, self.weights.parallel, self.rank, source)
         except ValueError as error:
@@ -299,7 +299,8 @@ class Publisher:
             for (param, segment), start, stop in parts:
                 live, at = segment.view(source[param], start, stop - start), start - block.segment.start
                 place = values.narrow(axis, at, stop - start)
-                # torch_npu 2.7.1 copies through host memory where it converts or leaves gaps, and does not wait for it.
+                # torch_npu 2.7.1 copies through host memory if it converts dtypes or the target has gaps, and does not
+                # wait for it.
                 place.copy_(live, non_blocking=place.is_contiguous() and place.dtype == live.dtype)
                 if self.weights.verify:
                     kinds = (torch.float32, self.weights.engine_dtype)[-block.tables :]

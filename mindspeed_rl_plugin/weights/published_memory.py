@@ -22,8 +22,8 @@ from mindspeed_rl_plugin.dock.core import BulkAnswer
 from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 from mindspeed_rl_plugin.dock.messages import Address, Message, Ok
 
-QUESTION_SECONDS = 1.0  # that a server keeps one question for a version that is not there yet
-LEAST_SECONDS = 0.1  # for an answer; so much before its deadline a wait ends, to be answered in time
+QUESTION_SECONDS = 1.0  # at most, that a server waits for a version before it answers a question
+LEAST_SECONDS = 0.1  # for an answer; waits end so long before the deadline
 TAKE_BYTES = 256 << 20  # of one answer
 
 ByteSpan = Sequence[int]  # byte offset, rows, bytes of a row, bytes from one row to the next
@@ -73,7 +73,7 @@ messages.add(Seek, Found, Missed, ListVersions, VersionList, Take)
 
 
 def check_memory(count: int, nbytes: int, mend: str) -> None:
-    """Raise MemoryError where so many versions do not fit into what is free of this machine's host memory."""
+    """Raise MemoryError where so many versions do not fit into the free host memory of this machine."""
     if count * nbytes > (left := host_available()):
         raise MemoryError(
             f"{count} versions of {nbytes} bytes of weights do not fit into the host memory of this machine, where "
@@ -105,13 +105,13 @@ class PublishedMemory:
         return self._memory[self._writing]
 
     def commit(self, version: int, about: bytes) -> None:
-        """What was written is whole, and there for others. about: they hear it too."""
+        """Make the written version readable for others. about: description for them."""
         with self._changed:
             self._held[self._writing], self.newest = (version, about), version
             self._changed.notify_all()
 
     def seek(self, message: Seek) -> Message:
-        """Where a version lies, the newest for -1; waits a little for one that is not there yet."""
+        """The place of a version (-1: the newest); waits a little if it does not exist yet."""
         wanted = message.version
         with self._changed:
             self._changed.wait_for(lambda: self.newest >= max(wanted, 0), min(message.wait, QUESTION_SECONDS))
@@ -122,12 +122,12 @@ class PublishedMemory:
             return Found(*self._held[slot], path, self.nbytes)
 
     def versions(self) -> VersionList:
-        """Those that are whole."""
+        """The complete versions."""
         with self._changed:
             return VersionList(sorted(held[0] for held in self._held if held))
 
     def take(self, message: Take) -> BulkAnswer:
-        """Spans of a version, one after the other. Raises ValueError for those that are outside of it or too many."""
+        """Spans of a version, one after the other. Raises ValueError for spans outside of it, or too many."""
         with self._changed:
             slot = self._slot(message.version)
             if slot < 0:
@@ -140,7 +140,7 @@ class PublishedMemory:
         return Ok(), [np.ascontiguousarray(view(self._memory[slot], span)).reshape(-1) for span in spans]
 
     def close(self) -> None:
-        """Let go of the memory, which goes when nobody maps it any more. Idempotent."""
+        """Close the memory; it is freed when no process maps it any more. Idempotent."""
         while self._files:
             os.close(self._files.pop())
         self._memory.clear()
@@ -151,8 +151,8 @@ class PublishedMemory:
 
 
 def publish_memory(dock: Dock, nbytes: int, versions: int) -> PublishedMemory:
-    """Memory of this rank of a job for so many versions of so many bytes, which processes outside of it read through
-    the dock's server, until the dock is closed. Raises ValueError outside of the job, and as `PublishedMemory`."""
+    """Memory of this rank for so many versions of so many bytes. Processes outside of the job read it through the
+    dock's server, until the dock is closed. Raises ValueError outside of the job, and as `PublishedMemory`."""
     if (core := dock.calls.core) is None:
         raise ValueError("only a rank of the job can publish its weights")
     store = PublishedMemory(nbytes, versions)
@@ -169,13 +169,14 @@ def publish_memory(dock: Dock, nbytes: int, versions: int) -> PublishedMemory:
 
 
 class Maps:
-    """Files of another process of this machine, each mapped once: page tables take longer than a small read."""
+    """Files of another process of this machine. Each is mapped once, since setting up page tables takes longer than a
+    small read."""
 
     def __init__(self) -> None:
-        self._arrays: dict[int, np.ndarray] = {}  # by inode, which no other file has while one maps it
+        self._arrays: dict[int, np.ndarray] = {}  # by inode, which is unique while the file is mapped
 
     def map(self, path: str, nbytes: int, write: bool = False) -> np.ndarray:
-        """`[nbytes]` uint8 of a file, all of it. write: as memory that torch takes, though nobody writes."""
+        """`[nbytes]` uint8, a complete file. write: map it writable, since torch requires that; nothing writes."""
         with open(path, "r+b" if write else "rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             array = self._arrays.get(inode)
@@ -185,8 +186,8 @@ class Maps:
 
 
 class VersionSource:
-    """The versions of one rank, seen by another process. Serves one thread at a time. Each call raises TimeoutError
-    after `seconds`, ConnectionError where the rank is gone, and Gone where the version is."""
+    """Reads the versions of one rank from another process, for one thread at a time. Each call raises TimeoutError
+    after `seconds`, ConnectionError where the rank is lost, and Gone where the version is overwritten."""
 
     def __init__(self, calls: Calls, address: Address) -> None:
         self._calls, self.address = calls, address
@@ -195,8 +196,8 @@ class VersionSource:
     def seek(
         self, version: int | None, seconds: float, alive: Callable[[], object] = lambda: None
     ) -> tuple[int, bytes]:
-        """Wait for a version, None: for any, and take the newest. Its number, and what its publisher says of it. alive:
-        called about once a second, and may raise to end the wait."""
+        """Wait for a version (None: any), and choose the newest. Returns its number, and its publisher's description.
+        alive: called about once a second; it may raise to end the wait."""
         until = time.monotonic() + seconds
         while True:
             alive()
@@ -219,11 +220,11 @@ class VersionSource:
         return answer.version, answer.about
 
     def versions(self, seconds: float) -> list[int]:
-        """Those that the rank holds now."""
+        """The versions that the rank has now."""
         return self._ask(ListVersions(), seconds).versions
 
     def read(self, version: int, spans: Sequence[ByteSpan], into: Sequence[np.ndarray], seconds: float) -> None:
-        """Copy spans into arrays `[rows, bytes]`. What is read may be torn unless a later `check` says it is whole."""
+        """Copy spans into arrays `[rows, bytes]`. The bytes are only valid if a later `check` does not raise."""
         if self._mapped is not None:
             for span, there in zip(spans, into, strict=True):
                 there[...] = view(self._mapped, span)
@@ -247,7 +248,7 @@ class VersionSource:
 
 
 def sources_of(dock: Dock) -> list[VersionSource]:
-    """What each rank of the job publishes, for a process outside of it."""
+    """The published versions of each rank of the job, for a process outside of it."""
     return [VersionSource(dock.calls, address) for address in dock.calls.directory.ranks]
 
 

@@ -57,7 +57,7 @@ class SliceReader:
     ) -> None:
         self.weights, self._sources = weights, sources
         self.staging = Packed.of(ranges, weights.tensors, weights.engine_dtype, weights.verify)
-        here = weights.parallel.world  # the staging is a rank behind the trainer's
+        here = weights.parallel.world  # in the plan, the staging is a further rank after the trainer's
         plan = make_plan(
             {rank: share.layout for rank, share in enumerate(weights.shares)},
             {here: self.staging.layout},
@@ -72,7 +72,7 @@ class SliceReader:
         self._until = self._seconds = 0.0
 
     def fill(self, version: int, seconds: float, memory: np.ndarray) -> bytes:
-        """Read a version into `[nbytes]` uint8; the digest of the whole model where weights are verified."""
+        """Read a version into `[nbytes]` uint8. Returns the digest of the complete model if weights are verified."""
         self._until, self._seconds = time.monotonic() + seconds, seconds
         everyone = range(len(self._sources)) if self.weights.verify else list(self._pieces)
         with ThreadPoolExecutor(min(THREADS, max(len(everyone), 1)), "rl-pull") as pool:
@@ -85,11 +85,11 @@ class SliceReader:
         return self._digest([one.result() for one in work]).encode() if self.weights.verify else b""
 
     def end(self) -> None:
-        """End a read that other threads make."""
+        """End a read in other threads."""
         self._until = 0.0
 
     def _read(self, rank: int, version: int, memory: np.ndarray) -> bytes:
-        """All pieces of one trainer rank; returns what it says of the version."""
+        """Read all pieces of one trainer rank. Returns its description of the version."""
 
         def left() -> float:
             if (seconds := self._until - time.monotonic()) <= 0:
@@ -113,7 +113,7 @@ class SliceReader:
 
 
 class _Taken(NamedTuple):
-    """A segment that an engine rank stores, and where it is staged."""
+    """A segment that an engine rank stores, with its place in the staging."""
 
     param: str
     segment: Segment
@@ -129,10 +129,14 @@ class _Taken(NamedTuple):
 class Puller:
     """Brings published weights into the parameters of one engine rank.
 
-    weights: the trainer's description; engine: sizes of this engine; parameters: name -> live tensor, to see how this
-    version of the engine stores them; sources: of each trainer rank; rank: of this process within its engine; ranks:
-    those of the engine on this machine; deadline: seconds of a pull; sharing: makes the staging, which
-    processes of one machine that give the same key may share.
+    weights: the trainer's description.
+    engine: sizes of this engine.
+    parameters: name -> live tensor, to find how this version of the engine stores them.
+    sources: of each trainer rank.
+    rank: of this process within its engine.
+    ranks: of the engine on this machine.
+    deadline: seconds of a pull.
+    sharing: makes the staging, which processes of one machine with the same key may share.
     Raises ValueError where the parameters are not those of the model.
     """
 
@@ -166,13 +170,13 @@ class Puller:
         self._held: tuple[int, Tensor, bytes] | None = None
 
     def pull(self, version: int) -> Pulled:
-        """Bring a version into the staging; waits for one that is not published yet.
+        """Read a version into the staging; waits until it is published.
 
-        Raises what `VersionSource` does; the staging is empty then. May overlap the engine's steps, but not `apply`.
+        Raises as `VersionSource` does; then the staging is empty. May overlap the engine's steps, but not `apply`.
         """
         begin, self._held = time.perf_counter(), None
         array, about, nbytes = self._shared.get(version, self.deadline)
-        if self._device.type != "cpu":  # a thread begins with the first device
+        if self._device.type != "cpu":  # a new thread uses the first device
             get_device().api.set_device(self._device)
         get_device().page_lock(array)
         self._held = version, torch.from_numpy(array), about
@@ -180,10 +184,10 @@ class Puller:
 
     @torch.no_grad()
     def apply(self, parameters: Mapping[str, Tensor]) -> Applied:
-        """Write the version that was pulled last into the engine's parameters, in place; between two of its steps.
+        """Write the last pulled version into the engine's parameters, in place, between two of its steps.
 
-        Raises ValueError where none was pulled, and WeightMismatch, naming the tensor, where the engine's weights are
-        then not those that were published.
+        Raises ValueError if none was pulled, and WeightMismatch, naming the tensor, if the engine's weights then differ
+        from the published ones.
         """
         if self._held is None:
             raise ValueError("apply: no version is staged, or the last pull failed; pull one first")
@@ -198,9 +202,9 @@ class Puller:
         return Applied(version, time.perf_counter() - begin, about.decode() or None)
 
     def close(self) -> None:
-        """Free the staging, and end a pull that another thread makes. Idempotent."""
+        """Free the staging, and end a pull in another thread. Idempotent."""
         self._held = None
-        self._shared.close()  # first, so that processes that share it do not take the end for theirs
+        self._shared.close()  # first, so that processes that share it do not take this end for an error
         self._reader.end()
 
     def _verify(self, live: Mapping[str, Tensor], memory: Tensor) -> None:
@@ -223,10 +227,10 @@ def pull_tensors(
     names: Sequence[str] | None = None,
     deadline: float = 600.0,
 ) -> tuple[int, dict[str, Tensor]]:
-    """A version (None: the newest), and whole tensors of it by their Hugging Face names, in the engine's dtype, on the
-    host. Waits for a version that is not published yet.
+    """Complete tensors of a version (None: the newest) by their Hugging Face names, in the engine's dtype, on the host;
+    and the version. Waits until it is published.
 
-    Raises ValueError for names that the model has not, WeightMismatch, and what `VersionSource` does.
+    Raises ValueError for names that the model does not have, WeightMismatch, and errors of `VersionSource`.
     """
     tensors = weights.tensors
     if unknown := [name for name in names or () if name not in tensors]:
@@ -235,7 +239,7 @@ def pull_tensors(
         )
     wanted = tensors if names is None else names
     reader = SliceReader(weights, [(name, 0, tensors[name].slices) for name in wanted], sources)
-    end = time.monotonic() + deadline  # from now on others are waited for
+    end = time.monotonic() + deadline  # from now on it waits for other processes
     if version is None:
         version, _ = sources[0].seek(None, deadline)
     memory = torch.empty(reader.staging.nbytes, dtype=torch.uint8)
@@ -252,7 +256,7 @@ def pull_tensors(
 
 
 def union(segments: Iterable[Segment]) -> list[tuple[str, int, int]]:
-    """(name, start, stop) of all slices that the segments have, each once, those of a tensor by rising start."""
+    """(name, start, stop) of all slices in the segments, each once, those of a tensor by rising start."""
     out: list[tuple[str, int, int]] = []
     for name, start, stop in sorted({(s.name, s.start, s.stop) for s in segments}):
         if out and out[-1][0] == name and start <= out[-1][2]:
@@ -265,7 +269,7 @@ def union(segments: Iterable[Segment]) -> list[tuple[str, int, int]]:
 def _chunks(
     pieces: Iterable[Piece], theirs: Sequence[PublishedBlock], mine: Sequence[PublishedBlock]
 ) -> Iterator[tuple[list[ByteSpan], list[ByteSpan]]]:
-    """Spans to read and where to, of about READ_BYTES bytes a time."""
+    """Spans to read and their targets, in portions of about READ_BYTES bytes."""
     spans: list[ByteSpan] = []
     into: list[ByteSpan] = []
     nbytes = 0

@@ -1,7 +1,7 @@
 """Resharder: moves the weights from the live trainer into the live engine, in one of MODES.
 
-Engine replica e lives on world ranks [e x g, (e + 1) x g) where an engine has g ranks (`EngineParallel.ranks`); the
-rank within it is `rank % g`.
+Engine replica e has world ranks [e x g, (e + 1) x g), if an engine has g ranks (`EngineParallel.ranks`); the rank
+within it is `rank % g`.
 """
 
 from __future__ import annotations
@@ -48,29 +48,33 @@ from mindspeed_rl_plugin.weights.verify import (
     weights_digest,
 )
 
-# By mode: what plans the way, and what carries the plan out.
+# By mode: functions that make and carry out the plan.
 MODES = {"stream": (make_plan, stream), "allgather": (make_allgather_plan, allgather)}
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one reshard did on this rank, in bytes."""
+    """Bytes and seconds of one reshard on this rank."""
 
-    copied: int  # of weights that the rank had itself, by the plan
-    sent: int  # counted on the wire
-    received: int  # likewise
-    temporary: int  # most memory besides the weights of both sides, measured
+    copied: int  # bytes that the rank took from itself, by the plan
+    sent: int  # bytes of its messages
+    received: int  # bytes of its messages
+    temporary: int  # most memory in addition to the weights of both sides, measured
     seconds: float
-    digest: str | None  # of the weights, where they were verified
+    digest: str | None  # of the weights, if they were verified
 
 
 class Resharder:
     """Builds both layouts and the plan once, checks them against the live models, and moves weights.
 
-    shape, train: the model and its training layout; engine: sizes of the engine; engine_dtype: dtype of its weights, in
-    which they travel; mode: one of MODES; node_size: consecutive ranks on one node; verify: compare digests of both
-    sides after each transfer; deadline: seconds one bucket may take. Every method is collective over `group` (None: the
-    world), and raises ValueError when the layouts cannot be built.
+    shape, train: the model and its training layout.
+    engine: sizes of the engine.
+    engine_dtype: dtype of its weights and of messages.
+    mode: one of MODES.
+    node_size: consecutive ranks on one node.
+    verify: compare digests of both sides after each transfer.
+    deadline: seconds one bucket may take.
+    Every method is collective over `group` (None: the world), and raises ValueError when the layouts cannot be built.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class Resharder:
         self._make_plan, self._carry_out = MODES[mode]
         self.plan: TransferPlan | AllgatherPlan | None = None
         self._exported: list[int] = []
-        self._compared = canonical_tensors(shape)  # as both sides are compared: wide where the engine has them wide
+        self._compared = canonical_tensors(shape)  # for comparing both sides: wide if the engine has them wide
         self._temporary = get_device().temporary()
         self._sources: dict[int, RankLayout] = {}
         self._destinations: dict[int, RankLayout] = {}
@@ -130,9 +134,9 @@ class Resharder:
         return Transfer(copied, channel.sent, channel.received, self._temporary.peak, seconds, digest)
 
     def check_return(self, model_chunks: Sequence[Module]) -> None:
-        """After generation: check that the trainer has the weights that it exported, bit by bit as it stores them,
-        whether or not they left the device. Not collective; does nothing unless `verify`. Raises WeightMismatch
-        naming parameter, rank and tensors."""
+        """After generation: check that the trainer still has the weights that it exported, bit by bit in its own dtype,
+        also if they were not offloaded. Not collective; does nothing unless `verify`. Raises WeightMismatch naming
+        parameter, rank and tensors."""
         if not self._exported:
             return
         now = self._as_stored(stored_parameters(model_chunks))
@@ -149,7 +153,7 @@ class Resharder:
         self._refuse_broken(self._stored(model_chunks), "before a checkpoint")
 
     def _stored(self, model_chunks: Sequence[Module]) -> dict[str, Tensor]:
-        """The trainer's weights on this rank, which are as its layout says."""
+        """The trainer's weights on this rank; raises if they differ from its layout."""
         source = stored_parameters(model_chunks)
         kinds = trainer_storage(self.shape, self.train, self.rank, source)
         if not self._sources:
@@ -158,7 +162,7 @@ class Resharder:
         return source
 
     def _bind(self, destination: Mapping[str, Tensor]) -> TransferPlan | AllgatherPlan:
-        """The plan; raises where the engine is not as its layout says."""
+        """The plan; raises if the engine differs from its layout."""
         size, here = self.engine.ranks, self.rank % self.engine.ranks
         engine = engine_storage(self.shape, self.engine, here, destination)
         tensors = engine_tensors(self.shape, engine, here, destination, self.dtype)
@@ -188,7 +192,7 @@ class Resharder:
         refuse_broken([broken for (broken,) in firsts], self._sources, when)
 
     def _as_stored(self, source: Mapping[str, Tensor]) -> list[int]:
-        """Digests of this rank's weights in the dtype in which the trainer has them."""
+        """Digests of this rank's weights in the trainer's dtype."""
         return layout_digests(source, self._sources[self.rank], self._compared, None)
 
     def _channel(self) -> P2PChannel:

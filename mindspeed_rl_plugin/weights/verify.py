@@ -1,8 +1,8 @@
 """Digests of weights that do not depend on how they are split, and the comparison of both sides.
 
 The digest of a slice is a sum, modulo 2**64, over its elements of (bits + c) x w(i), where i is the element's index in
-the *canonical* tensor and w mixes it. Sums over the parts of any split therefore add up to the same number, and a value
-at a wrong place changes it. The check uses only the layout tables, never the plan: a mistake of the plan shows.
+the *canonical* tensor and w mixes it. Therefore sums over the parts of any split add up to the same number, and a value
+at a wrong place changes it. The check uses only the layout tables, not the plan, so it finds errors of the plan.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mindspeed_rl_plugin.weights.storages import bytes_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD, _MIX, _SHIFT = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 29
-_DIGESTED_AT_ONCE = 1 << 20  # elements whose int64 temporaries exist at once
+_DIGESTED_AT_ONCE = 1 << 20  # elements with int64 temporaries at the same time
 _WRAP = 1 << 64
-BLOCK_BYTES = 4 << 20  # of a storage, under one digest
+BLOCK_BYTES = 4 << 20  # bytes of a storage with one digest
 
 
 class WeightMismatch(RuntimeError):
@@ -44,7 +44,7 @@ class RankDigests(NamedTuple):
 
 @torch.no_grad()
 def slice_digests(values: Tensor, segment: Segment, tensor: Canonical, dtype: torch.dtype) -> Tensor:
-    """`[slices]` int64: digest of each slice of what a rank stores for a segment, on the tensor's device.
+    """`[slices]` int64: digest of each slice of a segment that a rank stores, on the tensor's device.
 
     values: the slices in canonical orientation, 1-D or 2-D; dtype: the dtype in which bits are compared.
     """
@@ -66,7 +66,7 @@ def slice_digests(values: Tensor, segment: Segment, tensor: Canonical, dtype: to
 
 
 def segment_digest(values: Tensor, segment: Segment, tensor: Canonical, dtype: torch.dtype) -> Tensor:
-    """Digest of what a rank stores for a segment, int64 scalar: the sum over its slices. See `slice_digests`."""
+    """Digest of a segment that a rank stores, int64 scalar: the sum over its slices. See `slice_digests`."""
     return slice_digests(values, segment, tensor, dtype).sum()
 
 
@@ -130,7 +130,7 @@ def _by_tensor(side: Sequence[RankDigests]) -> dict[str, RangeDigests]:
 
 
 def _agreed(name: str, span: ElementRange, held: list[tuple[int, int]], side: str) -> int:
-    """The one digest that all holders of a span report."""
+    """The digest of a span; raises if its holders report different ones."""
     if len({digest for _, digest in held}) > 1:
         ranks = ", ".join(f"{rank} ({digest:016x})" for rank, digest in held)
         raise WeightMismatch(f"{name} [{span[0]}, {span[1]}): {side} ranks hold different values: {ranks}")
@@ -138,7 +138,7 @@ def _agreed(name: str, span: ElementRange, held: list[tuple[int, int]], side: st
 
 
 def _sum_of(values: Mapping[ElementRange, int], low: int, high: int, name: str) -> int:
-    """Digest of `[low, high)`, which some of the spans tile."""
+    """Digest of `[low, high)`, the sum over spans that tile it."""
     inside = sorted(span for span in values if span[0] >= low and span[1] <= high)
     edges = [low, *(stop for _, stop in inside)]
     assert inside == list(pairwise(edges)) and edges[-1] == high, f"{name}: {inside} do not tile [{low}, {high})"
@@ -153,7 +153,7 @@ def _compare_tensor(name: str, ours: Mapping[ElementRange, int], spans: RangeDig
             wrong = [rank for rank, digest in held if digest != expected]
             if wrong:
                 raise _mismatch(name, span, tensor, wrong)
-    # Where the engine cuts finer than the trainer, only what lies between common edges can be compared.
+    # If the engine cuts finer than the trainer, only ranges between common edges can be compared.
     theirs = {span: _agreed(name, span, held, "engine") for span, held in spans.items()}
     for low, high in pairwise(sorted(edges & {edge for span in theirs for edge in span})):
         if _sum_of(ours, low, high, name) != _sum_of(theirs, low, high, name):
@@ -170,7 +170,7 @@ def _mismatch(name: str, span: ElementRange, tensor: Canonical, ranks: Sequence[
 def first_broken(tensors: Iterable[Tensor]) -> int:
     """Place of the first tensor that holds NaN or infinity, counted from 1; 0 without.
 
-    Reads everything once; needs extra memory only where minimum and maximum do not carry NaN; one wait for the device.
+    Reads everything once and waits once for the device. Needs extra memory only where minimum and maximum ignore NaN.
     """
     ends = [_ends(t) if t.numel() else torch.zeros(2, device=t.device) for t in tensors]
     if not ends:
@@ -180,7 +180,7 @@ def first_broken(tensors: Iterable[Tensor]) -> int:
 
 
 def _ends(t: Tensor) -> Tensor:
-    """`[2]` fp32, finite where all of t is."""
+    """`[2]` fp32, finite if all of t is."""
     if _carries_nan(t.device, t.dtype):
         return torch.stack(torch.aminmax(t)).float()
     return torch.where(t.isfinite().all(), 0.0, torch.inf).expand(2)
@@ -188,7 +188,7 @@ def _ends(t: Tensor) -> Tensor:
 
 @functools.cache
 def _carries_nan(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether minimum and maximum of numbers with NaN among them are NaN on a device."""
+    """Whether minimum and maximum of numbers with a NaN are NaN on a device."""
     odd = torch.tensor([1.0, torch.nan, -1.0], device=device, dtype=dtype)
     return bool(torch.stack(torch.aminmax(odd)).isnan().all())
 
@@ -207,5 +207,5 @@ def refuse_broken(firsts: Sequence[int], layouts: Mapping[int, Layout], when: st
 
 
 def tensors_in(layout: Layout, name: str) -> str:
-    """Which slices of which canonical tensors a stored parameter holds."""
+    """The slices of canonical tensors in a stored parameter."""
     return ", ".join(f"{s.name} [{s.start}, {s.stop})" for s in layout[name])
