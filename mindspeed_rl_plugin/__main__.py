@@ -29,7 +29,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
 
 
 def usage() -> str:
-    """What `--help` prints."""
+    """The text of `--help`."""
     lines = [
         "usage: torchrun ... -m mindspeed_rl_plugin SCRIPT.py [ARGS of the script, and --rl-* flags]",
         "       python -m mindspeed_rl_plugin COMMAND [ARGS]",
@@ -61,19 +61,19 @@ def main(argv: list[str]) -> int:
 
 @contextmanager
 def _quiet_on_a_closed_pipe() -> Iterator[None]:
-    """Ends the process, with SIGPIPE's status, where nobody reads its output, as behind `| head`; another pipe that
-    breaks is an error."""
+    """End the process with SIGPIPE's status when the reader of its output has ended (`| head`); a break of another pipe
+    is an error."""
     try:
         try:
             yield
         finally:
-            sys.stdout.flush()  # of --help too, which exits
+            sys.stdout.flush()  # also after --help, which exits
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout, 0)
         if not output.poll(0):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered goes there at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so buffered output is dropped at the exit
         sys.exit(141)
 
 
@@ -94,7 +94,7 @@ def run_script(script: str, arguments: list[str]) -> None:
     if getattr(sys.flags, "safe_path", False):  # Python 3.11
         sys.path.insert(0, here)
     else:
-        sys.path[0] = here  # was the working directory, put there by -m
+        sys.path[0] = here  # -m has put the working directory there
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if root not in sys.path:
         sys.path.append(root)  # so that spawned processes find a plugin that is not installed

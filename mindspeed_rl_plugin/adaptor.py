@@ -1,9 +1,9 @@
 """The import line: `import mindspeed_rl_plugin.adaptor` attaches RL to a Megatron entry script.
 
-Put it before `import mindspeed.megatron_adaptor` where that is used, which reads flags that RL takes
-over. It registers the flags and applies the patch table; without `--rl-algorithm` on the command line
-nothing changes. The last ranks of a job with `--rl-generators` work here until the job ends. Harmless when the runner
-or a patch from `patches/` has attached already.
+Put it before `import mindspeed.megatron_adaptor`, if that is used: it reads flags that RL takes over. It registers the
+flags and applies the patch table; without `--rl-algorithm` on the command line nothing changes. In a job with
+`--rl-generators` the last ranks generate inside this import, until the job ends. A repeat, after the runner or a patch
+from `patches/`, has no effect.
 """
 
 from mindspeed_rl_plugin.checks import early

@@ -1,5 +1,5 @@
-"""A running job (`--rl-schedule async`) for your own programs: an engine that answers its prompts, a source of prompts,
-or an observer.
+"""Connects your own program to a running job (`--rl-schedule async`): as an engine that answers prompts, as a source of
+prompts, or as an observer.
 
     with Client("10.0.0.5:41167", "SAVE/rl/secret") as job:
         while not job.ended:
@@ -8,8 +8,8 @@ or an observer.
             job.give(responses(prompts))                  # another one
             print(job.metrics())
 
-Address and secret are printed at the job's start. Rows are TensorDicts of batch size `[B]`: "ids" is `[B, 3]`, and a
-column with several entries a row is a jagged nested tensor. docs/service.md says more.
+Address and secret are printed at the job's start. Rows are TensorDicts of batch size `[B]`: "ids" is `[B, 3]`; a column
+with several entries a row is a jagged nested tensor. docs/service.md says more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Ids = Sequence[tuple[int, int, int]] | Tensor
-# Columns of `give`: whether a row has several entries, of which numbers each is, its shape, and what it says.
+# Columns of `give`: whether a row has several entries, the kind of numbers, the shape, and the meaning.
 GIVEN = {
     "response": (True, "integers", [], "tokens"),
     "logps": (True, "floats", [], "a log-prob of each token"),
@@ -47,12 +47,13 @@ GIVEN = {
 
 
 class Client:
-    """A process that takes part in a job without being a rank of it. For one thread; another one makes its own.
+    """A process that takes part in a job without being a rank of it. For one thread; other threads make their own.
 
-    address: HOST:PORT or unix:NAME; secret: the job's, or the file of mode 600 that holds it; lease_seconds: life of
-    what `take` gave: later it is given to another engine as well, and the first response stays.
-    Raises ConnectionError where no job answers, PermissionError for a wrong secret, and ValueError for a job of another
-    version of the package, or one that takes no engines.
+    address: HOST:PORT or unix:NAME.
+    secret: of the job, or a file with it, of mode 600.
+    lease_seconds: for which rows of `take` are reserved. Later they are also given to another engine, and the first
+    response counts. Raises ConnectionError where no job answers, PermissionError for a wrong secret, and ValueError for
+    a job of another version of the package, or one that takes no engines.
     """
 
     def __init__(self, address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0) -> None:
@@ -66,27 +67,26 @@ class Client:
         self._taken: dict[SampleId, tuple[Lease, GenerateRequest]] = {}
         self._records = 0
         self._reported = False
-        self.newest()  # over this connection the job says that it leaves
+        self.newest()  # opens the connection on which the job announces its end
 
     def __enter__(self) -> Client:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> bool:
-        """Leave; a connection that ended because the job has ended is no error."""
+        """Leave the job. It is no error if the connection ended because the job has ended."""
         over = isinstance(error, ConnectionError) and self.dock.has_left()
         self.close()
         return over
 
     def close(self) -> None:
-        """Leave the job; rows that were taken and not given go to other engines. Idempotent."""
+        """Leave the job; taken rows without a response go to other engines. Idempotent."""
         self.dock.close()
 
     # the job
 
     @property
     def ended(self) -> bool:
-        """Whether the job has left, as the last call has seen. Calls give nothing more then, or raise
-        ConnectionError."""
+        """Whether the job has ended, by the last call. Then calls return nothing, or raise ConnectionError."""
         return self.dock.ended
 
     @property
@@ -96,7 +96,7 @@ class Client:
 
     @property
     def sampling(self) -> Sampling:
-        """How responses are to be sampled; `take` says which of them greedily."""
+        """How responses must be sampled; `take` marks greedy ones."""
         return self._job.sampling
 
     @property
@@ -107,7 +107,7 @@ class Client:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Name of each column of the job -> what its cells are."""
+        """Name of each column of the job -> a description of its cells."""
         return {name: column.describe() for name, column in self.dock.columns.items()}
 
     @property
@@ -116,8 +116,8 @@ class Client:
         return {name: state.writes for name, state in self.dock.states.items()}
 
     def metrics(self, deadline: float = 0.0) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl that were written since the last call, at first those since the job's start, as far
-        as it keeps them (1000). Waits for one, at most `deadline` seconds."""
+        """Lines of metrics.jsonl since the last call; at the first call those since the job's start (the job keeps
+        1000). Waits for one, at most `deadline` seconds."""
         try:
             told = self.dock.records(self._records, deadline)
         except ConnectionError:
@@ -130,14 +130,13 @@ class Client:
     # an engine
 
     def take(self, max_rows: int, deadline: float) -> TensorDict:
-        """Rows that ask for a response, at most `max_rows`; none where there are none within `deadline` seconds, or
-        where the job has ended.
+        """Rows that need a response, at most `max_rows`; empty if there are none within `deadline` seconds, or if the
+        job has ended.
 
-        "prompt": its tokens; "oldest", "newest" `[B]`: the versions of weights that may sample the row, newest -1 where
-        every newer one may, too; "greedy" `[B]`: take the likeliest token each time (evaluations); "seed" `[B]`: of
-        this very response, to be used or not.
-        Raises ValueError for a job with --rl-async-order strict, whose rows are dealt to engines of its own, for one
-        with tools or environments, which only its own engines have, and for fewer rows than one.
+        "prompt": its tokens; "oldest", "newest" `[B]`: versions of weights that may sample the row, newest -1: no
+        limit; "greedy" `[B]`: always take the most likely token (evaluations); "seed" `[B]`: of this response; its use
+        is optional. Raises ValueError for a job with --rl-async-order strict, whose rows are reserved for its own
+        engines, for one with tools or environments, which only its own engines have, and for max_rows below 1.
         """
         if max_rows < 1:
             raise ValueError(f"take: max_rows is {max_rows}; give at least 1")
@@ -162,15 +161,15 @@ class Client:
         return to_tensordict(Rows(lease.rows.ids, columns))
 
     def give(self, rows: TensorDict) -> None:
-        """Responses to rows that were taken, all of them or some; each once.
+        """Give responses to taken rows, to all or some, each once.
 
-        "ids" `[B, 3]`; "response": sampled tokens, that which ends it included; "logps": of each the log-prob in nats,
-        of the distribution that it was sampled from (of a greedy one that of temperature 1); "version" `[B]`: of the
-        weights; where several sampled one response "segments" `[S, 2]` instead: (first token of the response, version);
-        "finish" `[B]`: 0 where an end token or string ended it, 1 where the limit did; by default by the last token.
-        Raises ValueError for rows that the job cannot take, or that were not taken. What one `take` gave, and what lies
-        on one machine, is written as a whole, 64 MiB of cells at most: of such a part nothing is written then, and it
-        stays taken: give it again, or `release` it. Parts before it are written.
+        "ids" `[B, 3]`; "response": sampled tokens, with the end token; "logps": log-prob of each token, in nats, under
+        the distribution that it was sampled from (greedy: that of temperature 1); "version" `[B]`: of the weights; if
+        several versions sampled one response, "segments" `[S, 2]` instead: (first token of the response, version);
+        "finish" `[B]`: 0 if an end token or string ended it, 1 if the limit did; default: by the last token. Raises
+        ValueError for invalid rows, or rows that were not taken. Rows are written in parts: those of one `take` on one
+        machine, at most 64 MiB of cells. Of the part with the error nothing is written, and its rows stay taken: give
+        them again, or `release` them. Earlier parts are written.
         """
         given = from_tensordict(rows)
         self._check(given)
@@ -185,29 +184,28 @@ class Client:
                 del self._taken[request.id]
 
     def release(self) -> None:
-        """Hand back what was taken and not given, for other engines."""
+        """Give taken rows without a response back, for other engines."""
         for lease in {lease.token: lease for lease, _ in self._taken.values()}.values():
             self.dock.release(lease)
         self._taken.clear()
 
     def report(self, counts: Mapping[str, float]) -> None:
-        """What this engine has counted since it joined, for the job's metrics: "seconds", of them "back-pressure" (it
-        had no prompts) and "version" (it waited for weights), "responses" and "tokens". One that has reported seconds
-        and is silent for half of --rl-wait-timeout is taken to hang: its rows are given out again."""
+        """Report this engine's counts since it joined, for the job's metrics: "seconds", of these "back-pressure" (no
+        prompts) and "version" (it waited for weights), "responses" and "tokens". If an engine has reported seconds and
+        then is silent for half of --rl-wait-timeout, it counts as hanging: its rows are given to others."""
         self._reported = True
         self.dock.report(counts)
 
     # a data source
 
     def offer(self, rows: Iterable[Mapping[str, Any]], deadline: float = 0.0) -> list[int]:
-        """Prompts for the next rollouts, which take them before those of --rl-prompt-data. A row has the fields of a
-        row of the data: prompt (a string, or messages), answer, and others, all of them JSON.
+        """Offer prompts for the next rollouts, which take them before those of --rl-prompt-data. A row has the fields
+        of a row of the data: prompt (a string, or messages), answer, and others, all as JSON.
 
-        Returns a number of each, below 0: "row" in the column `meta` of its responses. Waits for room, and for a job
-        that reads its checkpoint, `deadline` seconds; a rollout is admitted with each publication of weights. Of rows
-        that are refused none is taken: raises ValueError for those that the data may not have either, for a prompt that
-        is too long, for more than four rollouts at once, and in a job with --rl-async-order strict; TimeoutError after
-        the deadline.
+        Returns a number below 0 for each row: "row" in the column `meta` of its responses. Waits at most `deadline`
+        seconds for room, or until the job has read its checkpoint; each publication of weights admits a rollout. Takes
+        all rows or none: raises ValueError for rows that would be wrong in the data too, for a prompt that is too long,
+        for more than four rollouts at once, and in a job with --rl-async-order strict; TimeoutError after the deadline.
         """
         if self._job.strict:
             raise ValueError(
@@ -232,49 +230,49 @@ class Client:
         return news.version
 
     def versions(self, deadline: float = 60.0) -> list[int]:
-        """Versions that all trainer ranks hold now, by rising number."""
+        """Versions that all trainer ranks have now, by rising number."""
         every = [set(source.versions(deadline)) for source in self._sources]
         return sorted(set.intersection(*every))
 
     def weights(
         self, version: int | None = None, names: Sequence[str] | None = None, deadline: float = 600.0
     ) -> tuple[int, dict[str, Tensor]]:
-        """A version (None: the newest), and its tensors by Hugging Face names, whole, on the host, as the engine would
-        have them (--rl-engine-dtype): all, or those of `names`. Waits for a version to come, `deadline` seconds.
+        """A version (None: the newest), and its complete tensors by Hugging Face names, on the host, in the engine's
+        dtype (--rl-engine-dtype): all, or those of `names`. Waits at most `deadline` seconds for the version.
 
-        Raises `mindspeed_rl_plugin.dock.Gone` for one that newer ones have taken the place of.
+        Raises `mindspeed_rl_plugin.dock.Gone` for a version that newer ones have overwritten.
         """
         end = time.monotonic() + deadline
         while True:
             try:
                 left = end - time.monotonic()
                 return pull_tensors(self._weights, self._sources, version, names, left)
-            except Gone:  # newer ones came while the newest was read
+            except Gone:  # newer ones have overwritten it during the read
                 if version is not None:
                     raise
 
     # an observer
 
     def finished(self, stage: str = "reward") -> Tensor:
-        """`[n, 3]` ids of the rows that a stage is done with and the job still holds: until their last optimizer step.
-        Rows of an evaluation have a rollout below 0. Raises ValueError for no stage of this job."""
+        """`[n, 3]` ids of the rows that a stage has finished and the job still has (until their last optimizer step).
+        Rows of an evaluation have a rollout below 0. Raises ValueError for an unknown stage."""
         if stage not in self.stages:
             raise ValueError(f"finished: no stage {stage!r}; this job has {', '.join(sorted(self.stages))}")
         return torch.tensor(self.dock.finished(stage), dtype=torch.int64).reshape(-1, 3)
 
     def read(self, ids: Ids, columns: Iterable[str]) -> TensorDict:
-        """Columns of rows that `finished` has named. Rows that the job holds no longer, or that lack one of the
-        columns, are left out: "ids" says which are there."""
+        """Columns of rows from `finished`. Rows that the job does not have any more, or that lack one of the columns,
+        are left out; "ids" has the others."""
         wanted = [SampleId(*i) for i in (ids.tolist() if isinstance(ids, Tensor) else ids)]
         return to_tensordict(self.dock.peek(wanted, tuple(columns)))
 
     # inside
 
     def _leased(self, max_rows: int, deadline: float) -> Lease:
-        """Rows that are ready within the deadline, or none."""
+        """Lease rows that are ready within the deadline, maybe none."""
         try:
             if not self._reported:
-                self.report({})  # by which the job counts it among its engines
+                self.report({})  # after this the job counts it among its engines
             return self.dock.lease(SPEC.name, max_rows=max_rows, deadline=deadline)
         except TimeoutError:
             pass
@@ -284,7 +282,7 @@ class Client:
         return Lease(0, SPEC.name, Rows((), {"prompt": Ragged.from_rows([], torch.int32)}))
 
     def _check(self, given: Rows) -> None:
-        """Raise ValueError for what cannot be made into rows. What they say is checked by the job."""
+        """Raise ValueError for a form that cannot be made into rows. The job checks the values."""
         names = set(given.columns)
         needed = {"response", "logps", "segments" if "segments" in names else "version"}
         if not needed <= names <= {*GIVEN}:
@@ -319,7 +317,7 @@ class Client:
 
 
 def _check_form(name: str, column: Column) -> None:
-    """Raise ValueError for a column that is not as `GIVEN` says."""
+    """Raise ValueError for a column that differs from `GIVEN`."""
     several, kind, entry, what = GIVEN[name]
     if isinstance(column, Ragged) != several:
         form = "several entries a row: make it a jagged nested tensor" if several else "one number a row: make it [B]"

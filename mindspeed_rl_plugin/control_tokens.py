@@ -1,8 +1,8 @@
-"""What the job (`chat`) and verifiers' interpreter (`verifiers_renderer`) both need to render messages: the day that
-templates write, and how the text of control tokens stays text. Imports the standard library only.
+"""For rendering messages in the job (`chat`) and in verifiers' interpreter (`verifiers_renderer`): a fixed date for
+templates, and encoding that keeps the text of control tokens as text. Imports only the standard library.
 
-A *control token* is a special token, or another added one that the template writes (DeepSeek's `<｜User｜>` and Qwen's
-`<tool_call>` are not marked special).
+A *control token* is a special token, or another added token that the template writes (DeepSeek's `<｜User｜>` and
+Qwen's `<tool_call>` are not marked as special).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-DATE = datetime.date(2024, 7, 26)  # what Llama 3.1's own template writes
-TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # in a chat template, with the form of the date
-MARK = "\ud800"  # half of a surrogate pair, on both sides of a control token's text: in no text can it stand itself
+DATE = datetime.date(2024, 7, 26)  # the date in Llama 3.1's own template
+TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # today's date in a chat template, with its format
+MARK = "\ud800"  # half of a surrogate pair, before and after the text of a control token; valid text never has it
 
 
 class ControlTokens:
@@ -32,8 +32,8 @@ class ControlTokens:
         self.ids = frozenset(found.values())
 
     def marked(self, text: str, start: int = 0) -> str:
-        """With marks around the text of control tokens, but for those that end before `start`. A template leaves the
-        marks where they are."""
+        """The text with marks around the text of control tokens, except those that end before `start`. Templates keep
+        the marks."""
 
         def mark(found: re.Match[str]) -> str:
             return f"{MARK}{found[0]}{MARK}" if found.end() > start else found[0]
@@ -41,7 +41,7 @@ class ControlTokens:
         return self.pattern.sub(mark, whole(text))
 
     def encode(self, marked: str) -> list[int]:
-        """Token ids of a text in which what stands between two marks is spelled."""
+        """Token ids of a marked text; text between two marks is encoded as ordinary tokens."""
         first, *rest = marked.split(MARK)
         tokens = self._plain(first)
         for control, plain in zip(rest[::2], rest[1::2], strict=True):
@@ -55,17 +55,17 @@ class ControlTokens:
         tokens = self._tokenizer.encode(control, add_special_tokens=False, split_special_tokens=True)
         if self.ids.isdisjoint(tokens):
             return tokens
-        return self._plain(control[:1]) + self._plain(control[1:])  # of an added token that is not marked special
+        return self._plain(control[:1]) + self._plain(control[1:])  # for an added token that is not marked as special
 
 
 def whole(text: str) -> str:
-    """Without halves of surrogate pairs."""
+    """The text without halves of surrogate pairs."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def dated(template: Any) -> Any:
-    """A chat template, or several by name, in which `DATE` stands for the day of today, where the template itself says
-    how to write it. transformers 5.24 lets nobody give a template another clock: what is no plain data becomes text."""
+    """A chat template, or several by name, with `DATE` instead of today's date, in the template's own format.
+    transformers 5.24 does not let callers pass a clock to a template: it turns all that is not plain data into text."""
     if isinstance(template, Mapping):
         return {name: dated(one) for name, one in template.items()}
     return template and TODAY.sub(lambda found: repr(DATE.strftime(found[2])), template)

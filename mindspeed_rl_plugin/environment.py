@@ -1,5 +1,5 @@
-"""What the launcher put into the environment, and what a user's code finds there: here, in device/, host/ and tools/
-only."""
+"""Reads the launcher's environment variables, and sets those for a user's code. Only this file, device/, host/ and
+tools/ use the process environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-SPEAK_SECONDS = 20.0  # that other ranks of a machine leave to the first one's message and the launcher
+SPEAK_SECONDS = 20.0  # for which other ranks of a machine wait: the first one reports, and the launcher ends them
 FLUSH_SECONDS = 1.0
 _PART, _START = "MINDSPEED_RL_PART", "MINDSPEED_RL_START"
 _before_log: list[str] = []
@@ -29,14 +29,15 @@ def launch_env() -> dict[str, int]:
 
 
 def name_to_users(name: str, value: str) -> None:
-    """A user's code in this process, and in those that it will start, finds a value as `MINDSPEED_RL_` and the name."""
+    """Set the variable `MINDSPEED_RL_` + name for a user's code in this process and in its children."""
     os.environ[f"MINDSPEED_RL_{name}"] = value
 
 
 def become_part(first: int, ranks: int, local_ranks: int) -> None:
-    """From now on this process is one of a part of the launcher's ranks, which for the launch script are all there are.
+    """From now on this process is a rank of a part of the launcher's ranks; the launch script sees only this part.
 
-    first, ranks: of the part; local_ranks: of these on this machine. The local rank, by which devices are taken, stays.
+    first, ranks: of the part; local_ranks: number of these on this machine. The local rank, which chooses the device,
+    does not change.
     """
     os.environ["RANK"] = os.environ["ROLE_RANK"] = str(launch_env()["rank"] - first)
     os.environ["WORLD_SIZE"] = os.environ["ROLE_WORLD_SIZE"] = str(ranks)
@@ -50,7 +51,7 @@ def is_part() -> bool:
 
 
 def may_restart() -> bool:
-    """Whether the launcher may start its ranks again, which find its store as the last ones left it."""
+    """Whether the launcher may restart its ranks; then its store still has keys of earlier starts."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
 
@@ -64,36 +65,37 @@ def launcher_store() -> tuple[str, int, str]:
 
 
 def launch_name() -> str:
-    """What the starts of a job by one launcher have in common; "" where it starts its ranks once."""
+    """A name that is the same for all starts of a job by one launcher; "" if it starts its ranks only once."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {launcher_store()[:2]}" if may_restart() else ""
 
 
 def begin_start(name: str, host: str, port: str) -> None:
-    """From now on MASTER_ADDR and MASTER_PORT are those of a store of this start alone."""
+    """Set MASTER_ADDR and MASTER_PORT to a store that only this start uses."""
     os.environ[_START] = " ".join((name, *map(str, launcher_store()[:2])))
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, port
 
 
 def launcher() -> int | None:
-    """The torchrun agent that started this process, maybe by a script between; None where another launcher did."""
-    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # of this rank alone
+    """Process of the torchrun agent that started this one, maybe through a script; None for another launcher."""
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # set for this rank
         return None
     process, given = os.getppid(), f"TORCHELASTIC_ERROR_FILE={path}".encode()
-    with contextlib.suppress(OSError):  # of another user
+    with contextlib.suppress(OSError):  # a process of another user
         while given in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
             process = int(Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     return process
 
 
 def environment_apart() -> dict[str, str]:
-    """For a process that is no rank of this job's launcher."""
+    """The environment for a process that is no rank of this job's launcher."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", _PART, _START)
     ours = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
     return {k: v for k, v in os.environ.items() if k not in ranks and not k.startswith(ours)}
 
 
 def say(text: str) -> None:
-    """Print a text on the job's first rank, each of its lines marked, as far as stdout can."""
+    """Print a text on the job's first rank, each line with our mark, with replacements for characters that stdout
+    lacks."""
     if launch_env()["rank"] == 0:
         encoding, marked = sys.stdout.encoding or "utf-8", "\n".join(f"[rl] {line}" for line in text.split("\n"))
         print(marked.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -101,7 +103,7 @@ def say(text: str) -> None:
 
 
 def keep(line: str) -> None:
-    """A line that was printed, for the file of the run's own lines, which are few among Megatron's."""
+    """Keep a printed line for the file of our own lines, which are few among Megatron's."""
     if not _log:
         return _before_log.append(line)
     with open(_log[0], "a", encoding="utf-8", errors="replace") as file:
@@ -109,7 +111,7 @@ def keep(line: str) -> None:
 
 
 def keep_in(path: str | os.PathLike[str]) -> None:
-    """That file: this process appends to it what was kept, and what will be."""
+    """Open this file: the process appends the kept lines, and later ones."""
     _log[:] = [path]
     if _before_log:
         keep("\n".join(_before_log))
@@ -122,9 +124,11 @@ def master_address() -> tuple[str, int]:
 
 
 def record_failure(reason: str, later: int = 0) -> None:
-    """Leave the reason of this rank's end to torchrun, for its summary, the last lines of a job; the first one stays.
+    """Write the reason of this rank's end for torchrun's summary, the last lines of a job; only the first reason is
+    kept.
 
-    later: seconds after now, for an end that only follows another rank's: torchrun takes the earliest for the cause.
+    later: seconds added to the time, for an end that follows another rank's: torchrun takes the earliest one as the
+    cause.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": reason, "timestamp": str(int(time.time()) + later)}
@@ -133,15 +137,15 @@ def record_failure(reason: str, later: int = 0) -> None:
 
 
 def last_words(line: str, later: int = 0) -> None:
-    """Say why this process ends, and leave it to torchrun as `record_failure` does: of use in any thread, for the main
-    one may hang with the lock of sys.stderr held."""
+    """Print why this process ends, and record it for torchrun as `record_failure` does. It works in any thread, even if
+    the main thread hangs with the lock of sys.stderr."""
     with contextlib.suppress(OSError):
         os.write(2, f"\n[rl] {line}\n".encode())
         record_failure(line, later)
 
 
 def flush_output() -> None:
-    """What was printed, in FLUSH_SECONDS at most: a thread that hangs may hold a lock here too."""
+    """Flush printed text, within FLUSH_SECONDS: a hanging thread may hold its lock."""
 
     def flush() -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -154,7 +158,8 @@ def flush_output() -> None:
 
 
 def leave_to_first_rank() -> None:
-    """To be called before an error is reported that all ranks have alike: the first of a machine reports it, the
-    launcher then ends the others. Where that does not come, because a rank alone sees the problem, it goes on."""
+    """Called before the report of an error that all ranks have. The first rank of a machine reports it, and the
+    launcher ends the others, which wait here. If only this rank has the problem, the wait ends and it reports
+    itself."""
     if launch_env()["local_rank"]:
         time.sleep(SPEAK_SECONDS)

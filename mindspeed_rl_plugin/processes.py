@@ -1,5 +1,5 @@
-"""Processes of this machine: whether one still runs, and the end of this one where its main thread cannot bring it;
-work in a thread."""
+"""Processes of this machine: whether one still runs, ending this one while its main thread hangs, and work in a
+thread."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from typing import TypeVar
 from mindspeed_rl_plugin.environment import flush_output, last_words, launcher
 
 Result = TypeVar("Result")
-LAUNCHER_LOOK_SECONDS = 1.0  # between looks at the launcher
-INTERRUPT_SECONDS = 3.0  # that the main thread may take to hear of SIGINT; torchrun kills after 30
+LAUNCHER_LOOK_SECONDS = 1.0  # between two checks of the launcher
+INTERRUPT_SECONDS = 3.0  # that the main thread has to handle SIGINT; torchrun kills after 30
 
 
 def began(process: int) -> int | None:
-    """When it began, in the kernel's ticks: number and beginning name one process for good. None where it has ended."""
+    """When a process began, in the kernel's ticks: together with its number this identifies it. None if it has
+    ended."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             state, *fields = file.read().rpartition(")")[2].split()
@@ -36,25 +37,25 @@ def began(process: int) -> int | None:
 
 @contextlib.contextmanager
 def scratch(what: str) -> Iterator[str]:
-    """A temporary folder, whose name begins with `what`. Those that killed processes of this machine left are removed,
-    for it is of those that share its process numbers, by which one names its owner."""
+    """A temporary folder, whose name begins with `what` and identifies its process. Folders of killed processes are
+    removed, if they come from this machine and its process numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     ours = f"{what}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}-"
     for folder in Path(tempfile.gettempdir()).glob(f"{ours}*"):
         process, since, _ = folder.name.removeprefix(ours).split("-", 2)
         if str(began(int(process))) != since:
-            shutil.rmtree(folder, ignore_errors=True)  # it may be another user's
+            shutil.rmtree(folder, ignore_errors=True)  # another user may own it
     with tempfile.TemporaryDirectory(prefix=f"{ours}{os.getpid()}-{began(os.getpid())}-") as folder:
         yield folder
 
 
-_heard = False  # whether the main thread has heard of SIGINT
+_heard = False  # whether the main thread has handled SIGINT
 
 
 def attend(interrupted: Callable[[], bool] = lambda: not _heard) -> None:
-    """From now on a thread ends this process soon after Ctrl-C, unless the user's code handles that signal, and after
-    its launcher: a main thread that waits in a library hears of neither. interrupted: called in the former case;
-    whether the process is to be ended, by default where the main thread has not heard."""
+    """Start a thread that ends this process soon after Ctrl-C (unless the user's code handles that signal), and after
+    its launcher has ended: a main thread that waits in a library notices neither. interrupted: called after Ctrl-C;
+    whether to end the process, by default if the main thread has not handled the signal."""
     heard, wakes = socket.socketpair()
     wakes.setblocking(False)
     heard.settimeout(LAUNCHER_LOOK_SECONDS)
@@ -62,7 +63,7 @@ def attend(interrupted: Callable[[], bool] = lambda: not _heard) -> None:
         signal.signal(signal.SIGINT, _hear)
     signal.set_wakeup_fd(wakes.detach(), warn_on_full_buffer=False)
     above = launcher()
-    since = above and began(above)  # not in the thread, which may come late, when the launcher has ended
+    since = above and began(above)  # read before the thread runs: the launcher may have ended by then
     threading.Thread(target=_attend, args=(heard, above, since, interrupted), daemon=True).start()
 
 
@@ -73,8 +74,8 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 
 def _attend(heard: socket.socket, above: int | None, since: int | None, interrupted: Callable[[], bool]) -> None:
-    """heard: gives the numbers of signals; above: the launcher, which began at `since`, None for one that does not end
-    its processes."""
+    """heard: receives the numbers of signals; above: the launcher, which began at `since`; None for a launcher that
+    does not end its processes."""
     number = 0
     while number != signal.SIGINT or signal.getsignal(signal.SIGINT) is not _hear:
         if above and began(above) != since:
@@ -91,7 +92,7 @@ def _attend(heard: socket.socket, above: int | None, since: int | None, interrup
 
 
 def in_background(name: str, work: Callable[[], Result]) -> Future[Result]:
-    """What `work` gives, or why it failed, in a thread of that name, for which the end of the process does not wait."""
+    """Run `work` in a thread of that name, and return its future. The end of the process does not wait for it."""
     future: Future[Result] = Future()
 
     def run() -> None:

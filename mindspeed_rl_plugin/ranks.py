@@ -1,4 +1,5 @@
-"""Agreements between ranks: rank 0 decides and everybody hears it, errors included; and the collectives of the loop."""
+"""Agreements between ranks: rank 0 decides, and all ranks get the result or the error. Also the collectives of the
+loop."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def gather_all(value: Any) -> list[Any]:
 
 
 def wait_at_most(seconds: float) -> None:
-    """Limit of the waits of this module's functions, from now on; on every rank the same."""
+    """Set the limit of all waits in this module's functions; the same on every rank."""
     _limit[0] = seconds
 
 
@@ -73,7 +74,7 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in parameters:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        # A copy, for .numpy() makes a storage unresizable for good, and offloading resizes the parameters'.
+        # A copy: after .numpy() a storage cannot be resized any more, and offloading resizes the parameters'.
         copy = tensor.detach().to("cpu", copy=True).contiguous()
         digest.update(copy.view(-1).view(torch.uint8).numpy())
     return combine_hashes({f"{rank:06d}": h for rank, h in enumerate(gather_all(digest.hexdigest()))})
@@ -86,13 +87,13 @@ def combine_hashes(hashes: Mapping[str, str]) -> str:
 
 
 class Stall:
-    """Whether what is waited for goes on. seconds: that it may stay the same."""
+    """Detects that a wait makes no progress. seconds: that a state may stay the same."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._last, self._since = seconds, None, 0.0
 
     def seen(self, what: object) -> bool:
-        """Whether it has been the same for too long. what: how much there is left, say."""
+        """Whether the state has been the same for too long. what: for example how much remains."""
         now = time.monotonic()
         if what != self._last:
             self._last, self._since = what, now
@@ -100,8 +101,8 @@ class Stall:
 
 
 class Collectives:
-    """Collectives of all ranks over gloo, which end by a deadline of ours; those of nccl and hccl are ended by their
-    watchdogs, after the time that their group was made with (Megatron's --distributed-timeout-minutes).
+    """Collectives of all ranks over gloo, with our own deadline. Collectives of nccl and hccl are ended by their
+    watchdogs after Megatron's --distributed-timeout-minutes.
 
     group: all ranks; deadline: seconds of any wait. Raise TimeoutError past it.
     """
@@ -132,7 +133,7 @@ class Collectives:
         try:
             yield
         except RuntimeError as error:
-            # gloo reports a peer that closed its connection and one that is late by the same type.
+            # gloo raises the same type for a peer that closed its connection and for one that is late.
             if time.monotonic() - began < 0.99 * self.deadline:
                 raise
             raise TimeoutError(
@@ -141,7 +142,7 @@ class Collectives:
             ) from error
 
     def barrier(self, what: str) -> None:
-        """Return once every rank has come here, for the collectives that follow wait by Megatron's own, shorter limit.
+        """Wait for all ranks here, since later collectives wait with Megatron's own, shorter limit.
 
         Raises TimeoutError that names the ranks that did not come before `what`.
         """
@@ -157,20 +158,20 @@ class Collectives:
 
 
 class HardDeadline:
-    """Ends this process where a wait inside a library, which no code of ours can interrupt, takes too long.
+    """Ends this process when a wait inside a library takes too long, which our code cannot interrupt.
 
-    seconds: that it may take; end: ends the process. Not for waits inside of one another.
+    seconds: limit of a wait; end: ends the process. Waits must not be nested.
     """
 
     def __init__(self, seconds: float, end: Callable[[int], object] = os._exit) -> None:
         self.seconds, self._end = seconds, end
-        self._now: list[str] | None = None  # another object for each wait
+        self._now: list[str] | None = None  # a new object for each wait
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
     @contextlib.contextmanager
     def over(self, what: str) -> Iterator[None]:
-        """For what is done inside; what: completes "rank N waited in"."""
+        """Limit the wait within the context; what: completes "rank N waited in"."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, daemon=True)
             self._thread.start()
@@ -181,11 +182,11 @@ class HardDeadline:
             self._now = None
 
     def close(self) -> None:
-        """There are no more waits."""
+        """End the thread; no more waits follow."""
         self._closed.set()
 
     def _look(self) -> None:
-        # Time is counted, for a clock would go on while the whole job is suspended.
+        # Counts its own steps: a clock would continue while the job is suspended.
         pause, seen, waited = min(1.0, self.seconds / 10), None, 0.0
         while waited <= self.seconds:
             if self._closed.wait(pause):
@@ -208,7 +209,7 @@ def _world() -> Collectives:
 
 @functools.lru_cache(maxsize=1)
 def _collectives(world: Any, seconds: float) -> Collectives:
-    """Made once in each world, by all ranks together."""
+    """The collectives of a world, made once by all ranks together."""
     return Collectives(seconds)
 
 

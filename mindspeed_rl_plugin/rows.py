@@ -1,4 +1,4 @@
-"""What flows between the folders: ids, ragged columns, rows, prompts, requests and completions.
+"""The data types that all folders share: ids, ragged columns, rows, prompts, requests and completions.
 
 Shape legend, used in every docstring of the package:
 
@@ -91,7 +91,7 @@ Column = Ragged | Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """Some columns of some samples: the one container that moves through the dock."""
+    """Some columns of some samples; the dock moves data in this form."""
 
     ids: tuple[SampleId, ...]  # of B samples
     # name -> `Ragged` of B rows, or tensor `[B, *trailing]`
@@ -149,11 +149,11 @@ class Prompt:
     """One prompt, ready for the engine."""
 
     tokens: tuple[int, ...]  # P token ids (chat template applied when asked)
-    text: str  # the prompt as a grader sees it
+    text: str  # text of the prompt for graders
     answer: str  # ground truth, "" when the data has none
-    row: int  # index in the data, below 0 for a prompt that was offered
+    row: int  # index in the data, below 0 for an offered prompt
     record: Mapping[str, object] = field(default_factory=dict)  # other fields of its row (JSON values)
-    messages: Sequence[Mapping[str, object]] | None = None  # chat messages, where the data has them instead of a string
+    messages: Sequence[Mapping[str, object]] | None = None  # chat messages, if the data has these instead of a string
 
 
 @dataclass(frozen=True)
@@ -171,19 +171,19 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One response, whole or partial."""
+    """One response, complete or partial."""
 
     id: SampleId
-    tokens: tuple[int, ...]  # R response ids, with the stop token where one was sampled
+    tokens: tuple[int, ...]  # R response ids, with the stop token if one was sampled
     logps: tuple[float, ...]  # R processed log-probs at the sampling temperature, 0.0 where a token was not sampled
     finish: str  # of `FINISH`
     # (first response token, weight version) of each part, by rising token, from token 0 on
     segments: tuple[tuple[int, int], ...]
-    prompt: tuple[int, ...] = ()  # token ids before the response; () where they are those of the request
-    # (first, end) of each turn of the model, in response tokens; what is between was not sampled; None: it is one turn
+    prompt: tuple[int, ...] = ()  # token ids before the response; (): those of the request
+    # (first, end) of each turn of the model, in response tokens; tokens between turns were not sampled; None: one turn
     turns: tuple[tuple[int, int], ...] | None = None
-    columns: Mapping[str, Column] = field(default_factory=dict)  # more of its row, each of B = 1
-    resumable: bool = True  # whether another engine can go on with it
+    columns: Mapping[str, Column] = field(default_factory=dict)  # further columns of its row, each with B = 1
+    resumable: bool = True  # whether another engine can continue it
 
     @property
     def version(self) -> int:
@@ -206,7 +206,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Task:
-    """What an environment gets of a row."""
+    """The task of an environment."""
 
     fields: Mapping[str, object]  # `text`, `answer`, `record`, `messages` of its `Prompt`
     seed: int  # of its group
@@ -214,11 +214,11 @@ class Task:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One response asked of an engine."""
+    """A request for one response."""
 
     id: SampleId
     prompt_tokens: tuple[int, ...]
     sampling: Sampling
-    seed: int  # 63 bits, of this response, or of the part of it that is still to come
-    begun: Completion | None = None  # the part sampled before, which is continued
+    seed: int  # 63 bits; of this response, or of its rest
+    begun: Completion | None = None  # the part that was sampled before
     task: Task | None = None  # for the environment that answers the model's turns; None: single turn
