@@ -81,7 +81,7 @@ def measure(folder: Path, batches: Sequence[int], steps: int) -> list[dict[str, 
     import torch.distributed as dist
 
     from mindspeed_rl_plugin.engine.options import VllmOptions
-    from mindspeed_rl_plugin.engine.seeds import response_seed
+    from mindspeed_rl_plugin.engine.rollout_engine import response_seed
     from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
     from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling
 

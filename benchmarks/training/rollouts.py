@@ -26,8 +26,7 @@ from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.options import VllmOptions
-from mindspeed_rl_plugin.engine.rollout_engine import Engine, generate
-from mindspeed_rl_plugin.engine.seeds import response_request
+from mindspeed_rl_plugin.engine.rollout_engine import Engine, generate, response_request
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS

@@ -13,8 +13,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, Checks, ResponseKind
-from mindspeed_rl_plugin.engine.rollout_engine import Engine
-from mindspeed_rl_plugin.engine.seeds import task_of
+from mindspeed_rl_plugin.engine.rollout_engine import Engine, task_of
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.episodes.environments import CheckFields, Environments, begin_once, row_of, tool_names
 from mindspeed_rl_plugin.episodes.episode_rows import (

@@ -17,11 +17,13 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward.call import call_model, swapped
-from mindspeed_rl_plugin.forward.collate import MicroBatch
+from mindspeed_rl_plugin.forward.collate import MicroBatch, collate, to_rows
 from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks, of_this_rank
 from mindspeed_rl_plugin.forward.head import token_logps
 from mindspeed_rl_plugin.forward.output_layer import forward_scored
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
+from mindspeed_rl_plugin.rows import Ragged, Rows
+from mindspeed_rl_plugin.weights.offload import gathered
 from mindspeed_rl_plugin.weights.storages import unwrap
 
 Model = Sequence[torch.nn.Module]  # this rank's chunks, as Megatron holds them
@@ -162,6 +164,23 @@ def run_forward_only(
             collect_non_loss_data=True,
         )
     return list(results)[:count] if ends_here(model) else None
+
+
+def compute_logps(model: Model, micro_batches: Sequence[Rows], settings: ForwardSettings) -> list[Ragged] | None:
+    """Log-prob of each trained token, in nats, at the sampling temperature. Collective over the model parallel ranks.
+
+    micro_batches: this data parallel rank's, with `tokens` and `loss_mask`. They are those of the update: equal rows
+    with equal padding give equal results. Returns one ragged column `[L]` float32 for each micro-batch, 0.0 where the
+    mask is 0; None on ranks that are not on the last pipeline stage.
+    """
+    batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
+
+    def collect(output: Tensor, batch: MicroBatch) -> Ragged:
+        logp, _ = head_of(output, batch, settings)
+        return to_rows(torch.where(batch.mask, logp, 0.0).cpu(), batch.lengths, packed=settings.packed)
+
+    with gathered(model):
+        return run_forward_only(model, batches, settings, collect, scored=True)
 
 
 def _free(tensor: Tensor | None) -> None:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.dock.machines import machine
 from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
-from mindspeed_rl_plugin.engine.rollout_engine import Engine
-from mindspeed_rl_plugin.engine.seeds import response_request
+from mindspeed_rl_plugin.engine.rollout_engine import Engine, response_request
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.engine_state import Action
 from mindspeed_rl_plugin.generators.pulling import Weights

@@ -75,7 +75,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
         call = megatron_setup.on_each_chunk(original, positional, named, megatron_setup.freeze_mtp)
         positional, named = call.args, call.kwargs
     with refusing():
-        start, state = _decide(args, loop, inputs.vocab)
+        start, state = _decide(args, loop, inputs.vocab, algorithm.needs_critic)
     digest = CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
     recorded = state.get("schedule") if state else None
     absent, untrained = not_saved(state), _untrained(state)
@@ -199,7 +199,7 @@ def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
         _launch.digest = None
     state = {
         "reference": {"path": _launch.start.reference_path, "digest": _launch.start.reference_digest},
-        "schedule": lr_schedule.record(args, _launch.schedule),
+        "schedule": lr_schedule.record(args, _launch.schedule, _launch.critic is not None),
         "not_saved": [name for name in NOT_SAVED if getattr(args, name, None)],
         "loop": _launch.loop.state_dict(),
     }
@@ -211,9 +211,9 @@ def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
     return {} if state["loop"].get(TRAINED, True) else {"no_save_optim": True}
 
 
-def _decide(args: Any, loop: Any, vocab: int) -> tuple[Start, dict[str, Any] | None]:
+def _decide(args: Any, loop: Any, vocab: int, critic: bool) -> tuple[Start, dict[str, Any] | None]:
     """The start and, for a resume, the RL state. The reference that the state names is added to the start; the rows of
-    its dock are on rank 0 only. vocab: tokens of the tokenizer."""
+    its dock are on rank 0 only. vocab: tokens of the tokenizer; critic: whether it has one."""
 
     def decided() -> Start:
         start = decide(args)
@@ -236,7 +236,7 @@ def _decide(args: Any, loop: Any, vocab: int) -> tuple[Start, dict[str, Any] | N
     state = ranks.on_rank_0(read)
     say(describe(start, args, not_saved(state)))
     loop.check_state(state["loop"], start.iteration)
-    lr_schedule.check(state.get("schedule"), args, folder, not_saved(state) | _untrained(state))
+    lr_schedule.check(state.get("schedule"), args, folder, not_saved(state) | _untrained(state), critic)
     if note := lr_schedule.remark(state.get("schedule"), args, start.iteration):
         say(note)
     if rows and rows[0] is not None:  # on rank 0, which puts them back into the dock for all

@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mindspeed_rl_plugin.algorithms import resolve
-from mindspeed_rl_plugin.config import RLConfig, rl_enabled
 from mindspeed_rl_plugin.config.flag import spelt
 
 # Arguments that the schedule is made of, and how a user gives them.
@@ -30,14 +28,15 @@ _GROUP_RATES = ("max_lr", "min_lr", "betas", "eps")
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
-def record(args: Any, recorded: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def record(args: Any, recorded: Mapping[str, Any] | None = None, critic: bool = False) -> dict[str, Any]:
     """The schedule of validated arguments as plain values, for the RL state. --lr-decay-iters: by default all.
 
-    recorded: of the checkpoint that a run resumed from, whose schedule goes on where it is kept.
+    recorded: of the checkpoint that a run resumed from, whose schedule goes on where it is kept; critic: whether the
+    run has one.
     """
     values = {name: getattr(args, name, None) for name in FLAG_OF}
     values["lr_decay_iters"] = values["lr_decay_iters"] or values["train_iters"]
-    if not (rl_enabled(args) and resolve(RLConfig.from_args(args).algorithm).needs_critic):
+    if not critic:
         del values["rl_critic_lr"]
     return values | (recorded or {}) if getattr(args, "use_checkpoint_opt_param_scheduler", False) else values
 
@@ -88,17 +87,19 @@ def remark(recorded: Mapping[str, Any] | None, args: Any, done: int) -> str | No
     )
 
 
-def check(recorded: Mapping[str, Any] | None, args: Any, where: str, absent: Collection[str] = ()) -> None:
+def check(
+    recorded: Mapping[str, Any] | None, args: Any, where: str, absent: Collection[str] = (), critic: bool = False
+) -> None:
     """Refuse a resume from `where` that Megatron would refuse later, or in which it would take other rates than asked.
 
-    recorded: None where nothing was; absent: "no_load_optim" where the schedule was not saved. Raises ValueError naming
-    each value then and now, and the flags that settle it.
+    recorded: None where nothing was; absent: "no_load_optim" where the schedule was not saved; critic: as of `record`.
+    Raises ValueError naming each value then and now, and the flags that settle it.
     """
     flags = ["override_opt_param_scheduler"]
     flags += ["use_checkpoint_opt_param_scheduler"] if "no_load_optim" not in absent else []
     if recorded is None or any(getattr(args, name, False) for name in flags) or settled(recorded, args):
         return
-    now = record(args)
+    now = record(args, critic=critic)
     changed = {name: flag for name, flag in FLAG_OF.items() if name in recorded and recorded[name] != now.get(name)}
     if compared(now) == compared(recorded) and not changed.keys() & now.keys() & _OF_GROUPS:
         return

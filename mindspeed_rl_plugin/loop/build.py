@@ -12,8 +12,8 @@ from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.megatron_trainer import MegatronTrainer
 from mindspeed_rl_plugin.loop.rank_parts import RankParts
-from mindspeed_rl_plugin.loop.schedules.colocated import SCHEDULES
 from mindspeed_rl_plugin.loop.schedules.partial import PartialSchedule
+from mindspeed_rl_plugin.loop.schedules.schedule import SCHEDULES
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.stages.evaluate import Evaluate
 from mindspeed_rl_plugin.stages.measure import IterationLog
@@ -28,7 +28,10 @@ def build_loop(
     takes seconds to start."""
     inputs = inputs.settled()
     flags, at = inputs.config.schedule, RankParts.of(inputs, model, start)
-    colocation = None if flags.apart else Colocation.of(at, model, optimizer, critic)
+    colocation = None
+    if not flags.apart:
+        of_rank = {"rank": at.job.topology.rank, "peers": at.docks.engines.peers, "stage": at.job.monitor.stage}
+        colocation = Colocation.of(inputs, model, optimizer, critic, **of_rank)
     trainer = MegatronTrainer.of(inputs, model, make_publisher(at, model) if flags.apart else None)
     engine = colocation and colocation.engine
     context = at.context(model, trainer=trainer, critic=critic, reference=reference, engine=engine)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from mindspeed_rl_plugin.critic.critic import Critic
+from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel
 from mindspeed_rl_plugin.loop import engine_options
-from mindspeed_rl_plugin.loop.rank_parts import RankParts
+from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.weights.offload import TrainState, gathered
 from mindspeed_rl_plugin.weights.resharder import Resharder, Transfer
 
@@ -39,16 +40,26 @@ class Colocation:
         self.offloaded = frozenset(offloaded)
 
     @classmethod
-    def of(cls, at: RankParts, model: Sequence[torch.nn.Module], optimizer: Any, critic: Critic | None) -> Colocation:
-        """Build it on this rank, by the flags. Collective over all ranks; the engine takes seconds to start."""
-        inputs = at.inputs
+    def of(
+        cls,
+        inputs: Inputs,
+        model: Sequence[torch.nn.Module],
+        optimizer: Any,
+        critic: Critic | None,
+        *,
+        rank: int,
+        peers: Peers,
+        stage: Callable[[str], AbstractContextManager[None]],
+    ) -> Colocation:
+        """Build it on this rank, by the flags. peers: ranks of its engine. Collective over all ranks; the engine takes
+        seconds to start."""
         args, config = inputs.args, inputs.config
         dtype = engine_options.dtype_of(args, config.rollout.engine_dtype)
         resharder = Resharder(
             ModelShape.from_megatron_args(args, inputs.vocab),
             Parallel.from_megatron_args(args),
             EngineParallel(config.rollout.generate_tp, config.rollout.generate_ep),
-            rank=at.job.topology.rank,
+            rank=rank,
             engine_dtype=dtype,
             mode=config.reshard.reshard,
             bucket_bytes=config.reshard.reshard_bucket_mb << 20,
@@ -66,11 +77,11 @@ class Colocation:
         for one in trained:
             one.offload(config.reshard.offloaded)
         engine = VllmEngine(engine_options.options(inputs, dtype))
-        engine = inputs.responses.over(engine, inputs.tokenizer, at.docks.engines.peers)
+        engine = inputs.responses.over(engine, inputs.tokenizer, peers)
         engine.sleep()
         for one in trained:
             one.onload()
-        return cls(model, state, critic, engine, resharder, config.reshard.offloaded, at.job.monitor.stage)
+        return cls(model, state, critic, engine, resharder, config.reshard.offloaded, stage)
 
     @contextmanager
     def awake(self, version: int) -> Iterator[Transfer]:

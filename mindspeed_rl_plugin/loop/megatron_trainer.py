@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch.nn import Module
 
 from mindspeed_rl_plugin.forward import ForwardSettings
+from mindspeed_rl_plugin.forward.pipeline import compute_logps
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.rows import Ragged, Rows
-from mindspeed_rl_plugin.stages.logprobs import compute_logps
 from mindspeed_rl_plugin.stages.update import Stepped, TrainStep, take_step
 from mindspeed_rl_plugin.update.step import MegatronStep, PolicyStep
 from mindspeed_rl_plugin.weights.publish import Published, Publisher, TrainerWeights

@@ -9,12 +9,11 @@ from mindspeed_rl_plugin.loop.docks import Docks, place
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.monitoring import make_monitor
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
-from mindspeed_rl_plugin.loop.schedules.schedule import Job
+from mindspeed_rl_plugin.loop.schedules.schedule import Due, Job
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.stages.context import RankContext
-from mindspeed_rl_plugin.stages.evaluate import Due
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,14 @@ class RankParts:
             global_batch=inputs.sizes.global_batch,
             sampling=inputs.sampling,
             seed=inputs.response_seed,
+            longest=inputs.config.rollout.max_response_length,
             decode=inputs.decode,
             graders=inputs.graders,
             responses=inputs.responses,
             dock_of=self.docks.of,
             ranks=job.ranks,
             monitor=job.monitor,
+            leader=job.topology.leader,
             writer=job.topology.writer,
             last_stage=job.topology.last_stage,
             model=model,

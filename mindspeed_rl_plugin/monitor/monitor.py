@@ -8,7 +8,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -76,6 +75,7 @@ class Monitor:
             wandb.define_metric(METRIC_PREFIX + "eval/*", step_metric=EVALUATED)
         self._bar_shown = rank == 0 and (sys.stderr.isatty() if is_terminal is None else is_terminal)
         self.clock = StageClock(run_dir, rank, meter=meter, synchronize=synchronize, resume_iteration=resume_iteration)
+        self.begin, self.stage = self.clock.begin, self.clock.stage
         self._dock = JsonLines(self.run_dir / DOCK_FILE.format(rank=rank), resume_iteration)
         self._metrics: JsonLines | None = None
         self._others: dict[str, JsonLines] = {}  # by name, made when there is something for them
@@ -86,12 +86,6 @@ class Monitor:
         if rank == 0:
             measured = {"memory": meter.measures} if meter else {}
             self._open_files(world_size, resume_iteration, {**measured, **(info or {})})
-
-    def begin(self, iteration: int) -> None:
-        self.clock.begin(iteration)
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        return self.clock.stage(name)
 
     def stage_metrics(self) -> dict[str, float]:
         """seconds/* and peak_bytes/* of the current iteration on this rank alone, see `StageClock.metrics`."""

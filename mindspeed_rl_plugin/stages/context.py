@@ -36,12 +36,14 @@ class RankContext:
     global_batch: int  # rows of an optimizer step
     sampling: Sampling  # how responses are sampled
     seed: int  # base of their seeds
+    longest: int  # most tokens of a response
     decode: Callable[[Sequence[int]], str]  # response tokens to the text that graders see
     graders: RewardPool | None  # the pool of this rank
     responses: ResponseKind  # kind of the responses
     dock_of: Callable[[str], Dock]  # resource of a stage -> the dock, as a consumer sees it whose ranks share leases
     ranks: Collectives  # of the job
     monitor: Monitor  # of this rank
+    leader: bool  # whether this is the first rank of the job
     writer: bool  # whether this rank writes what its data parallel rank computed
     last_stage: bool  # whether it holds the end of the model
     model: Any  # its chunks
@@ -50,13 +52,3 @@ class RankContext:
     critic: Critic | None = None  # None where advantages need none
     reference: HostWeights | None = None  # weights of the reference; of pairs None
     pair_references: Any = None  # `[pairs, 2]` log-probs of all pairs under the reference
-
-    @property
-    def leader(self) -> bool:
-        """Whether this is the first rank of the job."""
-        return self.ranks.rank == 0
-
-    @property
-    def longest(self) -> int:
-        """Longest response [tokens]."""
-        return self.config.rollout.max_response_length

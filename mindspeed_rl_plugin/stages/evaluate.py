@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.dock import VersionBound
-from mindspeed_rl_plugin.engine.rollout_engine import generate
-from mindspeed_rl_plugin.engine.seeds import EPOCH, response_request
+from mindspeed_rl_plugin.engine.rollout_engine import EPOCH, generate, response_request
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.reward import GradeItem, solved
 from mindspeed_rl_plugin.rows import FINISH, Prompt, Rows, SampleId, pack_json
@@ -25,20 +23,6 @@ from mindspeed_rl_plugin.stages.prompts import meta_of, prompt_rows
 from mindspeed_rl_plugin.stages.reward import FailureLog, Reward, grade_items
 
 REPORTED_PROMPTS = 20  # held-out prompts whose greedy responses are kept, for the report
-
-
-@dataclass(frozen=True)
-class Due:
-    """When to evaluate: before the first iteration, after every `every` ones, and after the last; never without
-    data."""
-
-    data: bool  # whether there are held-out prompts
-    every: int  # iterations
-    total: int  # iterations of the run
-
-    def __call__(self, done: int) -> bool:
-        """Whether to evaluate after `done` iterations."""
-        return self.data and (done % self.every == 0 or done == self.total)
 
 
 class Scored(NamedTuple):

@@ -11,8 +11,7 @@ import torch
 
 from mindspeed_rl_plugin.dock import ColumnSpec, Lease
 from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
-from mindspeed_rl_plugin.engine.rollout_engine import stream
-from mindspeed_rl_plugin.engine.seeds import response_request
+from mindspeed_rl_plugin.engine.rollout_engine import response_request, stream
 from mindspeed_rl_plugin.rows import (
     FINISH,
     Completion,

@@ -21,7 +21,11 @@ PLAIN_ROUNDS = 5  # rounds without dynamic sampling: a further one only if grade
 class Groups(Stage):
     """The stage: statistics of all groups, once every rank has graded its share."""
 
-    failures: FailureLog  # failures that were printed; a rollout begins with none
+    failures: FailureLog  # failures that were printed
+
+    def begin(self) -> None:
+        """Start a rollout, of which no failure was printed yet."""
+        self.failures = FailureLog()
 
     def run(self, ids: Sequence[SampleId]) -> Mapping[Group, GroupStats]:
         """Statistics of all ranks' groups. ids: of this rank's groups, maybe none. Collective."""

@@ -6,17 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.dock import ColumnSpec
-from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, to_rows
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, Work
-from mindspeed_rl_plugin.weights.offload import gathered
-
-# Columns for every pipeline stage: inputs of the model, and which rows count.
-FEEDS = ("tokens", "loss_mask", "valid", "multiplicity")
 
 
 def specs(algorithm: Algorithm) -> list[StageSpec]:
@@ -38,11 +32,6 @@ def specs(algorithm: Algorithm) -> list[StageSpec]:
         for name, (need, flags) in needed.items()
         if need
     ]
-
-
-def columns_of_rank(reads: Sequence[str], last_stage: bool) -> tuple[str, ...]:
-    """Which of a stage's columns a rank reads: all on the last pipeline stage, else only inputs of the model."""
-    return tuple(name for name in reads if last_stage or name in FEEDS)
 
 
 class TokenPass(Stage):
@@ -68,24 +57,3 @@ class TokenPass(Stage):
             return context.trainer.forward(micro_batches)
         with context.reference.swapped_into(context.model):
             return context.trainer.forward(micro_batches)
-
-
-def compute_logps(
-    model: Sequence[torch.nn.Module], micro_batches: Sequence[Rows], settings: ForwardSettings
-) -> list[Ragged] | None:
-    """Log-prob of each trained token, in nats, at the sampling temperature. Collective over the model parallel ranks.
-
-    model: this rank's chunks; micro_batches: this data parallel rank's, with `tokens` and `loss_mask`. They are those
-    of the update: equal rows with equal padding give equal results. Returns one ragged column `[L]` float32 for each
-    micro-batch, 0.0 where the mask is 0; None on ranks that are not on the last pipeline stage.
-    """
-    from mindspeed_rl_plugin.forward.pipeline import head_of, run_forward_only  # imports Megatron, the table does not
-
-    batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
-
-    def collect(output: Tensor, batch: MicroBatch) -> Ragged:
-        logp, _ = head_of(output, batch, settings)
-        return to_rows(torch.where(batch.mask, logp, 0.0).cpu(), batch.lengths, packed=settings.packed)
-
-    with gathered(model):
-        return run_forward_only(model, batches, settings, collect, scored=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from mindspeed_rl_plugin.prompts import Pair, PairStream
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages.context import RankContext
-from mindspeed_rl_plugin.stages.logprobs import compute_logps
 from mindspeed_rl_plugin.stages.prompts import Prompts
 from mindspeed_rl_plugin.stages.stage import StageSpec
 
@@ -75,7 +74,7 @@ def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None, epoch: int
 class PairScorer:
     """Computes log-probs of pairs under the weights in the model."""
 
-    model: Sequence[torch.nn.Module]
+    forward: Callable[[Sequence[Rows]], list[Ragged] | None]  # that of the trainer
     data: Sequence[PairStream]  # pairs to train on, then held-out ones; a place counts over both
     settings: ForwardSettings
     ranks: Collectives
@@ -103,7 +102,7 @@ class PairScorer:
             for begin in range(0, len(share), AT_ONCE):
                 part = share[begin : begin + AT_ONCE]
                 rows = [pair_rows([self.pair(places[i]) for i in batch]) for batch in part]
-                for asked, logps in zip(part, compute_logps(self.model, rows, self.settings) or (), strict=False):
+                for asked, logps in zip(part, self.forward(rows) or (), strict=False):
                     sums = row_sums(Ragged(logps.values.double(), logps.offsets)).view(-1, 2).tolist()
                     mine |= dict(zip(asked, sums, strict=True))
                 bar.update(len(part) * in_batch)

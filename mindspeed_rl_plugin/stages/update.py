@@ -10,7 +10,6 @@ from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.stages import advantages
 from mindspeed_rl_plugin.stages.context import RankContext
-from mindspeed_rl_plugin.stages.logprobs import columns_of_rank
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 if TYPE_CHECKING:  # they import Megatron, which the stage table must not need
@@ -19,6 +18,8 @@ if TYPE_CHECKING:  # they import Megatron, which the stage table must not need
 
 GRAD_NORM = 5  # place in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
 OPTIMIZER, SCHEDULER, MODEL_CONFIG = 3, 4, 5  # places among its arguments; from 2, the model, on they pass through
+# Columns for every pipeline stage: inputs of the model, and which rows count.
+FEEDS = ("tokens", "loss_mask", "valid", "multiplicity")
 Stepped = tuple[tuple, dict[str, float]]  # result of Megatron's step, and metrics by the names of `monitor.names`
 
 
@@ -60,7 +61,7 @@ class Update(Stage):
         done: iterations before this one; version: of the weights that sampled the rollout; last_pass: whether it is the
         last one over these rows; it acknowledges them, earlier ones give them back.
         """
-        needed = columns_of_rank(self.spec.reads, self.context.last_stage)
+        needed = [name for name in self.spec.reads if self.context.last_stage or name in FEEDS]
         lease = self.lease([i for ids in batches for i in ids], needed)
         stepped = self.optimize([lease.rows.select(ids) for ids in batches], call, done, version)
         if last_pass:

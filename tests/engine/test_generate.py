@@ -8,8 +8,7 @@ import torch
 from stage_context import Ranks, context_of
 
 from mindspeed_rl_plugin.dock import Dock, make_docks
-from mindspeed_rl_plugin.engine.rollout_engine import generate
-from mindspeed_rl_plugin.engine.seeds import response_seed
+from mindspeed_rl_plugin.engine.rollout_engine import generate, response_seed
 from mindspeed_rl_plugin.engine.vllm_engine import Running
 from mindspeed_rl_plugin.rows import Completion, Ragged, Rows, SampleId, Sampling
 from mindspeed_rl_plugin.stages import generate as stage

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.engine.seeds import response_seed
+from mindspeed_rl_plugin.engine.rollout_engine import response_seed
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mindspeed_rl_plugin.dock.peers import Peers
-from mindspeed_rl_plugin.engine.seeds import response_request
+from mindspeed_rl_plugin.engine.rollout_engine import response_request
 from mindspeed_rl_plugin.episodes.environments import Reply, Turn
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS

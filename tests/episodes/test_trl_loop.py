@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
-from mindspeed_rl_plugin.engine.rollout_engine import generate
-from mindspeed_rl_plugin.engine.seeds import response_request
+from mindspeed_rl_plugin.engine.rollout_engine import generate, response_request
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.rows import Completion, SampleId, Sampling
 

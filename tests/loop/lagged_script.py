@@ -4,10 +4,10 @@ import os
 import runpy
 from pathlib import Path
 
-from mindspeed_rl_plugin.loop.schedules import colocated
+from mindspeed_rl_plugin.loop.schedules import schedule
 
 
-class Lagged(colocated.SyncSchedule):
+class Lagged(schedule.SyncSchedule):
     """Keeps what the engine had in each rollout."""
 
     past = []
@@ -24,5 +24,5 @@ class Lagged(colocated.SyncSchedule):
 
 
 if __name__ == "__main__":
-    colocated.SCHEDULES["sync"] = Lagged
+    schedule.SCHEDULES["sync"] = Lagged
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"), run_name="__main__")

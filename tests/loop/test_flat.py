@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.loop.schedules import apart
 from mindspeed_rl_plugin.loop.schedules.admission import Admission
 from mindspeed_rl_plugin.loop.schedules.apart import AsyncSchedule
 from mindspeed_rl_plugin.loop.schedules.publications import Publications
-from mindspeed_rl_plugin.loop.schedules.schedule import Job
+from mindspeed_rl_plugin.loop.schedules.schedule import Due, Job
 from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor.monitor import Monitor
@@ -33,7 +33,7 @@ from mindspeed_rl_plugin.reward import Grade
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Prompt, Sampling
 from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.stages import generate, groups, prompts, reward
-from mindspeed_rl_plugin.stages.evaluate import Due, EvaluateApart
+from mindspeed_rl_plugin.stages.evaluate import EvaluateApart
 from mindspeed_rl_plugin.stages.measure import IterationLog, Rollout
 from mindspeed_rl_plugin.stages.response_validator import READS, ResponseValidator
 from mindspeed_rl_plugin.stages.stage import Stages, columns_of, states_of

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_rl_plugin.loop.schedules import partial
-from mindspeed_rl_plugin.loop.schedules.colocated import SyncSchedule
 from mindspeed_rl_plugin.loop.schedules.in_flight import InFlight
 from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.schedules.partial import PartialSchedule
+from mindspeed_rl_plugin.loop.schedules.schedule import SyncSchedule
 from mindspeed_rl_plugin.rows import Completion, Prompt, SampleId
 from mindspeed_rl_plugin.stages.stage import Stages
 

@@ -9,7 +9,7 @@ from mindspeed_rl_plugin.forward import Step
 from mindspeed_rl_plugin.loop import colocation
 from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.loop import Loop
-from mindspeed_rl_plugin.loop.schedules.colocated import SyncSchedule
+from mindspeed_rl_plugin.loop.schedules.schedule import SyncSchedule
 from mindspeed_rl_plugin.rows import SampleId
 
 ALL = ("params", "grads", "optimizer")

@@ -15,8 +15,8 @@ import torch  # noqa: E402
 from megatron.training import get_args, training  # noqa: E402
 
 from mindspeed_rl_plugin.forward import ForwardSettings  # noqa: E402
+from mindspeed_rl_plugin.forward.pipeline import compute_logps  # noqa: E402
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId  # noqa: E402
-from mindspeed_rl_plugin.stages.logprobs import compute_logps  # noqa: E402
 
 
 def rows(vocab: int, length: int) -> Rows:

@@ -13,9 +13,8 @@ import torch
 
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
-from mindspeed_rl_plugin.loop.schedules.colocated import SyncSchedule
 from mindspeed_rl_plugin.loop.schedules.in_flight import InFlight
-from mindspeed_rl_plugin.loop.schedules.schedule import Job
+from mindspeed_rl_plugin.loop.schedules.schedule import Job, SyncSchedule
 from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.ranks import Stall

@@ -1,5 +1,6 @@
 """The base of all schedules: the job, its stages, and how rounds of a rollout are admitted, selected and prepared. Also
-the schedule of pairs, which samples nothing."""
+the schedules with engines on the ranks that train: `sync`, one stage after the other; `streamed`, grading during
+generation."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, by_epoch
 from mindspeed_rl_plugin.loop.schedules.lags import lags
 from mindspeed_rl_plugin.loop.topology import Topology
@@ -16,13 +18,27 @@ from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.rows import Group, Rows
-from mindspeed_rl_plugin.stages.evaluate import Due, EvaluatePairs
+from mindspeed_rl_plugin.stages.evaluate import Evaluate
+from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds
 from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.prompts import Prompts
-from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.stages.stage import Stages, Work
 from mindspeed_rl_plugin.weights.resharder import Transfer
+
+
+@dataclass(frozen=True)
+class Due:
+    """When to evaluate: before the first iteration, after every `every` ones, and after the last; never without
+    data."""
+
+    data: bool  # whether there are held-out prompts
+    every: int  # iterations
+    total: int  # iterations of the run
+
+    def __call__(self, done: int) -> bool:
+        """Whether to evaluate after `done` iterations."""
+        return self.data and (done % self.every == 0 or done == self.total)
 
 
 @dataclass(frozen=True)
@@ -88,26 +104,6 @@ class Schedule:
         """The run has ended in order: end the engines and services of the schedule."""
 
 
-class PairSchedule(Schedule):
-    """The schedule of pairs: each round is a rollout."""
-
-    def __init__(self, job: Job, pairs: Prompts, evaluation: EvaluatePairs | None) -> None:
-        self.job, self.pairs, self.evaluation = job, pairs, evaluation
-
-    def collect(self, done: int) -> Rollout:
-        """The next rollout, and an evaluation before it where one is due."""
-        job, plan = self.job, self.job.plan
-        if job.due(done):
-            self.evaluate(done)
-        rows = job.admit(self.pairs)
-        plan.use(plan.round, plan.plan(plan.round))
-        return Rollout({}, int(rows["tokens"].offsets[-1]))
-
-    def evaluate(self, done: int) -> None:
-        with self.job.monitor.stage("evaluate"):
-            self.evaluation.run(done)
-
-
 class RolloutSchedule(Schedule):
     """Goes through the stage table in three parts. First a round is sampled and graded; each schedule does this in its
     own way. Then come the stages up to `groups`, until enough rounds have made a rollout, and then those after it, up
@@ -136,7 +132,7 @@ class RolloutSchedule(Schedule):
         """Sample and grade, in as many rounds as selection needs. Returns metrics of this."""
         job, plan = self.job, self.job.plan
         rounds = Rounds(plan.deferred, plan.sizes.prompts, self.rounds, plan.plan)
-        self.stages["groups"].failures = FailureLog()
+        self.stages["groups"].begin()
         while True:
             graded = self._round()
             plan.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
@@ -179,3 +175,76 @@ class RolloutSchedule(Schedule):
                 for stage in together:
                     stage.work(work)
         return stages["measure"].run(plan.ids(plan.groups), done, transfer, sampling)
+
+
+class SyncSchedule(RolloutSchedule):
+    """One stage after the other; the engine is awake for the stages that need it. evaluation: of its weights."""
+
+    def __init__(
+        self, job: Job, stages: Stages, rounds: int, *, colocation: Colocation, evaluation: Evaluate | None
+    ) -> None:
+        super().__init__(job, stages, rounds)
+        self.colocation, self.evaluation = colocation, evaluation
+
+    def collect(self, done: int) -> Rollout:
+        self.colocation.start_offload()
+        self._admit()
+        with self.colocation.awake(done) as transfer:
+            if self.job.due(done):
+                with self.job.monitor.stage("evaluate"):
+                    self._evaluate(done)
+            sampling = self._sample()
+        return self._prepare(done, transfer, sampling)
+
+    def evaluate(self, done: int) -> None:
+        """An evaluation while no rollout is due. The engine wakes only for it, so all the time counts as evaluation."""
+        with self.job.monitor.stage("evaluate"):
+            with self.colocation.awake(done):
+                self._evaluate(done)
+            self.colocation.onload()
+
+    def used_up(self, done: int, last: bool) -> None:
+        """Begin to offload state that the next transfer does not read, while this iteration is logged and saved."""
+        if not last or self.job.due(done):
+            self.colocation.start_offload()
+
+    def settle(self) -> None:
+        self.colocation.refuse_save()
+
+    def close(self) -> None:
+        self.colocation.close()
+
+    def _evaluate(self, done: int) -> None:
+        self.evaluation.run(done)
+
+    def _admit(self) -> None:
+        self.job.admit(self.stages["prompts"])
+
+    def _round(self) -> Mapping[Group, GroupStats]:
+        clock = self.job.monitor.stage
+        with clock("generate"):
+            self.stages["generate"].run(self.job.plan.generated_by(self.job.topology.engine))
+        with clock("reward"):
+            return self._compare(self.job.plan.round, after="generate")
+
+
+class StreamedSchedule(SyncSchedule):
+    """The same, but each response is graded as soon as it is finished. This changes neither the requests nor their
+    order, so all results are those of `SyncSchedule`."""
+
+    def __init__(self, job: Job, stages: Stages, rounds: int, **more: Any) -> None:
+        super().__init__(job, stages, rounds, **more)
+        self.grader = GradingThread(stages["reward"], job.plan.sizes.members)
+
+    def _round(self) -> Mapping[Group, GroupStats]:
+        """Generate a round, and grade what is finished meanwhile. Its statistics."""
+        clock, mine = self.job.monitor.stage, self.job.plan.generated_by(self.job.topology.engine)
+        with self.grader:
+            with clock("generate"):
+                self.stages["generate"].run(mine, self.grader.check)
+            with clock("reward"):
+                self.grader.finish()
+                return self._compare(self.job.plan.round)
+
+
+SCHEDULES = {"sync": SyncSchedule, "streamed": StreamedSchedule}
