@@ -1,1 +1,1 @@
-"""Checkpoints as files: what a directory holds and says of its model, where a run starts from, space, conversion."""
+"""Checkpoints as files: contents of a directory, its model, the start of a run, free space, conversion."""

@@ -18,16 +18,16 @@ from mindspeed_rl_plugin.monitor.run_files import atomic_write, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "rl_state.pt"
-STATE_FORMAT, _APART = 1, 2  # the second had the rows of its dock in a file beside it
+STATE_FORMAT, _APART = 1, 2  # format 2 had the rows of its dock in a file of their own
 CRITIC = "critic"  # folder of PPO's critic inside an iteration folder
 CRITIC_MARK = "rl_value_head"  # empty file in a critic's iteration folder: its output layer is a value head
 
 
 def read_tracker(directory: str | None) -> int | str | None:
-    """Iteration that the tracker file points to, "release", or None when there is no checkpoint.
+    """Iteration that the tracker file names, "release", or None when there is no checkpoint.
 
-    Where a kill while Megatron wrote it left it empty, that is the newest checkpoint that is whole, and a line says so.
-    Raises ValueError where there is none, and for a tracker file that holds anything else.
+    If the tracker file is empty, because Megatron was killed while it wrote it, returns the newest complete checkpoint
+    and prints a line. Raises ValueError if there is none, or for other contents of the file.
     """
     if directory is None:
         return None
@@ -46,22 +46,22 @@ def read_tracker(directory: str | None) -> int | str | None:
 
 
 def mend_tracker(directory: str) -> None:
-    """Write what `read_tracker` finds into a tracker file that is empty, for Megatron reads it too. For the job that
+    """Write the result of `read_tracker` into an empty tracker file, since Megatron reads it too. Only for the job that
     owns the directory."""
     if is_empty(directory):
         write_text(os.path.join(directory, TRACKER), str(read_tracker(directory)))
 
 
 def is_empty(directory: str) -> bool:
-    """Whether there is a tracker file with nothing in it."""
+    """Whether there is an empty tracker file."""
     path = os.path.join(directory, TRACKER)
     return os.path.isfile(path) and not os.path.getsize(path)
 
 
 @functools.cache
 def _newest_whole(directory: str) -> int:
-    """Megatron opens the tracker file when every rank has written its part: a file that is cut short was lost with the
-    machine."""
+    """The newest complete checkpoint. Megatron opens the tracker file after all ranks have written; so a truncated file
+    was lost with its machine."""
     folders = sorted(path for path in Path(directory).glob("iter_*") if path.name.removeprefix("iter_").isdigit())
     whole = next((path for path in reversed(folders) if _is_whole(path)), None)
     if whole is None:
@@ -75,12 +75,12 @@ def _newest_whole(directory: str) -> int:
 
 
 def _is_whole(folder: Path) -> bool:
-    from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles  # torch again
+    from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles  # imports torch
 
     if DistFiles.are_in(folder):
         return DistFiles(folder).are_whole()
     files = [*folder.glob("mp_rank_*/*.pt")]
-    return bool(files) and all(map(zipfile.is_zipfile, files))  # the index of such a file is its end
+    return bool(files) and all(map(zipfile.is_zipfile, files))  # the index is at the end of such a file
 
 
 def iteration_dir(directory: str, iteration: int | str) -> str:
@@ -96,7 +96,7 @@ def split_iteration_dir(path: str) -> tuple[str, int | str]:
 
 
 def critic_source(directory: str) -> str:
-    """Iteration folder that `--rl-critic-load` means. Raises ValueError where there is none."""
+    """Iteration folder of `--rl-critic-load`. Raises ValueError where there is none."""
     directory = os.path.abspath(directory)
     tracked = read_tracker(directory)
     if tracked is None:
@@ -115,8 +115,8 @@ def has_state(directory: str, iteration: int | str) -> bool:
 
 
 def write_state(directory: str, iteration: int, state: dict[str, Any]) -> None:
-    """Write the RL state of one checkpoint: all of it or nothing, on disk when this returns."""
-    import torch  # this file is read before torch is (early.py)
+    """Write the RL state of one checkpoint atomically; it is on disk when this returns."""
+    import torch  # not at the top: early.py imports this file before torch
 
     folder = iteration_dir(directory, iteration)
     os.makedirs(folder, exist_ok=True)
@@ -124,16 +124,16 @@ def write_state(directory: str, iteration: int, state: dict[str, Any]) -> None:
     atomic_write(os.path.join(folder, STATE_FILE), lambda path: torch.save(content, path))
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)  # the rename itself
+        os.fsync(handle)  # makes the rename durable
     finally:
         os.close(handle)
 
 
 def read_state(directory: str, iteration: int | str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The RL state of one checkpoint with an `outline` of its dock, for all ranks, and the dock with its rows, which
-    one rank alone needs (None where there is none). Loads tensors and plain values only, no arbitrary objects.
+    """The RL state of one checkpoint with an `outline` of its dock, for all ranks; and the dock with its rows (or
+    None), for one rank. Loads only tensors and plain values, no arbitrary objects.
 
-    Raises ValueError for a format that this version does not know, and for a file that is missing or damaged.
+    Raises ValueError for an unknown format, and for a missing or damaged file.
     """
     folder = iteration_dir(directory, iteration)
     state = _load(os.path.join(folder, STATE_FILE))
@@ -160,8 +160,7 @@ def _load(path: str) -> dict[str, Any]:
 
 
 def outline(dock: dict[str, Any]) -> dict[str, Any]:
-    """What every rank must know of a dock's snapshot, without its rows: for each epoch its number and sizes, and which
-    columns it holds."""
+    """A dock's snapshot without rows, for every rank: for each epoch its number, sizes and columns."""
     epochs = [
         {
             **{k: epoch[k] for k in ("number", "groups", "members")},

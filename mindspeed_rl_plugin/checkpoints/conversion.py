@@ -1,7 +1,7 @@
 """MindSpeed-LLM's conversions: of the Hugging Face weights under `--load` before a start, of a checkpoint after a save.
 
-It converts `--load` in every process group's initialisation, at a resume of the policy too, which needs no weights of
---load; so our hook asks `needless` first. Sources: features_manager/convert_checkpoint, training/initialize.py and
+It converts `--load` whenever process groups are initialised, also at a resume, which needs no weights of --load; so our
+hook checks `needless` first. Sources: features_manager/convert_checkpoint, training/initialize.py and
 training/checkpointing.py of MindSpeed-LLM 2.3.0 and 26.1.0.
 """
 
@@ -19,8 +19,8 @@ from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.prompts.tokenizer import read_if_there
 
-ITERATION = 1  # under which the converter writes
-# What the converter does not compare: a model of other sizes fails after it has been converted.
+ITERATION = 1  # iteration of the converter's output
+# Sizes that the converter does not compare: another model only fails after its conversion.
 _UNCOMPARED_SIZES = ("hidden_size", "num_attention_heads")
 # model_type of config.json -> names of --model-type-hf that convert it.
 _MODEL_TYPES = {
@@ -37,20 +37,21 @@ _MODEL_TYPES = {
 
 
 def converts(args: Any) -> bool:
-    """Whether MindSpeed-LLM converts `--load`: it is asked to, or, from 26.1.0 on, finds Hugging Face weights there."""
+    """Whether MindSpeed-LLM converts `--load`: by a flag, or, from 26.1.0 on, if it finds Hugging Face weights
+    there."""
     asked = getattr(args, "enable_hf2mg_convert", None)
     return bool(asked) or (getattr(args, "enable_mg2hf_convert", True) is False and bool(_weights(args.load)))
 
 
 def converted_to(args: Any) -> str:
-    """Directory of the converted checkpoint, before it is there."""
+    """Directory of the converted checkpoint, which need not exist yet."""
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     tp, pp, ep = (getattr(args, name, None) or 1 for name in sizes)
     return _place(args)[1] or os.path.join(args.load, f"megatron_cache_tp{tp}pp{pp}ep{ep}")
 
 
 def problems(args: Any) -> Iterator[str]:
-    """What keeps MindSpeed-LLM from converting. Arguments need not be validated: its own validation asserts."""
+    """Reasons why MindSpeed-LLM cannot convert. Works before MindSpeed-LLM's own validation, which only asserts."""
     if getattr(args, "enable_mg2hf_convert", False) and not args.save:
         yield "--enable-mg2hf-convert converts what --save holds: give --save"
     if not converts(args):
@@ -67,13 +68,13 @@ def problems(args: Any) -> Iterator[str]:
         yield "--enable-hf2mg-convert writes --ckpt-format torch, and that is torch_dist; give --ckpt-format torch"
     if getattr(args, "ckpt_step", None):
         yield f"--ckpt-step {args.ckpt_step}: what is converted from --load {folder} has no other steps; remove it"
-    if launch_env()["rank"] == 0 and files.read_tracker(args.save) is None:  # which converts
+    if launch_env()["rank"] == 0 and files.read_tracker(args.save) is None:  # this rank converts
         yield from _no_place(args)
         yield from _other_model(args, config)
 
 
 def notes(args: Any) -> Iterator[str]:
-    """What should be known of the conversions, one line each."""
+    """Notes on the conversions, one a line."""
     if converts(args):
         yield (
             "--enable-hf2mg-convert: the first rank converts at each start, but at a resume; the others wait as long "
@@ -91,9 +92,9 @@ def notes(args: Any) -> Iterator[str]:
 
 
 def needless(args: Any) -> str | None:
-    """Why this start needs no weights of `--load`; None where it needs them. Reads files.
+    """Why this start needs no weights of `--load`; None: it needs them. Reads files.
 
-    A resume needs those of its reference, where they are no longer there and converting makes them again.
+    A resume needs the reference's weights if they were removed and the conversion makes them again.
     """
     saved = files.read_tracker(args.save)
     if saved is None or not files.has_state(args.save, saved):
@@ -107,13 +108,13 @@ def needless(args: Any) -> str | None:
 
 
 def _place(args: Any) -> tuple[str, str | None]:
-    """The flag that says where the converted checkpoint goes, and its value."""
+    """The flag for the directory of the converted checkpoint, and its value."""
     name = "mg_cache_dir" if hasattr(args, "mg_cache_dir") else "mg_save_dir"  # 2.3.0 and 26.1.0
     return f"--{name.replace('_', '-')}", getattr(args, name, None)
 
 
 def _no_place(args: Any) -> Iterator[str]:
-    """What keeps the converted checkpoint from being written."""
+    """Why the converted checkpoint cannot be written."""
     target, (name, given) = converted_to(args), _place(args)
     flag = f"{name} {given}" if given else f"--load {args.load}"
     if not disk.writable(target):
@@ -131,7 +132,7 @@ def _no_place(args: Any) -> Iterator[str]:
 
 
 def _other_model(args: Any, config: dict[str, Any]) -> Iterator[str]:
-    """Where config.json describes another model than the flags."""
+    """Sizes in config.json that differ from the flags."""
     pairs = [(name, config.get(name), getattr(args, name, None)) for name in _UNCOMPARED_SIZES]
     wrong = [f"{spelt(n)} {ours}, there {theirs}" for n, theirs, ours in pairs if _differ(theirs, ours)]
     layers, there = _real_layers(args), config.get("num_hidden_layers")
@@ -153,7 +154,7 @@ def _other_model(args: Any, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _real_layers(args: Any) -> int:
-    """Layers that are no noop layers, which are text before MindSpeed's validation and a set after it."""
+    """Number of layers without noop layers, which are a text before MindSpeed's validation and a set after it."""
     noop = getattr(args, "noop_layers", None) or ()
     return (args.num_layers or 0) - len(noop.split(",") if isinstance(noop, str) else noop)
 
@@ -163,7 +164,7 @@ def _differ(theirs: Any, ours: Any) -> bool:
 
 
 def _weights(folder: str | None) -> list[Path]:
-    """Files of weights, as MindSpeed-LLM recognises them."""
+    """Files of weights, by MindSpeed-LLM's rule."""
     if not folder or not os.path.isdir(folder):
         return []
     return [*Path(folder).glob("*.safetensors"), *Path(folder).glob("pytorch_model*.bin")]

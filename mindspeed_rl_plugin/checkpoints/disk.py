@@ -1,4 +1,4 @@
-"""Free space where a run writes: checked at its start, estimated for a checkpoint, and named when it is used up."""
+"""Free disk space for a run: checked at the start, estimated for a checkpoint, and reported when it is full."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OPTIMIZER_BYTES = 12  # bytes of a parameter: its fp32 copy and Adam's two mome
 
 
 def places(args: Any) -> dict[str, str]:
-    """Flag -> directory, of all that the run writes."""
+    """Flag -> directory, for all directories that the run writes to."""
     names = {"--save": "save", "--rl-run-dir": "rl_run_dir", "--rl-dump-dir": "rl_dump_dir"}
     return {flag: path for flag, name in names.items() if (path := getattr(args, name, None))}
 
@@ -38,7 +38,7 @@ def problems(args: Any, config: Any) -> Iterator[str]:
 
 
 def small_disk(args: Any, parameters: int) -> str | None:
-    """A warning where the next checkpoint may not fit. parameters: of the whole model; the estimate is rough."""
+    """A warning if the next checkpoint may not fit. parameters: of the whole model; the estimate is rough."""
     if not getattr(args, "save", None):
         return None
     copies = 1 + (getattr(args, "enable_mg2hf_convert", False) and not getattr(args, "hf_save_dir", None))
@@ -54,9 +54,9 @@ def small_disk(args: Any, parameters: int) -> str | None:
 
 
 def full_disk(error: Exception, args: Any) -> str | None:
-    """What to say of an error that a full disk may have caused; None where none is full.
+    """The message for an error that a full disk may have caused; None if no disk is full.
 
-    torch reports a failed write as a RuntimeError of its streams, which names neither the disk nor the reason.
+    torch reports a failed write as a RuntimeError, which names neither the disk nor the reason.
     """
     if not isinstance(error, OSError | RuntimeError) or not places(args):
         return None

@@ -1,4 +1,4 @@
-"""The files of one checkpoint of `--ckpt-format torch_dist`, read without Megatron and without running their code.
+"""Reads the files of one checkpoint of `--ckpt-format torch_dist`, without Megatron and without running code in them.
 
 FOLDER/.metadata          every tensor: its whole shape, and which file holds which box of it
 FOLDER/__0_0.distcp       the boxes that rank 0 wrote, one after the other, each as torch.save writes it
@@ -27,16 +27,16 @@ Box = tuple[tuple[int, int], ...]  # of each axis: start, stop
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the files of a checkpoint, `read` when it is asked for."""
+    """A tensor in the files of a checkpoint; `read` loads it."""
 
     files: DistFiles
-    name: str  # of an entry of the index
-    box: Box  # which part of it; leading axes, of one layer or expert each, are no axes of the tensor
+    name: str  # of its entry in the index
+    box: Box  # its part of the entry; leading axes of size 1 (a layer, an expert) are no axes of the tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """The tensor. Raises ValueError where the files do not hold all of it."""
+        """Read the tensor. Raises ValueError where the files lack a part of it."""
         out = torch.empty([stop - start for start, stop in self.box], dtype=self.dtype)
         missing = out.numel()
         for entry, (offsets, sizes) in self.files.boxes(self.name, self.box):
@@ -52,7 +52,7 @@ class StoredTensor:
 
 
 class DistFiles:
-    """What the index of an iteration folder names. Raises ValueError for an index that is damaged."""
+    """The files that the index of an iteration folder names. Raises ValueError for a damaged index."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ class DistFiles:
         return (folder / DCP_INDEX).is_file()
 
     def are_whole(self) -> bool:
-        """Whether the files are as long as the index says."""
+        """Whether the files have the lengths of the index."""
         ends: dict[str, int] = {}
         for where in self._index.storage_data.values():
             ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
@@ -82,8 +82,8 @@ class DistFiles:
 
     @cached_property
     def _boxes(self) -> dict[str, dict[tuple[int, int], list[Any]]]:
-        """Stored boxes of each tensor, by start and stop of the first axis. Of experts there are tens of thousands, of
-        which those of one layer are few."""
+        """Stored boxes of each tensor, by start and stop of the first axis: there are tens of thousands for experts,
+        but few for one layer."""
         out: dict[str, dict[tuple[int, int], list[Any]]] = {}
         for name in self.tensors():
             sizes = {tuple(c.offsets): tuple(c.sizes) for c in self._index.state_dict_metadata[name].chunks}
@@ -99,14 +99,14 @@ class DistFiles:
         return {name: (tuple(t.size), t.properties.state[0]) for name, t in known}
 
     def boxes(self, name: str, box: Box) -> Iterator[tuple[Any, tuple[tuple[int, ...], tuple[int, ...]]]]:
-        """Where the stored boxes of a tensor lie that may share numbers with `box`, with their offsets and sizes."""
+        """Places of the stored boxes of a tensor that may overlap `box`, with their offsets and sizes."""
         low, high = box[0] if box else (0, 1)
         for (start, stop), stored in self._boxes.get(name, {}).items():
             if start < high and low < stop:
                 yield from stored
 
     def load(self, where: Any) -> Any:
-        """What an entry's bytes hold. Raises ValueError for a file that is missing or cut short."""
+        """Load the contents of an entry. Raises ValueError for a missing or truncated file."""
         path = self.folder / where.relative_path
         size = path.stat().st_size if path.is_file() else 0
         if size < where.offset + where.length:
@@ -116,7 +116,7 @@ class DistFiles:
             return pickles.load_content(io.BytesIO(file.read(where.length)), path)
 
     def common(self) -> dict[str, Any]:
-        """What is no tensor of one rank: arguments, iteration. Empty where the files hold none."""
+        """The values other than tensors: arguments, iteration. Empty if the files have none."""
         if (self.folder / COMMON_FILE).is_file():
             return pickles.load(self.folder / COMMON_FILE)
         names = [name for name in self._entries if name.startswith(_COMMON_ENTRY)] if self.are_in(self.folder) else []

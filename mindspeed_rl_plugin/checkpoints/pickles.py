@@ -1,4 +1,4 @@
-"""Reading a file of torch.save without running what it names: tensors and plain values only, memory-mapped.
+"""Reads a file of torch.save without running code that it names: only tensors and plain values, memory-mapped.
 
 A Megatron checkpoint also pickles Megatron's own classes (enums among its arguments, states of random generators).
 Exporting needs none of them, and Megatron need not be installed: every name outside a short list becomes an inert
@@ -21,7 +21,7 @@ _ALLOWED = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch._utils", "_rebuild_parameter"),
     ("torch", "Size"),
-    ("__builtin__", "set"),  # Megatron's arguments hold some, as protocol 2 names them
+    ("__builtin__", "set"),  # in Megatron's arguments, by the name of protocol 2
 }
 _METADATA = "torch.distributed.checkpoint.metadata"
 _INDEX_CLASSES = {
@@ -32,7 +32,7 @@ _INDEX_CLASSES = {
 
 
 class Inert:
-    """Stands for an object whose class is not read. It takes any arguments, state and items, and keeps none."""
+    """Replaces an object of another class. It accepts any arguments, state and items, and stores none."""
 
     def __new__(cls, *args: Any, **named: Any) -> Inert:
         return super().__new__(cls)
@@ -43,11 +43,11 @@ class Inert:
     def __call__(self, *args: Any, **named: Any) -> Inert:
         return self
 
-    __setstate__ = __setitem__ = append = extend = __call__  # what else a pickle may do to an object
+    __setstate__ = __setitem__ = append = extend = __call__  # other calls that a pickle may make
 
 
 class IndexRecord:
-    """Stands for a record of an index of torch's distributed checkpoints: the fields that its pickle holds."""
+    """Replaces a record in the index of torch's distributed checkpoints, with the fields of its pickle."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
@@ -67,7 +67,7 @@ _DAMAGED = (RuntimeError, pickle.UnpicklingError, EOFError)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What torch.save wrote, its tensors mapped from the file. Raises ValueError when it is no such file."""
+    """Load a file of torch.save, with tensors mapped from the file. Raises ValueError for other files."""
     content = load_content(str(path), path, mmap=True)
     if not isinstance(content, dict | OrderedDict):
         raise ValueError(f"{path} holds a {type(content).__name__}; a Megatron checkpoint holds a dict")
@@ -75,7 +75,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def load_content(source: str | IO[bytes], path: Path, mmap: bool = False) -> Any:
-    """What torch.save wrote to a file, or to bytes that `path` holds. Raises ValueError when that is something else."""
+    """Load what torch.save wrote to a file, or to bytes in the file `path`. Raises ValueError for other contents."""
     try:
         return torch.load(source, map_location="cpu", pickle_module=_MODULE, weights_only=False, mmap=mmap)
     except _DAMAGED as error:
@@ -85,7 +85,7 @@ def load_content(source: str | IO[bytes], path: Path, mmap: bool = False) -> Any
 def load_index(path: Path) -> IndexRecord:
     """The index of a distributed checkpoint: the Metadata of torch.distributed.checkpoint, as `IndexRecord` records.
 
-    Raises ValueError when it is something else.
+    Raises ValueError for other contents.
     """
     try:
         with open(path, "rb") as file:

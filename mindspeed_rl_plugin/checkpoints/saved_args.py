@@ -1,4 +1,4 @@
-"""What a checkpoint says of the model in it, by Megatron's arguments that it was saved with, before one is built."""
+"""Compares a checkpoint with a run's model before the model is built, by the arguments that Megatron saved in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.checkpoints import pickles
 from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles
 from mindspeed_rl_plugin.config.flag import spelt
 
-# What must be equal, if both sides know it; the layout where each rank reads a file of its own.
+# Arguments that must be equal if both sides have them; the layout only if each rank reads a file of its own.
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("group_query_attention", "num_query_groups", "num_experts"),
@@ -21,10 +21,11 @@ _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 def other_sizes(folder: Path, args: Any) -> Iterator[str]:
-    """Each argument by which the model in an iteration folder, or its format, is another than this run's, with both
+    """Each argument in which the model of an iteration folder, or its format, differs from this run's, with both
     values."""
     ranks = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
-    if not ranks and getattr(args, "ckpt_format", None) == "torch":  # --auto-detect-ckpt-format is no help to Megatron
+    # Megatron cannot load it, even with --auto-detect-ckpt-format
+    if not ranks and getattr(args, "ckpt_format", None) == "torch":
         yield "--ckpt-format is torch_dist there and torch here"
     saved = pickles.load(ranks[0]).get("args") if ranks else _common_args(folder)
     for name in _SIZES + (_LAYOUT if ranks else ()):
@@ -34,8 +35,8 @@ def other_sizes(folder: Path, args: Any) -> Iterator[str]:
 
 
 def other_layout(folder: Path, args: Any) -> Iterator[str]:
-    """Each argument by which a resume from a distributed checkpoint has another layout, where its optimizer's state
-    cannot change that.
+    """Each argument in which a resume from a distributed checkpoint has another layout, if its optimizer state cannot
+    be resharded.
 
     Source: _build_sharded_state_dict_metadata of megatron/training/checkpointing.py; core 0.12 has no flag for it.
     """
@@ -45,7 +46,8 @@ def other_layout(folder: Path, args: Any) -> Iterator[str]:
         return
     names = [*_LAYOUT, "expert_model_parallel_size"] if getattr(args, "num_experts", None) else [*_LAYOUT]
     etp, tp = "expert_tensor_parallel_size", "tensor_model_parallel_size"
-    if any(getattr(each, etp, None) not in (None, getattr(each, tp)) for each in (saved, args)):  # given to one of them
+    # given for one of them
+    if any(getattr(each, etp, None) not in (None, getattr(each, tp)) for each in (saved, args)):
         names.append(etp)
     for name in names:
         if (theirs := getattr(saved, name, None)) not in (None, ours := getattr(args, name)):
@@ -53,10 +55,10 @@ def other_layout(folder: Path, args: Any) -> Iterator[str]:
 
 
 def other_order(folder: Path, args: Any) -> Iterator[str]:
-    """The schedule of pipeline stages where the ranks' files in an iteration folder hold other layers for it than this
-    run asks of them: names and sizes of both may be the same."""
+    """A message if the schedule of pipeline stages places other layers in the ranks' files of an iteration folder than
+    this run expects; names and sizes may still be the same."""
     for file in sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))[:1]:
-        saved = pickles.load(file).get("args")  # MindSpeed-LLM's converter of DeepSeek-V3 writes none
+        saved = pickles.load(file).get("args")  # MindSpeed-LLM's converter of DeepSeek-V3 writes no arguments
         theirs, ours = (getattr(a, _ORDER, None) for a in (saved, args))
         if saved is not None and theirs != ours:
             yield f"--schedules-method is {theirs or 'not given'} there and {ours or 'not given'} here"
@@ -65,7 +67,7 @@ def other_order(folder: Path, args: Any) -> Iterator[str]:
 def check_rows(folder: str, vocab: int) -> None:
     """Raises ValueError where a distributed checkpoint has fewer rows of the embedding than the tokenizer has tokens.
 
-    Megatron fills what such a checkpoint has not with zeros, so that the padding of the vocabulary may change.
+    Megatron fills missing rows with zeros, so that the padding of the vocabulary may change.
     """
     rows = getattr(_common_args(Path(folder)), "padded_vocab_size", None)
     if rows is not None and rows < vocab:
@@ -77,12 +79,13 @@ def check_rows(folder: str, vocab: int) -> None:
 
 @cache
 def _common_args(folder: Path) -> Any:
-    """Arguments in a distributed checkpoint, whose index names every tensor's every part: it is read once."""
+    """Arguments of a distributed checkpoint. Cached, since its index, with all parts of all tensors, is large."""
     return DistFiles(folder).common().get("args")
 
 
 def _value(saved: Any, name: str) -> Any:
-    """None where it is not known, and for groups without grouped attention, which Megatron sets while it builds."""
+    """Value of a saved argument. None if unknown, and for query groups without grouped attention, which Megatron sets
+    later."""
     if name == "num_query_groups" and not getattr(saved, "group_query_attention", False):
         return None
     return getattr(saved, name, None)

@@ -1,1 +1,1 @@
-"""What RL refuses, takes over or says of a run's arguments, before anything is built."""
+"""Checks of a run's arguments before anything is built: what RL refuses, takes over, or warns of."""

@@ -1,7 +1,7 @@
-"""The first second of a rank: what comes is said, and what needs neither torch nor Megatron is checked.
+"""Runs in the first second of a rank: prints the first line, and makes the checks that need neither torch nor Megatron.
 
-Nothing that is imported here imports torch, but for `check_rows`. All that is checked here is checked again later, when
-Megatron's parser has spoken: what a script adds to it, or sets without the command line, cannot be seen yet.
+Imports here do not import torch, except in `check_rows`. All is checked again later, after Megatron's parser: arguments
+that a script adds, or sets without the command line, are not known yet.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, rec
 from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 
 ALGORITHM = "--rl-algorithm"
-CLOSE_MATCH = 0.75  # of a flag that is ours but for its spelling, by `difflib`
-CHECKED_BYTES = 16 << 20  # of files of prompts; those beyond are read once, later
+CLOSE_MATCH = 0.75  # similarity, by `difflib`, of a misspelt flag to one of ours
+CHECKED_BYTES = 16 << 20  # size of prompt files; larger ones are only read later
 OURS = re.compile(r"\brl_[a-z]")  # a flag of ours by its name in Python
-# Imports make two million objects that stay, and no cycle worth collecting: by Python's own thresholds a sixth of the
-# time from the launch to the first iteration is the collector's (benchmarks/startup.py).
+# Imports make two million permanent objects and few cycles. With Python's thresholds the garbage collector would take a
+# sixth of the time to the first iteration (benchmarks/startup.py).
 THRESHOLDS = (100_000, 50, 100)
 
-_args: argparse.Namespace | None = None  # RL's flags, from when they are checked
+_args: argparse.Namespace | None = None  # RL's flags, once they are checked
 _began = time.monotonic()
 _usual = gc.get_threshold()
 
 
 def check_flags() -> None:
-    """Check the `--rl-*` flags of the command line, where --rl-algorithm or nearly that is there, and the files that
-    they name. Ends the process with all that is wrong. Where RL is asked for, the first line of the job is said before.
-    Files are left to later where this rank reads none, and where the script may change directory or write them.
-    Idempotent."""
+    """Check the `--rl-*` flags of the command line, and the files that they name, if --rl-algorithm (maybe misspelt) is
+    given. With RL, prints the job's first line. Ends the process with all problems. Files are checked later if this
+    rank reads none, or if the script may change directory or write them. Idempotent."""
     global _args
     argv = sys.argv[1:]
     flags = [word.partition("=")[0] for word in argv if word.startswith("--rl-")]
@@ -63,14 +62,14 @@ def check_flags() -> None:
 
 
 def given_config() -> RLConfig | None:
-    """RL's flags of the command line, once they are checked; None where RL is not asked for."""
+    """RL's flags of the command line, once they are checked; None without RL."""
     return RLConfig.from_args(_args) if _args is not None and rl_enabled(_args) else None
 
 
 def check_rows() -> None:
-    """Check that JSON files of prompts, but for large ones, can be read and have rows with their fields; pairs may lack
-    them. After the import of torch, before Megatron; not Parquet and saved datasets, whose readers import what
-    MindSpeed must patch first, and nothing where the script itself names flags of ours."""
+    """Check that JSON files of prompts (not large ones) can be read, and that their rows have the fields (not for
+    pairs). Runs after the import of torch and before Megatron. Not for Parquet and saved datasets, whose readers import
+    modules that MindSpeed must patch first, nor if the script itself names our flags."""
     config = given_config()
     if config is None or not _reads(config) or OURS.search(_text(Path(sys.argv[0]))):
         return
@@ -98,8 +97,8 @@ def check_rows() -> None:
 
 
 def ready() -> float:
-    """The start is over: Python collects as ever, but for what is there to stay. Returns seconds since this rank's
-    first line."""
+    """End of the start: the garbage collector runs as usual, but skips objects that exist now. Returns seconds since
+    this rank's first line."""
     if gc.get_threshold() == THRESHOLDS:
         gc.freeze()
         gc.set_threshold(*_usual)
@@ -109,9 +108,9 @@ def ready() -> float:
 def refuse_misspelt(
     parser: argparse.ArgumentParser, passed: Callable[[str, Sequence[str]], bool] = lambda *_: False
 ) -> argparse.ArgumentParser:
-    """End with the nearest flag for a `--rl-*` that nobody knows; scripts that ignore unknown flags would lose it.
+    """End the process for an unknown `--rl-*`, with the nearest flag; scripts that ignore unknown flags would drop it.
 
-    passed: of such a flag and the known ones, whether to let it pass.
+    passed: (such a flag, known flags) -> whether to accept it.
     """
     parse, refuse = parser.parse_known_args, parser.error
 
@@ -121,7 +120,7 @@ def refuse_misspelt(
     def error(message: str) -> None:
         if "--rl-" not in message:
             refuse(message)
-        stop([f"{message};"])  # without the usage of some 800 lines that argparse prints first
+        stop([f"{message};"])  # without argparse's usage of about 800 lines
 
     def parse_known_args(*positional: Any, **named: Any) -> Any:
         parsed, rest = parse(*positional, **named)
@@ -137,7 +136,8 @@ def refuse_misspelt(
 
 
 def _perhaps_not_ours(script: str) -> Callable[[str, Sequence[str]], bool]:
-    """Whether a flag may be Megatron's, or the script's own, of a module beside it too: Megatron's parser will say."""
+    """A function: whether a flag may be Megatron's, the script's, or of a module in its folder; Megatron's parser will
+    decide."""
     megatrons = {spelt(flag.name) for flag in OWN_RL}
 
     def perhaps(flag: str, known: Sequence[str]) -> bool:
@@ -155,15 +155,15 @@ def _text(path: Path) -> str:
 
 
 def _reads(config: RLConfig) -> bool:
-    """Whether this rank reads files by the paths as they are given: no generator reads any, and a script that changes
-    directory looks elsewhere."""
+    """Whether this rank reads files by the given paths: generators read none, and a script that changes directory has
+    other paths."""
     env = launch_env()
     generates = config.schedule.apart and env["rank"] >= env["world_size"] - config.schedule.generator_ranks
     return not generates and "chdir" not in _text(Path(sys.argv[0]))
 
 
 def _may_make(path: str) -> bool:
-    """Whether the script names this file, in quotes or as the end of a path in quotes: then it may write it first."""
+    """Whether the script has this file in quotes, or as the end of a quoted path: then it may write the file first."""
     name = re.escape(os.path.basename(path.rstrip("/")))
     return bool(name) and re.search(rf"""["'/]{name}/?["']""", _text(Path(sys.argv[0]))) is not None
 
@@ -189,7 +189,7 @@ def _problems(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def prompt_data(args: Any, config: RLConfig, made: Callable[[str], bool] = lambda path: False) -> Iterator[str]:
-    """Files of prompts that are not there, but for those that are perhaps made later."""
+    """Missing files of prompts, except those that may be made later."""
     if not config.data.prompt_data:
         yield "--rl-prompt-data is missing: give JSONL, JSON or Parquet files or saved dataset directories"
     for flag, paths in (("--rl-prompt-data", config.data.prompt_data), ("--rl-eval-data", config.monitor.eval_data)):
@@ -199,7 +199,7 @@ def prompt_data(args: Any, config: RLConfig, made: Callable[[str], bool] = lambd
 
 
 def rewards(args: Any, config: RLConfig) -> Iterator[str]:
-    """Graders that are none, and their time limits."""
+    """Invalid graders, and time limits."""
     try:
         graders = len(parse_specs(config.graders, config.reward.reward_regex))
     except ValueError as error:
@@ -224,5 +224,5 @@ def lengths(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def longest(config: RLConfig) -> str:
-    """The two flags that make the longest row."""
+    """The two flags that determine the longest row."""
     return f"{valued(config.data, 'max_prompt_length')} + {valued(config.rollout, 'max_response_length')}"

@@ -1,4 +1,4 @@
-"""What episodes cannot do under the other flags is refused here: one message a problem, with value, limit and fix."""
+"""Refuses flags that do not work with episodes: one message a problem, with value, limit and fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.reward.specs import BUILTIN, ENVIRONMENT, SHARE_OF_WAIT
 
 
 def problems(args: Any, config: RLConfig) -> Iterator[str]:
-    """Of the flags of episodes, and of those that they need."""
+    """Problems of the flags of episodes, and of flags that they need."""
     flags = config.episodes
     if not flags.environment and ENVIRONMENT in _named(config):
         yield f"--rl-reward {ENVIRONMENT}: there is none; give --rl-environment, or another reward"
@@ -37,7 +37,7 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def notes(config: RLConfig) -> Iterator[str]:
-    """What works but should be known, one line each."""
+    """Notes on valid flags, one a line."""
     environment, named = config.episodes.environment, _named(config)
     if environment and ENVIRONMENT not in named:
         own = any(name not in BUILTIN and not name.startswith(MODEL_PREFIX) for name in named)
@@ -53,7 +53,7 @@ def _named(config: RLConfig) -> set[str]:
 
 
 def _foreign(config: RLConfig) -> Iterator[str]:
-    """What is verifiers' own affair, and what it needs."""
+    """Flags that have no effect with verifiers, and flags that it needs."""
     flags = config.episodes
     if not flags.foreign:
         return
@@ -70,7 +70,7 @@ def _foreign(config: RLConfig) -> Iterator[str]:
             f"--rl-max-observation-length {flags.max_observation_length} {where}: verifiers renders what the model "
             "sees, and nothing is cut there; remove it"
         )
-    if not config.data.apply_chat_template and flags.observation != "chat":  # of which `_format` speaks
+    if not config.data.apply_chat_template and flags.observation != "chat":  # reported by `_format`
         yield (
             f"--rl-environment {flags.environment}: verifiers renders prompts by the chat template, which says where "
             "a turn ends; give --rl-apply-chat-template too"

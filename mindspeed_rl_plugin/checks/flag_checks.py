@@ -1,9 +1,9 @@
-"""What cannot work under RL is refused here, after Megatron's own validation and before anything is built.
+"""Refuses arguments that cannot work with RL, after Megatron's own validation and before anything is built.
 
-What single flags may be stands beside them (`config`), and what upstream's flags mean for RL in `refused_flags`; both
-are walked here. `CHECKS` are conditions over several arguments, or over files: small functions that read Megatron's
-arguments and the RL config and yield one message a problem: the value, the limit, the fix; or raise a ValueError with
-them. All are reported at once.
+Limits of single flags are with the flags (`config`); upstream flags are in `refused_flags`. Both are checked here.
+`CHECKS` are conditions over several arguments, or over files: small functions that read Megatron's arguments and the RL
+config. They yield one message a problem (value, limit, fix), or raise a ValueError with it. All problems are reported
+at once.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ def check_args(args: Any) -> None:
 
 
 def check_unvalidated(args: Any) -> None:
-    """The checks that come before Megatron's validation: the model's family, what MindSpeed-LLM's conversion of weights
-    needs, and whether ranks, sizes and a batch divide. Raises ValueError; for these it lists whatever else can be said
-    of arguments that are not validated yet."""
+    """The checks before Megatron's validation: the model's family, MindSpeed-LLM's conversion of weights, and whether
+    ranks, sizes and a batch divide. Raises ValueError, with all other problems that are known before the validation."""
     config = RLConfig.from_args(args)
     if not learns_from_pairs(config.algorithm.algorithm) and (problem := unbuilt_family(args)):
         raise Refusal.of_arguments([problem])
@@ -86,7 +85,7 @@ def _problems(args: Any, config: RLConfig, without: Collection[Check] = ()) -> I
 
 
 def warnings(args: Any) -> list[str]:
-    """What works but should be known, one line each."""
+    """Warnings about valid arguments, one a line."""
     config = RLConfig.from_args(args)
     rollout, policy = config.rollout, tokenizer_path(args)
     lines = list(conversion.notes(args))
@@ -141,7 +140,7 @@ def _run_length(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _start(args: Any, config: RLConfig) -> Iterator[str]:
-    if launch_env()["rank"] != 0:  # which decides for all; other machines may not have the files
+    if launch_env()["rank"] != 0:  # rank 0 decides for all; other machines may not have the files
         return
     start = decide(args)
     resumes = start.kind == "resume"
@@ -155,7 +154,7 @@ def _start(args: Any, config: RLConfig) -> Iterator[str]:
         )
     if not DistFiles.are_in(folder):
         return
-    # Megatron loads of a distributed checkpoint what the model asks for, whatever else is in it.
+    # From a distributed checkpoint Megatron loads what the model needs, and ignores the rest.
     for line in other_sizes(folder, args):
         yield f"{folder}: {line}; give the flags of the model that it was saved with"
     for line in other_layout(folder, args) if resumes else ():
@@ -186,8 +185,8 @@ def _critic(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def critic_problems(directory: str, args: Any) -> Iterator[str]:
-    """What keeps the checkpoint of `--rl-critic-load` from being loaded into a critic of this run's model; what its
-    arguments do not tell is refused when it is loaded (`launch.weights_fit`).
+    """Why the checkpoint of `--rl-critic-load` cannot be loaded into a critic of this run's model, by its arguments;
+    other differences are refused when it is loaded (`launch.weights_fit`).
 
     Raises ValueError where there is no checkpoint.
     """
@@ -231,7 +230,7 @@ def _filtration(args: Any, algorithm: Algorithm, config: RLConfig) -> Iterator[s
 
 
 def _batch_arithmetic(args: Any, config: RLConfig) -> None:
-    # Else another check reports it.
+    # Otherwise another check reports it.
     if min(config.rollout.samples_per_prompt, config.rollout.generate_tp, args.train_iters or 0) >= 1:
         arithmetic.arithmetic_of(args)
 
@@ -248,14 +247,14 @@ def _tokenizer(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _code_of_rewards(args: Any, config: RLConfig) -> Iterator[str]:
-    with suppress(ValueError):  # said by `early.rewards`
+    with suppress(ValueError):  # reported by `early.rewards`
         for spec in () if config.data.trust_remote_code else model_specs(config.graders):
             for code in filter(None, (own_code(spec.file, kind) for kind in ("AutoTokenizer", f"AutoModel{SCORER}"))):
                 yield f"reward {spec.given}: {code}"
 
 
 def _model(args: Any, config: RLConfig) -> Iterator[str]:
-    """The model in the trainer's layout and in the engine, both of which are built much later."""
+    """Problems of the model in the trainer's layout and in the engine, which are built much later."""
     if min(config.rollout.generate_tp, config.rollout.generate_ep) < 1:
         return  # reported by the limits of these flags
     shape = ModelShape.from_megatron_args(args, vocab=1)  # the tokenizer's size is checked when it has been read
@@ -317,7 +316,7 @@ CHECKS: tuple[Check, ...] = (
     upstream_checks.latent_attention,
     upstream_checks.sequence_balance,
 )
-# Of algorithms that sample and grade responses.
+# For algorithms that sample and grade responses.
 GENERATION_CHECKS: tuple[Check, ...] = (
     schedule_checks.problems,
     episode_checks.problems,
@@ -327,5 +326,5 @@ GENERATION_CHECKS: tuple[Check, ...] = (
     upstream_checks.swapped_memory,
     _dumps,
 )
-# What reads arguments that Megatron's validation sets.
+# Checks that read arguments set by Megatron's validation.
 VALIDATED: tuple[Check, ...] = (_batch_arithmetic, _model)

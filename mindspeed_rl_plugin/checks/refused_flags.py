@@ -1,8 +1,7 @@
 """The flags of Megatron-LM, MindSpeed and MindSpeed-LLM that RL refuses, with values or without.
 
-What it does with all others say `checks.taken_over` and docs/upstream-flags.toml. Conditions over several flags are
-functions of `checks.upstream_checks`; how a model is laid out and routed is checked by `layout.shape` and
-`engine.hf_moe`.
+All other flags are in `checks.taken_over` and docs/upstream-flags.toml. Conditions over several flags are functions of
+`checks.upstream_checks`; how a model is laid out and routed is checked by `layout.shape` and `engine.hf_moe`.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.flag import spelt
 
-# What a row is about: any RL run; what any model that RL trains or exports must be; what no model family of the engine
-# expresses, the same for models with experts and with multi-latent attention; where experts send a token.
+# Scopes of rows: any RL run; any model that RL trains or exports; models that no family of the engine has, also those
+# with experts or multi-latent attention; routing of tokens to experts.
 RUN, WHOLE, MODEL, MOE, LATENT, ROUTING = "run", "whole", "model", "experts", "latent", "routing"
 
 OFF = (False, None, 0, "", [], ())
-# Flags that are not spelt like their attribute.
+# Attribute -> flag, where their names differ.
 _OTHER_SPELLING = {
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
@@ -29,11 +28,11 @@ _OTHER_SPELLING = {
 
 @dataclass(frozen=True)
 class UpstreamFlag:
-    """One flag."""
+    """A flag of upstream."""
 
     name: str  # attribute of the parsed arguments, absent in versions that lack the flag
-    why: str  # it is refused, and the fix
-    fine: tuple[Any, ...] = OFF  # values that RL has nothing against
+    why: str  # why it is refused, and the fix
+    fine: tuple[Any, ...] = OFF  # values that RL accepts
     about: str = RUN  # one of the scopes above
 
     @property
@@ -64,12 +63,12 @@ def model_refusals(args: Any) -> list[str]:
 
 
 def _rows(about: str, *groups: tuple) -> list[UpstreamFlag]:
-    """The rows of a scope from groups of flags alike: why, names, and the values that are fine (without: off)."""
+    """Rows of a scope, from groups of flags: reason, names, and accepted values (default: off)."""
     return [UpstreamFlag(name, why, *fine, about=about) for why, names, *fine in groups for name in names.split()]
 
 
 def _own(default: Any, names: str, ours: str = "") -> list[UpstreamFlag]:
-    """Flags of Megatron's own RL (group `rl` of its parser), which would have no effect beside ours.
+    """Flags of Megatron's own RL (group `rl` of its parser), which have no effect here.
 
     Source: _add_rl_args of megatron/training/arguments.py in core 0.16.1, 0.18 and 0.19; None: not given.
     """
@@ -145,7 +144,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
     *_rows(
         RUN,
         (_DROPOUT, "hidden_dropout attention_dropout"),
-        # What replaces parts of the training loop that the plugin relies on.
+        # Flags that replace parts of the training loop that the plugin uses.
         ("MindSpeed then replaces train_step by one of its own; remove it", "async_log_allreduce"),
         ("it keeps the first pass's number of micro-batches for all; remove it", "optimize_send_recv_comm"),
         ("a skipped iteration would throw rollouts away; remove it", "iterations_to_skip"),
@@ -184,7 +183,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("upcycle before RL, in a run without --rl-algorithm", "moe_use_upcycling"),
     ),
     *OWN_RL,
-    # Weights that are not whole on a rank, or lie in other groups of ranks; models that are no GPT.
+    # Weights that are incomplete on a rank, or in other groups of ranks; models other than GPT.
     *_rows(
         WHOLE,
         ("only Megatron core models are supported; leave it out", "use_legacy_models"),
@@ -194,7 +193,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("ranks then have shares of different sizes, which are not supported; leave it out", "unaligned_linear"),
         (_HYBRID, "hybrid_override_pattern"),
     ),
-    # What no model family of the engine expresses.
+    # Models that no family of the engine has.
     *_rows(
         MODEL,
         ("give --normalization RMSNorm", "normalization", ("RMSNorm",)),
@@ -219,7 +218,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         (_NO_SUCH_THING, "glu_linear_offset", (0.0,)),
         (_NO_SUCH_THING, "activation_func_clamp_value fc_type", (None,)),
         (_NO_SUCH_THING, "rotary_seq_len_interpolation_factor", (None, 1)),
-        # The same, of MindSpeed and MindSpeed-LLM.
+        # The same, in MindSpeed and MindSpeed-LLM.
         (_NO_SUCH_THING, "post_norm no_post_layer_norm add_dense_bias add_output_layer_bias input_embeds_norm"),
         (_NO_SUCH_THING, "output_logit_softcapping scale_depth dim_model_base add_rmsnorm_offset share_kvstates"),
         (_NO_SUCH_THING, "embedding_multiplier_scale output_multiplier_scale", (1.0, None)),
@@ -249,7 +248,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ),
         ("the engine has the projections apart; leave it out", "mla_down_proj_fusion"),
     ),
-    # With which trainer and engine would send tokens to different experts, or weigh them differently.
+    # Flags with which trainer and engine would route tokens to different experts, or weigh them differently.
     *_rows(
         ROUTING,
         (

@@ -1,4 +1,4 @@
-"""What a schedule cannot do under the other flags is refused here: one message a problem, with value, limit and fix."""
+"""Refuses flags that do not work with a schedule: one message a problem, with value, limit and fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIVE_CORRECTION = "give --rl-correction truncate, mask, decoupled or decoupled-c
 
 
 def problems(args: Any, config: RLConfig) -> Iterator[str]:
-    """Of the schedule and of the flags that belong to it."""
+    """Problems of the schedule and of its flags."""
     algorithm, flags = resolve(config.algorithm), config.schedule
     if flags.schedule != "sync" and algorithm.filters and algorithm.filtration_whole_batch:
         yield (
@@ -44,7 +44,7 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def notes(config: RLConfig) -> Iterator[str]:
-    """What was given and has no effect under the schedule: a script may serve several."""
+    """Given flags that have no effect under the schedule: one script may be used with several."""
     unread = [as_given(f.name, value) for f, value in given(config) if flag_name(f.name) in OF_COLOCATED]
     if config.schedule.apart and unread:
         yield (

@@ -1,9 +1,10 @@
-"""Flags of pretraining that RL takes over: removed from the command line before anybody parses it, each with a line.
+"""Flags of pretraining that RL takes over: removed from the command line before any parser reads it; each removal is
+printed.
 
 MindSpeed chooses its patches by `sys.argv` while its adaptor is imported, and preprocesses data right after the
-arguments are parsed: an attribute that is changed later comes too late for both. `refused_flags` has what is refused;
-all other flags are supported, as a test or script shows, or neutral: docs/upstream-flags.toml. tests/launch walks the
-real parsers: each of their flags has one of these verdicts.
+arguments are parsed: a later change of an attribute is too late for both. `refused_flags` has refused flags; all others
+are supported, as a test or script shows, or neutral: docs/upstream-flags.toml. tests/launch checks with the real
+parsers that each of their flags has one of these verdicts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import NamedTuple
 
-# What RL does with them -> flags, which leave the command line; FLAG=VALUE: with this value only.
+# What RL does instead -> flags that are removed; FLAG=VALUE: only with this value.
 TAKEN_OVER = {
     "a row is one response with its prompt, which has its own positions and a causal mask": """
         --reset-attention-mask --reset-position-ids --fix-sub-seq-length --neat-pack --pack
@@ -45,11 +46,11 @@ TAKEN_OVER = {
         --ep-overlap-early-attn-memory-release --mla-swap-core-attn-out
     """,
 }
-# MindSpeed serves the second with either of the first two.
+# MindSpeed accepts the second flag only with one of the first two.
 BY_EXPERTS, OVERLAPPED, NEED_ONE = "--moe-fb-overlap", "--moe-alltoall-overlap-comm", "--moe-zero-memory"
 BATCH_SCHEDULES = ("--step-batch-size-schedule", "--rampup-batch-size")
 IN_SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples", "--lr-wsd-decay-samples")
-# Nothing in the tests or scripts uses them under RL; FLAG=VALUE: with this value.
+# Flags that no test or script uses with RL; FLAG=VALUE: only with this value.
 UNTESTED = """
     --use-multiparameter-pipeline-model-parallel --param-and-grad-buffer-pad
     --reset-bucket-group-order --swap-layer-input --compress-dense --compress-activation --compress-optimizer
@@ -73,8 +74,8 @@ UNTESTED = """
     --hf-chat-template --hf-save-dir --save-layer-by-layer --save-lora-to-hf
 """
 
-# By which MindSpeed chooses patches. Its own `repatch` does not bring back what it found: names that its modules hold
-# by value keep another patch's function.
+# Flags by which MindSpeed chooses patches. Its own `repatch` does not restore the originals: names that its modules
+# imported keep another patch's function.
 _PATCHING = ("--reset-attention-mask", "--disable-gloo-group", "--moe-fb-overlap")
 
 _lines: list[str] = []
@@ -82,17 +83,17 @@ _late: list[str] = []
 
 
 def lines() -> list[str]:
-    """What was taken over from this process's command line, one line per reason."""
+    """Flags that were taken over from this process's command line, one line for each reason."""
     return list(_lines)
 
 
 def problems() -> list[str]:
-    """What could not be taken over, because MindSpeed had read it."""
+    """Flags that could not be taken over, because MindSpeed had read them already."""
     return list(_late)
 
 
 def from_command_line(read_by: str = "") -> None:
-    """Take over what `sys.argv` holds; again where it was done before, for another may have changed it.
+    """Take over flags in `sys.argv`; a repeat is useful, since other code may have changed it.
 
     read_by: module of MindSpeed that has been imported, and has read it.
     """
@@ -108,8 +109,8 @@ def from_command_line(read_by: str = "") -> None:
 
 
 def take_over(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command line without what RL takes over, and a line for each reason, and for flags that nothing shows.
-    Without --rl-algorithm: as it is."""
+    """The command line without the flags that RL takes over, a line for each reason, and a line for untested flags.
+    Without --rl-algorithm it is unchanged."""
     if "--rl-algorithm" not in _names(argv):
         return list(argv), []
     words, said = _one_batch_size(_words(argv))
@@ -127,7 +128,7 @@ def take_over(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def untested(given: Mapping[str, Sequence[str]]) -> list[str]:
-    """Those of these flags, with their values, that nothing shows under RL."""
+    """The untested ones among these flags, with their values."""
     rows = UNTESTED.split()
     return [
         flag
@@ -137,14 +138,14 @@ def untested(given: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _left_alone(flags: str, given: set[str]) -> list[str]:
-    """Flags that MindSpeed refuses once these are taken over."""
+    """Flags that MindSpeed refuses after these are removed."""
     if BY_EXPERTS not in given.intersection(flags.split()) or OVERLAPPED in given:
         return []
     return [flag for flag in given if flag.startswith(NEED_ONE)]
 
 
 class _Word(NamedTuple):
-    """A flag with its values, and as it was written."""
+    """A flag with its values, and its original words."""
 
     flag: str
     values: tuple[str, ...]
@@ -152,7 +153,7 @@ class _Word(NamedTuple):
 
 
 def _words(argv: Sequence[str]) -> list[_Word]:
-    """The command line cut before each flag; what stands before the first is a word without flag."""
+    """The command line divided before each flag; words before the first flag have no flag."""
     cuts = [0, *(i for i, token in enumerate(argv) if token.startswith("--")), len(argv)]
     words = []
     for tokens in (tuple(argv[start:end]) for start, end in pairwise(cuts) if start < end):
@@ -166,7 +167,7 @@ def _names(argv: Sequence[str]) -> set[str]:
 
 
 def _one_batch_size(words: list[_Word]) -> tuple[list[_Word], list[str]]:
-    """Schedules of the batch's size give way to --global-batch-size; where it is not given, to their last size."""
+    """Replace schedules of the batch size by --global-batch-size; if it is missing, by their last size."""
     flag, kept, said = "--global-batch-size", [], []
     sized = flag in {word.flag for word in words}
     for word in words:
@@ -182,7 +183,7 @@ def _one_batch_size(words: list[_Word]) -> tuple[list[_Word], list[str]]:
 
 
 def _in_iterations(words: list[_Word]) -> tuple[list[_Word], list[str]]:
-    """Lengths that are given in samples, in iterations of --global-batch-size, with the lines that say so."""
+    """Convert lengths in samples to iterations of --global-batch-size; with the lines about this."""
     given = {word.flag: word.values for word in words}
     batch = " ".join(given.get("--global-batch-size", ()))
     if "--train-samples" not in given or "--train-iters" in given or not batch.isdigit() or not int(batch):

@@ -1,6 +1,7 @@
-"""Families of models that upstream trains and RL does not know: by which argument one is recognised, and what it has.
+"""Families of models that upstream trains and RL does not support: the argument that identifies each, and its special
+parts.
 
-They are refused by name before Megatron and MindSpeed validate anything, whose own words are about single flags.
+They are refused by name before the validation of Megatron and MindSpeed, whose messages only name single flags.
 docs/bring-your-model.md lists them from these tables.
 """
 
@@ -10,12 +11,12 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.flag import spelt
 
-# Name -> what the families of the engine's table do not have.
+# Name -> parts that no family of the engine's table has.
 _GEMMA = "norms that are stored minus one and stand behind its blocks too, GELU, capped logits, windows of attention"
 _DELTA = ("Qwen3-Next", "gated delta nets instead of attention in most layers")
 _PLM = ("PLM", "multi-latent attention without experts, squared ReLU; vLLM has no such model")
 _SPARSE = ("DeepSeek-V3.2 or GLM-5", "an indexer that chooses the keys of each query")
-# Module of MindSpeed-LLM's --spec, or argument and value -> name and that.
+# Module of MindSpeed-LLM's --spec, or argument and value -> name and these parts.
 SPECS = {
     "gemma2_spec": ("Gemma 2", _GEMMA),
     "phi35_moe_spec": ("Phi-3.5-MoE", "LayerNorm, biases in attention, a router with noise"),
@@ -41,7 +42,7 @@ _GPT3_FLAGS = {"position_embedding_type": "learned_absolute", "normalization": "
 
 
 def unbuilt_family(args: Any) -> str | None:
-    """The refusal of a family that RL does not know; None for all others. args: Megatron's, validated or not."""
+    """The refusal of an unsupported family; None for all others. args: Megatron's, validated or not."""
     spec = getattr(args, "spec", None) or ()
     for module, family in SPECS.items():
         if any(part.rpartition(".")[2] == module for part in spec):

@@ -1,4 +1,4 @@
-"""Conditions over several of upstream's flags, and over these and ours; single flags stand in `refused_flags`."""
+"""Checks of several upstream flags together, and together with ours; single flags are in `refused_flags`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.forward.settings import length_multiple
 
-# MindSpeed's ways to split rows, and why RL has no more of them.
+# MindSpeed's ways to split rows that RL refuses, with the reasons.
 CONTEXT_ALGORITHMS = ("megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo")
 _NO_CONTEXT_ALGORITHMS = {
     "kvallgather_cp_algo": "gathers keys and values in an attention of its own, which was not tried",
     "adaptive_cp_algo": "deals positions out by the attention mask, and RL hands over none",
     "hybrid_adaptive_cp_algo": "deals positions out by the attention mask, and RL hands over none",
 }
-# Coefficients of losses beside the policy's, and ways of routing without a loss of balance.
+# Coefficients of further losses, and kinds of load balancing without a loss.
 _AUXILIARY = ("moe_aux_loss_coeff", "moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff", "moe_z_loss_coeff")
 _NO_BALANCE = ("none", "noaux_tc", ["none"])
 _ATTENTION_MODULE = "megatron.core.transformer.dot_product_attention"
@@ -26,8 +26,8 @@ _ADAPTOR = "mindspeed.core.context_parallel.adaptor"  # of MindSpeed's ulysses
 
 
 def ranks(args: Any, trainers: str = "") -> Iterator[str]:
-    """A world that sizes do not divide, which Megatron's validation refuses by products that nobody gave. trainers: how
-    its number comes about."""
+    """Refuses sizes that do not divide the world; Megatron's message only names their product. trainers: how the number
+    of ranks is computed."""
     kinds = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
     sizes = {kind: getattr(args, f"{kind}_parallel_size", None) or 1 for kind in kinds}
     if getattr(args, "expert_tensor_parallel_size", None) is None:
@@ -43,7 +43,7 @@ def ranks(args: Any, trainers: str = "") -> Iterator[str]:
             )
 
 
-# Sizes that are multiples of others; Megatron says so of some of them when the model is built.
+# Sizes that must be multiples of others; Megatron checks some of them only when it builds the model.
 _MULTIPLES = {
     "num_attention_heads": ("tensor_model_parallel_size", "num_query_groups"),
     "num_experts": ("expert_model_parallel_size", "moe_router_num_groups"),
@@ -51,7 +51,7 @@ _MULTIPLES = {
 
 
 def multiples(args: Any) -> Iterator[str]:
-    """Heads, their groups and experts that do not divide among ranks or groups."""
+    """Refuses heads, query groups and experts that do not divide among ranks or groups."""
     for name, divisors in _MULTIPLES.items():
         total = getattr(args, name, None)
         for divisor in divisors if total else ():
@@ -59,7 +59,7 @@ def multiples(args: Any) -> Iterator[str]:
                 flag, by = (spelt(each) for each in (name, divisor))
                 yield f"{flag} {total} is not a multiple of {by} {size}; change one of them"
     tp, groups = (getattr(args, name, None) or 1 for name in ("tensor_model_parallel_size", "num_query_groups"))
-    whole = getattr(sys.modules.get("megatron.core.package_info"), "MINOR", 99) < 13  # later ones repeat a group
+    whole = getattr(sys.modules.get("megatron.core.package_info"), "MINOR", 99) < 13  # later versions repeat a group
     if getattr(args, "group_query_attention", False) and groups % tp and (whole or tp % groups):
         yield (
             f"--num-query-groups {groups} is not a multiple {'' if whole else 'or a divisor '}of "
@@ -68,7 +68,7 @@ def multiples(args: Any) -> Iterator[str]:
 
 
 def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
-    """What `--context-parallel-size` above 1 does not go with."""
+    """Refuses flags that do not work with `--context-parallel-size` above 1."""
     size = args.context_parallel_size
     if size == 1:
         return
@@ -103,8 +103,8 @@ def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _latent_attention(args: Any, algorithm: str) -> Iterator[str]:
-    """Where latent attention does not go with context parallelism under MindSpeed. Its 2.3.0 gives ulysses to an
-    attention that latent attention replaces right after."""
+    """Refuses latent attention with context parallelism that MindSpeed does not support. 2.3.0 adds ulysses to an
+    attention that latent attention then replaces."""
     wrapped = hasattr(sys.modules.get(_ADAPTOR), "multi_latent_attention_init_wrapper")
     exchanged = wrapped or hasattr(args, "shape_order")
     if algorithm != "megatron_cp_algo" and not exchanged:
@@ -115,16 +115,16 @@ def _latent_attention(args: Any, algorithm: str) -> Iterator[str]:
 
 
 def _megatrons_own_attention() -> bool:
-    """Whether the local attention still is Megatron's: MindSpeed puts its own there when it is imported."""
+    """Whether the local attention is still Megatron's: MindSpeed replaces it when it is imported."""
     module = sys.modules.get(_ATTENTION_MODULE)
     return module is None or module.DotProductAttention.__init__.__module__ == _ATTENTION_MODULE
 
 
 def flash_attention(args: Any, config: RLConfig) -> Iterator[str]:
-    """What MindSpeed's flash attention would compute otherwise than the engine.
+    """Refuses flags with which MindSpeed's flash attention would differ from the engine.
 
-    Under latent attention RL hands over whole masks, which is mode 0; else the kernel's mode is 2, and it looks at no
-    window. Sources: custom_dot_product_attention.py of MindSpeed-LLM, flash_attention/adaptor.py of MindSpeed.
+    With latent attention RL passes complete masks (mode 0); otherwise the kernel's mode is 2, which ignores windows.
+    Sources: custom_dot_product_attention.py of MindSpeed-LLM, flash_attention/adaptor.py of MindSpeed.
     """
     if not hasattr(args, "pre_tockens") or not getattr(args, "use_flash_attn", False):
         return
@@ -146,8 +146,8 @@ def flash_attention(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def gradients(args: Any, config: RLConfig) -> Iterator[str]:
-    """Schedules with which gradients would be wrong, or waited for for ever."""
-    # MindSpeed's end without the number of tokens by which Megatron divides gradients.
+    """Refuses schedules with which gradients would be wrong, or would never come."""
+    # These MindSpeed schedules drop the number of tokens by which Megatron divides gradients.
     for name in ("recompute_in_bubble", "recompute_in_advance"):
         if getattr(args, name, False) and getattr(args, "calculate_per_token_loss", False):
             yield f"{spelt(name)} with --calculate-per-token-loss scales gradients wrongly; remove one"
@@ -166,7 +166,7 @@ def gradients(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def folded_pipeline(args: Any, config: RLConfig) -> Iterator[str]:
-    """What MindSpeed's dualpipev does not go with.
+    """Refuses flags that do not work with MindSpeed's dualpipev.
 
     Source: core/pipeline_parallel/dualpipev of MindSpeed 26.1.0.
     """
@@ -186,7 +186,7 @@ def folded_pipeline(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def latent_attention(args: Any, config: RLConfig) -> Iterator[str]:
-    """What MindSpeed-LLM's latent attention does not go with.
+    """Refuses flags that do not work with MindSpeed-LLM's latent attention.
 
     Source: CustomMLASelfAttention of mindspeed_llm/tasks/models/transformer/multi_latent_attention.py.
     """
@@ -199,7 +199,7 @@ def latent_attention(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def sequence_balance(args: Any, config: RLConfig) -> Iterator[str]:
-    """MindSpeed-LLM's balance of experts by sequence, which takes every micro-batch for `--micro-batch-size` rows.
+    """Refuses MindSpeed-LLM's sequence-wise balance loss, which assumes `--micro-batch-size` rows in every micro-batch.
 
     Source: apply_seq_aux_loss of mindspeed_llm/core/transformer/moe/router.py.
     """
@@ -213,7 +213,7 @@ def sequence_balance(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def swapped_memory(args: Any, config: RLConfig) -> Iterator[str]:
-    """Memory that cannot leave the device as --rl-swap says."""
+    """Refuses --rl-swap for memory that cannot be offloaded."""
     names = config.reshard.swap_names
     if "none" in names and len(names) > 1:
         yield f"--rl-swap {' '.join(names)}: 'none' cannot be combined with others; remove one"
@@ -224,7 +224,8 @@ def swapped_memory(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def shared_memory(args: Any, config: RLConfig) -> Iterator[str]:
-    """Checkpoints in which MindSpeed leaves out what --reuse-fp32-param keeps beside the weights."""
+    """Refuses checkpoints in which MindSpeed omits the part of main parameters that --reuse-fp32-param stores outside
+    of the weights."""
     ckpt_format = getattr(args, "ckpt_format", "torch")
     if getattr(args, "reuse_fp32_param", False) and ckpt_format != "torch":
         yield (
@@ -234,7 +235,7 @@ def shared_memory(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def remarks(args: Any, config: RLConfig) -> Iterator[str]:
-    """What works but should be known."""
+    """Notes on valid arguments."""
     if getattr(args, "swap_optimizer", False) and "optimizer" in config.reshard.swap_names:
         yield "--swap-optimizer keeps the optimizer's state on the host already: --rl-swap optimizer moves nothing"
     split = getattr(args, "context_parallel_size", 1) > 1
@@ -248,9 +249,9 @@ def remarks(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _auxiliary(args: Any) -> Iterator[str]:
-    """Flags of losses of a model with experts that Megatron adds by itself, where they are not 0."""
+    """Flags of balance losses that Megatron adds for a model with experts, if they are not 0."""
     balances = getattr(args, "moe_router_load_balancing_type", None) not in _NO_BALANCE
-    balances = balances or getattr(args, "seq_aux", False)  # of MindSpeed-LLM, beside noaux_tc
+    balances = balances or getattr(args, "seq_aux", False)  # of MindSpeed-LLM, in addition to noaux_tc
     for name in _AUXILIARY if getattr(args, "num_experts", None) else ():
         value = getattr(args, name, None)
         values = value if isinstance(value, list) else [value]

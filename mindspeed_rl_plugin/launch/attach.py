@@ -1,8 +1,8 @@
-"""When to apply the patches: now, or right after Megatron or MindSpeed's adaptor has been imported.
+"""Chooses when to apply the patches: now, or right after the import of Megatron or of MindSpeed's adaptor.
 
-The runner and the import line may come before the script's own imports. Importing Megatron for it
-would come too early under MindSpeed, which must patch first; so we wait for the right moment: the end
-of MindSpeed's adaptor (which imports Megatron), or of `megatron.training` where there is no MindSpeed.
+The runner and the import line may run before the script's own imports. With MindSpeed, which must patch first, it would
+be too early to import Megatron here. So the patches wait for the end of MindSpeed's adaptor (which imports Megatron),
+or of `megatron.training` without MindSpeed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def _mindspeed_imported(module: ModuleType) -> None:
 def _base_imported(module: ModuleType) -> None:
     _finished.add(module.__name__)
     from_command_line(read_by=module.__name__)
-    if TRAINING_MODULE in sys.modules:  # else MindSpeed's own, which may follow, would come after it
+    if TRAINING_MODULE in sys.modules:  # else it is too early: MindSpeed's patches may follow
         _megatron_imported(module)
 
 
 def _megatron_imported(module: ModuleType) -> None:
-    # Inside an adaptor Megatron is only half patched: its own end is the moment.
+    # Inside an adaptor Megatron is only partly patched: wait for its end.
     if not any(name in sys.modules and name not in _finished for name in (BASE_ADAPTOR, *MINDSPEED_ADAPTORS)):
         apply(PATCHES)

@@ -1,4 +1,4 @@
-"""PPO's critic from start to checkpoint: built by Megatron's own set-up, loaded, saved beside the policy.
+"""PPO's critic from start to checkpoint: built by Megatron's own set-up, loaded, and saved with the policy.
 
     SAVE/iter_0000500/critic/iter_0000500/...     Megatron's own files of the critic, and its tracker file above
 
@@ -36,7 +36,7 @@ from mindspeed_rl_plugin.launch.megatron_setup import (
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.weights.offload import gathered
 
-# Megatron sets these while it loads a checkpoint: the policy's values stand.
+# Megatron sets these while it loads a checkpoint: the policy's values are restored.
 _COUNTERS = (
     *("iteration", "num_floating_point_operations_so_far"),
     *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
@@ -53,11 +53,11 @@ def build(
     policy: Sequence[Module],
     absent: Mapping[str, Any],
 ) -> tuple[Critic, str]:
-    """The critic, loaded, and where its weights are from, for the console. Collective over all ranks.
+    """Build and load the critic. Returns it, and the source of its weights for the console. Collective over all ranks.
 
     setup, positional, named: Megatron's `setup_model_and_optimizer` and the arguments of its call for the policy;
-    policy: its loaded chunks; absent: arguments with which Megatron does not look for what a resumed checkpoint lacks.
-    Random generators and counters of the run are as before. Raises ValueError where a model of the critic's kind cannot
+    policy: its loaded chunks; absent: arguments that keep Megatron from looking for missing parts of a resumed
+    checkpoint. Random generators and counters of the run do not change. Raises ValueError if the critic's model cannot
     be made.
     """
     config = RLConfig.from_args(args).algorithm
@@ -87,7 +87,7 @@ def save(save_checkpoint: Callable, critic: Critic, args: Any, iteration: int) -
 
 
 def learning_rate(args: Any, lr: float | None) -> dict[str, Any]:
-    """Arguments for the policy's schedule with another peak: all of its rates are scaled alike."""
+    """Arguments for the policy's schedule with another peak: all rates are scaled by the same factor."""
     if lr is None:
         return {}
     scale = lr / args.lr if args.lr else 0.0
@@ -95,7 +95,7 @@ def learning_rate(args: Any, lr: float | None) -> dict[str, Any]:
 
 
 def _source(start: Start, load: str | None, absent: Mapping[str, Any]) -> tuple[dict[str, Any], str, bool]:
-    """Arguments that load the critic's weights (load None: none are), their source, whether it has a head."""
+    """Arguments that load the critic's weights (load None: none), their source, and whether it has a value head."""
     nothing = {"load": None, "pretrained_checkpoint": None, "ckpt_step": None}
     if start.kind == "resume":
         folder = os.path.join(files.iteration_dir(start.load_dir, start.iteration), files.CRITIC)
@@ -111,23 +111,23 @@ def _source(start: Start, load: str | None, absent: Mapping[str, Any]) -> tuple[
 
 
 def _with_value_head(setup: Callable, positional: tuple, named: Mapping[str, Any]) -> inspect.BoundArguments:
-    """The call of Megatron's set-up that built the policy, made to build chunks with a value head instead."""
+    """The call of Megatron's set-up that built the policy, changed so that it builds chunks with a value head."""
     call = inspect.signature(setup).bind(*positional, **named)
     container = call.arguments.get("cfg_container")
     if container is not None and getattr(container, "model", None) is not None:
         container = copy.copy(container)
-        # Apart from the policy's, for the training loop hangs its functions into the config.
+        # A copy, since the training loop puts functions of the policy into the config.
         container.model = copy.deepcopy(container.model)
         container.model.share_embeddings_and_output_weights = False
         call.arguments["cfg_container"] = container
     call = on_each_chunk(setup, call.args, call.kwargs, give_value_head)
     if "checkpointing_context" in call.arguments:
-        call.arguments["checkpointing_context"] = {}  # what it caches is of the policy's checkpoints
+        call.arguments["checkpointing_context"] = {}  # its cache belongs to the policy's checkpoints
     return call
 
 
 def _prepared(model: Sequence[Module], optimizer: Any, args: Any) -> Any:
-    """The model's config with what Megatron's `train` puts into the policy's.
+    """The model's config, with all that Megatron's `train` sets in the policy's config.
 
     Source: train of megatron/training/training.py, alike in core 0.12.1, 0.16.1 and 0.19.
     """
@@ -152,7 +152,7 @@ def _prepared(model: Sequence[Module], optimizer: Any, args: Any) -> Any:
 
 @contextlib.contextmanager
 def _same_random_state() -> Iterator[None]:
-    """Building a second model must not move the generators that a checkpoint holds."""
+    """Restores random generators after the build of a second model: a checkpoint stores them."""
     from megatron.core import tensor_parallel
 
     tracker, device = tensor_parallel.get_cuda_rng_tracker(), get_device()

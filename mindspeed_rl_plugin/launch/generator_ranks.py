@@ -1,7 +1,7 @@
 """Before the launch script runs: the last ranks of a job with `--rl-generators N` leave it, and generate.
 
-Megatron takes all ranks for its own, by variables of the environment, and has barriers over all of them; so the split
-comes before anything of it is imported.
+Megatron uses all ranks that the environment names, with barriers over all of them. So the split comes before any import
+of Megatron.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.processes import attend
 
 
 def split_of(config: RLConfig) -> RankSplit | None:
-    """The split that the flags ask for, None where all ranks train."""
+    """The split of ranks by the flags; None: all ranks train."""
     if not (ranks := config.schedule.generator_ranks):
         return None
     env, engine = launch_env(), max(config.rollout.generate_tp, config.rollout.generate_ep)
@@ -34,7 +34,8 @@ def split_of(config: RLConfig) -> RankSplit | None:
 
 
 def leave_if_generator() -> None:
-    """A generator works here until the job ends, and then ends its process; a trainer goes on, in a job of trainers."""
+    """A generator works here until the job ends, and then ends its process. A trainer continues, in a job of
+    trainers."""
     config = early.given_config()
     if config is None or is_part():
         return
@@ -63,7 +64,7 @@ def _generate(split: RankSplit, engine: int) -> None:
     who = f"{GENERATOR} rank {rank}"
     try:
         address, secret = wait_for_address(split.deadline)
-        # The launcher passes it to all ranks; trainers may save a checkpoint first, for which rows are still sampled.
+        # The launcher sends the signal to all ranks; trainers may still need rows for a last checkpoint.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         early.ready()
         with linked(address, secret, rank, heartbeat_of(split.deadline)):

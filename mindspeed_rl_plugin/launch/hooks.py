@@ -1,6 +1,6 @@
-"""What is called in the place of Megatron's functions: the hooks of the patch table, each with the original first.
+"""The hooks of the patch table: called instead of Megatron's functions, with the original as first argument.
 
-Without `--rl-algorithm` each one only calls the original. They stay thin: what RL does is in `launch.launch`.
+Without `--rl-algorithm` each hook only calls the original. Hooks are small; the work is in `launch.launch`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def add_megatron_arguments(original: Callable, parser: Any) -> Any:
 def validate_args(original: Callable, args: Any, *rest: Any, **named: Any) -> Any:
     """Check the arguments under RL right after Megatron's own validation, before anything is built.
 
-    The model's family and the split of the batch are checked before it, for Megatron and MindSpeed refuse these in the
-    name of flags that nobody gave.
+    The model's family and the division of the batch are checked before it, since messages of Megatron and MindSpeed
+    name flags that the user did not give.
     """
     if not rl_enabled(args):
         _warn_of_unused(args)
@@ -49,8 +49,8 @@ def validate_args(original: Callable, args: Any, *rest: Any, **named: Any) -> An
 
 
 def under_rl(name: str) -> Callable:
-    """The hook that under RL calls the function of this name in `launch.launch`, which is imported only then, with
-    Megatron's arguments, the original, and what it was called with; else only the original."""
+    """A hook that, with RL, calls the function of this name in `launch.launch` (imported only then) with Megatron's
+    arguments, the original, and the call's arguments; without RL only the original."""
 
     def hook(original: Callable, *positional: Any, **named: Any) -> Any:
         from megatron.training import get_args
@@ -66,7 +66,7 @@ def under_rl(name: str) -> Callable:
 
 
 def _warn_of_unused(args: Any) -> None:
-    """Now, above the hundreds of lines that Megatron says, and at the end, where it is read."""
+    """Print warnings now, before hundreds of Megatron's lines, and again at the end of the run."""
     if flags := given_flags(RLConfig.from_args(args)):
         why = "no reinforcement learning: --rl-algorithm is missing, and without it these have no effect:"
         what = f"{why} {' '.join(flags)}"
@@ -80,7 +80,7 @@ def _warn_of_unused(args: Any) -> None:
 def _repair_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Make `--help` work: core 0.19.0 to 0.19.2 have a bare % in the help of --moe-paged-stash-buffer-size-factor-cuda.
 
-    Texts that argparse can fill in stay as they are. Remove when these versions are no longer supported.
+    Texts that argparse can format are not changed. Remove when these versions are no longer supported.
     """
     for action in parser._actions:
         if action.help and action.help is not argparse.SUPPRESS:
@@ -89,12 +89,12 @@ def _repair_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             except (ValueError, TypeError):
                 action.help = action.help.replace("%", "%%")
             except KeyError:
-                continue  # names that only argparse knows, such as %(prog)s
+                continue  # a name that only argparse knows, such as %(prog)s
     return parser
 
 
 def _refuse_yaml(argv: list[str]) -> None:
-    """Megatron's `--yaml-cfg` replaces every parsed argument, so RL flags would be lost without a word."""
+    """Refuse Megatron's `--yaml-cfg`: it replaces all parsed arguments, so RL flags would be lost without a message."""
     rl = [a for a in argv if a.startswith("--rl-algorithm")]
     if rl and any(a.split("=")[0] == "--yaml-cfg" for a in argv):
         raise ValueError("--yaml-cfg drops every other argument, the --rl-* flags too; give the arguments as flags")

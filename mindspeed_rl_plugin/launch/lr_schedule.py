@@ -1,7 +1,7 @@
-"""The learning-rate and weight-decay schedule of a run, compared on a resume as Megatron's scheduler does.
+"""The learning-rate and weight-decay schedule of a run: compared at a resume, as Megatron's scheduler does.
 
-Megatron compares it while it loads the optimizer, long after the model was built, and its assertion names no
-flag. Source: OptimizerParamScheduler.load_state_dict of megatron/core/optimizer_param_scheduler.py and
+Megatron compares it only while it loads the optimizer, after the model is built, and its assertion names no flag.
+Source: OptimizerParamScheduler.load_state_dict of megatron/core/optimizer_param_scheduler.py and
 get_optimizer_param_scheduler of megatron/training/training.py, alike in core 0.12.1, 0.16.1 and 0.19.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.flag import spelt
 
-# Arguments that the schedule is made of, and how a user gives them.
+# Arguments of the schedule, and their flags.
 _SAME_NAME = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size")
 _SAME_NAME += ("lr", "min_lr", "lr_decay_style", "weight_decay_incr_style")
 FLAG_OF = {name: spelt(name) for name in _SAME_NAME} | {
     "start_weight_decay": "--weight-decay or --start-weight-decay",
     "end_weight_decay": "--weight-decay or --end-weight-decay",
 }
-# What stands in the optimizer's groups of parameters alone, and by which fields Megatron tells groups apart.
+# Arguments that are only in the optimizer's groups of parameters, and the fields by which Megatron identifies a group.
 _OF_GROUPS = {"decoupled_lr", "decoupled_min_lr", "rl_critic_lr", "adam_beta1", "adam_beta2", "adam_eps"}
 FLAG_OF |= {name: spelt(name) for name in sorted(_OF_GROUPS)}
 _GROUP_RATES = ("max_lr", "min_lr", "betas", "eps")
@@ -29,10 +29,9 @@ _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def record(args: Any, recorded: Mapping[str, Any] | None = None, critic: bool = False) -> dict[str, Any]:
-    """The schedule of validated arguments as plain values, for the RL state. --lr-decay-iters: by default all.
+    """The schedule of validated arguments as plain values, for the RL state. --lr-decay-iters: default all.
 
-    recorded: of the checkpoint that a run resumed from, whose schedule goes on where it is kept; critic: whether the
-    run has one.
+    recorded: of the checkpoint of a resume, whose schedule may continue; critic: whether the run has one.
     """
     values = {name: getattr(args, name, None) for name in FLAG_OF}
     values["lr_decay_iters"] = values["lr_decay_iters"] or values["train_iters"]
@@ -42,7 +41,7 @@ def record(args: Any, recorded: Mapping[str, Any] | None = None, critic: bool = 
 
 
 def compared(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What Megatron compares, from a `record`; its unit of time is a sequence, not an iteration."""
+    """The values of a `record` that Megatron compares; its unit of time is a sequence, not an iteration."""
     batch, fraction = values["global_batch_size"], values["lr_warmup_fraction"]
     decay = values["lr_decay_iters"] * batch
     return {
@@ -59,10 +58,11 @@ def compared(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settled(recorded: Mapping[str, Any] | None, args: Any) -> dict[str, bool]:
-    """Arguments with which Megatron takes a schedule that differs in its length only, and in the rates at no step.
+    """Arguments with which Megatron accepts a schedule that only has another length, while the rates of all steps are
+    the same.
 
-    That is a constant learning rate after the same warm-up, and a constant weight decay: training longer changes
-    nothing. Empty where Megatron's own comparison needs no help, or is to decide.
+    This is the case for a constant learning rate after the same warm-up, and a constant weight decay. Empty if
+    Megatron's own comparison can decide.
     """
     if recorded is None or getattr(args, "use_checkpoint_opt_param_scheduler", False):
         return {}
@@ -73,8 +73,8 @@ def settled(recorded: Mapping[str, Any] | None, args: Any) -> dict[str, bool]:
 
 
 def remark(recorded: Mapping[str, Any] | None, args: Any, done: int) -> str | None:
-    """What to say of a batch that is not that of the `done` iterations so far: Megatron's schedule counts sequences,
-    and keeps their count. None where it is, where nothing was recorded, or where the rates are constant."""
+    """A remark if the batch size differs from that of the `done` iterations so far: Megatron's schedule counts
+    sequences, and keeps this count. None if it is the same, if nothing was recorded, or if the rates are constant."""
     if recorded is None or recorded["global_batch_size"] == args.global_batch_size:
         return None
     constant = args.lr_decay_style == "constant" and not (args.lr_warmup_iters or args.lr_warmup_fraction)
@@ -90,10 +90,11 @@ def remark(recorded: Mapping[str, Any] | None, args: Any, done: int) -> str | No
 def check(
     recorded: Mapping[str, Any] | None, args: Any, where: str, absent: Collection[str] = (), critic: bool = False
 ) -> None:
-    """Refuse a resume from `where` that Megatron would refuse later, or in which it would take other rates than asked.
+    """Refuse a resume from `where` that Megatron would refuse later, or in which it would use other rates than the
+    flags.
 
-    recorded: None where nothing was; absent: "no_load_optim" where the schedule was not saved; critic: as of `record`.
-    Raises ValueError naming each value then and now, and the flags that settle it.
+    recorded: the saved schedule or None; absent: has "no_load_optim" if the schedule was not saved; critic: as in
+    `record`. Raises ValueError with each value then and now, and the flags that resolve this.
     """
     flags = ["override_opt_param_scheduler"]
     flags += ["use_checkpoint_opt_param_scheduler"] if "no_load_optim" not in absent else []
@@ -114,12 +115,13 @@ def check(
 
 @contextmanager
 def loading(optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """Inside, this optimizer and the checkpoint that it loads have the same rates: of the flags, or the checkpoint's.
+    """Within the context, this optimizer and the checkpoint that it loads have the same rates: those of the flags, or
+    of the checkpoint.
 
-    Megatron's optimizer takes the rates of a group of parameters from the checkpoint, and its scheduler goes by them:
-    --override-opt_param-scheduler changed nothing in core 0.12 to 0.18. Core 0.19 finds a group by its rates, and with
-    either flag there is none (KeyError). Remove when DistributedOptimizer.load_state_dict finds groups without them,
-    and OptimizerParamScheduler.load_state_dict sets them.
+    Megatron's optimizer loads the rates of a group of parameters from the checkpoint, and its scheduler uses them: so
+    --override-opt_param-scheduler had no effect in core 0.12 to 0.18. Core 0.19 finds a group by its rates, and fails
+    if they differ (KeyError). Remove when DistributedOptimizer.load_state_dict finds groups without rates, and
+    OptimizerParamScheduler.load_state_dict sets them.
     """
     override = getattr(scheduler, "override_opt_param_scheduler", False)
     parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
@@ -136,13 +138,14 @@ def loading(optimizer: Any, scheduler: Any) -> Iterator[None]:
         for part in parts:
             del part.load_state_dict
     if override or getattr(scheduler, "use_checkpoint_opt_param_scheduler", False):
-        scheduler.step(0)  # Megatron has set the first step's weight decay before it had that of the checkpoint
+        scheduler.step(0)  # again: Megatron set the first step's weight decay before it loaded the checkpoint's
 
 
 def share_rates(saved: Sequence[dict], groups: Sequence[dict], override: bool) -> None:
-    """Give groups of parameters of a checkpoint the rates of the optimizer's, or (no override) the other way round.
+    """Copy rates from the optimizer's groups of parameters to those of a checkpoint, or (no override) in the other
+    direction.
 
-    Groups of one kind, as of --decoupled-lr from core 0.16 on, stand in the same order on both sides.
+    Groups with equal keys (--decoupled-lr from core 0.16 on) are in the same order on both sides.
     """
     ours = list(groups)
     for theirs in saved:

@@ -1,8 +1,8 @@
-"""Megatron's `setup_model_and_optimizer`, called with other arguments for a while, or with its chunks changed.
+"""Calls Megatron's `setup_model_and_optimizer` with temporary arguments, or with changed chunks.
 
-The order of its parameters differs between versions, so they are taken by name. Layers of multi-token prediction (MTP)
-stay in the model and in its checkpoints, frozen: no engine generates with them and no RL loss reaches them, so they are
-not run. Megatron itself would score them against labels, which an RL step does not hand to the model.
+The order of its parameters differs between versions, so they are passed by name. Layers of multi-token prediction (MTP)
+stay in the model and in its checkpoints, frozen. They are not run, since no engine and no RL loss uses them; Megatron
+would need labels for them, which an RL step does not have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from mindspeed_rl_plugin.weights.storages import unwrap
 
 @contextlib.contextmanager
 def overridden(args: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Set some arguments for a while, then put back what the user gave. Names that this Megatron lacks are skipped."""
+    """Within the context some arguments have other values; afterwards the user's. Names that this Megatron lacks are
+    skipped."""
     before = {name: getattr(args, name) for name in values if hasattr(args, name)}
     for name in before:
         setattr(args, name, values[name])
@@ -33,14 +34,14 @@ def overridden(args: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def recording(args: Any) -> contextlib.AbstractContextManager[None]:
-    """For the time in which optimizers are built: what MindSpeed then lets share memory, `weights.aliases` keeps."""
+    """Used while optimizers are built: `weights.aliases` records which memory MindSpeed shares."""
     return aliases.recording() if getattr(args, "reuse_fp32_param", False) else contextlib.nullcontext()
 
 
 def on_each_chunk(
     setup: Callable, positional: tuple, named: Mapping[str, Any], change: Callable[[torch.nn.Module], torch.nn.Module]
 ) -> inspect.BoundArguments:
-    """A call of Megatron's `setup_model_and_optimizer` in which `change` gets every chunk before it is wrapped.
+    """A call of Megatron's `setup_model_and_optimizer` that passes every chunk to `change` before it is wrapped.
 
     Core 0.12 to 0.18 pass a provider function; core 0.19 a container, whose model config has hooks for this.
     """
@@ -60,9 +61,9 @@ def on_each_chunk(
 
 
 def freeze_mtp(chunk: torch.nn.Module) -> torch.nn.Module:
-    """Freeze the MTP layers of a chunk of Megatron's GPT model, where it has some; returns the chunk.
+    """Freeze the MTP layers, if any, of a chunk of Megatron's GPT model; returns the chunk.
 
-    To be called before Megatron wraps the chunk: then its buffers and its optimizer leave them out.
+    Must be called before Megatron wraps the chunk, so that buffers and optimizer leave them out.
     """
     layers = getattr(chunk, "mtp", None)
     if layers is None:
@@ -72,7 +73,7 @@ def freeze_mtp(chunk: torch.nn.Module) -> torch.nn.Module:
 
     @functools.wraps(own)
     def forward(*positional: Any, **named: Any) -> Any:
-        # For the call only: what builds, saves and reduces the model goes on to see them.
+        # Only during the call: code that builds, saves and reduces the model still needs them.
         saved = chunk.mtp_process, chunk.config.mtp_num_layers
         chunk.mtp_process, chunk.config.mtp_num_layers = False, None
         try:
@@ -85,11 +86,10 @@ def freeze_mtp(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def report_unused_embeddings(chunks: Iterable[torch.nn.Module]) -> None:
-    """Under `--overlap-grad-reduce`: report a gradient for embeddings that serve frozen MTP layers only.
+    """With `--overlap-grad-reduce`: report a gradient for embeddings that only frozen MTP layers use.
 
-    That is the last pipeline stage's copy. Megatron's DDP sends gradients once those of all parameters are there, and
-    would wait for this one for ever; it is zero, and becomes the first stage's when these are added. chunks: as
-    Megatron wrapped them.
+    This is the last pipeline stage's copy. Megatron's DDP sends gradients once all parameters have one, and would wait
+    for this one for ever. It is zero; later it is summed with the first stage's. chunks: wrapped by Megatron.
     """
     for chunk in chunks:
         model, groups = unwrap(chunk), getattr(chunk, "param_to_bucket_group", {})
@@ -106,7 +106,7 @@ def _report_before_waiting(group: Any, param: torch.nn.Parameter) -> None:
 
     @functools.wraps(wait)
     def finish_grad_sync(*positional: Any, **named: Any) -> Any:
-        if group.grad_reduce_handle is None:  # --align-grad-reduce starts all groups, whatever is there
+        if group.grad_reduce_handle is None:  # --align-grad-reduce starts all groups, even with missing gradients
             group.register_grad_ready(param)
         return wait(*positional, **named)
 

@@ -1,4 +1,5 @@
-"""One job a `--save`: the first rank of a job owns it, as a file there says, whose time of change is its heartbeat."""
+"""Only one job may use a `--save`: its first rank owns the directory, by a file whose modification time is a
+heartbeat."""
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ from mindspeed_rl_plugin.service.guest_dock import here
 
 FILE = "owner.json"  # in SAVE/rl
 BEAT_SECONDS = 5.0
-DEAD_SECONDS = 60.0  # without a heartbeat the owner on another machine counts as dead
+DEAD_SECONDS = 60.0  # without a heartbeat; then an owner on another machine counts as dead
 
-NAMED = {"machine", "process", "began", "name", "since", "launch"}  # in the file
+NAMED = {"machine", "process", "began", "name", "since", "launch"}  # fields of the file
 
 _over = threading.Event()
 
 
 def own(save: str) -> None:
-    """Make this process the owner until it ends, with a tracker file that Megatron can read; called by the first rank
-    before anything is built. Idempotent. Raises ValueError where the owner is alive. Whether one of another machine is
-    shows in DEAD_SECONDS at most."""
-    path = Path(save, "rl", FILE).absolute()  # a user's code may change the directory
+    """Make this process the owner until it ends, and mend the tracker file for Megatron. Called by the first rank
+    before anything is built. Idempotent. Raises ValueError if another owner is alive; for an owner on another machine
+    the check takes up to DEAD_SECONDS."""
+    path = Path(save, "rl", FILE).absolute()  # absolute: a user's code may change the directory
     me = {"machine": machine(), "process": os.getpid(), "began": began(os.getpid()), "name": here("a job"),
           "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "launch": launch_name()}  # fmt: skip
     if (owner := _read(path)) and _same(owner, me):
@@ -42,7 +43,7 @@ def own(save: str) -> None:
         say(f"--save {save}: its owner, {_text(owner)}, is gone; this job takes it over")
     write_json(path, me)
     if not _same(owner := _read(path) or me, me):
-        raise ValueError(_refusal(save, owner))  # both came at once, the later one has it
+        raise ValueError(_refusal(save, owner))  # both came at once, and the later one owns it
     threading.Thread(target=_beat, args=(path, me, _over), daemon=True).start()
     atexit.register(_leave, path, me)
     mend_tracker(save)
@@ -55,7 +56,7 @@ def _wait_for_its_end(path: Path, owner: dict[str, Any], me: dict[str, Any]) -> 
             raise ValueError(_refusal(save, owner))
         return
     if me["launch"] and owner["launch"] == me["launch"]:
-        return  # a former start of this job, whose rank 0 was on that machine: what is left of it ends by itself
+        return  # an earlier start of this job with rank 0 on that machine: its processes end by themselves
     (probe := path.with_name(f".{FILE}.{me['process']}")).touch()  # clocks of machines may differ
     age = max(probe.stat().st_mtime - first, 0.0)
     probe.unlink()
@@ -68,14 +69,14 @@ def _wait_for_its_end(path: Path, owner: dict[str, Any], me: dict[str, Any]) -> 
         try:
             if path.stat().st_mtime != first:
                 raise ValueError(_refusal(save, owner))
-        except FileNotFoundError:  # it ended well
+        except FileNotFoundError:  # the owner has ended in order
             return
     owner["name"] += f" ({sign})"
 
 
 def _beat(path: Path, me: dict[str, Any], over: threading.Event) -> None:
     while not over.wait(BEAT_SECONDS):
-        with contextlib.suppress(OSError, ValueError):  # of a file system that is away for a while
+        with contextlib.suppress(OSError, ValueError):  # the file system may be unavailable for a while
             if (owner := _read(path)) is None:
                 write_json(path, me)
             elif not _same(owner, me):
@@ -92,7 +93,7 @@ def _leave(path: Path, me: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The owner; None where the file is gone. Raises ValueError for one that names none."""
+    """The owner in the file; None without a file. Raises ValueError for invalid contents."""
     try:
         owner = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

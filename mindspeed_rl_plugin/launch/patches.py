@@ -1,4 +1,4 @@
-"""Every function of Megatron, and of MindSpeed-LLM, that the plugin wraps: one row per patch, as data."""
+"""The functions of Megatron and MindSpeed-LLM that the plugin wraps: one row a patch, as data."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ PATCHES: tuple[Patch, ...] = (
         remove_when="Megatron calls a user function before each step",
     ),
 )
-# Where MindSpeed-LLM has patched Megatron.
+# Functions with which MindSpeed-LLM replaces Megatron's.
 OF_MINDSPEED_LLM: tuple[Patch, ...] = (
     Patch(
         target="mindspeed_llm.training.initialize._convert_weights_if_needed",

@@ -1,7 +1,7 @@
-"""Putting patches in force, and proving at the start of training that they still are.
+"""Applies patches, and checks at the start of training that they are still in force.
 
-Every module that holds the original function is rebound. Under MindSpeed the patches are also a feature of its
-manager, so that its own re-patching keeps them.
+Every module with the original function gets the wrapper. With MindSpeed the patches are also a feature of its manager,
+so that its own re-patching keeps them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from mindspeed_rl_plugin.config import add_flags
 from mindspeed_rl_plugin.environment import say
 
-# First and last Megatron Core whose `megatron.training` was read and run with the table of patches.
+# First and last Megatron Core with which the patches were tested.
 OLDEST, NEWEST = (0, 12, 1), (0, 19)
 # Modules whose import makes MindSpeed (or MindSpeed-LLM) patch Megatron.
 MINDSPEED_ADAPTORS = (
@@ -28,7 +28,7 @@ MINDSPEED_ADAPTORS = (
     "mindspeed_llm.tasks.megatron_adaptor",
     "mindspeed_llm.tasks.megatron_adaptor_v2",
 )
-# Which MindSpeed's core_r0.17.0 and later ones import first: it reads the command line and patches Megatron too.
+# From core_r0.17.0 on MindSpeed imports this first: it reads the command line and patches Megatron, too.
 BASE_ADAPTOR = "megatron_adaptor"
 
 
@@ -38,9 +38,9 @@ class Patch:
 
     target: str  # dotted name of the global that Megatron looks up at call time
     hook: Callable  # called in its place, with the original before the arguments
-    leading: tuple[str, ...]  # parameter names that the original must begin with: hook or loop rely on them
+    leading: tuple[str, ...]  # first parameter names of the original, on which hook or loop rely
     why: str
-    versions: str  # where the target lives, as `file:line` per core version
+    versions: str  # place of the target, `file:line` for each core version
     remove_when: str  # what upstream would have to offer instead
 
     @property
@@ -56,7 +56,7 @@ class Patch:
         return getattr(sys.modules[self.module], self.name)
 
     def wrapper(self, original: Callable) -> Callable:
-        """What the target becomes, once. MindSpeed's manager takes only functions of such a name for decorators."""
+        """The wrapper of the target, made once. MindSpeed's manager recognises decorators by this name."""
         if wraps(original, self):
             return original
         hook = self.hook
@@ -69,7 +69,7 @@ class Patch:
 
 
 _applied: tuple[Patch, ...] = ()
-# target -> functions that our wrapper took the place of; none of them may be left in any module.
+# Target -> functions that our wrapper has replaced; no module may still have one of them.
 _originals: dict[str, list[Callable]] = {}
 
 
@@ -94,10 +94,10 @@ def apply(patches: tuple[Patch, ...]) -> None:
 
 
 def revert() -> None:
-    """Put the originals back, as `apply` found them on plain Megatron.
+    """Restore the originals on plain Megatron.
 
-    MindSpeed takes functions over when its adaptor is imported and may drop wrappers that it does
-    not know; so ours leave before and come back through its manager.
+    MindSpeed's adaptor replaces functions when it is imported, and may drop unknown wrappers. So ours are removed
+    before, and applied again by its manager.
     """
     for patch in _applied:
         originals = _originals.get(patch.target)
@@ -107,9 +107,9 @@ def revert() -> None:
 
 
 def assert_in_force() -> None:
-    """Check that every wrapper that was applied is called wherever its target is; say so on rank 0.
+    """Check that every applied wrapper is called wherever its target is used, and print this on rank 0.
 
-    Raises RuntimeError naming the patch and what took its place, or the module that kept the original.
+    Raises RuntimeError with the patch and the function that replaced it, or the module that has the original.
     """
     for patch in _applied:
         if not wraps(patch.current, patch):
@@ -127,7 +127,7 @@ def assert_in_force() -> None:
 
 
 def check_version() -> None:
-    """Raise RuntimeError when Megatron Core is outside the versions that the table was proven on."""
+    """Raise RuntimeError when Megatron Core is outside the tested versions."""
     info = importlib.import_module("megatron.core.package_info")
     version = (info.MAJOR, info.MINOR, info.PATCH)
     if version < OLDEST or version[:2] > NEWEST:
@@ -158,18 +158,18 @@ def wraps(function: Any, patch: Patch) -> bool:
         elif isinstance(item, FunctionType):
             queue.append(getattr(item, "__wrapped__", None))
             for cell in item.__closure__ or ():
-                with suppress(ValueError):  # a cell that is not filled yet
+                with suppress(ValueError):  # an empty cell
                     queue.append(cell.cell_contents)
     return False
 
 
 def _register_with_mindspeed(patches: tuple[Patch, ...]) -> None:
-    """MindSpeed's `repatch` takes all patches off and then asks its features for theirs."""
+    """Register a feature: MindSpeed's `repatch` removes all patches and then applies those of its features."""
     from mindspeed.features_manager.feature import MindSpeedFeature
     from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
 
     class ReinforcementLearningFeature(MindSpeedFeature):
-        """Level 0: applied whatever --optimization-level says; the hooks themselves look at the flag."""
+        """Level 0: applied under any --optimization-level; the hooks check for RL."""
 
         def __init__(self) -> None:
             super().__init__("mindspeed-rl-plugin", optimization_level=0)
@@ -201,7 +201,7 @@ def _check_target(patch: Patch) -> None:
         raise RuntimeError(f"cannot attach to Megatron: {patch.target} does not exist; {expected}")
     parameters = list(inspect.signature(function).parameters.values())
     if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
-        return  # another decorator hides the names
+        return  # another decorator hides the parameter names
     names = tuple(p.name for p in parameters[: len(patch.leading)])
     if names != patch.leading:
         raise RuntimeError(f"cannot attach to Megatron: {patch.target} begins with parameters {names}; {expected}")

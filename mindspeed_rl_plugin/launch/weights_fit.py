@@ -1,8 +1,8 @@
-"""Weights that do not fit the model are refused while Megatron loads them.
+"""Refuses weights that do not fit the model, while Megatron loads them.
 
-Where a strict load fails, Megatron from core 0.16 on loads what fits and goes on (`load_model_state_dict` of
-megatron/training/checkpointing.py, there for extra states of TransformerEngine): a layer that another stage holds would
-be left out, and one that is not in the file stay as it was initialised.
+If a strict load fails, Megatron from core 0.16 on loads the fitting part and continues (`load_model_state_dict` of
+megatron/training/checkpointing.py, for extra states of TransformerEngine). Layers of another stage would be left out,
+and layers that are missing in the file would keep their initial values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.weights.live import differences, mtp_only, raise_if, sizes_of
 from mindspeed_rl_plugin.weights.storages import unwrap
 
-_EXTRA = "_extra_state"  # TransformerEngine's, which versions add and leave out
+_EXTRA = "_extra_state"  # of TransformerEngine; present only in some versions
 _MEND = (
     "give the sizes and the layout that it was saved with (tensor, pipeline and expert parallel sizes, layers of each "
     "stage, padding of the vocabulary), or bring it into this one: `python -m mindspeed_rl_plugin export`, then "
@@ -28,13 +28,14 @@ _MEND = (
 
 @contextmanager
 def must_fit(chunks: Sequence[torch.nn.Module], where: str, free: str = _EXTRA) -> Iterator[None]:
-    """Inside, `load_state_dict` of these chunks raises ValueError for weights that are not exactly the model's.
+    """Within the context, `load_state_dict` of these chunks raises ValueError for weights that are not exactly the
+    model's.
 
-    So does an end of the process with status 0, with which Megatron leaves a file that it cannot read, and what it
-    raises for a distributed checkpoint of another model. where: what is
-    loaded, as messages name it; free: end of the names that need not fit, besides those of extra states.
+    ValueError also replaces Megatron's exit with status 0 for an unreadable file, and its error for a distributed
+    checkpoint of another model. where: what is loaded, for messages; free: suffix of names that need not fit, in
+    addition to extra states.
     """
-    # Core 0.12 loads into the model itself, the later ones into what it is wrapped in.
+    # Core 0.12 loads into the model itself, later versions into its wrapper.
     modules = list({id(module): module for chunk in chunks for module in (chunk, unwrap(chunk))}.values())
     for module in modules:
         module.load_state_dict = _checked(module, where, (_EXTRA, free))
@@ -53,7 +54,7 @@ def must_fit(chunks: Sequence[torch.nn.Module], where: str, free: str = _EXTRA) 
 
 def _checked(chunk: torch.nn.Module, where: str, free: tuple[str, ...]) -> Any:
     load, model = chunk.load_state_dict, unwrap(chunk)
-    # Under dualpipev MTP layers share the embedding of their stage, and pretraining's files hold it once more.
+    # With dualpipev MTP layers share the embedding of their stage, but files of pretraining have it twice.
     again = mtp_only(getattr(model, "mtp", None) is not None, getattr(model, "pre_process", True))[1:]
 
     def tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -72,5 +73,5 @@ def _checked(chunk: torch.nn.Module, where: str, free: tuple[str, ...]) -> Any:
 
 
 def _of_distributed_files() -> type[BaseException] | tuple[()]:
-    """Megatron's error of distributed checkpoints, where its module is in use."""
+    """Megatron's error class of distributed checkpoints, if its module is imported."""
     return getattr(sys.modules.get("megatron.core.dist_checkpointing.core"), "CheckpointingException", ())

@@ -1,1 +1,1 @@
-"""Monitor: what a run shows while it trains, the files it leaves, and the report made of them."""
+"""Monitor: output of a run while it trains, the files that it writes, and their report."""

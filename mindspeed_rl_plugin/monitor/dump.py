@@ -1,7 +1,7 @@
 """Dumps: every rollout as one Parquet file, written atomically, and read back into rows.
 
 One row per sample. Per-token lists cover the response only (P..L of the dock's columns); the prompt's token ids have a
-column of their own. Of several turns the response holds the observations too, and there are columns of the turns.
+column of their own. With several turns the response also has the observations, and there are columns of the turns.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def dump_rollout(
 
 
 def read_rollout(path: str | os.PathLike[str]) -> Rows:
-    """The rows of a dump as the dock had them; per-token columns are 0 on prompt tokens."""
+    """The rows of a dump, as they were in the dock; per-token columns are 0 on prompt tokens."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(path)
@@ -63,7 +63,7 @@ def read_rollout(path: str | os.PathLike[str]) -> Rows:
     for name in set(TOKEN_COLUMNS) & columns.keys():
         pairs = zip(prompt.lengths.tolist(), _ragged(columns[name]).rows(), strict=True)
         out[name] = Ragged.from_rows([torch.cat([row.new_zeros(length), row]) for length, row in pairs])
-    if "segments" in columns:  # not in dumps of before
+    if "segments" in columns:  # missing in older dumps
         held = map(torch.tensor, columns["segments"].to_pylist())
         out["segments"] = Ragged.from_rows([torch.tensor(r) for r in _shifted(held, prompt.lengths, [1, 0])])
     out["reward_parts"] = torch.tensor(columns["reward_parts"].to_pylist(), dtype=torch.float32)
@@ -72,8 +72,7 @@ def read_rollout(path: str | os.PathLike[str]) -> Rows:
 
 
 def discard_dumps_after(dump_dir: str | os.PathLike[str], done: int) -> int:
-    """Remove the dumps of rollouts that a run makes again which is resumed after `done` iterations; returns how many
-    there were."""
+    """Remove the dumps of rollouts that a run, resumed after `done` iterations, makes again. Returns their number."""
     late = [path for before, path in dump_files(dump_dir).items() if before >= done]
     for path in late:
         path.unlink()
@@ -110,7 +109,7 @@ def _table(rows: Rows, decode: Callable[[Sequence[int]], str], iteration: int, g
 
 
 def _prompt(rows: Rows) -> Ragged:
-    """The prompts; of several turns what stands before the first, which is longer where an environment began."""
+    """The prompts; with several turns the tokens before the first turn, which may include an environment's messages."""
     if "prompt_length" not in rows.columns:
         return rows["prompt"]
     pairs = zip(rows["tokens"].rows(), rows["prompt_length"].tolist(), strict=True)
@@ -128,7 +127,7 @@ def _of_turns(rows: Rows, prompt: Ragged) -> dict[str, Any]:
 
 
 def _shifted(rows: Iterable[Tensor], by: Tensor, which: Sequence[int]) -> list[list[list[int]]]:
-    """Places of tokens in each row, `[S, 2]`, moved. by: `[B]` tokens; which: of the two numbers is a place."""
+    """Token places in each row, `[S, 2]`, shifted. by: `[B]` tokens; which: which of the two numbers are places."""
     return [(row + places).tolist() for row, places in zip(rows, torch.outer(by, torch.tensor(which)), strict=True)]
 
 
@@ -139,7 +138,7 @@ def _behind(prompt: Ragged, column: Ragged) -> Ragged:
 
 
 def _trained_mean(column: Ragged, mask: Ragged) -> list[float]:
-    """Mean over each row's trained tokens; 0 where it has none."""
+    """Mean over each row's trained tokens; 0 without any."""
     pairs = zip(column.rows(), mask.rows(), strict=True)
     return [float(c[m.bool()].double().mean()) if bool(m.any()) else 0.0 for c, m in pairs]
 
@@ -151,7 +150,7 @@ def _list(column: Ragged) -> Any:
 
 
 def _plain(column: Column) -> Any:
-    """A column as it is: one value or list per sample."""
+    """A column as plain values: one value or list for each sample."""
     import pyarrow as pa
 
     return pa.array([row.tolist() for row in (column.rows() if isinstance(column, Ragged) else column)])
@@ -163,5 +162,5 @@ def _ragged(array: Any) -> Ragged:
 
 
 def _utf8(text: str) -> str:
-    """Half a surrogate pair, which a model may well produce, is no UTF-8: it becomes "?"."""
+    """Valid UTF-8: half a surrogate pair, which a model may produce, becomes "?"."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""Monitor: one object that takes an iteration's metrics to the console, metrics.jsonl, TensorBoard and W&B."""
+"""Monitor: writes an iteration's metrics to the console, metrics.jsonl, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -34,19 +34,22 @@ TEXT = 4000  # characters that are kept of a prompt or response of an evaluation
 EVALUATED = METRIC_PREFIX + "eval/iteration"  # the axis of evaluations in W&B, whose own steps only grow
 DOCK_FILE = "dock-rank{rank}.jsonl"
 PAGE = "docs/when-something-goes-wrong.md#it-runs-but-does-not-learn"
-LATEST, IDLE = 10, 8  # rollouts that are looked at, and how many of them without a group that differs are too many
+LATEST, IDLE = 10, 8  # number of last rollouts, and how many of these without differing rewards cause a warning
 FAR = 0.5  # nats per token that a policy may move from one iteration to the next
 
 
 class Monitor:
-    """What a run shows and leaves; made by every rank, and called by every rank with the same metrics.
+    """The output of a run. Every rank makes one, and calls it with the same metrics.
 
-    Rank 0 prints and writes metrics.jsonl and run.json. Megatron has TensorBoard and W&B writers on the last rank:
-    pass what each rank has, None included. Their tags carry `rl/` in front, so that none is a tag of Megatron's.
+    Rank 0 prints and writes metrics.jsonl and run.json. Megatron has TensorBoard and W&B writers on the last rank: pass
+    each rank's writers, or None. Tags have the prefix `rl/`, so that they differ from Megatron's.
 
-    total_iterations: planned; resume_iteration: as of `JsonLines`; info: what the report shows about the run (JSON
-    values; `dump_dir`: where the dumps are); compares: as of `LearningWatch`; is_terminal: None asks the error stream,
-    which has the bar; on_record: called on rank 0 with each line of metrics.jsonl.
+    total_iterations: planned.
+    resume_iteration: as in `JsonLines`.
+    info: description of the run for the report (JSON values; `dump_dir`: folder of the dumps).
+    compares: as in `LearningWatch`.
+    is_terminal: None: checks the error stream, which has the progress bar.
+    on_record: called on rank 0 with each line of metrics.jsonl.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Monitor:
         self.rank = rank
         self.total_iterations = total_iterations
         self._tensorboard, self._wandb, self._stream = tensorboard_writer, wandb, stream
-        self._step, self._evaluated = resume_iteration, -1  # W&B's newest, and the newest that has an evaluation
+        self._step, self._evaluated = resume_iteration, -1  # newest step in W&B, and the newest with an evaluation
         if wandb is not None:
             wandb.define_metric(METRIC_PREFIX + "eval/*", step_metric=EVALUATED)
         self._bar_shown = rank == 0 and (sys.stderr.isatty() if is_terminal is None else is_terminal)
@@ -78,7 +81,7 @@ class Monitor:
         self.begin, self.stage = self.clock.begin, self.clock.stage
         self._dock = JsonLines(self.run_dir / DOCK_FILE.format(rank=rank), resume_iteration)
         self._metrics: JsonLines | None = None
-        self._others: dict[str, JsonLines] = {}  # by name, made when there is something for them
+        self._others: dict[str, JsonLines] = {}  # by name, opened at the first line
         self._resumed = resume_iteration
         self._legend_shown = False
         self._watch = LearningWatch(compares)
@@ -104,7 +107,7 @@ class Monitor:
             say(f"warning: {remark}")
 
     def log_eval(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Show and write an evaluation made after `iteration` updates; every name is put under `eval/`."""
+        """Show and write an evaluation made after `iteration` updates; every name gets the prefix `eval/`."""
         metrics = {f"eval/{k.removeprefix('eval/')}": _value(v) for k, v in metrics.items()}
         self._emit("eval", iteration, metrics, eval_line(iteration, metrics, self.total_iterations))
 
@@ -115,11 +118,11 @@ class Monitor:
             self._other(HELD_OUT_FILE).append({"iteration": iteration, "rows": cut})
 
     def log_dock(self, iteration: int, record: Mapping[str, Any]) -> None:
-        """Write what this rank had to do with the dock for the rollout that ended with an iteration."""
+        """Write this rank's traffic with the dock for the rollout that ended with an iteration."""
         self._dock.append({"iteration": iteration, **record})
 
     def log_apart(self, process: str, what: str, start: float, end: float) -> None:
-        """Write, on rank 0, what a process that is no rank did, from `start` to `end`, seconds since 1970."""
+        """Write, on rank 0, what a process outside of the ranks did, from `start` to `end`, seconds since 1970."""
         if self.rank == 0:
             record = {"iteration": self.clock.iteration, "process": process, "stage": what, "start": start, "end": end}
             self._other(APART_FILE).append(record)
@@ -177,11 +180,11 @@ class Monitor:
             self._step = iteration
             self._wandb.log(numbers, iteration)
         elif self._wandb is not None:
-            # W&B drops what comes under an older step, and of two evaluations under one step it keeps the second: a
-            # late one takes the newest step, or that of the iteration which goes on.
+            # W&B drops values of an older step, and of two evaluations in one step keeps the second. So a late
+            # evaluation gets the newest step, or that of the running iteration.
             step = max(self._step, self._evaluated)
             step = max(step, self.clock.iteration) if step == self._evaluated else step
-            if step == self._evaluated:  # a run that ends in the middle of a rollout, while one is under way
+            if step == self._evaluated:  # a run that ends in the middle of a rollout, during an evaluation
                 write_line(f"[rl] W&B has no evaluation before that of {iteration}; {METRICS_FILE} has", sys.stdout)
             self._evaluated = step
             self._wandb.log(numbers | {EVALUATED: iteration}, step)
@@ -193,12 +196,12 @@ def _value(value: Any) -> Metric:
 
 
 class LearningWatch:
-    """Warnings where metrics show a run that learns nothing, or in too large steps; each is given once. Sees the
-    metrics of one iteration after the other. compares: whether the algorithm compares the responses of a prompt, so
-    that a group of equal rewards teaches nothing."""
+    """Warns when metrics show that a run learns nothing, or takes too large steps; each warning once. It gets the
+    metrics of each iteration. compares: whether the algorithm compares the responses of a prompt, so that nothing is
+    learned from a group of equal rewards."""
 
     def __init__(self, compares: bool) -> None:
-        self._idle: deque[bool] | None = deque(maxlen=LATEST) if compares else None  # None: warned, or not looked for
+        self._idle: deque[bool] | None = deque(maxlen=LATEST) if compares else None  # None: warned already, or not used
         self._kl, self._far = None, False
 
     def remarks(self, metrics: Mapping[str, Metric]) -> Iterator[str]:

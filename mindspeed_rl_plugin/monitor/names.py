@@ -1,4 +1,4 @@
-"""Register of metric names: unit and meaning of what metrics.jsonl may hold; the report explains itself from it."""
+"""Register of metric names: unit and meaning of all metrics in metrics.jsonl; the report uses it."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ _PATTERNS = (
 
 
 def meaning(name: str) -> Meaning:
-    """What a metric means; a name that is not registered has no unit and no text."""
+    """Meaning of a metric; without unit and text for a name that is not registered."""
     if name in METRICS:
         return METRICS[name]
     return next((m for pattern, m in _PATTERNS if pattern.fullmatch(name)), Meaning("", ""))

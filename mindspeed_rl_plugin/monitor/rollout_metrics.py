@@ -10,10 +10,10 @@ from mindspeed_rl_plugin.rows import FINISH, Rows
 
 
 def rollout_metrics(rows: Rows, solved: Sequence[bool]) -> dict[str, float]:
-    """Metrics of a whole rollout, of its columns reward, response_length, finish and version, `[B]` each.
+    """Metrics of a complete rollout, from its columns reward, response_length, finish and version, `[B]` each.
 
-    solved: whether each of the B responses is. A group is known by (epoch, group) of its ids, never by position, and is
-    informative where its rewards are not all equal. Raises ValueError for no rows at all.
+    solved: whether each of the B responses is. A group is identified by (epoch, group) of its ids, and is informative
+    if its rewards differ. Raises ValueError without rows.
     """
     if not len(rows):
         raise ValueError("rollout_metrics: no rows; a rollout has at least one sample")
@@ -44,8 +44,8 @@ def grader_metrics(parts: Tensor, names: Sequence[str]) -> dict[str, float]:
 
 
 def filtration_metrics(multiplicity: Tensor, reward: Tensor) -> dict[str, float]:
-    """What filtration chose: share of `[B]` responses that are trained at all, and the mean reward of what is trained,
-    each response as often as `multiplicity` `[B]` says."""
+    """Metrics of filtration: share of `[B]` responses that are trained, and the mean reward of trained responses, each
+    counted `multiplicity` `[B]` times."""
     weights = multiplicity.double()
     mean = float((weights * reward.double()).sum() / weights.sum().clamp(min=1))
     return {"filtration/distinct": float((multiplicity > 0).double().mean()), "filtration/reward_mean": mean}
@@ -55,13 +55,13 @@ def throughput(tokens: int, *, devices: int, seconds: float) -> dict[str, float]
     """Tokens per second, per device and of all devices, of one rollout whose iterations took `seconds` end to end.
 
     tokens: prompt and response tokens of the rollout. Equation 5 of the paper, T = G*N*(PL + SL) / ND / ETE, which
-    counts a fixed length for all samples, where this counts the tokens that were there.
+    counts a fixed length for all samples; here the real tokens are counted.
     """
     return {"tokens_per_second": tokens / devices / seconds, "tokens_per_second_total": tokens / seconds}
 
 
 def largest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's largest value over ranks; a rank that did not measure it has no say."""
+    """Each metric's largest value over the ranks that measured it."""
     out: dict[str, float] = {}
     for metrics in ranks:
         for name, value in metrics.items():

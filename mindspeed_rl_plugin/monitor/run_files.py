@@ -37,10 +37,10 @@ APART_FILE = "events-apart.jsonl"
 HELD_OUT_FILE = "heldout.jsonl"
 LOG_FILE = "log.txt"
 WEIGHTS_PROCESS, PUBLISHED = "weights", "version "
-GENERATOR = "generator"  # so begins the name of an engine on ranks of the job's launcher
+GENERATOR = "generator"  # prefix of the names of engines on ranks of the job's launcher
 RUN_FILE = "run.json"
 OWNER_FILE = "dumps-of.json"
-# Settings of a run that are in run.json besides the RL flags.
+# Settings in run.json other than RL flags.
 ARGUMENTS = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups num_experts seq_length
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
@@ -53,17 +53,17 @@ PACKAGES = """
 
 
 def events_file(run_dir: str | os.PathLike[str], rank: int) -> Path:
-    """Where rank `rank` writes its stage events."""
+    """File of the stage events of rank `rank`."""
     return Path(run_dir) / f"events-rank{rank}.jsonl"
 
 
 def event_files(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """Rank -> stage events file, for every rank that left one, in rank order."""
+    """Rank -> its file of stage events, for every rank with one, in rank order."""
     return _numbered(run_dir, r"events-rank(\d+)\.jsonl")
 
 
 def dump_file(dump_dir: str | os.PathLike[str], done: int) -> Path:
-    """Where the rollout that is trained after `done` iterations is dumped."""
+    """File of the dump of the rollout that is trained after `done` iterations."""
     return Path(dump_dir) / f"rollout-{done:06d}.parquet"
 
 
@@ -78,20 +78,20 @@ def _numbered(folder: str | os.PathLike[str], name: str) -> dict[int, Path]:
 
 
 def claim_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str]) -> None:
-    """Record in the dump directory, made where it is missing, that the run of `run_dir` writes there."""
+    """Record in the dump directory (made if missing) that the run of `run_dir` writes there."""
     Path(dump_dir).mkdir(parents=True, exist_ok=True)
     write_json(Path(dump_dir) / OWNER_FILE, {"run_dir": os.path.abspath(run_dir), "id": run_id(run_dir)})
 
 
 def run_id(run_dir: str | os.PathLike[str]) -> str | None:
-    """The id of a run, wherever its directory is moved; None where it has none."""
+    """The id of a run, also after its directory was moved; None without one."""
     return read_run(run_dir).get("id")
 
 
 def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str], *, resumed: bool) -> None:
-    """Refuse to mix the dumps of two runs: ValueError where `dump_dir` holds those of a run other than `run_dir`'s. A
-    run that was moved finds dumps with its id that name another directory. A resumed run may also find dumps of a
-    version without ids: they name no run, or a directory that no longer exists."""
+    """Refuse to mix the dumps of two runs: raises ValueError if `dump_dir` has dumps of another run than `run_dir`'s.
+    Dumps of a moved run have its id, but another directory. A resumed run may also have dumps from a version without
+    ids: they name no run, or a directory that does not exist any more."""
     dumps = dump_files(dump_dir)
     if not dumps:
         return
@@ -100,7 +100,7 @@ def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str
     where, identity = owner.get("run_dir"), owner.get("id")
     if where == os.path.abspath(run_dir) or resumed and (where is None or not Path(where).is_dir()):
         return
-    if identity and identity == run_id(run_dir) and identity != run_id(where):  # else one is a copy of the other
+    if identity and identity == run_id(run_dir) and identity != run_id(where):  # otherwise one is a copy of the other
         return
     raise ValueError(
         f"--rl-dump-dir {dump_dir} holds {len(dumps)} rollouts of another run ({where or 'it left no name'}); give "
@@ -109,7 +109,8 @@ def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str
 
 
 def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename it: readers see the old or the new file, whole."""
+    """Let `write` fill a temporary file in the same folder, then rename it: readers see either the old or the new file,
+    complete."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -122,7 +123,7 @@ def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], object]) 
 
 
 def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
-    """Write one JSON object atomically, as `to_json` has it."""
+    """Write one JSON object atomically, in the form of `to_json`."""
     write_text(path, to_json(value, indent=1))
 
 
@@ -142,8 +143,8 @@ def to_json(value: Mapping[str, Any], indent: int = 0) -> str:
 
 class JsonLines:
     """An append-only file of JSON objects that survives a kill: one write and one flush a line. For one thread.
-    resume_iteration: that of the checkpoint. At 0 the file of an earlier run is set aside as `.old`; else its lines up
-    to that iteration stay, `lines_kept`, and a last line that a crash left incomplete is cut."""
+    resume_iteration: of the checkpoint. At 0 the file of an earlier run is renamed to `.old`. Otherwise its lines up to
+    that iteration are kept (`lines_kept`), and an incomplete last line of a crash is removed."""
 
     def __init__(self, path: str | os.PathLike[str], resume_iteration: int) -> None:
         self.path = Path(path)
@@ -174,8 +175,8 @@ class JsonLines:
 
 
 def set_aside(path: str | os.PathLike[str]) -> None:
-    """Rename a file that an earlier run left to `NAME.old`, or `NAME.old2` and so on: a new run starts empty and
-    nothing is lost."""
+    """Rename a file of an earlier run to `NAME.old`, or `NAME.old2` and so on: a new run starts empty and nothing is
+    lost."""
     if not Path(path).exists():
         return
     names = itertools.chain([".old"], (f".old{n}" for n in itertools.count(2)))
@@ -184,8 +185,8 @@ def set_aside(path: str | os.PathLike[str]) -> None:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Objects of a JSON-lines file. A last line cut by a crash is left out. Raises ValueError naming file and line
-    where any other line is not a JSON object."""
+    """Objects of a JSON-lines file. An incomplete last line of a crash is left out. Raises ValueError, with file and
+    line, if another line is not a JSON object."""
     raw = Path(path).read_bytes()
     lines = raw.split(b"\n")
     records = []
@@ -205,7 +206,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """run.json, or an empty dict where the run left none."""
+    """run.json, or an empty dict if there is none."""
     path = Path(run_dir) / RUN_FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -231,7 +232,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_apart(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """What processes that are no ranks did, in order of time; empty where there were none."""
+    """Events of processes outside of the ranks, in order of time; empty without any."""
     path = Path(run_dir) / APART_FILE
     return sorted(read_jsonl(path), key=lambda e: e["start"]) if path.exists() else []
 
@@ -243,13 +244,13 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def arguments(args: Any) -> dict[str, Any]:
-    """Megatron's arguments that decide most, by name; those that are unset are left out."""
+    """Megatron's most important arguments, by name; unset ones are left out."""
     found = {name: getattr(args, name, None) for name in ARGUMENTS.split()}
-    plain = (str, int, float)  # others as text: a dtype
+    plain = (str, int, float)  # others, such as a dtype, as text
     return {name: v if isinstance(v, plain) else str(v) for name, v in found.items() if v is not None}
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of those that are installed; a checkout on PYTHONPATH is none."""
+    """Package -> version, for installed packages; a checkout on PYTHONPATH does not count."""
     installed = {name: list(metadata.distributions(name=name)) for name in PACKAGES.split()}
     return {"python": platform.python_version(), **{name: d[0].version for name, d in installed.items() if d}}

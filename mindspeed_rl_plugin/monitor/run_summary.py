@@ -1,4 +1,4 @@
-"""Summary of a run: the few numbers that tell whether it worked."""
+"""Summary of a run: the few numbers that show whether it worked."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from mindspeed_rl_plugin.monitor.run_files import read_events, read_metrics
 
 
 def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """The numbers of a run by name, None for what was never measured. Raises ValueError where the directory holds no
-    metrics.
+    """The numbers of a run by name, None if never measured. Raises ValueError if the directory has no metrics.
 
     accuracy_before, _after: greedy held-out accuracy of the first and the last of several evaluations; reward_before,
     _after: the mean reward there; iterations: trained; tokens_per_second: median over rollouts, per device;
@@ -37,7 +36,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def column(rows: list[dict[str, Any]], name: str) -> list[float]:
-    """The values of one metric in iteration order, absent and non-finite ones left out."""
+    """The values of one metric in iteration order, without missing and non-finite ones."""
     return [r[name] for r in rows if r.get(name) is not None]
 
 

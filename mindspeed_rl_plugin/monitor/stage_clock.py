@@ -1,4 +1,4 @@
-"""Stage clock: when each stage ran on this rank, for how long, and how much memory it took at most."""
+"""Stage clock: when each stage ran on this rank, for how long, and its peak memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NOT_TRAINING = ("evaluate",)
 class StageClock:
     """Records every stage of this rank into events-rank{rank}.jsonl, one line as the stage ends.
 
-    Stages may nest: every boundary folds the meter's counter into all stages that run, so that each has the peak of its
-    whole span. meter: as `Device.memory`; synchronize: called at both ends of a stage, so that work queued on a device
-    is booked where it was launched; resume_iteration: as of `JsonLines`. For one thread.
+    Stages may nest: at every boundary the meter's peak is added to all running stages, so that each has the peak of its
+    complete span. meter: as `Device.memory`; synchronize: called at both ends of a stage, so that queued device work
+    counts for the stage that launched it; resume_iteration: as in `JsonLines`. For one thread.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class StageClock:
         self.begin(resume_iteration)
 
     def begin(self, iteration: int) -> None:
-        """Stages from now on belong to `iteration`; its own time starts to run."""
+        """Begin an iteration: later stages belong to it, and its time starts."""
         self.iteration = iteration
         self._began = self._tick()
         self._seconds: dict[str, float] = {}
@@ -63,7 +63,7 @@ class StageClock:
             event["failed"] = type(error).__name__
             raise
         finally:
-            # A device that has failed cannot be waited for; the first error is the one to see.
+            # Waiting for a failed device would raise another error; the first error must be visible.
             if "failed" not in event:
                 self._synchronize()
             seconds = self._tick() - ticked
@@ -78,8 +78,9 @@ class StageClock:
     def metrics(self) -> dict[str, float]:
         """seconds/<stage> and peak_bytes/<stage> of the current iteration on this rank, and seconds/iteration.
 
-        seconds/iteration is the wall time since `begin` without evaluation: the end-to-end time of equation 5. Of a
-        stage that ran several times: the sum, and the largest peak. Stages inside an evaluation are part of that only.
+        seconds/iteration is the wall time since `begin` without evaluation: the end-to-end time of equation 5. For a
+        stage that ran several times: the sum, and the largest peak. Stages inside an evaluation only count for the
+        evaluation.
         """
         out = {f"seconds/{k}": v for k, v in self._seconds.items()}
         out |= {f"peak_bytes/{k}": v for k, v in self._peaks.items()}
@@ -99,7 +100,8 @@ class StageClock:
 
 
 def drop_foreign_events(run_dir: str | os.PathLike[str], world_size: int, resume_iteration: int) -> None:
-    """Trim the files of ranks that this run no longer has, so that a run resumed on fewer ranks shows no stale ones."""
+    """Trim the files of ranks that this run does not have any more, so that a run resumed on fewer ranks shows no old
+    events."""
     for rank, path in event_files(run_dir).items():
         if rank >= world_size and resume_iteration:
             JsonLines(path, resume_iteration).close()
