@@ -35,28 +35,20 @@ class FakeEngine:
             self.queue[request.id] = (request, [*request.begun.tokens] if request.begun else [])
 
     def poll(self, timeout: float) -> list[Completion]:
-        if timeout <= 0:
-            return []
-        while self.queue:
-            done = []
-            for request, tokens in self.queue.values():
-                tokens.append(request.seed % 40)
-                if len(tokens) == request.prompt_tokens[-1] and request.prompt_tokens[0] != 13:
-                    done.append(request.id)
-            if done:
-                return [self._take(i, "length" if len(self.queue[i][1]) > 2 else "stop") for i in reversed(done)]
-            if all(r.prompt_tokens[0] == 13 for r, _ in self.queue.values()):
-                return []
-        return []
+        done: list[SampleId] = []
+        while timeout > 0 and not done and any(request.prompt_tokens[0] != 13 for request, _ in self.queue.values()):
+            done = self._step()
+        return [self._take(i, "length" if len(self.queue[i][1]) > 2 else "stop") for i in reversed(done)]
 
     def step_along(self, steps: int) -> list[Completion]:
-        ended = []
-        for _ in range(steps):
-            for request, tokens in self.queue.values():
-                tokens.append(request.seed % 40)
-            done = [i for i, (request, tokens) in self.queue.items() if len(tokens) == request.prompt_tokens[-1]]
-            ended += [self._take(i, "length") for i in done]
-        return ended
+        return [self._take(i, "length") for _ in range(steps) for i in self._step()]
+
+    def _step(self) -> list[SampleId]:
+        """Those that are whole with one token more."""
+        for request, tokens in self.queue.values():
+            tokens.append(request.seed % 40)
+        asked = ((i, request.prompt_tokens, tokens) for i, (request, tokens) in self.queue.items())
+        return [i for i, prompt, tokens in asked if len(tokens) == prompt[-1] and prompt[0] != 13]
 
     def abort(self) -> list[Completion]:
         self.log.append(f"abort {len(self.queue)}")
