@@ -6,7 +6,6 @@ order of the rows; test_refusals.py and test_early.py write it again with GOLDEN
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,12 +13,11 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import presets
 from mindspeed_rl_plugin.checks import flag_checks, upstream_checks
-from mindspeed_rl_plugin.checks.refusal import lines_of
-from mindspeed_rl_plugin.checks.refused_flags import OFF, OWN_RL, RUN, UPSTREAM, WHOLE, refusals
-from mindspeed_rl_plugin.checks.unsupported_models import GPT3, MODEL_FLAGS, SPECS, unbuilt_family
-from mindspeed_rl_plugin.config import RLConfig, add_flags, limit_problems
+from mindspeed_rl_plugin.checks.refused_flags import RUN, WHOLE, refusals
+from mindspeed_rl_plugin.checks.unsupported_models import MODEL_FLAGS, SPECS, unbuilt_family
+from mindspeed_rl_plugin.config import add_flags, limit_problems
 
-GOLDEN, MODELS = Path(__file__).with_name("refusals.txt"), Path(__file__).parents[2] / "docs" / "bring-your-model.md"
+GOLDEN = Path(__file__).with_name("refusals.txt")
 
 # What Megatron's validation leaves behind for a small model that RL can train.
 VALIDATED = dict(
@@ -72,14 +70,6 @@ def problems_of(build: Callable, changes: dict) -> list[str]:
     return []
 
 
-def said_by(rule: str, args: argparse.Namespace) -> list[str]:
-    """The lines of one rule."""
-    try:
-        return list(RULES[rule](args, RLConfig.from_args(args)) or ())
-    except ValueError as error:
-        return lines_of(error)
-
-
 def sections() -> dict[str, list[str]]:
     """The messages of refusals.txt by their headings."""
     parts = (part.splitlines() for part in GOLDEN.read_text().split("## ")[1:])
@@ -95,22 +85,6 @@ def check_golden(heading: str, lines: Iterable[str], **places: object) -> None:
         text = {**(sections() if GOLDEN.exists() else {}), heading: lines}
         GOLDEN.write_text("\n".join("\n".join((f"## {name}", "", *text[name], "")) for name in text))
     assert sections().get(heading) == lines, "where this is meant, run this test with GOLDEN=write"
-
-
-def check_page() -> None:
-    """The marked part of docs/bring-your-model.md is made of the tables of `checks`."""
-    single = []
-    for row in (row for row in UPSTREAM if row.about in (RUN, WHOLE) and row not in OWN_RL):
-        fine = " or ".join(f"`{value}`" for value in row.fine if value not in OFF)
-        single.append(f"`{row.spelt}`{f' but {fine}' if fine else ''}")
-    families = dict((*SPECS.values(), *(row for rows in MODEL_FLAGS.values() for row in rows.values()), GPT3))
-    lines = [f"Refused with every model: {', '.join(single)}.", ""]
-    lines += ["| family | what RL does not know of it |", "|---|---|"]
-    lines += [f"| {name} | {has} |" for name, has in families.items()]
-    part = re.compile("(?<=<!-- from checks/ -->\n).*?(?=<!-- end -->)", re.DOTALL)
-    if os.environ.get("GOLDEN") == "write":
-        MODELS.write_text(part.sub(lambda _: "\n".join((*lines, "")), MODELS.read_text()))
-    assert part.search(MODELS.read_text())[0].splitlines() == lines, "where this is meant, run this with GOLDEN=write"
 
 
 # By module and name: the checks that are walked, and what else refuses.

@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import importlib.util
 import math
+import os
 import re
 import sys
 import types
@@ -30,15 +31,24 @@ from refusals import (
     RULES,
     SPREAD,
     check_golden,
-    check_page,
     problems_of,
-    said_by,
     sections,
 )
 
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
 from mindspeed_rl_plugin.checks import flag_checks
-from mindspeed_rl_plugin.checks.refused_flags import OWN_RL, ROUTING, RUN, UPSTREAM, WHOLE, model_refusals, refusals
+from mindspeed_rl_plugin.checks.refusal import lines_of
+from mindspeed_rl_plugin.checks.refused_flags import (
+    OFF,
+    OWN_RL,
+    ROUTING,
+    RUN,
+    UPSTREAM,
+    WHOLE,
+    model_refusals,
+    refusals,
+)
+from mindspeed_rl_plugin.checks.unsupported_models import GPT3, MODEL_FLAGS, SPECS
 from mindspeed_rl_plugin.config import RLConfig, flag_name, flag_names, limit_problems
 from mindspeed_rl_plugin.engine.engine_sizes import engine_problems
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
@@ -46,6 +56,7 @@ from mindspeed_rl_plugin.layout.shape import ModelShape
 
 pytestmark = pytest.mark.quick
 
+MODELS = Path(__file__).parents[2] / "docs" / "bring-your-model.md"
 FAMILIES = REFUSED["unsupported_models.unbuilt_family"]
 GOOD = [
     {},
@@ -80,6 +91,14 @@ GOOD = [
 ]
 
 
+def said_by(rule: str, args: argparse.Namespace) -> list[str]:
+    """The lines of one rule."""
+    try:
+        return list(RULES[rule](args, RLConfig.from_args(args)) or ())
+    except ValueError as error:
+        return lines_of(error)
+
+
 @pytest.mark.parametrize("changes", GOOD, ids=str)
 def test_accepted(build, changes):
     assert problems_of(build, changes) == []
@@ -105,7 +124,22 @@ def test_every_rule_has_rows_and_the_pages_nothing_else():
     assert {*REFUSED, *ELSEWHERE} == {*RULES}
     others = {heading for heading in sections() if not heading.startswith("episodes: ")}
     assert others == {*REFUSED, "notes", "test_early"}
-    check_page()
+
+
+def test_the_page_of_models_is_made_of_the_tables_of_checks():
+    """Its marked part."""
+    single = []
+    for row in (row for row in UPSTREAM if row.about in (RUN, WHOLE) and row not in OWN_RL):
+        fine = " or ".join(f"`{value}`" for value in row.fine if value not in OFF)
+        single.append(f"`{row.spelt}`{f' but {fine}' if fine else ''}")
+    families = dict((*SPECS.values(), *(row for rows in MODEL_FLAGS.values() for row in rows.values()), GPT3))
+    lines = [f"Refused with every model: {', '.join(single)}.", ""]
+    lines += ["| family | what RL does not know of it |", "|---|---|"]
+    lines += [f"| {name} | {has} |" for name, has in families.items()]
+    part = re.compile("(?<=<!-- from checks/ -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    if os.environ.get("GOLDEN") == "write":
+        MODELS.write_text(part.sub(lambda _: "\n".join((*lines, "")), MODELS.read_text()))
+    assert part.search(MODELS.read_text())[0].splitlines() == lines, "where this is meant, run this with GOLDEN=write"
 
 
 @pytest.mark.parametrize(

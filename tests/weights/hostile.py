@@ -12,32 +12,6 @@ from mindspeed_rl_plugin.weights import offload
 POISON = 0xFF  # as float32, bfloat16 and float64: NaN
 
 
-class Deferred:
-    """Copies that are not made before someone waits for them, the latest that a device could make them."""
-
-    def __init__(self, copies: Callable[[], None]) -> None:
-        self._copies = copies
-
-    def wait(self) -> None:
-        copies, self._copies = self._copies, lambda: None
-        copies()
-
-    synchronize = wait
-
-
-class DeferringDevice(Device):
-    """The CPU with such copies."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-
-    def copier(self):
-        return self
-
-    def start(self, copies: Callable[[], None]) -> Deferred:
-        return Deferred(copies)
-
-
 class SlowCopier(ThreadCopier):
     """A thread that is late."""
 

@@ -1,4 +1,4 @@
-"""Trainers that publish into plain memory, and engines that pull from it: all ranks in one process."""
+"""Plain memory in which ranks of one process publish, and what looks like their models."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -6,9 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
 from mindspeed_rl_plugin.weights.published_memory import view
-from mindspeed_rl_plugin.weights.pull import Puller
 
 
 class Gone(ValueError):
@@ -63,13 +61,6 @@ class Alone:
         pass
 
 
-def puller_of(weights, engine, live, sources, rank=0, deadline=60.0, sharing=Alone, machines=1):
-    """Of one rank of an engine, whose ranks are on so many machines, the same number on each."""
-    each = max(engine.ranks // machines, 1)
-    here = range(rank // each * each, (rank // each + 1) * each)
-    return Puller(weights, engine, live, sources, rank=rank, ranks=here, deadline=deadline, sharing=sharing)
-
-
 def chunks_of(params, vpp=1):
     """Something that looks like Megatron's chunks of one rank; a router's bias is a buffer, and not the only one."""
     each = [
@@ -84,21 +75,3 @@ def chunks_of(params, vpp=1):
 def _named(own, buffers):
     named = [(name, t) for name, t in own.items() if name.endswith("router.expert_bias") == buffers]
     return named + ([("rotary_pos_emb.inv_freq", torch.ones(2))] if buffers else [])
-
-
-def trainer_of(shape, parallel, params, dtype, verify=False, versions=2):
-    """The description, and (publisher, its memory, its chunks) of each rank. params: rank -> stored tensors."""
-    chunks = {rank: chunks_of(mine, parallel.vpp) for rank, mine in params.items()}
-    own = [
-        TrainerWeights.of(shape, parallel, r, c, dtype, lambda k: [k] * parallel.world).kinds[0]
-        for r, c in chunks.items()
-    ]
-    weights = TrainerWeights.of(shape, parallel, 0, chunks[0], dtype, lambda kind: own, verify)
-    weights = TrainerWeights.parse(weights.text())
-    ranks = []
-    for rank, mine in chunks.items():
-        made = []
-        offer = lambda nbytes, count, made=made: made.append(Memory(nbytes, count)) or made[0]  # noqa: E731
-        publisher = Publisher(weights, rank, offer, versions, gather=lambda first: [first] * parallel.world)
-        ranks.append((publisher, made[0], mine))
-    return weights, ranks

@@ -2,11 +2,12 @@
 
 import sys
 from argparse import ArgumentParser
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hostile import DeferringDevice, SlowCopier, poisoned_release, poisoned_revive
+from hostile import SlowCopier, poisoned_release, poisoned_revive
 from test_offload import copies_of, same, state_of, trainer
 
 from mindspeed_rl_plugin.algorithms import resolve
@@ -51,6 +52,32 @@ def cycle(state, *, wait=True):
     if wait:
         state.onload()
     return saved
+
+
+class Deferred:
+    """Copies that are not made before someone waits for them, the latest that a device could make them."""
+
+    def __init__(self, copies: Callable[[], None]) -> None:
+        self._copies = copies
+
+    def wait(self) -> None:
+        copies, self._copies = self._copies, lambda: None
+        copies()
+
+    synchronize = wait
+
+
+class DeferringDevice(Device):
+    """The CPU with such copies."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+    def copier(self):
+        return self
+
+    def start(self, copies: Callable[[], None]) -> Deferred:
+        return Deferred(copies)
 
 
 class SlowDevice(Device):

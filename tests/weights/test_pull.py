@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import cases, slices
-from publish_help import Alone, Gone, chunks_of, puller_of, trainer_of
+from publish_help import Alone, Gone, Memory, chunks_of
 from reshard_reference import engine_weights, megatron_weights, random_weights
 
 from mindspeed_rl_plugin.device import get_device
@@ -28,11 +28,37 @@ from mindspeed_rl_plugin.weights import publish as publishing
 from mindspeed_rl_plugin.weights import pull
 from mindspeed_rl_plugin.weights.host_memory import HostWeights
 from mindspeed_rl_plugin.weights.machine_staging import Shared
-from mindspeed_rl_plugin.weights.publish import TrainerWeights
+from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
+from mindspeed_rl_plugin.weights.pull import Puller
 from mindspeed_rl_plugin.weights.resharder import Resharder
 from mindspeed_rl_plugin.weights.verify import BrokenWeights, WeightMismatch
 
 SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 8, 48, 60, 64)
+
+
+def trainer_of(shape, parallel, params, dtype, verify=False, versions=2):
+    """The description, and (publisher, its memory, its chunks) of each rank. params: rank -> stored tensors."""
+    chunks = {rank: chunks_of(mine, parallel.vpp) for rank, mine in params.items()}
+    own = [
+        TrainerWeights.of(shape, parallel, r, c, dtype, lambda k: [k] * parallel.world).kinds[0]
+        for r, c in chunks.items()
+    ]
+    weights = TrainerWeights.of(shape, parallel, 0, chunks[0], dtype, lambda kind: own, verify)
+    weights = TrainerWeights.parse(weights.text())
+    ranks = []
+    for rank, mine in chunks.items():
+        made = []
+        offer = lambda nbytes, count, made=made: made.append(Memory(nbytes, count)) or made[0]  # noqa: E731
+        publisher = Publisher(weights, rank, offer, versions, gather=lambda first: [first] * parallel.world)
+        ranks.append((publisher, made[0], mine))
+    return weights, ranks
+
+
+def puller_of(weights, engine, live, sources, rank=0, deadline=60.0, sharing=Alone, machines=1):
+    """Of one rank of an engine, whose ranks are on so many machines, the same number on each."""
+    each = max(engine.ranks // machines, 1)
+    here = range(rank // each * each, (rank // each + 1) * each)
+    return Puller(weights, engine, live, sources, rank=rank, ranks=here, deadline=deadline, sharing=sharing)
 
 
 def publish(ranks, version):

@@ -5,12 +5,21 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from commands import gone
-from kept import PARENT, made
+from kept import made
 
 from mindspeed_rl_plugin.workers.process import wait_for
+
+PARENT = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from kept import made
+print(*made("deaf")[1], flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.mark.parametrize("how, code", [("exit", "exited with code 3"), ("signal", "died of signal 11 (SIGSEGV)")])
