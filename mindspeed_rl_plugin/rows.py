@@ -144,6 +144,29 @@ def unpack_json(column: Ragged) -> list[object]:
     return [json.loads(bytes(r.tolist())) for r in column.rows()]
 
 
+def group_index(ids: Sequence[SampleId]) -> Tensor:
+    """`[B]` int64, one number for each (epoch, group) among `ids`."""
+    seen: dict[tuple[int, int], int] = {}
+    numbers = [seen.setdefault((sample.epoch, sample.group), len(seen)) for sample in ids]
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def spread(advantages: Tensor, loss_mask: Ragged) -> Ragged:
+    """Put the one advantage of a sample on each of its trained tokens.
+
+    advantages: `[B]`; loss_mask: ragged `[L]`. Returns ragged `[L]` float32, 0.0 where the mask is 0.
+    """
+    lengths = loss_mask.lengths.to(advantages.device)
+    values = advantages.float().repeat_interleave(lengths) * loss_mask.values.to(advantages.device).float()
+    return Ragged(values, loss_mask.offsets)
+
+
+def digest_number(digest: str | None) -> int:
+    """A digest of weights for the column `weights_digest`: its 64 bits as an int64; 0 for none, or for several."""
+    value = int(digest, 16) if digest else 0
+    return value - (1 << 64) if value >> 63 else value
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt, ready for the engine."""

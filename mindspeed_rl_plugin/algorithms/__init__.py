@@ -6,7 +6,7 @@ module's table, and add one row to `presets.ALGORITHMS`. `python -m mindspeed_rl
 
 from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS, Totals
 from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
-from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES, RewardBatch, group_index, spread
+from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES, RewardBatch
 from mindspeed_rl_plugin.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl_plugin.algorithms.losses import LOSSES, PolicyTerms, TrainedTokens
 from mindspeed_rl_plugin.algorithms.presets import ALGORITHMS, resolve
@@ -24,8 +24,6 @@ __all__ = [
     "RewardBatch",
     "Totals",
     "TrainedTokens",
-    "group_index",
     "resolve",
-    "spread",
     "whiten",
 ]

@@ -8,7 +8,7 @@ that the order of the rows cannot be seen in a float32 result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms.rewards import row_sums, rows_of, token_rewards
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.rows import Ragged, SampleId
+from mindspeed_rl_plugin.rows import Ragged
 
 
 @dataclass(frozen=True)
@@ -148,23 +148,6 @@ ADVANTAGES: dict[str, AdvantageSpec] = {
     "reinforce++-baseline": AdvantageSpec(reinforce_baseline, whitened=True),
     "gae": AdvantageSpec(gae, per_token=True, whitened=True, members=1, critic=True),
 }
-
-
-def group_index(ids: Sequence[SampleId]) -> Tensor:
-    """`[B]` int64, one number for each (epoch, group) among `ids`."""
-    seen: dict[tuple[int, int], int] = {}
-    numbers = [seen.setdefault((sample.epoch, sample.group), len(seen)) for sample in ids]
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
-def spread(advantages: Tensor, loss_mask: Ragged) -> Ragged:
-    """Put the one advantage of a sample on each of its trained tokens.
-
-    advantages: `[B]`; loss_mask: ragged `[L]`. Returns ragged `[L]` float32, 0.0 where the mask is 0.
-    """
-    lengths = loss_mask.lengths.to(advantages.device)
-    values = advantages.float().repeat_interleave(lengths) * loss_mask.values.to(advantages.device).float()
-    return Ragged(values, loss_mask.offsets)
 
 
 class _GroupOutcomes:

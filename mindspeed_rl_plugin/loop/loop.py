@@ -51,8 +51,7 @@ class Loop:
     def _optimize(self, done: int, call: TrainStep) -> tuple:
         """Megatron's own train_step on the dock's rows, with our forward step."""
         plan, last = self.job.plan, self.args.train_iters
-        step, taken, last_pass = plan.next_step()
-        batches = step.of_rank(self.job.topology.dp_rank)
+        batches, taken, last_pass = plan.next_step(self.job.topology.dp_rank)
         with self.job.monitor.stage("update"):
             if self.colocation is not None:
                 self.colocation.onload()

@@ -109,12 +109,12 @@ class RolloutPlan:
         self.steps = self.one_pass * self.sizes.epochs
         self.lengths = {g: self.lengths[g] for g in (*self.groups, *self.deferred) if g in self.lengths}
 
-    def next_step(self) -> tuple[Step, int, bool]:
-        """The next optimizer step, the number of earlier steps of the rollout, and whether it belongs to the last pass
-        over the rows."""
+    def next_step(self, dp_rank: int) -> tuple[tuple[tuple[SampleId, ...], ...], int, bool]:
+        """A data parallel rank's micro-batches of the next optimizer step, the number of earlier steps of the rollout,
+        and whether it belongs to the last pass over the rows."""
         taken = len(self.one_pass) * self.sizes.epochs - len(self.steps)
         step = self.steps.pop(0)
-        return step, taken, len(self.steps) < len(self.one_pass)
+        return step.of_rank(dp_rank), taken, len(self.steps) < len(self.one_pass)
 
     def batches(self, dp_rank: int) -> list[tuple[SampleId, ...]]:
         """All micro-batches of one pass of a data parallel rank."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.algorithms import Algorithm, Moments, RewardBatch, group_index, whiten
+from mindspeed_rl_plugin.algorithms import Algorithm, Moments, RewardBatch, whiten
 from mindspeed_rl_plugin.algorithms.estimators import returns as value_targets
 from mindspeed_rl_plugin.algorithms.rewards import rows_of
 from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
 from mindspeed_rl_plugin.reward.specs import ENVIRONMENT
-from mindspeed_rl_plugin.rows import Ragged, Rows
+from mindspeed_rl_plugin.rows import Ragged, Rows, group_index
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 

@@ -20,6 +20,7 @@ from mindspeed_rl_plugin.rows import (
     Rows,
     SampleId,
     Sampling,
+    digest_number,
     joined,
     unpack_json,
 )
@@ -130,12 +131,6 @@ def requests_of(
         response_request(sampling, seed, i, prompt, begun.get(i), task)
         for i, prompt, task in zip(rows.ids, prompts, tasks, strict=True)
     ]
-
-
-def digest_number(digest: str | None) -> int:
-    """A digest of weights for the column `weights_digest`: its 64 bits as an int64; 0 for none, or for several."""
-    value = int(digest, 16) if digest else 0
-    return value - (1 << 64) if value >> 63 else value
 
 
 def completion_rows(

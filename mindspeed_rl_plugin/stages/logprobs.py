@@ -4,6 +4,7 @@ critic's values. The passes use the update's micro-batches, so that its first ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -37,9 +38,9 @@ def specs(algorithm: Algorithm) -> list[StageSpec]:
 class TokenPass(Stage):
     """The stage for one column: by the critic, by the policy, or by the policy with the reference's weights."""
 
-    def work(self, work: Work) -> Rows:
-        """Its part of a rollout: this data parallel rank's micro-batches."""
-        return self.run([i for ids in work.batches for i in ids], work.batches)
+    def part(self, work: Work) -> tuple[Any, ...]:
+        """This data parallel rank's micro-batches."""
+        return [i for ids in work.batches for i in ids], work.batches
 
     def compute(self, rows: Rows, batches: Sequence[Sequence[SampleId]]) -> Rows | None:
         """The column for the rows of these micro-batches. Collective over the model parallel ranks."""

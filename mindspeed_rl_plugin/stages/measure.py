@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl_plugin.algorithms import Algorithm, spread
+from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.dock import Dock, Moved
 from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
 from mindspeed_rl_plugin.monitor import rollout_metrics as metrics
@@ -19,10 +19,9 @@ from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.monitor.run_files import claim_dumps, dump_files, set_aside
 from mindspeed_rl_plugin.ranks import Collectives
 from mindspeed_rl_plugin.reward import solved
-from mindspeed_rl_plugin.rows import Rows, SampleId
+from mindspeed_rl_plugin.rows import Rows, SampleId, digest_number, spread
 from mindspeed_rl_plugin.stages import advantages
 from mindspeed_rl_plugin.stages.context import RankContext
-from mindspeed_rl_plugin.stages.generate import digest_number
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 from mindspeed_rl_plugin.weights.resharder import Transfer
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.algorithms import Algorithm, group_index
+from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.algorithms.selection import carries_signal
 from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.forward import Step
-from mindspeed_rl_plugin.rows import Rows
+from mindspeed_rl_plugin.rows import Rows, group_index
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, Work
 
 VALID = ColumnSpec("valid", torch.int8, "sample", ragged=False)  # 0: not trained, and counted in no denominator
@@ -38,9 +38,8 @@ class Select(Stage):
 
     timed_as: ClassVar[str] = "advantage"
 
-    def work(self, work: Work) -> Rows:
-        """Its part of a rollout: this rank's share."""
-        return self.run(work.share, work.steps)
+    def part(self, work: Work) -> tuple[Any, ...]:
+        return work.share, work.steps
 
     def compute(self, rows: Rows, steps: Sequence[Step]) -> Rows | None:
         """Columns of this rank's groups, maybe none. Collective if filtration draws from complete batches.

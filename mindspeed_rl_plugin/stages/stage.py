@@ -98,8 +98,12 @@ class Stage:
         self.deadline = context.ranks.deadline  # seconds that it waits for its rows
 
     def work(self, work: Work) -> Any:
-        """Do the work on this rank's share."""
-        return self.run(work.share)
+        """Do this stage's part of the work."""
+        return self.run(*self.part(work))
+
+    def part(self, work: Work) -> tuple[Any, ...]:
+        """Rows of the work for this stage, by default this rank's share, and more arguments of its `compute`."""
+        return (work.share,)
 
     def compute(self, rows: Rows, *more: Any) -> Rows | None:
         """The columns that the stage writes for these rows; None: this rank writes nothing."""

@@ -11,7 +11,7 @@ from megatron.core import num_microbatches_calculator
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from mindspeed_rl_plugin.algorithms import Algorithm, Totals, spread
+from mindspeed_rl_plugin.algorithms import Algorithm, Totals
 from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate
 from mindspeed_rl_plugin.forward.pipeline import (
     data_iterators,
@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.forward.pipeline import (
     micro_batch_count,
     run_model,
 )
-from mindspeed_rl_plugin.rows import Ragged, Rows
+from mindspeed_rl_plugin.rows import Ragged, Rows, spread
 from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
 from mindspeed_rl_plugin.update.objective import objective
 from mindspeed_rl_plugin.update.tallies import SUM_COUNT, reduce_tallies, summed, to_metrics

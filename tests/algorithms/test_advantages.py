@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl_plugin.algorithms import ADVANTAGES, Moments, RewardBatch, group_index, spread, whiten
+from mindspeed_rl_plugin.algorithms import ADVANTAGES, Moments, RewardBatch, whiten
 from mindspeed_rl_plugin.algorithms.estimators import returns
 from mindspeed_rl_plugin.algorithms.rewards import overlong_penalty
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.rows import Ragged, SampleId
+from mindspeed_rl_plugin.rows import Ragged, SampleId, group_index, spread
 
 few = settings(max_examples=60, deadline=None)
 DEFAULT = AlgorithmConfig()

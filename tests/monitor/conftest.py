@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed_rl_plugin.algorithms import spread
 from mindspeed_rl_plugin.monitor.dump import dump_rollout
 from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.rollout_metrics import rollout_metrics, throughput
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, pack_json
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, pack_json, spread
 
 HOSTILE = "</script><script>document.title='taken'</script><!-- <b>bold</b> & \u2028"
 STAGES = {"reshard": (0.12, 0.62), "generate": (2.1, 0.85), "reward": (0.15, 0.3), "update": (1.3, 1.0)}  # s, of 3 GiB

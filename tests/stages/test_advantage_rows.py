@@ -4,10 +4,10 @@ import pytest
 import torch
 from stage_context import Ranks, context_of
 
-from mindspeed_rl_plugin.algorithms import resolve, spread
+from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.forward import plan_batches
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, spread
 from mindspeed_rl_plugin.stages import advantages, logprobs, measure, select, update
 from mindspeed_rl_plugin.stages.stage import resolved
 

@@ -131,7 +131,9 @@ def test_the_update_begins_with_everything_back_and_then_the_optimizer_leaves(ma
     both, events = make()
     step = Step((((SampleId(0, 0, 0),),),))
     steps = [step] * left
-    plan = SimpleNamespace(steps=[step], groups=(), next_step=lambda: (plan.steps.clear() or step, 0, True))
+    plan = SimpleNamespace(
+        steps=[step], groups=(), next_step=lambda rank: (plan.steps.clear() or step.of_rank(rank), 0, True)
+    )
     job = SimpleNamespace(
         plan=plan,
         topology=SimpleNamespace(dp_rank=0),

@@ -16,9 +16,8 @@ from mindspeed_rl_plugin.monitor.monitor import Monitor
 from mindspeed_rl_plugin.monitor.names import meaning
 from mindspeed_rl_plugin.monitor.run_files import check_dumps, dump_file, dump_files, read_jsonl, read_metrics
 from mindspeed_rl_plugin.reward import Grade, GradeItem
-from mindspeed_rl_plugin.rows import Completion, Prompt, Ragged, Rows, SampleId, Sampling, pack_json
+from mindspeed_rl_plugin.rows import Completion, Prompt, Ragged, Rows, SampleId, Sampling, digest_number, pack_json
 from mindspeed_rl_plugin.stages import evaluate, measure, update
-from mindspeed_rl_plugin.stages.generate import digest_number
 from mindspeed_rl_plugin.stages.prompts import meta_of
 from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.update import objective, value_step
