@@ -1,4 +1,4 @@
-"""The accelerator of this process: npu, cuda or cpu, behind one small class.
+"""The accelerator of this process: npu, cuda or cpu, behind one small class, and copies that overlap other work.
 
 Detection order is NPU, CUDA, CPU. The environment variable MINDSPEED_RL_DEVICE (npu, cuda or cpu)
 overrides it and is taken at its word; it exists for tests and for machines that misreport. This is
@@ -12,7 +12,9 @@ import importlib.util
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 
@@ -20,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.device.copies import StreamCopier, ThreadCopier
 from mindspeed_rl_plugin.device.meters import (
     ProcessMeter,
     StorageMeter,
@@ -195,3 +196,45 @@ class AllocatorMeter:
 
     def reset_peak(self) -> None:
         self._device.api.reset_peak_memory_stats()
+
+
+@dataclass(frozen=True)
+class Copying:
+    """Copies that were started."""
+
+    wait: Callable[[], None]  # later work on the current stream waits for them
+    synchronize: Callable[[], None]  # returns once they are done
+
+
+class StreamCopier:
+    """Copies on a side stream of `api` (torch.npu or torch.cuda). Waiting is for an event that is recorded after
+    them."""
+
+    def __init__(self, api: ModuleType) -> None:
+        self.api, self._stream = api, api.Stream()
+
+    def start(self, copies: Callable[[], None]) -> Copying:
+        """Begin a batch of copies, after the batches before it and after all work that is queued already. The caller
+        must not change the memory of `copies` before it has waited."""
+        event = self.api.Event()
+        self._stream.wait_stream(self.api.current_stream())
+        with self.api.stream(self._stream):
+            copies()
+            event.record(self._stream)
+        return Copying(lambda: self.api.current_stream().wait_event(event), event.synchronize)
+
+
+class ThreadCopier:
+    """Copies in a thread, for CPU: as on a device, only the waits order copies and other work."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
+
+    def start(self, copies: Callable[[], None]) -> Copying:
+        try:
+            done = self._thread.submit(copies)
+        except RuntimeError:  # the interpreter ends and starts no more work in threads: copy here
+            copies()
+            done = Future()
+            done.set_result(None)
+        return Copying(done.result, done.result)

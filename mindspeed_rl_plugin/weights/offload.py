@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from mindspeed_rl_plugin.device import Device, get_device
-from mindspeed_rl_plugin.device.copies import Copying
+from mindspeed_rl_plugin.device.device import Copying
 from mindspeed_rl_plugin.weights import aliases, storages
 from mindspeed_rl_plugin.weights.host_memory import HostCopy, HostMemoryBudget, HostPieces, paired, to_host
 from mindspeed_rl_plugin.weights.storages import bytes_of, keep_wide

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.device import Device, ProcessMeter, StorageMeter, detect
-from mindspeed_rl_plugin.device.copies import StreamCopier
+from mindspeed_rl_plugin.device.device import StreamCopier
 from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 
 MIB = 1 << 20
@@ -176,7 +176,7 @@ def test_copies_pass_at_the_end_of_the_interpreter_too():
     """The engine is shut down in an atexit callback, when threads take nothing more."""
     script = """
 import atexit
-from mindspeed_rl_plugin.device.copies import ThreadCopier
+from mindspeed_rl_plugin.device.device import ThreadCopier
 
 copier, done = ThreadCopier(), []
 copier.start(lambda: done.append("before")).wait()

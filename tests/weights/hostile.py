@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from mindspeed_rl_plugin.device import Device
-from mindspeed_rl_plugin.device.copies import ThreadCopier
+from mindspeed_rl_plugin.device.device import ThreadCopier
 from mindspeed_rl_plugin.weights import offload
 
 POISON = 0xFF  # as float32, bfloat16 and float64: NaN
