@@ -1,1 +1,1 @@
-"""The value model of PPO: the policy's architecture with one number per position in the place of the logits."""
+"""The value model of PPO: the policy's architecture with one number per position instead of logits."""

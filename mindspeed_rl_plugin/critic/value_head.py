@@ -1,4 +1,4 @@
-"""The value head: what a critic has where the policy has its output layer."""
+"""The value head: a critic has it instead of the policy's output layer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-NAME = "output_layer"  # of the module that Megatron's GPTModel calls last
+NAME = "output_layer"  # of the last module that Megatron's GPTModel calls
 
 
 class ValueHead(torch.nn.Module):
     """`[S, mb, H]` hidden states to `[S, mb, 1]` values in float32, called as Megatron calls its output layer.
 
-    config: Megatron's of the model. The weight is `[1, H]`, whole and alike on every tensor parallel rank, and starts
-    as zeros: a fresh critic says 0 everywhere, in every layout. Under sequence parallelism the hidden states are
-    gathered first; each rank then computes the same loss, so the gradient is split again and never summed.
+    config: Megatron's of the model. The weight is `[1, H]`, the same on every tensor parallel rank, and starts with
+    zeros: a new critic gives 0 everywhere, in every layout. Under sequence parallelism the hidden states are gathered
+    first; each rank then computes the same loss, so the gradient is split again and never summed.
     """
 
     def __init__(self, config: Any) -> None:
@@ -26,27 +26,27 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def reset_parameters(self) -> None:
-        """Back to a fresh head."""
+        """Set the head to zeros."""
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """Values and, as an output layer returns, no bias. weight: of tied embeddings, which a critic has not."""
+        """Values and, as an output layer returns, no bias. weight: of tied embeddings; a critic has none."""
         assert weight is None, "a critic's embeddings are never tied to its head"
         if self.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden.float() @ self.weight.float().t(), None
 
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Skips a language model's output layer of the same name: it is no value head, and this one stays fresh."""
+        """Skips a language model's output layer, which has the same name: the head keeps its zeros."""
         loaded = state.get(f"{prefix}weight")
         if isinstance(loaded, Tensor) and loaded.shape == self.weight.shape:
             super()._load_from_state_dict(state, prefix, *rest)
 
 
 def give_value_head(model: torch.nn.Module) -> torch.nn.Module:
-    """Put a fresh value head into a chunk of Megatron's GPT model, where it has an output layer; returns the chunk.
+    """Replace the output layer, if any, of a chunk of Megatron's GPT model by a new value head; returns the chunk.
 
-    Raises ValueError for a model whose output layer does not go by its usual name.
+    Raises ValueError for a model whose output layer has another name.
     """
     if getattr(model, "post_process", False):
         if not hasattr(model, NAME):

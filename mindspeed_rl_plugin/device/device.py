@@ -36,7 +36,7 @@ BASE_FORMATS = (0, 1, 2, 30)  # NCHW, NHWC, ND, NCDHW: aclFormat of CANN
 
 
 class Device:
-    """What the package asks of an accelerator. Get the one of this process from `get_device`.
+    """The package's interface to an accelerator. `get_device` returns the one of this process.
 
     kind: "npu" | "cuda" | "cpu"; memory: the meter of the current device (of this process, on CPU).
     """
@@ -61,7 +61,7 @@ class Device:
         return torch.device("cpu") if self.is_cpu else torch.device(self.kind, self.api.current_device())
 
     def memory_info(self) -> tuple[int, int]:
-        """Free bytes of the current device, and all that it has; other processes' use counts."""
+        """Free and total bytes of the current device; memory of other processes counts as used."""
         return self.api.mem_get_info()
 
     def synchronize(self) -> None:
@@ -70,12 +70,12 @@ class Device:
             self.api.synchronize()
 
     def synchronize_stream(self) -> None:
-        """Wait for all work queued on the current stream; what side streams copy goes on."""
+        """Wait for all work queued on the current stream; copies on side streams continue."""
         if not self.is_cpu:
             self.api.current_stream().synchronize()
 
     def empty_cache(self) -> None:
-        """Give cached blocks of the allocator back to the device."""
+        """Free cached blocks of the allocator."""
         if not self.is_cpu:
             self.api.empty_cache()
 
@@ -84,12 +84,12 @@ class Device:
         return ThreadCopier() if self.is_cpu else StreamCopier(self.api)
 
     def temporary(self) -> Temporary:
-        """Measures what a block of work takes: by the allocator, on CPU by the storages of tensors."""
+        """Measures the memory of a block of work: by the allocator, on CPU by the storages of tensors."""
         return Temporary(StorageMeter() if self.is_cpu else AllocatorMeter(self))
 
     def in_base_format(self, tensor: Tensor) -> bool:
-        """Whether the bytes of a tensor lie as its shape and strides say. An NPU also has formats of its own, such as
-        FRACTAL_NZ, whose bytes nobody may write one by one."""
+        """Whether the bytes of a tensor are ordered by its shape and strides. An NPU also has formats of its own, such
+        as FRACTAL_NZ, into which plain bytes cannot be written."""
         return self.kind != "npu" or int(_torch_npu().get_npu_format(tensor)) in BASE_FORMATS
 
     def host_available(self) -> int:
@@ -97,9 +97,9 @@ class Device:
         return host_available()
 
     def page_lock(self, memory: np.ndarray) -> None:
-        """Page-lock host memory that torch has not made, such as a shared file's: copies to and from the device are
-        then as fast as with pinned memory, where the platform can (CUDA), and right without it. It ends when the
-        array is freed, before the memory under it is. Idempotent."""
+        """Page-lock host memory that torch has not allocated, such as that of a shared file, so that copies to and from
+        the device are as fast as with pinned memory. Without platform support (only CUDA has it) copies are slower, but
+        correct. It is unlocked when the array is freed. Idempotent."""
         address = memory.ctypes.data
         if self.kind != "cuda" or not memory.nbytes or address in self._locked:
             return
@@ -120,7 +120,7 @@ class Device:
             if not self.is_cpu:
                 return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
             storage = torch.UntypedStorage(nbytes)
-        except RuntimeError as error:  # torch has no type of its own for it
+        except RuntimeError as error:  # torch has no error type for it
             raise MemoryError(
                 f"the host has no {nbytes} bytes more for training state ({str(error).splitlines()[0][:200]}); offload "
                 "less (for example --rl-swap grads,optimizer), or run fewer ranks per machine"
@@ -140,7 +140,7 @@ def get_device() -> Device:
 
 
 def detect() -> str:
-    """The kind of this machine, "npu", "cuda" or "cpu", from the override or from what is really there."""
+    """The kind of this machine, "npu", "cuda" or "cpu": from the override, else from the hardware."""
     override = os.environ.get(OVERRIDE, "").strip().lower()
     if override:
         if override not in DEVICES:
@@ -156,10 +156,10 @@ def _torch_npu() -> ModuleType:
 
 
 class DeviceMeter:
-    """Bytes in use on the current device, by whomever: tensors, blocks that torch keeps for reuse, graphs, buffers of
-    communicators. torch's own counters know neither of the last two, and count what a sleeping engine has given back.
+    """Bytes in use on the current device: tensors, blocks that torch keeps for reuse, graphs, buffers of communicators.
+    torch's own counters do not include the last two, and still count memory that a sleeping engine has freed.
 
-    The peak is the largest value that a call of this meter has seen: torch keeps what a stage took at most.
+    The peak is the largest value at a call of this meter: torch keeps the memory that a stage needed at most.
     """
 
     measures = "device memory in use"

@@ -1,4 +1,4 @@
-"""Meters of device memory, and how much memory the host has left for copies of it."""
+"""Meters of device memory, and the free memory of the host."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ProcessMeter:
     """Resident bytes of this whole process: tensors, code, libraries and every other heap.
 
     Cheap (one read of /proc), always on, and coarse: freed memory that malloc keeps still counts. The peak is the
-    kernel's high-water mark; where it may not be reset (some sandboxes), the largest value that a call of this meter
-    has seen since. For exact bytes of tensors use `StorageMeter`.
+    kernel's high-water mark; if that cannot be reset (some sandboxes), the largest value at calls of this meter. For
+    exact bytes of tensors use `StorageMeter`.
     """
 
     measures = "resident memory of the process on the host, its code and libraries included"
@@ -47,7 +47,7 @@ class ProcessMeter:
         self.allocated()
 
 
-# Of `Device.host_empty`, on CPU: what on an accelerator would lie in host memory.
+# Storages of `Device.host_empty` on CPU, which with an accelerator would be host memory.
 _HOST_STORAGES: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
 
@@ -57,11 +57,11 @@ def mark_host(storage: torch.UntypedStorage) -> None:
 
 
 class StorageMeter(TorchDispatchMode):
-    """Exact bytes of the CPU tensor storages made while the context is entered, and of those tracked.
+    """Exact bytes of CPU tensor storages that are made within the context, or tracked.
 
-    Opt-in: every torch operation inside the context costs some microseconds more. Counts each storage once however
-    many views it has, by the size that it has now; leaves out buffers of `Device.host_empty`. Storages made before the
-    context are unknown to it until `track` names them.
+    Opt-in: every torch operation inside the context costs some microseconds more. Counts each storage once, with its
+    present size, for any number of views; leaves out buffers of `Device.host_empty`. Storages made before the context
+    are unknown to it until `track` names them.
     """
 
     def __init__(self) -> None:
@@ -93,11 +93,10 @@ class StorageMeter(TorchDispatchMode):
 
 
 class Temporary:
-    """How much memory a piece of work takes besides what was there before it, by one meter.
+    """The additional memory of a block of work, by one meter.
 
-    meter: `StorageMeter`, or one that is always on; peak: bytes that the last measured block took at most, beyond those
-    at its start. Measuring starts a new peak of the meter; a stage of the monitor around the block keeps the peaks of
-    other stages right.
+    meter: `StorageMeter`, or one that is always on; peak: most bytes of the last measured block, above those at its
+    start. Measuring resets the meter's peak; a monitor stage around the block keeps the peaks of other stages correct.
     """
 
     def __init__(self, meter: Any) -> None:
@@ -106,7 +105,7 @@ class Temporary:
 
     @contextlib.contextmanager
     def measured(self, *present: Tensor) -> Iterator[None]:
-        """Measure the block. present: tensors that exist already, and that it may touch."""
+        """Measure the block. present: existing tensors that it may change."""
         with contextlib.ExitStack() as stack:
             if isinstance(self._meter, StorageMeter):
                 stack.enter_context(self._meter).track(*present)
@@ -117,13 +116,13 @@ class Temporary:
 
 
 def host_available(root: Path = Path("/")) -> int:
-    """Free bytes of host memory: what the kernel calls available, or less where a control group allows less.
+    """Free bytes of host memory: the kernel's available memory, or less by a control group.
 
     root: of the file system, for tests.
     """
     free = _number(root / "proc/meminfo", "MemAvailable:") * 1024 or sys.maxsize
     for group, limit, used, kept in _control_groups(root):
-        with contextlib.suppress(OSError):  # no such control group: the limits of the others hold
+        with contextlib.suppress(OSError):  # no such control group: other limits apply
             most = (group / limit).read_text().strip()
             if most != "max":
                 given_back = _number(group / "memory.stat", kept)  # on demand
@@ -132,7 +131,7 @@ def host_available(root: Path = Path("/")) -> int:
 
 
 def host_total(root: Path = Path("/")) -> int:
-    """Bytes of host memory with swap: all that the machine has, or less where a control group allows less."""
+    """Bytes of host memory with swap: of the machine, or less by a control group."""
     limits = [_number(root / "proc/meminfo", "MemTotal:") * 1024 or sys.maxsize]
     for group, limit, *_ in _control_groups(root):
         with contextlib.suppress(OSError, ValueError):  # no such control group, or one without a limit ("max")
@@ -141,9 +140,9 @@ def host_total(root: Path = Path("/")) -> int:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """This process's control groups and those around them: folder, and the names of limit, use and file pages in it.
+    """This process's control groups and their parents: folder, and the names of limit, use and file pages in it.
 
-    Inside a container the folder at the top is the container's own, whatever the process's path says.
+    Inside a container the top folder is the container's own, whatever the path of the process is.
     """
     names = {"": ("memory.max", "memory.current", "inactive_file")}  # version 2, and version 1:
     names["memory"] = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -162,7 +161,7 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def _number(path: str | Path, key: str) -> int:
-    """The number behind a key in a file of lines, 0 without."""
+    """The number after a key in a file of lines; 0 without the key."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
 """The model's own forward on a micro-batch: a mask, none, or the boundaries of packed rows.
 
-MindSpeed's ulysses (core/context_parallel/dot_product_attention.py, v2.3.0 and 26.1.0) takes boundaries where its ranks
-hold whole rows, but Megatron's layers around it would cut rotary embeddings by them as a ring does, and drop the
-dimension by which ulysses counts heads. So there the boundaries go through the layers in the place of the mask, which
-layers that run again in the backward pass are handed too, and a hook gives them to the attention.
+MindSpeed's ulysses (core/context_parallel/dot_product_attention.py, v2.3.0 and 26.1.0) accepts boundaries, since its
+ranks have complete rows. But Megatron's layers around it would cut rotary embeddings by them, as for a ring, and drop
+the dimension by which ulysses counts heads. So the boundaries are passed through the layers as the mask, also to layers
+that are recomputed in the backward pass, and a hook gives them to the attention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.weights.storages import unwrap
 
 
 def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
-    """What one model chunk gives for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states."""
+    """Output of one model chunk for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states."""
     mask = batch.attention_mask
     if batch.bounded and batch.ranks == 1:
         boundaries = packed_seq_params(batch.boundaries, batch.tokens.device)
@@ -35,14 +35,15 @@ def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def _take_boundaries(model: torch.nn.Module) -> None:
-    """Let the attention of MindSpeed's ulysses read boundaries of packed rows in the place of a mask."""
+    """Let the attention of MindSpeed's ulysses read boundaries of packed rows instead of a mask."""
     for module in model.modules():
         if hasattr(module, "ulysses_comm_para") and _mask_to_boundaries not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_mask_to_boundaries, with_kwargs=True)
 
 
 def _mask_to_boundaries(attention: torch.nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict] | None:
-    """What the attention is called with: query `[S, 1, heads, head_dim]`, key, value, mask, and further ones."""
+    """Arguments of the attention with boundaries: query `[S, 1, heads, head_dim]`, key, value, mask, and further
+    ones."""
     query, key, value, mask, *more = given
     if mask is None or mask.dim() != 1:
         return None
@@ -50,11 +51,11 @@ def _mask_to_boundaries(attention: torch.nn.Module, given: tuple, named: dict[st
 
 
 def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
-    """Inside, rotary embeddings of packed rows restart with each row, as the engine's do.
+    """Within the context, rotary embeddings of packed rows restart with each row, as in the engine.
 
-    Megatron's run on over the whole micro-batch. To exact numbers that is the same, for attention sees differences of
-    positions; to float32 an angle at position 10,000 is a thousand times coarser than at 10. Attention that is handed
-    boundaries restarts by itself, and multi-latent attention has embeddings of its own, which run on.
+    Megatron's positions continue over the complete micro-batch. In exact arithmetic this is the same, since attention
+    depends on differences of positions; in float32 an angle at position 10,000 is a thousand times less exact than at
+    10. Attention with boundaries restarts by itself. Multi-latent attention has embeddings of its own, which continue.
     """
     rotary = getattr(unwrap(model), "rotary_pos_emb", None)
     if batch.segments is None or rotary is None:
@@ -72,10 +73,10 @@ def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.Abstr
 
 
 def packed_seq_params(boundaries: list[int], device: torch.device | str) -> PackedSeqParams:
-    """Boundaries of the packed rows as Megatron's attention wants them (core 0.12.1 to 0.19 alike).
+    """Boundaries of the packed rows for Megatron's attention (the same in core 0.12.1 to 0.19).
 
-    Padding is a row of its own at the end, and rows follow each other without gaps. MindSpeed hands the boundaries to
-    the NPU's kernel with their leading 0, which there reads as one more, empty row.
+    Padding is a row of its own at the end, and there are no gaps between rows. MindSpeed passes the boundaries to the
+    NPU's kernel with the leading 0, which the kernel reads as one more, empty row.
     """
     longest = max(end - start for start, end in pairwise(boundaries))
     each = torch.tensor(boundaries, dtype=torch.int32, device=device)
@@ -86,8 +87,8 @@ def packed_seq_params(boundaries: list[int], device: torch.device | str) -> Pack
 
 @contextlib.contextmanager
 def swapped(names: dict[str, Any], **values: Any) -> Iterator[None]:
-    """Inside, the names of an object or a module (its `vars`) have these values; afterwards they have their old ones,
-    and names that did not exist are removed."""
+    """Within the context the names of an object or a module (its `vars`) have these values. Afterwards they have their
+    old ones; names that did not exist are removed."""
     before = {name: names[name] for name in values if name in names}
     names.update(values)
     try:

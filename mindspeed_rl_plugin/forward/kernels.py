@@ -1,7 +1,7 @@
-"""Triton kernels of the chunked log-probs: a slice of logits is read once, in its own precision, where torch reads it
-several times and in float32.
+"""Triton kernels of the chunked log-probs: they read a slice of logits once, in its own precision; torch reads it
+several times, in float32.
 
-Imports triton: only `chunked.kernels_for` imports this file. One program is one token; it walks its row of the slice.
+Imports triton: only `chunked.kernels_for` imports this file. One program handles one token: its row of the slice.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ WARPS = 8
 
 
 def add_slice(logits: Tensor, label: Tensor, temperature: float, sums: Tensor) -> None:
-    """Join a slice of the vocabulary to the running sums of every token, in place.
+    """Add a slice of the vocabulary to the running sums of every token, in place.
 
-    logits: `[T, n]`; label: `[T]` int64, column of the slice, or outside of 0 to n - 1 where another slice holds it;
+    logits: `[T, n]`; label: `[T]` int64, column in the slice; outside of 0 to n - 1: in another slice;
     sums: `[4, T]` float32, contiguous: the largest scaled logit so far, m, then sum e^(x-m), sum e^(x-m) (x-m), and x
     at the label. It starts as a large negative number and three zeros.
     """
@@ -31,7 +31,7 @@ def add_slice(logits: Tensor, label: Tensor, temperature: float, sums: Tensor) -
 def gradient_of_slice(
     logits: Tensor, label: Tensor, temperature: float, peak: Tensor, factor: Tensor, slope: Tensor, at_label: Tensor
 ) -> Tensor:
-    """`e^(x-peak) (factor + slope (x-peak))` in the place of the slice's logits, and `at_label` more at the label.
+    """`e^(x-peak) (factor + slope (x-peak))` instead of the slice's logits, plus `at_label` at the label.
 
     logits: `[T, n]`, overwritten and returned; label: as for `add_slice`; the others: `[T]` float32.
     """

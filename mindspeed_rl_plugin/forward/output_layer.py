@@ -1,4 +1,4 @@
-"""Log-probs in place of logits from an unmodified Megatron model: its output layer scores the labels for one call."""
+"""Log-probs instead of logits from an unmodified Megatron model: during one call its output layer scores the labels."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def forward_scored(
     During the call, `forward` of the module `output_layer` is replaced by one that takes the hidden states, the weight
     (tied or not) and this micro-batch's labels. It is still called as a module, so that its hooks run (Megatron's DDP
     awaits the gather of its parameters in one). Everything around it stays the user's own model: pipeline stages,
-    virtual stages, 16-bit wrappers and schedules. Layers of multi-token prediction are left out (`launch/mtp.py`), so
-    the layer is called once. Raises ValueError for an output layer that cannot be replaced so.
+    virtual stages, 16-bit wrappers and schedules. Layers of multi-token prediction are left out
+    (`launch/megatron_setup.py`), so the layer is called once. Raises ValueError for an output layer that cannot be
+    replaced so.
     """
     inner = unwrap(model)
     layer = getattr(inner, "output_layer", None)
@@ -50,9 +51,9 @@ def forward_scored(
 
 
 def _same(output: Tensor, given: Tensor) -> bool:
-    """Whether all numbers are equal, NaN too: a run that diverges is reported by Megatron and is no fault of the model.
+    """Whether all numbers are equal, with NaN equal to NaN: Megatron reports a run that diverges.
 
-    The model may have copied them, so comparing storages is not enough.
+    The model may have copied them, so a comparison of storages is not enough.
     """
     if (output.shape, output.dtype) != (given.shape, given.dtype):
         return False
@@ -68,16 +69,16 @@ def score(
     *,
     entropy_grad: bool = False,
 ) -> Tensor:
-    """Log-prob of each scored label and entropy, `[S, mb, 2]`, from what a column parallel output layer is given.
+    """Log-prob of each scored label and entropy, `[S, mb, 2]`, from the inputs of a column parallel output layer.
 
     hidden: `[S, mb, H]`, or `[S / tp, mb, H]` under sequence parallel; layer: the ColumnParallelLinear, whose settings
-    count. Only the rows of the micro-batch that are scored are multiplied; the others are 0.
+    are used. Only the scored rows of the micro-batch are multiplied; the others are 0.
     """
     if layer.sequence_parallel:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
     else:
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
-    # Not by the mask: tokens that the update drops were scored in the earlier passes, so they are scored here too.
+    # Not by the mask: tokens that the update drops were scored in earlier passes, so they are scored here, too.
     scored = batch.columns.get("scored", batch.mask).bool()
     wanted = scored.t().reshape(-1).nonzero()[:, 0]
     logp, entropy = chunked_token_logps(
@@ -97,7 +98,7 @@ def score(
 
 
 def _check(layer: torch.nn.Module) -> None:
-    """What the layer does besides a product with its weight must be known here."""
+    """Raise ValueError if the layer does more than a product with its weight."""
     off = {
         "bias": "a bias",
         "embedding_activation_buffer": "--defer-embedding-wgrad-compute",

@@ -9,8 +9,9 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.forward.batching import TokenBudget, padded
 from mindspeed_rl_plugin.layout.parallel import folds
 
-# fp32 logits of one chunk: on an accelerator enough for matrix products at full speed, on a host what its caches hold;
-# but at least NARROWEST columns per token, or the host's matrix products are slower (benchmarks/logprob.py).
+# Bytes of the fp32 logits of one chunk: on an accelerator enough for matrix products at full speed, on a host the size
+# of its caches. At least NARROWEST columns a token, since the host's matrix products are slower otherwise
+# (benchmarks/logprob.py).
 CHUNK_BYTES = 128 << 20
 CHUNK_BYTES_ON_HOST = 4 << 20
 NARROWEST = 1024
@@ -18,7 +19,7 @@ NARROWEST = 1024
 
 @dataclass(frozen=True)
 class ForwardSettings:
-    """What all micro-batches of a run have in common. The log-prob pass and the update must share one."""
+    """Settings of all micro-batches of a run. The log-prob pass and the update must share one object."""
 
     micro_batch_size: int  # rows
     seq_length: int  # tokens of the longest row
@@ -26,7 +27,7 @@ class ForwardSettings:
     temperature: float = 1.0  # logits are divided by it
     multiple: int = 1  # padded lengths are multiples of it
     fixed_length: bool = False  # pad to `seq_length` (pipeline transfers have one shape), else to the longest row
-    causal_mask: bool = True  # hand the model an explicit mask; else its attention makes its own
+    causal_mask: bool = True  # pass the model an explicit mask; else its attention makes its own
     # log-probs come from hidden states, with logits of so many tokens at once; 0: from all logits
     chunk_tokens: int = 0
     max_tokens: int | None = None  # most of a micro-batch of any number of rows; None: `micro_batch_size` rows
@@ -53,25 +54,25 @@ class ForwardSettings:
         packed: bool = False,
     ) -> ForwardSettings:
         """Settings of this job. args: Megatron's, after validation; chunk_tokens: None to choose. Raises ValueError for
-        what cannot run; which flags exclude each other, `checks` has looked at."""
+        settings that cannot run; `checks` has checked combinations of flags before."""
         return cls(
             micro_batch_size=args.micro_batch_size,
             seq_length=args.seq_length,
             vocab_size=vocab_size,
             temperature=temperature,
             multiple=length_multiple(args),
-            # MindSpeed's dualpipev hands on micro-batches of one length in any case.
+            # MindSpeed's dualpipev always needs micro-batches of one length.
             fixed_length=args.pipeline_model_parallel_size > 1
             and (folds(args) or not args.variable_seq_lengths)
             and not max_tokens,
-            # Attention over context parallel ranks is causal by itself: no mask says where its positions stand.
+            # Attention over context parallel ranks is causal by itself; no mask could describe its positions.
             causal_mask=args.context_parallel_size == 1
             and (args.create_attention_mask_in_dataloader or _own_mask_has_one_shape(args)),
             chunk_tokens=_chunk_tokens(args, max_tokens) if chunk_tokens is None else chunk_tokens,
             max_tokens=max_tokens,
             packed=packed,
             bounded=packed and takes_boundaries(args),
-            # Interleaved schedules want whole rounds of stages.
+            # Interleaved schedules need complete rounds of stages.
             rounds_of=args.pipeline_model_parallel_size
             if getattr(args, "virtual_pipeline_model_parallel_size", None)
             else 1,
@@ -79,7 +80,7 @@ class ForwardSettings:
 
     @property
     def budget(self) -> TokenBudget | None:
-        """How micro-batches are cut by tokens, None where they are by rows."""
+        """The budget of tokens for micro-batches; None: they have a fixed number of rows."""
         if self.max_tokens is None:
             return None
         return TokenBudget(self.max_tokens, self.packed, self.multiple, self.rounds_of)
@@ -109,9 +110,9 @@ def default_chunk_tokens(width: int, tokens: int) -> int:
 
 
 def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None) -> int:
-    """Tokens whose fp32 logits make one chunk, or 0 where those of a whole micro-batch take little more.
+    """Tokens whose fp32 logits make one chunk, or 0 if those of a complete micro-batch need little more.
 
-    Sizes of the job decide, never those of one micro-batch: the passes that are compared must take the same way.
+    This depends on sizes of the job only, not of one micro-batch: passes that are compared must use the same method.
     """
     largest = (max_tokens or args.micro_batch_size * args.seq_length) // args.context_parallel_size
     tokens = default_chunk_tokens(args.padded_vocab_size // args.tensor_model_parallel_size, largest)
@@ -122,8 +123,8 @@ def takes_boundaries(args: argparse.Namespace) -> bool:
     """How packed rows are separated: True by their boundaries, in Megatron's `PackedSeqParams`, False by a mask.
 
     Boundaries: TransformerEngine's attention, and MindSpeed's flash attention
-    (core/transformer/flash_attention/flash_attention/adaptor, v2.3.0), which hands them to the NPU's kernel. A mask:
-    Megatron's own attention. Raises ValueError, with the fix, for attention that takes neither or was not tried.
+    (core/transformer/flash_attention/flash_attention/adaptor, v2.3.0), which passes them to the NPU's kernel. A mask:
+    Megatron's own attention. Raises ValueError, with the fix, for attention that accepts neither, or was not tested.
     """
     flash, implementation = getattr(args, "use_flash_attn", False), getattr(args, "transformer_impl", "local")
     mindspeed = hasattr(args, "pre_tockens")
@@ -145,7 +146,7 @@ def takes_boundaries(args: argparse.Namespace) -> bool:
         ("use_flash_attn", "no --use-flash-attn"),
         ("masked_softmax_fusion", "--no-masked-softmax-fusion"),
     ):
-        if getattr(args, name, False):  # takes any mask for the causal one
+        if getattr(args, name, False):  # treats any mask as the causal one
             raise ValueError(
                 f"--rl-pack-sequences needs attention that takes a mask of its own, or boundaries: give {off}, or "
                 "remove it"

@@ -35,12 +35,12 @@ def active() -> bool:
 
 
 def activate_if_needed(announce: bool = True) -> bool:
-    """Put the stand-ins in place where neither an NPU nor CUDA is found. Returns whether they are.
+    """Install the stand-ins if neither an NPU nor CUDA is found. Returns whether they are installed.
 
-    Call it before megatron and mindspeed are imported; calling it again changes nothing. Rank 0 says so
-    in one line, unless `announce` is off. Does nothing, and says nothing, on a machine with an accelerator.
+    Call it before megatron and mindspeed are imported; a repeat changes nothing. Rank 0 prints one line, unless
+    `announce` is off. On a machine with an accelerator it does and prints nothing.
 
-    Raises ValueError when Megatron is already imported: it has then taken names of the real torch.cuda.
+    Raises ValueError when Megatron is already imported: then it uses the real torch.cuda.
     """
     global _active
     if _active or not get_device().is_cpu:
@@ -69,7 +69,7 @@ def activate_if_needed(announce: bool = True) -> bool:
 
 
 def _set_environment() -> int:
-    """Defaults that the user's own environment overrides. Returns the threads that a rank computes with."""
+    """Set defaults of variables that the user has not set. Returns the number of threads of a rank."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling costs minutes and gains nothing here
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it with TP
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the cores; forked workers warn

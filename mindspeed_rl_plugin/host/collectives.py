@@ -1,4 +1,4 @@
-"""torch.distributed on gloo for code that asks for nccl or hccl, and what gloo itself lacks."""
+"""torch.distributed on gloo for code that asks for nccl or hccl, and operations that gloo lacks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def install() -> None:
 
 
 def _leave() -> None:
-    """End gloo's threads at a normal exit. Older Megatron leaves them running, and sometimes the interpreter's end
-    catches one inside C++, which aborts a process that had finished its work."""
+    """End gloo's threads at a normal exit. Older Megatron leaves them running; a thread inside C++ at the interpreter's
+    end can abort a process that has finished its work."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
 
@@ -36,7 +36,7 @@ def _leave() -> None:
 def _replace(name: str, function: Callable[..., Any]) -> None:
     _torch[name] = getattr(dist, name)
     replacement = functools.update_wrapper(function, _torch[name])
-    # Both names are in use: torch.distributed re-exports what distributed_c10d defines.
+    # Both modules are in use: torch.distributed re-exports names of distributed_c10d.
     setattr(dist, name, replacement)
     setattr(distributed_c10d, name, replacement)
 
@@ -46,7 +46,7 @@ def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) ->
 
 
 def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Over gloo in the place of an accelerator's backend."""
+    """Make a group over gloo instead of an accelerator's backend."""
     backend = None if backend in _ACCELERATOR_BACKENDS else backend
     return _torch["new_group"](ranks, timeout, backend, **_without_options(kwargs))
 
@@ -58,10 +58,10 @@ def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
 def all_to_all_single(
     output: torch.Tensor, input: torch.Tensor, output_sizes: Any = None, input_sizes: Any = None, **kwargs: Any
 ) -> Any:
-    """Megatron turns split sizes into Python ints only when they lie on a GPU; gloo needs ints.
+    """Convert split sizes to Python ints, which gloo needs; Megatron does that only on a GPU.
 
-    One that is asynchronous is over when it returns: MindSpeed's overlapped experts free what is being sent, which the
-    order of a stream allows, and gloo, which reads it from a thread of its own, does not.
+    An asynchronous call has finished when it returns. MindSpeed's overlapped experts free tensors during the send; on a
+    stream this is safe, but gloo reads them from a thread of its own.
     """
     sizes = (kwargs.pop("output_split_sizes", output_sizes), kwargs.pop("input_split_sizes", input_sizes))
     ints = (each.tolist() if hasattr(each, "tolist") else each for each in sizes)
@@ -72,7 +72,8 @@ def all_to_all_single(
 
 
 def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """nccl gathers tensors of different lengths, which experts cut over tensor parallel ranks need; gloo does not."""
+    """Gather tensors of different lengths, for experts that are cut over tensor parallel ranks; nccl can do this, gloo
+    cannot."""
     original = _torch["all_gather"]
     if len({t.shape for t in outputs}) == 1:
         return original(outputs, tensor, group, async_op)
@@ -93,7 +94,7 @@ def reduce_scatter(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """The same of their gradients: one reduction a rank."""
+    """The same for their gradients: one reduction for each rank."""
     if len({t.shape for t in inputs}) == 1:
         return _torch["reduce_scatter"](output, inputs, op, group, async_op)
     assert not async_op, "tensors of different lengths are scattered at once"
@@ -107,20 +108,20 @@ def reduce_scatter(
 
 
 def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Send a copy, because Megatron's interleaved schedule frees an output while it is being sent.
+    """Send a copy, since Megatron's interleaved schedule frees an output during the send.
 
-    With NCCL the allocator keeps the memory until the stream is past the send. gloo reads it from a
-    thread of its own: the receiver would get whatever was allocated there since. The work holds the copy.
-    Who keeps the tensor until the send is over says so by its attribute `outlives_send`.
+    With NCCL the allocator keeps the memory until the stream has finished the send. gloo reads it from a thread of its
+    own, and would send newer contents of the memory. The returned work keeps the copy. A caller that keeps the tensor
+    until the end of the send sets its attribute `outlives_send`; then no copy is made.
     """
     kept = getattr(tensor, "outlives_send", False)
     return _torch["isend"](tensor if kept else tensor.detach().clone(), *args, **kwargs)
 
 
 def _averaging(original: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo has no ReduceOp.AVG: divide what goes in by the group's size, and sum.
+    """gloo has no ReduceOp.AVG: divide the input by the group's size, and sum.
 
-    Dividing beforehand is right for asynchronous and coalesced calls as well, which write later.
+    This order is also right for asynchronous and coalesced calls, which write later.
     """
 
     def collective(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

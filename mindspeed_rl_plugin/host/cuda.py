@@ -1,9 +1,8 @@
-"""The stand-in for torch.cuda: Megatron asks for a GPU, and gets the CPU.
+"""The stand-in for torch.cuda: code that asks for a GPU gets the CPU.
 
-Every name is replaced explicitly; what is not listed still fails, which is how a new need shows.
-Streams and events do nothing, since CPU work is finished when it returns. Memory figures are those of
-the process (`device.ProcessMeter`). The "device" random generator is the CPU's default one, because
-that is what random operators on CPU tensors use.
+Every name is replaced explicitly; other names still fail, so that a missing one is found. Streams and events do
+nothing, since CPU work is finished when it returns. Memory figures are those of the process (`device.ProcessMeter`).
+The random generator of the "device" is the CPU's default one, which random operators on CPU tensors use.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _TENSOR_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short",
 
 
 def on_cpu(device: Any) -> Any:
-    """The CPU for every way to name an accelerator ("cuda:1", "npu", an index); anything else unchanged."""
+    """The CPU for every name of an accelerator ("cuda:1", "npu", an index); other values are unchanged."""
     if isinstance(device, bool):
         return device
     if isinstance(device, int):
@@ -41,7 +40,7 @@ def on_cpu(device: Any) -> Any:
 
 
 def install() -> None:
-    """Put the stand-in in place, once. The caller has made sure that there is no accelerator."""
+    """Install the stand-in, once. The caller has checked that there is no accelerator."""
     for name, value in _namespace().items():
         setattr(torch.cuda, name, value)
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
@@ -57,7 +56,7 @@ def _namespace() -> dict[str, Any]:
     memory, total = ProcessMeter(), _memory_of_machine()[1]
     properties = {"name": "cpu", "major": 8, "minor": 0, "multi_processor_count": 1, "warp_size": 32}
     constants = {
-        "current_device": launch_env()["local_rank"],  # an index, as the real one: MindSpeed-LLM computes with it
+        "current_device": launch_env()["local_rank"],  # an index, as in torch: MindSpeed-LLM computes with it
         "device_count": launch_env()["local_world_size"],
         "is_available": True,
         "is_initialized": True,
@@ -99,7 +98,7 @@ def _namespace() -> dict[str, Any]:
 
 
 def _returning(value: Any) -> Callable[..., Any]:
-    """A new function each time: torch.compile's tables refuse one object under two names."""
+    """A new function each time: torch.compile's tables refuse one object with two names."""
     return lambda *args, **kwargs: value
 
 
@@ -118,12 +117,11 @@ def _memory_stats(memory: ProcessMeter) -> dict[str, int]:
 
 
 def _redirect_factories() -> None:
-    """torch.empty, torch.zeros, ... make CPU tensors whatever accelerator they are asked for.
+    """Let torch.empty, torch.zeros, ... make CPU tensors for any accelerator.
 
-    torch keeps, in a cache filled at its first use, the set of functions that obey
-    `with torch.device("meta")`. The cache is filled here with the true functions, before they are
-    wrapped. Were it filled later, it would hold our wrappers, the context would silently have no
-    effect, and `transformers.from_pretrained` would leave rotary buffers uninitialised.
+    torch has a cache, filled at its first use, of the functions that obey `with torch.device("meta")`. It is filled
+    here with the original functions, before they are wrapped. Later it would get our wrappers; then the context would
+    silently have no effect, and `transformers.from_pretrained` would leave rotary buffers uninitialised.
     """
     constructors = torch.utils._device._device_constructors()
     for name in sorted({f.__name__ for f in constructors} | {*_LIKE, "normal"}):
@@ -134,7 +132,7 @@ def _redirect_factories() -> None:
 
 
 def _redirected(function: Callable[..., Any], place: int | None = None) -> Callable[..., Any]:
-    """`function`, whose `device` is the CPU, given by name or as argument number `place`."""
+    """`function` with the CPU as `device`, which is passed by name or as argument number `place`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +154,7 @@ def _redirect_methods() -> None:
 
     @functools.wraps(cast)
     def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # Megatron tells its parameters from others by the name "torch.cuda.FloatTensor".
+        # Megatron recognises its parameters by the type name "torch.cuda.FloatTensor".
         if dtype is None:
             return cast(self).replace("torch.", "torch.cuda.")
         if isinstance(dtype, str):

@@ -1,7 +1,7 @@
 """MindSpeed's grouped matrix products of experts (--moe-grouped-gemm), and those that add to a gradient
 (--gemm-gradient-accumulation-fusion), with torch operators.
 
-Signatures are those of MindSpeed's C++ (ops/csrc), which gives everything by its place.
+Signatures are those of MindSpeed's C++ (ops/csrc); all arguments are positional.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def grouped_matmul(
     xs: Sequence[Tensor], ws: Sequence[Tensor], bias: Sequence[Tensor], groups: Any, group_type: int, counts: int
 ) -> list[Tensor]:
     """x `[T, K]` and w `[experts, K, N]` to `[T, N]`: each expert's tokens by its matrix. group_type 2: x `[K, T]` and
-    w `[T, N]` to `[experts, K, N]`. groups: where each expert's tokens end; counts: how many they are."""
+    w `[T, N]` to `[experts, K, N]`. groups: end of each expert's tokens; counts: their numbers."""
     if bias:
         raise ValueError("npu_gmm on a host: a bias is not computed; experts have none (--disable-bias-linear)")
     x, w, spans = xs[0], ws[0], _spans(groups, counts)
@@ -30,7 +30,7 @@ def grouped_matmul(
 def grouped_matmul_backward(
     dys: Sequence[Tensor], xs: Sequence[Tensor], ws: Sequence[Tensor], groups: Any, counts: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Gradients of x, of w, and of no bias."""
+    """Gradients of x and w, and None for the bias."""
     dx = grouped_matmul(dys, [ws[0].mT], (), groups, 0, counts)
     return dx, grouped_matmul([xs[0].t()], dys, (), groups, 2, counts), []
 
@@ -38,7 +38,7 @@ def grouped_matmul_backward(
 def grouped_matmul_backward_fusion(
     dys: Sequence[Tensor], ws: Sequence[Tensor], groups: Any, counts: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The gradient of x alone: `add_grouped_matmul` adds that of w to what the optimizer reads."""
+    """The gradient of x only: `add_grouped_matmul` adds that of w to the optimizer's gradient."""
     return grouped_matmul(dys, [ws[0].mT], (), groups, 0, counts), [], []
 
 
@@ -52,7 +52,7 @@ def add_matmul(dy: Tensor, x: Tensor, grad: Tensor) -> None:
 
 
 def _spans(groups: Any, counts: int) -> list[tuple[int, int]]:
-    """First token of each expert, and the one after its last."""
+    """Begin and end of each expert's tokens."""
     ends = torch.as_tensor(groups)
     ends = (ends.cumsum(0) if counts else ends).tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
@@ -73,7 +73,7 @@ GROUPED_COMPILED = {
 
 
 def register(gmm: ModuleType) -> None:
-    """Let `torch.ops.mindspeed.npu_gmm`, registered for the NPU, be called with tensors on the CPU. gmm:
+    """Make `torch.ops.mindspeed.npu_gmm`, which is registered for the NPU, work with CPU tensors. gmm:
     `mindspeed.ops.gmm`."""
     for overload in ("npu_gmm.Tensor", "npu_gmm.List"):
         torch.library.impl(gmm.AS_LIBRARY, overload, "CPU")(gmm._npu_gmm)

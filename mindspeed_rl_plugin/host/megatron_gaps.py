@@ -1,7 +1,7 @@
-"""What Megatron itself lacks on a machine with no accelerator, one row per gap.
+"""Gaps of Megatron on a machine without accelerator, one row a gap.
 
-Each row acts on one module right after it is imported (`host.activate_if_needed`), tests whether the gap is there,
-and closes it. Rows say why, for which versions, and when they can go.
+Each row acts on one module right after its import (`host.activate_if_needed`): it tests whether the gap exists, and
+closes it. Rows have the reason, the versions, and when they can be removed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from mindspeed_rl_plugin.host.optimizer import HostAdam
 class Gap:
     """One gap of some versions of Megatron."""
 
-    module: str  # where it is
-    name: str  # of what is missing or wrong there
+    module: str  # that has the gap
+    name: str  # of the missing or wrong object
     versions: str
     remove_when: str
-    close: Callable[[ModuleType], None]  # closes it on that module; its docstring says why
+    close: Callable[[ModuleType], None]  # closes it on that module; its docstring has the reason
 
 
 GAPS: list[Gap] = []
@@ -44,7 +44,7 @@ OPTIMIZER_MODULE = "megatron.core.optimizer"
 
 
 def _gap(module: str, name: str, versions: str, remove_when: str) -> Callable[[Callable], Callable]:
-    """Register the function that follows as what closes this gap."""
+    """A decorator: the function closes this gap."""
 
     def register(close: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         GAPS.append(Gap(module, name, versions, remove_when, close))
@@ -54,7 +54,7 @@ def _gap(module: str, name: str, versions: str, remove_when: str) -> Callable[[C
 
 
 def _around(owner: Any, name: str) -> Callable[[Callable], None]:
-    """Replace `owner.name` by the function that follows, whose first argument is the original."""
+    """A decorator: the function replaces `owner.name`, and gets the original as first argument."""
     original = getattr(owner, name)
 
     def replace(function: Callable[..., Any]) -> None:
@@ -69,7 +69,7 @@ def _around(owner: Any, name: str) -> Callable[[Callable], None]:
 
 @_gap("typing", "override", "core >= 0.17 on Python < 3.12", "Python 3.12 is the oldest supported")
 def _override(module: ModuleType) -> None:
-    """Megatron imports a name that Python has from 3.12 on."""
+    """Megatron imports a name that Python only has from 3.12 on."""
     if not hasattr(module, "override"):
         module.override = typing_extensions.override
 
@@ -85,9 +85,9 @@ def _product(module: ModuleType) -> None:
     "megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item", "core 0.12, torch >= 2.7", CORE_0_12
 )
 def _write_item(module: ModuleType) -> None:
-    """Writes distributed checkpoints with a function of torch that takes one argument more since torch 2.7.
+    """It writes distributed checkpoints with a function of torch that has one more argument since torch 2.7.
 
-    Name the format that torch writes by default. Later cores name it themselves, which overrides ours.
+    Pass the format that torch writes by default. Later cores pass it themselves, which overrides ours.
     """
     from torch.distributed.checkpoint import filesystem
 
@@ -98,7 +98,7 @@ def _write_item(module: ModuleType) -> None:
 
 @_gap("megatron.core.utils", "_te_version", "core 0.12", CORE_0_12)
 def _te_version(module: ModuleType) -> None:
-    """Asked for the version of TransformerEngine when it loads a distributed checkpoint, it imports it."""
+    """When it loads a distributed checkpoint, it imports TransformerEngine to get its version."""
     if hasattr(module, "_te_version") and importlib.util.find_spec("transformer_engine") is None:
         module._te_version = Version("0")
 
@@ -108,7 +108,7 @@ def _te_version(module: ModuleType) -> None:
 def _adam(module: ModuleType) -> None:
     """torch's AdamW has no step of the group: the distributed optimizer cannot resume (KeyError 'step').
 
-    Use HostAdam, and say what Megatron would have said had it found Apex, whose layout that is.
+    Use HostAdam, and report Apex to Megatron, since the layout is that of Apex.
     """
     if not module.Adam.__module__.startswith("torch.optim"):
         return
@@ -121,7 +121,7 @@ def _adam(module: ModuleType) -> None:
 
 @_gap(f"{OPTIMIZER_MODULE}.distrib_optimizer", "quantize_param_shard", "core 0.12", f"{CORE_0_12} (MindSpeed moves on)")
 def _quantize_param_shard(module: ModuleType) -> None:
-    """Raises without TransformerEngine even when there is no FP8 parameter to quantize."""
+    """It raises without TransformerEngine even if there is no FP8 parameter to quantize."""
 
     @_around(module, "quantize_param_shard")
     def call(original: Callable[..., None], model_params: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -136,7 +136,8 @@ def _quantize_param_shard(module: ModuleType) -> None:
     "Megatron resumes an fp32 model with the distributed optimizer",
 )
 def _set_parameter_state(module: ModuleType) -> None:
-    """In fp32 the main parameters are views of the model's, and it writes into them without no_grad: no resume."""
+    """In fp32 main parameters are views of the model's parameters. It writes into them without no_grad, so a resume
+    fails."""
     optimizer = module.DistributedOptimizer
     name = "_set_main_param_and_optimizer_states"
     setattr(optimizer, name, torch.no_grad()(getattr(optimizer, name)))
@@ -144,22 +145,22 @@ def _set_parameter_state(module: ModuleType) -> None:
 
 @_gap("megatron.core.transformer.moe.moe_utils", "te_general_gemm", "core 0.14 to 0.16", "core 0.16 is not supported")
 def _te_general_gemm(module: ModuleType) -> None:
-    """The router asks whether it is None, but without TransformerEngine it is not defined at all."""
+    """The router checks whether it is None, but without TransformerEngine it is not defined."""
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None
 
 
 @_gap("megatron.legacy.fused_kernels", "load", "core <= 0.16", "megatron.legacy is gone from all supported versions")
 def _fused_kernels(module: ModuleType) -> None:
-    """Asks nvcc for its version and compiles CUDA kernels."""
+    """It asks nvcc for its version and compiles CUDA kernels."""
     module.load = lambda args: None
 
 
 @_gap("megatron.core.transformer.torch_norm", "WrappedTorchNorm.__new__", "all", "it marks its parameters itself")
 def _torch_norm(module: ModuleType) -> None:
-    """The local layer spec has no norm that accepts sequence parallel, without which MoE with TP cannot train.
+    """The local layer spec has no norm for sequence parallelism, which MoE with TP needs in training.
 
-    Let torch's norms serve sequence parallel models, and ignore wishes for particular CUDA kernels.
+    Let torch's norms accept sequence parallel models, and ignore options for CUDA kernels.
     """
 
     @_around(module.WrappedTorchNorm, "__new__")
@@ -175,9 +176,9 @@ def _torch_norm(module: ModuleType) -> None:
 
 @_gap("megatron.core.transformer.dot_product_attention", "DotProductAttention.__init__", "all", "it takes v_channels")
 def _attention_channels(module: ModuleType) -> None:
-    """The local layer spec's attention refuses the head sizes that multi-latent attention gives it.
+    """The local layer spec's attention refuses the head sizes of multi-latent attention.
 
-    Take the sizes of heads that multi-latent attention hands over; the plain kernel needs that of the values.
+    Accept these sizes; the plain kernel needs the size of the values.
     """
     if "v_channels" in inspect.signature(module.DotProductAttention.__init__).parameters:
         return
@@ -197,10 +198,10 @@ def _attention_channels(module: ModuleType) -> None:
     "it passes the device to the factories only",
 )
 def _yarn(module: ModuleType) -> None:
-    """Enters `with torch.device(current_device())`, which torch refuses for an index without an accelerator.
+    """It enters `with torch.device(current_device())`, which torch refuses for an index without an accelerator.
 
-    Make it on the CPU, which it is asked for by a keyword. Its callers name all arguments. Core 0.12.1 enters nothing,
-    and would hand the keyword on in the place of Llama 3's scaling.
+    Make it on the CPU, by a keyword; its callers pass all arguments by name. Core 0.12.1 does not enter the context,
+    and would pass the keyword on as Llama 3's scaling.
     """
     if "cp_group" not in inspect.signature(module.YarnRotaryEmbedding.__init__).parameters:
         return
@@ -212,10 +213,10 @@ def _yarn(module: ModuleType) -> None:
 
 @_gap("megatron.core.datasets.utils", "compile_helpers", "all", "the Makefile takes the interpreter from its caller")
 def _compile_helpers(module: ModuleType) -> None:
-    """Builds for the python3 on the PATH, which without an activated environment is another interpreter."""
+    """It builds for the python3 on the PATH, which is another interpreter if no environment is activated."""
 
     def compile_helpers() -> None:
-        """Build the data sets' C++ helpers for the interpreter that runs, unless they are built."""
+        """Build the data sets' C++ helpers for this interpreter, unless they are built."""
         if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
             return
         import pybind11
@@ -229,7 +230,7 @@ def _compile_helpers(module: ModuleType) -> None:
 
 @_gap("mindspeed_llm.core.transformer.moe.router", "torch.histc", "MindSpeed-LLM, --seq-aux", "torch counts integers")
 def _histc(module: ModuleType) -> None:
-    """Counts the tokens of each expert by torch.histc of integers, which torch has for accelerators only."""
+    """It counts the tokens of each expert by torch.histc of integers, which torch only has for accelerators."""
 
     @_around(module.torch, "histc")
     def histc(original: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -238,7 +239,7 @@ def _histc(module: ModuleType) -> None:
 
 
 class _PatchableModules(collections.UserDict):
-    """sys.modules, but a copy of it leaves out modules that import more when they are asked for a name."""
+    """sys.modules; a copy of it leaves out modules that import more when a name is looked up."""
 
     def __init__(self) -> None:
         self.data = sys.modules
@@ -260,7 +261,7 @@ def _patchable(name: str, module: ModuleType) -> bool:
     "MindSpeed looks into vars(module) instead of calling hasattr",
 )
 def _patch_scan(module: ModuleType) -> None:
-    """Asks every loaded module for the names it patches; lazy ones (transformers, vllm) then import all they have, and
-    fail where one dependency is missing.
+    """It looks up names to patch in every loaded module. Lazy modules (transformers, vllm) then import all their parts,
+    and fail if one dependency is missing.
     """
     module.sys = SimpleNamespace(modules=_PatchableModules())

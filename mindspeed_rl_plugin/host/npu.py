@@ -1,8 +1,8 @@
 """The stand-in for torch_npu and torchair, so that MindSpeed's own adaptor imports on CPU.
 
-It exists only once mindspeed or mindspeed_llm is imported: other libraries take a torch_npu that can be
-found for an NPU that is there. Names are listed one by one. A module that answered every name would
-also answer MindSpeed's search through all modules for the functions it patches, and grow without end.
+It exists only after the import of mindspeed or mindspeed_llm: other libraries would take a torch_npu as a sign of an
+NPU. Names are listed one by one. A module with every name would also answer MindSpeed's search in all modules for
+functions to patch, and grow without end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MINDSPEED_PACKAGES = ("mindspeed", "mindspeed_llm")
 
 
 def install_with_mindspeed() -> None:
-    """Arrange that the stand-in appears when MindSpeed is first imported."""
+    """Install the stand-in when MindSpeed is first imported."""
     for name in MINDSPEED_PACKAGES:
         before_import(name, install)
     for builder in ("builder", "atb_builder"):
@@ -44,7 +44,7 @@ def _replace_compiled(builder: ModuleType) -> None:
 
 
 def _load(builder: Any, verbose: bool = True) -> SimpleNamespace:
-    """What a builder's module holds. Raises NotImplementedError, with its name, where there is no stand-in."""
+    """The module of a builder. Raises NotImplementedError, with its name, if there is no stand-in."""
     if builder.name not in COMPILED:
         raise NotImplementedError(
             f"MindSpeed's operator {builder.name} is compiled for the NPU and has no stand-in on a host; remove the "
@@ -76,7 +76,7 @@ def _make(name: str, names: dict[str, Any]) -> None:
 
 
 class _Named:
-    """A class that is only ever named: in annotations, and as a decorator's argument."""
+    """A class for names that are only used in annotations and as a decorator's argument."""
 
 
 class _HcclOptions(_Named):
@@ -90,7 +90,7 @@ class _ProcessGroupHCCL(_Named):
 
 
 def _decorator(*args: Any, **kwargs: Any) -> Any:
-    """For decorators that register something with a compiler that is not there."""
+    """Replaces decorators that register functions with a missing compiler."""
     return lambda function: function
 
 

@@ -1,7 +1,7 @@
 """The NPU operators that MindSpeed calls in a training step, of torch_npu and its own, written with torch operators.
 
-They compute the same thing; how fast, and how the fused kernels round, is not rehearsed by them.
-Signatures follow torch_npu's documentation; tests/ascend compares them, and what they return, with its wheels.
+They compute the same results; speed and rounding of the fused kernels are not reproduced. Signatures follow torch_npu's
+documentation; tests/ascend compares them, and what they return, with its wheels.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def npu_apply_adam_w(
     *,
     out: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """AdamW's step on out: (parameter, mean of gradients, of their squares), which are returned.
+    """AdamW's step. out: (parameter, mean of gradients, mean of their squares), changed and returned.
 
     beta1_power, beta2_power: of the steps before. Raises ValueError with amsgrad.
     """
@@ -91,7 +91,8 @@ def _fused_adamw_v2(
     amsgrad: bool,
     maximize: bool,
 ) -> None:
-    """`npu_apply_fused_adamw_v2` of MindSpeed: AdamW's step in place, by the function that its AdamW calls too."""
+    """`npu_apply_fused_adamw_v2` of MindSpeed: AdamW's step in place, by the function that MindSpeed's AdamW also
+    calls."""
     rates = dict(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps)
     most = [highest] if amsgrad else []
     torch._fused_adamw_([param], [grad], [average], [square], most, [step], amsgrad=amsgrad, maximize=maximize, **rates)
@@ -117,9 +118,9 @@ def npu_fusion_attention(
     """Attention in the layouts SBH, BSND, BNSD and TND; causal where a mask is given.
 
     Returns seven values like the operator: the output; maximum and sum of each row's softmax, `[B, N, S, 8]` fp32 with
-    eight equal columns, for callers that compute the gradient themselves, so not where autograd does, nor for TND; four
-    that nobody reads. Raises ValueError for another layout, for dropout, and for a mask that is not causal or not as
-    `sparse_mode` takes it.
+    eight equal columns, for callers that compute the gradient themselves (so not with autograd, nor for TND); four
+    unused values. Raises ValueError for another layout, for dropout, and for a mask that is not causal or does not fit
+    `sparse_mode`.
     """
     _no_dropout(keep_prob)
     ends = tuple(actual_seq_qlen or ()), tuple(actual_seq_kvlen or ())
@@ -136,11 +137,11 @@ def npu_fusion_attention(
 
 
 def _causal(mask: Tensor | None, sparse_mode: int, lengths: tuple[Any, Any], before: int, after: int) -> bool:
-    """Whether the tokens behind a row's own are masked. Raises ValueError where others are, or not all of these.
+    """Whether attention is causal. Raises ValueError for any other mask.
 
     Modes 0 and 1 take a mask of every pair of a row's tokens, 2 and 3 a compressed triangle of 2048. lengths: of
-    queries and keys, or in the layout TND, which takes modes 2 and 3 alone, where each sequence of them ends; before,
-    after: tokens around its own that a row sees under mode 0.
+    queries and keys; in the layout TND (only modes 2 and 3) the ends of all sequences. before, after: tokens around its
+    own that a row sees in mode 0.
     """
     name = "npu_fusion_attention on a host"
     if sparse_mode not in (0, 1, 2, 3):
@@ -189,9 +190,10 @@ def npu_fusion_attention_grad(
     sparse_mode: int = 0,
     **unused: Any,
 ) -> tuple[Any, ...]:
-    """Gradients (dq, dk, dv, None) of attention over some of the keys, whose softmax went over more of them.
+    """Gradients (dq, dk, dv, None) of attention over some of the keys; the softmax was over more keys.
 
-    softmax_max, softmax_sum: of all keys, and attention_in their output. Raises as `npu_fusion_attention`, for TND too.
+    softmax_max, softmax_sum: over all keys; attention_in: the output for all keys. Raises as `npu_fusion_attention`,
+    for TND too.
     """
     _no_dropout(keep_prob)
     lengths = tuple(_length(t, input_layout) for t in (query, key))
@@ -209,7 +211,7 @@ def npu_fusion_attention_grad(
 
 
 def _attention_v2(*args: Any) -> tuple[Any, ...]:
-    """The forward pass of `mindspeed.ops.fusion_attention_v2`, which gives everything by its place."""
+    """The forward pass of `mindspeed.ops.fusion_attention_v2`; all arguments are positional."""
     query, key, value, head_num, layout, pse, _, mask, scale, keep_prob, *_ = args
     _no_bias(pse)
     places = {"pre_tockens": 10, "next_tockens": 11, "actual_seq_qlen": 14, "actual_seq_kvlen": 15, "sparse_mode": 16}
@@ -240,7 +242,8 @@ def _no_dropout(keep_prob: float) -> None:
 
 
 def _groups(query: Tensor, key: Tensor, heads: int) -> int:
-    """Heads of the keys and values of SBH, whose query's are as long as the keys'; values may be shorter."""
+    """Number of heads of keys and values in SBH. Heads of queries and keys have equal sizes; those of values may be
+    smaller."""
     return heads * key.shape[-1] // query.shape[-1]
 
 
@@ -265,13 +268,13 @@ def _from_heads(t: Tensor, layout: str) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """q, k `[..., S, D]`, `[..., K, D]` to `[..., S, K]`, -inf where a row does not look."""
+    """q, k `[..., S, D]`, `[..., K, D]` to `[..., S, K]`, -inf where a row is masked."""
     scores = q @ k.mT * scale
     return scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), -torch.inf) if causal else scores
 
 
 def _maximum_and_sum(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Of the softmax of each row, twice `[B, heads, S, 8]`; one head's scores exist at a time."""
+    """Maximum and sum of the softmax of each row, both `[B, heads, S, 8]`; only one head's scores exist at a time."""
     b, heads, rows, _ = q.shape
     each = torch.empty(2, b, heads, rows, 1, device=q.device)
     for i in range(b):
@@ -309,7 +312,7 @@ OPERATORS = {
     "npu_fusion_attention": npu_fusion_attention,
     "npu_fusion_attention_grad": npu_fusion_attention_grad,
 }
-# What MindSpeed compiles for the NPU: name of its builder -> functions of the module that it loads.
+# Operators that MindSpeed compiles for the NPU: name of the builder -> functions of its module.
 COMPILED = {
     "algorithm": {"reuse_data_ptr": reuse_data_ptr},
     "npu_rotary_position_embedding": {"npu_rotary_position_embedding": _rotary_position_embedding},

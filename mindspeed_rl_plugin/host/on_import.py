@@ -1,7 +1,7 @@
-"""Act on a module at the moment it is imported, by whomever, without importing it ourselves.
+"""Runs an action when a module is imported by other code, without importing it here.
 
-Host mode must be in place before Megatron and MindSpeed are imported, and must not import them:
-MindSpeed's adaptor has to come first, and would drop what was changed before it.
+Host mode must be active before Megatron and MindSpeed are imported, but must not import them: MindSpeed's adaptor must
+come first, and would drop earlier changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _after: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
 def before_import(name: str, action: Callable[[], None]) -> None:
-    """Call `action` once, just before module `name` is first imported; now, if it is there already."""
+    """Call `action` once, just before module `name` is first imported; now, if it is imported already."""
     if name in sys.modules:
         action()
         return
@@ -26,7 +26,7 @@ def before_import(name: str, action: Callable[[], None]) -> None:
 
 
 def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call `action(module)` each time module `name` has been executed; now, if it is there already."""
+    """Call `action(module)` each time module `name` has been executed; now, if it is imported already."""
     module = sys.modules.get(name)
     if module is not None:
         action(module)
@@ -35,7 +35,7 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 class _WatchedFinder(MetaPathFinder):
-    """Finds a watched module by the other finders, and wraps the loader that they name."""
+    """Finds a watched module by the other finders, and wraps its loader."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -44,7 +44,7 @@ class _WatchedFinder(MetaPathFinder):
             action()
         if fullname not in _after:
             return None
-        # Not importlib.util.find_spec, which on a reload answers with the spec that we wrapped before.
+        # Not importlib.util.find_spec: on a reload it returns the spec that we wrapped before.
         others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
         spec = next(filter(None, (f.find_spec(fullname, path, target) for f in others)), None)
         if spec is not None and spec.loader is not None:
@@ -53,7 +53,7 @@ class _WatchedFinder(MetaPathFinder):
 
 
 class _ActingLoader(Loader):
-    """Another loader, followed by our actions. Other attributes (`get_code`, ...) are the other's own."""
+    """A loader that runs our actions after another one. Other attributes (`get_code`, ...) are those of the other."""
 
     def __init__(self, inner: Loader, actions: list[Callable[[ModuleType], None]]) -> None:
         self._inner = inner

@@ -1,7 +1,7 @@
-"""MindSpeed's `reuse_data_ptr` on a host: a storage points into another one, which it does not own.
+"""MindSpeed's `reuse_data_ptr` on a host: a storage points into another one, without owning it.
 
-No operator of torch does this, and `Tensor.set_` gives the tensor another storage, which its views do not follow. So a
-function of a few lines is compiled, in seconds, and kept in torch's folder of extensions.
+No operator of torch does this; `Tensor.set_` gives a tensor another storage, but not its views. So a function of a few
+lines is compiled, in seconds, and stored in torch's folder of extensions.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _LIMIT = 120  # seconds, of the compiler
 
 
 def reuse_data_ptr(alias: Tensor, source: Tensor, offset: int) -> None:
-    """Let alias' storage begin `offset` elements of alias behind the start of source's.
+    """Let the storage of alias begin `offset` elements of alias after the start of source's storage.
 
-    Raises ValueError where alias would reach beyond source, as the operator does.
+    Raises ValueError if alias would exceed source, as the operator does.
     """
     size = alias.element_size()
     have = source.numel() * source.element_size()
@@ -47,7 +47,7 @@ def _point_into() -> ctypes._CFuncPtr:
 def _library() -> Path:
     """The compiled function for this torch. Every process that lacks it compiles it, and the last file replaces the
     others."""
-    from torch.utils import cpp_extension  # slow to import, and seldom wanted
+    from torch.utils import cpp_extension  # slow to import, and rarely needed
 
     digest = hashlib.blake2b(f"{torch.__version__} {_SOURCE}".encode(), digest_size=8).hexdigest()
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())

@@ -1,8 +1,8 @@
 """Host mode in processes started by multiprocessing's spawn.
 
-Such a process imports the main script again before it runs its target, and with it Megatron; a script
-that was started by the runner says nothing of host mode itself. So the process is made to import
-`host.spawned` as its main module, which starts host mode first and the script then.
+Such a process imports the main script again before it runs its target, and with it Megatron. A script that the runner
+has started does not activate host mode itself. So the process imports `host.spawned` as its main module, which
+activates host mode and then runs the script.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAIN = "MINDSPEED_RL_HOST_MAIN"  # path of the main script, from parent to child
 
 
 def install() -> None:
-    """Make processes that are spawned from now on start in host mode."""
+    """Let processes that are spawned from now on start in host mode."""
     original = multiprocessing.spawn.get_preparation_data
 
     @functools.wraps(original)

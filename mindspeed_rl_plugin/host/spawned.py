@@ -7,5 +7,5 @@ from mindspeed_rl_plugin import host
 from mindspeed_rl_plugin.host.spawn import MAIN
 
 host.activate_if_needed(announce=False)
-# Under multiprocessing's name, so that the script's `if __name__ == "__main__"` keeps out.
+# With multiprocessing's name, so that the script's `if __name__ == "__main__"` is false.
 globals().update(runpy.run_path(os.environ[MAIN], run_name="__mp_main__"))

@@ -12,7 +12,7 @@ def _nothing(self: Any, other: Any = None) -> None:
 
 
 class NullEvent:
-    """An event holds the time at which it was recorded."""
+    """An event with the time at which it was recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.record()
@@ -32,7 +32,7 @@ class NullEvent:
 
 class NullStream(contextlib.nullcontext):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes and ignores what a real stream takes: device, priority."""
+        """Accepts and ignores the arguments of a real stream: device, priority."""
         super().__init__(self)
 
     def record_event(self, event: Any = None) -> Any:

@@ -1,8 +1,7 @@
-"""What MindSpeed puts in the place of torch's functions, taken back while the engine works.
+"""Restores torch functions that MindSpeed has replaced, while the engine works.
 
-MindSpeed keeps a record of what it replaced, and so does MegatronAdaptor, on which its core_r0.17.0 and later ones
-build. Records are read each time, because adaptors may be imported, and their patches may be applied, after this
-package. Without them nothing is done.
+MindSpeed records what it replaces, and so does MegatronAdaptor, on which core_r0.17.0 and later build. The records are
+read each time, since adaptors may be imported, or apply patches, after this package. Without adaptors nothing is done.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any
 
 import torch
 
-# name -> why the engine needs torch's own. tests/host/test_torch_originals.py lists what else MindSpeed replaces in
-# torch, and why it may stay.
+# name -> why the engine needs torch's own. tests/host/test_torch_originals.py lists other replacements of MindSpeed in
+# torch, and why they may stay.
 RESTORED = {
     "torch.compile": "MindSpeed's returns the function as it is: the engine would decode without graphs, silently, or "
     "with torch 2.10 not start",
@@ -26,7 +25,7 @@ RESTORED = {
 
 @contextlib.contextmanager
 def torch_originals() -> Iterator[None]:
-    """Within the context the names of `RESTORED` are torch's own, or those of torch_npu that MindSpeed came upon."""
+    """Within the context the names of `RESTORED` are torch's own, or those of torch_npu that MindSpeed found."""
     replaced = [
         (patch.orig_module, patch.orig_func_name, getattr(patch.orig_module, patch.orig_func_name), patch.orig_func)
         for patch in map(_record().get, RESTORED)
@@ -42,7 +41,7 @@ def torch_originals() -> Iterator[None]:
 
 
 def demand_compile() -> None:
-    """Raise ValueError where torch.compile, within `torch_originals`, is not torch's own all the same."""
+    """Raise ValueError if torch.compile is not torch's own within `torch_originals`."""
     module = getattr(torch.compile, "__module__", "") or ""
     if module.partition(".")[0] not in ("torch", "torch_npu"):
         raise ValueError(
@@ -52,7 +51,8 @@ def demand_compile() -> None:
 
 
 def _record() -> dict[str, Any]:
-    """The patches by the name of what they replace; empty where nothing of the kind is imported."""
+    """The recorded patches by the names that they replace; empty without adaptors."""
     above = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)
     below = getattr(sys.modules.get("megatron_adaptor.patches.patch_manager"), "PatchesManager", None)
-    return {**getattr(above, "patches_info", {}), **getattr(below, "patches_info", {})}  # that below came upon torch's
+    # `below` patched first, so its records win: they have torch's own functions
+    return {**getattr(above, "patches_info", {}), **getattr(below, "patches_info", {})}

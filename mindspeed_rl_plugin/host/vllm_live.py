@@ -1,9 +1,9 @@
-"""vLLM on CPU as reinforcement learning needs it: weights that stay live, and jobs that do not collide.
+"""Changes vLLM on CPU for reinforcement learning: weights stay live, and jobs do not collide.
 
-Stock vLLM repacks weights for the CPU's kernels when it loads them, and drops the originals: new
-weights written later have no effect, or a wrong one. Here linears multiply by the weight itself, and
-experts are plain torch that honours an expert map, so writing into a parameter is all an update takes.
-Slower than the packed kernels by what packing gains; exact to 5e-6 in log-prob.
+Original vLLM repacks weights for the CPU's kernels when it loads them, and drops the originals: weights that are
+written later have no effect, or a wrong one. Here linear layers multiply by the weight itself, and experts are plain
+torch with an expert map, so an update only writes into parameters. This is slower than the packed kernels; log-probs
+agree to 5e-6.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.functional import linear, silu
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_PREFIX = "mindspeed-rl-"
-LEFTOVER_AGE = 600.0  # seconds; younger segments may belong to a job that starts right now
+LEFTOVER_AGE = 600.0  # seconds; younger segments may belong to a job that is starting
 
 
 @functools.cache
@@ -73,8 +73,8 @@ def _apply_experts(
 ) -> None:
     """Gated SiLU experts, written to `output` `[T, H]`.
 
-    hidden_states `[T, H]`; w1 `[E, 2F, H]` gate above up; w2 `[E, H, F]`; topk_weights, topk_ids
-    `[T, k]`; expert_map `[E global]` -> local expert, -1 where another rank has it.
+    hidden_states `[T, H]`; w1 `[E, 2F, H]` gate above up; w2 `[E, H, F]`; topk_weights, topk_ids `[T, k]`; expert_map
+    `[E global]` -> local expert, -1: on another rank.
     """
     if activation.value != "silu":
         raise ValueError(f"experts with activation {activation.value!r} cannot be live on CPU; known: silu")
@@ -92,8 +92,9 @@ def _apply_experts(
 def _rotary_by_heads() -> None:
     """Rotate `[T, heads, D]` in torch.
 
-    vLLM's kernel for the CPU takes `[T, heads x D]`: it reads one head and the last but one stride as that of tokens.
-    Latent attention hands over heads one by one, and slices of wider rows: all but the first tokens stay unrotated.
+    vLLM's kernel for the CPU expects `[T, heads x D]`: with other shapes it takes the second-last stride for that of
+    tokens. Latent attention passes separate heads, and slices of wider rows; then it would rotate only the first
+    tokens.
     """
     from vllm.model_executor.layers.rotary_embedding import base
 
@@ -111,14 +112,14 @@ def _rotary_by_heads() -> None:
 
 
 def _own_shared_memory() -> None:
-    """Give shared memory segments a name of this job, removed as soon as every rank has mapped them, so that no killed
-    process leaves them behind. In stock vLLM the name is the same in every job: two jobs collide, and so do a job
-    and what a killed one left."""
+    """Give shared memory segments a name of this job, and remove the name as soon as every rank has mapped them, so
+    that killed processes leave nothing. In original vLLM the name is the same in every job: two jobs collide, and a job
+    collides with segments of a killed one."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shm
 
     group_name, init = Shm.make_group_name, Shm._init_cpu_shm
     parts = [os.environ.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-    if not any(parts):  # workers of vLLM's own server
+    if not any(parts):  # true for workers of vLLM's own server
         parts = [str(os.getppid())]
     job = f"{zlib.crc32('|'.join(parts).encode()):08x}"  # the same in all its ranks
 
@@ -127,7 +128,7 @@ def _own_shared_memory() -> None:
 
     def make_group_name(communicator: Any) -> str:
         name = f"/{SEGMENT_PREFIX}{job}-{group_name(communicator).replace('/', '')}"
-        # Each rank creates, and so removes, only its own segment: a peer's may be in use already.
+        # Each rank creates and removes only its own segment: a peer's may be in use already.
         segment(name, communicator).unlink(missing_ok=True)
         return name
 
@@ -141,8 +142,8 @@ def _own_shared_memory() -> None:
 
 
 def _unequal_collectives() -> None:
-    """The two collectives through which engines share experts, each with its own number of tokens: vLLM 0.32 asks its
-    communicator for them also on a CPU, where it has none."""
+    """Adds two collectives for engines that share experts, each with its own number of tokens: vLLM 0.32 needs them
+    also on a CPU, where its communicator lacks them."""
     from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase as Base
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
@@ -172,8 +173,10 @@ def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[
 
 
 def remove_leftovers(folder: Path = SHARED_MEMORY) -> None:
-    """Remove segments of jobs that were killed while their engines started: those that have had their name for long."""
+    """Remove segments of jobs that were killed while their engines started: those whose name is older than
+    LEFTOVER_AGE."""
     for path in folder.glob(SEGMENT_PREFIX + "*"):
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # another rank was faster, or another user's
+        # another rank was faster, or another user owns it
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             if path.is_file() and time.time() - path.stat().st_mtime > LEFTOVER_AGE:
                 path.unlink()

@@ -1,4 +1,4 @@
-"""The only code that knows how Megatron scales what a loss function returns.
+"""The only code that depends on how Megatron scales the result of a loss function.
 
 We want the gradient of `sum_t w_t * l_t` over the whole global batch, where a micro-batch contributes
 its own part of that sum. What Megatron does to that part (core 0.12.1, 0.16.1, 0.19; pipeline_parallel/

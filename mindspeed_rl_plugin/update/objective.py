@@ -1,4 +1,4 @@
-"""One micro-batch's part of the loss of the step, and its sums for the metrics. Pure tensors."""
+"""The part of a step's loss from one micro-batch, and its sums for the metrics. Pure tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mindspeed_rl_plugin.algorithms.corrections import CORRECTION_LEVELS, import
 from mindspeed_rl_plugin.algorithms.kl import k3
 from mindspeed_rl_plugin.forward import MicroBatch
 
-# Sums weighted as the loss is; sums over trained tokens, to be divided by their number; over sequences with a
-# trained token, to be divided by theirs; maxima. By the register's names (`monitor.names`).
+# Sums with the weights of the loss; sums over trained tokens, for means over these; over sequences with a trained
+# token, for means over these; maxima. By the names of `monitor.names`.
 WEIGHTED = ("loss", "loss/policy", "loss/kl", "loss/entropy")
 PER_TOKEN = (
     *("ratio/mean", "clip_fraction", "entropy", "kl/ref", "kl/old", "logp_diff/mean"),
@@ -37,12 +37,11 @@ def objective(
 
     batch: with columns `advantages`, `logp_rollout`, and `logp_old` and `logp_ref` where the algorithm needs them;
     weights: `[mb]` weight of a trained token of each row; multiplicity: `[mb]` how often a row counts in the tally (its
-    weight already says so for the loss); fresh: `[mb]` bool, rows that the weights of this rollout sampled (the others
-    say nothing of how engine and trainer agree); logp, entropy: `[mb, S]`.
-    Returns the scalar `sum_t w_t * (c_t * policy + kl_coef * KL - entropy_coef * H)` with its gradient, c_t the
-    off-policy correction where one is on, and a detached vector laid out as `WEIGHTED + PER_TOKEN + PER_SEQUENCE +
-    MAXIMA`. Ratio and importance weights are tallied less 1, so that the mean of ratios of 1 is 1 to the last bit;
-    `ratio/min` as a maximum of its negative.
+    weight includes it already); fresh: `[mb]` bool, rows that the weights of this rollout sampled (only these show
+    whether engine and trainer agree); logp, entropy: `[mb, S]`. Returns the scalar `sum_t w_t * (c_t * policy + kl_coef
+    * KL - entropy_coef * H)` with its gradient, c_t is the off-policy correction, if any; and a detached vector in the
+    order `WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA`. Ratio and importance weights are summed minus 1, so that the
+    mean of ratios of 1 is exactly 1; `ratio/min` is stored as the maximum of its negative.
     """
     mask = batch.mask
     sequence = batch.sequence
@@ -84,11 +83,11 @@ def objective(
 def _engine_gap(
     algorithm: Algorithm, tokens: TrainedTokens, rollout: Tensor, counted: Tensor, fresh: Tensor
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """What the gap between engine and trainer makes of the loss, `[T]` or None, and its part of the tally."""
+    """The correction of the loss for the gap between engine and trainer, `[T]` or None, and its part of the tally."""
     old, sequence, rows = tokens.logp_old, tokens.sequence, tokens.sequences
     by_level = {level: importance_weights(old, rollout, sequence, rows, level) for level in CORRECTION_LEVELS}
     token = by_level["token"]
-    # A share of 1 / n on each of its n tokens counts a sequence once.
+    # With 1 / n on each of its n tokens a sequence counts once.
     once = counted / torch.bincount(sequence, minlength=rows).clamp(min=1)[sequence]
     outside = {level: algorithm.out_of_bounds(weights).float() for level, weights in by_level.items()}
     difference = (old - rollout).abs()
@@ -106,5 +105,5 @@ def _engine_gap(
 
 
 def _maximum(values: Tensor) -> Tensor:
-    """Largest value, -inf of none."""
+    """Largest value; -inf without values."""
     return values.max() if values.numel() else values.new_tensor(-torch.inf)

@@ -33,7 +33,7 @@ class MegatronStep:
     model: this rank's chunks; norm_length: constant of the aggregation `token-sum-norm` [tokens].
     """
 
-    inputs: ClassVar[tuple[str, ...]] = ()  # per-token columns that the loss may read, besides the tokens
+    inputs: ClassVar[tuple[str, ...]] = ()  # per-token columns that the loss may read, in addition to the tokens
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class MegatronStep:
     ) -> None:
         self.algorithm, self.settings, self.model, self.norm_length = algorithm, settings, model, norm_length
         config = get_model_config(model[0])
-        if settings.max_tokens is not None:  # pipeline stages hand on micro-batches of any shape
+        if settings.max_tokens is not None:  # pipeline stages must accept micro-batches of any shape
             config.variable_seq_lengths = True
         self._device, self._per_token = device_of(model), bool(config.calculate_per_token_loss)
         self._entropy_grad = algorithm.entropy_coef != 0
@@ -53,10 +53,10 @@ class MegatronStep:
         """Take the rows of the next optimizer step.
 
         micro_batches: this data parallel rank's, in order, each of `micro_batch_size` rows (of any number where the
-        settings have `max_tokens`: then as many micro-batches on every rank) with `tokens`, `loss_mask`, where rows
-        were dropped `valid` (`[B]`, 0: the row is trained nowhere), where they were filtered `multiplicity` (`[B]`, how
-        often a row counts), and on the last pipeline stage what the loss needs; version: of the weights that the
-        rollout began with. Collective. Raises ValueError for a missing column or a wrong number of micro-batches.
+        settings have `max_tokens`: then as many micro-batches on every rank) with `tokens`, `loss_mask`, if rows were
+        dropped `valid` (`[B]`, 0: the row is not trained), if they were filtered `multiplicity` (`[B]`, how often a row
+        counts), and on the last pipeline stage the columns of the loss; version: of the weights that the rollout began
+        with. Collective. Raises ValueError for a missing column or a wrong number of micro-batches.
         """
         expected = num_microbatches_calculator.get_num_microbatches()
         if self.settings.max_tokens is None and len(micro_batches) != expected:
@@ -72,12 +72,12 @@ class MegatronStep:
         self._batches = [self._collate(i, part) for i, part in enumerate(rows)]
         self._multiplicity = [k.to(self._device) for k in often]
         self._fresh = [_sampled_by(part, version).to(self._device) for part in rows]
-        # As if each row stood in the batch as often as filtration took it, at the cost of one pass over it.
+        # As if each row was in the batch as often as filtration drew it, at the cost of one pass over it.
         self._weights = [(self._weigh(n) * k).float().to(self._device) for n, k in zip(counts, often, strict=True)]
         self._tallies: dict[int, Tensor] = {}
 
     def run(self, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        """Megatron's `train_step` on what was prepared. args: what it is given after forward step and iterator."""
+        """Run Megatron's `train_step` on the prepared rows. args: its arguments after forward step and iterator."""
         every = (self.forward_step, data_iterators(self._batches, len(self.model)), *args)
         if self.settings.max_tokens is None:
             return train_step(*every, **kwargs)
@@ -99,11 +99,11 @@ class MegatronStep:
         return run_model(model, batch, self.settings, entropy_grad=self._entropy_grad)
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
-        """Megatron's loss function: what it wants for one micro-batch, of `_result`."""
+        """Megatron's loss function: returns `_result` for one micro-batch."""
         raise NotImplementedError
 
     def _needed(self, rows: Rows) -> list[str]:
-        """Columns that the last pipeline stage needs besides the tokens."""
+        """Columns that the last pipeline stage needs in addition to the tokens."""
         raise NotImplementedError
 
     def _weigh(self, counts: Tensor) -> Tensor:
@@ -133,14 +133,15 @@ class MegatronStep:
         return Totals(tokens, sequences, self.norm_length)
 
     def _result(self, batch: MicroBatch, loss: Tensor, tally: Tensor, name: str = "loss") -> tuple:
-        """loss: part of the step's; name: on Megatron's line."""
-        self._tallies[batch.index] = tally  # by index, for Megatron may run a step again to validate its result
-        # Megatron averages this over micro-batches; it is this rank's view, `metrics` has the exact one.
+        """The result for Megatron. loss: part of the step's; name: in Megatron's log line."""
+        self._tallies[batch.index] = tally  # by index, since Megatron may repeat a step to validate its result
+        # Megatron averages this over micro-batches of this rank; `metrics` has the exact value.
         seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
         return self._scaling.result(loss, self._multiplicity[batch.index][batch.sequence].sum(), {name: seen})
 
     def _reduced(self, sums: int) -> Tensor:
-        """The tally of the global batch, the same on all ranks. Collective. sums: numbers of it that are no maxima."""
+        """The tally of the global batch, the same on all ranks. Collective. sums: length of the part before the
+        maxima."""
         ends = ends_here(self.model)
         assert len(self._tallies) == (len(self._batches) if ends else 0), "metrics before the step ran"
         return reduce_tallies(self._tallies.values() if ends else None, sums)
@@ -173,5 +174,5 @@ def _trained(rows: Rows) -> Tensor:
 
 
 def _sampled_by(rows: Rows, version: int) -> Tensor:
-    """`[mb]` bool, which rows the weights of this version sampled, or newer ones; all where the rows do not say."""
+    """`[mb]` bool, rows that weights of this version or newer ones sampled; all rows without a column of versions."""
     return rows["version"] >= version if "version" in rows.columns else torch.ones(len(rows), dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""Reduce what a step counts over ranks, exactly once, on every rank alike.
+"""Reduces the counts of a step over ranks, each exactly once; all ranks get the same result.
 
-Over gloo and on the host: it ends by --rl-wait-timeout (collectives of a device by --distributed-timeout-minutes), and
-HCCL neither reduces nor sends float64.
+Uses gloo on the host: then --rl-wait-timeout limits the wait (for collectives of a device --distributed-timeout-minutes
+does), and HCCL has no float64.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUM_COUNT = len(WEIGHTED) + len(PER_TOKEN) + len(PER_SEQUENCE)
 def of_data_parallel_ranks(value: Any) -> list[Any]:
     """The value of each data parallel rank, in their order, on every rank of the job. Collective.
 
-    value: the same on the model parallel ranks of a data parallel rank, None on those that have none.
+    value: the same on the model parallel ranks of a data parallel rank, None on ranks without a value.
     """
     every = gather_all((parallel_state.get_data_parallel_rank(), value))
     first = {rank: value for rank, value in reversed(every) if value is not None}
@@ -39,7 +39,7 @@ def reduce_tallies(tallies: Iterable[Tensor] | None, sums: int = SUM_COUNT) -> T
     """One tally of the global batch from those of this rank's micro-batches.
 
     tallies: vectors `[width]`, `sums` sums before maxima, None on ranks without the end of the model. Returns `[width]`
-    float64 on the host. Collective. Tensor and context parallel ranks hold the same tally each.
+    float64 on the host. Collective. Tensor and context parallel ranks have the same tally.
     """
     local = None
     if tallies is not None:
@@ -48,11 +48,11 @@ def reduce_tallies(tallies: Iterable[Tensor] | None, sums: int = SUM_COUNT) -> T
 
 
 def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
-    """The metrics of a reduced tally, by the register's names (`monitor.names` says what they are).
+    """The metrics of a reduced tally, by the names of `monitor.names`.
 
-    `loss` and `loss/*` are aggregated as the loss is, the others are over the trained tokens or sequences;
-    `logp_diff/*` over tokens that this rollout's weights sampled. Without any trained token the means are 0 (ratio and
-    weights 1) and the extremes are left out, without any of this rollout's weights those of `logp_diff`.
+    `loss` and `loss/*` are aggregated as the loss, the others are means over trained tokens or sequences; `logp_diff/*`
+    over tokens that this rollout's weights sampled. Without a trained token means are 0 (ratio and weights 1) and
+    extremes are left out. `logp_diff` is left out without tokens of this rollout's weights.
     """
     named = dict(zip(WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA, tally.tolist(), strict=True))
     metrics = {name: named[name] for name in WEIGHTED}
