@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def preset_row(name: str) -> tuple[str, ...]:
-    """The cells of one preset, as resolved without any other flag."""
+    """The cells of one preset, resolved without other flags."""
     preset = resolve(AlgorithmConfig(algorithm=name))
     return (
         name,
@@ -100,7 +100,7 @@ def parts() -> Iterable[tuple[str, Mapping[str, tuple[Callable, str]]]]:
 
 
 def described(function: Callable) -> tuple[str, str]:
-    """What a part computes and its source, from its docstring."""
+    """Formula and source of a part, from its docstring."""
     first, *rest = inspect.getdoc(function).splitlines()
     text, _, source = " ".join([first, *rest]).partition("Source: ")
     return min(first, text, key=len).strip().rstrip("."), " ".join(source.split()).rstrip(".")

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.config.rl_config import group_types, help_text
 
 WIDTH = 100
 _ESCAPED = str.maketrans({sign: f"\\{sign}" for sign in "[|"})  # in Markdown
-# Words that have no flag of ours, or one of another name -> what to use.
+# Words without a flag of ours, or with a flag of another name -> what to use.
 _SCRIPTS = "the launch script's own, which Megatron reads: "
 FLAGS_ELSEWHERE = {
     "wandb": "Megatron's --wandb-project NAME --wandb-exp-name NAME: what RL measures goes there too, under rl/",
@@ -38,7 +38,7 @@ WORD` prints the flags with a word in their name or text. All other flags are th
 
 
 def main(argv: list[str]) -> int:
-    """Print the flags; 1 where none has the word."""
+    """Print the flags. Returns 1 if no flag has the word."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_rl_plugin flags", description=__doc__.splitlines()[0])
     parser.add_argument("word", nargs="?", default="", help="show only flags with this word in their name or text")
     parser.add_argument("--markdown", action="store_true", help="print docs/flags.md")
@@ -52,14 +52,14 @@ def main(argv: list[str]) -> int:
 
 
 def elsewhere(word: str) -> str:
-    """What to use for a word that other programs have flags of; else empty."""
+    """What to use instead of another program's flag of this word; else empty."""
     word = word.lower().replace("_", "-")
     texts = (text for words, text in FLAGS_ELSEWHERE.items() if {word, word.partition("-")[0]} & {*words.split()})
     return f"{word}: {text}" if (text := next(texts, "")) else ""
 
 
 def plain(word: str = "") -> str:
-    """The flags with a word in their name, choices or text, for a terminal; empty where there is none."""
+    """The flags with a word in their name, choices or text, for a terminal; empty without such flags."""
     blocks, indent = [], " " * 8
     for title, flags in _groups():
         lines = [title]
@@ -85,7 +85,7 @@ def _groups() -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def _spelt(f: dataclasses.Field) -> str:
-    """The flag with its value: N for a number, the choices where there are some, `...` where it takes several."""
+    """The flag with its value: N for a number, or the choices; `...` for several values."""
     name, choices = flag_name(f.name), f.metadata["choices"]
     if isinstance(f.default, bool) or f.type == "bool | None":
         return name if f.default is False else f"{name}, --no-{name[2:]}"

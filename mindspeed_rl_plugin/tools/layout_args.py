@@ -1,5 +1,5 @@
-"""What the command lines of plan, export and import say in short, read and checked: layouts such as "tp4,pp2,ep8", and
-models by name or config.json."""
+"""Reads and checks short arguments of plan, export and import: layouts such as "tp4,pp2,ep8", and models by name or
+config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.prompts.tokenizer import read_json
 
 TRAIN = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first", "last")
 _ENGINE_SIZES = ("tp", "ep", "dp")
-# Sizes of published models, as their config.json has them, for plans without a checkpoint.
+# Sizes of published models, from their config.json, for plans without a checkpoint.
 _TIED = {"tied": True}
 _QWEN3_MOE = {"experts": 128, "expert_ffn": 768}
 _DEEPSEEK_EXPERTS = {"experts": 256, "expert_ffn": 2048, "shared_ffn": 2048, "dense_layers": (0, 1, 2)}
@@ -41,19 +41,19 @@ MODELS = {
     "deepseek-v3": ("deepseek_v3", (61, 7168, 128, 128, 192, 18432, 129280), _DEEPSEEK_EXPERTS),
     "deepseek-r1": ("deepseek_v3", (61, 7168, 128, 128, 192, 18432, 129280), _DEEPSEEK_EXPERTS),
 }
-# What every config.json must have.
+# Required fields of a config.json.
 _CONFIG_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def check_least(options: Namespace, least: int, *names: str) -> None:
-    """Raise ValueError naming the first of these options that is given and lower."""
+    """Raise ValueError, with its name, for the first of these options that is too small."""
     for name in names:
         if (value := getattr(options, name)) is not None and value < least:
             raise ValueError(f"{spelt(name)} must be at least {least}, got {value}")
 
 
 def parse_sizes(text: str, known: tuple[str, ...], flag: str) -> dict[str, int]:
-    """Sizes of "tp4,pp2". Raises ValueError naming the flag, the word and what is known."""
+    """Sizes of "tp4,pp2". Raises ValueError with the flag, the word and the known names."""
     sizes: dict[str, int] = {}
     for word in filter(None, re.split(r"[,\s]+", text)):
         match = re.fullmatch(r"([a-z]+)(\d+)", word)
@@ -66,7 +66,7 @@ def parse_sizes(text: str, known: tuple[str, ...], flag: str) -> dict[str, int]:
 
 
 def train_layout(text: str, world: int | None) -> Parallel:
-    """The trainer's layout; the world follows from dp where it is not given. Raises ValueError when dp and the world
+    """The trainer's layout; the world is computed from dp if it is not given. Raises ValueError when dp and the world
     disagree, or sizes do not divide."""
     sizes = parse_sizes(text, TRAIN, "--train")
     dp, first, last = (sizes.pop(name, None) for name in ("dp", "first", "last"))
@@ -79,7 +79,8 @@ def train_layout(text: str, world: int | None) -> Parallel:
 
 
 def engine_layout_of(text: str, world: int) -> tuple[EngineParallel, int]:
-    """One engine, and how many there are. dp counts engines, or their data parallel ranks, and is only checked."""
+    """Layout of one engine, and number of engines. dp counts engines, or their data parallel ranks, and is only
+    checked."""
     sizes = parse_sizes(text, _ENGINE_SIZES, "--generate")
     dp = sizes.pop("dp", None)
     engine = EngineParallel(**sizes)
@@ -94,14 +95,14 @@ def engine_layout_of(text: str, world: int) -> tuple[EngineParallel, int]:
 
 
 def check_experts(shape: ModelShape, text: str, flag: str) -> None:
-    """Raise ValueError where a layout such as tp4,ep8 spreads experts of a model that has none."""
+    """Raise ValueError for a layout with ep, such as tp4,ep8, and a model without experts."""
     spread = re.search(r"\bep([2-9]|[1-9]\d+)\b", text)
     if spread and not shape.experts:
         raise ValueError(f"{flag}: family {shape.family} has no experts that {spread[0]} could spread; leave it out")
 
 
 def check_train(shape: ModelShape, train: Parallel, flag: str) -> None:
-    """Raise ValueError, with the flag and what works instead, where the model does not divide as the trainer does."""
+    """Raise ValueError, with the flag and working values, if the trainer's layout does not divide the model."""
     check_experts(shape, f"ep{train.ep}", flag)
 
     def cut(tp: int) -> None:
@@ -124,7 +125,7 @@ def check_engine(shape: ModelShape, engine: EngineParallel, flag: str) -> None:
 
 @contextmanager
 def _explained(flag: str, shape: ModelShape, tp: int, cut: Callable[[int], object]) -> Iterator[None]:
-    """Give a ValueError of the block the flag and, where tp is at fault, the sizes for which `cut` raises none."""
+    """Add to a ValueError of the block the flag and, if tp is wrong, the sizes for which `cut` does not raise."""
     try:
         yield
     except ValueError as error:
@@ -138,7 +139,7 @@ def _explained(flag: str, shape: ModelShape, tp: int, cut: Callable[[int], objec
 
 
 def model_shape(text: str, multiple: int) -> ModelShape:
-    """A published model by name, or that of a config.json; multiple: what Megatron pads its vocabulary to."""
+    """A published model by name, or that of a config.json; multiple: Megatron pads the vocabulary to it."""
     path, flag = Path(text), f"--model {text}"
     if path.exists():
         return shape_of(read_config(path, flag), multiple, flag)
@@ -153,7 +154,7 @@ def _padded(vocab: int, multiple: int) -> int:
 
 
 def read_config(path: Path, flag: str) -> dict[str, Any]:
-    """A config.json, or that of a folder. Raises ValueError with its path for what is none."""
+    """A config.json, or that of a folder. Raises ValueError, with its path, for an invalid file."""
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ValueError(f"{flag}: {path} is missing; give the folder of a Hugging Face model")
@@ -161,8 +162,8 @@ def read_config(path: Path, flag: str) -> dict[str, Any]:
 
 
 def shape_of(config: Mapping[str, Any], multiple: int, flag: str) -> ModelShape:
-    """Shape of a config.json, its vocabulary padded to a multiple. Raises ValueError naming a field that is missing, or
-    a size that is none."""
+    """Shape of a config.json, its vocabulary padded to a multiple. Raises ValueError for a missing field or an invalid
+    size."""
     for name in _CONFIG_SIZES if family_of(config) else ():
         if name not in config:
             raise ValueError(f"{flag}: config.json has no {name}; is it that of a plain language model?")

@@ -27,7 +27,7 @@ class Tree(NamedTuple):
     diff: str  # name in `patches/`
 
 
-ANCHOR = "import torch"  # the line of `SCRIPT` that ours follows: before MindSpeed's adaptor reads the command line
+ANCHOR = "import torch"  # our line follows this one of `SCRIPT`: before MindSpeed's adaptor reads the command line
 TREES: tuple[Tree, ...] = (
     Tree("Megatron-LM", "core_v0.12.1", 4, "megatron-lm-core_v0.12.1.patch"),
     Tree("Megatron-LM", "core_v0.16.1", 22, "megatron-lm-core_v0.16.1.patch"),
@@ -38,7 +38,8 @@ TREES: tuple[Tree, ...] = (
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0 when the tree ends as asked (for --check: when applied), 1 not applied, 2 does not match."""
+    """Returns 0 if the tree is now as requested (for --check: if applied), 1: not applied, 2: the tree does not
+    match."""
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_rl_plugin patch",
         description="One added line in pretrain_gpt.py of Megatron-LM or MindSpeed-LLM. DIR need not be under git.",
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def apply_to(directory: str, revert: bool = False) -> None:
-    """Add the line unless it is there, or take it out if it is. Raises ValueError when the tree does not match."""
+    """Add the line if it is missing; revert: remove it. Raises ValueError if the tree does not match."""
     applied, _, at = inspect(directory)
     if applied != revert:
         return
@@ -78,8 +79,8 @@ def apply_to(directory: str, revert: bool = False) -> None:
 
 def inspect(directory: str) -> tuple[bool, str, int]:
     """Recognise the tree in `directory` and look for the line. Reads files only; no git needed. Returns whether the
-    line is there, the sentence that says so, and the number, from 1, of the line, or of the one that it would follow.
-    Raises ValueError for a tree that the plugin does not know, and for a script without the line that ours follows."""
+    line is in the script, a sentence about that, and the number, from 1, of the line or of the line that it would
+    follow. Raises ValueError for an unknown tree, and for a script without the line `ANCHOR`."""
     kind, version = _release(Path(directory))
     script = Path(directory, SCRIPT)
     if not script.is_file():
@@ -101,7 +102,7 @@ def inspect(directory: str) -> tuple[bool, str, int]:
 
 
 def _release(folder: Path) -> tuple[str, str]:
-    """Which upstream a tree is, and its version."""
+    """The upstream of a tree, and its version."""
     if (folder / "mindspeed_llm").is_dir():
         setup = folder / "setup.py"
         text = setup.read_text(encoding="utf-8") if setup.is_file() else ""

@@ -18,11 +18,11 @@ from mindspeed_rl_plugin.episodes.verifiers_bridge import interpreter
 from mindspeed_rl_plugin.monitor.run_files import atomic_write
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
-LOAD_SECONDS = 3600.0  # in which the tasks are loaded; those that are downloaded take long
+LOAD_SECONDS = 3600.0  # for loading the tasks; a download takes long
 
 
 def main(argv: list[str]) -> int:
-    """Write the file; 1 where the environment cannot be used."""
+    """Write the file. Returns 1 if the environment cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_rl_plugin tasks", description=__doc__.splitlines()[0])
     parser.add_argument("environment", help=f"{VERIFIERS}ID or {VERIFIERS}FILE.toml, as --rl-environment takes it")
     parser.add_argument("--python", help="interpreter that has verifiers (default: this one)")
@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
 
 
 def write(environment: str, python: str | None, path: str, most: int | None) -> int:
-    """Write the file, whole or not at all. Returns how many rows. Raises ValueError for what cannot be used."""
+    """Write the file atomically. Returns the number of rows. Raises ValueError for an environment that cannot be
+    used."""
     count = 0
 
     def fill(part: Path) -> None:
@@ -63,7 +64,8 @@ def write(environment: str, python: str | None, path: str, most: int | None) -> 
 
 
 def rows(environment: str, python: str | None, most: int | None) -> Iterator[dict[str, Any]]:
-    """Of the data file, from the process of verifiers' interpreter. Raises ValueError for what cannot be used."""
+    """Rows of the data file, from a process of verifiers' interpreter. Raises ValueError for an environment that cannot
+    be used."""
     main = "mindspeed_rl_plugin.episodes.verifiers_load:main"
     then = tuple[list[dict[str, Any]] | None, str | None]
     program = Program(main, str | None, then, "verifiers' process", ValueError, interpreter(python))

@@ -19,12 +19,12 @@ from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.weights.live import mtp_only, table_name, trainer_storage
 
 MODEL_FILE = "model_optim_rng.pt"
-# In the state of a model, but not of its weights: states of single modules, counters.
+# Entries of a model's state that are not weights: states of single modules, counters.
 _OTHER = re.compile(r".*(_extra_state|local_tokens_per_expert)$")
 # Names of torch_dist.
 _LAYERS, _EXPERT_LAYERS = "decoder.layers.", ".mlp.experts.experts."
 _NUMBERED = re.compile(re.escape(_LAYERS) + r"\d+\.")
-# Names that norms have there in every implementation -> those of the plain one.
+# Names of norms there, in every implementation -> names in the plain one.
 _NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -43,8 +43,8 @@ def rank_folder(parallel: Parallel, rank: int) -> str:
 
 
 def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
-    """Folder -> the first rank that writes it, of all ranks. Raises ValueError where ranks of one folder store
-    different things: of them Megatron keeps the last."""
+    """Folder -> the first rank that writes it. Raises ValueError if ranks of one folder store different contents: then
+    Megatron keeps only the last."""
     first_of: dict[str, int] = {}
     for rank in range(parallel.world):
         folder = rank_folder(parallel, rank)
@@ -60,8 +60,8 @@ def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
 
 
 class Checkpoint:
-    """A checkpoint on disk. args: Megatron's arguments as saved; parallel: its layout. iteration: which one (None: the
-    one that the tracker file names). Raises ValueError when there is none in this format, or when it was saved without
+    """A checkpoint on disk. args: Megatron's arguments as saved; parallel: its layout. iteration: of the checkpoint
+    (None: the one in the tracker file). Raises ValueError if there is none in this format, or if it was saved without
     arguments."""
 
     def __init__(self, directory: Path, iteration: int | str | None = None) -> None:
@@ -87,7 +87,7 @@ class Checkpoint:
         self.parallel = Parallel(1) if self._whole else Parallel.from_megatron_args(args)
 
     def tensors(self, folder: str, first_stage: bool) -> Mapping[str, Tensor | StoredTensor]:
-        """The model's tensors in the file of some ranks, which are those of the first pipeline stage or not."""
+        """The model's tensors in one file. first_stage: whether its ranks are of the first pipeline stage."""
         if self._whole:
             return {name: t for name, t in whole_model(self._whole).items() if not _OTHER.match(name)}
         path = self.folder / folder / MODEL_FILE
@@ -109,8 +109,8 @@ _StoredPart = tuple[str, Tensor | StoredTensor, Segment]  # folder, stored param
 
 
 class Assembled:
-    """Canonical tensors out of those that all ranks of a checkpoint stored, one by one. Raises ValueError listing what
-    names or shapes differ from those of `shape`."""
+    """Assembles canonical tensors, one by one, from those of all ranks of a checkpoint. Raises ValueError with the
+    names and shapes that differ from `shape`."""
 
     def __init__(self, shape: ModelShape, checkpoint: Checkpoint) -> None:
         self._tensors, parallel = canonical_tensors(shape), checkpoint.parallel
@@ -127,7 +127,7 @@ class Assembled:
         return next(iter(self._parts[name].values()))[0][1].dtype
 
     def make(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole tensor, in the stored dtype or in `dtype`. Raises ValueError when ranks that store the same range
+        """The complete tensor, in the stored dtype or in `dtype`. Raises ValueError if ranks that store the same range
         differ."""
         tensor = self._tensors[name]
         out = torch.empty(tensor.shape, dtype=dtype or self.dtype(name))
@@ -150,11 +150,12 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def whole_model(files: DistFiles) -> dict[str, StoredTensor]:
-    """Tensors of `--ckpt-format torch_dist`, as one rank that holds the whole model would store them: parameter name of
-    the plain implementation, with experts one by one -> tensor, which is read when it is used.
+    """Tensors of `--ckpt-format torch_dist`, in the form of one rank with the complete model: parameter name of the
+    plain implementation, with single experts -> tensor, which is read at its use.
 
-    The files' entries are whole: [gate; up], query groups one after the other, the embedding with its padding. Sources,
-    alike in core 0.12.1, 0.16.1 and 0.19: sharded_state_dict of transformer_block.py, mlp.py and moe/experts.py.
+    The files' entries are complete: [gate; up], query groups one after the other, the embedding with its padding.
+    Sources, alike in core 0.12.1, 0.16.1 and 0.19: sharded_state_dict of transformer_block.py, mlp.py and
+    moe/experts.py.
     """
     return dict(_each(files))
 

@@ -18,9 +18,9 @@ from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, own_code, read
 from mindspeed_rl_plugin.tools.convert.cli import size
 
 HF_INDEX, HF_CONFIG = "model.safetensors.index.json", "config.json"
-# A tokenizer has at least one of these; it may need any other file too, but those that are known to be something else.
+# A tokenizer has at least one of these. It may need any other file, too, except known files of other kinds.
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template*")
-TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer's
+TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer
 _KNOWN_FILES = (*_TOKENIZER, "*.model", "*.tiktoken", "*.jinja", "*.py", TEMPLATES, HF_CONFIG, GENERATION)
 _OF_MODEL = (
     *("*.safetensors*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ckpt", "*.distcp"),
@@ -30,8 +30,8 @@ _OF_MODEL = (
 
 
 def open_tensors(directory: Path) -> dict[str, Any]:
-    """Name -> safetensors' slice of every tensor of a directory: it has `get_shape()`, and reads what it is indexed by.
-    Raises ValueError when there are no safetensors, one is damaged, or one is missing that the index names."""
+    """Name -> safetensors' slice of every tensor of a directory: it has `get_shape()`, and indexing reads a part.
+    Raises ValueError if there are no safetensors, if one is damaged, or if one of the index is missing."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} holds no *.safetensors; pickled weights are not read")
@@ -59,7 +59,7 @@ def write_shards(
     directory: Path, sizes: Mapping[str, int], make: Callable[[str], Tensor], limit: int
 ) -> tuple[int, int]:
     """Write tensors into files of at most `limit` bytes, or one larger tensor. Returns (files, bytes). sizes: bytes by
-    name; make: the tensor of a name, called once each, so that one shard is in memory at a time."""
+    name; make: name -> tensor, called once for each, so that only one shard is in memory at a time."""
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
     )
@@ -74,14 +74,14 @@ def write_shards(
 
 
 def _usual_mode() -> int:
-    """Permissions of a new file; safetensors gives its own to the owner alone."""
+    """Permissions of a new file; safetensors' own files are only for the owner."""
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask
 
 
 def tokenizer_files(source: Path) -> list[Path]:
-    """What a tokenizer may need of its directory. Raises ValueError when there is none."""
+    """The files of its directory that a tokenizer may need. Raises ValueError without a tokenizer."""
     if not any(file.is_file() for pattern in _TOKENIZER for file in source.glob(pattern)):
         raise ValueError(f"--tokenizer {source}: no files of a tokenizer there")
     kept = (file for file in source.iterdir() if not any(map(file.match, _OF_MODEL)))
@@ -89,8 +89,8 @@ def tokenizer_files(source: Path) -> list[Path]:
 
 
 def check_loads(folder: Path, tokenizer: bool, trust_remote_code: bool) -> list[str]:
-    """Load what was written besides the weights. Returns a line on each part that was not loaded. Raises ValueError,
-    with the reason, for what cannot be loaded."""
+    """Load the written files other than the weights. Returns a line on each part that was not loaded. Raises
+    ValueError, with the reason, for a part that cannot be loaded."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -52,7 +52,7 @@ def export(options: argparse.Namespace) -> str:
     def dtype(name: str) -> torch.dtype:
         return torch.float32 if tensors[name].wide else given or whole.dtype(name)
 
-    # What can be refused comes before what takes long.
+    # Checks come before slow work.
     folders = [folder for folder in (options.config, options.tokenizer) if folder and folder.is_dir()]
     ids, note = _tokens(checkpoint.args, options.config, folders, shape.vocab)
     copied = tokenizer_files(options.tokenizer) if options.tokenizer else []
@@ -83,8 +83,8 @@ def export(options: argparse.Namespace) -> str:
 def _tokens(
     args: argparse.Namespace, config: Path | None, folders: Sequence[Path], vocab: int
 ) -> tuple[dict[str, Any], str]:
-    """Ids of special tokens for config.json, and a line on where the end of a response comes from. config: --config;
-    folders: where else they may be named, the first before the others."""
+    """Ids of special tokens for config.json, and a line on the source of the end tokens. config: --config; folders:
+    further sources, in this order."""
     sources = [(str(config), config_tokens(config))] if config else []
     sources += [(str(folder), model_tokens(folder)) for folder in folders]
     sources.append(("the imported model", getattr(args, "hf_tokens", None) or {}))
@@ -107,7 +107,8 @@ def _tokens(
 
 
 def _vocabulary(args: argparse.Namespace, options: argparse.Namespace, described: int | None) -> tuple[int, str]:
-    """Rows of the embedding that are tokens, and a line where nothing says which rows pad it. described: --config's."""
+    """Rows of the embedding that are tokens, and a line if the number of padding rows is unknown. described: by
+    --config."""
     padded = args.padded_vocab_size
     if known := options.vocab or described or args.vocab_size:
         return known, ""
@@ -122,7 +123,7 @@ def _vocabulary(args: argparse.Namespace, options: argparse.Namespace, described
 
 
 def _config(args: argparse.Namespace, options: argparse.Namespace) -> tuple[dict[str, Any], ModelShape, str]:
-    """config.json and shape of the model that saved arguments describe, and `_vocabulary`'s line."""
+    """config.json and shape of the model by the saved arguments, and the line of `_vocabulary`."""
     config = read_config(options.config, "--config") if options.config else None
     vocab, note = _vocabulary(args, options, (config or {}).get("vocab_size"))
     shape = ModelShape.from_megatron_args(args, vocab)

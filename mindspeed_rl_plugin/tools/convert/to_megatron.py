@@ -30,9 +30,9 @@ from mindspeed_rl_plugin.tools.convert.files import open_tensors
 from mindspeed_rl_plugin.tools.layout_args import TRAIN, check_train, parse_sizes, read_config, shape_of, train_layout
 from mindspeed_rl_plugin.weights.live import LISTED_DIFFERENCES, differences, raise_if
 
-# Beside the weights: layers that predict further tokens, numbered after the others; frequencies that old files keep.
+# Tensors to leave out: layers for multi-token prediction, numbered after the others, and frequencies in old files.
 _LAYER, _FREQUENCIES = re.compile(r"model\.layers\.(\d+)\."), "rotary_emb.inv_freq"
-_MTP = "model.layers.{}.eh_proj.weight"  # what only a layer for multi-token prediction has
+_MTP = "model.layers.{}.eh_proj.weight"  # only in layers for multi-token prediction
 
 
 def main(argv: list[str]) -> int:
@@ -74,7 +74,7 @@ def import_(options: argparse.Namespace) -> str:
 
 
 def _layout(text: str, folded: bool) -> Parallel:
-    """Layout with the smallest world that has it. folded: as MindSpeed's dualpipev places layers."""
+    """Layout with the smallest possible world. folded: layers placed as by MindSpeed's dualpipev."""
     if dp := re.search(r"\bdp\d+", text):
         raise ValueError(f"--train {text}: leave {dp[0]} out; data parallel ranks load the same files")
     sizes = parse_sizes(text, TRAIN, "--train")
@@ -90,15 +90,15 @@ def _layout(text: str, folded: bool) -> Parallel:
 
 
 def _noop_layers(text: str | None, layers: int) -> tuple[int, ...]:
-    """Numbers of the layers that stand between a model's and do nothing. layers: of the model."""
+    """Numbers of the noop layers. layers: number of the model's layers."""
     given = len(set(text.split(","))) if text else 0
     return noop_layers(argparse.Namespace(noop_layers=text, num_layers=layers + given))
 
 
 def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[str]:
-    """What the files hold besides the model and without changing it. mtp: layers after the others that predict further
-    tokens, as config.json declares them. Raises ValueError unless the files hold the model's tensors, in their shapes
-    and unquantised, and no others."""
+    """Tensors in the files that are left out, since they do not change the model. mtp: layers for multi-token
+    prediction, by config.json. Raises ValueError unless the files have exactly the model's other tensors, in their
+    shapes and not quantised."""
     if quantised := [name for name in source if name.endswith(("_scale_inv", "_scale", "qweight"))]:
         raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
     expected = {name: tensor.shape for name, tensor in canonical_tensors(shape).items()}
@@ -139,8 +139,8 @@ def _write(
     args: argparse.Namespace,
     options: argparse.Namespace,
 ) -> int:
-    """Write a checkpoint that Megatron loads as a release: weights only, iteration 0, padding of the vocabulary 0.
-    Returns the number of files; the tracker file is written last."""
+    """Write a checkpoint that Megatron loads as a release: only weights, iteration 0, zeros in padding rows of the
+    vocabulary. Returns the number of files; the tracker file is written last."""
     tensors, given = canonical_tensors(shape), FLAG_DTYPES.get(options.dtype)
 
     def stored(segments: Sequence[Segment], size: torch.Size) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""`python -m mindspeed_rl_plugin plan --dock`: what the sample flow of a rollout moves, without any machine.
+"""`python -m mindspeed_rl_plugin plan --dock`: computes the bytes that a rollout's samples move, without a device.
 
-The equations and Table 1 of the MindSpeed RL paper (arXiv 2507.19017), and beside them this dock's own sum.
+By the equations and Table 1 of the MindSpeed RL paper (arXiv 2507.19017), and for this dock.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 GIB = 2**30
-# Bytes of what a warehouse reports to a controller of a commit: a row number, once for all columns written
-# together; offset and length of each cell; the number of a row that a state is done with.
+# Bytes in a warehouse's record of a commit: a row number, for all columns that are written together; offset and length
+# of each cell; number of a row that a state has finished.
 SLOT, CELL, ACK = 4, 8 + 4, 4
 # Table 1 of the paper: G, N, PL, SL, n, M.
 TABLE_1 = (
@@ -55,7 +55,7 @@ class Load:
     response: int  # SL, tokens of the longest
     items: int = 5  # n, of a response's length
     scalars: int = 3  # M
-    fill: float = 1.0  # mean length over longest: what packing saves
+    fill: float = 1.0  # mean length / longest length
 
     @property
     def rows(self) -> int:
@@ -63,8 +63,8 @@ class Load:
 
 
 def padded_gib(load: Load, warehouses: int = 1, controllers: int = 0) -> float:
-    """Eq. 2: total volume of a replay buffer in one place, padded, 4 bytes per entry. With both, Eq. 4: volume of each
-    of S warehouses, metadata sent to C controllers."""
+    """Eq. 2: total volume of a central replay buffer, padded, 4 bytes per entry. With warehouses and controllers, Eq.
+    4: volume of each of S warehouses, with metadata for C controllers."""
     metadata = 8 * (controllers + 1) * load.scalars
     return load.rows * 4 * (2 * load.prompt + 3 * load.items * load.response + metadata) / warehouses / GIB
 
@@ -72,12 +72,11 @@ def padded_gib(load: Load, warehouses: int = 1, controllers: int = 0) -> float:
 def packed_gib(
     load: Load, warehouses: int, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], anywhere: str = "measure"
 ) -> tuple[float, float, float]:
-    """What this dock moves over all machines, written, read, and of both between machines: every cell is written once
-    and read once by each state that declares it, unpadded.
+    """Bytes that this dock moves over all machines: written, read, and the part of both between machines. Every cell is
+    written once and read once by each state that declares it, without padding.
 
-    anywhere: the state whose reader may be on another machine than the row; all others read and write in their own
-    machine's shared memory. Columns of a group come from one producer. Columns that no state reads or writes do not
-    count.
+    anywhere: the state whose reader may be on another machine than the row; all others use their own machine's shared
+    memory. Columns of a group come from one producer. Columns that no state reads or writes do not count.
     """
     used = {name for s in states for name in (*s.reads, *s.writes)}
     size = {c.name: load.rows * _row_bytes(c, load) / GIB for c in columns if c.name in used}
@@ -88,7 +87,7 @@ def packed_gib(
 
 
 def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int | None) -> float:
-    """Bytes of one rollout in the dock, every sample at its longest; 0 where pairs are trained, which have no dock."""
+    """Bytes of one rollout in the dock, with every sample at its maximum length; 0 for pairs, which are not counted."""
     rollout, members = config.rollout, config.rollout.samples_per_prompt
     groups = rollout.rollout_prompts or (global_batch_size or 0) / members
     if algorithm.from_pairs:
@@ -99,8 +98,8 @@ def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int
 
 
 def record_bytes(load: Load, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> int:
-    """Bytes of the records of one rollout as each process that holds controllers gets them, without their heads. A put
-    reports what no state writes, a commit what its state writes and the rows that it is done with."""
+    """Bytes of the records of one rollout for each process with controllers, without heads. The record of a put has
+    columns that no state writes; that of a commit has the columns of its state and the finished rows."""
     level = {c.name: c.level for c in columns}
     put = {name for s in states for name in s.reads}.difference(*(s.writes for s in states))
     total = load.rows * ACK * len(states)
@@ -121,7 +120,7 @@ def listeners_elsewhere(states: int, nodes: Sequence[int]) -> float:
 def _row_bytes(column: ColumnSpec, load: Load) -> float:
     """Mean bytes of one row of a column; a group's cell is shared by its members."""
     entry = column.dtype.itemsize * math.prod(column.trailing)
-    if not column.ragged or column.level == "sample":  # such as the parts of one weight version: mostly one
+    if not column.ragged or column.level == "sample":  # such as segments by weight version: mostly one
         return entry
     prompt, response = load.fill * load.prompt, load.fill * load.response
     return entry * (prompt / load.members if column.level == "group" else prompt + response)

@@ -1,6 +1,6 @@
-"""Estimate: what a reshard moves and holds in each mode, from layouts alone, and what a run takes on the host. Pure.
+"""Estimate: traffic and memory of a reshard in each mode, computed from layouts, and a run's host memory. Pure.
 
-Of devices it counts weights, gradients and optimizer of the fullest one, no activations and no KV cache.
+On devices it counts weights, gradients and optimizer of the fullest one, without activations and KV cache.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ TENSOR, EXPERT, COMMON = range(3)  # kinds of weights: TW, EW and CW of the pape
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What is planned; its defaults are those of a model and a layout alone."""
+    """The planned run; defaults are for a plan of a model and a layout."""
 
     shape: ModelShape
     train: Parallel
     itemsize: int = 2  # bytes of a weight of the trainer
-    engine_itemsize: int = 2  # bytes of a weight of the engine, as which it travels
+    engine_itemsize: int = 2  # bytes of a weight of the engine, also in messages
     grad_bytes: int = 4  # of one gradient
-    reused: int = 0  # bytes of a parameter's optimizer state that a 2-byte weight itself holds
+    reused: int = 0  # bytes of a parameter's optimizer state that are stored in its 2-byte weight
     distributed: bool = True  # whether optimizer state is spread over the data parallel ranks
-    pieces: int | None = None  # in which optimizer state visits the device from the host; None: it stays on the device
+    # pieces in which optimizer state comes from the host to the device; None: it stays on the device
+    pieces: int | None = None
     generate: str | None = None  # the engines, as `layout_args.engine_layout_of` reads them
     bucket_bytes: int = 256 << 20  # of --rl-reshard-bucket-mb
-    critic: bool = False  # whether the trainer has one besides the policy
-    reference: bool | None = None  # whether the run has one; None: not known
-    dock_bytes: float = 0  # of a rollout's samples on all machines, at their longest
+    critic: bool = False  # whether the trainer has a critic
+    reference: bool | None = None  # whether the run has one; None: unknown
+    dock_bytes: float = 0  # of a rollout's samples on all machines, at maximum length
     node: int = 8  # ranks per node
     near: float = 50e9  # bytes per second from rank to rank in a node
     far: float = 100e9  # over a node's link to others, each way
     host: float = 25e9  # between a device and its host, each way
     device_bytes: float = 64e9  # memory of a device
-    notes: tuple[str, ...] = ()  # where the plan assumes otherwise than the script says
-    refused: tuple[str, ...] = ()  # arguments of the script that a run refuses, though the plan does not need them
+    notes: tuple[str, ...] = ()  # assumptions of the plan that differ from the script
+    refused: tuple[str, ...] = ()  # arguments of the script that a run refuses, but the plan does not need
 
 
 class TrainerBytes(NamedTuple):
@@ -59,7 +60,7 @@ class TrainerBytes(NamedTuple):
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-    parked: int = 0  # of its optimizer state that MindSpeed keeps on the host instead
+    parked: int = 0  # of its optimizer state that MindSpeed stores on the host
 
     @property
     def device(self) -> int:
@@ -80,13 +81,13 @@ class Estimate:
     weights: np.ndarray  # `[3]` bytes of the model on the trainer, by kind
     flows: dict[str, Flow]  # by mode
     policy: TrainerBytes  # of the trainer
-    critic: TrainerBytes  # likewise, 0 without one
+    critic: TrainerBytes  # of the critic, 0 without one
     generate: int  # bytes of the engine's weights
-    whole: int  # bytes of the model, as it travels
-    in_flight: int  # bytes of `stream` besides the weights of both sides (`Flow.in_flight`)
+    whole: int  # bytes of the model, in messages
+    in_flight: int  # bytes of `stream` in addition to the weights of both sides (`Flow.in_flight`)
     shared: bool  # whether a device has both trainer and engine
     gdp: int  # of Eq. 3
-    gep: int  # likewise
+    gep: int  # of Eq. 3
 
     @property
     def update(self) -> int:
@@ -119,16 +120,16 @@ class Estimate:
         return float(self.gdp * (self.weights[TENSOR] / self.run.train.tp + self.weights[EXPERT] / self.gep))
 
     def seconds(self, mode: str) -> tuple[float, float]:
-        """Of the busiest rank inside its node, and of the busiest link between nodes; both pass at once, so that the
-        transfer takes the longer."""
+        """Seconds of the busiest rank inside its node, and of the busiest link between nodes. Both run at once, so the
+        transfer takes the longer time."""
         flow = self.flows[mode]
         near = max((flow.received - flow.received_far).max(), (flow.sent - flow.sent_far).max())
         return float(near) / self.run.near, float(max(flow.node_in.max(), flow.node_out.max())) / self.run.far
 
 
 def estimate(run: PlannedRun, engine: EngineParallel, engines: int, first: int = 0) -> Estimate:
-    """Figures of all modes. The engines live on ranks [first, first + engines x engine.ranks). In `allgather` every
-    engine rank receives the whole model but what it holds; in `stream` only what it lacks. Raises ValueError where
+    """Figures of all modes. The engines are on ranks [first, first + engines x engine.ranks). In `allgather` every
+    engine rank receives the complete model except its own part; in `stream` only what it lacks. Raises ValueError where
     sizes do not divide."""
     shape, train, itemsize = run.shape, run.train, run.engine_itemsize
     ranks = range(first, first + engines * engine.ranks)
@@ -151,8 +152,8 @@ def estimate(run: PlannedRun, engine: EngineParallel, engines: int, first: int =
 
 
 def weights_by_layer(shape: ModelShape, itemsize: int) -> np.ndarray:
-    """`[layers + 2, 3]` bytes of each layer by kind of weight (TENSOR, EXPERT, COMMON). Row 0 is what precedes the
-    layers, the last row what follows."""
+    """`[layers + 2, 3]` bytes of each layer by kind of weight (TENSOR, EXPERT, COMMON). Row 0 has the parameters before
+    the layers, the last row those after them."""
     tensors, out, seen = canonical_tensors(shape), np.zeros((shape.layers + 2, 3), np.int64), set()
     layers = map(shape.layer_rows, range(shape.layers))
     for place, rows in enumerate((shape.rows(LayerType.EMBEDDING), *layers, shape.rows(LayerType.OUTPUT))):
@@ -167,8 +168,8 @@ def weights_by_layer(shape: ModelShape, itemsize: int) -> np.ndarray:
 
 
 def _fullest(run: PlannedRun) -> tuple[TrainerBytes, TrainerBytes]:
-    """Policy and critic of the trainer's fullest device. Where the policy has its output layer, or shares it with the
-    embedding, a critic has one row of it, whole on every rank."""
+    """Policy and critic on the trainer's fullest device. Instead of the policy's output layer (maybe shared with the
+    embedding), a critic has one row, on every rank."""
     train = run.train
     spread, expert_spread = (train.dp * train.cp, train.edp) if run.distributed else (1, 1)
     state_bytes = ADAM_BYTES[run.itemsize] - (run.reused if run.itemsize == 2 else 0)
@@ -180,7 +181,7 @@ def _fullest(run: PlannedRun) -> tuple[TrainerBytes, TrainerBytes]:
 
     devices = []
     layouts = (megatron_layout(run.shape, train, rank) for rank in range(train.world))
-    for shapes in {id(layout): layout.shapes for layout in layouts}.values():  # those that differ
+    for shapes in {id(layout): layout.shapes for layout in layouts}.values():  # each different one
         numel = sum(map(prod, shapes.values()))
         experts = sum(prod(s) for name, s in shapes.items() if ".mlp.experts." in name)
         head = prod(shapes.get("output_layer.weight", (0,)))

@@ -1,7 +1,7 @@
-"""Fits the costs of the model to runs that were measured, by their run.json and metrics.jsonl.
+"""Fits the costs of the model to measured runs, by their run.json and metrics.jsonl.
 
-Seconds of stages are taken as they are. What they grow with (tokens of the fullest rank, decode steps of the slowest
-engine) is what the model itself counts for such a run with a cost of one second each.
+The measured seconds of a stage are divided by its amount of work (tokens of the fullest rank, decode steps of the
+slowest engine). The model computes this amount, by such a run with a cost of one second for each unit.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mindspeed_rl_plugin.monitor.run_files import read_metrics, read_run
 from mindspeed_rl_plugin.tools.plan.simulate import WARM_UP, simulate
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal, sigma_of
 
-# A decode step's seconds for one more sequence over its fixed seconds, where runs do not tell: their rollouts are all
-# alike. The weights are read once a step whatever the batch; on an accelerator that is most of a step.
+# Assumed ratio of a decode step's seconds for one more sequence to its fixed seconds, if the rollouts of runs are too
+# similar to measure it. A step reads the weights once for any batch, which on an accelerator takes most of its time.
 USUAL_RATIO = 0.02
-OLD_SHARE = 1 / 3  # of the update that a forward pass takes, where no run has one
-NOTICE = 0.05  # seconds, mean of the pauses between two looks of the job
+OLD_SHARE = 1 / 3  # assumed time of a forward pass as a share of the update, if no run has one
+NOTICE = 0.05  # seconds, mean pause between two checks of the job
 TOKEN_STAGES = ("update", "logp_ref", "values")
 ONCE = ("reshard", "swap_back")
-INSIDE = ("transfer", "evaluate", "iteration")  # parts of other stages, or no part of an iteration
+INSIDE = ("transfer", "evaluate", "iteration")  # parts of other stages, or outside of an iteration
 TURNS = 5  # iterations of a fit that converges
-# Metrics without which a rollout is not whole, or a number was not finite.
+# Required metrics of a complete rollout with finite numbers.
 NEEDED = (
     "response/length_mean",
     "response/length_max",
@@ -40,20 +40,21 @@ NEEDED = (
 )
 COUNTED = 6  # rollouts of the model for each figure
 OF_APART = {"publish": "seconds/publish", "pull": "weights/pull_seconds", "apply": "weights/pause_seconds"}
-COLLINEAR = 1e-3  # squared sine between steps and sequences of all rollouts, below which they are one figure
+COLLINEAR = 1e-3  # squared sine between steps and sequences of all rollouts; below it they cannot be separated
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A run that was measured."""
+    """A measured run."""
 
     setup: Setup
-    rollouts: Sequence[Mapping[str, float]]  # metrics of each after the first ones, seconds of its iterations summed
+    # metrics of each, without the first ones; seconds are summed over its iterations
+    rollouts: Sequence[Mapping[str, float]]
     responses: Responses  # like those of the run, graded at once
-    engines: tuple[int, int] = (0, 0)  # fewest and most engines outside the trainers that were at work
+    engines: tuple[int, int] = (0, 0)  # fewest and most working engines outside the trainers
 
     def mean(self, name: str) -> float | None:
-        """Of a metric over the rollouts that have it."""
+        """Mean of a metric over the rollouts that have it."""
         return _mean([rollout.get(name) for rollout in self.rollouts])
 
     def seconds(self, *stages: str) -> float:
@@ -61,8 +62,8 @@ class Observed:
 
     @property
     def calls(self) -> tuple[float, float] | None:
-        """Seconds of the calls that grade a response, and how many are made at once in a reward worker; None where no
-        response was graded. Runs of older versions say one of the two, and made one call at once."""
+        """Seconds of the calls that grade a response, and the number of concurrent calls in a reward worker; None if no
+        response was graded. Runs of older versions have only the first, and made one call at a time."""
         calls, worker = self.mean("reward/call_seconds"), self.mean("reward/worker_seconds")
         if calls is None and worker is None:
             return None
@@ -76,8 +77,8 @@ class Observed:
 
 
 def observed(run_dir: str | os.PathLike[str]) -> Observed:
-    """A run by its directory, with its setup by run.json and such lengths as the metrics say. Raises ValueError where
-    it left no metrics, no setup or too few rollouts."""
+    """A run from its directory, with the setup from run.json and lengths by the metrics. Raises ValueError without
+    metrics or setup, or with too few rollouts."""
     lines, run = read_metrics(run_dir), read_run(run_dir)
     if SETUP not in run:
         raise ValueError(
@@ -94,7 +95,7 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
             rollouts.append({})
         if rollouts:
             _add(rollouts[-1], line)
-    counted = [r for r in rollouts[WARM_UP:] if all(name in r for name in NEEDED)]  # the last one may not be whole
+    counted = [r for r in rollouts[WARM_UP:] if all(name in r for name in NEEDED)]  # the last one may be incomplete
     if not counted:
         raise ValueError(
             f"{run_dir} has {len(rollouts)} rollouts; the first {WARM_UP} are not counted: give a run of at least "
@@ -103,15 +104,15 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
     tokens = statistics.fmean(r["tokens_per_second_total"] * r["seconds/iteration"] for r in counted)
     prompt = tokens / setup.sizes.samples - statistics.fmean(r["response/length_mean"] for r in counted)
     at_work = [int(r.get("engines", 0)) for r in counted]
-    # Engines that share experts are at work as one; those that joined are in no flag.
+    # Engines that share experts count as one; engines that joined are in no flag.
     sizes = dataclasses.replace(setup.sizes, engines=max(setup.sizes.engines, round(statistics.median(at_work))))
     setup = dataclasses.replace(setup, sizes=sizes, prompt_tokens=setup.prompt_tokens or max(round(prompt), 0))
     return Observed(setup, counted, _responses(setup, counted), (min(at_work), max(at_work)))
 
 
 def fit(runs: Sequence[Observed]) -> Costs:
-    """The costs with which the model is nearest to some runs. Those of parts that no run has are taken from others, see
-    the constants of this module."""
+    """The costs with which the model is nearest to some runs. Costs that no run has measured are derived from others,
+    see the constants of this module."""
     apart = {cost: _mean([run.mean(name) for run in runs]) for cost, name in OF_APART.items()}
     passes = [run for run in runs if run.setup.old_logps and run.mean("seconds/logp_old") is not None]
     reshard = _mean([run.seconds(*ONCE) for run in runs if run.setup.schedule != "async"]) or 0.0
@@ -128,7 +129,7 @@ def fit(runs: Sequence[Observed]) -> Costs:
 
 
 def guessed(runs: Sequence[Observed], costs: Costs) -> list[str]:
-    """Which of the costs that were fitted to some runs none of them has measured."""
+    """The costs of a fit that no run has measured."""
     known = {
         "step": costs.step > 0,
         "sequence": costs.sequence > 0 and costs.sequence != USUAL_RATIO * costs.step,
@@ -148,7 +149,7 @@ def _add(rollout: dict[str, float], line: Mapping[str, Any]) -> None:
 
 
 def _responses(setup: Setup, rollouts: Sequence[Mapping[str, float]]) -> Responses:
-    """Lognormal lengths with the mean of the run and as long a tail."""
+    """Lognormal lengths with the run's mean and tail."""
     mean = statistics.fmean(r["response/length_mean"] for r in rollouts)
     longest = [r["response/length_max"] for r in rollouts]
     limit = max(setup.limit, round(max(longest)))
@@ -163,7 +164,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _units(run: Observed, **cost: float) -> float:
-    """What the model counts of a cost in a rollout of such a run."""
+    """The units of a cost that the model counts in a rollout of such a run."""
     return simulate(run.setup, Costs(**cost), run.responses, COUNTED).rollout
 
 
@@ -187,7 +188,8 @@ def _decode(runs: Sequence[Observed]) -> dict[str, float]:
             continue
         steps, sequences = _units(run, step=1.0), _units(run, sequence=1.0)
         longest, mean = run.mean("response/length_max"), run.mean("response/length_mean")
-        if run.setup.sizes.samples <= run.setup.slots * run.setup.sizes.engines:  # as many steps as the longest has
+        # as many steps as the longest response has tokens
+        if run.setup.sizes.samples <= run.setup.slots * run.setup.sizes.engines:
             steps = longest
         for rollout in run.rollouts:
             seconds = rollout["seconds/generate"]
@@ -200,7 +202,7 @@ def _decode(runs: Sequence[Observed]) -> dict[str, float]:
     squares, sums = both.T @ both, both.sum(axis=0)
     if np.linalg.det(squares) > COLLINEAR * squares.diagonal().prod():
         step, sequence = np.linalg.solve(squares, sums).tolist()
-        if min(step, sequence) < 0:  # then the other alone
+        if min(step, sequence) < 0:  # then only the other one is used
             alone = (sums / squares.diagonal()).tolist()
             step, sequence = (alone[0], 0.0) if sequence < 0 else (0.0, alone[1])
         return {"step": step, "sequence": sequence}
@@ -210,7 +212,7 @@ def _decode(runs: Sequence[Observed]) -> dict[str, float]:
 
 
 def _decode_apart(runs: Sequence[Observed]) -> dict[str, float]:
-    """By the response tokens a second of an engine while it works, with the usual ratio."""
+    """Costs from an engine's response tokens a second while it works, with the assumed ratio."""
     if not runs:
         return {}
     steps = []

@@ -1,8 +1,8 @@
-"""Bytes per rank and link of a reshard, without its plan: the model cut into cells, who has which, who wants which.
+"""Bytes of a reshard per rank and link, without its plan: the model is cut into cells, which ranks have and need.
 
-A cell is a range of a canonical tensor that no rank's layout cuts further; arrays over cells make hundreds of ranks and
-671 B parameters take seconds. Bytes received, and how many of them cross nodes, are those of `make_plan` exactly; bytes
-sent are those of sources that share every cell evenly.
+A cell is a range of a canonical tensor that no rank's layout cuts. With arrays over cells, hundreds of ranks and 671 B
+parameters take seconds. Received bytes, also those between nodes, are exactly those of `make_plan`; for sent bytes it
+assumes that all sources of a cell send equal parts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Flow:
     node_out: np.ndarray  # `[nodes]`
 
     def in_flight(self, ranks: Sequence[int], bucket_bytes: int) -> int:
-        """Most bytes of buffers that `transfer.stream` takes on any of `ranks`: two for what the rank sends and two for
-        what it receives, each at most half a bucket and no larger than what passes through it."""
+        """Most bytes of the buffers of `transfer.stream` on any of `ranks`: two for sending and two for receiving. Each
+        has at most half a bucket, and at most the bytes that pass through it."""
         boxes = (np.minimum(moved[ranks], bucket_bytes) for moved in (self.sent, self.received))
         return int(np.ceil(sum(boxes)).max())
 
@@ -60,7 +60,7 @@ class FlowCells:
         self.has, self.wants = self._table(sources, held), self._table(destinations, held)
 
     def _mark(self, spans: np.ndarray) -> np.ndarray:
-        """`[cells]` whether a layout's spans `[n, 2]` hold a cell."""
+        """`[cells]` whether a layout's spans `[n, 2]` contain a cell."""
         steps = np.zeros(len(self._edges), np.int32)
         np.add.at(steps, np.searchsorted(self._edges, spans[:, 0]), 1)
         np.add.at(steps, np.searchsorted(self._edges, spans[:, 1]), -1)
@@ -73,8 +73,8 @@ class FlowCells:
         return table.reshape(*self._grid, -1)
 
     def flow(self, everything: bool = False) -> Flow:
-        """Bytes when every destination gets what it wants and lacks; everything: the whole model instead. A cell comes
-        from a rank of the same node where one holds it, all such ranks sending equally much."""
+        """Bytes when every destination gets the cells that it needs and lacks; everything: the complete model instead.
+        A cell comes from ranks of the same node if one has it; all such ranks send equal parts."""
         lacks = ~self.has & (self.wants.any(2, keepdims=True) if everything else self.wants)
         holders = self.has.sum(1)  # of each node, as all below: [nodes, cells]
         far = holders == 0
@@ -88,7 +88,7 @@ class FlowCells:
 
 
 def _spans(layout: Layout, begins: Mapping[str, int]) -> np.ndarray:
-    """`[n, 2]` first and last slice, counted through the model, of every segment."""
+    """`[n, 2]` begin and end of every segment, in slices counted over the complete model."""
     flat = [(begins[s.name] + s.start, s.size) for segments in layout.values() for s in segments]
     first, size = np.array(flat, np.int64).reshape(-1, 2).T
     return np.stack([first, first + size], 1)

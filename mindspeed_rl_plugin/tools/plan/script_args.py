@@ -1,4 +1,4 @@
-"""A launch script's own arguments as a plan needs them, read without starting anything or importing Megatron."""
+"""Reads the arguments of a launch script for a plan, without starting anything or importing Megatron."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.tools.plan.estimate import PlannedRun
 from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
-# What is read of a script, with Megatron's defaults: sizes from 1 on, other numbers, switches, words.
+# Arguments that are read, with Megatron's defaults: sizes from 1 on, other numbers, switches, words.
 _COUNTS = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "global_batch_size")) | {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -50,25 +50,25 @@ _WORD_ARGS = {
     "moe_token_dispatcher_type": "allgather",
 }
 _SWAP_TIMES = 16  # MindSpeed's --swap-optimizer-times
-_ATTRIBUTES = {row.spelt: row.name for row in UPSTREAM}  # some flags are not spelt like their attribute
-# Names that Megatron's config has and its command line has not.
+_ATTRIBUTES = {row.spelt: row.name for row in UPSTREAM}  # attributes of flags with another name
+# Names in Megatron's config that its command line lacks.
 _NO_FLAGS = {
     "--num-layers-in-first-pipeline-stage": "--decoder-first-pipeline-num-layers",
     "--num-layers-in-last-pipeline-stage": "--decoder-last-pipeline-num-layers",
 }
-SCRIPT_SECONDS = 60.0  # seconds in which a script comes to its torchrun
+SCRIPT_SECONDS = 60.0  # seconds in which a script must reach its torchrun
 _ENGINE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # else the trainer's
 
 
 def launched(path: Path) -> CapturedLaunch:
-    """What a script would start. Raises ValueError where that is nothing."""
+    """The launch that a script would start. Raises ValueError if it starts none."""
     with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
         return capture(path.resolve(), Path(scratch), SCRIPT_SECONDS)
 
 
 def read_script(path: Path, vocab: int | None = None) -> PlannedRun:
-    """Run the script up to its torchrun and read the arguments. vocab: as of `read_arguments`. Raises ValueError for
-    what no family expresses."""
+    """Run the script up to its torchrun and read the arguments. vocab: as in `read_arguments`. Raises ValueError for a
+    model of no known family."""
     launch = launched(path)
     try:
         script = read_arguments(Flags.parse(launch.arguments), launch.world, vocab, launch.cwd)
@@ -78,8 +78,8 @@ def read_script(path: Path, vocab: int | None = None) -> PlannedRun:
 
 
 def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: Path = Path()) -> PlannedRun:
-    """The same from arguments that are at hand, for a world of ranks. vocab: real vocabulary, where it is not in the
-    script or its tokenizer's files; folder: where relative paths begin."""
+    """The same from given arguments, for a world of ranks. vocab: real vocabulary, if neither the script nor its
+    tokenizer's files have it; folder: for relative paths."""
     args = _namespace(flags)
     args.world_size = world
     if problem := unbuilt_family(args):
@@ -121,8 +121,8 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
 
 
 def rl_flags(flags: Flags) -> tuple[RLConfig, Algorithm | None, list[str]]:
-    """The script's RL flags; its algorithm, None without one or where a run refuses it; what a run refuses of them,
-    whatever its other arguments."""
+    """The script's RL flags; its algorithm, or None without a valid one; and the problems for which a run refuses
+    them."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False))
     words = Flags({f: v for f, v in flags.values.items() if f.startswith(("--rl-", "--no-rl-"))}).argv()
     try:
@@ -139,7 +139,7 @@ def rl_flags(flags: Flags) -> tuple[RLConfig, Algorithm | None, list[str]]:
 
 
 def _namespace(flags: Flags) -> argparse.Namespace:
-    """The script's arguments, with defaults for what the plan reads. Raises ValueError for what it cannot read."""
+    """The script's arguments, with defaults for those that the plan reads. Raises ValueError for invalid ones."""
     for flag, known in _NO_FLAGS.items():
         if flag in flags:
             raise ValueError(f"{flag}: Megatron has no such flag; write {known}")
@@ -188,8 +188,8 @@ def _pattern(text: str) -> list[int]:
 
 
 def _vocabulary(flags: Flags, folder: Path) -> int | None:
-    """Entries of the vocabulary that a script leaves to its tokenizer, None where no file of one is here: that of
-    --rl-hf-model's config.json, as in a run, else of the first tokenizer. Raises ValueError for a file without one."""
+    """Size of the vocabulary, if a script leaves it to its tokenizer: from config.json of --rl-hf-model, as in a run,
+    else from the first tokenizer; None without such a file. Raises ValueError for a file without one."""
     model = folder / (flags.get("--rl-hf-model") or "")
     if "--rl-hf-model" in flags and (model / "config.json").is_file():
         return load_reference(str(model))["vocab_size"]

@@ -1,4 +1,4 @@
-"""A run in the model: the job's own plan, admission, selection and choice, by virtual seconds."""
+"""The model of a run: uses the job's own plan, admission, selection and `choose`, with virtual time."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from mindspeed_rl_plugin.rows import Group, Prompt, SampleId
 from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Decoder, Graders, Responses
 
-WARM_UP = 2  # rollouts that are not counted, more where more are sampled ahead; of these the last ones are not, too
-# Of steps before an engine looks for rows and news, as in generators.engine_loop. An engine without a free slot hears
-# of weights by its reports, up to 0.5 s later than here.
+WARM_UP = 2  # first rollouts that are not counted; more if rollouts are sampled ahead, and then also not the last ones
+# Of steps before an engine looks for rows and news, as in generators.engine_loop. A real engine without a free slot
+# learns of weights by its reports, up to 0.5 s later than here.
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run takes, once it goes on evenly. Shares are of time without work, by cause: "starved" (waits for
-    responses: of slower engines, or for grades), "version" (for weights), "back-pressure" (for admission)."""
+    """Times of a run in its steady state. Shares are of time without work, by cause: "starved" (waiting for responses
+    of slower engines, or for grades), "version" (for weights), "back-pressure" (for admission)."""
 
     rollout: float  # seconds from the end of one to the end of the next
     iteration: float  # seconds of an optimizer step
@@ -43,10 +43,10 @@ class Outcome:
 
 
 def simulate(setup: Setup, costs: Costs, responses: Responses, rollouts: int = 12) -> Outcome:
-    """So many rollouts in the middle of a run. Raises RuntimeError where a token is older than the bound."""
+    """Simulate so many rollouts in the middle of a run. Raises RuntimeError if a token is older than the bound."""
     if setup.schedule != "async":
         job, ahead = _Colocated(setup, costs, responses, WARM_UP + rollouts), 0
-    else:  # at the end nothing is left to sample ahead
+    else:  # at the end nothing is sampled ahead
         ahead = setup.staleness + 1
         job = _Async(setup, costs, responses, WARM_UP + rollouts + 2 * ahead)
     job.run()
@@ -54,13 +54,13 @@ def simulate(setup: Setup, costs: Costs, responses: Responses, rollouts: int = 1
 
 
 class _Simulation:
-    """What both kinds have: the plan of the rollout in use, the data, and what a rollout costs to train on."""
+    """The base of both simulations: the plan of the rollout in use, the data, and the costs of training."""
 
     def __init__(self, setup: Setup, costs: Costs, responses: Responses, rollouts: int) -> None:
         self.setup, self.costs, self.responses, self.rollouts = setup, costs, responses, rollouts
         ranks = range(setup.sizes.data_parallel)
         place = Placement((0,) * len(ranks), tuple(ranks), tuple(ranks))
-        # Micro-batches by tokens balance the ranks; how many there are does not matter here.
+        # A budget of tokens balances the ranks; the number of micro-batches does not matter here.
         budget = TokenBudget(sys.maxsize, packed=True) if setup.sizes.max_tokens else None
         self.plan = RolloutPlan(setup.sizes, place, budget)
         self.lengths: dict[SampleId, int] = {}  # of responses
@@ -109,14 +109,14 @@ class _Simulation:
         return ids
 
     def _graders(self, ranks: int = 1) -> Graders:
-        """Of one of so many ranks."""
+        """The graders of one of so many ranks."""
         return Graders(max(self.setup.graders * self.responses.together / ranks, 1.0))
 
     def _grading(self) -> float:
         return self.responses.grading(self._random)
 
     def _stats(self, groups: Sequence[Group]) -> dict[Group, GroupStats]:
-        """What grading says of a round."""
+        """Statistics of a graded round."""
         members, prompt = range(self.setup.sizes.members), self.setup.prompt_tokens
         stats = {}
         for group in groups:
@@ -128,7 +128,7 @@ class _Simulation:
         return Rounds(self.plan.deferred, self.setup.sizes.prompts, self.setup.rounds, self.plan.plan)
 
     def _selected(self, rounds: Rounds, stats: Mapping[Group, GroupStats]) -> tuple[bool, Sequence[Group]]:
-        """Whether the rollout is whole, and the groups that are dropped."""
+        """Whether the rollout is complete, and the dropped groups."""
         self.plan.lengths |= {group: of_group.lengths for group, of_group in stats.items()}
         whole, selection = rounds.add(stats), rounds.selection
         self.plan.deferred = selection.deferred
@@ -140,8 +140,8 @@ class _Simulation:
         return whole, selection.dropped
 
     def _training(self) -> float:
-        """Seconds of the passes over a rollout and of its updates: in each the rank with the most tokens is waited
-        for."""
+        """Seconds of the passes over a rollout and of its updates: each takes as long as on the rank with the most
+        tokens."""
 
         by_rank = [
             [sum(self.plan.lengths[i[:2]][i.member] for batch in rank for i in batch) for rank in step.micro_batches]
@@ -153,7 +153,7 @@ class _Simulation:
 
 
 class _Colocated(_Simulation):
-    """sync and streamed: the stages one after the other on the same devices, in the second one grading during
+    """sync and streamed: stages run one after the other on the same devices; in streamed, grading runs during
     generation."""
 
     def run(self) -> None:
@@ -189,8 +189,8 @@ class _Colocated(_Simulation):
         return max(graders.grade(end + notice, self._grading()) for end in sorted(ends.values())) + notice
 
     def _one_by_one(self, ends: Mapping[SampleId, float], done: Sequence[float]) -> float:
-        """Each rank grades its part of the groups, with its part of the graders, when its engine is done and all
-        responses of its groups are there."""
+        """Each rank grades its part of the groups, with its part of the graders, once its engine has finished and all
+        responses of its groups exist."""
         groups, ranks = self.plan.round, len(done) * self.setup.engine_ranks
         result = 0.0
         for rank, part in enumerate(deal(groups, [0] * len(groups), [(0,)] * ranks)):
@@ -202,18 +202,18 @@ class _Colocated(_Simulation):
 
 
 class AdmittedRow(NamedTuple):
-    """A prompt that is admitted."""
+    """An admitted prompt."""
 
     id: SampleId
-    bound: VersionBound  # who may sample it
+    bound: VersionBound  # versions that may sample it
     tokens: int  # of its response
     version: int = -1  # of the weights that began it
 
 
 class ModelEngine:
-    """An engine of async: what `generators.engine_state.choose` says. number: its place among those of the job. due:
-    when it acts next; inf: when there is news. idle: seconds without work by cause: "version", it waits for weights;
-    "back-pressure", for admission."""
+    """An engine of async, which acts by `generators.engine_state.choose`. number: of the engine in the job. due: time
+    of its next action; inf: at the next news. idle: seconds without work by cause: "version" (waiting for weights),
+    "back-pressure" (for admission)."""
 
     def __init__(self, job: _Async, number: int) -> None:
         self.job, self.number, setup = job, number, job.setup
@@ -221,20 +221,20 @@ class ModelEngine:
         self.state = EngineState(setup.slots, setup.inflight == "drain", setup.order == "strict")
         self.idle: Counter[str] = Counter()
         self.due = 0.0
-        self._cause, self._since = "", 0.0  # of what it waits for
-        self._looked = 0.0  # when it looked for news last
-        self._pull_end = math.inf  # when the weights are here that it pulls
+        self._cause, self._since = "", 0.0  # cause of its wait, and since when
+        self._looked = 0.0  # time of its last look for news
+        self._pull_end = math.inf  # end of its pull
 
     def hear(self) -> None:
-        """There is news."""
+        """Handle news."""
         self.due = min(self.due, self._hears(self.job.now))
 
     def idle_so_far(self, cause: str) -> float:
-        """`idle` of a cause, with what is going on."""
+        """`idle` of a cause, with a wait that still lasts."""
         return self.idle[cause] + (self.job.now - self._since if self._cause == cause else 0.0)
 
     def act(self) -> None:
-        """Hand over what has ended, and do what is to be done next."""
+        """Give away finished responses, and do the next action."""
         job, state, decoder = self.job, self.state, self.decoder
         for row in decoder.advance(job.now):
             job.ended(row, state.running.pop(row).version)
@@ -260,13 +260,13 @@ class ModelEngine:
         if state.running:
             self.due = min(decoder.next_end, self._hears(self._pull_end))
         elif not action.wait and state.needs is not None:
-            self.due = job.now  # and chooses by what the next rows need
+            self.due = job.now  # acts again, by the bound of the next rows
         else:
             self._cause, self._since = "version" if action.wait else "back-pressure", job.now
             self.due = self._pull_end
 
     def _hears(self, when: float) -> float:
-        """When it looks for news of that time: at once without work, else when its steps so far make a poll."""
+        """When it looks for news of that time: at once without work, else at the end of a poll."""
         if self._cause or when == math.inf:
             return when
         polls = math.ceil((when - self._looked) / POLL_SECONDS)
@@ -274,8 +274,8 @@ class ModelEngine:
 
 
 class _Async(_Simulation):
-    """async: engines on ranks of their own, bound by admission. now: seconds since the start; announced: the newest
-    version of the weights, -1 for none."""
+    """async: engines on ranks of their own, limited by admission. now: seconds since the start; announced: newest
+    version of the weights, -1: none."""
 
     def __init__(self, setup: Setup, costs: Costs, responses: Responses, rollouts: int) -> None:
         super().__init__(setup, costs, responses, rollouts)
@@ -286,10 +286,11 @@ class _Async(_Simulation):
         self.announced = -1
         self._strict = setup.order == "strict"
         self._ready: deque[AdmittedRow] = deque()
-        self._shares: list[deque[list[AdmittedRow]]] = [deque() for _ in range(sizes.engines)]  # under a strict order
+        # rows of each engine under a strict order
+        self._shares: list[deque[list[AdmittedRow]]] = [deque() for _ in range(sizes.engines)]
         self._begun: dict[SampleId, int] = {}  # version that began each response
         self._running: Counter[int] = Counter()  # rows of each epoch that have not ended
-        self._graded: dict[int, float] = defaultdict(float)  # when the last of those that have ended is graded
+        self._graded: dict[int, float] = defaultdict(float)  # when the last of the ended rows is graded
         self.engines = [ModelEngine(self, n) for n in range(sizes.engines)]
 
     def run(self) -> None:
@@ -307,14 +308,14 @@ class _Async(_Simulation):
             self._end_rollout(self.now)
 
     def _pass(self, seconds: float) -> None:
-        """Time in which the engines act."""
+        """Let the engines act for some seconds."""
         end = self.now + seconds
         while min(engine.due for engine in self.engines) <= end:
             self._act()
         self.now = end
 
     def _act(self) -> None:
-        """The engine acts that is due first."""
+        """Let the engine act that is due first."""
         engine = min(self.engines, key=lambda engine: engine.due)
         if engine.due == math.inf:
             raise RuntimeError(f"everybody waits at {self.now:g} s")
@@ -330,7 +331,7 @@ class _Async(_Simulation):
         self._admit()
 
     def _admit(self) -> None:
-        """As the job does: whatever admission allows."""
+        """Admit what admission allows, as the job does."""
         while groups := self.admission.next_epoch:
             self.admission.admitted += groups
             epoch = self.plan.open_next(groups)
@@ -349,7 +350,7 @@ class _Async(_Simulation):
             engine.hear()
 
     def _collect(self) -> None:
-        """Wait for rounds until a rollout is whole."""
+        """Wait for rounds until a rollout is complete."""
         rounds, whole = self._rounds(), False
         while not whole:
             self.plan.take_round()
@@ -372,8 +373,8 @@ class _Async(_Simulation):
     # the dock
 
     def take(self, engine: int, most: int, version: int) -> tuple[list[AdmittedRow], VersionBound | None]:
-        """So many of the rows that are ready and that the version may sample; under a strict order this engine's part
-        of the next epoch, whole. Or the bound of the first, where it may not be sampled."""
+        """Take ready rows that the version may sample, at most so many; under a strict order this engine's complete
+        part of the next epoch. Or return the bound of the first row, if it may not be sampled."""
         parts = self._shares[engine] if self._strict else self._ready
         bound = (parts[0][0] if self._strict else parts[0]).bound if parts else None
         if bound is not None and not bound.allows(version):
@@ -384,7 +385,7 @@ class _Async(_Simulation):
         return [parts.popleft() for _ in list(ready)], None
 
     def ended(self, row: SampleId, version: int) -> None:
-        """A response has ended; weights of that version began it."""
+        """A response has ended. version: of the weights that began it."""
         self._begun[row] = version
         self._running[row.epoch] -= 1
         graded = self.graders.grade(self.now + self.costs.notice, self._grading()) + self.costs.notice

@@ -1,4 +1,4 @@
-"""What takes time in the model: costs, responses, decode steps and graders."""
+"""The parts of the model that take time: costs, responses, decode steps and graders."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from statistics import NormalDist
 
 from mindspeed_rl_plugin.rows import SampleId
 
-ROUNDING = 1e-6  # of a capacity that is a quotient of sums
+ROUNDING = 1e-6  # tolerance for a capacity that is a quotient of sums
 _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, all of them."""
+    """Costs, all in seconds."""
 
     step: float = 0.0  # one decode step of an engine
     sequence: float = 0.0  # more for each sequence in the step
     token: float = 0.0  # training on one token, prompts included, on a data parallel rank
     old_token: float = 0.0  # its old log-prob
-    rollout: float = 0.0  # of the trainers for each rollout, whatever its size
+    rollout: float = 0.0  # of the trainers for each rollout of any size
     reshard: float = 0.0  # weights to colocated engines and back
     publish: float = 0.0  # the trainers' copy of weights
     pull: float = 0.0  # an engine reads them, during its steps
-    apply: float = 0.0  # it loads them, and makes no step meanwhile
-    notice: float = 0.0  # from a response's end until its grading starts, and again until a trainer that waits starts
+    apply: float = 0.0  # it loads them, without steps meanwhile
+    # from a response's end to the start of its grading, and from its grade to the start of a waiting trainer
+    notice: float = 0.0
 
 
 @dataclass(frozen=True)
 class Responses:
-    """What is sampled."""
+    """Properties of responses."""
 
     length: Callable[[int, int, Random], int]  # (row of the data, member, random numbers) -> tokens
     grading: Callable[[Random], float] = lambda rng: 0.0  # seconds of a call
@@ -45,17 +46,17 @@ class Responses:
 
 
 def recorded(lengths: Sequence[Sequence[int]]) -> Callable[[int, int, Random], int]:
-    """Lengths `[row][member]` that were measured; rows and members beyond begin anew."""
+    """Measured lengths `[row][member]`; further rows and members repeat them."""
     return lambda row, member, rng: lengths[row % len(lengths)][member % len(lengths[row % len(lengths)])]
 
 
 def lognormal(mean: float, sigma: float, limit: int) -> Callable[[int, int, Random], int]:
-    """Lognormal lengths, cut at `limit`, whose mean is `mean` after the cut. sigma: of the logarithm, 0: all alike.
-    Raises ValueError where the mean is not within the limit."""
+    """Lognormal lengths, cut at `limit`, with mean `mean` after the cut. sigma: of the logarithm, 0: all equal. Raises
+    ValueError if the mean exceeds the limit."""
     if not 1 <= mean <= limit:
         raise ValueError(f"a mean of {mean:g} tokens is not between 1 and the limit of {limit}")
     low, high = math.log(mean), math.log(mean) + 20.0
-    for _ in range(60):  # mu by bisection: the cut mean rises with it
+    for _ in range(60):  # mu by bisection: the mean after the cut rises with it
         mu = (low + high) / 2
         low, high = (mu, high) if _cut_mean(mu - sigma**2 / 2, sigma, limit) < mean else (low, mu)
     mu -= sigma**2 / 2
@@ -64,7 +65,7 @@ def lognormal(mean: float, sigma: float, limit: int) -> Callable[[int, int, Rand
 
 def sigma_of(mean: float, longest: float, count: int, limit: int) -> float:
     """The sigma with which the longest of `count` lognormal lengths, cut at `limit`, is `longest` in the median."""
-    longest = min(longest, limit)  # what is cut hides the tail: the least sigma that reaches the limit so often
+    longest = min(longest, limit)  # the cut hides the tail: the smallest sigma that reaches the limit
     quantile = _NORMAL.inv_cdf(0.5 ** (1 / max(count, 2)))
     gain = math.log(max(longest / mean, 1.0))
     # mean * exp(quantile * sigma - sigma^2 / 2) = longest, the smaller root
@@ -81,26 +82,26 @@ def _cut_mean(mu: float, sigma: float, limit: int) -> float:
 
 class Decoder:
     """Continuous batching: in each step every running sequence gets a token; at most `slots` run, the others wait in
-    their order. at: time up to which steps are counted, always between two steps."""
+    order. at: time up to which steps are simulated, always between two steps."""
 
     def __init__(self, costs: Costs, slots: int, at: float = 0.0) -> None:
         self.costs, self.slots, self.at = costs, slots, at
         self.steps = 0
-        self._running: list[tuple[int, SampleId]] = []  # last step of each, a heap
+        self._running: list[tuple[int, SampleId]] = []  # heap of (last step, sequence)
         self._waiting: deque[tuple[SampleId, int]] = deque()
 
     @property
     def seconds(self) -> float:
-        """Of a step with those that run now."""
+        """Seconds of a step with the running sequences."""
         return self.costs.step + self.costs.sequence * len(self._running)
 
     @property
     def next_end(self) -> float:
-        """When the next sequence ends, if none joins before."""
+        """Time of the next sequence's end, if none joins before."""
         return self.at + (self._running[0][0] - self.steps) * self.seconds
 
     def add(self, rows: Iterable[tuple[SampleId, int]]) -> None:
-        """Sequences join. rows: with the tokens of each."""
+        """Add sequences. rows: with their numbers of tokens."""
         self._waiting.extend(rows)
         self._fill()
 
@@ -114,7 +115,7 @@ class Decoder:
         return self.at + math.ceil((when - self.at) / self.seconds - 1e-9) * self.seconds
 
     def advance(self, to: float) -> list[SampleId]:
-        """Make the steps up to a time between two steps, at most to `next_end`. What has ended by then."""
+        """Run steps up to a time between two steps, at most to `next_end`. Returns the ended sequences."""
         if not self._running:
             self.at = max(self.at, to)
             return []
@@ -130,7 +131,7 @@ class Decoder:
         return ended
 
     def drain(self) -> list[tuple[float, SampleId]]:
-        """Run until nothing is left: when each sequence ends."""
+        """Run until all sequences have ended. Returns the end of each."""
         ends = []
         while self._running:
             ends += [(self.at, row) for row in self.advance(self.next_end)]
@@ -143,15 +144,15 @@ class Decoder:
 
 
 class Graders:
-    """Concurrent grading calls, first come first served. A number that is not whole is rounded up, and each call takes
-    longer by as much, so that the calls per second stay the same."""
+    """Concurrent grading calls, first come first served. A fractional number is rounded up, and each call takes longer
+    by the same factor, so that the calls per second stay the same."""
 
     def __init__(self, at_once: float) -> None:
         slots = math.ceil(at_once - ROUNDING)
         self._free, self._slower = [0.0] * slots, slots / at_once
 
     def grade(self, ready: float, seconds: float) -> float:
-        """When a response that is ready at that time is graded. Calls come in the order of `ready`."""
+        """Time at which a response is graded that is ready at `ready`. Calls come in the order of `ready`."""
         end = max(ready, heapq.heappop(self._free)) + seconds * self._slower
         heapq.heappush(self._free, end)
         return end

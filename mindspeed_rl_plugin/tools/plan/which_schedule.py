@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.text_table import aligned
 
-# Option, what it stands for where no run is given, what it is. They are typical of 7B models on one device, no more.
+# Option, its default without a run, its meaning. The defaults are only typical values of 7B models on one device.
 ASSUMED = {
     "step_ms": (20.0, "milliseconds of a decode step of an engine"),
     "sequence_ms": (0.05, "milliseconds more for each sequence in it"),
@@ -37,11 +37,11 @@ ASSUMED = {
     "pull_s": (3.0, "seconds in which an engine reads weights, during its steps"),
     "apply_s": (0.5, "seconds in which an engine puts them in"),
 }
-ROWS = 100  # of a file whose prompts are rendered
+ROWS = 100  # rows of each file whose prompts are rendered
 PROMPTS = f"mean {{}} tokens, of at most the first {ROWS} rows of each file of --rl-prompt-data"
-GENERATOR_COUNTS = 8  # most numbers of generators that are tried, spread over those that divide
-WORTH = 1.02  # gain below which the simpler schedule is advised
-MISS = 1.25  # factor between the model and a run beyond which its advice is doubted
+GENERATOR_COUNTS = 8  # most numbers of generators to try, spread over those that divide
+WORTH = 1.02  # factor; with a smaller gain the simpler schedule is advised
+MISS = 1.25  # factor between the model and a run; above it the advice is marked as doubtful
 MISSES = ": IT MISSES THIS RUN, so its advice may be wrong"
 TAIL_SIGMA, MEAN_FILL = 0.8, 0.4  # assumed lengths: sigma of the lognormal, mean over the limit
 SCHEDULE_HEAD = ("schedule", "generators", "s an iteration", "speed (sync = 1)", "trainers starved", "engines starved")
@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def report(options: argparse.Namespace) -> list[str]:
-    """Lines of the plan. Raises ValueError where something is missing or does not divide."""
+    """Lines of the plan. Raises ValueError if an argument is missing or does not divide."""
     check_least(options, 1, "world", "node", "response_tokens", "grade_together")
     check_least(options, 0, "tail", "grade_s", "staleness", "prompt_tokens", *ASSUMED)
     if options.train_tokens == 0:
@@ -83,7 +83,7 @@ def report(options: argparse.Namespace) -> list[str]:
         raise ValueError("give a launch script with RL flags, or a run of yours by --from RUN_DIR")
     from_data = not runs and options.prompt_tokens is None
     setup = script_setup(options.script, prompts=from_data) if options.script else runs[0].setup
-    of_run = {"prompt_tokens": runs[0].setup.prompt_tokens} if runs else {}  # which a script does not say
+    of_run = {"prompt_tokens": runs[0].setup.prompt_tokens} if runs else {}  # a script does not have them
     by_hand = {"prompt_tokens": options.prompt_tokens, "staleness": options.staleness}
     setup = replace(setup, **of_run | {name: value for name, value in by_hand.items() if value is not None})
     costs, notes, assumed = _costs(options, runs)
@@ -109,8 +109,8 @@ def report(options: argparse.Namespace) -> list[str]:
 
 
 def script_setup(path: Path, prompts: bool = False) -> Setup:
-    """What a launch script's flags say, with `prompts` its data too. Raises ValueError for a script without RL flags,
-    for sizes that do not divide, and for a row that a run refuses."""
+    """The setup of a launch script, by its flags; with `prompts` also by its data. Raises ValueError for a script
+    without RL flags, for sizes that do not divide, and for a row that a run refuses."""
     launch = launched(path)
     flags = Flags.parse(launch.arguments)
     config, algorithm, _ = rl_flags(flags)
@@ -141,8 +141,8 @@ def script_setup(path: Path, prompts: bool = False) -> Setup:
 
 
 def prompt_tokens(flags: Flags, config: RLConfig, folder: Path) -> int:
-    """Mean tokens of a prompt in the first rows of each file, rendered as in a run; 0 where the files, or the folder of
-    a tokenizer, are not here, and in episodes, whose tools are not known yet."""
+    """Mean tokens of a prompt in the first rows of each file, rendered as in a run; 0 if the files or the tokenizer are
+    missing, and for episodes, whose tools are not known yet."""
     data, files = config.data, [folder / path for path in config.data.prompt_data]
     tokenizer = next((folder / path for path in map(flags.get, TOKENIZER_FLAGS) if path), None)
     here = tokenizer is not None and tokenizer.is_dir() and all(file.exists() for file in files)
@@ -160,8 +160,8 @@ def prompt_tokens(flags: Flags, config: RLConfig, folder: Path) -> int:
 
 
 def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
-    """sync, streamed, and async with so many generators, on a world of ranks, unless flags exclude it. Raises
-    ValueError where sync does not divide."""
+    """Setups of sync, streamed, and async with several numbers of generators, on a world of ranks, without those that
+    flags exclude. Raises ValueError where sync does not divide."""
     sizes, graders = setup.sizes, setup.graders / max(setup.sizes.data_parallel * setup.trainer_ranks, 1)
 
     def on(trainers: int, generators: int) -> Setup | None:
@@ -197,7 +197,7 @@ def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
 
 
 def advice(setups: Sequence[Setup], outcomes: Sequence[Outcome]) -> str:
-    """Which schedule to take: the first, and so the simplest, of those that are nearly the fastest."""
+    """The schedule to use: the first, and so the simplest, of those that are nearly the fastest."""
     least = min(outcome.iteration for outcome in outcomes)
     best = next(i for i, outcome in enumerate(outcomes) if outcome.iteration <= least * WORTH)
     setup, gain = setups[best], outcomes[0].iteration / outcomes[best].iteration
@@ -211,7 +211,7 @@ def advice(setups: Sequence[Setup], outcomes: Sequence[Outcome]) -> str:
 
 
 def with_care(advised: str, assumed: Mapping[str, float]) -> list[str]:
-    """An advice, after what it rests on that is not measured. assumed: value of each such option."""
+    """An advice, after a list of its assumptions. assumed: value of each option that was not measured."""
     if not assumed:
         return [advised]
     return [
@@ -226,7 +226,7 @@ def with_care(advised: str, assumed: Mapping[str, float]) -> list[str]:
 
 
 def _costs(options: argparse.Namespace, runs: Sequence[fit.Observed]) -> tuple[Costs, list[str], dict[str, float]]:
-    """The costs, lines that say where they come from, and those that are assumed, by their options."""
+    """The costs, lines about their sources, and the assumed ones, by their options."""
     given = {name: getattr(options, name) for name in ASSUMED if getattr(options, name) is not None}
     if runs:
         costs, taken = fit.fit(runs), given
@@ -256,7 +256,7 @@ def _by_hand(name: str, value: float) -> dict[str, float]:
 
 
 def _in_use(name: str, costs: Costs) -> float:
-    """What an option would have to be for these costs."""
+    """Value of an option that gives these costs."""
     if name == "train_tokens":
         return 1 / costs.token
     cost, _, unit = name.rpartition("_")
@@ -264,8 +264,8 @@ def _in_use(name: str, costs: Costs) -> float:
 
 
 def _compared(folders: Sequence[Path], runs: Sequence[fit.Observed]) -> Iterator[str]:
-    """Notes: what each run measured and what the fitted model says of it, without any cost given by hand; and runs
-    whose number of engines changed, which the model does not know."""
+    """Notes: measured times of each run, and those of the fitted model without costs from options; also runs whose
+    number of engines changed, which the model does not support."""
     costs = fit.fit(runs) if runs else Costs()
     for folder, run in zip(folders, runs, strict=True):
         line = f"note    {folder} measured {run.iteration:.2f} s an iteration, {run.setup.schedule}"
@@ -282,7 +282,7 @@ def _compared(folders: Sequence[Path], runs: Sequence[fit.Observed]) -> Iterator
 def _responses(
     options: argparse.Namespace, setup: Setup, runs: Sequence[fit.Observed]
 ) -> tuple[Responses, str, dict[str, float]]:
-    """What responses are like, a line about that, and what of it is assumed, by its options."""
+    """Properties of responses, a line about them, and the assumed ones, by their options."""
     measured = max((calls for run in runs if (calls := run.calls)), key=lambda calls: calls[0] / calls[1], default=None)
     grade, together = measured or (0.0, 1.0)
     grade = grade if options.grade_s is None else options.grade_s

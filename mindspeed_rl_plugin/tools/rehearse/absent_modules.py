@@ -1,14 +1,14 @@
-"""Run the entry script where Python modules that MindSpeed imports are not installed: each gets a stand-in.
+"""Runs the entry script when Python modules that MindSpeed imports are not installed: each gets a stand-in.
 
     python -m mindspeed_rl_plugin.tools.rehearse.absent_modules [--accept] [--any-flag] SCRIPT.py ARGS
 
 MindSpeed and MindSpeed-LLM import libraries of all their features when they start (peft for LoRA, trl, nltk). A
-stand-in serves what happens at import: its names can be imported, inherited from and used as decorators. A later call
-of one is an error that says what to install. An import that its author guards against ImportError gets none.
+stand-in works during imports: its names can be imported, inherited from and used as decorators. A later call of one is
+an error that says what to install. An import inside `try ... except ImportError` gets no stand-in.
 
---accept: take the arguments through the real parsers and validation, as rank 0 of the world that WORLD_SIZE names, and
-no further: when Megatron is about to connect the ranks, only its config of the model is built, whose own checks are
-part of the validation. --any-flag: name flags that the parser does not have, and go on without them.
+--accept: only run the real parsers and validation, as rank 0 of the world WORLD_SIZE. When Megatron is about to connect
+the ranks, its config of the model is built, whose checks are a part of the validation; then it ends. --any-flag: print
+flags that the parser does not know, and continue without them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GUARDS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 
 
 class _Name(type):
-    """A name of a module that is not there: a class, so that others can inherit from it."""
+    """A name of a missing module: a class, so that others can inherit from it."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -42,9 +42,11 @@ class _Name(type):
         return _name(f"{cls.__module__}.{cls.__qualname__}", name)
 
     def __call__(cls, *args: Any, **named: Any) -> Any:
-        if cls.__module__.partition(".")[0] not in _StandInFinder.modules:  # another's, which inherits from one
+        # a class of another module that inherits from a stand-in
+        if cls.__module__.partition(".")[0] not in _StandInFinder.modules:
             return super().__call__(*args, **named)
-        if sys._getframe(1).f_code.co_flags & CO_OPTIMIZED:  # in a function, not in a module's or a class's own lines
+        # called in a function, not in the body of a module or a class
+        if sys._getframe(1).f_code.co_flags & CO_OPTIMIZED:
             raise RuntimeError(
                 f"{cls.__module__}.{cls.__qualname__} is called, and {cls.__module__.split('.')[0]} is not installed: "
                 "the rehearsal has a stand-in for its import only; install it"
@@ -64,7 +66,7 @@ class _StandIn(ModuleType):
 
 
 class _StandInFinder(MetaPathFinder, Loader):
-    """The last finder: whatever another finds is not asked for here."""
+    """The last finder: it is only asked for modules that no other finder has."""
 
     modules: set[str] = set()
 
@@ -85,7 +87,7 @@ class _StandInFinder(MetaPathFinder, Loader):
 
 
 def _importer() -> FrameType | None:
-    """The frame of the import statement; None where it is only asked whether there is such a module."""
+    """The frame of the import statement; None if code only checks whether the module exists."""
     frame: FrameType | None = sys._getframe(2)
     while frame and "importlib" in frame.f_code.co_filename:
         if frame.f_code.co_filename.endswith("util.py"):
@@ -95,7 +97,8 @@ def _importer() -> FrameType | None:
 
 
 def _asks(frame: FrameType) -> bool:
-    """Whether MindSpeed imports, and not only tries to, or makes one of its own (`parse_path` of its patches)."""
+    """Whether MindSpeed really imports a module: not as a trial, nor to create one of its own (`parse_path` of its
+    patches)."""
     owner = frame.f_globals.get("__name__", "").partition(".")[0]
     if owner in _OWNERS and frame.f_code.co_name == "parse_path":
         return not frame.f_locals.get("create_dummy", True)
@@ -115,12 +118,12 @@ def _catches(handler: ast.ExceptHandler) -> bool:
 
 
 def install() -> None:
-    """From now on an import of a module that is not here may get a stand-in."""
+    """From now on the import of a missing module may get a stand-in."""
     sys.meta_path.append(_StandInFinder())
 
 
 def _stop_at_connection() -> None:
-    """When the ranks are to be connected: build the config of the model, say so, and end."""
+    """When ranks would be connected: build the config of the model, print a line, and end."""
     from mindspeed_rl_plugin import host
     from mindspeed_rl_plugin.engine import engine_sizes
 
@@ -128,7 +131,7 @@ def _stop_at_connection() -> None:
     import torch.distributed as dist
 
     dist.init_process_group = _accept
-    engine_sizes.host_total = lambda: sys.maxsize  # the script's machine is another one
+    engine_sizes.host_total = lambda: sys.maxsize  # the script is for another machine
 
 
 def _accept(*args: object, **kwargs: object) -> None:

@@ -1,9 +1,9 @@
-"""Run a launch script up to the point where it would start training, and keep the command it would start.
+"""Runs a launch script up to the point where it would start training, and records that command.
 
-The script runs in bash, in the current directory, with the stand-ins of `standins.sh`: a launch is recorded and starts
-nothing; commands with effects outside the rehearsal's folder are listed and not run; a `source` or `cd` of what is
-missing is noted and skipped. Everything else runs. Where the kernel has Landlock (`confine.py`) that can change nothing
-outside the rehearsal; without, `>` replaces no file that is there, and other writes are made.
+The script runs in bash, in the current directory, with the stand-ins of `standins.sh`. A launch is recorded and starts
+nothing. Commands with effects outside the rehearsal's folder are listed and not run. A `source` or `cd` to a missing
+path is recorded and skipped. All other commands run. If the kernel has Landlock (`confine.py`), they can change nothing
+outside the rehearsal; without it, `>` does not replace existing files, but other writes happen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 from mindspeed_rl_plugin.tools.rehearse import confine
 
 IN_BACKGROUND = 5.0  # seconds for a launch that the script made with & before its end
-# Commands with which a script starts others of its kind on other machines, in a container, or without torchrun.
+# Commands that start training on other machines, in a container, or without torchrun.
 OTHER_LAUNCHERS = "ssh pdsh clush srun sbatch mpirun docker podman nerdctl kubectl sudo su deepspeed accelerate msrun"
 STOOD_IN_FOR = """
     rm rmdir mkdir touch cp mv ln install dd truncate shred unlink chmod chown chgrp rsync
@@ -37,13 +37,13 @@ STOOD_IN_FOR = """
     systemctl service crontab reboot shutdown mount umount modprobe sysctl
     npu-smi hccn_tool msnpureport pip pip3 conda apt apt-get yum dnf
 """
-# Variables of bash itself, and those that the stand-ins set: not the script's.
+# Variables of bash and of the stand-ins, not of the script.
 _BASH_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV", "TMPDIR")
 
 
 @dataclass(frozen=True)
 class CapturedLaunch:
-    """What a script would have started on this node."""
+    """The launch that a script would have started on this node."""
 
     script: str  # entry script as written
     arguments: tuple[str, ...]  # of the entry script
@@ -52,11 +52,11 @@ class CapturedLaunch:
     cwd: Path
     env: dict[str, str]
     exported: dict[str, str]  # variables that the script set or changed
-    missing: tuple[str, ...]  # files that it sources and folders that it enters, and that are not here
+    missing: tuple[str, ...]  # missing files that it sources, and missing folders that it enters
     started: int  # launches that it made, of which this is the first
-    skipped: tuple[str, ...] = ()  # commands that it called and that were not run
+    skipped: tuple[str, ...] = ()  # commands that were not run
     confined: bool = True  # whether it could write only in scratch
-    attached: bool = False  # whether it names this plugin before its entry script
+    attached: bool = False  # whether it already uses this plugin
 
     @property
     def world(self) -> int:
@@ -78,7 +78,7 @@ class Done:
 
 
 def capture(script: Path, scratch: Path, timeout: float) -> CapturedLaunch:
-    """Run `script` with the stand-ins. Raises ValueError when it is not there, fails, hangs or starts no training."""
+    """Run `script` with the stand-ins. Raises ValueError if it is missing, fails, hangs or starts no training."""
     if not script.is_file():
         raise ValueError(f"{script}: no such file; give a launch script (bash) that calls torchrun")
     record, own = (scratch.resolve() / "capture" / name for name in ("record", "own"))
@@ -97,7 +97,7 @@ def capture(script: Path, scratch: Path, timeout: float) -> CapturedLaunch:
     return CapturedLaunch(
         script=words[0],
         arguments=tuple(words[1:]),
-        # Words such as "auto" mean a node's eight NPUs.
+        # Words such as "auto" count as eight NPUs of a node.
         nproc=int(args.nproc_per_node) if str(args.nproc_per_node).isdigit() else 8,
         nnodes=int(str(args.nnodes).split(":")[-1]),
         cwd=Path(launches[0]["cwd"]),
@@ -120,8 +120,9 @@ def run(
     cwd: Path | None = None,
     until: Callable[[], bool] = lambda: True,
 ) -> Done:
-    """Run a command into a log, which names it; past the deadline [seconds] it is ended, and nothing of it is alive
-    afterwards. until: what it may have left to the background, waited for a little after its good end."""
+    """Run a command, with its output in a log, which gives its name. After the deadline [seconds] it is ended with all
+    its processes. until: checks for work that it left in the background; waits a little for it after a successful
+    end."""
     streams, began = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}, time.monotonic()
     with open(log, "wb") as out:
         process = subprocess.Popen(command, env=env, cwd=cwd, stdout=out, start_new_session=True, **streams)
@@ -140,7 +141,7 @@ def run(
 
 
 def _stand_ins(record: Path, own: Path, confined: bool) -> dict[str, str]:
-    """Write them beside `record`; returns the environment in which a script runs with them."""
+    """Write the stand-ins into the folder of `record`. Returns the environment for a script with them."""
     shims, prelude = record.with_name("bin"), record.with_name("standins.sh")
     path = os.environ.get("PATH", os.defpath)
     for each in (record, own, shims):
@@ -178,8 +179,8 @@ def _no_launch(script: Path, done: Done, skipped: Sequence[str]) -> str:
 
 
 def _torchrun_arguments(argv: list[str], path: Path) -> argparse.Namespace:
-    """torchrun's own arguments. Raises ValueError, with the script's name, for what torchrun refuses, and for a module
-    other than the runner."""
+    """torchrun's own arguments. Raises ValueError, with the script's name, for arguments that torchrun refuses, and for
+    a module other than the runner."""
 
     def fail(message: str) -> NoReturn:
         raise ValueError(

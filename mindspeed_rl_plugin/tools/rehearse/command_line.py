@@ -48,7 +48,7 @@ class Flags:
         return flag in self.values
 
     def get(self, flag: str) -> str | None:
-        """The flag's values as written, "" for a switch, None when it is not there."""
+        """The flag's values as written, "" for a switch, None if it is missing."""
         values = self.values.get(flag)
         return None if values is None else " ".join(values)
 
@@ -61,14 +61,14 @@ class Flags:
             raise ValueError(f"{flag} {text}: the rehearsal needs a whole number to make it smaller") from None
 
     def set(self, flag: str, *values: object, why: str) -> None:
-        """Give the flag these values, where it stood or at the end."""
+        """Set the flag's values, at its place or at the end."""
         if self.values.get(flag) != (new := tuple(map(str, values))):
             self.values[flag], self._why[flag] = new, why
 
     def apply(self, why: str, rules: str, *values: object) -> None:
-        """Change flags by rules, a word each, which hold for flags that are there; `{0}` is the first of the values.
-        FLAG takes it out, FLAG~VALUE gives it another value, FLAG<=N lowers what is greater; FLAG=VALUE holds where the
-        flag is not there, too. `*` in a flag stands for anything."""
+        """Change flags by rules, one word each; `{0}` is the first of the values. FLAG removes it, FLAG~VALUE changes
+        its value, FLAG<=N lowers a larger value; these only apply to given flags. FLAG=VALUE sets it in any case. `*`
+        in a flag matches anything."""
         for pattern, sign, value in (_RULE.fullmatch(rule).groups() for rule in rules.split()):
             value = value.format(*values)
             for flag in [pattern] if sign == "=" else fnmatch.filter(self.values, pattern):
@@ -82,7 +82,7 @@ class Flags:
 
     @property
     def changes(self) -> list[Change]:
-        """What differs from the start, one row per flag, with the last reason."""
+        """All changes, one row per flag, with the last reason."""
         before = Flags(self._before)
         rows = [Change(f, before.get(f), self.get(f), why) for f, why in self._why.items()]
         return [row for row in rows if row.old != row.new]

@@ -1,8 +1,9 @@
-"""Run a command that may write only in some folders: `python confine.py FOLDER... -- COMMAND...`.
+"""Runs a command that may only write in some folders: `python confine.py FOLDER... -- COMMAND...`.
 
 Linux's Landlock (5.13 and later, no privileges needed) refuses to this process and its children every change of
-files outside the folders; from 6.7 on also TCP, from 6.12 on signals to other processes. It does not know of modes,
-owners and times of files, nor of Unix sockets. Constants: linux/landlock.h. Standard library only: it runs as a file.
+files outside the folders; from 6.7 on also TCP, from 6.12 on signals to other processes. It does not restrict changes
+of modes, owners and times of files, nor Unix sockets. Constants: linux/landlock.h. Standard library only: it runs as a
+file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def version() -> int:
 
 
 def confine(folders: list[str]) -> None:
-    """From here on this process and its children change files below `folders` only. Raises OSError."""
+    """From now on this process and its children can only change files in `folders`. Raises OSError."""
     known = version()
     changes = _CHANGES | (_REFER if known >= 2 else 0) | (_TRUNCATE if known >= 3 else 0)
     rules = [changes] + [_TCP] * (known >= 4) + [_SIGNALS] * (known >= 6)  # files, network, scope

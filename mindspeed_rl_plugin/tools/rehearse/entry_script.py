@@ -1,4 +1,4 @@
-"""Which entry script is rehearsed, and on what: the script's own on MindSpeed, or a plain one on Megatron."""
+"""Chooses the entry script of a rehearsal: the script's own one with MindSpeed, or a plain one of Megatron."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ runpy.run_path({script!r}, run_name="__main__")
 
 @dataclass(frozen=True)
 class Entry:
-    """What runs."""
+    """The entry script to run."""
 
     script: Path  # entry script
     path: Sequence[Path]  # folders put on PYTHONPATH
-    note: str = ""  # what had to be chosen, and why
-    mindspeed: bool = False  # whether the script imports it and it is here
-    mindspeed_llm: bool = False  # likewise
+    note: str = ""  # what was chosen, and why
+    mindspeed: bool = False  # whether the script imports it and it is available
+    mindspeed_llm: bool = False  # the same for MindSpeed-LLM
 
     @property
     def platform(self) -> str:
-        """What it runs on, for messages. Raises ValueError where there is no Megatron."""
+        """The versions that are used, for messages. Raises ValueError without Megatron."""
         cores = filter(None, map(core_version, (*self.path, *map(Path, sys.path))))
         if not (core := next(cores, None)):
             raise ValueError("Megatron is not installed: set MEGATRON_LM_PATH to a Megatron-LM checkout")
@@ -51,15 +51,15 @@ class Entry:
 
 
 def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> Entry:
-    """Find the entry script and its libraries. Raises ValueError when there is nothing to run, or a checkout is absent.
+    """Find the entry script and its libraries. Raises ValueError if there is nothing to run, or a checkout is missing.
 
-    Checkouts that variables name and the script's own PYTHONPATH come before what is installed. Where the script's own
-    entry cannot run, a plain one of Megatron does, under MindSpeed if that is here. scratch: for what has to be made.
+    Checkouts in variables and the script's own PYTHONPATH come before installed packages. If the script's own entry
+    cannot run, a plain one of Megatron is used, with MindSpeed if available. scratch: folder for generated files.
     """
     megatrons, mindspeed, llm = map(_checkouts, ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH"))
     patched = [folder for folder in megatrons if (core_version(folder) or ())[:2] == MINDSPEED_CORE]
     extra = [*_folders(launch.env.get("PYTHONPATH", "")), *mindspeed]
-    # MindSpeed-LLM's may be where this says, or above the launch script, which is one of its examples.
+    # MindSpeed-LLM may be in this variable's folder, or above the launch script, which is one of its examples.
     own, *others = (folder / launch.script for folder in (launch.cwd, *llm, *launch_script.resolve().parents))
     there = [own] if own.is_file() else [path for path in others if path.is_file() and _imports(path)]
     why = f"{launch.script} is not here"
@@ -89,8 +89,8 @@ def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> En
 
 
 def pretraining(script: Path, flags: Flags) -> Path:
-    """The script that makes a checkpoint for this one: itself, or the one that pretrains where it fine-tunes. What RL
-    takes over is taken out: how the data of either is packed and masked."""
+    """The script that makes a checkpoint for this one: itself or, for fine-tuning, the pretraining script. Flags that
+    RL takes over are removed: packing and masking of the data."""
     theirs = {flag for row in TAKEN_OVER.values() for flag in row.split()} - {"--mock-data", "--split"}
     taken = (name for name, _, value in (flag.partition("=") for flag in theirs) if value in ("", flags.get(name)))
     flags.apply("of training without RL", " ".join(("--stage", *taken)))
@@ -107,7 +107,7 @@ def _folders(text: str) -> list[Path]:
 
 
 def _checkouts(name: str) -> list[Path]:
-    """Folders that a variable names. Raises ValueError where one is not there."""
+    """Folders in a variable. Raises ValueError for a missing one."""
     folders = _folders(os.environ.get(name, ""))
     if absent := [folder for folder in folders if not folder.is_dir()]:
         raise ValueError(f"{name}={absent[0]} is no directory; set it to a checkout, or unset it")
@@ -115,5 +115,5 @@ def _checkouts(name: str) -> list[Path]:
 
 
 def _imports(script: Path) -> set[str]:
-    """Those of MindSpeed's packages that a script imports, also inside functions."""
+    """MindSpeed's packages that a script imports, also inside functions."""
     return set(re.findall(r"^\s*(?:from|import) (mindspeed(?:_llm)?)\b", script.read_text(), re.M))

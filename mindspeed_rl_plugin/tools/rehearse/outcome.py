@@ -1,4 +1,4 @@
-"""What a rehearsal says at its end: what was changed and why, what ran or failed, what this machine cannot show."""
+"""The report of a rehearsal: what was changed and why, what ran or failed, and what this machine cannot test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
 from mindspeed_rl_plugin.tools.rehearse.shrink import NOT_HERE
 from mindspeed_rl_plugin.tools.text_table import aligned
 
-REFUSAL = "[rl] RL cannot run"  # how a refusal of the plugin begins (launch.endings)
+REFUSAL = "[rl] RL cannot run"  # first words of a refusal of the plugin (launch.endings)
 _LOG_LINE = re.compile(r"iteration\s+\d+/\s*\d+ \|")
 _RL_ITERATION = re.compile(r"rl \d+/\d+ \|")
 _EVALUATION = re.compile(r"rl \d+/\d+ eval \|")
@@ -33,16 +33,16 @@ _PROJECTS = {"mindspeed_llm": "MindSpeed-LLM", "mindspeed": "MindSpeed", "megatr
 class Facts:
     """A rehearsal's result, for programs to read."""
 
-    # what ran: of iteration, evaluation, dump, save, resume and conversion
+    # what worked, of iteration, evaluation, dump, save, resume and conversion
     shown: list[str] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)  # flags that were removed, so not shown to work
+    removed: list[str] = field(default_factory=list)  # removed flags, which were not tested
     modules: list[str] = field(default_factory=list)  # Python modules with a stand-in
     seconds: dict[str, float] = field(default_factory=dict)  # of each process
-    failed: list[str] = field(default_factory=list)  # lines that say why it ended early
+    failed: list[str] = field(default_factory=list)  # lines with the reason of an early end
 
 
 def shown(name: str, lines: Iterable[str], flags: Flags) -> list[str]:
-    """What the process `name`, of `training` and `resume`, has done, by its lines and the files that it left."""
+    """What the process `name` (`training` or `resume`) has done, by its lines and files."""
     rounds, held_out = ([line for line in lines if kind.match(line)] for kind in (_RL_ITERATION, _EVALUATION))
     if name == "resume":
         return ["resume"] if any(line.startswith("rl 2/") for line in rounds) else []
@@ -52,8 +52,8 @@ def shown(name: str, lines: Iterable[str], flags: Flags) -> list[str]:
 
 
 def removed(flags: Flags) -> list[str]:
-    """Flags of the script that are not rehearsed: those removed here, but not those that RL removes or that something
-    generated replaces; and splits left out for want of ranks."""
+    """Flags of the script that are not tested: removed ones (except those that RL removes, or that generated files
+    replace), and splits for which ranks are missing."""
     ours = {flag for row in TAKEN_OVER.values() for flag in row.split()} if "--rl-algorithm" in flags else set()
     lost = [c for c in flags.changes if c.old is not None and not c.why.startswith(("here: ", "nothing is reported"))]
     return [c.flag for c in lost if c.new is None and c.flag not in ours or c.new == "1" and "-parallel-" in c.flag]
@@ -75,14 +75,14 @@ def _cut(text: str, width: int) -> str:
 
 
 def tail(done: Done, count: int = 25) -> str:
-    """The lines that say why it failed: a refusal, a missing module, a traceback's end, else the last lines of the
-    ranks."""
+    """The lines with the reason of a failure: a refusal, a missing module, the end of a traceback, else the last lines
+    of the ranks."""
     if done.code is None:
         return f"{done.name}: ended at its deadline after {done.seconds:.0f} s; last line: {(done.lines or [''])[-1]}"
     lines = [re.sub(r"^\[rank.*?\]: ", "", line) for line in done.lines]
     lines = [line for line in lines if not line.strip().startswith("[--")]  # argparse's usage
     refused = list(itertools.dropwhile(lambda line: not line.startswith(REFUSAL), lines))
-    if refused:  # the plugin's own words say it all
+    if refused:  # the plugin's own message is enough
         return "\n".join([refused[0], *itertools.takewhile(lambda line: line.startswith("  - "), refused[1:])])
     lines = list(itertools.takewhile(lambda line: not _TORCHRUN_REPORT.search(line), lines)) or lines
     error = next((i for i, line in enumerate(lines) if _ERROR.match(line)), len(lines))
@@ -92,7 +92,7 @@ def tail(done: Done, count: int = 25) -> str:
 
 
 def _missing_module(module: str, traceback: list[str]) -> str:
-    """One line: which module, who imports it, what to do."""
+    """One line: the module, the code that imports it, and the fix."""
     frames = [match.groups() for line in traceback if (match := _FRAME.match(line))]
     file, number = frames[-1] if frames else ("its log does not say where", "?")
     owner = next((name for part, name in _PROJECTS.items() if part in Path(file).parts), "the script")
@@ -103,8 +103,8 @@ def _missing_module(module: str, traceback: list[str]) -> str:
 
 
 def iterations(done: Done, rl: bool) -> list[str]:
-    """Megatron's lines of its iterations, and the plugin's own lines, those of evaluations too; empty where no
-    iteration was logged, of RL or of pretraining."""
+    """Megatron's lines of iterations, and the plugin's own lines, also of evaluations; empty if no iteration (of RL or
+    pretraining) was logged."""
     lines = [line for line in done.lines if line.startswith("[rl]") and "RL is attached" not in line]
     rounds = [line for line in done.lines if _RL_ITERATION.match(line)]
     logged = [re.sub(r"\s+", " ", line[line.index("iteration") :]) for line in done.lines if _LOG_LINE.search(line)]
@@ -120,7 +120,7 @@ def absent_modules(lines: Iterable[str]) -> set[str]:
 def not_exercised(
     launch: CapturedLaunch, entry: Entry, flags: Flags, ranks: int, absent: Collection[str] = ()
 ) -> list[str]:
-    """What may still go wrong on the real machine, because nothing of it was tried here. absent: Python modules."""
+    """What may still fail on the real machine, since it was not tested here. absent: missing Python modules."""
     kernels = [c.flag for c in flags.changes if c.why.startswith(NOT_HERE) and c.old is not None]
     variables = sorted(name for name in launch.exported if _VARIABLES.match(name))
     operators = "fused operators ran as plain torch operators on a CPU" if entry.mindspeed else "none"

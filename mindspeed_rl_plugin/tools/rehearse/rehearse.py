@@ -95,7 +95,7 @@ def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path, fact
 
 @dataclass(frozen=True)
 class _Rehearsal:
-    """The processes of a rehearsal, each with a deadline and a log file of its own in `scratch`."""
+    """Runs the processes of a rehearsal, each with a deadline and a log file in `scratch`."""
 
     options: argparse.Namespace
     scratch: Path
@@ -105,18 +105,19 @@ class _Rehearsal:
     facts: outcome.Facts
 
     def accepted(self) -> bool:
-        """The arguments as written through parsers and validation, as rank 0 of the world as written."""
+        """Run the original arguments through parsers and validation, as rank 0 of the original world."""
         flags, entry, world = self.flags, self.entry, self.launch.world
         substitute(flags, self.scratch, entry.mindspeed_llm)
         if not entry.mindspeed_llm:
             replace_mindspeed_llm(flags)
         if not entry.mindspeed:
-            # Fewer ranks instead of context parallelism: the batch is divided by the script's data parallel size.
+            # Fewer ranks instead of context parallelism, so that the script's data parallel size still divides the
+            # batch.
             world //= flags.number("--context-parallel-size", 1)
             remove_unavailable(flags, mindspeed=False)
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": self.launch.nproc}
         ranks |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-        # The KV cache's size is a limit on a host alone: it must not refuse the script's lengths.
+        # The KV cache's size is only a limit on a host; it must not refuse the script's lengths.
         cache = ["--rl-kv-cache-gb", "1e6"] if "--rl-algorithm" in flags else []
         options = ["--accept"] if entry.mindspeed_llm else ["--accept", "--any-flag"]
         command = ["-m", absent_modules.__name__, *options, str(entry.script)]
@@ -126,12 +127,12 @@ class _Rehearsal:
         return self._show(f"arguments as written, for {self.launch.world} ranks", done, ACCEPTED in done.lines)
 
     def trained(self) -> bool:
-        """One iteration; before it, where the script loads a checkpoint, one that makes that checkpoint."""
+        """Train one iteration. If the script loads a checkpoint, a run before it makes that checkpoint."""
         flags, rl = self.flags, "--rl-algorithm" in self.flags
         if "--save" in flags:
             flags.apply("so that saving is rehearsed", "--save-interval=1")
         if "--load" in flags:
-            if not rl:  # goes on after the checkpoint's iteration, so its one iteration is the second
+            if not rl:  # continues after the checkpoint's iteration, so its iteration is the second
                 name = "--train-samples" if "--train-samples" in flags else "--train-iters"
                 flags.set(name, 2 * flags.number(name, 1), why="one iteration after the checkpoint's")
             if not self._checkpoint_made(rl):
@@ -144,7 +145,7 @@ class _Rehearsal:
         return self._iterated(what, "training", first) and self._iterated("one more after a resume", "resume", flags)
 
     def _iterated(self, what: str, name: str, flags: Flags) -> bool:
-        """A run that must log an iteration."""
+        """Run a process that must log an iteration."""
         done = self._train(name, flags)
         lines = outcome.iterations(done, "--rl-algorithm" in flags)
         trained = self._show(f"{what} on {self.options.ranks} ranks", done, bool(lines))
@@ -153,7 +154,7 @@ class _Rehearsal:
         return trained
 
     def _checkpoint_made(self, rl: bool) -> bool:
-        """What `--load` names, by a first run."""
+        """Make the checkpoint of `--load` by a first run."""
         flags, to_convert = self.flags, converted(self.flags)
         load = Path(flags.get("--load") or "")
         saved = self.scratch / "pretrained" if to_convert else load
@@ -174,7 +175,8 @@ class _Rehearsal:
         return made
 
     def _show(self, what: str, done: Done, reached: bool) -> bool:
-        """Say how it went, with the end of the log where it failed. reached: whether a good end is believed."""
+        """Print the result of a process, with the end of the log if it failed. reached: whether its successful end is
+        credible."""
         if done.ok and not reached:
             done.code = 1
         _say(f"{what}: {'ok' if done.ok else 'FAILED'} ({done.seconds:.0f} s)")
@@ -185,7 +187,7 @@ class _Rehearsal:
         return done.ok
 
     def _train(self, name: str, flags: Flags, script: Path | None = None) -> Done:
-        """The entry script, or another, on a few processes, through the runner."""
+        """Run the entry script, or another one, on a few processes, with the runner."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.options.ranks}"]
         module = absent_modules.__name__ if self.entry.mindspeed else "mindspeed_rl_plugin"
         return self._run(name, [*torchrun, "-m", module, str(script or self.entry.script), *flags.argv()])

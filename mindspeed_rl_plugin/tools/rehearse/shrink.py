@@ -1,5 +1,5 @@
-"""What a rehearsal changes: flags of accelerators and of another Megatron go; world, model and batches get smaller, in
-the shape of the original: what was split stays split, if ranks allow."""
+"""The changes of a rehearsal: removes flags of accelerators and of other Megatron versions, and makes world, model and
+batches smaller. What was split stays split, as far as ranks allow."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ MEMBERS = 4
 _SMALL, _FEWER_RANKS, _ONE_ITERATION, _BATCHES = "smaller model", "fewer ranks", "one iteration", "smaller batches"
 _SHORT, _NO_EVALUATION = "shorter sequences", "no evaluation set"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
-# Rules of `Flags.apply`: layers {0}, key heads {1}, heads {2}, hidden size {3}, experts {4}. What latent attention
-# keeps of a token stays as it is: vLLM on a CPU has one size (`engine_sizes.CPU_LATENT_SIZE`), that of DeepSeek.
+# Rules of `Flags.apply`: layers {0}, key heads {1}, heads {2}, hidden size {3}, experts {4}. Latent sizes do not
+# change: vLLM on a CPU only supports DeepSeek's (`engine_sizes.CPU_LATENT_SIZE`).
 MODEL_RULES = """
     --num-layers={0} --num-query-groups<={1} --num-attention-heads={2} --hidden-size={3} --ffn-hidden-size<=256
     --moe-ffn-hidden-size<=64 --moe-shared-expert-intermediate-size<=64 --q-lora-rank<=64 --kv-channels<=32
@@ -19,14 +19,14 @@ MODEL_RULES = """
     --first-k-dense-replace<=1 --recompute-num-layers<=1
     --num-virtual-stages-per-pipeline-rank<=2 --num-layers-per-virtual-pipeline-stage<=1
 """
-# Flags that lay out the original's number of layers or batches; --num-layer-list stays where a pipeline does.
+# Flags that depend on the original number of layers or batches; --num-layer-list is kept with a pipeline.
 LAID_OUT = """
     --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout --pipeline-model-parallel-split-rank
     --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
     --enable-recompute-layers-per-pp-rank --recompute-in-bubble --rampup-batch-size --step-batch-size-schedule
 """
-NOT_HERE = "not on a host: "  # how the reasons begin
-# Reason -> rules of `Flags.apply`. With and without MindSpeed; the last are Megatron's fusions, which these switch off.
+NOT_HERE = "not on a host: "  # first words of the reasons
+# Reason -> rules of `Flags.apply`, with and without MindSpeed. The last ones switch Megatron's fusions off.
 EVERYWHERE = {
     "its kernel is compiled for the accelerator": "--moe-permute-fusion",
     "shards by NPU or GPU streams": "--use-torch-fsdp2",
@@ -37,7 +37,7 @@ EVERYWHERE = {
     "profiles the NPU": "--profile --profile-*",
     "the fusion is a compiled kernel": "--no-gradient-accumulation-fusion= --no-masked-softmax-fusion=",
 }
-# Under MindSpeed, whose other switches run here: its fused operators have stand-ins (`host.npu_ops`).
+# With MindSpeed. Its other switches work here: fused operators have stand-ins (`host.npu_ops`).
 WITH_MINDSPEED = {
     "its kernel is compiled for the NPU": """
         --use-ascend-coc --use-ascend-mc2 --coc-fused-kernel --coc-parallel-num
@@ -50,7 +50,7 @@ WITH_MINDSPEED = {
     """,
     "sets the NPU's deterministic mode": "--npu-deterministic",
 }
-# On plain Megatron.
+# With plain Megatron.
 PLAIN_MEGATRON = {
     "the fusion is TransformerEngine's": "--no-rope-fusion=",
     "the fusion is Apex's": "--no-persist-layer-norm=",
@@ -60,7 +60,7 @@ PLAIN_MEGATRON = {
     "TransformerEngine is not installed": "--transformer-impl=local",
     "TransformerEngine's norm, which no engine has: RL refuses it": "--apply-layernorm-1p",
 }
-# Reason -> how a flag of MindSpeed-LLM's begins, and the rule.
+# Reason -> prefix of a flag of MindSpeed-LLM, and the rule.
 MINDSPEED_LLM_FLAGS = {
     "a layer spec of MindSpeed-LLM": ("--spec mindspeed", "--spec"),
     "alltoall_seq is MindSpeed's": ("--moe-token-dispatcher-type alltoall_seq", "--moe-token-dispatcher-type=alltoall"),
@@ -73,13 +73,14 @@ MINDSPEED_LLM_FLAGS = {
 
 
 def remove_unavailable(flags: Flags, *, mindspeed: bool) -> None:
-    """Take out what no host can run, with MindSpeed or on plain Megatron."""
+    """Remove flags that no host can run, with MindSpeed or plain Megatron."""
     for why, rules in (EVERYWHERE | (WITH_MINDSPEED if mindspeed else PLAIN_MEGATRON)).items():
         flags.apply(NOT_HERE + why, rules)
 
 
 def replace_mindspeed_llm(flags: Flags) -> None:
-    """Without MindSpeed-LLM: put Megatron's own values for its. Flags that only it has, the parser names later."""
+    """Without MindSpeed-LLM: replace its values by Megatron's own. The parser later prints flags that only
+    MindSpeed-LLM has."""
     for why, (words, rule) in MINDSPEED_LLM_FLAGS.items():
         flag = words.split()[0]
         if f"{flag} {flags.get(flag)}".startswith(words):
@@ -89,13 +90,14 @@ def replace_mindspeed_llm(flags: Flags) -> None:
 
 
 def ranks_of_split(flags: Flags) -> int:
-    """Processes that keep what the script splits split by two: 2, or 4 where it splits in more ways than one."""
+    """Number of processes with which each split of the script stays a split by two: 2, or 4 for several kinds of
+    splits."""
     sizes = ("tensor-model", "context", "pipeline-model", "expert-model")
     return 2 if sum(flags.number(f"--{size}-parallel-size", 1) > 1 for size in sizes) < 2 else 4
 
 
 def shrink(flags: Flags, ranks: int) -> None:
-    """Make everything smaller, and say what. ranks: processes to run on, a power of two."""
+    """Make everything smaller, and record the changes. ranks: number of processes, a power of two."""
     tp = 2 if flags.number("--tensor-model-parallel-size", 1) > 1 and ranks >= 2 else 1
     least = 4 if flags.get("--context-parallel-algo") == "hybrid_cp_algo" else 2
     cp = least if flags.number("--context-parallel-size", 1) > 1 and ranks // tp >= least else 1
@@ -118,12 +120,12 @@ def _model(flags: Flags, pp: int) -> None:
     virtual = "--schedules-method" in flags or any("virtual" in flag for flag in flags.values)
     every_head = flags.get("--num-query-groups") == flags.get("--num-attention-heads")
     flags.apply("lays out the original's layers or batches", LAID_OUT)
-    dense = "--first-k-dense-replace" in flags  # MindSpeed-LLM wants a layer with experts in each stage
+    dense = "--first-k-dense-replace" in flags  # MindSpeed-LLM needs a layer with experts in each stage
     layers = pp * 2 if virtual or pp == 1 or dense else pp
-    noop = "--noop-layers" in flags  # one no-op layer stays, in a chunk with one that does something
+    noop = "--noop-layers" in flags  # one no-op layer is kept, in a chunk with a normal layer
     layers *= 2 if noop else 1
     layers += "--num-layer-list" in flags  # so that its stages differ
-    # With one expert per rank MindSpeed's --moe-zero-memory frees tokens that no permutation has copied.
+    # With one expert per rank, MindSpeed's --moe-zero-memory frees tokens that were not copied by a permutation.
     spread = flags.number("--tensor-model-parallel-size", 1) if "--moe-tp-extend-ep" in flags else 1
     experts = max(4, 2 * spread * flags.number("--expert-model-parallel-size", 1))
     flags.apply(_SMALL, MODEL_RULES, layers, HEADS if every_head else 2, HEADS, HEADS * HEAD_SIZE, experts)

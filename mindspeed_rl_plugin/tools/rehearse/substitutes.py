@@ -1,4 +1,4 @@
-"""What a launch script names and this machine lacks: tokenizer, data, prompts, checkpoints, output folders."""
+"""Replaces files of a launch script that this machine lacks: tokenizer, data, prompts, checkpoints, output folders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def grade(response):
 
 
 def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
-    """Replace what is not here. scratch: where the replacements are made; mindspeed_llm: whose tokenizer flags."""
+    """Replace missing files. scratch: folder of the replacements; mindspeed_llm: whether tokenizer flags are
+    MindSpeed-LLM's."""
     tokenizer = make_tokenizer(scratch / "tokenizer")
     flags.apply(_MADE_TOKENIZER, "--vocab-file --merge-file --tiktoken-pattern --tokenizer-not-use-fast")
     megatrons = "--tokenizer-type=HuggingFaceTokenizer --tokenizer-model={0} --tokenizer-name-or-path"
@@ -54,8 +55,8 @@ def converted(flags: Flags) -> bool:
 
 
 def _checkpoint(flags: Flags, scratch: Path) -> None:
-    """Folders of what is loaded, which say to hold a checkpoint as the check of the arguments asks; their files come
-    later."""
+    """Folders for the checkpoints that are loaded, with tracker files for the check of the arguments; other files are
+    made later."""
     if "--mtp-num-layers" in flags:
         why = "`export`, which makes the model to convert, leaves out layers for multi-token prediction"
         flags.apply(why, "--enable-hf2mg-convert --enable-mg2hf-convert")
@@ -72,7 +73,7 @@ def _checkpoint(flags: Flags, scratch: Path) -> None:
 
 def make_tokenizer(folder: Path) -> Path:
     """A Hugging Face tokenizer directory of `VOCABULARY` tokens: ASCII characters, special tokens, fillers. The fillers
-    are there because Megatron's mock data set samples ids up to 4096."""
+    are needed, since Megatron's mock data set samples ids up to 4096."""
     from transformers import PreTrainedTokenizerFast
 
     tokens = [chr(c) for c in range(32, 127)] + ["<pad>", "<eos>"]
@@ -98,7 +99,8 @@ def _prompts(flags: Flags, scratch: Path) -> None:
 
 
 def _graders(flags: Flags, varied: Path) -> None:
-    """`path/to/file.py:function=WEIGHT` as it is where the file is here, else `exact=WEIGHT`, and one in `varied`."""
+    """Graders: `path/to/file.py:function=WEIGHT` is kept if the file exists, else replaced by `exact=WEIGHT`; also one
+    in `varied`."""
     graders = []
     for spec in (flags.get("--rl-reward") or "").split():
         path, dot_py, rest = spec.partition(".py:")

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"report: {error}", file=sys.stderr)
         return 1
     rows, ranks = len(data["samples"]["rows"]), data["timeline"]["ranks_total"]
-    trained = sum(i > 0 for i in data["metrics"]["iterations"])  # at 0 there is an evaluation
+    trained = sum(i > 0 for i in data["metrics"]["iterations"])  # iteration 0 has only an evaluation
     total = data["samples"]["total"]
     shown = f"{rows} of the {total} responses" if total else "no responses (--rl-dump-dir writes them): no dumps"
     places = ", ".join(data["samples"]["places"]) + (f"; --samples {total} shows all" if rows < total else "")
@@ -51,7 +51,7 @@ def render(data: dict[str, Any]) -> str:
     def part(marker: re.Match[str]) -> str:
         return parts.get(marker[1]) or folder.joinpath(marker[1]).read_text(encoding="utf-8")
 
-    # One pass, so that a marker inside the data or a script is left alone.
+    # One pass, so that a marker inside the data or a script is not replaced.
     return re.sub(r"\{\{([\w.]+)\}\}", part, folder.joinpath("report.html.in").read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""Everything that the report shows, as one JSON-able dict: curves, headline, remarks, stages, samples."""
+"""All data of the report, as one dict for JSON: curves, headline, remarks, stages, samples."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def collect(
 
 
 def metric_series(rows: list[JsonObject]) -> dict[str, Any]:
-    """iterations, and name -> {"x": iterations that have the metric, "y": values, None where it was not finite}. Absent
-    and not finite differ: a rollout that serves several iterations is measured once, and its curve runs on; a loss that
-    was not finite leaves a gap."""
+    """iterations, and name -> {"x": iterations that have the metric, "y": values, None where it was not finite}. A
+    missing value is not the same as one that is not finite: a rollout with several iterations is measured once, and its
+    curve continues; a loss that is not finite leaves a gap."""
     names = dict.fromkeys(k for r in rows for k in r if k not in ("iteration", "time"))
     numbers = [n for n in names if all(isinstance(r.get(n), (int, float, type(None))) for r in rows)]
 
@@ -107,7 +107,7 @@ def headline(rows: list[JsonObject], run: JsonObject, summary: JsonObject) -> li
     return tiles
 
 
-# Metric, and the remark where the mean of its latest values is above (1) or below (-1) the limit.
+# Metric, and the remark if the mean of its latest values is above (1) or below (-1) the limit.
 _LIMITS = (
     ("response/truncated", 1, 0.1, "{:.0%} of the latest responses are cut at the length limit (more than 10%)."),
     ("groups/informative", -1, 0.1, "Only {:.0%} of the latest groups have rewards that differ (under 10%)."),
@@ -130,7 +130,7 @@ _LIMITS = (
 
 
 def remarks(rows: list[JsonObject], run: JsonObject, ranks: list[int]) -> list[str]:
-    """What a reader should look at; the thresholds are in the sentences."""
+    """Remarks for the reader, with the thresholds in the sentences."""
     late = rows[-max(1, len(rows) // 10) :]
     watched = ("entropy", *(name for name, *_ in _LIMITS))
     recent = {name: statistics.fmean(values) for name in watched if (values := column(late, name))}
@@ -156,8 +156,8 @@ def remarks(rows: list[JsonObject], run: JsonObject, ranks: list[int]) -> list[s
 
 
 def verdict(rows: list[JsonObject], run: JsonObject, summary: JsonObject) -> str:
-    """One sentence: whether the run shows that it learned. A difference counts from two standard errors on: of two
-    shares of the held-out prompts, else of the mean rewards of the first and the last quarter of the rollouts."""
+    """One sentence: whether the run has learned. It compares two held-out accuracies, else mean rewards of the first
+    and the last quarter of the rollouts. A difference counts from two standard errors on."""
     before, after, count = summary["accuracy_before"], summary["accuracy_after"], run.get("held_out")
     if after is not None and count:
         change, what = after - before, f"accuracy on {count} held-out prompts"
@@ -179,7 +179,7 @@ def verdict(rows: list[JsonObject], run: JsonObject, summary: JsonObject) -> str
 
 
 def settings(run: JsonObject) -> list[tuple[str, dict[str, str]]]:
-    """Heading, and name -> value, of what the run was made with."""
+    """Settings of the run: heading, and name -> value."""
     groups = {"RL flags": "flags", "Megatron's arguments": "arguments", "Versions": "versions"}
     shown = {heading: run.get(key) or {} for heading, key in groups.items()}
     named = ("algorithm", "parts", "start", "reference", "device", "memory", "first_prompt")
@@ -192,8 +192,8 @@ def settings(run: JsonObject) -> list[tuple[str, dict[str, str]]]:
 
 
 def held_out(path: Path) -> JsonObject:
-    """The first and the last evaluation: iterations, and [prompt, answer, [[response, reward] of each]] of the
-    prompts that both have."""
+    """The first and the last evaluation: iterations, and [prompt, answer, [[response, reward] of each]] for the prompts
+    in both."""
     lines = read_jsonl(path) if path.is_file() else []
     evaluations = {e["iteration"]: {row[0]: row[1:] for row in e["rows"]} for e in lines}
     ends = list(dict.fromkeys((min(evaluations), max(evaluations)))) if evaluations else []
@@ -219,5 +219,5 @@ def duration(seconds: float) -> str:
 
 
 def _name(run_dir: Path) -> str:
-    """The directory's name; of the default SAVE/rl, which is called rl in every run, with SAVE's before it."""
+    """The directory's name; for the default SAVE/rl with the name of SAVE before it."""
     return f"{run_dir.parent.name}/rl" if run_dir.name == "rl" else run_dir.name

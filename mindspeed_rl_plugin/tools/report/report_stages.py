@@ -1,4 +1,4 @@
-"""What the report says about stages: time of their own, memory, and the events of its timeline."""
+"""Stages in the report: own time, memory, and events of the timeline."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ StageSpan = tuple[float, float, str]
 
 def own_seconds(spans: Iterable[StageSpan]) -> dict[str, float]:
     """Seconds of each stage among spans (start, end, stage) that may nest and overlap, each instant counted once. An
-    instant belongs to the stage that started last among those that run; where none runs, to `BETWEEN`. The result sums
-    to the time from the first start to the last end."""
+    instant belongs to the running stage that started last; if none runs, to `BETWEEN`. The result sums to the time from
+    the first start to the last end."""
     spans = sorted(spans)
     edges = sorted({t for start, end, _ in spans for t in (start, end)})
     out: dict[str, float] = defaultdict(float)
@@ -56,8 +56,8 @@ def stage_data(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, limit: int = 40_000) -> dict[str, Any]:
     """Events for the timeline: [rank, stage index, iteration, start, seconds, peak bytes] in time order. Starts count
-    from `origin` (Unix time). Where there are more than `limit` events, ranks are thinned evenly to at most 16, then
-    the earliest iterations left out; ranks_total and iterations_left_out say so."""
+    from `origin` (Unix time). With more than `limit` events, ranks are reduced evenly to at most 16, then the earliest
+    iterations are left out; see ranks_total and iterations_left_out."""
     ranks = sorted({e["rank"] for e in events})
     kept, shown = list(events), ranks
     if len(kept) > limit and len(ranks) > 16:
@@ -93,9 +93,9 @@ def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, lim
 def apart_data(
     apart: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], *, limit: int = 20_000
 ) -> dict[str, Any]:
-    """What engines outside the trainers did, for the timeline, on its clock: their names and the labels of their lanes,
-    what they did, spans [process, what, start, seconds] in time order, and marks [version, time] of published
-    weights. The latest `limit` spans."""
+    """Events of engines outside the trainers, on the timeline's clock: their names and labels, kinds of work, spans
+    [process, kind, start, seconds] in time order, and marks [version, time] of published weights. The latest `limit`
+    spans."""
     origin = min((e["start"] for e in events), default=0.0)
     marks = [e for e in apart if e["process"] == WEIGHTS_PROCESS]
     spans = [e for e in apart if e["process"] != WEIGHTS_PROCESS][-limit:]
@@ -117,8 +117,8 @@ def apart_data(
 
 
 def _stage_order(spans: Iterable[Sequence[StageSpan]]) -> list[str]:
-    """Stage names by the median of their start within the iteration, so that the legend reads like the loop. spans:
-    those of every rank and iteration."""
+    """Stage names by the median of their start within the iteration, so that the legend has the order of the loop.
+    spans: of every rank and iteration."""
     offsets: dict[str, list[float]] = defaultdict(list)
     for events in spans:
         begin = min(events)[0]
