@@ -1,9 +1,8 @@
 """KL of the policy to the frozen reference, estimated from the log-probs of sampled tokens.
 
-With `x = logp_ref - logp`, all estimate KL(policy || reference). Their values agree in expectation (that of k2
-nearly); as terms of a loss their gradients do not: that of k1 has mean zero, that of k3 belongs to
-KL(reference || policy), and only that of k2 is the gradient of KL(policy || reference). `k3-unbiased` has the value
-of k3 and the gradient of k2.
+With `x = logp_ref - logp`, all estimate KL(policy || reference). Their values agree in expectation (that of k2 nearly);
+as terms of a loss their gradients do not: that of k1 has mean zero, that of k3 belongs to KL(reference || policy), and
+only that of k2 is the gradient of KL(policy || reference). `k3-unbiased` has the value of k3 and the gradient of k2.
 """
 
 from __future__ import annotations
