@@ -1,5 +1,4 @@
-"""The cells of one machine: lends memory, commits, looks up, clears. It uses no sockets; the caller serialises the
-calls.
+"""Cells of one machine: lends memory, commits, looks up, clears. It uses no sockets; the caller serialises the calls.
 
 A commit makes all its cells visible at once and is described by one `Record`. The first commit of a cell wins. A writer
 of this machine maps memory that is lent to it, fills it, and then commits; until then nobody reads it. The columns of a
@@ -45,8 +44,7 @@ class Block:
 
 
 class EpochTables(Places):
-    """The tables that a warehouse keeps of one epoch. admitted: `[groups]` bool, groups that count against the
-    limits."""
+    """Tables that a warehouse keeps of one epoch. admitted: `[groups]` bool, groups that count against the limits."""
 
     def __init__(self, shape: Shape, declared: Declared) -> None:
         super().__init__(shape, declared.columns, declared.columns)

@@ -178,8 +178,7 @@ class VllmEngine:
         return vllm_api.parameters(self._worker)
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
-        """The weights are now those of `version`: prefixes cached before are not used for new requests; see
-        `Engine`."""
+        """Weights are now those of `version`: prefixes cached before are not used for new requests; see `Engine`."""
         if "weights" not in self._awake:
             raise ValueError(f"update_weights({version}): the weights sleep; wake(('weights',)) first")
         vllm_api.refresh_derived(self._worker)

@@ -126,8 +126,7 @@ class Environments(Protocol):
         reply that is done or failed; an unknown episode has no effect."""
 
     def poll(self, seconds: float) -> list[Reply]:
-        """The replies so far; if some are due, waits for one, at most `seconds`. Raises EpisodeError if the run
-        stops."""
+        """Replies so far; if some are due, waits for one, at most `seconds`. Raises EpisodeError if the run stops."""
 
     def close(self) -> None:
         """End all environments and processes. Idempotent."""

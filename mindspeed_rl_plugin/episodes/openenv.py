@@ -101,8 +101,7 @@ def environment_at(url: str) -> type[OpenEnv]:
 
 @functools.cache
 def schema(url: str) -> dict[str, Any]:
-    """JSON schema of a server's actions, without the fields of every action. Raises ValueError where no server
-    answers."""
+    """JSON schema of a server's actions, without the fields of every action. Raises ValueError if no server answers."""
     try:
         with urllib.request.urlopen(f"{url}/schema", timeout=WAIT) as answer:
             found = dict(json.load(answer)["action"])

@@ -284,8 +284,7 @@ def rollouts_program(python: str | None) -> Program:
 
 
 def interpreter(python: str | None) -> str | None:
-    """The path of --rl-environment-python, None for the interpreter of the job. Raises ValueError for an invalid
-    one."""
+    """Path of --rl-environment-python, None for the interpreter of the job. Raises ValueError for an invalid one."""
     if python is None:
         return None
     advice = "give an interpreter of Python 3.11 or later that has verifiers, such as venv/bin/python"

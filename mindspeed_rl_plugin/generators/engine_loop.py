@@ -1,5 +1,4 @@
-"""The loop of an engine that works for a job: rows from the dock, weights from the trainers, responses into the
-dock."""
+"""Loop of an engine that works for a job: rows from the dock, weights from the trainers, responses into the dock."""
 
 from __future__ import annotations
 

@@ -16,28 +16,17 @@ from mindspeed_rl_plugin.config.flag import valued
 @dataclass(frozen=True)
 class Arithmetic:
     """Sizes of a rollout and of its parts. A preference pair counts as a prompt with two responses; then an optimizer
-    step is a rollout.
+    step is a rollout."""
 
-    prompts: G of one rollout.
-    members: N responses of a prompt.
-    global_batch: sequences of one optimizer step.
-    epochs: passes over a rollout.
-    micro_batch: sequences of one forward.
-    data_parallel: ranks.
-    engines: number of rollout engines, None for pairs.
-    train_iters: optimizer steps of the whole run.
-    max_tokens: of a micro-batch, if micro-batches are limited by tokens.
-    """
-
-    prompts: int
-    members: int
-    global_batch: int
-    epochs: int
-    micro_batch: int
-    data_parallel: int
-    engines: int | None
-    train_iters: int
-    max_tokens: int | None = None
+    prompts: int  # G of one rollout
+    members: int  # N responses of a prompt
+    global_batch: int  # sequences of one optimizer step
+    epochs: int  # passes over a rollout
+    micro_batch: int  # sequences of one forward
+    data_parallel: int  # ranks
+    engines: int | None  # number of rollout engines, None for pairs
+    train_iters: int  # optimizer steps of the whole run
+    max_tokens: int | None = None  # of a micro-batch, if micro-batches are limited by tokens
 
     @property
     def samples(self) -> int:

@@ -26,18 +26,12 @@ from mindspeed_rl_plugin.weights.host_memory import HostWeights
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference: its log-probs of all pairs, from disk, or its weights.
+    """The reference: its log-probs of all pairs, from disk, or its weights."""
 
-    folder: of stored log-probs.
-    key: of these.
-    logps: `[pairs, 2]`.
-    weights: None if logps are known.
-    """
-
-    folder: str
-    key: str
-    logps: Tensor | None
-    weights: HostWeights | None
+    folder: str  # of stored log-probs
+    key: str  # of these
+    logps: Tensor | None  # `[pairs, 2]`
+    weights: HostWeights | None  # None if logps are known
 
     @classmethod
     def of_model(cls, inputs: Inputs, model: Any) -> Reference:

@@ -26,18 +26,7 @@ from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
 
 @dataclass(frozen=True)
 class Inputs:
-    """Fields that an algorithm does not need have their defaults.
-
-    vocab: tokens that the model may produce; further rows of Megatron's embedding are padding.
-    flags: RL flags on the command line, with their values.
-    forward: how batches become the model's inputs.
-    data: prompts or pairs to train on.
-    held_out: those of the evaluation.
-    engine_config: config.json of the engine's model.
-    end_tokens: ids that end a response.
-    own_stages: declaration and instance of each stage of the user.
-    responses: their kind.
-    """
+    """Fields that an algorithm does not need have their defaults."""
 
     args: argparse.Namespace
     config: RLConfig
@@ -45,16 +34,16 @@ class Inputs:
     sizes: Arithmetic
     tokenizer: Any
     tokenizer_path: str | None
-    vocab: int
-    flags: Mapping[str, Any]
-    forward: ForwardSettings
-    data: PromptStream | PairStream
-    held_out: tuple[Prompt, ...] | PairStream | None = None
-    engine_config: Mapping[str, Any] | None = None
-    end_tokens: tuple[int, ...] = ()
+    vocab: int  # tokens that the model may produce; further rows of Megatron's embedding are padding
+    flags: Mapping[str, Any]  # RL flags on the command line, with their values
+    forward: ForwardSettings  # how batches become the model's inputs
+    data: PromptStream | PairStream  # prompts or pairs to train on
+    held_out: tuple[Prompt, ...] | PairStream | None = None  # those of the evaluation
+    engine_config: Mapping[str, Any] | None = None  # config.json of the engine's model
+    end_tokens: tuple[int, ...] = ()  # ids that end a response
     graders: RewardPool | None = None
-    own_stages: tuple[tuple[StageSpec, Any], ...] = ()
-    responses: ResponseKind = ONE_TURN
+    own_stages: tuple[tuple[StageSpec, Any], ...] = ()  # declaration and instance of each stage of the user
+    responses: ResponseKind = ONE_TURN  # their kind
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of response tokens, for graders and readers."""

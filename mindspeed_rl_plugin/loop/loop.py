@@ -18,22 +18,17 @@ from mindspeed_rl_plugin.stages.update import TrainStep, Update
 
 @dataclass
 class Loop:
-    """args: Megatron's.
-    colocation: None if these ranks generate nothing.
-    warmup: number of first iterations in which only the critic is trained.
-    rollout: in use.
-    trained: whether the policy has taken a step (not while the critic warms up).
-    """
+    """The loop of a job on this rank."""
 
     args: argparse.Namespace
     job: Job
     schedule: Schedule
     update: Update
     log: IterationLog
-    colocation: Colocation | None = None
-    warmup: int = 0
-    rollout: Rollout | None = None
-    trained: bool = False
+    colocation: Colocation | None = None  # None if these ranks generate nothing
+    warmup: int = 0  # number of first iterations in which only the critic is trained
+    rollout: Rollout | None = None  # in use
+    trained: bool = False  # whether the policy has taken a step (not while the critic warms up)
 
     def train_step(self, call: TrainStep) -> tuple:
         """One optimizer step, with a rollout before it when one is due; returns what Megatron's step returns."""

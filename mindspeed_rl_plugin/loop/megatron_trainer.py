@@ -18,17 +18,12 @@ from mindspeed_rl_plugin.weights.publish import Published, Publisher, TrainerWei
 
 @dataclass
 class MegatronTrainer:
-    """See `stages.trainer.Trainer`.
+    """See `stages.trainer.Trainer`."""
 
-    model: chunks of this rank.
-    policy: its steps.
-    publisher: of its weights, if engines have ranks of their own.
-    """
-
-    model: Sequence[Module]
+    model: Sequence[Module]  # chunks of this rank
     settings: ForwardSettings
-    policy: MegatronStep
-    publisher: Publisher | None = None
+    policy: MegatronStep  # its steps
+    publisher: Publisher | None = None  # of its weights, if engines have ranks of their own
 
     @classmethod
     def of(cls, inputs: Inputs, model: Sequence[Module], publisher: Publisher | None) -> MegatronTrainer:

@@ -25,16 +25,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Placement:
-    """Places of all ranks.
+    """Places of all ranks."""
 
-    node: machine of each rank, numbered from 0 by lowest rank.
-    dp_rank: data parallel rank of each rank.
-    engine: rollout engine of each rank.
-    """
-
-    node: tuple[int, ...]
-    dp_rank: tuple[int, ...]
-    engine: tuple[int, ...]
+    node: tuple[int, ...]  # machine of each rank, numbered from 0 by lowest rank
+    dp_rank: tuple[int, ...]  # data parallel rank of each rank
+    engine: tuple[int, ...]  # rollout engine of each rank
 
     @property
     def machines(self) -> int:
@@ -95,8 +90,7 @@ def deal(items: Sequence[Item], owners: Sequence[int], places: Sequence[Collecti
     """The items of each part, in order. Parts get the same number, some one more; first an item goes to a part on its
     machine.
 
-    owners: machine of each item; places: machines of each part. Parts are filled one after the other, so neighbours
-    stay together.
+    owners: machine of each item; places: machines of each part. Parts are filled in turn, so neighbours stay together.
     """
     few, more = divmod(len(owners), len(places))
     part_of, held, left = [-1] * len(owners), [0] * len(places), list(range(len(owners)))

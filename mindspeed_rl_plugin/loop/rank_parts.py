@@ -18,14 +18,11 @@ from mindspeed_rl_plugin.stages.context import RankContext
 
 @dataclass(frozen=True)
 class RankParts:
-    """inputs: of the run.
-    docks: the dock, with views for each kind of consumer.
-    job: for every schedule.
-    """
+    """The parts of a loop on this rank."""
 
-    inputs: Inputs
-    docks: Docks
-    job: Job
+    inputs: Inputs  # of the run
+    docks: Docks  # the dock, with views for each kind of consumer
+    job: Job  # for every schedule
 
     @classmethod
     def of(cls, inputs: Inputs, model: Any, start: Start) -> RankParts:

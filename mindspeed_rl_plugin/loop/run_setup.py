@@ -14,33 +14,22 @@ SETUP = "setup"  # its place in run.json
 
 @dataclass(frozen=True)
 class Setup:
-    """The flags on which a run's time depends.
+    """The flags on which a run's time depends."""
 
-    sizes: with `data_parallel` trainers and `engines`.
-    slots: sequences that an engine decodes at once.
-    graders: reward workers, of all ranks.
-    prompt_tokens: of a prompt.
-    limit: most tokens of a response.
-    rounds: of dynamic sampling, 0 without it.
-    trainer_ranks, engine_ranks: of one trainer, and of one engine.
-    old_read: whether something other than the loss reads old log-probs.
-    ruled_out: schedules that other flags exclude, each with the flag.
-    """
-
-    sizes: Arithmetic
+    sizes: Arithmetic  # with `data_parallel` trainers and `engines`
     schedule: str = "sync"
-    slots: int = 256
-    graders: int = 2
+    slots: int = 256  # sequences that an engine decodes at once
+    graders: int = 2  # reward workers, of all ranks
     staleness: int = 1
     order: str = "free"
     inflight: str = "keep"
-    prompt_tokens: int = 0
-    limit: int = 2**20
-    rounds: int = 0
-    trainer_ranks: int = 1
-    engine_ranks: int = 1
-    old_read: bool = False
-    ruled_out: Mapping[str, str] = field(default_factory=dict)
+    prompt_tokens: int = 0  # of a prompt
+    limit: int = 2**20  # most tokens of a response
+    rounds: int = 0  # of dynamic sampling, 0 without it
+    trainer_ranks: int = 1  # of one trainer
+    engine_ranks: int = 1  # of one engine
+    old_read: bool = False  # whether something other than the loss reads old log-probs
+    ruled_out: Mapping[str, str] = field(default_factory=dict)  # schedules that other flags exclude, each with the flag
 
     @classmethod
     def of(cls, config: RLConfig, sizes: Arithmetic, ranks: int) -> Setup:

@@ -47,8 +47,7 @@ class Offers:
         """Add all rows (JSON) or none. Waits at most `seconds` for room. Returns their numbers.
 
         ended: whether the program that offers them has ended. Raises ValueError for rows that would be wrong in the
-        data too, and for more rows than may wait; TimeoutError where there is no room; EOFError where the program has
-        ended.
+        data too, and for more rows than may wait; TimeoutError without room; EOFError where the program has ended.
         """
         prompts, end = self._prompts(rows), time.monotonic() + seconds
         with self._room:

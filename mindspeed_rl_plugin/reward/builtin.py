@@ -26,8 +26,7 @@ def make_builtin(name: str, regex: str | None) -> Callable[..., float]:
 
 
 def check_answers(specs: Sequence[Spec], regex: str | None, answers: Mapping[str, str]) -> None:
-    """Raises ValueError where a built-in grader cannot read a ground truth. answers: place in the data -> ground
-    truth."""
+    """Raises ValueError if a built-in grader cannot read a ground truth. answers: place in the data -> ground truth."""
     asked = {where: answer for where, answer in answers.items() if not is_number(answer)}
     for grade in [make_builtin(spec.name, regex) for spec in specs if asked and spec.compares]:
         for where, answer in asked.items():

@@ -1,5 +1,4 @@
-"""The invitation of a job to other processes: an address, and a file with its secret. It is read before slow
-imports."""
+"""Invitation of a job to other processes: an address, and a file with its secret. It is read before slow imports."""
 
 from __future__ import annotations
 

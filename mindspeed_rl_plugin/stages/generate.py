@@ -136,8 +136,7 @@ def requests_of(
 def completion_rows(
     requests: Sequence[GenerateRequest], completions: Sequence[Completion], digest: str | None = None
 ) -> Rows:
-    """The columns of `SPEC`, aligned with tokens = prompt + response (see `rows`), and further columns of
-    completions."""
+    """Columns of `SPEC`, aligned with tokens = prompt + response (see `rows`), and further columns of completions."""
     tokens, masks, logps, segments = [], [], [], []
     for request, completion in zip(requests, completions, strict=True):
         assert request.id == completion.id, (request.id, completion.id)

@@ -140,8 +140,7 @@ class MegatronStep:
         return self._scaling.result(loss, self._multiplicity[batch.index][batch.sequence].sum(), {name: seen})
 
     def _reduced(self, sums: int) -> Tensor:
-        """The tally of the global batch, the same on all ranks. Collective. sums: length of the part before the
-        maxima."""
+        """Tally of the global batch, the same on all ranks. Collective. sums: length of the part before the maxima."""
         ends = ends_here(self.model)
         assert len(self._tallies) == (len(self._batches) if ends else 0), "metrics before the step ran"
         return reduce_tallies(self._tallies.values() if ends else None, sums)

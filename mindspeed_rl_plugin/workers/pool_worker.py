@@ -40,29 +40,18 @@ class Session:
 
 @dataclass(eq=False)
 class WorkerCall:
-    """A call of a user's code.
+    """A call of a user's code."""
 
-    message: what the process gets.
-    seconds: its limit.
-    concurrent: whether it is a coroutine.
-    most: how many coroutines may run in the process while this one runs.
-    owner: the asker; None: the pool itself.
-    session: its session, if any.
-    grace: seconds between the limit, at which a coroutine is cancelled, and the kill of its process.
-    number: in the order of calls.
-    began, end: when its process got it, and until when it must answer, on the monotonic clock.
-    """
-
-    message: tuple
-    seconds: float
-    concurrent: bool
-    most: int
-    owner: Any = None
-    session: Session | None = None
-    grace: float = 0.0
-    number: int = -1
-    began: float = 0.0
-    end: float = 0.0
+    message: tuple  # what the process gets
+    seconds: float  # its limit
+    concurrent: bool  # whether it is a coroutine
+    most: int  # how many coroutines may run in the process while this one runs
+    owner: Any = None  # the asker; None: the pool itself
+    session: Session | None = None  # its session, if any
+    grace: float = 0.0  # seconds between the limit, at which a coroutine is cancelled, and the kill of its process
+    number: int = -1  # in the order of calls
+    began: float = 0.0  # when its process got it, on the monotonic clock
+    end: float = 0.0  # deadline of its answer, on the monotonic clock
 
     @property
     def next(self) -> WorkerCall:

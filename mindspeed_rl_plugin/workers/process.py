@@ -1,5 +1,4 @@
-"""The parent's side of a worker process: starts it, starts it again after its end, and kills it with its process
-group."""
+"""Parent's side of a worker process: starts it, starts it again after its end, and kills it with its process group."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from mindspeed_rl_plugin.rows import Group, Prompt
 
 class LongestFirst:
     """Sorts the prompts of an epoch by the mean length of their earlier responses, longest first. A new prompt counts
-    as the mean of all; so does every offered prompt, since it does not come again. Pure numbers, the same on every
-    rank.
+    as the mean of all; so does every offered prompt, since it does not come again. Pure numbers, the same on each rank.
 
     step: complete groups of an optimizer step. Prompts only move within a step, so each step trains on the same ones.
     """

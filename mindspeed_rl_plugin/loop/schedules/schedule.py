@@ -43,22 +43,14 @@ class Due:
 
 @dataclass(frozen=True)
 class Job:
-    """The objects that every schedule uses.
+    """The objects that every schedule uses."""
 
-    plan: of rollouts.
-    topology: place of this rank.
-    ranks: of the job.
-    monitor: of this rank.
-    dock: for clearing groups.
-    due: whether to evaluate after so many iterations.
-    """
-
-    plan: RolloutPlan
-    topology: Topology
-    ranks: Collectives
-    monitor: Monitor
-    dock: Dock
-    due: Due
+    plan: RolloutPlan  # of rollouts
+    topology: Topology  # place of this rank
+    ranks: Collectives  # of the job
+    monitor: Monitor  # of this rank
+    dock: Dock  # for clearing groups
+    due: Due  # whether to evaluate after so many iterations
 
     def admit(self, prompts: Prompts) -> Rows:
         """Put the groups of a rollout into the dock, as the round. prompts: the stage that does this."""

@@ -121,8 +121,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
 
 
 def rl_flags(flags: Flags) -> tuple[RLConfig, Algorithm | None, list[str]]:
-    """The script's RL flags; its algorithm, or None without a valid one; and the problems for which a run refuses
-    them."""
+    """Script's RL flags; its algorithm, or None without a valid one; and the problems for which a run refuses them."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False))
     words = Flags({f: v for f, v in flags.values.items() if f.startswith(("--rl-", "--no-rl-"))}).argv()
     try:

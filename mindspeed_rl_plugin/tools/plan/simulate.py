@@ -153,8 +153,7 @@ class _Simulation:
 
 
 class _Colocated(_Simulation):
-    """sync and streamed: stages run one after the other on the same devices; in streamed, grading runs during
-    generation."""
+    """sync and streamed: stages run in turn on the same devices; in streamed, grading runs during generation."""
 
     def run(self) -> None:
         now = 0.0
