@@ -1,4 +1,4 @@
-"""An algorithm with every part chosen: the one object that the loop asks."""
+"""An algorithm with every part chosen."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mindspeed_rl_plugin.rows import Ragged, SampleId
 
 @dataclass(frozen=True)
 class Algorithm(AlgorithmConfig):
-    """What `presets.resolve` returns: all flags, those that were not given filled from the preset, and what follows
-    from them."""
+    """The result of `presets.resolve`: all flags, with those of the preset where none was given, and derived
+    settings."""
 
     bounds: Bounds = Bounds()  # of the loss: from the flags, else the loss's own
     # share of the response limit over which the penalty rises, where `overlong_buffer` is None
@@ -105,7 +105,7 @@ class Algorithm(AlgorithmConfig):
         return LOSSES[self.loss].function(tokens, self.bounds)
 
     def corrected(self, weights: Tensor) -> Tensor | None:
-        """What is multiplied onto the policy loss of each token, `[T]`, from its importance weight; None: nothing."""
+        """Factor of the policy loss of each token, `[T]`, from its importance weight; None: no factor."""
         function = CORRECTIONS[self.correction].function
         return None if function is None else function(weights, self.correction_low, self.correction_high)
 

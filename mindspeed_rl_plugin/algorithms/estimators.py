@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.rows import Ragged
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """What an estimator may read. Every group in it must be whole."""
+    """The inputs of an estimator. Every group must be complete."""
 
     rewards: Tensor  # `[B]`, outcome reward of each response
     groups: Tensor  # `[B]` int64, equal for the responses of one prompt
@@ -107,9 +107,9 @@ def reinforce_baseline(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
 def gae(batch: RewardBatch, config: AlgorithmConfig) -> Ragged:
     """PPO: `delta_t = rho_t + gamma * V_{t+1} - V_t`, `A_t = delta_t + gamma * lambda * A_{t+1}`.
 
-    Needs `loss_mask` and `values`. Between two trained tokens masked ones carry V and A across; after the last V is
-    0. Returns ragged `[L]` float64, 0 where the mask is 0, to be whitened over the rollout; the critic
-    learns `returns` of them as they are here. Source: GAE, arXiv 1506.02438, Eq. 16; PPO, arXiv 1707.06347, Eq. 11.
+    Needs `loss_mask` and `values`. Masked tokens are skipped: t + 1 is the next trained token, and after the last one V
+    is 0. Returns ragged `[L]` float64, 0 where the mask is 0, to be whitened over the rollout; `returns` uses them
+    before that. Source: GAE, arXiv 1506.02438, Eq. 16; PPO, arXiv 1707.06347, Eq. 11.
     """
     trained = batch.loss_mask.values.bool()
     rows = rows_of(batch.loss_mask)[trained]
@@ -122,7 +122,7 @@ def gae(batch: RewardBatch, config: AlgorithmConfig) -> Ragged:
 
 
 def returns(advantages: Ragged, values: Ragged, loss_mask: Ragged) -> Ragged:
-    """What the critic learns: `A_t + V_t` with the advantages before whitening, ragged `[L]` float64.
+    """The critic's targets: `A_t + V_t` with the advantages before whitening, ragged `[L]` float64.
 
     Source: PPO, arXiv 1707.06347, section 5.
     """

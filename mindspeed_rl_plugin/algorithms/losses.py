@@ -59,9 +59,9 @@ def clip(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
 def gspo(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
     """Sequence ratio `s = exp(mean_t (logp - logp_old))` in the place of r in `clip`.
 
-    In token form, `sg(s) * exp(logp - sg(logp))`: the value of s on each token, and of its gradient the token's
-    own part, so that advantages may differ between tokens. log s is capped at 10, beyond which no gradient flows.
-    Source: GSPO-token, arXiv 2507.18071, Eq. 13 and 14; cap: verl, compute_policy_loss_gspo.
+    In token form, `sg(s) * exp(logp - sg(logp))`: on each token the value is s, and the gradient is the token's own
+    part, so that advantages may differ between tokens. log s is capped at 10, beyond which no gradient flows. Source:
+    GSPO-token, arXiv 2507.18071, Eq. 13 and 14; cap: verl, compute_policy_loss_gspo.
     """
     gap = (tokens.logp - tokens.logp_old).detach()
     sums = gap.new_zeros(tokens.sequences).index_add_(0, tokens.sequence, gap)

@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS
 from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, flag_name, limit_problems, unread_flags
 
-PAIRS = "pairs"  # stands for the advantage and the aggregation of DPO, which has pairs instead
+PAIRS = "pairs"  # in the place of advantage and aggregation: DPO has pairs instead
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _bounds(config: AlgorithmConfig, loss: str) -> Bounds:
 
 
 def _check_together(algorithm: Algorithm) -> None:
-    """What the limits of single flags do not say."""
+    """Check flags that contradict each other."""
     low, high = algorithm.correction_low, algorithm.correction_high
     if not (0.0 <= low <= 1.0 <= high and low < high):
         raise ValueError(

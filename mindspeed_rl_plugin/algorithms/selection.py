@@ -33,7 +33,7 @@ def best_random(rewards: Tensor, power: float) -> Tensor:
 
 
 def reward_power(rewards: Tensor, power: float) -> Tensor:
-    """Weight `|R|^p`; all-zero rewards weigh alike. Source: verl, compute_pf_ppo_reweight_data ("pow")."""
+    """Weight `|R|^p`; all-zero rewards have equal weights. Source: verl, compute_pf_ppo_reweight_data ("pow")."""
     weights = rewards.double().abs() ** power
     return weights if bool(weights.any()) else torch.ones_like(weights)
 

@@ -13,10 +13,10 @@ FLAG_PREFIX = "rl_"
 
 @dataclass(frozen=True)
 class FlagReader:
-    """What reads a flag that not every run reads."""
+    """The reader of a flag that not every run reads."""
 
     what: str  # its name in messages
-    reads: Callable[[Any, Any], bool]  # whether a run has it, of its resolved `Algorithm` and its `RLConfig`
+    reads: Callable[[Any, Any], bool]  # (resolved `Algorithm`, `RLConfig`) -> whether a run has it
 
 
 DPO_ONLY = FlagReader("--rl-algorithm dpo", lambda a, _: a.from_pairs)

@@ -43,7 +43,7 @@ class RLConfig:
 
     @property
     def graders(self) -> tuple[str, ...]:
-        """Of --rl-reward; without it an environment's own reward."""
+        """Graders of --rl-reward; without it an environment's own reward."""
         return self.reward.reward or (("environment",) if self.episodes.environment else ())
 
     @classmethod
@@ -88,7 +88,7 @@ def limit_problems(*groups: Any) -> list[str]:
 
 
 def unread_flags(config: RLConfig, algorithm: Any, preset: Any) -> Iterator[str]:
-    """One message for each flag that nothing in this run would read: it must not be ignored without a word.
+    """One message for each flag that nothing in this run reads: no flag is ignored without a message.
 
     algorithm: the run's `Algorithm`; preset: that of `--rl-algorithm` alone, whose values may be given everywhere.
     """
@@ -149,7 +149,7 @@ def _argparse_kwargs(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
 
 
 def _checked(form: Callable[[str], Any]) -> Callable[[str], str]:
-    """The text that a form can read, as it is: Megatron saves its arguments, plain values alone."""
+    """A type for argparse that checks a text and returns it unchanged, since Megatron saves only plain values."""
 
     def checked(text: str) -> str:
         form(text)

@@ -194,13 +194,13 @@ class ReshardConfig:
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """What leaves the device during generation."""
+        """State that is offloaded during generation."""
         return tuple(name for name in self.swap_names if name != "none")
 
 
 @dataclass(frozen=True)
 class DockConfig:
-    """The transfer dock, where the stages leave rows for each other."""
+    """The transfer dock, through which the stages pass rows."""
 
     dock: str | None = flag(
         None,

@@ -126,7 +126,7 @@ class ScheduleConfig:
         return self.who_generates.ranks if self.apart else 0
 
     def trainers_text(self, world: int) -> str:
-        """How the number of ranks that train comes about, for a message; "" where all ranks of the launcher do."""
+        """How the number of ranks that train is computed, for a message; "" where all ranks of the launcher do."""
         apart = self.generator_ranks if is_part() else 0
         return f" ({world} trainers = {world + apart} ranks - --rl-generators {apart})" if apart else ""
 
@@ -136,7 +136,7 @@ class ScheduleConfig:
         return self.carry_unfinished or self.oversample_drop
 
     def in_the_making(self, prompts: int) -> int:
-        """Groups in the making at once, for a rollout of so many."""
+        """Groups in flight at once, for a rollout of so many."""
         factor = (OVERSAMPLE if self.oversample is None else self.oversample) if self.partial else 1.0
         return math.ceil(round(factor * prompts, 6))
 
@@ -146,5 +146,5 @@ class ScheduleConfig:
         return self.schedule == "async"
 
 
-# What is read only where engines share the trainers' ranks.
+# Flags that are only read if engines share the trainers' ranks.
 OF_COLOCATED = ("--rl-reshard", "--rl-reshard-bucket-mb", "--rl-swap")

@@ -41,7 +41,7 @@ class Served:
     seeds: bool  # whether a request may have its own seed at no cost
     pipeline: int  # pipeline parallel size
     replicas: int  # data parallel size
-    held: str = ""  # the reason why another job still has it
+    held: str = ""  # why it is not free: the job that has it
 
 
 class VllmServer:

@@ -224,7 +224,7 @@ def find_family(
     """Name of the one family with these traits.
 
     score: of the router; partial: whether only a part of a head is rotated; own_head_dim: whether the head's size is
-    another than hidden size / heads; by_best: as in `Router`. These decide between families that are otherwise alike.
+    another than hidden size / heads; by_best: as in `Router`. These decide between families that are otherwise equal.
     Raises ValueError when no table has them, or several have.
     """
     wanted = (qkv_bias, qk_norm, experts, mla)

@@ -1,6 +1,6 @@
 """Layouts: every stored parameter of a Megatron or an engine rank as segments of canonical tensors. Pure.
 
-First the cuts, what one tensor parallel rank stores of a row of a family's table; then whole ranks.
+First the cuts: the part of a row of a family's table on one tensor parallel rank; then layouts of ranks.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _stacked_qkv(cut: Cut) -> Stored:
 
 
 def _window(segments: Iterable[Segment], low: int, size: int) -> tuple[Segment, ...]:
-    """What of segments that tile a whole parameter falls on its slices `[low, low + size)`."""
+    """The parts of segments, which tile a complete parameter, within its slices `[low, low + size)`."""
     out = []
     for s in segments:
         first, last = max(s.offset, low), min(s.offset + s.size, low + size)
@@ -217,7 +217,7 @@ class RankLayout(dict[str, tuple[Segment, ...]]):
 def megatron_layout(
     shape: ModelShape, parallel: Parallel, rank: int, impl: str = "local", experts: str = "sequential"
 ) -> RankLayout:
-    """What one trainer rank stores.
+    """The layout of one trainer rank.
 
     impl: an entry of `family_table.IMPLS`, whose names the model has; experts: one of `family_table.EXPERTS`, how it
     stores them. With several model chunks a name starts with `parallel.chunk_prefix`. Raises ValueError when the sizes
@@ -230,7 +230,7 @@ def megatron_layout(
 
 
 def engine_layout(shape: ModelShape, engine: EngineParallel, rank: int) -> RankLayout:
-    """What one rank of an engine (vLLM) stores; rank: within the engine. Raises ValueError when the sizes do not
+    """The layout of one rank of an engine (vLLM); rank: within the engine. Raises ValueError when the sizes do not
     divide."""
     if not 0 <= rank < engine.ranks:
         raise ValueError(f"engine rank {rank} is outside an engine of {engine.ranks}")

@@ -22,7 +22,7 @@ _GIVEN_BY = {"virtual_pipeline_model_parallel_size": "--num-layers-per-virtual-p
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands on each axis. Experts have a grid of their own: `etp`, `ep`, `edp`."""
+    """Place of a rank on each axis. Experts have a grid of their own: `etp`, `ep`, `edp`."""
 
     tp: int
     cp: int
@@ -38,7 +38,7 @@ class Parallel:
     """Sizes of every parallel axis. Data parallel sizes follow from the world; they are never given.
 
     Raises ValueError when the sizes do not divide the world.
-    Source: RankGenerator of megatron/core/parallel_state.py, alike in core 0.12.1, 0.16.1 and 0.19.
+    Source: RankGenerator of megatron/core/parallel_state.py, the same in core 0.12.1, 0.16.1 and 0.19.
     """
 
     world: int
@@ -216,7 +216,7 @@ class EngineParallel:
 
 
 def chunk_prefix(chunk: int, chunks: int) -> str:
-    """What tells apart the equal parameter names of a rank's model chunks; "" where there is one chunk."""
+    """Prefix of parameter names in one of a rank's model chunks; "" if there is only one."""
     return f"chunk{chunk}." if chunks > 1 else ""
 
 

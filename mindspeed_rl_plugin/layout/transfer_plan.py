@@ -96,7 +96,7 @@ def make_plan(
     Else it comes from a holder on its own node, or, where there is none, from the node whose link to other nodes has
     sent the least; of several holders there, from the one that has sent the least. Raises ValueError naming tensor,
     range and rank when a destination slice has no holder or a bucket cannot hold one slice; AssertionError when a
-    layout stores what the model has not, or twice at one place.
+    layout stores a tensor that the model lacks, or two at one place.
     """
     holders = Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
     wanted = [(_places(layout, ranks[0], tensors), ranks) for layout, ranks in _classes(destinations)]
@@ -125,7 +125,7 @@ def _classes(layouts: Mapping[int, Layout]) -> list[tuple[Layout, tuple[int, ...
 
 
 class _Pool:
-    """Ranks that hold one range, each with the place where it does."""
+    """Ranks that have one range, each with its place there."""
 
     def __init__(self, held: Sequence[tuple[Place, tuple[int, ...]]], node_size: int) -> None:
         self.place: dict[int, Place] = {}
@@ -139,7 +139,7 @@ class _Pool:
 
 
 class Holders:
-    """Who holds which slices of every canonical tensor on the source side."""
+    """Which source ranks have which slices of every canonical tensor."""
 
     def __init__(self, sources: Mapping[int, Layout], tensors: Mapping[str, Canonical], node_size: int) -> None:
         self.node_size = node_size
@@ -200,7 +200,7 @@ def _check_disjoint(param: str, segments: Iterable[Segment], rank: int) -> None:
 
 
 class _Builder:
-    """Chooses sources and buckets, move by move, alike on every rank."""
+    """Chooses sources and buckets, move by move, the same on every rank."""
 
     def __init__(self, node_size: int, bucket_bytes: int, rank: int | None) -> None:
         self.node_size, self.bucket_bytes, self.limit, self.rank = node_size, bucket_bytes, bucket_bytes // 2, rank
