@@ -1,6 +1,7 @@
 """What the tests of several folders use."""
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -42,11 +43,13 @@ def apart(request: pytest.FixtureRequest) -> Callable[..., str]:
         name = hashlib.blake2b("\n".join(packages).encode(), digest_size=8).hexdigest()
         folder = request.config.cache.mkdir("apart") / name
         python, stamp = folder / "bin" / "python", folder / "made"
-        if not stamp.exists():
-            subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
-            uv = Path(sys.executable).with_name("uv")  # of setup.sh
-            subprocess.run([uv, "pip", "install", "--quiet", "--python", python, *packages], check=True)
-            stamp.touch()
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process of this run may want it too
+            if not stamp.exists():
+                subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
+                uv = Path(sys.executable).with_name("uv")  # of setup.sh
+                subprocess.run([uv, "pip", "install", "--quiet", "--python", python, *packages], check=True)
+                stamp.touch()
         return str(python)
 
     return make

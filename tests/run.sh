@@ -69,6 +69,9 @@ if ! has_browser; then
     [ "$quick" = yes ] || echo "tests/run.sh leaves out the report in a browser: there is no chromium here (apt-get install chromium)"
 fi
 
+# Two files at once, on two cores: the tests of a file share jobs. Not the long tests, some of which have eight ranks.
+if [ "$full" = no ]; then pass=(-n 2 --dist loadfile ${pass[@]+"${pass[@]}"}); fi
+
 left_out=()
 if [ "$full" = yes ] && [ "$upstream" = yes ]; then
     [ -n "${MEGATRON_LM_PATH:-}" ] || left_out+=("MEGATRON_LM_PATH is not set: every test on a checkout of Megatron-LM, and all below")

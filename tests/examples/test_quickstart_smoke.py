@@ -1,12 +1,11 @@
 """`examples/quickstart.sh --smoke` as a user runs it: pretraining, GRPO, evaluation, report and summary."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
-from commands import ended
+from commands import crowd, ended
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = "4711"  # a folder of its own under runs/, so that no run of the user is replaced
@@ -30,6 +29,4 @@ def test_the_smoke_version_runs_through(request):
     assert 0 < summary["seconds_rl"] < summary["seconds"], "set-up left out"
     report = (run / "report.html").read_text()
     assert "RL report" in report and "reward/mean" in report
-    # Where other work waits for the same cores, each process gets its share of them: longer by so much.
-    crowd = max(1.0, os.getloadavg()[1] / (os.cpu_count() or 1))
-    assert summary["seconds"] < SECONDS * crowd, f"{crowd:.1f} processes a core"
+    assert summary["seconds"] < SECONDS * crowd(), f"{crowd():.1f} processes a core"

@@ -74,9 +74,10 @@ def test_of_another_machine_the_heartbeat_tells(save, monkeypatch, capsys) -> No
     assert owner(save) == os.getpid(), "it was silent"
     owned(save, 1, "another")
     monkeypatch.setattr(one_job, "launch_name", lambda: "a")
+    monkeypatch.setattr(one_job, "DEAD_SECONDS", 60.0)
     began_at = time.monotonic()
     one_job.own(str(save))
-    assert owner(save) == os.getpid() and time.monotonic() - began_at < 1.5, "torchrun has started the job again"
+    assert owner(save) == os.getpid() and time.monotonic() - began_at < 30, "torchrun has started the job again"
 
 
 def test_the_owner_beats_until_it_ends_and_ends_where_another_has_taken_over(save, monkeypatch, capfd) -> None:

@@ -232,7 +232,7 @@ def test_ray_starts_an_engine_again_that_is_lost(job, ray_cluster, nothing_left,
             holder = subprocess.Popen([sys.executable, HOLDER, ray_cluster], stdout=subprocess.PIPE, text=True)
             ends.callback(holder.kill)
             assert any(line == "[rl] held\n" for line in holder.stdout)
-            first = raylets()
+            first = raylets(ray_cluster)
             node = ["start", "--address", ray_cluster, "--node-ip-address", "127.0.0.1", "--num-cpus", "1"]
             node += ["--object-store-memory", "100000000"]
             subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *node], check=True, timeout=300)
@@ -247,7 +247,7 @@ def test_ray_starts_an_engine_again_that_is_lost(job, ray_cluster, nothing_left,
         ended = f"engine 0 on Ray ended with {dict(node=-1).get(lost, 1 if 'rank' in lost else -9)}"
         for count in range(1, many + 1):
             running.until(lambda: lost == "node" or engines(address))
-            for dies in raylets() - first if lost == "node" else engines(address):
+            for dies in raylets(ray_cluster) - first if lost == "node" else engines(address):
                 if lost != "one rank of two" or dies.environ().get("RANK") == "1":
                     dies.kill()
             running.until(lambda times=count: watched.read_text().count(ended) == times)
@@ -278,8 +278,10 @@ def test_a_job_whose_engine_gets_no_place_on_ray_ends(job, ray_cluster, nothing_
     nothing_left()
 
 
-def raylets() -> set[psutil.Process]:
-    return {process for process in psutil.process_iter(["name"]) if process.info["name"] == "raylet"}
+def raylets(cluster: str) -> set[psutil.Process]:
+    """Of the cluster at an address: others on this machine have theirs."""
+    alive = psutil.process_iter(["name", "cmdline"])
+    return {p for p in alive if p.info["name"] == "raylet" and cluster in " ".join(p.info["cmdline"] or ())}
 
 
 def engines(address: str) -> set[psutil.Process]:

@@ -10,6 +10,7 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDINARY = "not slow and not gpu and not upstream"
+TWO_FILES = "-n 2 --dist loadfile"
 CHECKOUTS = ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_NEXT_PATH", "MINDSPEED_LLM_PATH")
 
 
@@ -28,7 +29,7 @@ def run(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
-    asked = 'echo "marks: $4"; echo "$5" > examples; echo "${@:7}" > words'
+    asked = 'echo "marks: $4"; echo "$5" > examples; cat <<< "${*:7}" > words'
     script(".venv/bin/python", f'[ "$1" != -m ] || {{ {asked}; exit $TESTS; }}')
     script(".venv/bin/ruff", "")
 
@@ -70,7 +71,13 @@ def test_quick_asks_for_the_files_that_are_marked_and_needs_no_browser(run, tmp_
     for name, text in ("test_a.py", "pytestmark = pytest.mark.quick"), ("test_b.py", "@pytest.mark.quickly"):
         (tmp_path / "tests" / name).write_text(f"{text}\n")
     assert run("--quick", "-x", browser=False, user=0) == (0, f"marks: quick and {ORDINARY} and not browser\n")
-    assert (tmp_path / "words").read_text() == "tests/test_a.py -x\n"
+    assert (tmp_path / "words").read_text() == f"{TWO_FILES} tests/test_a.py -x\n"
+
+
+def test_two_files_run_at_once_but_not_the_long_tests(run, tmp_path):
+    for words, passed in (("-k", "zero", "-n", "0"), f"{TWO_FILES} -k zero -n 0"), (("--full", "-x"), "-x"):
+        run(*words, have=CHECKOUTS)
+        assert (tmp_path / "words").read_text() == f"{passed}\n"
 
 
 @pytest.mark.parametrize("absent", CHECKOUTS)

@@ -215,12 +215,13 @@ def test_responses_that_never_come_are_waited_for_as_long_as_the_deadline(stage:
         assert time.monotonic() - begin >= 0.8 and rewards(stage) == {0: [0.0, 0.0]}
 
 
-def test_a_stop_hands_back_what_is_in_grading(stage: Reward) -> None:
+def test_a_stop_hands_back_what_is_in_grading(stage: Reward, monkeypatch) -> None:
     """As after an error of the engine."""
+    monkeypatch.setattr(grading, "STOP_SECONDS", 60.0)  # else what does not stop would be late by ten seconds only
     with pytest.raises(KeyError), GradingThread(stage, MEMBERS):
         answer(stage.dock, 0, 9, 9)
         time.sleep(0.1)
         begin = time.monotonic()
         raise KeyError("of the engine")
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 20
     assert stage.run([SampleId(0, 0, m) for m in range(MEMBERS)])["reward"].tolist() == [9.0, 9.0]
