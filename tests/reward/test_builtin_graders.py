@@ -85,9 +85,13 @@ def test_a_number_with_a_word_that_is_no_unit_is_another_answer(math, number: st
 @pytest.mark.parametrize("character", ["\n", "`", "*", "1 ", "[", "1 1/1 ", "'1", "#", "答案1", "\\boxed{"])
 def test_a_long_text_is_searched_in_a_moment(character: str) -> None:
     """No pattern looks at one place again and again."""
-    began = time.process_time()
-    graded_part(character * 20_000)
-    assert time.process_time() - began < 1.0  # 0.02 s
+
+    def seconds() -> float:
+        began = time.process_time()
+        graded_part(character * 20_000)
+        return time.process_time() - began
+
+    assert any(seconds() < 1.0 for _ in range(3))  # 0.02 s; in a crowd one was seen that took 1.3 s
 
 
 @pytest.mark.parametrize("answer", ["", "\\frac{1}{", "???", "NaN", "-nan "])
