@@ -217,7 +217,7 @@ def test_responses_that_never_come_are_waited_for_as_long_as_the_deadline(stage:
 
 def test_a_stop_hands_back_what_is_in_grading(stage: Reward, monkeypatch) -> None:
     """As after an error of the engine."""
-    monkeypatch.setattr(grading, "STOP_SECONDS", 60.0)  # else what does not stop would be late by ten seconds only
+    monkeypatch.setattr(grading, "THREAD_STOP_SECONDS", 60.0)  # what does not stop is late by far
     with pytest.raises(KeyError), GradingThread(stage, MEMBERS):
         answer(stage.dock, 0, 9, 9)
         time.sleep(0.1)
