@@ -10,8 +10,8 @@ MODULES = (
     "torch", "numpy", "transformers", "tokenizers", "datasets", "math_verify", "sympy", "pyarrow", "tensordict", "ray",
     "vllm", "safetensors", "tensorboard", "wandb", "tqdm", "triton", "einops", "packaging", "pybind11",
     "typing_extensions",
-    "mindspeed_rl_plugin", "megatron.core", "megatron.training", "pytest", "pytest_timeout", "xdist", "hypothesis", "psutil",
-    "ruff", "huggingface_hub", "msgspec", "jinja2", "websockets",
+    "mindspeed_rl_plugin", "megatron.core", "megatron.training", "pytest", "pytest_timeout", "xdist", "hypothesis",
+    "psutil", "ruff", "huggingface_hub", "msgspec", "jinja2", "websockets",
 )  # fmt: skip
 
 
