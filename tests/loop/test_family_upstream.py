@@ -5,6 +5,7 @@ The scripts are rehearsed in float32, which Megatron's grouped experts do not ha
 checkpoint has the weights that sampled.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_models import published_model
+from family_models import ling_logps, transformers_logps
 from jobs import AGREEMENT
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from mindspeed_rl_plugin.monitor.dump import read_rollout
 from mindspeed_rl_plugin.tools.convert import to_hf
@@ -52,6 +55,14 @@ WITHOUT = """
 """
 NOTHING_LEARNED = "--lr 0 --min-lr 0 --moe-router-bias-update-rate 0"
 RL = "--rl-algorithm grpo --rl-prompt-data P --rl-reward math --rl-samples-per-prompt 8 --rl-max-prompt-length 512"
+
+
+def published_model(folder):
+    """What gives log-probs of the model in these files."""
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "bailing_moe":
+        return ling_logps(config, load_file(folder / "model.safetensors"))
+    return transformers_logps(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
 
 def checkouts(script: str) -> dict[str, str]:

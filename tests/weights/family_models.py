@@ -9,7 +9,7 @@ import re
 
 import torch
 from family_configs import CONFIGS
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
 
@@ -54,16 +54,6 @@ def transformers_logps(model):
             return model(tokens[None]).logits[0].double().log_softmax(-1)
 
     return logps
-
-
-def published_model(folder):
-    """What gives log-probs of the model in these files."""
-    config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] == "bailing_moe":
-        return ling_logps(config, load_file(folder / "model.safetensors"))
-    from transformers import AutoModelForCausalLM
-
-    return transformers_logps(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
 
 def random_ling(config, folder):

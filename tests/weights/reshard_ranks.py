@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
 from megatron_models import built, described, parsed  # noqa: E402
-from reshard_reference import engine_weights, megatron_weights, random_weights  # noqa: E402
+from reshard_reference import collected, engine_weights, megatron_weights, random_weights  # noqa: E402
 
 from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel  # noqa: E402
 from mindspeed_rl_plugin.tools.plan.estimate import weights_by_layer  # noqa: E402
@@ -98,21 +98,8 @@ class Job:
         return megatron_weights(self.shape, self.parallel, rank, weights)
 
     def canonical(self, like):
-        """The canonical model, with the names of `like`, out of all ranks' live tensors: each stored number goes where
-        its own index says."""
-        everywhere = [None] * dist.get_world_size()
-        # Copies: a view of a buffer is pickled with all of the buffer.
-        dist.all_gather_object(everywhere, {n: t.clone() for n, t in stored_parameters(self.chunks).items()})
-        total, index = 1, {}  # 0: of padding
-        for name, t in like.items():
-            index[name] = torch.arange(total, total + t.numel(), dtype=torch.float64).view(t.shape)
-            total += t.numel()
-        flat = torch.full((total,), torch.nan)
-        for rank, live in enumerate(everywhere):
-            for name, where in self.stored(rank, index).items():
-                flat[where.long().flatten()] = live[name].flatten().float()
-        assert not flat[1:].isnan().any()
-        return {name: flat[i.long()] for name, i in index.items()}
+        """The canonical model, with the names of `like`, out of all ranks' live tensors."""
+        return collected(stored_parameters(self.chunks), self.stored, like)
 
     def _run(self, step, forward_only):
         def forward(iterator, model):

@@ -1,6 +1,9 @@
 """What Megatron and vLLM store of a canonical model, by torch.chunk, cat and stack, without the package's layouts."""
 
+from collections.abc import Callable, Mapping
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl_plugin.layout.layout import EngineParallel, canonical_tensors
@@ -247,3 +250,25 @@ def _engine_experts(shape, engine, rank: int, own, cut) -> dict[str, Tensor]:
         w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
     prefix = "mlp.experts.routed_experts." if engine.nested else "mlp.experts."
     return {prefix + "w13_weight": w13, prefix + "w2_weight": w2}
+
+
+def collected(
+    stored: Mapping[str, Tensor],
+    stored_by: Callable[[int, dict[str, Tensor]], dict[str, Tensor]],
+    like: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """The canonical model, with the names of `like`, out of what all ranks have stored: each number goes where its own
+    index says. stored_by: (rank, canonical model) -> what the rank stores of it. Collective."""
+    everywhere = [None] * dist.get_world_size()
+    # Copies: a view of a buffer is pickled with all of the buffer.
+    dist.all_gather_object(everywhere, {name: t.clone() for name, t in stored.items()})
+    total, index = 1, {}  # 0: of padding
+    for name, t in like.items():
+        index[name] = torch.arange(total, total + t.numel(), dtype=torch.float64).view(t.shape)
+        total += t.numel()
+    flat = torch.full((total,), torch.nan)
+    for rank, mine in enumerate(everywhere):
+        for name, where in stored_by(rank, index).items():
+            flat[where.long().flatten()] = mine[name].flatten().float()
+    assert not flat[1:].isnan().any()
+    return {name: flat[i.long()] for name, i in index.items()}

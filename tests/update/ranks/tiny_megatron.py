@@ -1,14 +1,13 @@
 """A tiny Qwen2-shaped model inside real Megatron, in any layout: for scripts that tests run under torchrun.
 
-Weights depend on their canonical name only, so every layout holds the same model. `Job` sets Megatron
-up with its own argument parser and takes it down again, so one process can run several layouts.
+Every layout holds the same canonical model, cut by tests/weights/reshard_reference.py. `Job` sets Megatron up with its
+own argument parser and takes it down again, so one process can run several layouts.
 """
 
 import dataclasses
 import inspect
 import json
 import sys
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,9 +29,14 @@ from megatron.training import get_args, global_vars, training  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 
+sys.path.append(str(Path(__file__).parents[2] / "weights"))
+from reshard_reference import collected, megatron_weights, random_weights  # noqa: E402
+
 from mindspeed_rl_plugin.critic.value_head import give_value_head  # noqa: E402
 from mindspeed_rl_plugin.forward import plan_batches  # noqa: E402
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel  # noqa: E402
 from mindspeed_rl_plugin.rows import Rows  # noqa: E402
+from mindspeed_rl_plugin.weights.live import stored_parameters  # noqa: E402
 
 VOCAB = 250  # padded to 256 by Megatron
 BASE = """
@@ -51,7 +55,7 @@ class Job:
     """Megatron with one layout: `with Job("--tensor-model-parallel-size 2 ...") as job`."""
 
     def __init__(self, flags: str, *, tied: bool = False, critic: bool = False):
-        self.flags, self.provider = flags, _critic_provider if critic else _provider
+        self.flags, self.tied, self.critic = flags, tied, critic
         self.base = BASE.replace("--untie-embeddings-and-output-weights", "") if tied else BASE
 
     def __enter__(self):
@@ -59,9 +63,18 @@ class Job:
         self.attention.__enter__()
         _initialize((self.base + self.flags).split())
         self.args = get_args()
-        self.model = training.get_model(self.provider, ModelType.encoder_or_decoder)
-        for chunk in self.model:
-            _set_weights(chunk)
+        provider = _critic_provider if self.critic else _provider
+        self.model = training.get_model(provider, ModelType.encoder_or_decoder)
+        self.parallel = Parallel.from_megatron_args(self.args)
+        self.shape = ModelShape("qwen2", 4, 64, 4, 2, 16, 96, VOCAB, self.args.padded_vocab_size, self.tied)
+        weights = random_weights(self.shape)
+        self.weights = {name: t * (6 if t.dim() > 1 else 2) + ("norm" in name) for name, t in weights.items()}
+        if self.critic:
+            self.weights["lm_head.weight"] = self.weights["lm_head.weight"][:1]
+        live = stored_parameters(self.model)
+        for name, value in self.stored(dist.get_rank(), self.weights).items():
+            live.pop(name).copy_(value)
+        assert not live, f"without weights: {live.keys()}"
         self.optimizer = _optimizer(self.args, self.model)
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0  # the weights stay as they are
@@ -103,8 +116,15 @@ class Job:
     def _count(self, increment):
         self.samples += increment
 
+    def stored(self, rank, weights):
+        """What a rank stores of a canonical model; a critic's has the value head, which is whole, as its `lm_head`."""
+        out = megatron_weights(self.shape, self.parallel, rank, weights)
+        if self.critic and "output_layer.weight" in out:
+            out["output_layer.weight"] = weights["lm_head.weight"]
+        return out
+
     def gradients(self):
-        """Canonical name -> full gradient on rank 0, None elsewhere. Call it after a step."""
+        """Canonical name -> full gradient. Call it after a step, on every rank."""
         if self.args.use_distributed_optimizer:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             for chunk in self.model:
@@ -113,14 +133,9 @@ class Job:
                         mine = bucket.grad_data.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
                         parts = list(bucket.grad_data.chunk(dist.get_world_size(group)))
                         dist.all_gather(parts, mine, group=group)
-        pieces = {
-            name: (parameter.main_grad.clone(), *where)
-            for chunk in self.model
-            for name, parameter, *where in _parameters(chunk)
-        }
-        ranks = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object((parallel_state.get_tensor_model_parallel_rank(), pieces), ranks)
-        return _assemble(ranks) if ranks else None
+        main = {p.data_ptr(): p.main_grad for chunk in self.model for p in chunk.parameters()}
+        mine = {name: main[t.data_ptr()] for name, t in stored_parameters(self.model).items()}
+        return collected(mine, self.stored, self.weights)
 
 
 def _initialize(flags: list[str]) -> None:
@@ -154,56 +169,6 @@ def _critic_provider(**named):
 def _optimizer(args, model):
     fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(OptimizerConfig) if hasattr(args, f.name)}
     return get_megatron_optimizer(OptimizerConfig(**fields), model)
-
-
-def _parameters(chunk):
-    """(canonical name, parameter, split dimension or None, whether it is a gate and an up part)."""
-    inner = chunk
-    while hasattr(inner, "module"):
-        inner = inner.module
-    layers = {id(layer): layer.layer_number - 1 for layer in inner.decoder.layers}
-    numbers = {f"decoder.layers.{i}.": layers[id(layer)] for i, layer in enumerate(inner.decoder.layers)}
-    for name, parameter in inner.named_parameters():
-        for local, number in numbers.items():
-            if name.startswith(local):
-                name = f"decoder.layers.{number}.{name[len(local) :]}"
-                break
-        if name == "output_layer.weight" and inner.share_embeddings_and_output_weights:
-            name = "embedding.word_embeddings.weight"  # the last stage's copy of it
-        split = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-        yield name, parameter, split, "linear_fc1.weight" in name
-
-
-def _set_weights(chunk):
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    for name, parameter, split, gated in _parameters(chunk):
-        shape = list(parameter.shape)
-        if split is not None:
-            shape[split] *= size
-        g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        full = torch.randn(shape, generator=g) * (0.3 if len(shape) > 1 else 0.1) + (1.0 if "norm" in name else 0.0)
-        if split is not None:
-            parts = full.chunk(2, split) if gated else (full,)
-            full = torch.cat([part.chunk(size, split)[rank] for part in parts], split)
-        parameter.data.copy_(full)
-
-
-def _assemble(ranks):
-    full = {}
-    names = {name for _, pieces in ranks for name in pieces}
-    for name in sorted(names):
-        by_tp = {tp: pieces[name] for tp, pieces in reversed(ranks) if name in pieces}
-        tensors = [by_tp[tp][0] for tp in sorted(by_tp)]
-        _, split, gated = by_tp[0]
-        if split is None:
-            full[name] = tensors[0]
-        elif gated:
-            halves = zip(*(tensor.chunk(2, split) for tensor in tensors), strict=True)
-            full[name] = torch.cat([part for half in halves for part in half], split)
-        else:
-            full[name] = torch.cat(tensors, split)
-    return full
 
 
 def only_step(job: Job, rows: Rows):
