@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests. Default: the tier for every change. --quick: the linter and a choice of two minutes, for each save.
+# The tests. Default: the tier for every change. --quick: the linter and a choice of a minute, for each save.
 # --full: the long ones too, those on upstream's checkouts included; --without-upstream leaves these out. --browser: fail
 # without a browser instead of leaving its tests out.
 # --setup-only: stop after the set-up. Further arguments go to pytest.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 PACKAGE = Path(__file__).parents[1] / "mindspeed_rl_plugin"
 NAME = PACKAGE.name
 

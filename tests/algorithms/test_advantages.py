@@ -13,6 +13,8 @@ from mindspeed_rl_plugin.algorithms.rewards import overlong_penalty
 from mindspeed_rl_plugin.config import AlgorithmConfig
 from mindspeed_rl_plugin.rows import Ragged, SampleId, group_index, spread
 
+pytestmark = pytest.mark.quick
+
 few = settings(max_examples=60, deadline=None)
 DEFAULT = AlgorithmConfig()
 

@@ -15,6 +15,8 @@ from mindspeed_rl_plugin.algorithms.pair_losses import PAIR_LOSSES, PairBatch, p
 from mindspeed_rl_plugin.algorithms.value_loss import value_loss
 from mindspeed_rl_plugin.config import AlgorithmConfig
 
+pytestmark = pytest.mark.quick
+
 few = settings(max_examples=60, deadline=None)
 seeds = st.integers(0, 2**31 - 1)
 # Trained tokens of each sequence: fully masked rows and one-token responses included, also none at all.

@@ -7,6 +7,8 @@ import torch
 
 from mindspeed_rl_plugin.critic.value_head import ValueHead, give_value_head
 
+pytestmark = pytest.mark.quick
+
 CONFIG = SimpleNamespace(hidden_size=4, params_dtype=torch.float32, sequence_parallel=False)
 
 

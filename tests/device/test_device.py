@@ -14,6 +14,8 @@ from mindspeed_rl_plugin.device import Device, ProcessMeter, StorageMeter, detec
 from mindspeed_rl_plugin.device.device import StreamCopier
 from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 
+pytestmark = pytest.mark.quick
+
 MIB = 1 << 20
 
 

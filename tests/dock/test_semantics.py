@@ -28,6 +28,8 @@ from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.job_service import JobService
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_rollout_is_delivered_once_as_it_was_written(make) -> None:
     """Prompts are put once a group and read for every row; of two writes the first stays."""

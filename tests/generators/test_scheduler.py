@@ -14,6 +14,8 @@ from mindspeed_rl_plugin.generators.scheduler import LONGEST_SECONDS, MOST, Sche
 from mindspeed_rl_plugin.rows import Completion, Sampling
 from mindspeed_rl_plugin.service.notes import Announced
 
+pytestmark = pytest.mark.quick
+
 IDS = [SampleId(0, group, 0) for group in range(3)]
 
 

@@ -26,6 +26,8 @@ from mindspeed_rl_plugin.prompts.sources import Source
 sys.path.insert(0, str(Path(__file__).parent))
 from small_tokenizers import ALPHABET, BOS, ENDS, EOS, GLM, KINDS, TEMPLATES, make  # noqa: E402
 
+pytestmark = pytest.mark.quick
+
 FIXED = settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 TEXTS = st.text(st.sampled_from([*ALPHABET, "a", "b", "1", "=", " ", "\n"]), min_size=1, max_size=12)
 CONTENTS = TEXTS.filter(str.strip)

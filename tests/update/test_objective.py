@@ -14,6 +14,8 @@ from mindspeed_rl_plugin.update.objective import MAXIMA, objective
 from mindspeed_rl_plugin.update.tallies import SUM_COUNT, to_metrics
 from mindspeed_rl_plugin.update.value_step import TALLIED, value_metrics, value_objective
 
+pytestmark = pytest.mark.quick
+
 COUNTS = (3, 0, 1, 4)  # trained tokens of each row
 WIDE = 6
 CLIP = 0.2  # of values
