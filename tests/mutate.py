@@ -53,6 +53,12 @@ def mutations() -> dict[str, Mutation]:
     return {row["name"]: Mutation(**row) for row in rows}
 
 
+def table() -> str:
+    """The table of docs/development.md."""
+    rows = [f"| {m.name} | {m.fault} | {' '.join(m.tests).replace('tests/', '')} |" for m in mutations().values()]
+    return "\n".join(["| | fault | seen by, in tests/ |", "|---|---|---|", *rows])
+
+
 def is_seen(mutation: Mutation, tree: Path, words: Sequence[str]) -> bool:
     """Whether tests fail under a mutation. Raises RuntimeError where pytest could not run them."""
     whole = (tree / mutation.file).read_text()
