@@ -119,8 +119,8 @@ class Job:
     def stored(self, rank, weights):
         """What a rank stores of a canonical model; a critic's has the value head, which is whole, as its `lm_head`."""
         out = megatron_weights(self.shape, self.parallel, rank, weights)
-        if self.critic and "output_layer.weight" in out:
-            out["output_layer.weight"] = weights["lm_head.weight"]
+        if self.critic:
+            out |= {name: weights["lm_head.weight"] for name in out if name.endswith("output_layer.weight")}
         return out
 
     def gradients(self):
