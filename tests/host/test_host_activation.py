@@ -121,7 +121,8 @@ begin.record()
 time.sleep(0.01)
 end.record(stream)
 assert end.query() and 9 < begin.elapsed_time(end) < 1000
-assert torch.cuda.memory_allocated() > 1 << 20 and torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated()
+used = torch.cuda.memory_allocated()  # before the peak: reading may take more
+assert 1 << 20 < used <= torch.cuda.max_memory_allocated()
 assert torch.cuda.memory_stats()["allocated_bytes.all.current"] > 0
 assert torch.cuda.get_device_properties(0).total_memory == torch.cuda.mem_get_info()[1]
 assert torch.cuda.is_available() and torch.cuda.device_count() == 1
