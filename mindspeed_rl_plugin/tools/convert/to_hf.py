@@ -72,7 +72,7 @@ def export(options: argparse.Namespace) -> str:
     sizes = {name: math.prod(t.shape) * dtype(name).itemsize for name, t in tensors.items()}
     files, total = write_shards(out, sizes, lambda name: whole.make(name, dtype(name)), int(options.shard_gb * 1e9))
     read = {name: tuple(t.get_shape()) for name, t in open_tensors(out).items()}
-    raise_if(differences({name: t.shape for name, t in tensors.items()}, read), f"{out} has not what was written")
+    raise_if(differences({name: t.shape for name, t in tensors.items()}, read), f"{out} does not hold what was written")
     for file in sorted(out.iterdir(), key=lambda file: file.name == HF_CONFIG):
         file.rename(options.out / file.name)
     out.rmdir()
@@ -115,9 +115,9 @@ def _vocabulary(args: argparse.Namespace, options: argparse.Namespace, described
     entries = vocabulary_size(options.tokenizer) if options.tokenizer else 0
     if 0 < entries <= padded:
         return entries, ""
-    source = f"--tokenizer {options.tokenizer} has {entries} tokens, not those" if entries else "nothing says how many"
+    source = f"--tokenizer {options.tokenizer} has {entries} tokens" if entries else "the number of tokens is unknown"
     return padded, (
-        f"note: {source} of the embedding's {padded} rows are tokens, so all are exported, those that pad it too; "
+        f"note: {source}: all {padded} rows of the embedding are exported, and padding rows may be among them; "
         "--vocab N leaves them out\n"
     )
 

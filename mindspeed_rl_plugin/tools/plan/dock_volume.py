@@ -37,12 +37,14 @@ VOLUME_LEGEND = """\
 Per rollout: G prompts, N responses of each, PL and SL tokens of the longest prompt and response, n items of SL tokens
 and M single numbers that a sample carries from stage to stage. Equations, Table 1: MindSpeed RL (arXiv 2507.19017).
 Eq. 2: everything through one buffer. Eq. 4: each of S warehouses. Both padded, and read 3 times.
-here: GRPO with a reference, unpadded, of all machines: written once, read by every state that declares it, more often
-than the equations' three times, in the memory of the machine where a row is sampled and trained.
-between: prompts, which one rank puts, and the numbers that one rank logs, where pipelines lie within machines and
-batches are not chosen or balanced by tokens (docs/many-machines.md says what those add).
-records: what controllers on other machines learn of every cell and of every row that is done; the seconds are of both,
-over all machines. Not counted: heads of messages, places in the answer to a lease (28 bytes per row, 16 per cell)."""
+here: this dock, with GRPO and a reference, unpadded, all machines together. Every cell is written once and read by each
+state that declares it, which is more often than the equations' 3 times, in the memory of the machine that samples and
+trains the row.
+between: bytes that cross between machines: prompts, which one rank puts, and numbers, which one rank logs. More cross
+if a pipeline has ranks on several machines, with --rl-max-tokens-per-microbatch, or under dynamic sampling.
+records: messages to controllers on other machines about every cell and every finished row. The last column is the
+seconds of between and records, over all machines. Not counted: heads of messages, places in the answer to a lease (28
+bytes per row, 16 per cell)."""
 
 
 @dataclass(frozen=True)

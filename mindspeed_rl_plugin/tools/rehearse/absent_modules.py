@@ -7,7 +7,7 @@ stand-in works during imports: its names can be imported, inherited from and use
 an error that says what to install. An import inside `try ... except ImportError` gets no stand-in.
 
 --accept: only run the real parsers and validation, as rank 0 of the world WORLD_SIZE. When Megatron is about to connect
-the ranks, its config of the model is built, whose checks are a part of the validation; then it ends. --any-flag: print
+the ranks, the config of the model is built, since this makes further checks; then the process ends. --any-flag: print
 flags that the parser does not know, and continue without them.
 """
 
@@ -97,8 +97,8 @@ def _importer() -> FrameType | None:
 
 
 def _asks(frame: FrameType) -> bool:
-    """Whether MindSpeed really imports a module: not as a trial, nor to create one of its own (`parse_path` of its
-    patches)."""
+    """Whether MindSpeed needs the missing module: it does not catch the failed import, and does not create a dummy
+    module itself (`parse_path` of its patches)."""
     owner = frame.f_globals.get("__name__", "").partition(".")[0]
     if owner in _OWNERS and frame.f_code.co_name == "parse_path":
         return not frame.f_locals.get("create_dummy", True)

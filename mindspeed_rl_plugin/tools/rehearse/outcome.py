@@ -52,8 +52,8 @@ def shown(name: str, lines: Iterable[str], flags: Flags) -> list[str]:
 
 
 def removed(flags: Flags) -> list[str]:
-    """Flags of the script that are not tested: removed ones (except those that RL removes, or that generated files
-    replace), and splits for which ranks are missing."""
+    """Flags of the script that are not tested: removed flags (except those that RL removes itself, or that generated
+    files replace), and parallel sizes that became 1, since the rehearsal has too few ranks."""
     ours = {flag for row in TAKEN_OVER.values() for flag in row.split()} if "--rl-algorithm" in flags else set()
     lost = [c for c in flags.changes if c.old is not None and not c.why.startswith(("here: ", "nothing is reported"))]
     return [c.flag for c in lost if c.new is None and c.flag not in ours or c.new == "1" and "-parallel-" in c.flag]
@@ -130,12 +130,12 @@ def not_exercised(
         (True, f"HCCL, and {launch.world} ranks on {launch.nnodes} node(s): {ranks} ranks talked over gloo"),
         (True, f"NPU kernels: {operators}"),
         (kernels, f"switched off, since no host has them: {' '.join(kernels)}"),
-        (rl, "vLLM-Ascend: vLLM generated on the CPU; sleeping and waking an engine, its memory"),
+        (rl, "vLLM-Ascend (vLLM generated on the CPU), and an engine's memory, its sleep and its wake-up"),
         (rl, "prompts, answers and graders on real data: generated sums were used"),
         (True, "the script's data, tokenizer and checkpoints, their formats and sizes: generated ones were used"),
         (launch.skipped, "commands of the script that were not run:"),
         *((True, f"    {_cut(command, 160)}") for command in launch.skipped),
-        (not launch.confined, "this kernel has no Landlock: what else the script called was free to write"),
+        (not launch.confined, "this kernel has no Landlock: what the script ran could write anywhere"),
         (launch.missing, f"files and folders that the script names and that are not here: {' '.join(launch.missing)}"),
         (variables, f"environment variables without effect here: {' '.join(variables)}"),
         (absent, f"Python modules that are not here and that nothing called: {' '.join(sorted(absent))}"),
