@@ -50,8 +50,8 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
     groups, members, bound = epoch.shape
     ids = row_ids(number, members, np.arange(groups * members))
     status = {}
-    # This first: processes outside of the job go on, and rows that they write meanwhile must not count as done without
-    # cells.
+    # The status is read before the cells. Processes outside of the job may finish a row in between: then the snapshot
+    # has the cells of a row that is not done. The reverse would lose the row.
     for state in declared.states:
         done = calls.query(Look, state, ids, True).ids
         status[state] = torch.zeros(len(ids), dtype=torch.uint8)

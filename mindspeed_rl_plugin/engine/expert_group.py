@@ -7,8 +7,8 @@ import datetime
 import torch
 import torch.distributed as dist
 
-# Steps between two agreements of ranks: an agreement is a collective, too expensive for every step. Engines that share
-# experts and have finished run up to so many dummy steps more.
+# Steps between two agreements of ranks: an agreement is a collective, too expensive for every step. So when all engines
+# have finished, each of them runs dummy steps until the next agreement, at most this many.
 AGREE_EVERY = 16
 
 

@@ -3,8 +3,8 @@ when or where it is generated; and `generate` on top of an engine.
 
 **Ranks of one engine (SPMD).** An engine of tensor parallel size n runs on n ranks. They make the same calls in the
 same order with the same arguments, and get the same completions in the same order; the first rank (`engine.leader`)
-writes them. Replicas are independent, unless they share experts: then all generate at the same times, also those
-without a request, and each ends with `keep_step`.
+writes them. Replicas are independent, unless they share experts. Then all of them must step at the same time, even one
+that has no request, and each calls `keep_step` at the end.
 
 **Life of a rollout.** `wake(("weights",))`, the reshard writes into `parameters()`, `update_weights(version)`,
 `wake(("kv_cache",))`, then `submit` / `poll` until all is done, then `sleep()`. A fresh engine is awake.
@@ -42,7 +42,7 @@ class Engine(Protocol):
     progress: float  # when something was last finished, by `time.monotonic`
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Queue responses, those that have begun with what was sampled of them; ids are new, or were aborted.
+        """Queue responses. One that has begun continues after the tokens that it has. Ids are new, or were aborted.
 
         Raises ValueError for a prompt that is empty or leaves too few tokens for `max_tokens`, for sampling that the
         engine cannot do exactly, and for a response that has all its tokens.
@@ -87,9 +87,9 @@ def response_seed(base: int, epoch: int, group: int, member: int, begun: int = 0
     """63-bit seed of one response; the same integers give the same seed on every machine and version.
 
     base: the run's `--rl-rollout-seed`; epoch, group, member: the sample's id, each a signed 64-bit integer; begun:
-    tokens sampled before an interruption, after which the first seed would repeat the same random numbers. The seed is
-    the first 63 bits of BLAKE2b over these integers, packed little-endian, so that seeds of neighbouring ids are
-    unrelated.
+    tokens sampled before an interruption. They change the seed, since the first seed would repeat the random numbers of
+    these tokens. The seed is the first 63 bits of BLAKE2b over these integers, packed little-endian, so that seeds of
+    neighbouring ids are unrelated.
     """
     parts = (base, epoch, group, member, *([begun] if begun else ()))
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()

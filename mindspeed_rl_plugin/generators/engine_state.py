@@ -78,8 +78,9 @@ def _may_apply(state: EngineState, wanted: int) -> bool:
 
 
 def _may_take(state: EngineState) -> bool:
-    """Not while running rows are to end before newer weights, nor where the dock has no row that an idle engine may
-    sample. An engine with running rows asks again: others may have taken the rows that it may not sample."""
+    """Whether to lease rows. An engine does not lease while newer weights wait until its running rows end, or when it
+    is idle and the dock has no row that it may sample. While rows are running, it asks the dock again: other engines
+    may have taken the rows that it may not sample."""
     if state.strict:
         return not state.running and state.needs is None and max(state.version, state.announced) >= 0
     draining = state.drain and state.pulled > state.version
