@@ -42,7 +42,7 @@ class RolloutPlan:
     deferred: groups that are sampled, graded and kept in the dock for the next rollout.
     lengths: of all these.
     steps: remaining optimizer steps.
-    rounds: groups of epochs that have another size than a rollout, from an earlier start.
+    rounds: epoch -> number of its groups, only for epochs of another size than a rollout.
     sizes: of a rollout.
     placement: which ranks work on which rows.
     budget: tokens of a micro-batch, None: it has a fixed number of rows.
@@ -134,7 +134,8 @@ class RolloutPlan:
         return self._owners(self.sizes.prompts if groups is None else groups)
 
     def _owners_of(self, groups: int) -> np.ndarray:
-        """Machines of a round of another size, from an earlier start, in proportion."""
+        """`[groups]` machine of each group of a round. Where the round has another size than a rollout, each machine
+        owns the same share of it."""
         prompts = self.sizes.prompts
         if groups != prompts:
             return np.sort(self._owners(prompts))[np.arange(groups) * prompts // groups]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # they import Megatron, which the stage table must not need
     from mindspeed_rl_plugin.update.value_step import ValueStep
 
 GRAD_NORM = 5  # place in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
-OPTIMIZER, SCHEDULER, MODEL_CONFIG = 3, 4, 5  # places among its arguments; from 2, the model, on they pass through
+OPTIMIZER, SCHEDULER, MODEL_CONFIG = 3, 4, 5  # places among its arguments, 0 and 1 of which `step.run` makes
 # Columns for every pipeline stage: inputs of the model, and which rows count.
 FEEDS = ("tokens", "loss_mask", "valid", "multiplicity")
 Stepped = tuple[tuple, dict[str, float]]  # result of Megatron's step, and metrics by the names of `monitor.names`
@@ -58,8 +58,8 @@ class Update(Stage):
     ) -> Stepped:
         """One optimizer step on this data parallel rank's micro-batches.
 
-        done: iterations before this one; version: of the weights that sampled the rollout; last_pass: whether it is the
-        last one over these rows; it acknowledges them, earlier ones give them back.
+        done: iterations before this one; version: of the weights that sampled the rollout; last_pass: whether this is
+        the last pass over these rows. The last pass acknowledges the rows, an earlier pass gives them back.
         """
         needed = [name for name in self.spec.reads if self.context.last_stage or name in FEEDS]
         lease = self.lease([i for ids in batches for i in ids], needed)
@@ -97,7 +97,8 @@ class CriticUpdate(Update):
 
 
 def take_step(step: MegatronStep, parts: Sequence[Rows], call: TrainStep, whose: str = "", **more: Any) -> Stepped:
-    """One of Megatron's optimizer steps on micro-batches. whose: "critic/", or the policy's; more: of its `prepare`."""
+    """One of Megatron's optimizer steps on micro-batches. whose: "critic/", or "" for the policy; more: for
+    `step.prepare`."""
     lr = learning_rate(call.args[OPTIMIZER])  # after the step, the rate is that of the next step
     step.prepare(parts, **more)
     result = step.run(call.function, call.args[2:], call.kwargs)

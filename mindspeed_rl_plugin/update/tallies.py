@@ -1,7 +1,7 @@
 """Reduces the counts of a step over ranks, each exactly once; all ranks get the same result.
 
-Uses gloo on the host: then --rl-wait-timeout limits the wait (for collectives of a device --distributed-timeout-minutes
-does), and HCCL has no float64.
+Uses gloo on the host, for two reasons. First, --rl-wait-timeout limits its waits (--distributed-timeout-minutes limits
+those of collectives on a device). Second, it has float64, which HCCL does not have.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def summed(counts: Tensor) -> list[int]:
 def reduce_tallies(tallies: Iterable[Tensor] | None, sums: int = SUM_COUNT) -> Tensor:
     """One tally of the global batch from those of this rank's micro-batches.
 
-    tallies: vectors `[width]`, `sums` sums before maxima, None on ranks without the end of the model. Returns `[width]`
-    float64 on the host. Collective. Tensor and context parallel ranks have the same tally.
+    tallies: vectors `[width]`, of which the first `sums` entries are sums and the others maxima; None on ranks without
+    the end of the model. Returns `[width]` float64 on the host. Collective. Tensor and context parallel ranks have the
+    same tally.
     """
     local = None
     if tallies is not None:
@@ -51,8 +52,8 @@ def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
     """The metrics of a reduced tally, by the names of `monitor.names`.
 
     `loss` and `loss/*` are aggregated as the loss, the others are means over trained tokens or sequences; `logp_diff/*`
-    over tokens that this rollout's weights sampled. Without a trained token means are 0 (ratio and weights 1) and
-    extremes are left out. `logp_diff` is left out without tokens of this rollout's weights.
+    over tokens that this rollout's weights sampled. If no token is trained, means are 0 (of ratio and weights 1), and
+    extremes are left out. If this rollout's weights sampled none of the trained tokens, `logp_diff` is left out.
     """
     named = dict(zip(WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA, tally.tolist(), strict=True))
     metrics = {name: named[name] for name in WEIGHTED}

@@ -75,7 +75,7 @@ class AsyncSchedule(RolloutSchedule):
         self._wait = GradeWait(job.ranks, stages["reward"], self.grader, self._look_at_engines, self._who_generates)
         self.evaluations = Evaluations(job, evaluate, self._wait)
         self._closing = threading.Event()
-        self._settled = -1  # the last iteration behind which a checkpoint was written
+        self._settled = -1  # the last iteration after which a checkpoint was written
         self._collected = time.monotonic()  # when the last rollout was ready
         self._starved = 0.0  # seconds since then without rows to train on
 
@@ -107,10 +107,11 @@ class AsyncSchedule(RolloutSchedule):
             self._finish_evaluation()
 
     def settle(self) -> None:
-        """A checkpoint follows. A running evaluation continues, and a resume begins another one. If the checkpoint is
-        to be complete, the evaluation ends first, and all admitted rows are sampled and graded: under a strict order a
-        resume has no weights for them. After a resume in the middle of a rollout, rows are sampled once that rollout is
-        trained and engines get weights. Raises BrokenWeights."""
+        """A checkpoint follows. A running evaluation continues, and a resume begins another one. With `whole`, the
+        checkpoint waits: the evaluation ends first, and all admitted rows are sampled and graded. Under a strict order
+        this is needed, since a resumed run does not have the weights that must sample these rows. After a resume in the
+        middle of a rollout, engines get no weights before that rollout is trained; until then a checkpoint does not
+        wait for rows. Raises BrokenWeights."""
         self._settled = self.job.monitor.clock.iteration
         self.publications.trainer.refuse_broken()
         if self.whole:

@@ -13,8 +13,8 @@ from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.reward import Reward
 
-GRADED_LOOK_SECONDS = 1.0  # at most, for one look at graded rows by the first rank, while the others wait
-PAUSE_SECONDS = 0.005, 0.1  # between two questions within a look, at first and at most
+GRADED_LOOK_SECONDS = 1.0  # longest time that the first rank polls the dock before it tells the others
+PAUSE_SECONDS = 0.005, 0.1  # between two polls: the first pause, and the longest
 
 
 class GradeWait:
@@ -35,7 +35,7 @@ class GradeWait:
         """Wait until all these rows are graded. Collective. Raises TimeoutError if no further row is graded for too
         long, and the error that has ended this rank's grader."""
         self._stall = Stall(self.ranks.deadline)
-        asked = torch.tensor(ids, dtype=torch.int64).reshape(-1, 3)  # converted once: this takes longer than a question
+        asked = torch.tensor(ids, dtype=torch.int64).reshape(-1, 3)  # converted once: this takes longer than a poll
         while self.ranks.broadcast(self._look(asked) if self.ranks.rank == 0 else None):
             self.grader.check()
 
