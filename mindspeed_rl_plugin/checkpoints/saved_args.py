@@ -24,7 +24,7 @@ def other_sizes(folder: Path, args: Any) -> Iterator[str]:
     """Each argument in which the model of an iteration folder, or its format, differs from this run's, with both
     values."""
     ranks = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
-    # Megatron cannot load it, even with --auto-detect-ckpt-format
+    # Megatron cannot load a distributed checkpoint then, even with --auto-detect-ckpt-format
     if not ranks and getattr(args, "ckpt_format", None) == "torch":
         yield "--ckpt-format is torch_dist there and torch here"
     saved = pickles.load(ranks[0]).get("args") if ranks else _common_args(folder)
@@ -46,7 +46,7 @@ def other_layout(folder: Path, args: Any) -> Iterator[str]:
         return
     names = [*_LAYOUT, "expert_model_parallel_size"] if getattr(args, "num_experts", None) else [*_LAYOUT]
     etp, tp = "expert_tensor_parallel_size", "tensor_model_parallel_size"
-    # given for one of them
+    # the checkpoint or this run gives experts another tensor parallel size
     if any(getattr(each, etp, None) not in (None, getattr(each, tp)) for each in (saved, args)):
         names.append(etp)
     for name in names:
@@ -84,8 +84,8 @@ def _common_args(folder: Path) -> Any:
 
 
 def _value(saved: Any, name: str) -> Any:
-    """Value of a saved argument. None if unknown, and for query groups without grouped attention, which Megatron sets
-    later."""
+    """Value of a saved argument; None if unknown. Also None for the query groups of a model without grouped attention:
+    Megatron sets their number later."""
     if name == "num_query_groups" and not getattr(saved, "group_query_attention", False):
         return None
     return getattr(saved, name, None)

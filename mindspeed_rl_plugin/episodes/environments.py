@@ -108,7 +108,8 @@ class Environments(Protocol):
     pending: bool
     """Whether a reply is due."""
     answered: int
-    """Calls of a user's code that are over, one that was made again each time: it goes on as long as they grow."""
+    """Number of calls of a user's code that have ended; a repeated call counts each time. As long as the number rises,
+    the environments make progress."""
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
         """Begin an episode. task: its data row: prompt (text), answer, record (other fields), messages (or None); seed:

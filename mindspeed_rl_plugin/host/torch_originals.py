@@ -16,8 +16,8 @@ import torch
 # name -> why the engine needs torch's own. tests/host/test_torch_originals.py lists other replacements of MindSpeed in
 # torch, and why they may stay.
 RESTORED = {
-    "torch.compile": "MindSpeed's returns the function as it is: the engine would decode without graphs, silently, or "
-    "with torch 2.10 not start",
+    "torch.compile": "MindSpeed's returns the function as it is: the engine would silently decode without graphs; with "
+    "torch 2.10 it would not start",
     "torch.jit.script": "MindSpeed's returns the function as it is",
     "torch.Tensor.view": "MindSpeed's is a view of a copy where the tensor is not contiguous: writes into it are lost",
 }

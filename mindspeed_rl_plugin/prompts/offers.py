@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.rows import Prompt
 
 ROLLOUTS = 4  # of prompts that may wait
 ROW_SIZE = 1 << 20  # characters of a row as JSON, at most
-ROOM_CHECK_SECONDS = 1.0  # between two checks that a program that waits for room is still there
+ROOM_CHECK_SECONDS = 1.0  # between two checks whether a waiting program still runs
 
 
 class Offers:
@@ -56,7 +56,7 @@ class Offers:
                     raise TimeoutError(f"offer: {self._why_not(len(prompts), seconds)}")
                 self._room.wait(min(left, ROOM_CHECK_SECONDS))
                 if ended is not None and ended():
-                    raise EOFError("who offered is gone")
+                    raise EOFError("the program that offered the prompts has ended")
             return self._append(rows, prompts)
 
     def take(self, most: int) -> list[Prompt]:
