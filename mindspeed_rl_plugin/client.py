@@ -52,8 +52,10 @@ class Client:
     address: HOST:PORT or unix:NAME.
     secret: of the job, or a file with it, of mode 600.
     lease_seconds: for which rows of `take` are reserved. Later they are also given to another engine, and the first
-    response counts. Raises ConnectionError where no job answers, PermissionError for a wrong secret, and ValueError for
-    a job of another version of the package, or one that takes no engines.
+    response counts.
+
+    Raises ConnectionError where no job answers, PermissionError for a wrong secret, and ValueError for a job of another
+    version of the package, or one that takes no engines.
     """
 
     def __init__(self, address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0) -> None:

@@ -29,22 +29,17 @@ def imported(script: Path) -> ModuleType:
     return module
 
 
-def crowd() -> float:
-    """Processes that want each core, 1 at least: where others work too, a second of work takes so many."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait for what must come; the test fails where it does not within so many seconds, more in a crowd."""
-    end = time.monotonic() + seconds * crowd()
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait for what must come; the test fails where it does not within so many seconds."""
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def gone(processes: Iterable[int], seconds: float = 10.0) -> bool:
-    """Whether all of them have ended, or do within so many seconds, more in a crowd."""
-    end = time.monotonic() + seconds * crowd()
+def gone(processes: Iterable[int], seconds: float = 60.0) -> bool:
+    """Whether all of them have ended, or do within so many seconds."""
+    end = time.monotonic() + seconds
     while left := [process for process in processes if began(process) is not None]:
         if time.monotonic() > end:
             return False

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from commands import crowd
 
 from mindspeed_rl_plugin.processes import began, scratch
 
@@ -89,6 +88,5 @@ def test_a_generator_that_waits_for_the_trainers_is_interrupted() -> None:
     generator = subprocess.Popen([sys.executable, "-c", GENERATOR], env=env, stdout=subprocess.PIPE, text=True)
     assert generator.stdout.readline() == "waits\n"
     time.sleep(0.5)  # until it is inside
-    began_at = time.monotonic()
     generator.send_signal(signal.SIGINT)
-    assert generator.wait(30) == 128 + signal.SIGINT and time.monotonic() - began_at < 10 * crowd()
+    assert generator.wait(30) == 128 + signal.SIGINT, "trainers may take 600 s"

@@ -96,6 +96,7 @@ def walk(name: str, tree: Path, shared: Path, save: Path) -> list[tuple[str, str
                 raise RuntimeError(f"{name} failed: {log.read_text()[-3000:]}")
         finally:
             job.terminate()  # no effect on one that has ended
+            job.wait(60)
     return [tuple(line.split()) for line in out.read_text().splitlines()]
 
 

@@ -65,7 +65,7 @@ class RawFormat:
         where `limit` has no room for it). Text that the template adds does not count. Halves of surrogate pairs become
         U+FFFD."""
         text = whole(text)
-        start = text[: limit * self._longest + 1]  # always more than `limit` tokens
+        start = text[: limit * self._longest + 1]  # more than `limit` tokens, if the text has so many
         tokens = self._encode(self._marked(start))
         if len(tokens) <= limit:
             return text, False

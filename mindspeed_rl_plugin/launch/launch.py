@@ -199,7 +199,7 @@ def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
         _launch.digest = None
     state = {
         "reference": {"path": _launch.start.reference_path, "digest": _launch.start.reference_digest},
-        "schedule": lr_schedule.record(args, _launch.schedule, _launch.critic is not None),
+        "schedule": lr_schedule.record(args, _launch.schedule, critic=_launch.critic is not None),
         "not_saved": [name for name in NOT_SAVED if getattr(args, name, None)],
         "loop": _launch.loop.state_dict(),
     }
@@ -236,7 +236,7 @@ def _decide(args: Any, loop: Any, vocab: int, critic: bool) -> tuple[Start, dict
     state = ranks.on_rank_0(read)
     say(describe(start, args, not_saved(state)))
     loop.check_state(state["loop"], start.iteration)
-    lr_schedule.check(state.get("schedule"), args, folder, not_saved(state) | _untrained(state), critic)
+    lr_schedule.check(state.get("schedule"), args, folder, not_saved(state) | _untrained(state), critic=critic)
     if note := lr_schedule.remark(state.get("schedule"), args, start.iteration):
         say(note)
     if rows and rows[0] is not None:  # on rank 0, which puts them back into the dock for all

@@ -28,7 +28,7 @@ _GROUP_RATES = ("max_lr", "min_lr", "betas", "eps")
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
-def record(args: Any, recorded: Mapping[str, Any] | None = None, critic: bool = False) -> dict[str, Any]:
+def record(args: Any, recorded: Mapping[str, Any] | None = None, *, critic: bool) -> dict[str, Any]:
     """The schedule of validated arguments as plain values, for the RL state. --lr-decay-iters: default all.
 
     recorded: of the checkpoint of a resume, whose schedule may continue; critic: whether the run has one.
@@ -66,7 +66,7 @@ def settled(recorded: Mapping[str, Any] | None, args: Any) -> dict[str, bool]:
     """
     if recorded is None or getattr(args, "use_checkpoint_opt_param_scheduler", False):
         return {}
-    before, now = compared(recorded), compared(record(args))
+    before, now = compared(recorded), compared(record(args, critic=False))
     constant = all(s["lr_decay_style"] == "constant" and s["start_wd"] == s["end_wd"] for s in (before, now))
     same = all(before[k] == now[k] for k in ("max_lr", "lr_warmup_steps", "start_wd"))
     return {"override_opt_param_scheduler": True} if before != now and constant and same else {}
@@ -88,7 +88,7 @@ def remark(recorded: Mapping[str, Any] | None, args: Any, done: int) -> str | No
 
 
 def check(
-    recorded: Mapping[str, Any] | None, args: Any, where: str, absent: Collection[str] = (), critic: bool = False
+    recorded: Mapping[str, Any] | None, args: Any, where: str, absent: Collection[str] = (), *, critic: bool
 ) -> None:
     """Refuse a resume from `where` that Megatron would refuse later, or in which it would use other rates than the
     flags.

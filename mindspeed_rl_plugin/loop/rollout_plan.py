@@ -37,7 +37,7 @@ class RolloutPlan:
 
     epoch: of the round that is being sampled, from 0, -1 before the first.
     opened: last epoch in the dock.
-    queue: epochs in the dock that are sampled later, with their groups.
+    queue: epochs in the dock that are collected later, with their groups.
     groups: of the rollout, in training order.
     deferred: groups that are sampled, graded and kept in the dock for the next rollout.
     lengths: of all these.

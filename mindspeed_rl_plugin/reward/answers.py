@@ -73,7 +73,7 @@ def _said(text: str, prose: re.Pattern[str]) -> str:
 
 
 def is_number(answer: str) -> bool:
-    """Whether an answer is a plain number, which every grader can read."""
+    """Whether an answer is a number, maybe with a currency or a unit, which every grader can read."""
     return len(answer) < 100 and VALUE.fullmatch(answer) is not None
 
 

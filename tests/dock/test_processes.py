@@ -15,7 +15,7 @@ from pathlib import Path
 import dock_ranks
 import numpy as np
 import pytest
-from commands import crowd, until
+from commands import until
 from dock_help import ids
 
 from mindspeed_rl_plugin.dock import messages as m
@@ -273,4 +273,4 @@ def test_a_reader_of_weights_ends_with_their_rank_within_its_deadline(
     time.sleep(0.2)
     begin = time.monotonic()
     job[0].kill(number)
-    assert reader.answer() == ends and time.monotonic() - begin < 5 * crowd()
+    assert reader.answer() == ends and time.monotonic() - begin < 20  # and not the job's 30 s

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import crowd
 from dock_help import COLUMNS, SMALL, STATES, ids, prompts, ragged, sid, threads, together, tokens
 
 from mindspeed_rl_plugin.dock import (
@@ -156,7 +155,7 @@ def test_a_wait_that_ends_names_state_columns_ids_writer_and_lease(make) -> None
     begin = time.monotonic()
     with pytest.raises(TimeoutError, match="'reward' waited 0.2 s") as caught:
         dock.lease("reward", deadline=0.2)
-    assert 0.15 < time.monotonic() - begin < 4 * crowd()
+    assert 0.15 < time.monotonic() - begin < 20
     said = ("'tokens' (written by state 'generate') is missing for (0, 0, 0)", "6 in all", "by a producer's put")
     assert all(part in str(caught.value) for part in said)
     dock.put(prompts(3))

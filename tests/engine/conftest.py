@@ -44,7 +44,7 @@ class FakeEngine:
         return [self._take(i, "length") for _ in range(steps) for i in self._step()]
 
     def _step(self) -> list[SampleId]:
-        """Those that are whole with one token more."""
+        """Those that are whole with one token more; a prompt that begins with 13 never is."""
         for request, tokens in self.queue.values():
             tokens.append(request.seed % 40)
         asked = ((i, request.prompt_tokens, tokens) for i, (request, tokens) in self.queue.items())

@@ -1,5 +1,6 @@
 """The schedule check against Megatron's own scheduler: it refuses exactly what Megatron would refuse later."""
 
+import functools
 import json
 import types
 from pathlib import Path
@@ -9,6 +10,7 @@ from commands import ended
 
 from mindspeed_rl_plugin.launch import lr_schedule as schedule
 
+record = functools.partial(schedule.record, critic=False)
 BASE = dict(train_iters=100, lr_decay_iters=None, lr_warmup_iters=10, lr_warmup_fraction=None, global_batch_size=4)
 BASE |= dict(lr=1e-3, min_lr=1e-5, lr_decay_style="cosine", weight_decay_incr_style="constant")
 BASE |= dict(start_weight_decay=0.01, end_weight_decay=0.01)
@@ -53,7 +55,7 @@ FROM_CONSTANT = [
 
 @pytest.mark.parametrize(("change", "same"), FROM_CONSTANT, ids=str)
 def test_a_constant_schedule_may_go_on_for_longer(change, same):
-    recorded = schedule.record(types.SimpleNamespace(**CONSTANT))
+    recorded = record(types.SimpleNamespace(**CONSTANT))
     assert (problem(recorded, types.SimpleNamespace(**{**CONSTANT, **change})) is None) == same
 
 
@@ -62,7 +64,7 @@ def megatrons(warm_python):
     """For each change: the state that Megatron saves before it, and whether it refuses the resume with it; then the
     same for a longer constant schedule, without and with what settles it."""
     pairs = [[BASE, {**BASE, **change}] for change in CHANGES]
-    more = schedule.settled(schedule.record(types.SimpleNamespace(**CONSTANT)), types.SimpleNamespace(**LONGER))
+    more = schedule.settled(record(types.SimpleNamespace(**CONSTANT)), types.SimpleNamespace(**LONGER))
     pairs += [[CONSTANT, LONGER], [CONSTANT, {**LONGER, **more}]]
     worker = Path(__file__).with_name("lr_schedule_worker.py")
     return json.loads(ended(warm_python, worker, input=json.dumps(pairs)).stdout.splitlines()[-1])
@@ -71,7 +73,7 @@ def megatrons(warm_python):
 @pytest.mark.parametrize("number", range(len(CHANGES)), ids=lambda n: str(CHANGES[n]))
 def test_agrees_with_megatron(number, megatrons):
     saved, refused = megatrons[number]
-    recorded = schedule.record(types.SimpleNamespace(**BASE))
+    recorded = record(types.SimpleNamespace(**BASE))
     assert schedule.compared(recorded).items() <= saved.items()
     assert saved.keys() - schedule.compared(recorded) == {"num_steps"}, "all of it is compared"
     assert refused == (problem(recorded, types.SimpleNamespace(**{**BASE, **CHANGES[number]})) is not None)
@@ -83,7 +85,7 @@ def test_megatron_takes_a_longer_constant_schedule_once_it_is_settled(megatrons)
 
 
 def test_a_changed_batch_is_said_where_the_schedule_counts_by_it():
-    recorded = schedule.record(types.SimpleNamespace(**BASE))
+    recorded = record(types.SimpleNamespace(**BASE))
     message = schedule.remark(recorded, types.SimpleNamespace(**{**BASE, "global_batch_size": 16}), 6)
     assert "was 4, now 16" in message and "6 iterations" in message and "1.5 iterations of 16 seq" in message
     assert schedule.remark(recorded, types.SimpleNamespace(**BASE), 6) is None
@@ -128,7 +130,7 @@ def test_a_checkpoint_of_other_rates_is_loaded_with_the_flags_or_with_its_own(fl
 
 def test_what_stands_in_the_optimizer_alone_is_compared_too():
     given = dict(adam_beta2=0.95, decoupled_lr=None, **BASE)
-    recorded = schedule.record(types.SimpleNamespace(**given))
+    recorded = record(types.SimpleNamespace(**given))
     assert "--adam-beta2 was 0.95, now 0.99." in problem(
         recorded, types.SimpleNamespace(**given | {"adam_beta2": 0.99})
     )
@@ -138,17 +140,24 @@ def test_what_stands_in_the_optimizer_alone_is_compared_too():
 
 
 def test_a_schedule_that_is_kept_is_recorded_and_one_that_was_not_saved_is_not_kept():
-    recorded = schedule.record(types.SimpleNamespace(**BASE))
+    recorded = record(types.SimpleNamespace(**BASE))
     kept = types.SimpleNamespace(**BASE | {"lr": 2e-3, "use_checkpoint_opt_param_scheduler": True})
-    assert schedule.record(kept, recorded) == recorded != schedule.record(kept)
+    assert record(kept, recorded) == recorded != record(kept)
     message = problem(recorded, kept, {"no_load_optim": True})
     assert "--lr was 0.001, now 0.002. Give --override-opt_param-scheduler" in message and "could keep" in message
     other = types.SimpleNamespace(**BASE | {"lr": 2e-3, "override_opt_param_scheduler": True})
     assert problem(recorded, other, {"no_load_optim": True}) is None
 
 
-def problem(recorded, args, absent=()):
+def test_a_critics_rate_is_compared_in_a_run_with_a_critic():
+    recorded = record(types.SimpleNamespace(**BASE, rl_critic_lr=1e-5), critic=True)
+    other = types.SimpleNamespace(**BASE, rl_critic_lr=2e-5)
+    assert "--rl-critic-lr was 1e-05, now 2e-05" in problem(recorded, other, critic=True)
+    assert problem(recorded, other) is None, "whose critic is gone"
+
+
+def problem(recorded, args, absent=(), critic=False):
     try:
-        schedule.check(recorded, args, "out/iter_0000004", absent)
+        schedule.check(recorded, args, "out/iter_0000004", absent, critic=critic)
     except ValueError as error:
         return str(error)

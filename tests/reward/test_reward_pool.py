@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from commands import crowd, gone
+from commands import gone, until
 
 from mindspeed_rl_plugin.reward import GradeItem, RewardError, RewardPool
 from mindspeed_rl_plugin.reward.batch import Batch
@@ -114,7 +114,7 @@ def test_order_is_kept_and_exact_is_fast() -> None:
     with closing(RewardPool(["exact", own("length")], workers=2)) as pool:
         begin = time.monotonic()
         result = pool.grade(items(*[str(i) * (i % 7) for i in range(1000)], answer="8"))
-        assert time.monotonic() - begin < 4 * crowd()  # two graders; alone on the machine 0.1 s
+        assert time.monotonic() - begin < 20  # two graders; alone on the machine 0.1 s
     assert [g.parts[1] for g in result] == [float(len(str(i) * (i % 7))) for i in range(1000)]
     assert [i for i, g in enumerate(result) if g.parts[0]] == [8], "eight, once"
 
@@ -159,7 +159,7 @@ def test_a_failure_stops_and_the_pool_is_usable_afterwards(name: str) -> None:
         begin = time.monotonic()
         with pytest.raises(RewardError) as caught:
             pool.grade(batch)
-        assert time.monotonic() - begin < 20 * crowd()
+        assert time.monotonic() - begin < 60
         assert message in str(caught.value) and "--rl-reward-on-error" in str(caught.value)
         assert [g.parts for g in pool.grade(batch[:2])] == [(1.0, 2.0), (1.0, 4.0)]
 
@@ -249,7 +249,8 @@ def test_a_batch_that_takes_too_long_ends_all(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(RewardError, match="grading took longer than 1.8 s, with .* of 12 .*prompt 3"):
             while not pool.poll(1):
                 pass
-        assert any(gone([pid]) for pid in pids) and pool.wanted == 2 and pool.poll(0) == []
+        until(lambda: any(gone([pid], 0) for pid in pids))
+        assert pool.wanted == 2 and pool.poll(0) == []
         assert [g.total for g in pool.grade(naps(0.1))] == [0.1]
 
 
@@ -286,7 +287,7 @@ def test_graders_that_do_not_load_in_time_are_named_with_the_fix(tmp_path: Path)
     begin = time.monotonic()
     with pytest.raises(ValueError, match=r"1.8 s .* --rl-wait-timeout 2"):
         RewardPool([f"{tmp_path / 'slow.py'}:f"], workers=1, timeout=1, wait_timeout=2)
-    assert time.monotonic() - begin < 20 * crowd()
+    assert time.monotonic() - begin < 40, "and not the 60 s of its load"
 
 
 def test_zero_counts_without_dropping_and_keeps_the_other_parts() -> None:

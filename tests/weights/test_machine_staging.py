@@ -11,7 +11,6 @@ from pathlib import Path
 
 import dock_ranks
 import pytest
-from commands import crowd
 
 from mindspeed_rl_plugin.dock import Gone, machines
 from mindspeed_rl_plugin.dock.rpc import Process
@@ -142,7 +141,7 @@ def test_a_reader_that_is_stopped_is_passed_over(machine, hanging, monkeypatch, 
         assert before or not any(wait.done() for wait in waits), "one that reads for long is not passed over"
         os.kill(hanging.pid, signal.SIGSTOP)
         got = [wait.result(timeout=15) for wait in waits]
-    assert time.monotonic() - begin < 10 * crowd()
+    assert time.monotonic() - begin < 25, "and not the 30 s that they may take"
     assert sorted(read for *_, read in got) == [0, 0, NBYTES] and machine.read == [1]
     assert capfd.readouterr().out.count("gives no sign of life for 0.5 s: another one reads them now") == 3
     os.kill(hanging.pid, signal.SIGCONT)
@@ -150,12 +149,14 @@ def test_a_reader_that_is_stopped_is_passed_over(machine, hanging, monkeypatch, 
     assert all((other.get(2, 20)[0] == 2).all() for other in others) and machine.read == [1, 2]
 
 
-def test_a_stopped_reader_does_not_outlast_the_deadline(machine, hanging) -> None:
+def test_a_stopped_reader_does_not_outlast_the_deadline(machine, hanging, monkeypatch) -> None:
+    for module in ("dock.rpc", "weights.machine_staging"):
+        monkeypatch.setattr(f"mindspeed_rl_plugin.{module}.ALIVE_SECONDS", 60.0)
     os.kill(hanging.pid, signal.SIGSTOP)
     machine.error, begin = TimeoutError("late"), time.monotonic()
     with pytest.raises(TimeoutError):
         machine.process().get(1, 1.0)
-    assert time.monotonic() - begin < 3 * crowd()
+    assert time.monotonic() - begin < 20
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from commands import crowd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import cases, slices
@@ -299,7 +298,7 @@ def test_closing_ends_a_pull_that_waits(once):
         puller.close()
         with pytest.raises(TimeoutError, match="the pull of version 0 was ended"):
             waits.result(timeout=10)
-    assert time.monotonic() - begin < 5 * crowd()
+    assert time.monotonic() - begin < 20
 
 
 def test_staging_that_another_took_the_place_of_is_let_go():
