@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.layout.layout import Canonical, Layout
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes of a reshard per rank, `[ranks]` int or float64; the last node is filled up with ranks that move nothing."""
+    """Bytes of a reshard per rank, `[ranks]` int or float64. The last node is filled with ranks that move nothing."""
 
     received: np.ndarray  # from other ranks
     received_far: np.ndarray  # part of `received`, from other nodes
