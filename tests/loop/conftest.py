@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,6 @@ from jobs import LATENT_MODEL, MODEL, MOE_MODEL, PP2, ROOT, TRAIN, Job, Joined
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary
 from mindspeed_rl_plugin.tools.convert import to_megatron
 
-SHARED_MEMORY = Path("/dev/shm")
 # Made by libraries for themselves: torch's compiler's cache, torchrun's folder of logs, which torchrun leaves, and what
 # wandb makes when it is imported, as Megatron's timers do, and removes at an orderly end.
 OF_LIBRARIES = re.compile(r"torchinductor_|torchelastic_|tmp\w+wandb-")
@@ -128,46 +128,45 @@ def short_path() -> Iterator[Path]:
 
 
 @pytest.fixture
-def nothing_left(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it when the jobs of this test have ended: they left no process, no temporary file and no shared memory."""
-    private = short_path
-    monkeypatch.setenv("TMPDIR", str(private))
-    before = set(SHARED_MEMORY.iterdir())
+def nothing_left(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Call it when the jobs of this test have ended: they left no process, no temporary file and no shared memory.
+    Processes and memory of other jobs on this machine do not count."""
+    monkeypatch.setenv("TMPDIR", str(short_path))
+    mapped: set[Path] = set()
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.3):
+            mapped.update(*map(shared_memory, working_in(short_path)))
 
     def check() -> None:
         end = time.monotonic() + 60
-        while (alive := working_in(private)) and time.monotonic() < end:
+        while (alive := working_in(short_path)) and time.monotonic() < end:
             time.sleep(0.2)  # graders end themselves when their rank is gone
         assert alive == []
-        assert [p.name for p in private.iterdir() if not OF_LIBRARIES.match(p.name)] == []
-        end = time.monotonic() + 20
-        while (left := segments_of_nobody() - before) and time.monotonic() < end:
-            time.sleep(0.2)  # another job on this machine may be about to map its own, or to remove it
-        assert left == set()
+        assert [p.name for p in short_path.iterdir() if not OF_LIBRARIES.match(p.name)] == []
+        assert [path for path in mapped if path.exists()] == []
 
-    return check
-
-
-def segments_of_nobody() -> set[Path]:
-    """Shared memory that no process has mapped, or names to the guard that removes it."""
-    there = set(SHARED_MEMORY.iterdir())
-    held = "".join(held_by(p) for p in psutil.pids())
-    return {p for p in there if str(p) not in held and p.exists()}
+    watching = threading.Thread(target=watch)
+    watching.start()
+    yield check
+    ended.set()
+    watching.join()
 
 
-def working_in(private: Path) -> list[str]:
-    """Command lines of the processes whose temporary files go to a folder."""
-    commands = []
+def working_in(private: Path) -> list[psutil.Process]:
+    """The processes whose temporary files go to a folder."""
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get("TMPDIR") == str(private) and process.pid != os.getpid():
-                commands.append(" ".join(process.cmdline())[:200])
-    return commands
+                found.append(process)
+    return found
 
 
-def held_by(pid: int) -> str:
-    """What a process has mapped and what its command line names."""
+def shared_memory(process: psutil.Process) -> set[Path]:
+    """What a process has mapped of /dev/shm."""
     try:
-        return Path(f"/proc/{pid}/maps").read_text() + Path(f"/proc/{pid}/cmdline").read_text()
+        return {*map(Path, re.findall(r"/dev/shm/\S+", Path(f"/proc/{process.pid}/maps").read_text()))}
     except OSError:
-        return ""
+        return set()

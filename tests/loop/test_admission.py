@@ -3,6 +3,7 @@
 import heapq
 import random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -112,7 +113,9 @@ def test_a_resume_goes_on_with_the_counts() -> None:
     admission.admitted, admission.dropped = 16, 3
     admission.publish(2, 1)
     resumed = Admission(8, 1, rollouts=9)
-    saved = {"admission": {**admission.state(), "overdue": True}}
+    under_way = SimpleNamespace(overdue=False, versions=[2])  # an evaluation is begun anew
+    running = SimpleNamespace(admission=admission, evaluations=under_way, strict=False, offers=Mock())
+    saved = {"admission": AsyncSchedule.state(running)["admission"]}
     schedule = SimpleNamespace(admission=resumed, evaluations=SimpleNamespace(overdue=False))
     AsyncSchedule.load(schedule, saved)
     assert resumed == admission and resumed.allowed == 8 + 3, "what was dropped is replaced"

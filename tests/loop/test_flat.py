@@ -171,6 +171,17 @@ def test_a_long_job_holds_what_a_short_one_holds(tmp_path, monkeypatch, rollouts
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) > rollouts * STEPS, "of evaluations too"
 
 
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_the_policy_is_trained_once_the_critic_has_warmed_up(tmp_path, warmup: int) -> None:
+    """From then on checkpoints hold its optimizer."""
+    made, seen = Made(tmp_path, 10), []
+    made.loop.warmup = warmup
+    for _ in range(4):
+        seen.append(made.loop.trained)
+        made.train(1)
+    assert seen == [done > warmup for done in range(4)]
+
+
 def test_a_grader_that_fails_waits_for_a_checkpoint_and_not_for_one_that_is_written(tmp_path, monkeypatch) -> None:
     """In the middle of a rollout too, whose next step collects nothing."""
     made, ended = Made(tmp_path, 20), threading.Event()
