@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import golden
 import psutil
 import pytest
 from family_models import HOST, random_model
@@ -44,6 +45,7 @@ def given(flags: str):
 
 # For `Job.model` and `Job.train`, or to make others of.
 dense_model, moe_model, latent_model, training_flags = map(given, (MODEL, MOE_MODEL, LATENT_MODEL, TRAIN))
+plain_model = given(golden.MODEL)  # without biases of query, key and value
 
 
 @pytest.fixture

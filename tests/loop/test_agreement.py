@@ -141,8 +141,8 @@ CASES = {
     "overlapped-gather": Case(f"--overlap-param-gather --overlap-grad-reduce {CHUNKS}"),
     "virtual-pipeline": Case(f"--num-layers 4 {PP2} --num-layers-per-virtual-pipeline-stage 1 {CHUNKS}"),
     "uneven-pipeline": Case(f"--num-layers 3 {PP2} --decoder-first-pipeline-num-layers 1"),
-    "TP2-of-qwen3": Case(f"--qk-layernorm --kv-channels 48 {LARGE} {TP2} {CUT2}"),
-    "TP2-of-llama": Case(f"--use-rope-scaling --rotary-base 500000 {LARGE} {TP2} --rl-generate-tp 1"),
+    "TP2-of-qwen3": Case(f"--qk-layernorm --kv-channels 48 {LARGE} {TP2} {CUT2}", "plain_model"),
+    "TP2-of-llama": Case(f"--use-rope-scaling --rotary-base 500000 {LARGE} {TP2} --rl-generate-tp 1", "plain_model"),
     # experts
     "EP2-to-TP1": experts(EP2),
     "TP2EP2ETP1-to-TP2": experts(f"{TP2SP} {EP2} {ETP1} {CUT2}"),
