@@ -279,9 +279,10 @@ def test_a_job_whose_engine_gets_no_place_on_ray_ends(job, ray_cluster, nothing_
 
 
 def raylets(cluster: str) -> set[psutil.Process]:
-    """Of the cluster at an address: others on this machine have theirs."""
+    """Of the cluster at an address, whose port they name: others on this machine have theirs."""
+    gcs = re.compile(rf"--gcs-address=\S+:{cluster.rpartition(':')[2]}")
     alive = psutil.process_iter(["name", "cmdline"])
-    return {p for p in alive if p.info["name"] == "raylet" and cluster in " ".join(p.info["cmdline"] or ())}
+    return {p for p in alive if p.info["name"] == "raylet" and any(map(gcs.fullmatch, p.info["cmdline"] or ()))}
 
 
 def engines(address: str) -> set[psutil.Process]:
