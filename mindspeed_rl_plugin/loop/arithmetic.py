@@ -1,4 +1,4 @@
-"""The derived batch arithmetic: prompts, samples, optimizer steps, micro-batches, rollouts. Pure."""
+"""Batch sizes that follow from the flags: prompts, samples, optimizer steps, micro-batches, rollouts. Pure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mindspeed_rl_plugin.config.flag import valued
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Sizes of a rollout and of its parts. A preference pair counts as a prompt with two responses; then an optimizer
-    step is a rollout."""
+    """Sizes of a rollout and of its parts. Of preference pairs, each pair counts as a prompt with two responses, and
+    each optimizer step has its own rollout."""
 
-    prompts: int  # G of one rollout
-    members: int  # N responses of a prompt
+    prompts: int  # of one rollout
+    members: int  # responses of a prompt
     global_batch: int  # sequences of one optimizer step
     epochs: int  # passes over a rollout
     micro_batch: int  # sequences of one forward
-    data_parallel: int  # ranks
+    data_parallel: int  # data parallel size of training
     engines: int | None  # number of rollout engines, None for pairs
     train_iters: int  # optimizer steps of the whole run
     max_tokens: int | None = None  # of a micro-batch, if micro-batches are limited by tokens
@@ -76,19 +76,19 @@ class Arithmetic:
     def _cut(self) -> tuple[str, int, str]:
         if self.max_tokens is not None:
             share = self.global_batch // self.data_parallel
-            return "tokens per micro-batch, at most", self.max_tokens, f"out of {share} rows per step and rank"
+            return "tokens per micro-batch, at most", self.max_tokens, f"for {share} rows per step and rank"
         across = f"({self.micro_batch} x {self.data_parallel} data-parallel ranks)"
         return "micro-batches per step and rank", self.micro_batches, f"{self.global_batch} / {across}"
 
     def _last(self) -> str:
         left = self.train_iters % self.steps
-        return f", the last serves {left}" if left else ""
+        return f", {left} for the last" if left else ""
 
 
 def check_batch(args: argparse.Namespace, trainers: str = "") -> None:
-    """Check the division of --global-batch-size, by arguments that Megatron has not validated yet. Missing or invalid
-    sizes are left to Megatron's check. trainers: how their number of ranks is computed. Raises ValueError with the
-    value, the limit and the fix."""
+    """Check that --global-batch-size divides, with arguments that Megatron has not validated yet; does nothing if one
+    is missing or invalid, since Megatron refuses it. trainers: text for the error, how the number of ranks that train
+    was computed. Raises ValueError with the value, the limit and the fix."""
     across = math.prod(
         getattr(args, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
     )
@@ -102,8 +102,8 @@ def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, tra
     """Check that everything divides and no pair is cut. Raises ValueError naming the value, the limit and the fix."""
     if micro_batch % 2:
         raise ValueError(
-            f"--micro-batch-size {micro_batch} cuts a pair: it counts sequences, and the chosen and the rejected "
-            "answer of a pair go through the model together; give an even number"
+            f"--micro-batch-size {micro_batch} cuts a pair: it counts sequences, and a micro-batch holds the chosen "
+            "and the rejected answer of a pair; give an even number"
         )
     _check_split(global_batch, micro_batch, data_parallel)
     return Arithmetic(global_batch // 2, 2, global_batch, 1, micro_batch, data_parallel, None, train_iters)
@@ -112,8 +112,8 @@ def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, tra
 def derive(
     config: RLConfig, world: int, *, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int
 ) -> Arithmetic:
-    """The arithmetic of an algorithm that samples responses, with the default of --rl-rollout-prompts. world: ranks
-    that train; other sizes: by Megatron's flags. Raises ValueError naming the value, the limit and the fix."""
+    """The sizes of an algorithm that samples responses, with the default of --rl-rollout-prompts. world: number of
+    ranks that train; other sizes: values of Megatron's flags. Raises ValueError with value, limit and fix."""
     members, prompts = config.rollout.samples_per_prompt, config.rollout.rollout_prompts
     of_prompt = valued(config.rollout, "samples_per_prompt")
     if prompts is None:
@@ -145,7 +145,7 @@ def derive(
 
 
 def arithmetic_of(args: Any) -> Arithmetic:
-    """The arithmetic of Megatron's validated arguments, for any algorithm. Raises ValueError as `derive` and
+    """The sizes for Megatron's validated arguments, under any algorithm. Raises ValueError as `derive` and
     `derive_pairs` do."""
     of_megatron = {
         "global_batch": args.global_batch_size,
@@ -167,7 +167,7 @@ def _check_split(global_batch: int, micro_batch: int, data_parallel: int, traine
 
 
 def _near(prompts: int, members: int, global_batch: int) -> str:
-    """The nearest numbers of prompts that divide."""
+    """The fix: the nearest valid values of --rl-rollout-prompts."""
     step = next(n for n in range(1, global_batch + 1) if n * members % global_batch == 0)
     below, above = prompts // step * step, -(-prompts // step) * step
     choices = " or ".join(str(n) for n in (below, above) if n)
@@ -175,7 +175,7 @@ def _near(prompts: int, members: int, global_batch: int) -> str:
 
 
 def reads_old_logps(config: RLConfig, algorithm: Algorithm) -> bool:
-    """Whether something other than the loss reads old log-probs. If not, and if a rollout has one optimizer step, they
-    are taken from the update's own pass. A correction for older weights can use these, too."""
+    """Whether something other than the loss reads old log-probs. If nothing does, and a rollout has one optimizer step,
+    the update's own forward pass gives them, also for a correction of samples from older weights."""
     dumped = config.monitor.dump_dir is not None
     return config.forward.old_logprobs != "auto" or algorithm.kl_reward_coef != 0 or dumped

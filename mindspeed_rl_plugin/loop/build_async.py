@@ -33,12 +33,12 @@ from mindspeed_rl_plugin.stages.trainer import Trainer
 from mindspeed_rl_plugin.weights.publish import Publisher, TrainerWeights
 from mindspeed_rl_plugin.weights.published_memory import publish_memory
 
-ADVICE = "keep fewer versions (--rl-max-staleness with --rl-async-order strict), or spread trainers over more machines"
+ADVICE = "lower --rl-max-staleness if --rl-async-order is strict, or spread trainers over more machines"
 
 
 def build_schedule(at: RankParts, stages: Stages, trainer: Trainer, model: Any, resumes: bool) -> AsyncSchedule:
-    """The schedule, and the dock open to engines. Collective over all ranks that train. model: this rank's chunks;
-    resumes: whether a checkpoint's state is loaded next."""
+    """The schedule; also opens the dock to engines. Collective over all ranks that train. model: this rank's chunks;
+    resumes: whether the state of a checkpoint is loaded next."""
     inputs, job = at.inputs, at.job
     engine_options.check_engine_rotary(inputs, model)
     config, sizes = inputs.config, inputs.sizes
@@ -112,8 +112,8 @@ def make_publisher(at: RankParts, model: Sequence[Any]) -> Publisher:
 def _invite(
     job: Job, service: JobService, about: dict[str, str], schedule: ScheduleConfig, strict: bool
 ) -> ExternalEngines | None:
-    """From now on engines may join. Announces this to engines of the launcher, and starts those on Ray. Returns, on the
-    leader, the supervisors of external engines."""
+    """Let engines join from now on. Gives the address to the engines of the launcher, and starts engines on Ray.
+    Returns the supervisors of external engines on the leader, None elsewhere."""
     folder, ranks = Path(job.monitor.run_dir).absolute(), schedule.generator_ranks
     secret_file = folder / "secret"
     address = service.invite(secret_file, own_address(), json.dumps(about))
@@ -126,7 +126,7 @@ def _invite(
         say(f"{what}: {sys.executable} -m mindspeed_rl_plugin generate --join {address} --secret-file {secret_file}")
     what = "an engine"
     if has_some:
-        what = "a first response, for engines may take minutes to start,"
+        what = "a first response (engines may take minutes to start)"
     say(f"the job waits for {what} at most {job.ranks.deadline:g} s (--rl-wait-timeout)")
     if not job.topology.leader:
         return None

@@ -1,4 +1,4 @@
-"""Builds the loop of an algorithm that learns from pairs (DPO): a row of stages without generation."""
+"""Builds the loop of an algorithm that learns from pairs (DPO): its stages include no generation."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from mindspeed_rl_plugin.weights.host_memory import HostWeights
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference: its log-probs of all pairs, from disk, or its weights."""
+    """The reference model: its log-probs of all pairs if they are on disk, else its weights."""
 
     folder: str  # of stored log-probs
-    key: str  # of these
+    key: str  # identifies them, see `cache_key`
     logps: Tensor | None  # `[pairs, 2]`
     weights: HostWeights | None  # None if logps are known
 
     @classmethod
     def of_model(cls, inputs: Inputs, model: Any) -> Reference:
-        """The model has the reference's weights now: read its log-probs from disk, else keep a copy of the weights."""
+        """Read the reference's log-probs from disk, or else copy its weights, which the model has at this time."""
         folder = inputs.config.algorithm.dpo_reference_cache or str(Path(inputs.args.save) / "rl" / "reference")
         digest = weights_digest((n, p) for chunk in model for n, p in chunk.named_parameters())
         fingerprint = inputs.data.fingerprint + (inputs.held_out.fingerprint if inputs.held_out else "")
@@ -46,8 +46,8 @@ class Reference:
         return cls(folder, key, logps, weights)
 
     def scored(self, scorer: PairScorer, model: Any, leader: bool) -> Tensor:
-        """`[pairs, 2]` log-probs of all pairs, computed now if they were not on disk. model: that the scorer runs.
-        Collective."""
+        """`[pairs, 2]` log-probs of all pairs, computed now if they were not on disk. model: the one that the scorer
+        runs. Collective."""
         if self.logps is not None:
             if leader:
                 print(f"[rl] log-probs of the reference are read from {cache_file(self.folder, self.key)}", flush=True)
@@ -67,7 +67,7 @@ class PairSchedule(Schedule):
         self.job, self.pairs, self.evaluation = job, pairs, evaluation
 
     def collect(self, done: int) -> Rollout:
-        """The next rollout, and an evaluation before it where one is due."""
+        """The next rollout; an evaluation comes first if one is due."""
         job, plan = self.job, self.job.plan
         if job.due(done):
             self.evaluate(done)

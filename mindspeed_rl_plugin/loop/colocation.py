@@ -1,5 +1,5 @@
-"""Trainer and engine use the same devices in turns: moves weights to the engine, and training state to the host and
-back."""
+"""Lets trainer and engine use the same devices in turns: copies weights to the engine, and moves training state to the
+host and back."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mindspeed_rl_plugin.weights.resharder import Resharder, Transfer
 
 
 class Colocation:
-    """model: this rank's chunks; state: training state, of which the categories `offloaded` are on the host during
-    generation; stage: times a stage."""
+    """model: this rank's chunks; state: training state; offloaded: categories of training state that are on the host
+    during generation; stage: measures the time of a stage."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class Colocation:
         peers: Peers,
         stage: Callable[[str], AbstractContextManager[None]],
     ) -> Colocation:
-        """Build it on this rank, by the flags. peers: ranks of its engine. Collective over all ranks; the engine takes
-        seconds to start."""
+        """Build it on this rank, by the flags. peers: ranks of the engine of `rank`. Collective over all ranks; the
+        engine takes seconds to start."""
         args, config = inputs.args, inputs.config
         dtype = engine_options.dtype_of(args, config.rollout.engine_dtype)
         resharder = Resharder(
@@ -112,7 +112,7 @@ class Colocation:
         self.state.onload()
 
     def refuse_save(self) -> None:
-        """Raise if a checkpoint would lack state that is on the host, or would have NaN or infinity."""
+        """Raise if a checkpoint would lack state that is on the host, or would contain NaN or infinity."""
         if self.state.off_device:
             raise RuntimeError(
                 f"a checkpoint now would lack {', '.join(sorted(self.state.off_device))}, which are on the host for "
@@ -121,7 +121,7 @@ class Colocation:
         self.resharder.refuse_broken(self.model)
 
     def close(self) -> None:
-        """End the engine. It must wake for that; the training state's memory is freed for it."""
+        """End the engine. To end, it must wake, so the memory of the training state is freed first."""
         for state in self._states:
             state.discard()
         self.engine.shutdown()
@@ -133,13 +133,13 @@ class Colocation:
 
     def _to_engine(self, version: int) -> Transfer:
         with gathered(self.model):
-            # First the state that the transfer does not read, so that the weights of both sides fit.
+            # First offload the state that the transfer does not read: only then trainer and engine both fit.
             self.start_offload()
             if self.critic is not None:
                 self.critic.offload(self.offloaded & {"params"})
             self.state.finish_offload()
             self.engine.wake(("weights",))
-            # The copy to the host only reads weights, as the transfer does, so both may run.
+            # The copy to the host and the transfer only read weights, so they may run at the same time.
             self.state.start_offload(self.offloaded & {"params"})
             with self.stage("transfer"):
                 transfer = self.resharder.to_engine(self.model, self.engine.parameters(), version)

@@ -1,4 +1,4 @@
-"""Makes the loop's dock from Megatron's layout and the flags: its consumers, the places of rows, and its limits."""
+"""Makes the loop's dock from Megatron's layout and the flags: consumers, machines of the rows, and limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
 
 
 def place(topology: Topology, group: dist.ProcessGroup) -> Placement:
-    """Machine and consumers of each rank. Collective over `group`."""
+    """Machine, data parallel rank and engine of each rank. Collective over `group`."""
     places: list[Any] = [None] * topology.world
     dist.all_gather_object(places, (machine(), topology.dp_rank, topology.engine), group=group)
     machines = list(dict.fromkeys(name for name, _, _ in places))
@@ -38,7 +38,7 @@ class Docks:
     ranks: Dock
 
     def of(self, resource: str) -> Dock:
-        """The view for ranks that share the leases of a stage on this resource."""
+        """The view for a stage that uses `resource`. The ranks of a trainer or of an engine share leases."""
         return {"trainer": self.trainers, "engine": self.engines}.get(resource, self.ranks)
 
     @classmethod
@@ -69,7 +69,7 @@ class Docks:
 
 
 def limits(config: RLConfig) -> DockLimits:
-    """Limits of a machine's part of the dock."""
+    """Limits of the part of the dock on each machine."""
     return DockLimits(
         capacity=int(config.dock.dock_gb * 2**30) or None,
         rows=config.dock.dock_rows or None,
@@ -78,8 +78,8 @@ def limits(config: RLConfig) -> DockLimits:
 
 
 class DockSize:
-    """Refuses a dock that is too small, before a stage waits for it. rounds: of dynamic sampling for a rollout, 0
-    without it; ahead: rollouts that are sampled ahead of the one in use, and groups of an evaluation."""
+    """Refuses a dock that is too small, before a stage would wait for space in it. rounds: of dynamic sampling for a
+    rollout, 0 without it; ahead: number of rollouts that are sampled ahead, and number of groups of an evaluation."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class DockSize:
         self._fits = partial(limits(config).check, columns_of(table), states_of(table), members=sizes.members)
 
     def check_early(self) -> None:
-        """Before the model is built. Raises ValueError for a dock that is too small even if a rollout is spread
-        evenly."""
+        """Check before the model is built. Raises ValueError if the dock is too small even for a rollout that is spread
+        evenly over the machines."""
         env = launch_env()
         machines = max(env["world_size"] // env["local_world_size"], 1)
         self._check_round(-(-self.sizes.prompts // machines))
@@ -104,14 +104,14 @@ class DockSize:
         self._check_round(int(np.bincount(owners).max()))
 
     def check_resumed(self, used: np.ndarray, deferred: np.ndarray, owners: np.ndarray) -> None:
-        """Check the groups of a checkpoint, and a round together with deferred groups. used, deferred: machine of each
-        group."""
+        """Check that each machine can hold its groups of the checkpoint, and its deferred groups together with those of
+        a round. used, deferred, owners: machine of each group in use, each deferred group, each group of a round."""
         machines = 1 + max((int(part.max()) for part in (used, deferred, owners) if len(part)), default=0)
         used, deferred, round_ = (np.bincount(part, minlength=machines) for part in (used, deferred, owners))
         self._fits(groups=int(max((used + deferred).max(), deferred.max() + round_.max())))
 
     def _check_round(self, most: int) -> None:
-        """most: groups of a round on one machine. With dynamic sampling all groups of a rollout except one may wait
-        there, from rounds that each put `most` on a machine."""
+        """most: groups of a round on one machine. With dynamic sampling the machine may also hold groups of earlier
+        rounds: at most `most` of each round, and at most one group less than a rollout has."""
         rollouts, groups = self.ahead
         self._fits(groups=most * (1 + rollouts) + groups + min(self.sizes.prompts - 1, self.rounds * most))

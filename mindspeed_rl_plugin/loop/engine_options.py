@@ -1,4 +1,4 @@
-"""The engine's options by the launch arguments, and a check that it computes as the built model."""
+"""The engine's options from the launch arguments, and a check that its rotary frequencies are the trainer's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.engine.options import VllmOptions, needs_tokenizer
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.weights.storages import unwrap
 
-# Share of the device's memory for the engine, if reward models are loaded there later.
+# Share of the device's memory for the engine, if reward models are loaded on the device later.
 BESIDE_REWARD_MODELS = 0.6
 
 
@@ -40,14 +40,14 @@ def options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
 
 
 def dtype_of(args: argparse.Namespace, name: str) -> torch.dtype:
-    """--rl-engine-dtype; auto: Megatron's dtype."""
+    """The dtype of a value of --rl-engine-dtype; auto: Megatron's dtype."""
     return args.params_dtype if name == "auto" else getattr(torch, name)
 
 
 def check_engine_rotary(inputs: Inputs, model: Any) -> None:
-    """Check that the engine's rotary frequencies are those of the built model; the launch script may ignore flags."""
+    """Check that the engine's rotary frequencies are those of the built model; a launch script may ignore flags."""
     for chunk in model:
-        for module in unwrap(chunk).modules():  # with latent attention every layer has its own one
+        for module in unwrap(chunk).modules():  # with latent attention every layer has its own
             rotary = getattr(module, "rotary_pos_emb", None)
             if rotary is not None:
                 check_rotary(hf_config.normalized(inputs.engine_config), rotary)

@@ -38,12 +38,12 @@ class Inputs:
     flags: Mapping[str, Any]  # RL flags on the command line, with their values
     forward: ForwardSettings  # how batches become the model's inputs
     data: PromptStream | PairStream  # prompts or pairs to train on
-    held_out: tuple[Prompt, ...] | PairStream | None = None  # those of the evaluation
+    held_out: tuple[Prompt, ...] | PairStream | None = None  # prompts or pairs of the evaluation
     engine_config: Mapping[str, Any] | None = None  # config.json of the engine's model
     end_tokens: tuple[int, ...] = ()  # ids that end a response
     graders: RewardPool | None = None
     own_stages: tuple[tuple[StageSpec, Any], ...] = ()  # declaration and instance of each stage of the user
-    responses: ResponseKind = ONE_TURN  # their kind
+    responses: ResponseKind = ONE_TURN  # kind of the responses
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of response tokens, for graders and readers."""
@@ -51,14 +51,14 @@ class Inputs:
         return self.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
-        """Raise ValueError where graders or environments need other fields than some row has. rows: place in the data
-        -> fields of its record."""
+        """Raise ValueError if graders or environments need a field that a record lacks. rows: place of a record in the
+        data -> its fields."""
         self.graders.check_fields({where: {*fields, *self.responses.graded} for where, fields in rows.items()})
         self.responses.check_fields(rows)
 
     def check_answers(self, answers: Mapping[str, str]) -> None:
-        """Raises ValueError where a built-in grader cannot read a ground truth. answers: place in the data -> ground
-        truth."""
+        """Raise ValueError if a built-in grader cannot read a ground truth. answers: place of a record in the data ->
+        its ground truth."""
         regex = self.config.reward.reward_regex
         check_answers(parse_specs(self.config.graders, regex), regex, answers)
 
@@ -77,7 +77,7 @@ class Inputs:
         )
 
     def settled(self) -> Inputs:
-        """The same inputs, with a pass for old log-probs only if the update cannot use those of its own pass."""
+        """The same inputs, with a pass for old log-probs only if the update's own pass cannot give them."""
         old_logps = self.sizes.steps > 1 or reads_old_logps(self.config, self.algorithm)
         return replace(self, algorithm=replace(self.algorithm, old_logps=old_logps))
 
@@ -90,11 +90,11 @@ class Inputs:
 
     @property
     def dynamic_rounds(self) -> int:
-        """Rounds that dynamic sampling may take for a rollout, 0 without it."""
+        """Rounds that dynamic sampling may take for a rollout; 0 without dynamic sampling."""
         return self.config.algorithm.dynamic_sampling_rounds if self.algorithm.dynamic_sampling else 0
 
     def dock_size(self) -> DockSize:
-        """Size of the dock that these flags need."""
+        """The check that the dock is large enough for these flags."""
         config, ahead = self.config, (0, 0)
         if config.schedule.apart:
             held_out = len(self.held_out or ()) * (config.monitor.eval_pass_k + 1)

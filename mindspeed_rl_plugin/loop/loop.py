@@ -27,12 +27,12 @@ class Loop:
     log: IterationLog
     colocation: Colocation | None = None  # None if these ranks generate nothing
     warmup: int = 0  # number of first iterations in which only the critic is trained
-    rollout: Rollout | None = None  # in use
+    rollout: Rollout | None = None  # the rollout that is being trained
     trained: bool = False  # whether the policy has taken a step (not while the critic warms up)
 
     def train_step(self, call: TrainStep) -> tuple:
         """One optimizer step, with a rollout before it when one is due; returns what Megatron's step returns."""
-        done = self.args.curr_iteration  # optimizer steps so far, with those before a resume
+        done = self.args.curr_iteration  # optimizer steps so far, including those before a resume
         self.job.monitor.begin(done + 1)
         if not self.job.plan.steps:
             self.rollout = self.schedule.collect(done)

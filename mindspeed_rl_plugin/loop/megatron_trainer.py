@@ -22,8 +22,8 @@ class MegatronTrainer:
 
     model: Sequence[Module]  # chunks of this rank
     settings: ForwardSettings
-    policy: MegatronStep  # its steps
-    publisher: Publisher | None = None  # of its weights, if engines have ranks of their own
+    policy: MegatronStep  # runs its optimizer steps
+    publisher: Publisher | None = None  # publishes its weights; None if no other process generates
 
     @classmethod
     def of(cls, inputs: Inputs, model: Sequence[Module], publisher: Publisher | None) -> MegatronTrainer:

@@ -33,7 +33,7 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
         resume_iteration=start.iteration,
         meter=device.memory,
         compares=inputs.algorithm.members > 1,
-        synchronize=device.synchronize_stream,  # copies of the offload overlap stages
+        synchronize=device.synchronize_stream,  # not of the device: copies of the offload may overlap stages
         info={
             "algorithm": inputs.config.algorithm.algorithm,
             "parts": describe(inputs.algorithm),
@@ -53,8 +53,8 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
 
 
 def timing_setup(inputs: Inputs, ranks: int) -> dict[str, Any]:
-    """Settings in run.json for `plan --schedule`, which models the run's time; empty for pairs and partial rollouts,
-    which it does not support. ranks: of trainers."""
+    """Settings in run.json from which `plan --schedule` computes the run's time; empty for pairs and partial rollouts,
+    which `plan` does not support. ranks: number of ranks that train."""
     if inputs.algorithm.from_pairs or inputs.config.schedule.partial:
         return {}
     return {SETUP: dataclasses.asdict(Setup.of(inputs.config, inputs.sizes, ranks))}

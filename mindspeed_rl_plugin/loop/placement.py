@@ -1,10 +1,10 @@
 """Which ranks work on which rows, so that a row stays near the rank that trains it: pure functions of ids and lengths.
 
-A group is stored on a machine of the data parallel rank that trains its first member. If that rank's pipeline is on
-several machines, its groups are distributed over these in turn. Each stage reads the tokens of every row, so most
-stages read from another machine anyway. Compared with the last stage's machine alone, this costs a few percent more
-bytes, but uses the memory and the links of all machines. The machine's engines sample the group, its ranks grade it and
-compute its advantages, as far as the shares of engines and ranks stay equal.
+A group is stored on a machine of the data parallel rank that trains the group's first row. If the pipeline of this data
+parallel rank is on several machines, its groups are distributed over all of them. This uses the memory and the links of
+all machines, and costs only a few percent more bytes than the machine of the last pipeline stage alone, because every
+pipeline stage reads the tokens of all rows. If possible, engines and ranks on the group's machine sample and grade it
+and compute its advantages; but all engines get the same number of rows, and all ranks the same number of groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Placement:
-    """Places of all ranks."""
+    """Machine, data parallel rank and engine of all ranks."""
 
     node: tuple[int, ...]  # machine of each rank, numbered from 0 by lowest rank
     dp_rank: tuple[int, ...]  # data parallel rank of each rank
@@ -50,7 +50,7 @@ class Placement:
 
     def owners(self, plan: Sequence[Step], groups: int) -> np.ndarray:
         """`[groups]` machine of each group of a rollout that is trained by `plan`: among the machines of its data
-        parallel rank, the one with the fewest groups per rank so far."""
+        parallel rank, the machine with the fewest groups so far, divided by its number of ranks."""
         first: dict[int, tuple[int, int]] = {}
         for step in plan:
             for dp_rank, batches in enumerate(step.micro_batches):
@@ -80,18 +80,17 @@ class Placement:
 
     def near(self, plan: Sequence[Step], owner: Callable[[Group], int]) -> list[Step]:
         """The same steps and micro-batches. Within each step a micro-batch goes to a data parallel rank on the machine
-        of its first row, as far as every rank gets the same number."""
+        of its first row, unless that rank has its equal share of micro-batches already."""
         batches = [[batch for rank in step.micro_batches for batch in rank] for step in plan]
         dealt = (deal(of_step, [owner(batch[0][:2]) for batch in of_step], self.trained_on) for of_step in batches)
         return [Step(tuple(map(tuple, parts))) for parts in dealt]
 
 
 def deal(items: Sequence[Item], owners: Sequence[int], places: Sequence[Collection[int]]) -> list[list[Item]]:
-    """The items of each part, in order. Parts get the same number, some one more; first an item goes to a part on its
-    machine.
+    """Divide items into parts of equal size (some have one item more). An item goes to a part on its machine if such a
+    part is not full. Returns the items of each part, in order.
 
-    owners: machine of each item; places: machines of each part. Parts are filled in turn, so neighbours stay together.
-    """
+    owners: machine of each item; places: machines of each part. Parts are filled one after the other."""
     few, more = divmod(len(owners), len(places))
     part_of, held, left = [-1] * len(owners), [0] * len(places), list(range(len(owners)))
     for limit, local in ((few, True), (few + 1, True), (few, False), (few + 1, False)):

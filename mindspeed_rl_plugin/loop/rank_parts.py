@@ -1,4 +1,4 @@
-"""The parts of a loop that every algorithm needs on this rank: its place, the plan, the dock and the monitor."""
+"""The parts of a loop that every algorithm needs on this rank: topology, plan, dock and monitor."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mindspeed_rl_plugin.stages.context import RankContext
 class RankParts:
     """The parts of a loop on this rank."""
 
-    inputs: Inputs  # of the run
+    inputs: Inputs  # read before the model was built
     docks: Docks  # the dock, with views for each kind of consumer
-    job: Job  # for every schedule
+    job: Job  # what every schedule uses
 
     @classmethod
     def of(cls, inputs: Inputs, model: Any, start: Start) -> RankParts:
-        """Build the parts. model: this rank's chunks. Collective over all ranks. Raises ValueError where the dock is
+        """Build the parts. model: this rank's chunks. Collective over all ranks. Raises ValueError if the dock is
         too small."""
         flags, pairs = inputs.config.schedule, inputs.algorithm.from_pairs
         topology = Topology.from_megatron(1 if flags.apart or pairs else inputs.config.rollout.generate_tp, model)
         ranks = Collectives(inputs.config.monitor.wait_timeout)
-        mixed = inputs.algorithm.dynamic_sampling or flags.partial  # groups of several epochs make a rollout
+        mixed = inputs.algorithm.dynamic_sampling or flags.partial  # a rollout has groups of several epochs
         budget = None if pairs else inputs.forward.budget
         plan = RolloutPlan(inputs.sizes, place(topology, ranks.group), budget, mixed)
         if not pairs:

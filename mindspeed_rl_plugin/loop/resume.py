@@ -1,4 +1,4 @@
-"""Checks of a resume: the rollout in use and deferred groups of the checkpoint, under the present flags."""
+"""Checks at a resume: whether the present flags fit the checkpoint's rollout in use and its deferred groups."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mindspeed_rl_plugin.stages.table import RENAMED
 
 
 def cut(sizes: Arithmetic, algorithm: Algorithm, max_tokens: int | None) -> dict[str, int | str | None]:
-    """Settings for the division of a rollout into optimizer steps and the contents of its rows; they cannot change in
-    the middle of a rollout."""
+    """Settings on which the division of a rollout into optimizer steps and the contents of its rows depend. They cannot
+    change in the middle of a rollout."""
     return {
         "--rl-rollout-prompts": sizes.prompts,
         "--rl-samples-per-prompt": sizes.members,
@@ -53,15 +53,15 @@ def check(
 ) -> None:
     """Refuse a state of `Run.state_dict` (with the dock's outline) that these flags cannot continue.
 
-    now: `cut` of the flags; table: of stages; iteration: of the checkpoint; own: columns that a user's stages write,
-    and those that other stages write before them. Raises ValueError, the same on every rank.
+    now: `cut` of the present flags; iteration: of the checkpoint; own: columns that a user's stages write, and columns
+    of stages before them that are stored as `name@stage`. Raises ValueError, the same on every rank.
     """
     left, before = state.get("steps_left", 0), state.get("cut", {})
     until = iteration + left
     if left and (changed := _changed(before, now, now)):
         raise ValueError(
             f"the checkpoint of iteration {iteration} holds a rollout with {left} optimizer steps left, and "
-            f"{'; '.join(changed)}: resume with the former value until iteration {until}, where the rollout is used up"
+            f"{'; '.join(changed)}: resume with the former value until iteration {until}, when the rollout is used up"
         )
     if left:
         used = {epoch for epoch, _ in state["groups"]}
@@ -75,13 +75,13 @@ def check(
 def check_ahead(
     state: Mapping[str, Any], now: Mapping[str, Any], flags: ScheduleConfig, iteration: int, dynamic: bool
 ) -> None:
-    """Refuse flags that cannot continue with groups that were admitted ahead of training. Raises ValueError. After all
-    --train-iters there are no such groups."""
+    """Refuse flags that cannot continue with groups that were admitted ahead of training. Raises ValueError. A
+    checkpoint after the last iteration has no such groups."""
     if not (many := len(ahead(state))):
         return
     problems = _changed(state["cut"], now, ("--rl-rollout-prompts", "--rl-samples-per-prompt"))
     if bool(state.get("carried")) and not dynamic:
-        problems.append("dynamic sampling, which deferred some, was on, now off")
+        problems.append("dynamic sampling, which deferred some of them, was on, now off")
     carried = bool(_in_the_making(state))
     bound = state["making" if carried else "admission"]["staleness"]
     if carried and not flags.carry_unfinished:
@@ -95,7 +95,7 @@ def check_ahead(
     if problems:
         raise ValueError(
             f"the checkpoint of iteration {iteration} holds {many} prompts that were admitted ahead of training, and "
-            f"{'; '.join(problems)}: resume with the former values; a run that has come to its --train-iters holds none"
+            f"{'; '.join(problems)}: resume with the former values; a checkpoint after --train-iters holds none"
         )
 
 
@@ -107,8 +107,8 @@ def check_columns(
     left: int,
     until: int,
 ) -> None:
-    """Refuse rows that lack a column of the update after the stage that would write it. held: columns of each epoch of
-    the rollout; before: `choices` of the run that sampled it, if the checkpoint has them. Raises ValueError."""
+    """Refuse rows that lack a column which the update reads; no stage writes it any more. held: columns of each epoch
+    of the rollout; before: `choices` of the run that sampled it, if the checkpoint has them. Raises ValueError."""
     (reads,) = (spec.reads for spec in table if spec.name == "update")
     lacking = [c for c in reads if not all(c in have for have in held)]
     if not lacking:
@@ -119,7 +119,7 @@ def check_columns(
     changed = _changed(before, now, flags) or _changed({}, now, flags)
     raise ValueError(
         f"the checkpoint holds a rollout with {left} optimizer steps left, whose rows have no {', '.join(lacking)}: "
-        f"{'; '.join(changed)}; resume with the former value until iteration {until}, where the rollout is used up"
+        f"{'; '.join(changed)}; resume with the former value until iteration {until}, when the rollout is used up"
     )
 
 
@@ -128,12 +128,12 @@ def _check_deferred(deferred: Sequence, before: Mapping[str, object], now: Mappi
     if deferred and before[flag] != now[flag]:
         raise ValueError(
             f"the checkpoint holds {len(deferred)} groups of {before[flag]} responses that dynamic sampling "
-            f"deferred, {flag} is {now[flag]}: resume with {before[flag]}"
+            f"deferred, but {flag} is {now[flag]}: resume with {before[flag]}"
         )
 
 
 def _check_own(state: Mapping[str, Any], own: Sequence[str]) -> None:
-    """Refuse other stages of a user: deferred groups have passed these stages."""
+    """Refuse a change of the user's stages if the checkpoint has deferred groups: these passed the former stages."""
     epochs = {epoch for epoch, _ in state.get("carried", ())}
     held = [epoch["held"] for epoch in state["dock"]["epochs"] if epoch["number"] in epochs] if epochs else []
     if lacking := [column for column in own if not all(column in have for have in held)]:
@@ -151,12 +151,12 @@ def _check_own(state: Mapping[str, Any], own: Sequence[str]) -> None:
 
 
 def rounds_of(dock: Mapping[str, Any]) -> dict[int, int]:
-    """Epoch -> its number of groups."""
+    """Epoch of a dock's snapshot -> its number of groups."""
     return {epoch["number"]: epoch["groups"] for epoch in dock["epochs"]}
 
 
 def ahead(state: Mapping[str, Any]) -> list[Group]:
-    """Groups of a checkpoint other than those of the rollout in use and those that dynamic sampling deferred."""
+    """Groups of a checkpoint that neither belong to the rollout in use nor were deferred by dynamic sampling."""
     queued = [group for epoch, groups in state.get("queue", ()) for group in of_epoch(epoch, groups)]
     return [*queued, *_in_the_making(state)]
 
@@ -166,7 +166,7 @@ def _in_the_making(state: Mapping[str, Any]) -> list[Group]:
 
 
 def gone(rounds: Mapping[int, int], kept: Sequence[Group]) -> list[Group]:
-    """Groups of the dock's epochs that the checkpoint does not have any more."""
+    """Groups of the dock's epochs that are not in `kept`. rounds: epoch -> its number of groups."""
     return sorted({g for number, size in rounds.items() for g in of_epoch(number, size)} - set(kept))
 
 

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.rows import Group, SampleId
 
 
 def of_epoch(epoch: int, groups: int) -> tuple[Group, ...]:
-    """All groups of one round."""
+    """All groups of one epoch of the dock; a round of a rollout is one epoch."""
     return tuple((epoch, g) for g in range(groups))
 
 
@@ -25,7 +25,7 @@ def samples(groups: Iterable[Group], members: int) -> list[SampleId]:
 
 
 def by_epoch(groups: Iterable[Group]) -> dict[int, list[int]]:
-    """Epoch -> its groups among these, both rising."""
+    """Epoch -> its numbers of groups; both in rising order."""
     parts: dict[int, list[int]] = {}
     for epoch, group in sorted(groups):
         parts.setdefault(epoch, []).append(group)
@@ -35,17 +35,17 @@ def by_epoch(groups: Iterable[Group]) -> dict[int, list[int]]:
 class RolloutPlan:
     """The rollout in use.
 
-    epoch: of the round that is being sampled, from 0, -1 before the first.
-    opened: last epoch in the dock.
-    queue: epochs in the dock that are collected later, with their groups.
+    epoch: number of the round that is being sampled, from 0; -1 before the first round.
+    opened: number of the newest epoch.
+    queue: (epoch, number of groups) of epochs in the dock that are collected later.
     groups: of the rollout, in training order.
     deferred: groups that are sampled, graded and kept in the dock for the next rollout.
-    lengths: of all these.
+    lengths: group of the rollout, deferred or just graded -> tokens of each of its rows, with the prompt.
     steps: remaining optimizer steps.
     rounds: epoch -> number of its groups, only for epochs of another size than a rollout.
     sizes: of a rollout.
     placement: which ranks work on which rows.
-    budget: tokens of a micro-batch, None: it has a fixed number of rows.
+    budget: limit of the tokens of a micro-batch; None: a micro-batch has a fixed number of rows.
     near: whether micro-batches go to ranks near their rows; for rollouts with groups of several rounds.
     """
 
@@ -94,8 +94,8 @@ class RolloutPlan:
     # the rollout
 
     def plan(self, groups: Sequence[Group]) -> list[Step]:
-        """Optimizer steps of one pass over groups. A budget of tokens limits micro-batches; it does not change the rows
-        of a step."""
+        """Optimizer steps of one pass over groups. A budget of tokens changes the rows of micro-batches, not those of a
+        step."""
         plan = self._cut(groups)
         if self.budget is None:
             return self.placement.near(plan, self.owner) if self.near else plan
@@ -104,14 +104,14 @@ class RolloutPlan:
         return plan_tokens(plan, {i: self.lengths[i[:2]][i.member] for i in ids}, self.budget, near)
 
     def use(self, groups: Sequence[Group], steps: Sequence[Step]) -> None:
-        """Train on these groups next; steps: of `plan`."""
+        """Train on these groups next; steps: result of `plan`."""
         self.groups, self.one_pass = tuple(groups), list(steps)
         self.steps = self.one_pass * self.sizes.epochs
         self.lengths = {g: self.lengths[g] for g in (*self.groups, *self.deferred) if g in self.lengths}
 
     def next_step(self, dp_rank: int) -> tuple[tuple[tuple[SampleId, ...], ...], int, bool]:
         """A data parallel rank's micro-batches of the next optimizer step, the number of earlier steps of the rollout,
-        and whether it belongs to the last pass over the rows."""
+        and whether this step belongs to the last pass over the rows."""
         taken = len(self.one_pass) * self.sizes.epochs - len(self.steps)
         step = self.steps.pop(0)
         return step.of_rank(dp_rank), taken, len(self.steps) < len(self.one_pass)
@@ -120,22 +120,22 @@ class RolloutPlan:
         """All micro-batches of one pass of a data parallel rank."""
         return [ids for step in self.one_pass for ids in step.of_rank(dp_rank)]
 
-    # where rows lie
+    # the machines that store rows
 
     def owners(self, epoch: int) -> np.ndarray:
-        """`[groups]` machine of each group of a round, if all of it is trained."""
+        """`[groups]` machine of each group of a round, as if all its groups were trained."""
         return self._owners(self.rounds.get(epoch, self.sizes.prompts))
 
     def owner(self, group: Group) -> int:
         return int(self.owners(group[0])[group[1]])
 
     def owners_of_round(self, groups: int | None = None) -> np.ndarray:
-        """`[groups]` machine of each group of a round of that size, by default of this plan's size."""
+        """`[groups]` machine of each group of a round of that size, by default the size of a rollout."""
         return self._owners(self.sizes.prompts if groups is None else groups)
 
     def _owners_of(self, groups: int) -> np.ndarray:
-        """`[groups]` machine of each group of a round. Where the round has another size than a rollout, each machine
-        owns the same share of it."""
+        """`[groups]` machine of each group of a round. If the round has another size than a rollout, each machine owns
+        the same share of it as of a rollout."""
         prompts = self.sizes.prompts
         if groups != prompts:
             return np.sort(self._owners(prompts))[np.arange(groups) * prompts // groups]
@@ -164,7 +164,7 @@ class RolloutPlan:
         }
 
     def load(self, state: Mapping[str, Any], rounds: Mapping[int, int]) -> None:
-        """Restore `state`; rounds: epoch of the dock -> its number of groups."""
+        """Restore `state`. rounds: epoch of the dock -> its number of groups."""
         self.rounds.update(rounds)
         self.epoch, self.queue = state["epoch"], [(epoch, groups) for epoch, groups in state.get("queue", ())]
         self.opened = state.get("opened", self.epoch)

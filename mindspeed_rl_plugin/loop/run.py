@@ -1,11 +1,11 @@
-"""RL in this process, from the first check to the end of the job. `launch` calls its methods in this order.
+"""RL in this process, from the first check to the end of the job. `launch` calls the methods of `Run` in this order.
 
 before_model(inputs)                        once, before Megatron builds anything
-on_reference_loaded(model)                  only when KL is used: the model holds the reference's weights
-check_state(state), load_state_dict(state)  only on a resume, the first before Megatron builds anything
-on_critic_built(critic)                     only where the advantage needs one
+on_reference_loaded(model)                  only if a reference is used: the model holds its weights
+check_state(state), load_state_dict(state)  only at a resume, check_state before Megatron builds anything
+on_critic_built(critic)                     only if the advantage needs a critic
 on_checkpoint_loaded(model, optimizer, start)   the model holds the actor's weights
-train_step(...), state_dict()               once an iteration, once a checkpoint
+train_step(...), state_dict()               once per iteration, once per checkpoint
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def current() -> Run:
 
 
 class Run:
-    """inputs: what was read before the model; loop: once the models are loaded."""
+    """inputs: what was read before the model was built; loop: None until the models are loaded."""
 
     def __init__(self) -> None:
         self.inputs: Inputs | None = None
@@ -54,7 +54,7 @@ class Run:
         atexit.register(self.close)
 
     def on_reference_loaded(self, model: Any) -> None:
-        """Keep what is needed of the reference, whose weights the model has now."""
+        """Keep the reference's weights, which the model has now; for pairs only its log-probs if they are on disk."""
         if self.inputs.algorithm.from_pairs:
             self._reference = Reference.of_model(self.inputs, model)
         else:
@@ -69,7 +69,7 @@ class Run:
         self.inputs.data.check_state(state["cursor"])
         if not algorithm.from_pairs:
             names = {spec.name for spec, _ in self.inputs.own_stages}
-            # Columns of these stages, and columns of stages before them that are stored under other names.
+            # Columns of the user's stages, and columns of stages before them that are stored as `name@stage`.
             table = self.inputs.table()
             written = ((spec.name in names, c.name) for spec in table for c in columns_of([spec]))
             own = [column for theirs, column in written if theirs or "@" in column]
@@ -77,7 +77,7 @@ class Run:
             resume.check_ahead(state, self._cut(), self.inputs.config.schedule, iteration, algorithm.dynamic_sampling)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the RL state of a checkpoint, which is checked already, until the loop is built.
+        """Keep the RL state of a checkpoint, checked already, until the loop is built.
 
         Its `dock` is an outline; on the leader `rows` has the complete snapshot.
         """
@@ -92,13 +92,13 @@ class Run:
         self._reference = None
         if self._restored is not None:
             self._restore(self._restored)
-            self._restored = None  # it has the dock's rows
+            self._restored = None  # frees the memory of the dock's rows
         dump_dir, job = self.inputs.config.monitor.dump_dir, self.loop.job
         if dump_dir and job.topology.leader:
             prepare_dumps(dump_dir, job.monitor.run_dir, start.iteration, start.kind == "resume")
 
     def train_iterator(self) -> Any:
-        """A replacement for the pretraining iterator, without data: `train_step` brings the rows of its step."""
+        """A replacement for the pretraining iterator, without data: `train_step` reads its rows from the dock."""
         return None
 
     def train_step(self, original: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
@@ -124,8 +124,8 @@ class Run:
         """End the processes of graders and environments, close the files of the run and, if the run ended without an
         error, end the engine.
 
-        After an error other ranks may wait, so nothing is done that could wait, too. In any case nothing remains after
-        the process: files of shared memory were unlinked when they were made.
+        After an error other ranks may hang, so this rank does nothing that could wait for them. Nothing remains after
+        the process even then, because files of shared memory are unlinked as soon as they are made.
         """
         if self.loop is not None:
             self.loop.schedule.stop()
@@ -144,7 +144,7 @@ class Run:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.inputs.data.load_state(state["cursor"])
         self.loop.trained = state.get(TRAINED, True)
-        if "dock" not in state:  # of pairs, from versions without a dock for pairs
+        if "dock" not in state:  # a checkpoint of pairs by a version that had no dock for pairs
             return
         job, rounds, left = self.loop.job, resume.rounds_of(state["dock"]), state["steps_left"]
         job.plan.load(state, rounds)
@@ -152,10 +152,10 @@ class Run:
         if not self.inputs.algorithm.from_pairs:
             self._check_size(used, deferred)
         job.dock.restore(resume.renamed(state.get("rows", state["dock"])))
-        if not self.inputs.algorithm.dynamic_sampling:  # deferred groups are not used any more
+        if not self.inputs.algorithm.dynamic_sampling:  # then deferred groups are no longer used
             job.plan.deferred = ()
         kept = (*used, *job.plan.deferred, *resume.ahead(state))
-        job.forget(resume.gone(rounds, kept))  # only the leader knows them, from the rows
+        job.forget(resume.gone(rounds, kept))  # on all ranks; `restore` did it on the leader alone
         self.loop.schedule.load(state)
         job.plan.resume(left)
         if state["rollout"] is not None:

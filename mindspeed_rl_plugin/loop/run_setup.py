@@ -9,7 +9,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, reads_old_logps
 
-SETUP = "setup"  # its place in run.json
+SETUP = "setup"  # key of `Setup` in run.json
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TRAINED = "policy_trained"  # in the RL state: whether the policy's optimizer has taken a step; missing: it has
+TRAINED = "policy_trained"  # key of the RL state: whether the policy's optimizer has taken a step (no key: it has)
 
 
 @dataclass(frozen=True)
@@ -12,11 +12,11 @@ class Start:
     """Where training starts.
 
     kind: "resume" (the full state of an RL checkpoint in --save), "pretrained" (weights of --load only) or "fresh"
-    (random ones).
-    load_dir: directory that Megatron loads from, None when fresh.
-    iteration: Megatron's, after which training continues; 0 unless resumed.
-    reference_path: iteration folder of the checkpoint that RL began from, None for random weights.
-    reference_digest: SHA-256 over its files, or over the random weights; None while files are still being read.
+    (random weights).
+    load_dir: directory from which Megatron loads, None if fresh.
+    iteration: Megatron's iteration after which training continues; 0 unless resumed.
+    reference_path: iteration folder of the checkpoint with which RL began, None for random weights.
+    reference_digest: SHA-256 over the files of this folder, or over the random weights; None until they are read.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""The place of this rank: its data-parallel place in training, and its engine in generation."""
+"""The topology of a job, as seen by one rank: its data parallel rank in training, its engine in generation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.nn import Module
 
 @dataclass(frozen=True)
 class Topology:
-    """Places of one rank.
+    """Numbers of one rank.
 
-    rank, world: of the job.
-    dp_rank, dp_size: data parallel place in training.
-    last_stage: whether it holds the end of the model.
-    writer: whether it writes what the last stage computed for its data parallel rank (the first tensor and context
-        parallel rank of that stage).
-    engine, engines: number of its rollout engine, and number of engines.
+    rank, world: this rank among the ranks that train, and their number.
+    dp_rank, dp_size: data parallel rank in training, and number of data parallel ranks.
+    last_stage: whether this rank holds the end of the model.
+    writer: whether this rank writes what its data parallel rank computed: the first tensor and context parallel rank of
+        those that hold the end of the model.
+    engine, engines: index of this rank's rollout engine, and number of engines.
     """
 
     rank: int
@@ -31,12 +31,12 @@ class Topology:
 
     @property
     def leader(self) -> bool:
-        """First rank of the job: it puts prompts and writes the run's files."""
+        """First rank of the job: it puts prompts into the dock and writes the run's files."""
         return self.rank == 0
 
     @classmethod
     def from_megatron(cls, generate_tp: int, model: Sequence[Module]) -> Topology:
-        """Read Megatron's process groups. Engine e has ranks from e * generate_tp on; model: this rank's chunks."""
+        """Read Megatron's process groups. Engine e begins at rank e * generate_tp. model: this rank's chunks."""
         import torch.distributed as dist
         from megatron.core import parallel_state as mpu
 

@@ -70,7 +70,7 @@ def test_a_batch_is_refused_before_megatron_names_other_flags(change, refused):
 
 def test_table():
     text = sizes(epochs=3).table()
-    for part in ("128  16 prompts x 8 responses", "12  128 / 32 x 3 epochs", "optimizer steps / 12, the last serves 4"):
+    for part in ("128  16 prompts x 8 responses", "12  128 / 32 x 3 epochs", "optimizer steps / 12, 4 for the last"):
         assert part in text, text
     cut = sizes(max_tokens=4096).table()
     assert "tokens per micro-batch, at most 4096 out of 8 rows" in " ".join(cut.split())

@@ -273,7 +273,7 @@ def test_a_job_whose_engine_gets_no_place_on_ray_ends(job, ray_cluster, nothing_
         running = job("--train-iters", "12", *ASYNC, *waiting, ranks=1)
         result = running.fail(200)
         holder.kill()
-    assert "none was for 70 s (--rl-wait-timeout); engines at work: 0" in result.log, result.log[-4000:]
+    assert "none was graded for 70 s (--rl-wait-timeout); engines at work: 0" in result.log, result.log[-4000:]
     assert "no place on Ray yet for engine 0: " in (running.run_dir / "engines-on-ray.log").read_text()
     nothing_left()
 

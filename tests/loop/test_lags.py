@@ -32,7 +32,7 @@ def test_lags_count_publications_and_no_response_may_exceed_the_bound():
     got = lags(dock, ids, admission.lag, 2)
     # By token: 4 of lag 0; 3 of lag 1, 3 of lag 0; one each of lag 2, 1 and 0.
     assert got == pytest.approx({"lag/mean": 1.0, "lag/max": 2.0, "lag/token_mean": 6 / 13, "segments/mean": 2.0})
-    with pytest.raises(RuntimeError, match="a response is 2 publications old, --rl-max-staleness is 1"):
+    with pytest.raises(RuntimeError, match="a response is 2 publications old, but --rl-max-staleness is 1"):
         lags(dock, ids, admission.lag, 1)
     assert lags(dock, ids[:2], admission.lag, 1)["lag/max"] == 1.0
 

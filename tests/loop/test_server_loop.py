@@ -196,7 +196,7 @@ def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server) -> No
     second.start()
     second.until(second.rollouts)
     os.killpg(server.process.pid, signal.SIGKILL)
-    assert re.search(f"none was for 120 s .*; engines at work: 0; {gone} .*no server answers", second.wait(200).log)
+    assert re.search(f"was graded for 120 s .*; engines at work: 0; {gone} .*no server answers", second.wait(200).log)
 
 
 @pytest.mark.slow

@@ -41,6 +41,6 @@ def test_engines_that_are_busy_with_an_evaluation_go_on(monkeypatch: pytest.Monk
 
 
 def test_where_no_row_at_all_is_graded_it_ends_with_who_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = r"4 of 4 responses .* none was for 0.2 s \(--rl-wait-timeout\); engines at work: 1"
+    said = r"4 of 4 responses .* none was graded for 0.2 s \(--rl-wait-timeout\); engines at work: 1"
     with pytest.raises(TimeoutError, match=said):
         wait_for(Dock(others=10, goes_on=False), monkeypatch)

@@ -258,7 +258,7 @@ AHEAD = {  # state, flags now, whether sampling is dynamic, what is said
     "synchronous": (QUEUED, ASYNC | {"schedule": "sync"}, True, "--rl-schedule was async, now sync"),
     "less stale": (QUEUED, ASYNC | {"max_staleness": 1}, True, "--rl-max-staleness was 2, now 1"),
     "free goes on strict": (QUEUED, ASYNC | {"async_order": "strict"}, True, "--rl-async-order was free, now strict"),
-    "without what deferred": (QUEUED, ASYNC, False, "dynamic sampling, which deferred some, was on, now off"),
+    "without what deferred": (QUEUED, ASYNC, False, "dynamic sampling, which deferred some of them, was on, now off"),
     "carried, the same": (MAKING, CARRYING, False, ""),
     "carried, staler is no harm": (MAKING, CARRYING | {"max_staleness": 3}, False, ""),
     "without": (MAKING, CARRYING | {"carry_unfinished": False}, False, "--rl-carry-unfinished was on, now off"),

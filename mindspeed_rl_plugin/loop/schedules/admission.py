@@ -13,15 +13,15 @@ class Admission:
     """Bounds the lag of every trained token to `staleness` publications; no sample is discarded for its age.
 
     Publication p is the weights that rollout p starts from; publication 0 is the weights before the first update.
-    Groups are trained in the order of their admission, without those that selection drops. A group that is admitted
-    when publication p is the newest has place n < (p + k + 1) x rollout in that order. So it is trained with rollout p
-    + k at latest, right before publication p + k + 1. No weights older than publication p may sample it.
+    Groups are trained in the order of their admission; groups that selection drops do not count. A group admitted when
+    publication p is the newest has position n < (p + k + 1) x rollout in this order, counted from 0. So it is trained
+    in rollout p + k at latest, right before publication p + k + 1. No weights older than publication p may sample it.
 
     rollout: groups of a rollout.
     staleness: k.
-    rollouts: of the whole run.
+    rollouts: number of rollouts of the run.
     published: number of the newest publication, -1 before the first.
-    admitted, dropped: groups so far.
+    admitted, dropped: numbers of groups so far.
     versions: number of a publication -> its weight version, for publications that sampled rows in use.
     """
 
@@ -45,7 +45,7 @@ class Admission:
         return min(self.allowed, self.rollout)
 
     def next_number(self, version: int) -> int:
-        """Number of the first publication after a start: the last one again, where the weights are the same."""
+        """Number of the first publication after a start: that of the last one again if the weights are the same."""
         return self.published + (self.versions.get(self.published) != version)
 
     def begin(self, number: int, deferred: int) -> None:
@@ -54,9 +54,9 @@ class Admission:
         self.admitted, self.dropped = number * self.rollout + deferred, 0
 
     def publish(self, version: int, number: int) -> None:
-        """Publication `number` holds the weights of `version`; repeated after a resume."""
+        """Publication `number` holds the weights of `version`. After a resume, a number may come again."""
         assert number in (self.published, self.published + 1), (number, self.published)
-        # Groups that a synchronous run deferred are as old as the first publication.
+        # Version 0: groups that a synchronous run deferred count as sampled by the first publication.
         first = self.published < 0
         self.published = number
         oldest = number - self.staleness

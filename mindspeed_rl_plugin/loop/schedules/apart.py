@@ -1,7 +1,7 @@
-"""The asynchronous schedule: other ranks generate the next rollouts while these train.
+"""The asynchronous schedule: engines in other processes generate the next rollouts while ranks train.
 
 Rollouts are admitted ahead of training as far as `Admission` allows, and trained in the order of admission. Engines
-take prompts from the dock and write responses into it; trainers never wait for them in a collective. All stages after
+take prompts from the dock and write responses into it; trainers never wait for engines in a collective. All stages after
 generation are as in the other schedules.
 """
 
@@ -36,19 +36,19 @@ from mindspeed_rl_plugin.stages.groups import GroupStats
 from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.stage import Stages
 
-RAISE_SECONDS = 3.0  # that the main thread has to raise the error of the grader's thread
+RAISE_SECONDS = 3.0  # time for the main thread to raise an error of the grading thread
 
 
 class AsyncSchedule(RolloutSchedule):
     """Trains on one rollout after the other while engines sample the next ones.
 
-    service: answers processes outside of the job.
+    service: serves processes outside of the job.
     publications: of the weights.
     evaluate: starts evaluations; it may have no prompts.
-    strict: whether each rollout must be sampled by the newest version at its admission.
+    strict: whether a row must be sampled with the weights that are the newest at its admission.
     whole: whether a checkpoint waits until all admitted rows are graded.
-    external_engines: on the leader.
-    offers: prompts of other programs, which come before those of the data; on the leader.
+    external_engines: supervisors of engines outside of this job's ranks; None except on the leader.
+    offers: prompts from other programs, used before those of the data; only the leader has any.
     """
 
     def __init__(
@@ -99,19 +99,19 @@ class AsyncSchedule(RolloutSchedule):
             self._finish_evaluation()
 
     def evaluate(self, done: int) -> None:
-        """An evaluation in the middle of a rollout waits for the next publication. After the last step of the run none
-        follows: then these weights are published under the number of the last publication."""
+        """In the middle of a rollout, let the next publication be evaluated. After the last step of the run there is no
+        next one: then these weights are published at once, with the number of the last publication."""
         self.evaluations.postpone(done)
         if self.evaluations.overdue and done == self.job.plan.sizes.train_iters:
             self._publish(done, self.admission.published)
             self._finish_evaluation()
 
     def settle(self) -> None:
-        """A checkpoint follows. A running evaluation continues, and a resume begins another one. With `whole`, the
-        checkpoint waits: the evaluation ends first, and all admitted rows are sampled and graded. Under a strict order
-        this is needed, since a resumed run does not have the weights that must sample these rows. After a resume in the
-        middle of a rollout, engines get no weights before that rollout is trained; until then a checkpoint does not
-        wait for rows. Raises BrokenWeights."""
+        """Called before a checkpoint. Without `whole`, a running evaluation continues, and a resume begins another one.
+        With `whole`, the checkpoint waits until the evaluation has ended and all admitted rows are graded: under a
+        strict order a resumed run does not have the weights that must sample these rows. But after a resume in the
+        middle of a rollout there are no published weights until this rollout is trained; before that, the checkpoint
+        does not wait for rows. Raises BrokenWeights."""
         self._settled = self.job.monitor.clock.iteration
         self.publications.trainer.refuse_broken()
         if self.whole:
@@ -142,15 +142,15 @@ class AsyncSchedule(RolloutSchedule):
             self.external_engines.close()
 
     def close(self) -> None:
-        """Tell engines of the launcher that have not joined yet that the job has ended."""
+        """Tell the launcher's engines that have not joined yet: the job has ended."""
         if self.external_engines is not None:
             self.external_engines.ended()
 
     # the parts of `collect`
 
     def _publish(self, done: int, number: int) -> None:
-        """Publish the weights of `done` steps as publication `number`, begin an evaluation where one is due, and admit
-        prompts for engines that get these weights."""
+        """Publish the weights of `done` steps as publication `number`, begin an evaluation if one is due, and admit
+        prompts that these weights may sample."""
         job, sizes = self.job, self.job.plan.sizes
         if not self.publications.versions:
             self.grader.start()
@@ -168,7 +168,7 @@ class AsyncSchedule(RolloutSchedule):
         self.service.announce(done)
 
     def _admit(self) -> None:
-        """As many groups as may be in flight enter the dock."""
+        """Put as many groups into the dock as may be in flight."""
         plan, newest = self.job.plan, self.publications.versions[-1]
         how = (VersionBound(newest, newest),) if self.strict else (VersionBound(newest), self._longest.order)
         while groups := self.admission.next_epoch:
@@ -179,7 +179,7 @@ class AsyncSchedule(RolloutSchedule):
             plan.queue.append((epoch, groups))
 
     def _round(self) -> Mapping[Group, GroupStats]:
-        """Wait for the grades of the oldest epoch that is admitted. Its statistics."""
+        """Make the oldest admitted epoch the round, and wait for its grades. Returns its statistics."""
         plan = self.job.plan
         plan.take_round()
         with self._starving(), self.job.monitor.stage("generate"):
@@ -196,7 +196,7 @@ class AsyncSchedule(RolloutSchedule):
         with self._starving():
             self.evaluations.finish()
 
-    # metrics, and how it ends
+    # metrics, and the end
 
     @contextmanager
     def _starving(self) -> Iterator[None]:
@@ -206,7 +206,7 @@ class AsyncSchedule(RolloutSchedule):
         self._starved += time.monotonic() - began
 
     def _take_starved(self) -> float:
-        """Share of the time since the last rollout in which there was nothing to train on."""
+        """Share of the time since the last rollout in which there were no rows to train on."""
         before, self._collected = self._collected, time.monotonic()
         starved, self._starved = self._starved, 0.0
         return starved / max(self._collected - before, 1e-9)
@@ -217,7 +217,7 @@ class AsyncSchedule(RolloutSchedule):
             self.job.monitor.log_apart(name, what, start, end)
 
     def _look_at_engines(self) -> None:
-        """Log which engines generate. Raises where no engine can join any more."""
+        """Log which engines generate. Raises if no engine can join any more."""
         if self.external_engines is not None:
             self.external_engines.check()
         self._engines.look()
@@ -232,7 +232,7 @@ class AsyncSchedule(RolloutSchedule):
         end, clock = time.monotonic() + self.job.ranks.deadline, self.job.monitor.clock
         while not (closing := self._closing.wait(RAISE_SECONDS)) and self._settled == clock.iteration:
             if time.monotonic() > end:
-                break  # before that, a checkpoint that is being written may be completed
+                break  # until then, a checkpoint that is being written may be completed
         if not closing:
             last_words(f"rank {self.job.topology.rank} stops: {type(error).__name__}: {error}")
             flush_output()

@@ -1,4 +1,4 @@
-"""Which groups are in flight, when enough of them are finished for a rollout, and how old they are. Pure, the same on
+"""Which groups are in flight, when enough of them are finished for a rollout, and how old they are. Pure; the same on
 every rank."""
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from mindspeed_rl_plugin.rows import Group, SampleId
 class InFlight:
     """Bounds the age of trained groups to `staleness` rollouts: generation continues until this is certain.
 
-    Rollout number r trains `prompts` groups, the oldest that are finished. A group that began in rollout s is trained
+    Rollout number r trains the `prompts` oldest finished groups. A group that began in rollout s is trained
     in rollout s + staleness at latest. So after rollout r at most d x prompts of the remaining groups may be due by
     rollout r + d, for each d below `staleness`. For d = staleness this always holds: at most `most` groups are in
     flight, and `most` is at most (staleness + 1) x prompts. With staleness 0 unfinished groups are not continued, so
-    none is waited for.
+    the rollout waits for none of them.
 
     prompts: groups of a rollout.
     members: rows of a group.
-    most: groups that are in flight at once.
-    rollout: number of the one that is collected.
-    versions: weights of the newest rollouts, as many as may have sampled a token.
-    started: rollout in which each group began, of those that are not trained or dropped.
-    unfinished: for each group that `take` has not returned, the members that are not finished.
+    most: largest number of groups in flight.
+    rollout: number of the rollout that is collected.
+    versions: of the weights with which the newest rollouts began; only these may have sampled tokens in flight.
+    started: group that is neither trained nor dropped -> rollout in which it began.
+    unfinished: group that `take` has not returned -> its members that are not finished.
     engine_of: row that is not finished -> the engine that samples it.
     """
 
@@ -79,7 +79,7 @@ class InFlight:
         return len(finished) >= self.prompts and all(self._late(d) <= d * self.prompts for d in range(self.staleness))
 
     def take(self, most: int | None) -> tuple[Group, ...]:
-        """The oldest finished groups, at most so many."""
+        """The oldest finished groups, at most `most`."""
         groups = sorted(group for group, left in self.unfinished.items() if not left)[:most]
         for group in groups:
             del self.unfinished[group]
@@ -93,11 +93,11 @@ class InFlight:
                 del self.engine_of[SampleId(*group, member)]
 
     def lag(self, version: int) -> int:
-        """Number of rollouts that began with newer weights than `version`; above the bound: bound + 1."""
+        """Number of rollouts that began with newer weights than `version`; at most `staleness` + 1."""
         return sum(newer > version for newer in self.versions)
 
     def _late(self, later: int) -> int:
-        """Groups that must be trained by so many rollouts later and would remain after this one."""
+        """Number of groups due within `later` rollouts after this one that this rollout would not train."""
         due = [group for group, begun in self.started.items() if begun + self.staleness <= self.rollout + later]
         finished = sum(not self.unfinished.get(group) for group in due)
         return len(due) - min(finished, self.prompts)
@@ -116,8 +116,8 @@ class InFlight:
         }
 
     def load(self, state: Mapping[str, Any], deferred: Collection[Group], engines: int) -> None:
-        """Take `state` over. deferred: groups that `take` has returned, but that are not trained. Rows keep their
-        engines; they are dealt again if one of these does not exist any more."""
+        """Restore `state`. deferred: groups that `take` has returned, but that are not trained. Rows keep their
+        engines; if one of these engines does not exist any more, all rows are dealt again."""
         self.rollout, self.versions = state["rollout"], list(state["versions"])[-(self.staleness + 1) :]
         self.unfinished = {(epoch, group): set(left) for epoch, group, *left in state["left"]}
         started = {(epoch, group): begun for epoch, group, begun in state["started"]}
@@ -128,8 +128,8 @@ class InFlight:
 
 
 def level(held: Sequence[int], items: int) -> list[int]:
-    """The part of each item, so that the sizes of parts become as equal as possible. held: present sizes. Neighbours
-    stay together."""
+    """Distribute items so that the sizes of parts become as equal as possible. held: present sizes. Returns the part
+    of each item; the items of a part follow each other."""
     more, lowest = [0] * len(held), min(held)
     while (left := items - sum(more)) > 0:
         for part, count in enumerate(held):

@@ -13,14 +13,14 @@ from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.service.job_service import called
 
-SILENT_SECONDS = 60.0  # without a report; an engine reports twice a second, but not within a step
+SILENT_SECONDS = 60.0  # without a report, until a warning; engines report twice a second, but not within a step
 
 
 class Engines:
     """The engines in other processes, and their work since the last rollout.
 
-    reports: by name of each working engine, its counts since it joined.
-    reclaim: gives the rows of one to others; None: only that engine may sample them.
+    reports: name of each engine at work -> its counts since it joined.
+    reclaim: gives the rows of an engine to others; None: they stay with their engine.
     deadline: seconds that the job waits for an engine.
     clock: seconds."""
 
@@ -39,7 +39,7 @@ class Engines:
         self._given_up: list[str] = []
 
     def text(self) -> str:
-        """A text with their number, for an error."""
+        """A text with the number of engines, for an error."""
         silent = f", of which silent: {listed(map(called, self._silent))}" if self._silent else ""
         return f"engines at work: {len(self._reports())}{silent}"
 
@@ -57,8 +57,8 @@ class Engines:
             say(f"{gone}; unfinished rows are given out again; {self.text()}{waits}")
 
     def _listen(self) -> None:
-        """Read the reports. An engine that hangs sends no new one, but its connection keeps its rows; so the rows are
-        given to others before the job's deadline."""
+        """Read the reports. An engine that hangs sends no new report, but keeps its rows while it is connected; so
+        after half of the job's deadline its rows are given to others."""
         now, reports = self._clock(), {name: counts for name, counts in self._reports().items() if "seconds" in counts}
         for name, counts in reports.items():
             if name not in self._heard or self._heard[name][0] != counts:
@@ -80,7 +80,7 @@ class Engines:
         return [name for name, (_, heard) in self._heard.items() if now - heard > seconds]
 
     def metrics(self) -> dict[str, float]:
-        """Their number, and means over those that have reported since the last rollout, named as in `monitor.names`."""
+        """The number of engines, and means of their reports since the last rollout, named as in `monitor.names`."""
         self.look()
         now = dict(self._reports())
         sums: Counter[str] = Counter()
@@ -102,13 +102,13 @@ class Engines:
 
 
 def lags(dock: Dock, ids: Sequence[SampleId], lag: Callable[[int], int], most: int) -> dict[str, float]:
-    """Metrics of the age of a rollout's tokens, in publications. lag: of a version; most: its bound.
+    """Metrics of the age of a rollout's tokens, in publications. lag: of a version; most: largest valid lag.
 
-    Raises RuntimeError above the bound: then admission has counted wrongly."""
+    Raises RuntimeError for a larger lag: then admission has counted wrongly."""
     rows = dock.read(ids, ("version", "segments", "length"))
     of_rows = [lag(version) for version in rows["version"].tolist()]
     if max(of_rows) > most:
-        raise RuntimeError(f"a response is {max(of_rows)} publications old, --rl-max-staleness is {most}")
+        raise RuntimeError(f"a response is {max(of_rows)} publications old, but --rl-max-staleness is {most}")
     return {
         "lag/mean": sum(of_rows) / len(of_rows),
         "lag/max": float(max(of_rows)),
@@ -118,7 +118,7 @@ def lags(dock: Dock, ids: Sequence[SampleId], lag: Callable[[int], int], most: i
 
 
 def token_lag(rows: Rows, lag: Callable[[int], int]) -> float:
-    """Mean over all response tokens of the lag of their segment."""
+    """Mean lag of a response token; a token has the lag of its segment."""
     total = tokens = 0
     for segments, length in zip(rows["segments"].rows(), rows["length"].tolist(), strict=True):
         firsts, versions = segments.T.tolist()

@@ -9,16 +9,16 @@ from mindspeed_rl_plugin.rows import Group, Prompt
 
 
 class LongestFirst:
-    """Sorts the prompts of an epoch by the mean length of their earlier responses, longest first. A new prompt counts
-    as the mean of all; so does every offered prompt, since it does not come again. Pure numbers, the same on each rank.
+    """Sorts the prompts of an epoch by the mean length of their earlier responses, longest first. A prompt without
+    earlier responses counts as the mean of all, and so does every offered prompt, since it does not come again. Pure.
 
-    step: complete groups of an optimizer step. Prompts only move within a step, so each step trains on the same ones.
+    step: complete groups of an optimizer step. Prompts only move within a step; each step trains on the same prompts.
     """
 
     def __init__(self, step: int) -> None:
         self.step = max(step, 1)  # a group may be larger than a step
-        self._rows: dict[Group, tuple[int, int]] = {}  # unfinished groups: row of the data, prompt tokens
-        self._lengths: dict[int, float] = {}  # row of the data -> tokens of a response
+        self._rows: dict[Group, tuple[int, int]] = {}  # unfinished group -> row of the data, tokens of the prompt
+        self._lengths: dict[int, float] = {}  # row of the data -> mean tokens of a response
 
     def order(self, epoch: int, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts of an epoch in the order of its groups."""
@@ -31,8 +31,8 @@ class LongestFirst:
         return ordered
 
     def finished(self, lengths: Mapping[Group, Sequence[int]]) -> None:
-        """Learn from sampled groups. lengths: of their rows, with prompts."""
+        """Learn from sampled groups. lengths: tokens of their rows, with the prompts."""
         for group, of_rows in lengths.items():
-            row, prompt = self._rows.pop(group, (-1, 0))  # below 0: from an earlier start, or offered
+            row, prompt = self._rows.pop(group, (-1, 0))  # row below 0: the group is from an earlier start, or offered
             if row >= 0 and of_rows:
                 self._lengths[row] = sum(of_rows) / len(of_rows) - prompt

@@ -1,7 +1,7 @@
 """Partial rollouts: generation stops when enough groups are finished, even if others are still in flight.
 
-Each rollout begins with more groups than it needs. Unfinished ones continue in the next rollout, with new weights, or
-are dropped. All engines stop after the same number of steps, so that a run does not depend on clocks.
+Each rollout begins with more groups than it needs. Unfinished groups continue in the next rollout, with new
+weights, or are dropped. All engines stop after the same number of steps, so that a run does not depend on clocks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MOST_STEPS = 16  # steps of an engine between two checks
 
 
 class PartialSchedule(SyncSchedule):
-    """in_flight: groups in flight; carries: whether unfinished groups continue, else they are dropped; longest:
-    response [tokens]."""
+    """in_flight: groups in flight; carries: whether unfinished groups continue (else they are dropped); longest:
+    limit of a response [tokens]."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class PartialSchedule(SyncSchedule):
         self.steps = min(max(longest // WINDOWS, 1), MOST_STEPS)
         self.grader = GradingThread(stages["reward"], job.plan.sizes.members)
         self._wait = GradeWait(job.ranks, stages["reward"], self.grader)
-        self._rollouts: int | None = None  # rest of the run, if no group may be unfinished at its end
+        self._rollouts: int | None = None  # of the rest of the run, for `InFlight.wanted`
         self._sampled: dict[SampleId, int] = {}  # tokens of each response that has finished in this round
         self._dropped: list[int] = []  # tokens of each response that this rollout dropped
 
@@ -63,7 +63,7 @@ class PartialSchedule(SyncSchedule):
         return cls(job, stages, rounds, in_flight=in_flight, carries=flags.carry_unfinished, longest=longest, **more)
 
     def collect(self, done: int) -> Rollout:
-        """A rollout that is ready to train on, and an evaluation where one is due."""
+        """A rollout that is ready to train on, and an evaluation if one is due."""
         sizes = self.job.plan.sizes
         self.in_flight.begin(done)
         self._rollouts = -(-(sizes.train_iters - done) // sizes.steps) if self.carries else None
@@ -79,7 +79,7 @@ class PartialSchedule(SyncSchedule):
         return {"making": {**self.in_flight.state(), "begun": begun}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore it. Groups that another schedule deferred count as begun in the first rollout."""
+        """Restore `state`. Groups that another schedule deferred count as begun before the first rollout."""
         job, in_flight, engine = self.job, self.in_flight, self.job.topology.engine
         if "making" not in state:
             in_flight.started = dict.fromkeys(job.plan.deferred, in_flight.rollout)
@@ -91,7 +91,7 @@ class PartialSchedule(SyncSchedule):
     def stop(self) -> None:
         self.grader.stop()
 
-    # inside
+    # the parts of `collect`
 
     def _admit(self) -> None:
         job, plan, in_flight = self.job, self.job.plan, self.in_flight
@@ -120,7 +120,7 @@ class PartialSchedule(SyncSchedule):
 
     def _round(self) -> Mapping[Group, GroupStats]:
         """Generate until enough groups are finished, and grade finished ones meanwhile. Returns statistics of the
-        groups that are trained, with dynamic sampling of all finished ones."""
+        groups to train; with dynamic sampling, of all finished groups."""
         clock, in_flight = self.job.monitor.stage, self.in_flight
         with clock("generate"):
             cut = None if in_flight.enough() else self._generate()
@@ -128,7 +128,7 @@ class PartialSchedule(SyncSchedule):
         with clock("reward"):
             self._wait.until_graded(self.job.plan.ids(groups))
             stats = self._compare(groups)
-        if cut is not None and not self.carries:  # if groups are carried, new ones may not have begun yet
+        if cut is not None and not self.carries:  # `cut` is None if nothing was left to generate
             self._drop_rest(cut)
         return stats
 
@@ -146,7 +146,7 @@ class PartialSchedule(SyncSchedule):
             self._sampled |= {} if self.carries else rows
             if stall.seen((len(in_flight.engine_of), *(progress for _, progress in parts))):
                 raise TimeoutError(
-                    f"generation: {len(in_flight.engine_of)} responses are missing, and none has finished for "
+                    f"generation: {len(in_flight.engine_of)} responses are not finished, and none made progress in "
                     f"{generate.deadline:g} s; raise --rl-wait-timeout or lower --rl-max-response-length"
                 )
             return in_flight.enough()
@@ -156,7 +156,7 @@ class PartialSchedule(SyncSchedule):
         return {sample: tokens for part in parts for sample, tokens in part.items()}
 
     def _drop_rest(self, cut: Mapping[SampleId, int]) -> None:
-        """Drop the groups that were not taken. cut: tokens of unfinished responses."""
+        """Drop the groups that `take` did not return. cut: tokens of each unfinished response."""
         rest = tuple(self.in_flight.unfinished)
         tokens = {**self._sampled, **cut}
         self._dropped += [tokens[sample] for sample in self.job.plan.ids(rest)]
@@ -176,7 +176,7 @@ class PartialSchedule(SyncSchedule):
 
 
 def _packed(completion: Completion) -> dict[str, Any]:
-    """A response in the form of a checkpoint."""
+    """A response in the form in which a checkpoint has it."""
     tensors = {"tokens": torch.tensor(completion.tokens), "logps": torch.tensor(completion.logps, dtype=torch.float64)}
     return {"id": list(completion.id), **tensors, "segments": list(map(list, completion.segments))}
 

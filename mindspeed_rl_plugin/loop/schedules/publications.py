@@ -12,11 +12,11 @@ from mindspeed_rl_plugin.stages.trainer import Trainer
 
 
 class Publications:
-    """Published versions of the weights, by the numbers of `Admission`.
+    """Published versions of the weights, with their numbers in `Admission`.
 
-    trainer: of this rank, which publishes its weights.
-    kept: newest versions that it keeps.
-    readable: versions that rows may have, for checks on this rank.
+    trainer: this rank's trainer, which publishes its weights.
+    kept: how many of the newest versions the trainer keeps.
+    readable: versions that responses may name; this rank refuses others.
     versions: that this process has published and the trainer keeps, the newest last.
     nbytes: size of this rank's last publication.
     """
@@ -25,7 +25,7 @@ class Publications:
         self.trainer, self.admission, self.kept, self.readable = trainer, admission, kept, readable
         self.versions: list[int] = []
         self.nbytes = 0
-        self._numbers: dict[int, int] = {}  # version -> publication, for rows that may still come
+        self._numbers: dict[int, int] = {}  # version -> number of its publication, if rows may still name it
 
     def add(self, version: int, number: int, evaluated: Collection[int]) -> None:
         """Publish the trainer's weights of `version` as publication `number`. evaluated: versions under evaluation,
@@ -47,9 +47,9 @@ class Publications:
 class Evaluations:
     """Evaluations of published weights during training, one at a time. Called by all ranks.
 
-    apart: begins one, and logs it.
-    wait: waits until its rows are graded.
-    overdue: whether one waits for the next publication.
+    apart: begins an evaluation, and logs it.
+    wait: waits until the rows of an evaluation are graded.
+    overdue: whether an evaluation waits for the next publication.
     """
 
     def __init__(self, job: Job, apart: EvaluateApart, wait: GradeWait) -> None:
@@ -63,7 +63,7 @@ class Evaluations:
         return [self.apart.version] if self.apart.version >= 0 else []
 
     def postpone(self, version: int) -> None:
-        """Let the next publication be evaluated, if this version was not."""
+        """Let the next publication be evaluated, if this version was not evaluated."""
         self.overdue = version != self._begun
 
     def begin_where_due(self, version: int) -> None:
@@ -81,7 +81,7 @@ class Evaluations:
             self.apart.finish()
 
     def finish(self) -> None:
-        """Wait until the last response is graded, and log the evaluation. Training waits meanwhile."""
+        """Wait until all responses are graded, and log the evaluation. Training stops for this time."""
         if self.versions:
             with self.job.monitor.stage("evaluate"):
                 self.wait.until_graded(self.apart.ids)

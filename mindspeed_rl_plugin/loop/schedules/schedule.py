@@ -29,11 +29,11 @@ from mindspeed_rl_plugin.weights.resharder import Transfer
 
 @dataclass(frozen=True)
 class Due:
-    """When to evaluate: before the first iteration, after every `every` ones, and after the last; never without
-    data."""
+    """When to evaluate: before the first iteration, after every `every` iterations and after the last one; never
+    without held-out prompts."""
 
     data: bool  # whether there are held-out prompts
-    every: int  # iterations
+    every: int  # iterations between evaluations
     total: int  # iterations of the run
 
     def __call__(self, done: int) -> bool:
@@ -46,14 +46,14 @@ class Job:
     """The objects that every schedule uses."""
 
     plan: RolloutPlan  # of rollouts
-    topology: Topology  # place of this rank
+    topology: Topology  # as this rank sees it
     ranks: Collectives  # of the job
     monitor: Monitor  # of this rank
-    dock: Dock  # for clearing groups
+    dock: Dock  # the view with which groups are cleared
     due: Due  # whether to evaluate after so many iterations
 
     def admit(self, prompts: Prompts) -> Rows:
-        """Put the groups of a rollout into the dock, as the round. prompts: the stage that does this."""
+        """Open a round of as many groups as a rollout has. prompts: the stage that puts them into the dock."""
         with self.monitor.stage("prompts"):
             self.plan.epoch = self.plan.open_next()
             return prompts.run(self.plan.epoch, self.plan.sizes.prompts)
@@ -69,18 +69,18 @@ class Schedule:
     """In which order the stages work, and which at the same time. All ranks call every method."""
 
     def collect(self, done: int) -> Rollout:
-        """A rollout that is ready to train on, after `done` iterations, and an evaluation where one is due."""
+        """A rollout that is ready to train on, after `done` iterations; also evaluates if that is due."""
         raise NotImplementedError
 
     def evaluate(self, done: int) -> None:
-        """An evaluation while no rollout is due."""
+        """Evaluate after `done` iterations, when no rollout is collected."""
         raise NotImplementedError
 
     def used_up(self, done: int, last: bool) -> None:
-        """The last step of a rollout was taken, after `done` iterations. last: of the run."""
+        """Called after the last step of a rollout. done: iterations so far; last: whether that step ends the run."""
 
     def settle(self) -> None:
-        """A checkpoint follows. Raises if it would be incomplete."""
+        """Called before a checkpoint. Raises if the checkpoint would be incomplete."""
 
     def state(self) -> dict[str, Any]:
         """The schedule's state for a checkpoint."""
@@ -90,15 +90,15 @@ class Schedule:
         """Restore `state`."""
 
     def stop(self) -> None:
-        """The process ends, maybe by an error: end threads, without waiting for other ranks."""
+        """Called when the process ends, maybe by an error: end threads, without waiting for other ranks."""
 
     def close(self) -> None:
-        """The run has ended in order: end the engines and services of the schedule."""
+        """Called after `stop` if there was no error: end the engines and services of the schedule."""
 
 
 class RolloutSchedule(Schedule):
-    """Goes through the stage table in three parts. First a round is sampled and graded; each schedule does this in its
-    own way. Then come the stages up to `groups`, until enough rounds have made a rollout, and then those after it, up
+    """Goes through the stage table in three parts. First a round is sampled and graded, by each schedule differently;
+    then the stages up to `groups` run on it. When enough rounds have made a rollout, the stages after `groups` run, up
     to `measure`.
 
     stages: in the table's order.
@@ -121,7 +121,7 @@ class RolloutSchedule(Schedule):
         self.job.forget(groups)
 
     def _sample(self) -> dict[str, float]:
-        """Sample and grade, in as many rounds as selection needs. Returns metrics of this."""
+        """Sample and grade as many rounds as the selection of groups needs. Returns metrics of sampling."""
         job, plan = self.job, self.job.plan
         rounds = Rounds(plan.deferred, plan.sizes.prompts, self.rounds, plan.plan)
         self.stages["groups"].begin()
@@ -140,8 +140,8 @@ class RolloutSchedule(Schedule):
             self._admit()
 
     def _compare(self, groups: Sequence[Group], after: str = "reward") -> Mapping[Group, GroupStats]:
-        """Run the stages after `after` up to `groups`, on each rank's share of some groups. Returns the statistics of
-        all."""
+        """Run the stages after `after` up to `groups`, each rank on its share of `groups`. Returns the statistics of
+        all groups."""
         work = Work(self.job.plan.graded_by(self.job.topology.rank, groups))
         for stage in self.stages.between(after, "groups"):
             stage.work(work)
@@ -170,7 +170,7 @@ class RolloutSchedule(Schedule):
 
 
 class SyncSchedule(RolloutSchedule):
-    """One stage after the other; the engine is awake for the stages that need it. evaluation: of its weights."""
+    """One stage after the other; the engine is awake for the stages that need it. evaluation: of the engine."""
 
     def __init__(
         self, job: Job, stages: Stages, rounds: int, *, colocation: Colocation, evaluation: Evaluate | None
@@ -189,7 +189,7 @@ class SyncSchedule(RolloutSchedule):
         return self._prepare(done, transfer, sampling)
 
     def evaluate(self, done: int) -> None:
-        """An evaluation while no rollout is due. The engine wakes only for it, so all the time counts as evaluation."""
+        """The engine wakes only for this evaluation, so the complete time counts as evaluation."""
         with self.job.monitor.stage("evaluate"):
             with self.colocation.awake(done):
                 self._evaluate(done)
@@ -221,15 +221,15 @@ class SyncSchedule(RolloutSchedule):
 
 
 class StreamedSchedule(SyncSchedule):
-    """The same, but each response is graded as soon as it is finished. This changes neither the requests nor their
-    order, so all results are those of `SyncSchedule`."""
+    """Like `SyncSchedule`, but each response is graded as soon as it is finished. This changes neither the requests nor
+    their order, so all results are those of `SyncSchedule`."""
 
     def __init__(self, job: Job, stages: Stages, rounds: int, **more: Any) -> None:
         super().__init__(job, stages, rounds, **more)
         self.grader = GradingThread(stages["reward"], job.plan.sizes.members)
 
     def _round(self) -> Mapping[Group, GroupStats]:
-        """Generate a round, and grade what is finished meanwhile. Its statistics."""
+        """Generate a round, and grade responses as they finish. Returns the statistics of the round."""
         clock, mine = self.job.monitor.stage, self.job.plan.generated_by(self.job.topology.engine)
         with self.grader:
             with clock("generate"):

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.reward import Reward
 
-GRADED_LOOK_SECONDS = 1.0  # longest time that the first rank polls the dock before it tells the others
+GRADED_LOOK_SECONDS = 1.0  # longest time that the first rank polls the dock before it tells the other ranks
 PAUSE_SECONDS = 0.005, 0.1  # between two polls: the first pause, and the longest
 
 
@@ -32,8 +32,8 @@ class GradeWait:
         self._stall = Stall(ranks.deadline)
 
     def until_graded(self, ids: Sequence[SampleId]) -> None:
-        """Wait until all these rows are graded. Collective. Raises TimeoutError if no further row is graded for too
-        long, and the error that has ended this rank's grader."""
+        """Wait until all these rows are graded. Collective. Raises TimeoutError if no row is graded for too long,
+        and the error that ended this rank's grading thread."""
         self._stall = Stall(self.ranks.deadline)
         asked = torch.tensor(ids, dtype=torch.int64).reshape(-1, 3)  # converted once: this takes longer than a poll
         while self.ranks.broadcast(self._look(asked) if self.ranks.rank == 0 else None):
@@ -50,10 +50,10 @@ class GradeWait:
         while (left := self.ungraded(ids)) and time.monotonic() < end:
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS[1])
-        # Any graded row is progress: engines may be busy with rows of an evaluation, which they take first.
+        # Any graded row is progress: engines may be busy with an evaluation, whose rows they take first.
         if left and self._stall.seen((left, self.stage.dock.remaining(self.stage.spec.name))):
             raise TimeoutError(
-                f"{left} of {len(ids)} responses (first: {tuple(ids[0].tolist())}) are not graded, and none was for "
-                f"{self.ranks.deadline:g} s (--rl-wait-timeout); {self._who()}"
+                f"{left} of {len(ids)} responses (from {tuple(ids[0].tolist())} on) are not graded, none was graded "
+                f"for {self.ranks.deadline:g} s (--rl-wait-timeout); {self._who()}"
             )
         return left
