@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 
 def column_name(algorithm: Algorithm) -> str:
-    """Column of the advantages: one number per sample, or one per token."""
+    """Name of the column of the advantages: "advantage" has one number per sample, "advantages" one per token."""
     return "advantages" if algorithm.per_token else "advantage"
 
 
@@ -47,13 +47,13 @@ class Advantages(Stage):
     """The stage on this rank."""
 
     def compute(self, rows: Rows) -> Rows | None:
-        """Advantages of this rank's groups; None without groups. Collective where advantages are whitened."""
+        """Advantages of this rank's groups; None without groups. Collective if advantages are whitened."""
         context, algorithm, values, moments = self.context, self.context.algorithm, None, None
         if len(rows):
-            # The grader that returns the environment's reward may be one of them.
+            # One of the graders may return the environment's reward.
             weights = dict(zip(context.graders.names, context.graders.weights, strict=True))
             values, counts = _estimated(rows, algorithm, context.longest, weights.get(ENVIRONMENT, 0.0))
-        if algorithm.whitened:  # over the complete rollout, of which this rank has a part
+        if algorithm.whitened:  # over the complete rollout, whose groups are on all ranks
             mine = Moments() if values is None else Moments.of(values, counts)
             moments = Moments.merged(context.ranks.gather(mine))
         if values is None:
@@ -71,13 +71,13 @@ class Advantages(Stage):
 
 
 def limited_lengths(rows: Rows) -> Tensor:
-    """`[B]` tokens that --rl-max-response-length limits: those of the response, with the answers between turns."""
+    """`[B]` tokens that --rl-max-response-length limits: of the response, with the observations between turns."""
     return rows["length"] - rows["prompt_length"] if "prompt_length" in rows.columns else rows["response_length"]
 
 
 def _estimated(rows: Rows, algorithm: Algorithm, limit: int, turn_weight: float) -> tuple[Tensor, Tensor]:
-    """Advantages, `[B]` for samples or `[T]` for tokens, float64; and, in the same shape, the number of trained tokens
-    of each."""
+    """Advantages, float64: `[B]` of samples or `[T]` of tokens. Also, in the same shape, how many trained tokens each
+    advantage has."""
     valid, mask = rows["valid"].bool(), rows.columns.get("loss_mask")
     cost = algorithm.kl_cost(rows["logp_old"], rows["logp_ref"], mask) if algorithm.kl_reward_coef else None
     rewards = algorithm.shaped(rows["reward"], limited_lengths(rows), limit)

@@ -1,4 +1,4 @@
-"""The objects that the stages of a rank are built from."""
+"""The objects from which the stages of a rank are built."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class RankContext:
     """All objects that stages may need. Those that the algorithm does not need are None."""
 
     config: RLConfig  # RL flags
-    algorithm: Algorithm  # its `old_logps` is settled by the run's sizes
+    algorithm: Algorithm  # with `old_logps` by `Inputs.settled`
     forward: ForwardSettings  # how batches become the model's inputs
-    data: PromptStream | PairStream  # to train on
+    data: PromptStream | PairStream  # prompts or pairs to train on
     members: int  # rows of a group
     global_batch: int  # rows of an optimizer step
     sampling: Sampling  # how responses are sampled
-    seed: int  # base of their seeds
+    seed: int  # base of the seeds of responses
     longest: int  # most tokens of a response
-    decode: Callable[[Sequence[int]], str]  # response tokens to the text that graders see
+    decode: Callable[[Sequence[int]], str]  # response tokens -> the text that graders see
     graders: RewardPool | None  # the pool of this rank
     responses: ResponseKind  # kind of the responses
-    dock_of: Callable[[str], Dock]  # resource of a stage -> the dock, as a consumer sees it whose ranks share leases
+    dock_of: Callable[[str], Dock]  # resource of a stage -> view of the dock (`loop.docks.Docks.of`)
     ranks: Collectives  # of the job
     monitor: Monitor  # of this rank
     leader: bool  # whether this is the first rank of the job
     writer: bool  # whether this rank writes what its data parallel rank computed
-    last_stage: bool  # whether it holds the end of the model
-    model: Any  # its chunks
+    last_stage: bool  # whether this rank holds the end of the model
+    model: Any  # this rank's chunks of it
     trainer: Trainer  # of the policy
-    engine: Engine | None = None  # None where other processes generate
-    critic: Critic | None = None  # None where advantages need none
-    reference: HostWeights | None = None  # weights of the reference; of pairs None
+    engine: Engine | None = None  # None if other processes generate
+    critic: Critic | None = None  # None if the advantages need no critic
+    reference: HostWeights | None = None  # weights of the reference; None for pairs
     pair_references: Any = None  # `[pairs, 2]` log-probs of all pairs under the reference

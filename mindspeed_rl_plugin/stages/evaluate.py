@@ -31,13 +31,13 @@ class Scored(NamedTuple):
     solved: bool
     reward: float
     tokens: int  # sampled tokens
-    cut: bool  # whether it reached the longest response
+    cut: bool  # whether it was cut at the length limit
     grader_failed: bool
     environment_failed: bool
 
 
 class Evaluate:
-    """Evaluation on the ranks that train, with their engines. prompts: held out."""
+    """Evaluation on the ranks that train, with their engines. prompts: the held-out prompts."""
 
     def __init__(self, context: RankContext, prompts: Sequence[Prompt]) -> None:
         self.context, self.prompts = context, prompts
@@ -56,11 +56,11 @@ class Evaluate:
         monitor.log_held_out(done, sorted(itertools.chain(*ranks.gather(shown))))
 
     def _rows(self) -> Rows:
-        """Scores of this replica's share of the prompts: one greedy response of each, and `samples` by the run's
-        sampling. Only the first rank of an engine scores.
+        """Responses to this engine's share of the prompts: to each one greedy response, and `samples` with the run's
+        sampling. No rows except on the first rank of an engine.
 
-        Every rank of every engine calls it; prompt i goes to replica i modulo replicas. Responses do not depend on how
-        many replicas there are, up to floating point.
+        Every rank of every engine calls it; prompt i goes to engine i modulo the number of engines. Responses do not
+        depend on that number, up to floating point.
         """
         context, prompts, engine = self.context, self.prompts, self.context.engine
         requests, meta = [], []
@@ -76,7 +76,7 @@ class Evaluate:
         return completion_rows(requests, completions).with_columns(meta=pack_json(meta))
 
     def _score(self, rows: Rows) -> tuple[list[Scored], list[list[Any]]]:
-        """Responses in order, and rows of `Monitor.log_held_out`."""
+        """Scores of the responses, in order, and rows for `Monitor.log_held_out`."""
         graders, items = self.context.graders, grade_items(rows, self.context.decode)
         grades = graders.grade(items)
         parts, rewards, errors = zip(*((g.parts, g.total, g.error is not None) for g in grades), strict=True)
@@ -85,9 +85,9 @@ class Evaluate:
 
 class EvaluateApart:
     """Evaluates with engines in other processes, while trainers train. The held-out prompts are an epoch of the dock
-    that one version of the weights must sample. Its number is negative, so that engines take it first.
+    that one version of the weights must sample. The number of the epoch is negative, so that engines take it first.
 
-    reward: the stage that grades, these rows as all others; prompts: held out.
+    reward: the stage that grades these rows, like all others; prompts: the held-out prompts.
     """
 
     def __init__(self, reward: Reward, prompts: Sequence[Prompt]) -> None:
@@ -98,18 +98,18 @@ class EvaluateApart:
 
     @property
     def ids(self) -> list[SampleId]:
-        """Ids of the responses, for each prompt the greedy one first."""
+        """Ids of the responses; for each prompt the greedy response comes first."""
         members = range(self.samples + 1)
         return [SampleId(self.epoch, group, member) for group in range(len(self.prompts)) for member in members]
 
     def begin(self, version: int) -> None:
-        """Begin an evaluation of a version. Every rank calls it."""
+        """Begin to evaluate a version of the weights. Every rank calls it."""
         self.epoch, self.version, members = self.epoch - 1, version, self.samples + 1
         self.dock.open(self.epoch, len(self.prompts), members, VersionBound(version, version))
         self.dock.put(prompt_rows(self.epoch, self.prompts) if self.context.leader else None)
 
     def finish(self) -> None:
-        """Log the evaluation, whose responses are all graded, and clear them. Collective."""
+        """Log the evaluation and clear its rows, when all of them are graded. Collective."""
         monitor, leader = self.context.monitor, self.context.leader
         sums = self.context.ranks.broadcast(sums_of(self._scored(), self.samples) if leader else None)
         monitor.log_eval(self.version, eval_metrics(torch.tensor(sums, dtype=torch.float64), self.samples))
@@ -128,8 +128,8 @@ class EvaluateApart:
 
 
 class EvaluatePairs:
-    """Margin and accuracy on held-out pairs. places: of the held-out pairs in the scorer; reference: `[pairs, 2]`
-    log-probs of all pairs under the reference."""
+    """Margin and accuracy on held-out pairs. places: of the held-out pairs, as indices of the scorer; reference:
+    `[pairs, 2]` log-probs of all pairs under the reference."""
 
     def __init__(
         self, scorer: PairScorer, places: Sequence[int], reference: Tensor, algorithm: Algorithm, monitor: Monitor
@@ -149,7 +149,7 @@ class EvaluatePairs:
 
 
 def _shown(items: Sequence[GradeItem], rewards: Sequence[float]) -> list[list[Any]]:
-    """Rows of `Monitor.log_held_out`, for the greedy responses to the first prompts."""
+    """Rows for `Monitor.log_held_out`: the greedy responses to the first prompts."""
     return [
         [item.id.group, item.prompt, item.response, item.answer, reward]
         for item, reward in zip(items, rewards, strict=True)
@@ -180,12 +180,12 @@ def scored_rows(
 
 
 SUMS = ("prompts", "solved", "reward", "tokens", "truncated", "pass_1", "pass_k", "errors", "environment_failed")
-"""What ranks and replicas add up: prompts; of their greedy responses how many are right, their rewards, tokens, and how
-many were cut; the sums of the estimated pass@1 and pass@k; responses whose grader, or whose environment, failed."""
+"""Sums over prompts: 1; of the greedy response whether it is solved, reward, tokens, whether it was cut; estimates of
+pass@1 and pass@k. Last, numbers of responses whose grader failed, and of those whose environment failed."""
 
 
 def sums_of(scored: Sequence[Scored], samples: int) -> list[float]:
-    """`SUMS` of the responses; for each prompt the greedy one is first."""
+    """`SUMS` of responses: for each prompt the greedy one, then `samples` sampled ones."""
     of_prompts = [[0.0] * 7] if not scored else []
     for first in range(0, len(scored), samples + 1):
         greedy, *sampled = scored[first : first + samples + 1]
@@ -197,11 +197,11 @@ def sums_of(scored: Sequence[Scored], samples: int) -> list[float]:
 
 
 def eval_metrics(sums: Tensor, samples: int) -> dict[str, float]:
-    """Means over all prompts, and failures where there were any. Raises ValueError when there were no prompts."""
+    """Means over all prompts, and numbers of failures if there were any. Raises ValueError without prompts."""
     named = dict(zip(SUMS, sums.tolist(), strict=True))
     count = named["prompts"]
     if not count:
-        raise ValueError("evaluation saw no prompts: --rl-eval-data is empty or every prompt is over-long")
+        raise ValueError("the evaluation has no prompts: --rl-eval-data is empty, or all its prompts are too long")
     result = {
         "eval/accuracy": named["solved"] / count,
         "eval/reward_mean": named["reward"] / count,

@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 LOOK_SECONDS = 0.5  # between two calls of `look`
-COMMIT_SECONDS = 0.05  # between commits: each costs the engine some of its time
+COMMIT_SECONDS = 0.05  # between commits: each commit takes time from the engine
 
 
 class Generate(Stage):
@@ -42,8 +42,8 @@ class Generate(Stage):
     def run(self, ids: Sequence[SampleId], look: Callable[[], None] | None = None) -> None:
         """A response for each row, sampled with `response_seed(seed, *id)`.
 
-        look: called at least every LOOK_SECONDS; it may raise. With it each row is committed soon after its response is
-        finished, without it all together. Raises TimeoutError when prompts or responses do not come in time.
+        look: called at least every LOOK_SECONDS; it may raise. With `look`, a row is committed soon after its response
+        is finished; without it, all rows at the end. Raises TimeoutError if prompts or responses come too late.
         """
         lease, finished, last = self.lease(ids), [], time.monotonic()
         left, pause = self._requests(lease.rows), math.inf if look is None else LOOK_SECONDS
@@ -61,9 +61,9 @@ class Generate(Stage):
     def until(
         self, ids: Sequence[SampleId], steps: int, enough: Callable[[Sequence[Completion]], bool]
     ) -> Mapping[SampleId, int]:
-        """Generate until `enough` is true; it is called every so many steps of the engine with the rows that have
-        finished. Returns the tokens of unfinished responses; these are in `begun`, and the next call continues them.
-        Collective over engines.
+        """Generate until `enough` returns true. It is called after every `steps` steps of the engine, with the
+        responses that have finished in them. Returns the number of tokens of each unfinished response; the next call
+        continues these responses from `begun`. Collective over engines.
         """
         lease = self.lease(ids)
         left = self._requests(lease.rows)
@@ -83,7 +83,7 @@ class Generate(Stage):
         return {completion.id: len(completion.tokens) for completion in cut}
 
     def _commit(self, lease: Lease, requests: Sequence[GenerateRequest], completions: Sequence[Completion]) -> None:
-        """Write rows of a lease, on the first rank of the engine."""
+        """Write finished rows of a lease; only the first rank of the engine has data to write."""
         rows = Rows(tuple(r.id for r in requests), {})
         if self.engine.leader:
             rows = completion_rows(requests, completions, self.engine.digest)
@@ -104,9 +104,9 @@ SPEC = StageSpec(
         ColumnSpec("length", torch.int64, "sample", ragged=False),  # L = P + R
         ColumnSpec("response_length", torch.int64, "sample", ragged=False),
         ColumnSpec("finish", torch.int8, "sample", ragged=False),  # index into FINISH
-        ColumnSpec("version", torch.int64, "sample", ragged=False),  # version of the oldest weights that sampled it
-        ColumnSpec("weights_digest", torch.int64, "sample", ragged=False),  # `digest_number`
-        # (first token, version) of each part of the response with its own weights
+        ColumnSpec("version", torch.int64, "sample", ragged=False),  # of the oldest weights that sampled a token of it
+        ColumnSpec("weights_digest", torch.int64, "sample", ragged=False),  # of these weights, by `rows.digest_number`
+        # (first token, version of the weights) of each part of the response that the same weights sampled
         ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,), longest=64),
     ),
     resource="engine",
@@ -115,14 +115,14 @@ SPEC = StageSpec(
 
 
 def spec(kind: ResponseKind = ONE_TURN) -> StageSpec:
-    """The stage, with further columns for this kind of responses."""
+    """The stage, with the further columns that this kind of responses has."""
     return replace(SPEC, reads=(*SPEC.reads, *kind.reads), writes=(*SPEC.writes, *kind.columns))
 
 
 def requests_of(
     rows: Rows, sampling: Sampling, seed: int, begun: Mapping[SampleId, Completion] | None = None
 ) -> list[GenerateRequest]:
-    """The requests for B rows of what the stage reads, maybe none. begun: as in `response_request`, by row."""
+    """The requests for B >= 0 rows of what the stage reads. begun: row -> its unfinished response, if any."""
     if not len(rows):
         return []
     prompts, begun = [prompt.tolist() for prompt in rows["prompt"].rows()], begun or {}
@@ -136,7 +136,7 @@ def requests_of(
 def completion_rows(
     requests: Sequence[GenerateRequest], completions: Sequence[Completion], digest: str | None = None
 ) -> Rows:
-    """Columns of `SPEC`, aligned with tokens = prompt + response (see `rows`), and further columns of completions."""
+    """Columns of `SPEC`, aligned with tokens = prompt + response (see `rows`), and the completions' further columns."""
     tokens, masks, logps, segments = [], [], [], []
     for request, completion in zip(requests, completions, strict=True):
         assert request.id == completion.id, (request.id, completion.id)

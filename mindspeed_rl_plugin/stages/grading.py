@@ -11,17 +11,17 @@ from mindspeed_rl_plugin.ranks import Stall
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.stages.reward import Reward
 
-IDLE_SECONDS = 0.5  # that a lease waits for responses when none is being graded
-PACE_SECONDS = 0.05  # between two leases without waiting, at first: each takes time from the engine
-MOST_TIMES = 64  # at most, of the number that keeps graders busy, in one lease: other ranks grade, too
-THREAD_STOP_SECONDS = 10.0  # for the thread to end, maybe in a call of the dock
+IDLE_SECONDS = 0.5  # time that a lease waits for responses when none is being graded
+PACE_SECONDS = 0.05  # first pause between two leases that do not wait: each lease takes time from the engine
+MOST_TIMES = 64  # limit of a lease, in multiples of the rows that keep the graders busy: other ranks grade, too
+THREAD_STOP_SECONDS = 10.0  # time for the thread to end; it may be in a call of the dock
 
 
 class GradingThread:
-    """Leases ready responses from the state of `stage`, as many as keep the graders busy, and commits their grades. A
-    lease is complete groups where a grader is called with groups.
+    """Leases ready responses from the state of `stage`, as many as keep the graders busy, and commits their grades. If
+    a grader is called with groups, a lease has complete groups.
 
-    stage: of this rank. Only the thread uses its pool from `start` to `finish` or `stop`.
+    stage: of this rank. From `start` to `finish` or `stop`, only the thread uses its pool of graders.
     members: rows of a group.
     failed: called in the thread with the error that ended it.
     """
@@ -33,8 +33,8 @@ class GradingThread:
         self.members = members
         self._leases: dict[Batch, Lease] = {}
         self._stall = Stall(stage.deadline)
-        self._again, self._pause = 0.0, PACE_SECONDS  # time of the next look for more, and seconds to the one after it
-        self._times, self._more = 1, False  # multiple of the number that keeps graders busy; whether more may be ready
+        self._again, self._pause = 0.0, PACE_SECONDS  # time of the next lease, and seconds to the one after it
+        self._times, self._more = 1, False  # multiple of the rows that keep graders busy; whether more may be ready
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failed = failed
@@ -48,7 +48,7 @@ class GradingThread:
         self.stop()
 
     def start(self) -> None:
-        """Begin to grade, if it does not run. Raises as `check` does."""
+        """Start the thread, if it does not run. Raises as `check` does."""
         self.check()
         if self._thread is not None and self._thread.is_alive():
             return
@@ -64,17 +64,17 @@ class GradingThread:
             raise self._failure
 
     def finish(self) -> None:
-        """Wait until every row of all open epochs is graded, by any rank, and end. Raises as `check` does, and
-        TimeoutError if no rank grades a further row within the stage's deadline."""
+        """Wait until every row of all open epochs is graded, by any rank, and end the thread. Raises as `check`
+        does, and TimeoutError if no rank grades a further row within the stage's deadline."""
         self._again = 0.0
         self._end_by(self._finishing)
 
     def rest(self) -> None:
-        """End when all leased rows are graded; `start` continues. Raises as `check` does."""
+        """End the thread when all leased rows are graded; `start` starts it again. Raises as `check` does."""
         self._end_by(self._resting)
 
     def stop(self) -> None:
-        """End, and give back rows that are not graded. Idempotent."""
+        """End the thread, and give back rows that are not graded. Idempotent."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(THREAD_STOP_SECONDS)
@@ -89,7 +89,7 @@ class GradingThread:
     def _run(self) -> None:
         try:
             self._work()
-            for lease in self._leases.values():  # left when it is stopped early
+            for lease in self._leases.values():  # none, unless the thread was stopped early
                 self.stage.dock.release(lease)
         except BaseException as error:  # noqa: BLE001 - raised in the main thread by `check`
             self._failure = error
@@ -114,12 +114,12 @@ class GradingThread:
                 self._commit(batch)
 
     def _take(self) -> bool:
-        """Begin to grade ready responses. False: none are ready; if none are being graded here either, all are
-        graded."""
-        # Take more at once if graders had finished before this look.
+        """Lease ready responses and begin to grade them. False: none is ready; then all rows are graded, unless some
+        are being graded here."""
+        # Lease more at once if the graders had nothing left to do before this lease.
         self._times = min(4 * self._times, MOST_TIMES) if self._more and not self._leases else 1
         pool, unit = self.stage.graders, self.members if self.stage.spec.whole_groups else 1
-        most = pool.most(self.members) // unit * unit  # even fast graders may all reach their limits
+        most = pool.most(self.members) // unit * unit  # these are graded in time even if each call reaches its limit
         if self._leases and not most:
             return True
         rows = max(unit, min(self._times * (unit if unit > 1 else pool.wanted), most))
@@ -129,7 +129,7 @@ class GradingThread:
             if self._finishing.is_set() and self._stall.seen(self.stage.dock.remaining(self.stage.spec.name)):
                 limit = f"{self.stage.deadline:g} s (--rl-wait-timeout)"
                 raise TimeoutError(f"no response was graded for {limit}: {error}") from error
-            return True  # this rank only waits
+            return True  # other ranks may still write or grade rows
         if len(lease):
             self._leases[pool.submit(self.stage.items(lease.rows))] = lease
         self._more = len(lease) == rows

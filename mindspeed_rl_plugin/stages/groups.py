@@ -1,8 +1,8 @@
 """Groups: statistics of each group's grades, and which groups a rollout trains on, in which order.
 
 A rollout is sampled in rounds; each round is one epoch of the dock. Without dynamic sampling the first round that can
-be trained on is the rollout. With it, groups with equal rewards are replaced: rounds follow until enough groups have
-signal, and surplus groups are deferred to the next rollout. Pure, except the stage `Groups`.
+be trained on is the rollout. With it, groups without signal (equal rewards) are replaced: rounds follow until enough
+groups have signal, and surplus groups are deferred to the next rollout. Pure, except the stage `Groups`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
-PLAIN_ROUNDS = 5  # rounds without dynamic sampling: a further one only if grader failures leave a step without rows
+PLAIN_ROUNDS = 5  # limit without dynamic sampling; a further round follows only if a step would have no row to train
 
 
 class Groups(Stage):
@@ -24,7 +24,7 @@ class Groups(Stage):
     failures: FailureLog  # failures that were printed
 
     def begin(self) -> None:
-        """Start a rollout, of which no failure was printed yet."""
+        """Start a rollout: no failure in it was printed yet."""
         self.failures = FailureLog()
 
     def run(self, ids: Sequence[SampleId]) -> Mapping[Group, GroupStats]:
@@ -69,7 +69,7 @@ class Selection:
     trained: tuple[Group, ...] = ()  # the rollout, in training order; empty: a further round is needed
     deferred: tuple[Group, ...] = ()  # with signal, for the next round or rollout
     dropped: tuple[Group, ...] = ()  # cleared from the dock
-    # groups of `trained` that no loss counts: a grade failed, or they only fill the batch
+    # groups of `trained` without a row to train on, or that only fill the batch; no loss counts them
     idle: frozenset[Group] = frozenset()
     kept: tuple[Group, ...] = ()  # without signal; they may fill the batch after the next round
 
@@ -97,14 +97,14 @@ def group_stats(rows: Rows) -> dict[Group, GroupStats]:
 def choose(
     deferred: Sequence[Group], sampled: Mapping[Group, GroupStats], wanted: int, *, dynamic: bool, last: bool
 ) -> Selection:
-    """Decide after a round.
+    """Which groups to train, defer, drop or keep after a round.
 
     deferred: earlier groups with signal, oldest first.
     sampled: groups of the round.
     wanted: groups of a rollout.
     dynamic: whether groups without signal are replaced.
-    last: whether this is the last round. Then groups of this round without signal fill the rollout, spread evenly over
-    it, and count in no loss; if the round is too small for that, they are kept.
+    last: whether this is the last round. Then groups without signal fill the rollout, spread evenly over it, and count
+    in no loss; if there are too few of them, they are kept for the next round.
     Source: DAPO, arXiv 2503.14476, section 3.2 and Algorithm 1. There, surplus groups are not deferred.
     """
     order = sorted(sampled)
@@ -123,17 +123,17 @@ def choose(
 
 
 def idle_steps(plan: Sequence[Step], idle: Iterable[Group]) -> int:
-    """Optimizer steps without a row to train on; they would still change the weights, by momentum and weight decay."""
+    """Number of optimizer steps without a row to train on; momentum and weight decay would still change the weights."""
     return sum(all((s.epoch, s.group) in idle for s in step.ids) for step in plan)
 
 
 class Rounds:
     """Selection over the rounds of a rollout: with dynamic sampling until enough groups have signal, else until every
-    optimizer step has a row that could be graded.
+    optimizer step has a row to train on.
 
     deferred: earlier groups with signal, oldest first.
     wanted: groups of a rollout.
-    limit: most rounds (of `wanted` groups) of dynamic sampling, 0 without it; after these no group is replaced.
+    limit: most rounds (of `wanted` groups) of dynamic sampling, 0 without it.
     plan: groups -> their optimizer steps.
     """
 
@@ -150,8 +150,8 @@ class Rounds:
         self.reward = 0.0
 
     def add(self, graded: Mapping[Group, GroupStats]) -> bool:
-        """Decide after a round. Returns whether the rollout is complete. Raises ValueError if it is not and no further
-        round may follow."""
+        """Select groups after a round. Returns whether the rollout is complete. Raises ValueError if it is not and no
+        further round may follow."""
         self._count(graded)
         dynamic, last, at_hand = self.dynamic, self.rounds == self.limit, graded
         if dynamic:  # rounds may be smaller than a rollout in the asynchronous schedule
@@ -169,8 +169,8 @@ class Rounds:
         return False
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of sampling the rollout, named as in `monitor.names`; those of selection only with dynamic
-        sampling."""
+        """Metrics of sampling the rollout, named as in `monitor.names`; without dynamic sampling only the number of
+        errors."""
         errors = {"reward/errors": float(self.errors)}  # also of groups that are not trained
         if not self.dynamic:
             return errors
@@ -197,15 +197,15 @@ class Rounds:
     def _exhausted(self, graded: Mapping[Group, GroupStats], empty: int) -> str:
         if self.dropped:
             return (
-                f"{self.rounds} rollouts one after the other were dropped; in the last one {self.dropped}; repair that "
-                "and resume from the last checkpoint"
+                f"{self.rounds} rollouts in a row were dropped; in the last one {self.dropped}; repair this cause, and "
+                "resume from the last checkpoint"
             )
         broken = sum(stats.broken for stats in graded.values())
         return (
             f"--rl-dynamic-sampling-rounds {self.limit}: rewards differ in {self.signal} of the {self.sampled} groups "
             f"sampled (mean reward {self.reward / self.sampled:g}; graders failed in {broken} groups of the last "
             f"round), so {empty} optimizer steps would train on nothing: the prompts are too easy or too hard for the "
-            "policy; resume with others, with more rounds, or with --no-rl-dynamic-sampling"
+            "policy; resume with other prompts, more rounds, or --no-rl-dynamic-sampling"
         )
 
 
@@ -218,6 +218,6 @@ def _useless(graded: Mapping[Group, GroupStats], empty: int) -> str:
 
 
 def _spread(ready: Sequence[Group], fill: Sequence[Group]) -> tuple[Group, ...]:
-    """Merges both lists: each keeps its order, and is spread evenly over the result."""
+    """Merge two lists: each list keeps its order, and is spread evenly over the result."""
     placed = [((i + 0.5) / len(part), part is fill, g) for part in (ready, fill) for i, g in enumerate(part)]
     return tuple(g for _, _, g in sorted(placed))

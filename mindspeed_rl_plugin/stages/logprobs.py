@@ -1,5 +1,5 @@
 """Log-probs: per-token columns by forward-only passes of Megatron's own schedule: old and reference log-probs, and the
-critic's values. The passes use the update's micro-batches, so that its first ratio is exactly 1."""
+critic's values. The passes use the update's micro-batches, so that the update's first ratio is 1."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TokenPass(Stage):
         return Rows(rows.ids, {self.spec.name: Ragged.from_rows([row for part in parts for row in part.rows()])})
 
     def _forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
-        """A ragged column for each micro-batch; None on ranks that are not on the last pipeline stage."""
+        """A ragged column for each micro-batch; None on ranks without the end of the model."""
         context = self.context
         if self.spec.name == "values":
             return context.critic.values(micro_batches, context.forward)

@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.weights.resharder import Transfer
 def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = (), kind: ResponseKind = ONE_TURN) -> StageSpec:
     """dump: whether rollouts are written to files; own: columns of a user's stages, which are dumped too; kind: of the
     responses."""
-    # One rank reads these columns of all rows: single numbers, so that it does not have to read all data.
+    # One rank reads these columns of all rows, so they have one number for each row, and no tokens.
     reads = ("length", "response_length", "finish", "version", "weights_digest", "reward", "reward_parts", "valid")
     if_written, own = ("multiplicity", *kind.measured), tuple(name for name in own if name not in reads)
     if dump:
@@ -45,7 +45,7 @@ class Rollout:
     """Metrics of the rollout in use."""
 
     metrics: dict[str, Metric]
-    tokens: int
+    tokens: int  # of prompts and responses
     seconds: float = 0.0  # of the slowest rank, summed over its iterations so far, without evaluations
     logged: bool = False  # whether its metrics are in metrics.jsonl
 
@@ -66,8 +66,8 @@ class Measure(Stage):
     ) -> Rollout:
         """Measure a rollout that is ready to train on, and dump it if asked. Collective.
 
-        done: iterations before it.
-        transfer: of the weights to the engine for it, on this rank; None if other processes generate.
+        done: iterations before this rollout.
+        transfer: of the weights to the engine before it, on this rank; None if other processes generate.
         sampling: metrics of sampling and selecting its groups.
         """
         ranks, leader = self.context.ranks, self.context.leader
@@ -84,7 +84,7 @@ class Measure(Stage):
         return Rollout(*ranks.broadcast(measured))
 
     def metrics(self, rows: Rows) -> dict[str, Metric]:
-        """Metrics of the rows that count, and the number of the others."""
+        """Metrics of the valid rows, and the share of the other rows."""
         valid = rows["valid"].nonzero().flatten().tolist()
         parts = rows["reward_parts"][valid]
         graders = self.context.graders
@@ -111,7 +111,7 @@ class Measure(Stage):
 
 
 def transfer_metrics(transfers: Sequence[Transfer]) -> dict[str, Metric]:
-    """Bytes of one reshard summed over ranks, seconds of the slowest, and the digest where weights were verified."""
+    """Bytes of one reshard summed over ranks, seconds of the slowest rank, and the digest if weights were verified."""
     result: dict[str, Metric] = {
         "reshard/bytes_copied": sum(t.copied for t in transfers),
         "reshard/bytes_sent": sum(t.sent for t in transfers),
@@ -136,15 +136,15 @@ def check_weights(rows: Rows, version: int, digest: str | None) -> None:
 
 
 class IterationLog:
-    """The log of every iteration. dock: its traffic is counted."""
+    """The log of every iteration. dock: the dock whose traffic is logged."""
 
     def __init__(self, monitor: Monitor, ranks: Collectives, dock: Dock) -> None:
         self.monitor, self.ranks, self.dock = monitor, ranks, dock
 
     def write(self, number: int, rollout: Rollout, update: Mapping[str, float], *, last_step: bool) -> None:
-        """Log one iteration: the update's metrics; with the first and the last step of a rollout also the rollout's.
+        """Log an iteration: the update's metrics; at a rollout's first step its metrics, at its last step its speed.
 
-        The time of a stage is that of its slowest rank. Collective.
+        The time of a stage is that of the slowest rank. Collective.
         """
         moved = self.dock.traffic.take() if last_step else []
         every = self.ranks.gather((dict(update), self.monitor.stage_metrics(), _totals(moved)))
@@ -162,7 +162,7 @@ class IterationLog:
 
 
 def _totals(moved: Sequence[Moved]) -> dict[str, int]:
-    """Bytes read, bytes written, and how many of both were not in this machine's memory."""
+    """Bytes read, bytes written, and bytes of both kinds that came from or went to another machine."""
     return {
         "read": sum(m.nbytes for m in moved if m.way == "read"),
         "written": sum(m.nbytes for m in moved if m.way == "written"),
@@ -171,8 +171,8 @@ def _totals(moved: Sequence[Moved]) -> dict[str, int]:
 
 
 def prepare_dumps(dump_dir: str, run_dir: Any, done: int, resumed: bool) -> None:
-    """Remove the dumps that a run, resumed after `done` iterations, will make again. Dumps of a start without a
-    checkpoint are renamed to `.old`, as its metrics are. Dumps of another run were refused at start
+    """At a resume after `done` iterations, remove the dumps that the run will make again. At a start without a
+    checkpoint, rename earlier dumps to `.old`, like earlier metrics. Dumps of another run were refused already
     (`checks.flag_checks`)."""
     if resumed:
         discard_dumps_after(dump_dir, done)

@@ -1,5 +1,5 @@
-"""Pairs: puts the next preference pairs into the dock, two rows each, with the reference's log-probs (DPO). These are
-computed once, before training, and stored on disk."""
+"""Pairs: puts the next preference pairs into the dock, two rows each, with the reference's log-probs (DPO). These
+log-probs are computed once, before training, and stored on disk."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SPEC = StageSpec(
 
 
 def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None, epoch: int = 0) -> Rows:
-    """Two rows per pair, chosen first, with `tokens` and `loss_mask`; the group is the pair's place in `pairs`.
+    """Two rows per pair, chosen first, with `tokens` and `loss_mask`; the group is the pair's index in `pairs`.
 
     reference: `[len(pairs), 2]`, which becomes the column `reference` `[2 * len(pairs)]`.
     """
@@ -74,12 +74,12 @@ def pair_rows(pairs: Sequence[Pair], reference: Tensor | None = None, epoch: int
 class PairScorer:
     """Computes log-probs of pairs under the weights in the model."""
 
-    forward: Callable[[Sequence[Rows]], list[Ragged] | None]  # that of the trainer
-    data: Sequence[PairStream]  # pairs to train on, then held-out ones; a place counts over both
+    forward: Callable[[Sequence[Rows]], list[Ragged] | None]  # the trainer's forward pass
+    data: Sequence[PairStream]  # pairs to train on, then held-out pairs; a place is an index over both
     settings: ForwardSettings
     ranks: Collectives
     monitor: Monitor
-    dp_rank: int  # data parallel place
+    dp_rank: int  # of this rank
     dp_size: int
     writer: bool  # whether this rank writes for its pipeline
 
@@ -113,8 +113,8 @@ class PairScorer:
 
 
 def share_of_rank(count: int, in_batch: int, dp_rank: int, dp_size: int) -> list[list[int]]:
-    """Pairs that a rank scores, `in_batch` a micro-batch; every rank runs the same number of micro-batches, so the last
-    pairs of the data may be scored several times."""
+    """Pairs that a rank scores, `in_batch` per micro-batch. Every rank runs the same number of micro-batches, so the
+    last pairs of the data may be scored several times."""
     batches = -(-count // (in_batch * dp_size))
     first = dp_rank * batches * in_batch
     places = [min(first + i, count - 1) for i in range(batches * in_batch)]
@@ -142,9 +142,9 @@ def read_cache(folder: str, key: str, count: int) -> Tensor | None:
         saved = torch.load(path, weights_only=True)
         fits = saved["key"] == key and tuple(saved["logps"].shape) == (count, 2)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no log-probs of a reference; remove it, they are computed again") from error
+        raise ValueError(f"{path} holds no log-probs of a reference; remove it, then they are computed") from error
     if not fits:
-        raise ValueError(f"{path} belongs to other pairs or weights; remove it, they are computed again")
+        raise ValueError(f"{path} belongs to other pairs or weights; remove it, then the log-probs are computed again")
     return saved["logps"]
 
 

@@ -27,8 +27,8 @@ class ResponseValidator:
 
     def check(self, rows: Rows, bound: VersionBound) -> None:
         """Raise ValueError, with value, limit and fix, for impossible values. rows: columns of `generate`, and `READS`;
-        bound: of their epoch. It cannot check that log-probs are those of the named version; the metrics
-        `logp_diff/mean` and `rollout/kl` show this."""
+        bound: of their epoch. Whether log-probs belong to the named version cannot be checked here; if they do not, the
+        metrics `logp_diff/mean` and `rollout/kl` are large."""
         checks = self._lengths(rows), self._tokens(rows), self._segments(rows, bound), self.kind.check_rest(rows)
         for of, bad, text, *values in itertools.chain(*checks):
             if bad.any():
@@ -40,17 +40,17 @@ class ResponseValidator:
         every, total = torch.arange(len(rows)), rows["tokens"].lengths
         (before, kept), own = self.kind.prompt_lengths(rows), rows["prompt"].lengths
         response = total - before
-        yield every, before < 1, "prompt_length is {}; give that of the first turn's prompt", before
+        yield every, before < 1, "prompt_length is {}; give the length of the first turn's prompt", before
         text = (
-            "prompt_length is {} where the prompt has {} tokens; begin with the prompt, "
-            "or give 1 as environment_began where the environment changed it"
+            "prompt_length is {}, but the prompt has {} tokens; begin with the prompt, "
+            "or give environment_began 1 if the environment changed the prompt"
         )
         yield every, kept & (before != own), text, before, own
         for name in ("loss_mask", "logp_rollout"):  # later checks compare them token by token
             has = rows[name].lengths
             text = f"{name} has {{}} entries for {{}} tokens; give one for each token of prompt and response"
             yield every, has != total, text, has, total
-        yield every, response < 1, "tokens: {} for a prompt of {}; give prompt and response", total, before
+        yield every, response < 1, "tokens has {} entries, and the prompt {}; give prompt and response", total, before
         text = (
             f"a response of {{}} tokens is longer than --rl-max-response-length {self.max_response}; "
             f"end it there, with finish 1 ({FINISH[1]!r})"
@@ -66,9 +66,9 @@ class ResponseValidator:
         ours[same] = prompt.values[kept[places(prompt.lengths)[0]]]
         yield from self.kind.check_turns(rows)
         sampled, whose = self.kind.sampled(rows), "what the model sampled"
-        text = "{} where the prompt has {}; begin with the prompt"
+        text = "{}, but the prompt has {} there; begin with the prompt"
         yield of, same & (values != ours), where + text, at, values, ours
-        text = f"{{}} is not in 0..{self.vocab - 1}, the tokens of the model; is it the job's tokenizer?"
+        text = f"{{}} is not in 0..{self.vocab - 1}, the tokens of the model; use the job's tokenizer"
         yield of, (values < 0) | (values >= self.vocab), where + text, at, values
         yield of, mask != sampled, f"{where}loss_mask is {{}}; give 1 on {whose}, else 0", at, mask
         yield of, ~sampled & (logp != 0), f"{where}logp_rollout is {{}}; give 0 outside of {whose}", at, logp
@@ -83,27 +83,27 @@ class ResponseValidator:
         yield every, bad, text, finish
 
     def _segments(self, rows: Rows, bound: VersionBound) -> Checks:
-        """Check which weights sampled which part."""
+        """Check the parts of each response and the weights that sampled them."""
         every, segments, (before, _) = torch.arange(len(rows)), rows["segments"], self.kind.prompt_lengths(rows)
-        text = "segments is empty; give one (first token, version) at least"
+        text = "segments is empty; give at least one (first token, version)"
         yield every, segments.lengths < 1, text
         of, at = places(segments.lengths)
         firsts, versions = segments.values.T
         last = torch.where(at > 0, firsts.roll(1), before[of] - 1)
         bad = torch.where(at > 0, firsts <= last, firsts != last + 1) | (firsts >= rows["tokens"].lengths[of])
-        text = "segments {}; give the first from the prompt's end on, tokens rising"
+        text = "segments {}; begin the first at the prompt's end, each next at a later token of the response"
         yield of, bad, text, lambda s: segments.row(int(of[s])).tolist()
         known = torch.tensor(sorted(self.published), dtype=torch.int64)
         text = (
             f"version {{}} of the weights is not published (newest: {max(self.published, default='none')}); "
-            "give that of the weights which sampled the response"
+            "give the version of the weights that sampled the response"
         )
         yield of, ~torch.isin(versions, known), text, versions
         newest = bound.newest if bound.pinned else "the newest"
         text = (
-            f"version {{}} may not sample this row, whose versions are {bound.oldest} to {newest}; "
-            "pull weights of one of these"
+            f"version {{}} may not sample this row, only versions {bound.oldest} to {newest} may; pull one of these"
         )
         yield of, torch.tensor([not bound.allows(version) for version in versions.tolist()]), text, versions
         least = torch.full_like(rows["version"], 2**62).scatter_reduce(0, of, versions, "amin")
-        yield every, rows["version"] != least, "version is {}, the oldest segment's {}", rows["version"], least
+        text = "version is {}, but the oldest version of the segments is {}"
+        yield every, rows["version"] != least, text, rows["version"], least

@@ -1,4 +1,4 @@
-"""Reward: responses are graded, a group at once."""
+"""Reward: grades responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_TURNS = ("turns", "turn_reward", "conversation", "environment_failed")
 
 
 def spec(graders: int, by_group: bool = True) -> StageSpec:
-    """graders: number of rewards, the width of `reward_parts`; by_group: whether one is called with whole groups."""
+    """graders: number of rewards, the width of `reward_parts`; by_group: whether a grader is called with groups."""
     return StageSpec(
         "reward",
         reads=("tokens", "loss_mask", "meta"),
@@ -51,11 +51,11 @@ class Reward(Stage):
         return other
 
     def compute(self, rows: Rows) -> Rows | None:
-        """Grades of B responses; None where there are none. Raises RewardError where a failure stops the run."""
+        """Grades of B responses; None if there are none. Raises RewardError if a failure stops the run."""
         return self.grades(rows, self.graders.grade(self.items(rows))) if len(rows) else None
 
     def items(self, rows: Rows) -> list[GradeItem]:
-        """The items to grade of B responses."""
+        """What graders get of B responses."""
         return grade_items(rows, self.context.decode)
 
     def grades(self, rows: Rows, grades: Sequence[Grade]) -> Rows:
@@ -73,8 +73,8 @@ class Reward(Stage):
 
 
 def grade_items(rows: Rows, decode: Callable[[Sequence[int]], str]) -> list[GradeItem]:
-    """The items to grade of B responses. Of several turns the response is the last one; the columns of `OF_TURNS` are
-    added where rows have them."""
+    """What graders get of B responses. With several turns, the text of the response is the last turn, and the
+    conversation and the environment's reward are added."""
     conversations, rewards = ([None] * len(rows),) * 2
     if "conversation" in rows.columns:
         conversations = unpack_json(rows["conversation"])
@@ -88,7 +88,7 @@ def grade_items(rows: Rows, decode: Callable[[Sequence[int]], str]) -> list[Grad
 
 
 def _last_turns(rows: Rows) -> list[list[int]]:
-    """Token ids."""
+    """Token ids of each row's last turn; with one turn, of the response."""
     if "turns" in rows.columns:
         ends = (turns[-1].tolist() for turns in rows["turns"].rows())
         return [tokens[first:end].tolist() for tokens, (first, end) in zip(rows["tokens"].rows(), ends, strict=True)]
@@ -113,11 +113,11 @@ class FailureLog:
     """Prints the first failure of each grader."""
 
     def __init__(self, what: str = "this rollout") -> None:
-        self.what = what  # the pass in which they fail
+        self.what = what  # where graders fail, for the message
         self.printed: set[str] = set()
 
     def add(self, failures: Iterable[Mapping[str, str]], *, show: bool) -> None:
-        """failures: of each rank, by grader; show: whether this rank prints."""
+        """failures: for each rank, grader -> text of a failure; show: whether this rank prints."""
         for name, text in (pair for part in failures for pair in part.items()):
             if name not in self.printed and show:
                 say(f"warning: a grader failed, for the first time in {self.what}: {text}")

@@ -1,4 +1,4 @@
-"""Select: which rows of a rollout count, and how often. `stages.groups` has chosen the groups of the rollout before."""
+"""Select: which rows of a rollout count, and how often. The groups were chosen before it, by `stages.groups`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Select(Stage):
         return work.share, work.steps
 
     def compute(self, rows: Rows, steps: Sequence[Step]) -> Rows | None:
-        """Columns of this rank's groups, maybe none. Collective if filtration draws from complete batches.
+        """Columns of this rank's groups; None if it has no rows. Collective if filtration draws from complete batches.
 
         steps: of one pass over the rollout."""
         algorithm = self.context.algorithm
@@ -53,11 +53,11 @@ class Select(Stage):
         return Rows(rows.ids, columns) if len(rows) else None
 
     def _multiplicity(self, rows: Rows, valid: Tensor, steps: Sequence[Step]) -> Tensor:
-        """`[B]` int32, how often each row is trained. Rows that do not count are not drawn, nor counted as draws."""
+        """`[B]` int32, how often each row is trained. Only valid rows are drawn: n times from a pool of n."""
         kept = valid.nonzero().flatten().tolist()
         ids, reward = [rows.ids[i] for i in kept], rows["reward"][kept] if kept else torch.empty(0)
         pools = group_index(ids) if ids else torch.empty(0, dtype=torch.int64)
-        # rows are drawn from an optimizer step, whose rows are on all ranks
+        # a pool has all valid rows of an optimizer step, from all ranks
         if self.context.algorithm.filtration_whole_batch:
             parts = list(self.context.ranks.gather((ids, reward.tolist())))
             ids = [i for theirs, _ in parts for i in theirs]
@@ -71,7 +71,7 @@ class Select(Stage):
 
 def valid_rows(rows: Rows, dynamic: bool) -> Tensor:
     """`[B]` bool: rows that are trained. A group with a failed grade is left out; with dynamic sampling also a group
-    with equal task rewards. A row to which a user's stage gave `valid` 0 is left out alone."""
+    with equal task rewards. If a user's stage gave a row `valid` 0, only this row is left out."""
     groups = group_index(rows.ids)
     valid = ~torch.isin(groups, groups[rows["graded"] == 0].unique())
     if dynamic:

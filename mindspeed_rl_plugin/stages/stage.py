@@ -21,7 +21,7 @@ class StageSpec:
     name: str  # of the stage, and of its worker state in the dock
     reads: tuple[str, ...]  # columns by name
     writes: tuple[ColumnSpec, ...]
-    resource: str  # that it uses: leader, engine, cpu or trainer; decides which ranks share its leases (`loop.docks`)
+    resource: str  # leader, engine, cpu or trainer; decides which ranks share its leases (`loop.docks`)
     whole_groups: bool = False  # whether it only leases complete groups
     if_written: tuple[str, ...] = ()  # columns that it also reads if a stage before it writes them
     leases: bool = True  # False: it only looks at rows (`Stage.look`), and is no worker state of the dock
@@ -29,7 +29,7 @@ class StageSpec:
     flags: tuple[str, ...] = ()
     # makes the stage on this rank from its declaration after `resolved`
     build: Build | None = field(default=None, compare=False, repr=False)
-    # name of a column -> its name in the dock, for columns that several stages write: those it reads, and writes
+    # column that several stages write -> its name in the dock, for reading and for writing
     stored: Mapping[str, str] = field(default_factory=dict)
     stored_writes: Mapping[str, str] = field(default_factory=dict)
 
@@ -43,8 +43,8 @@ def resolved(specs: Sequence[StageSpec]) -> list[StageSpec]:
     """The stages, in order, with all columns that each reads. A column that several stages write gets several names in
     the dock.
 
-    Each stage reads the column of the last stage before it. The last writer's column keeps its name; an earlier one is
-    stored as `name@stage`.
+    Each stage reads what the nearest writer before it wrote. The last writer's column keeps its name; the column of an
+    earlier writer is stored as `name@stage`.
     """
     last = {column.name: spec.name for spec in specs for column in spec.writes}
     latest: dict[str, str] = {}
@@ -94,7 +94,7 @@ class Stage:
 
     def __init__(self, spec: StageSpec, context: RankContext) -> None:
         self.spec, self.context = spec, context
-        self.dock = context.dock_of(spec.resource)  # as seen by the consumer that shares this stage's leases
+        self.dock = context.dock_of(spec.resource)  # the view for the ranks that share this stage's leases
         self.deadline = context.ranks.deadline  # seconds that it waits for its rows
 
     def work(self, work: Work) -> Any:
@@ -125,15 +125,15 @@ class Stage:
     def lease(
         self, ids: Sequence[SampleId] | None, columns: Sequence[str] | None = None, **bounds: float | None
     ) -> Lease:
-        """Lease these rows, or ready ones; bounds: of `Dock.lease`. columns: of those that the stage reads, by default
-        all. Raises TimeoutError."""
+        """Lease these rows; None: rows that are ready. columns: some of those that the stage reads, by default all;
+        bounds: arguments of `Dock.lease`. Raises TimeoutError."""
         stored = self.spec.stored
         wanted = None if columns is None else [stored.get(name, name) for name in columns]
         lease = self.dock.lease(self.spec.name, ids=ids, columns=wanted, **{"deadline": self.deadline, **bounds})
         return replace(lease, rows=_renamed(lease.rows, {v: k for k, v in stored.items()}))
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
-        """Write back and acknowledge."""
+        """Write the stage's columns, and acknowledge the rows."""
         self.dock.commit(lease, rows if rows is None else _renamed(rows, self.spec.stored_writes))
 
 
@@ -142,7 +142,7 @@ class Stages(dict[str, Any]):
 
     @classmethod
     def of(cls, table: Sequence[StageSpec], context: RankContext) -> Stages:
-        """Let each stage of the table build itself; an engine may be in another process."""
+        """Build the stages of the table; a stage of the engine only if the engine is in this process."""
         here = [spec for spec in table if spec.resource != "engine" or context.engine is not None]
         return cls({spec.name: spec.build(spec, context) for spec in here})
 

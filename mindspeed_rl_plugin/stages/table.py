@@ -1,8 +1,8 @@
 """The stage table: which stages an algorithm has, in the order in which a row passes them.
 
 docs/stages.md shows it. Pairs (DPO) have two stages: pairs, which writes tokens, loss_mask and the reference's
-log-probs, and update. The dock's columns, worker states and consumers are derived from this table, and schedules go
-through it.
+log-probs, and update. The dock's columns, worker states and consumers are derived from this table, and schedules run
+its stages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def stage_table(
     own: Sequence[StageSpec] = (),
     kind: ResponseKind = ONE_TURN,
 ) -> list[StageSpec]:
-    """The stages of an algorithm. graders: number of rewards; by_group: whether one is called with whole groups; dump:
+    """The stages of an algorithm. graders: number of rewards; by_group: whether a grader is called with groups; dump:
     whether rollouts are written to files; own: a user's stages, which come after reward and before groups; kind: of
     the responses. Raises ValueError for names that are in use."""
     if algorithm.from_pairs:
@@ -67,8 +67,8 @@ def stage_table(
         theirs = taken_names().union(*(other.written for other in others)) - WRITABLE.keys()
         if taken := theirs.intersection(spec.written):
             raise ValueError(
-                f"--rl-stage {spec.name} writes {', '.join(sorted(taken))}, a name of the plugin or of another stage; "
-                "it may write reward, valid and columns of its own, under other names"
+                f"--rl-stage {spec.name} writes {', '.join(sorted(taken))}, used by the plugin or another stage; "
+                "it may write reward, valid, and columns of its own with other names"
             )
     return resolved(specs)
 

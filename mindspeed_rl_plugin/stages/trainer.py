@@ -14,13 +14,13 @@ class Trainer(Protocol):
 
     `loop.megatron_trainer.MegatronTrainer` implements it for Megatron. With another implementation, the rest of a job
     still comes from Megatron: launch script and flags, train loop, checkpoints, and the model-parallel layout, from
-    which the dock knows which rank trains which row. Engines in the trainers' ranks get weights by a plan of their own,
-    and a critic has its own passes.
+    which the dock knows which rank trains which row. Engines on the ranks that train get weights in another way
+    (`loop.colocation`), and a critic has its own passes.
     """
 
     @property
     def weights(self) -> TrainerWeights:
-        """The plan of its shards: which rank publishes which slices of which Hugging Face tensor. Engines plan their
+        """The plan of all shards: which rank publishes which slices of which Hugging Face tensor. Engines plan their
         pulls from it."""
 
     def publish(self, version: int) -> Published:
@@ -32,11 +32,11 @@ class Trainer(Protocol):
         """Before a checkpoint: raise ValueError, on all ranks, for weights that are not finite."""
 
     def forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
-        """Log-prob of each trained token of this data parallel rank's micro-batches (`tokens`, `loss_mask`), in nats at
-        the sampling temperature: a ragged column `[L]` float32 each, 0.0 where the mask is 0; None on a rank that has
-        no logits. It uses the same arithmetic as `step`, so that the first ratio is exactly 1."""
+        """Log-probs of trained tokens, in nats at the sampling temperature: for each micro-batch (`tokens`,
+        `loss_mask`) of this data parallel rank a ragged column `[L]` float32, 0.0 at mask 0; None on a rank without
+        logits. The arithmetic is that of `step`, so that the first ratio is exactly 1."""
 
     def step(self, micro_batches: Sequence[Rows], call: Any, *, version: int) -> tuple[tuple, Mapping[str, float]]:
-        """One optimizer step on this data parallel rank's micro-batches, which have the columns that the stage
-        `update` reads. call: arguments of the trainer's own loop for this step; version: of the weights of `logp_old`.
-        Returns the result for its own loop, and metrics by the names of `monitor.names`."""
+        """One optimizer step on this data parallel rank's micro-batches, with the columns that the stage `update`
+        reads. call: arguments that the trainer's own loop gave for this step; version: of the weights of `logp_old`.
+        Returns the result for that loop, and metrics by the names of `monitor.names`."""

@@ -17,14 +17,14 @@ if TYPE_CHECKING:  # they import Megatron, which the stage table must not need
     from mindspeed_rl_plugin.update.value_step import ValueStep
 
 GRAD_NORM = 5  # place in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
-OPTIMIZER, SCHEDULER, MODEL_CONFIG = 3, 4, 5  # places among its arguments, 0 and 1 of which `step.run` makes
+OPTIMIZER, SCHEDULER, MODEL_CONFIG = 3, 4, 5  # places among its arguments; `step.run` makes those at 0 and 1
 # Columns for every pipeline stage: inputs of the model, and which rows count.
 FEEDS = ("tokens", "loss_mask", "valid", "multiplicity")
 Stepped = tuple[tuple, dict[str, float]]  # result of Megatron's step, and metrics by the names of `monitor.names`
 
 
 def spec(algorithm: Algorithm) -> StageSpec:
-    """The stage, with the columns of every row, or of every response of a pair."""
+    """The stage, with the columns that it reads."""
     if algorithm.from_pairs:
         return StageSpec("update", ("tokens", "loss_mask", "reference"), (), resource="trainer", build=build)
     reads = ("tokens", "loss_mask", "logp_rollout", advantages.column_name(algorithm), "valid", "version")
@@ -36,7 +36,7 @@ def build(spec: StageSpec, context: RankContext) -> Update:
     """Build the stage, with or without a critic."""
     if context.critic is None:
         return Update(spec, context)
-    from mindspeed_rl_plugin.update.value_step import ValueStep  # imports Megatron, the table does not
+    from mindspeed_rl_plugin.update.value_step import ValueStep  # imports Megatron
 
     return CriticUpdate(spec, context, ValueStep(context.algorithm, context.forward, context.critic.model))
 
@@ -76,7 +76,7 @@ class Update(Stage):
 
 
 class CriticUpdate(Update):
-    """The same with a critic, which is trained first."""
+    """Optimizer steps of the critic and the policy; the critic's step comes first."""
 
     def __init__(self, spec: StageSpec, context: RankContext, value_step: ValueStep) -> None:
         super().__init__(spec, context)
@@ -89,7 +89,7 @@ class CriticUpdate(Update):
         own = replace(call, args=(*call.args[:2], *mine, *call.args[MODEL_CONFIG + 1 :]))
         result, metrics = take_step(self.value_step, parts, own, "critic/")
         if done < self.context.config.algorithm.critic_warmup:
-            # The policy's learning rate depends on the iteration.
+            # The policy's learning rate depends on the iteration, so its schedule advances too.
             call.args[SCHEDULER].step(increment=self.context.global_batch)
             return result, metrics | {"lr": lr}
         result, policy = super().optimize(parts, call, done, version)
@@ -97,8 +97,8 @@ class CriticUpdate(Update):
 
 
 def take_step(step: MegatronStep, parts: Sequence[Rows], call: TrainStep, whose: str = "", **more: Any) -> Stepped:
-    """One of Megatron's optimizer steps on micro-batches. whose: "critic/", or "" for the policy; more: for
-    `step.prepare`."""
+    """One of Megatron's optimizer steps on micro-batches. whose: "critic/", or "" for the policy; more: arguments
+    of `step.prepare`."""
     lr = learning_rate(call.args[OPTIMIZER])  # after the step, the rate is that of the next step
     step.prepare(parts, **more)
     result = step.run(call.function, call.args[2:], call.kwargs)

@@ -50,7 +50,7 @@ def load_stages(words: Sequence[str], graders: int, kind: ResponseKind = ONE_TUR
         try:
             spec, instance = _load(word)
             if unknown := [name for name in spec.reads if name not in known]:
-                raise ValueError(f"it reads {unknown}; a stage there may read {', '.join(sorted(known))}")
+                raise ValueError(f"no stage before it writes {unknown}; it may read {', '.join(sorted(known))}")
         except RAISED as error:
             text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"--rl-stage {word}: {text}") from error
@@ -62,15 +62,15 @@ def load_stages(words: Sequence[str], graders: int, kind: ResponseKind = ONE_TUR
 def _load(word: str) -> tuple[StageSpec, Any]:
     path, _, name = word.rpartition(":")
     if not path or not Path(path).is_file():
-        raise ValueError(f"give path/to/file.py:Class; {path or word!r} is no file")
+        raise ValueError(f"give path/to/file.py:Class; there is no file {path or word!r}")
     instance = load_function(str(Path(path).resolve()), name)()
     if lacking := [a for a in ("reads", "writes", "compute") if not hasattr(instance, a)]:
         raise ValueError(f"{name} has no {', '.join(lacking)}")
     if unknown := [c for c in instance.writes if not isinstance(c, ColumnSpec) and c not in WRITABLE]:
-        raise ValueError(f"declare columns of its own as ColumnSpec, not {unknown}")
+        raise ValueError(f"declare the stage's own columns as ColumnSpec, not {unknown}")
     writes = tuple(c if isinstance(c, ColumnSpec) else WRITABLE[c] for c in instance.writes)
     if differ := [c.name for c in writes if WRITABLE.get(c.name, c) != c]:
-        raise ValueError(f"declare {', '.join(differ)} by name alone, as it is the plugin's column")
+        raise ValueError(f"declare {', '.join(differ)} by name only, because it is a column of the plugin")
     if not instance.reads or not writes:
         raise ValueError("a stage reads at least one column and writes at least one")
     stage_name = getattr(instance, "name", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
@@ -89,9 +89,9 @@ def try_once(
     where: str,
     kind: ResponseKind = ONE_TURN,
 ) -> None:
-    """Call each stage as a trial on a group made from a data row, with rewards 1 and 0 in turns.
+    """Call each stage, as a trial, on a group made from a row of the data, with rewards 1, 0, 1, ...
 
-    stages: other instances than those of the run, since they may have state; response: token ids of every response;
+    stages: not the instances of the run, since these may have state; response: token ids of every response;
     graders: number of rewards; where: the row's place in the data; kind: of the responses. Raises ValueError for errors
     and wrong results of a stage.
     """
@@ -109,7 +109,7 @@ def try_once(
 
 
 def _as_sampled(prompt: Prompt, response: Sequence[int], members: int, graders: int, kind: ResponseKind) -> Rows:
-    """The columns of one group that a stage may read."""
+    """A group with all columns that a user's stage may read."""
     ids = [SampleId(0, 0, member) for member in range(members)]
     requests = [GenerateRequest(i, prompt.tokens, Sampling(len(response)), 0) for i in ids]
     answers = [Completion(i, tuple(response), (-1.0,) * len(response), "stop", ((0, 0),)) for i in ids]
@@ -133,7 +133,7 @@ class UserStage(Stage):
 
 
 def computed(spec: StageSpec, instance: Any, rows: Rows) -> Rows:
-    """The result of the user's `compute` for these rows. Raises ValueError where it does not fit its declaration."""
+    """The result of the user's `compute` for these rows. Raises ValueError if it does not fit the declaration."""
     if (given := instance.compute(to_tensordict(rows))) is None:
         raise ValueError(f"--rl-stage {spec.name}: compute returned None; return a TensorDict")
     given["ids"] = torch.tensor(rows.ids, dtype=torch.int64).reshape(-1, 3)

@@ -170,11 +170,11 @@ NINE = torch.full((2, 2), 9)
 REFUSED = {  # what is said of it -> columns of two right rows, changed
     "row (0, 0, 0): token 2: 60 is not in 0..59": dict(response=ints([7, 60])),
     "5 tokens is longer than --rl-max-response-length 4": dict(response=ints([7] * 5), logps=floats([-1.0] * 5)),
-    "tokens: 1 for a prompt of 1": dict(response=ints([]), logps=floats([])),
+    "tokens has 1 entries, and the prompt 1": dict(response=ints([]), logps=floats([])),
     "logp_rollout is nan": dict(logps=floats([-0.5, float("nan")])),
     "logp_rollout is 0.5": dict(logps=floats([0.5, 0.25])),
     "version 3 of the weights is not published": dict(version=torch.tensor([3, 3])),
-    "whose versions are 1 to the newest": dict(version=torch.tensor([0, 0])),
+    "only versions 1 to the newest may": dict(version=torch.tensor([0, 0])),
     "finish is 2": dict(finish=torch.tensor([2, 2])),
     "segments [[1, 1], [1, 2]]": dict(version=None, segments=ints([[0, 1], [0, 2]])),
     "segments [[1, 1], [3, 2]]": dict(version=None, segments=ints([[0, 1], [2, 2]])),
@@ -247,7 +247,7 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
         ("logp_rollout", ragged([-1.0, -1.0], torch.float32), "give 0 outside of what the model sampled"),
         ("length", torch.tensor([3]), "length is 3, not 2"),
         ("response_length", torch.tensor([2]), "response_length is 2, not 1"),
-        ("version", torch.tensor([1]), "version is 1, the oldest segment's 0"),
+        ("version", torch.tensor([1]), "version is 1, but the oldest version of the segments is 0"),
     ]
     for name, column, text in bad:
         with pytest.raises(ValueError, match=text):
@@ -379,7 +379,7 @@ def test_an_evaluation_asks_for_a_greedy_response_of_one_version(trainers, job) 
     trainers.admit(-1, 0, 0)
     prompts = job.take(2, deadline=20)
     assert prompts["greedy"].tolist() == [True, False] and prompts["newest"].tolist() == [0, 0]
-    with pytest.raises(ValueError, match="version 1 may not sample this row, whose versions are 0 to 0"):
+    with pytest.raises(ValueError, match="version 1 may not sample this row, only versions 0 to 0 may"):
         job.give(answers(prompts, 1))
     job.give(answers(prompts, 0))
 

@@ -1,8 +1,8 @@
 """The asynchronous schedule: engines in other processes generate the next rollouts while ranks train.
 
 Rollouts are admitted ahead of training as far as `Admission` allows, and trained in the order of admission. Engines
-take prompts from the dock and write responses into it; trainers never wait for engines in a collective. All stages after
-generation are as in the other schedules.
+take prompts from the dock and write responses into it; trainers never wait for engines in a collective. The stages
+after generation are those of the other schedules.
 """
 
 from __future__ import annotations
