@@ -1,4 +1,4 @@
-"""Console lines of our own: one for an iteration, one for an evaluation, and the progress bar."""
+"""The plugin's console lines: one per iteration, one per evaluation, and the progress bar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from mindspeed_rl_plugin.monitor.names import Metric
 
-# Stage names are spelled out in the files and short on the console.
+# Stage -> its short name on the console; files have the full names.
 SHORT_STAGES = {
     "prompts": "data",
     "reshard": "resh",
@@ -51,13 +51,13 @@ _LINE_PARTS = (
     (("pull {:.2f}s", "weights/pull_seconds"), ("pause {:.2f}s", "weights/pause_seconds")),
     (("{:6,.0f} tok/s", "tokens_per_second"),),
     (("{}", "stages"),),
-    (("grader errors {:.0f}", "errors"), ("dropped {:.1%} of the groups", "dropped")),
+    (("grader errors {:.0f}", "errors"), ("dropped {:.1%} of the responses", "dropped")),
 )
 
 
 def iteration_line(iteration: int, metrics: Mapping[str, Metric], total: int | None = None) -> str:
-    """The line of one iteration; a metric that is absent leaves its part out, NaN is shown as nan. Stages under 0.05 s
-    are only in the files."""
+    """The line of one iteration; parts without metrics are left out, NaN is shown as nan. Stages under 0.05 s are only
+    in the files."""
     values = {**metrics, **_derived(metrics)}
     parts = [" ".join(form.format(values[name]) for form, name in part if name in values) for part in _LINE_PARTS]
     return " | ".join(filter(None, [_counter(iteration, total), *parts]))
@@ -79,7 +79,7 @@ def _derived(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         out["logp_diff"] = f"{short_float(mean)}/{short_float(metrics['logp_diff/max'])}"
     if "lag/mean" in metrics:
         out["lag"] = f"{metrics['lag/mean']:.2f}/{metrics['lag/token_mean']:.2f}"
-        # Elsewhere Δlogp shows it, over all tokens.
+        # In runs without lag, Δlogp shows this over all tokens.
         out |= {"mismatch": short_float(metrics["rollout/kl"])} if "rollout/kl" in metrics else {}
     named = {"errors": "reward/errors", "dropped": "groups/dropped"}
     return out | {name: metrics[metric] for name, metric in named.items() if metrics.get(metric)}
@@ -102,7 +102,7 @@ def short_float(value: float) -> str:
 
 
 def write_line(line: str, stream: TextIO) -> None:
-    """Print and flush; signs that the stream's encoding lacks get an ASCII stand-in instead of an error."""
+    """Print and flush; characters that the stream's encoding lacks are replaced by ASCII."""
     try:
         line.encode(getattr(stream, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
@@ -112,8 +112,8 @@ def write_line(line: str, stream: TextIO) -> None:
 
 
 class ProgressBar(tqdm):
-    """Progress of a long stage on a terminal, on stderr; does nothing where `shown` is false. A context manager;
-    `update(n)` adds n responses, or pairs of them."""
+    """Progress of a long stage on a terminal, on stderr; does nothing if `shown` is false. A context manager;
+    `update(n)` adds n responses or pairs."""
 
     def __init__(self, total: int, what: str, *, shown: bool) -> None:
         super().__init__(total=total, desc=what, unit=" responses", leave=False, dynamic_ncols=True, disable=not shown)
@@ -124,7 +124,7 @@ def _counter(iteration: int, total: int | None) -> str:
 
 
 def _sampled(metrics: Mapping[str, Metric]) -> str:
-    """`48 for 16`: groups that dynamic sampling took, and those that are trained."""
+    """`48 for 16`: 48 groups were sampled by dynamic sampling, 16 groups are trained."""
     sampled, share = metrics["sampling/groups_drawn"], metrics.get("sampling/informative", 0.0)
     resumed, deferred, filled = (metrics.get(f"sampling/{name}", 0) for name in ("brought", "carried", "filled"))
     return f"{sampled:.0f} for {sampled * share + resumed - deferred + filled:.0f}"
@@ -135,7 +135,7 @@ def _plain(value: float) -> str:
 
 
 def _stage_seconds(metrics: Mapping[str, Metric]) -> str:
-    """`gen 2.1s rew 0.1s ...`, in the order in which the stages first ran; stages of one short name are added."""
+    """`gen 2.1s rew 0.1s ...`, in the order in which stages first ran; stages with the same short name are added."""
     seconds: dict[str, float] = {}
     for name, value in metrics.items():
         group, _, stage = name.partition("/")

@@ -1,7 +1,7 @@
 """Dumps: every rollout as one Parquet file, written atomically, and read back into rows.
 
-One row per sample. Per-token lists cover the response only (P..L of the dock's columns); the prompt's token ids have a
-column of their own. With several turns the response also has the observations, and there are columns of the turns.
+One row per sample. Per-token lists have the response only: the dock's columns without the prompt. The prompt's token
+ids are a separate column. With several turns, the response includes observations, and the turns have columns, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def dump_rollout(
 ) -> Path:
     """Write the rows of one rollout to `rollout-{iteration - 1:06d}.parquet`, and return its path.
 
-    decode: token ids to text; iteration: the training iteration that the rollout feeds first; graders: names of the
+    decode: token ids to text; iteration: the first iteration that trains on the rollout; graders: names of the
     columns of reward_parts `[B, n]`; own: further columns, of a user's stages.
     """
     import pyarrow.parquet as pq
@@ -117,7 +117,7 @@ def _prompt(rows: Rows) -> Ragged:
 
 
 def _of_turns(rows: Rows, prompt: Ragged) -> dict[str, Any]:
-    """turns: [first, end) of each in the response."""
+    """Columns for the turns. turns: [first, end) of each turn, as positions in the response."""
     import pyarrow as pa
 
     turns = _shifted(rows["turns"].rows(), -prompt.lengths, [1, 1])
@@ -127,12 +127,12 @@ def _of_turns(rows: Rows, prompt: Ragged) -> dict[str, Any]:
 
 
 def _shifted(rows: Iterable[Tensor], by: Tensor, which: Sequence[int]) -> list[list[list[int]]]:
-    """Token places in each row, `[S, 2]`, shifted. by: `[B]` tokens; which: which of the two numbers are places."""
+    """Rows `[S, 2]` with their token positions shifted. by: `[B]` tokens; which: 1 where a number is a position."""
     return [(row + places).tolist() for row, places in zip(rows, torch.outer(by, torch.tensor(which)), strict=True)]
 
 
 def _behind(prompt: Ragged, column: Ragged) -> Ragged:
-    """The response part of every row."""
+    """The part of every row after the prompt."""
     pairs = zip(column.rows(), prompt.lengths.tolist(), strict=True)
     return Ragged.from_rows([row[length:] for row, length in pairs])
 

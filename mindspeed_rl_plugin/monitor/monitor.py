@@ -34,21 +34,21 @@ TEXT = 4000  # characters that are kept of a prompt or response of an evaluation
 EVALUATED = METRIC_PREFIX + "eval/iteration"  # the axis of evaluations in W&B, whose own steps only grow
 DOCK_FILE = "dock-rank{rank}.jsonl"
 PAGE = "docs/when-something-goes-wrong.md#it-runs-but-does-not-learn"
-LATEST, IDLE = 10, 8  # number of last rollouts, and how many of these without differing rewards cause a warning
-FAR = 0.5  # nats per token that a policy may move from one iteration to the next
+LATEST, IDLE = 10, 8  # number of last rollouts, and how many of them without differing rewards cause a warning
+FAR = 0.5  # nats per token that the policy may move in an iteration without a warning
 
 
 class Monitor:
-    """The output of a run. Every rank makes one, and calls it with the same metrics.
+    """The output of a run. Every rank makes a monitor, and calls it with the same metrics.
 
     Rank 0 prints and writes metrics.jsonl and run.json. Megatron has TensorBoard and W&B writers on the last rank: pass
     each rank's writers, or None. Tags have the prefix `rl/`, so that they differ from Megatron's.
 
-    total_iterations: planned.
+    total_iterations: planned iterations of the run.
     resume_iteration: as in `JsonLines`.
     info: description of the run for the report (JSON values; `dump_dir`: folder of the dumps).
     compares: as in `LearningWatch`.
-    is_terminal: None: checks the error stream, which has the progress bar.
+    is_terminal: whether to show the progress bar; None: if stderr is a terminal.
     on_record: called on rank 0 with each line of metrics.jsonl.
     """
 
@@ -166,7 +166,7 @@ class Monitor:
                 keep(text)
             self._legend_shown = True
             record = {"kind": kind, "iteration": iteration, "time": time.time(), **metrics}
-            # An evaluation at the resumed iteration comes twice: before the kill and after it.
+            # An evaluation at the iteration of a resume comes twice: before the end of the old job, and in the new one.
             if (kind, iteration) in self._written:
                 self._metrics.replace(record, lambda r: (r["kind"], r["iteration"]) == (kind, iteration))
             else:
@@ -180,24 +180,24 @@ class Monitor:
             self._step = iteration
             self._wandb.log(numbers, iteration)
         elif self._wandb is not None:
-            # W&B drops values of an older step, and of two evaluations in one step keeps the second. So a late
-            # evaluation gets the newest step, or that of the running iteration.
+            # W&B drops values of an older step, and keeps only the second of two evaluations in one step. So a late
+            # evaluation gets the newest step or, if that has an evaluation, the step of the running iteration.
             step = max(self._step, self._evaluated)
             step = max(step, self.clock.iteration) if step == self._evaluated else step
             if step == self._evaluated:  # a run that ends in the middle of a rollout, during an evaluation
-                write_line(f"[rl] W&B has no evaluation before that of {iteration}; {METRICS_FILE} has", sys.stdout)
+                write_line(f"[rl] W&B lacks the evaluation before that of {iteration}; {METRICS_FILE} has it", sys.stdout)
             self._evaluated = step
             self._wandb.log(numbers | {EVALUATED: iteration}, step)
 
 
 def _value(value: Any) -> Metric:
-    """A text, or a Python int or float; one-element tensors and numpy scalars are read out."""
+    """A text, or a Python int or float; one-element tensors and numpy scalars become floats."""
     return value if isinstance(value, (int, str)) else float(value)
 
 
 class LearningWatch:
-    """Warns when metrics show that a run learns nothing, or takes too large steps; each warning once. It gets the
-    metrics of each iteration. compares: whether the algorithm compares the responses of a prompt, so that nothing is
+    """Warns when metrics show that a run learns nothing, or takes too large steps; each warning once.
+    compares: whether the algorithm compares the responses of a prompt, so that nothing is
     learned from a group of equal rewards."""
 
     def __init__(self, compares: bool) -> None:
@@ -210,11 +210,11 @@ class LearningWatch:
             if (idle := sum(self._idle)) >= IDLE:
                 seen, self._idle = len(self._idle), None
                 yield (
-                    f"in {idle} of the last {seen} rollouts all responses of each prompt got one reward (differ 0, "
-                    f"solved {metrics['groups/solved']:.2f}): nothing is learned from them; {PAGE}"
+                    f"in {idle} of the last {seen} rollouts the responses of a prompt all got one reward (differ 0, "
+                    f"solved {metrics['groups/solved']:.2f}): the run learns nothing from them; see {PAGE}"
                 )
         before, self._kl = self._kl, metrics.get("kl/ref", self._kl)
         moved = max(0.0 if before is None else self._kl - before, metrics.get("kl/old", 0.0))
         if moved > FAR and not self._far:
             self._far = True
-            yield f"the policy moved by {moved:.2g} nats per token at once (more than {FAR:g}); lower --lr: {PAGE}"
+            yield f"the policy moved by {moved:.2g} nats per token at once (limit {FAR:g}); lower --lr; see {PAGE}"

@@ -3,18 +3,18 @@
 A run directory holds
 
     run.json               what the run is: world size, planned iterations, dump directory, free-form info; "memory":
-                           of what the peaks below are, for the report
+                           what "peak_bytes" below measures, for the report
     metrics.jsonl          one object per line: {"kind": "train" | "eval", "iteration": k, "time": ..., metric: value}
-                           (names.py says which; a number, null where it was not finite, or a text)
-    log.txt                the run's own lines, as they were printed among Megatron's
+                           (names.py lists the metrics; a value is a number, a text, or null if not finite)
+    log.txt                the plugin's lines of the run's output, without Megatron's
     heldout.jsonl          one object per evaluation: {"iteration", "rows": [[number of the prompt, prompt, greedy
-                           response, answer, reward], ...]}, of the first prompts
+                           response, answer, reward], ...]}, for the first prompts
     events-rank{r}.jsonl   one object per line: {"iteration", "stage", "rank", "start", "end", "peak_bytes"}, and
-                           "failed": the error's name where the stage raised
+                           "failed": the error's name if the stage raised
     events-apart.jsonl     one object per line: {"iteration", "process", "stage", "start", "end"}, of engines that are
-                           no ranks; of the process WEIGHTS_PROCESS, PUBLISHED and a version where these went out
+                           no ranks; with process WEIGHTS_PROCESS: stage PUBLISHED + the version that was published
 
-and, where a dump directory is set, `rollout-{done:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run
+and, if a dump directory is set, `rollout-{done:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run
 that wrote them by its directory and its id in run.json. No torch in here: the report reads a run without it.
 """
 
@@ -58,7 +58,7 @@ def events_file(run_dir: str | os.PathLike[str], rank: int) -> Path:
 
 
 def event_files(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """Rank -> its file of stage events, for every rank with one, in rank order."""
+    """Rank -> its file of stage events, for every rank that has a file, in rank order."""
     return _numbered(run_dir, r"events-rank(\d+)\.jsonl")
 
 
@@ -68,7 +68,7 @@ def dump_file(dump_dir: str | os.PathLike[str], done: int) -> Path:
 
 
 def dump_files(dump_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """Iterations before it -> dump, in order; empty where the directory does not exist."""
+    """Iterations before a rollout -> its dump, in order; empty if the directory does not exist."""
     return _numbered(dump_dir, r"rollout-(\d+)\.parquet") if Path(dump_dir).is_dir() else {}
 
 
@@ -90,8 +90,8 @@ def run_id(run_dir: str | os.PathLike[str]) -> str | None:
 
 def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str], *, resumed: bool) -> None:
     """Refuse to mix the dumps of two runs: raises ValueError if `dump_dir` has dumps of another run than `run_dir`'s.
-    Dumps of a moved run have its id, but another directory. A resumed run may also have dumps from a version without
-    ids: they name no run, or a directory that does not exist any more."""
+    Dumps of a run whose directory was moved have its id, but another directory. A resumed run may also
+    have dumps from a version without ids: they name no run, or a directory that does not exist any more."""
     dumps = dump_files(dump_dir)
     if not dumps:
         return
@@ -100,11 +100,11 @@ def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str
     where, identity = owner.get("run_dir"), owner.get("id")
     if where == os.path.abspath(run_dir) or resumed and (where is None or not Path(where).is_dir()):
         return
-    if identity and identity == run_id(run_dir) and identity != run_id(where):  # otherwise one is a copy of the other
+    if identity and identity == run_id(run_dir) and identity != run_id(where):  # else one run is a copy of the other
         return
     raise ValueError(
-        f"--rl-dump-dir {dump_dir} holds {len(dumps)} rollouts of another run ({where or 'it left no name'}); give "
-        "this run a directory of its own, or remove them"
+        f"--rl-dump-dir {dump_dir} holds {len(dumps)} rollouts of another run ({where or 'its name is unknown'}); "
+        "give this run another directory, or remove these rollouts"
     )
 
 
@@ -132,7 +132,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def to_json(value: Mapping[str, Any], indent: int = 0) -> str:
-    """One JSON object and a line's end: NaN and infinities are null, one-element tensors and numpy scalars numbers,
+    """One JSON object and a newline: NaN and infinities become null, one-element tensors and numpy scalars numbers,
     paths texts. indent: 0 for one line."""
 
     def plain(other: Any) -> str | float:
@@ -142,7 +142,7 @@ def to_json(value: Mapping[str, Any], indent: int = 0) -> str:
 
 
 class JsonLines:
-    """An append-only file of JSON objects that survives a kill: one write and one flush a line. For one thread.
+    """An append-only file of JSON objects that survives a kill: one write and one flush per line. For one thread.
     resume_iteration: of the checkpoint. At 0 the file of an earlier run is renamed to `.old`. Otherwise its lines up to
     that iteration are kept (`lines_kept`), and an incomplete last line of a crash is removed."""
 
@@ -212,7 +212,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """One dict an iteration, in order, training and evaluation merged; null becomes None. Raises ValueError where the
+    """One dict per iteration, in order, training and evaluation merged; null becomes None. Raises ValueError if the
     directory or its metrics do not exist."""
     path = Path(run_dir) / METRICS_FILE
     if not Path(run_dir).is_dir():
@@ -232,7 +232,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_apart(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Events of processes outside of the ranks, in order of time; empty without any."""
+    """Events of processes outside of the ranks, in order of time; empty if there are none."""
     path = Path(run_dir) / APART_FILE
     return sorted(read_jsonl(path), key=lambda e: e["start"]) if path.exists() else []
 

@@ -12,9 +12,9 @@ from mindspeed_rl_plugin.monitor.run_files import read_events, read_metrics
 def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """The numbers of a run by name, None if never measured. Raises ValueError if the directory has no metrics.
 
-    accuracy_before, _after: greedy held-out accuracy of the first and the last of several evaluations; reward_before,
-    _after: the mean reward there; iterations: trained; tokens_per_second: median over rollouts, per device;
-    logprob_diff_max: largest |engine - trainer| log-prob, nats; seconds: of iterations and evaluations, without start.
+    accuracy_before, _after: greedy held-out accuracy in the first and the last of several evaluations; reward_before,
+    _after: mean reward in them; iterations: number of the last trained one; tokens_per_second: median over rollouts,
+    per device; logprob_diff_max: largest |engine - trainer| log-prob, nats; seconds: of iterations and evaluations.
     """
     rows = read_metrics(run_dir)
     accuracy, reward = column(rows, "eval/accuracy"), column(rows, "eval/reward_mean")
@@ -41,5 +41,5 @@ def column(rows: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def is_training(name: str) -> bool:
-    """Whether a field of a metrics row comes from training, not from an evaluation or the line itself."""
+    """Whether a field of a metrics row is a training metric: not of an evaluation, nor `iteration` or `time`."""
     return name not in ("iteration", "time") and not name.startswith("eval/")

@@ -17,9 +17,9 @@ NOT_TRAINING = ("evaluate",)
 class StageClock:
     """Records every stage of this rank into events-rank{rank}.jsonl, one line as the stage ends.
 
-    Stages may nest: at every boundary the meter's peak is added to all running stages, so that each has the peak of its
-    complete span. meter: as `Device.memory`; synchronize: called at both ends of a stage, so that queued device work
-    counts for the stage that launched it; resume_iteration: as in `JsonLines`. For one thread.
+    Stages may nest: at each begin and end of a stage, all running stages take the meter's peak if theirs is smaller, so
+    that each has the peak of its complete span. meter: as `Device.memory`; synchronize: called at both ends of a stage,
+    so that queued device work counts for the stage that launched it; resume_iteration: as in `JsonLines`. One thread.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StageClock:
         self.rank = rank
         self._meter, self._synchronize, self._now, self._tick = meter, synchronize or (lambda: None), now, tick
         self._file = JsonLines(events_file(run_dir, rank), resume_iteration)
-        self._running: list[dict[str, Any]] = []  # their events, the innermost last
+        self._running: list[dict[str, Any]] = []  # events of running stages, the innermost last
         self.begin(resume_iteration)
 
     def begin(self, iteration: int) -> None:
@@ -78,9 +78,8 @@ class StageClock:
     def metrics(self) -> dict[str, float]:
         """seconds/<stage> and peak_bytes/<stage> of the current iteration on this rank, and seconds/iteration.
 
-        seconds/iteration is the wall time since `begin` without evaluation: the end-to-end time of equation 5. For a
-        stage that ran several times: the sum, and the largest peak. Stages inside an evaluation only count for the
-        evaluation.
+        seconds/iteration is the wall time since `begin` without evaluation: ETE of `throughput`. For a stage that
+        ran several times: the sum, and the largest peak. Stages inside an evaluation only count for the evaluation.
         """
         out = {f"seconds/{k}": v for k, v in self._seconds.items()}
         out |= {f"peak_bytes/{k}": v for k, v in self._peaks.items()}
@@ -100,8 +99,8 @@ class StageClock:
 
 
 def drop_foreign_events(run_dir: str | os.PathLike[str], world_size: int, resume_iteration: int) -> None:
-    """Trim the files of ranks that this run does not have any more, so that a run resumed on fewer ranks shows no old
-    events."""
+    """Trim (or without a resume rename) the files of ranks that this run does not have, so that a run on fewer ranks
+    shows no old events."""
     for rank, path in event_files(run_dir).items():
         if rank >= world_size and resume_iteration:
             JsonLines(path, resume_iteration).close()

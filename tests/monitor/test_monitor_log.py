@@ -79,8 +79,8 @@ END = "   812 tok/s | gen 2.1s rew 0.1s lp 0.8s upd 1.3s"
         (FULL | {"rollout/kl": 1e-9}, f"{START} | {MIDDLE} | {END}"),  # where all is fresh Δlogp says it
         ({"lag/mean": 0.5, "lag/token_mean": 0.25, "segments/mean": 1.5}, "lag 0.50/0.25 seg 1.50"),
         ({"reward/mean": math.nan}, "reward    nan"),
-        ({"reward/errors": 3, "groups/dropped": 1 / 512}, "grader errors 3 dropped 0.2% of the groups"),
-        ({"reward/errors": 0, "groups/dropped": 1.0}, "dropped 100.0% of the groups"),
+        ({"reward/errors": 3, "groups/dropped": 1 / 512}, "grader errors 3 dropped 0.2% of the responses"),
+        ({"reward/errors": 0, "groups/dropped": 1.0}, "dropped 100.0% of the responses"),
         (CRITIC, "critic 0.25 explains 0.40 alone"),
         (CRITIC | {"loss": 1.0}, "critic 0.25 explains 0.40"),
         ({"loss": 0.6931, "dpo/margin": 0.125, "dpo/accuracy": 0.75}, "loss 0.6931 margin  0.125 right 0.75"),

@@ -122,7 +122,7 @@ _LIMITS = (
         "idle/engines_back_pressure",
         1,
         0.3,
-        "Back-pressure: engines apart had no prompt in {:.0%} of the latest time (more than "
+        "Back-pressure: async engines had no prompt in {:.0%} of the latest time (more than "
         "30%): give more ranks to training, or a larger --rl-max-staleness.",
     ),
     ("clip_fraction", 1, 0.3, "{:.0%} of the latest tokens are clipped (more than 30%): the steps are large."),
@@ -149,7 +149,7 @@ def remarks(rows: list[JsonObject], run: JsonObject, ranks: list[int]) -> list[s
         out.append(f"Loss, gradient norm or reward was not finite {where}.")
     world = run.get("world_size")
     if world and ranks and len(ranks) < world:
-        out.append(f"Stage events of only {len(ranks)} of {world} ranks are here; copy the others from their machines.")
+        out.append(f"Stage events of only {len(ranks)} of {world} ranks are here; copy those of other machines.")
     if not any(is_training(k) for r in rows for k in r):
         out.append("No training iteration has finished yet.")
     return out
@@ -162,7 +162,7 @@ def verdict(rows: list[JsonObject], run: JsonObject, summary: JsonObject) -> str
     if after is not None and count:
         change, what = after - before, f"accuracy on {count} held-out prompts"
         error = math.sqrt((before * (1 - before) + after * (1 - after)) / count)
-        more = "more held-out prompts or iterations would show more"
+        more = "use more held-out prompts or iterations to see smaller changes"
     else:
         rewards = column(rows, "reward/mean")
         quarter = len(rewards) // 4
@@ -171,7 +171,7 @@ def verdict(rows: list[JsonObject], run: JsonObject, summary: JsonObject) -> str
         first, last = rewards[:quarter], rewards[-quarter:]
         change, what = statistics.fmean(last) - statistics.fmean(first), f"mean reward of {quarter} rollouts"
         error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / quarter)
-        more = "--rl-eval-data would judge on held-out prompts"
+        more = "use --rl-eval-data to judge by held-out prompts"
     size = f"by {abs(change):.3g}, two standard errors are {2 * error:.2g}"
     if abs(change) <= 2 * error:
         return f"No change is shown: {what} moved {size}; {more}."

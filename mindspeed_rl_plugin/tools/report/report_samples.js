@@ -56,7 +56,7 @@ class Samples {
   note() {
     const { rows, total, rollouts, rollouts_shown: shown } = data.samples;
     const which = rows.length < total
-      ? `${rows.length.toLocaleString("en")} of ${total.toLocaleString("en")} samples: whole groups from ${shown} of ${rollouts} rollouts, evenly spread (report --samples sets how many).`
+      ? `${rows.length.toLocaleString("en")} of ${total.toLocaleString("en")} samples: complete groups of ${shown} of the ${rollouts} rollouts, evenly spread (report --samples sets the limit).`
       : `All ${total.toLocaleString("en")} samples of ${rollouts} rollout${rollouts > 1 ? "s" : ""}.`;
     return `${which} Select a row to read it in full.`;
   }
@@ -147,7 +147,7 @@ class Samples {
 function drawSamples() {
   if (!data.samples.rows.length) {
     byId("samples-body").append(element("p", { class: "muted" },
-      `No rollouts are here to read (looked in ${data.samples.places.join(", ")}). --rl-dump-dir makes a run write them; report --dump-dir says where they are.`));
+      `No rollouts were found (searched: ${data.samples.places.join(", ")}). --rl-dump-dir makes a run write them; report --dump-dir gives another directory to search.`));
     return;
   }
   new Samples(byId("samples-body"));
@@ -157,7 +157,7 @@ function drawSamples() {
 function drawHeldOut() {
   const { iterations, rows } = data.held_out;
   if (!rows.length) {
-    byId("held-out-body").append(element("p", { class: "muted" }, "No responses to held-out prompts are here: --rl-eval-data makes a run write some."));
+    byId("held-out-body").append(element("p", { class: "muted" }, "This run has no responses to held-out prompts. A run with --rl-eval-data writes them."));
     return;
   }
   const cell = (text) => element("td", { class: "text" }, element("div", { class: "clip" }, text || "(empty)"));

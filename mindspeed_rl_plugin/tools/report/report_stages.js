@@ -83,10 +83,10 @@ class Timeline {
 
   note() {
     const { ranks, ranks_total: total, iterations_left_out: left } = data.timeline;
-    let text = "Wall clock of every rank, one bar a stage; clocks of different machines may be apart.";
+    let text = "Wall-clock time of every rank, one bar per stage. The clocks of different machines may differ.";
     if (data.timeline.processes.length) text += " Below them the generators and the engines that joined; generate of a rank is waiting for their responses then. Dashed lines: weights are published.";
     if (ranks.length < total) text += ` ${ranks.length} of ${total} ranks are shown.`;
-    if (left) text += ` The first ${left} iterations are left out here to keep the file small.`;
+    if (left) text += ` The first ${left} iterations are not shown, to keep the file small.`;
     return text;
   }
 
@@ -112,7 +112,7 @@ class Timeline {
     const events = data.timeline.events.filter((e) => e[2] >= this.range[0] && e[2] <= this.range[1]);
     if (!events.length) return this.holder.replaceChildren(element("p", { class: "muted" }, "No stage ran in these iterations."));
     if (events.length > 6000) {
-      return this.holder.replaceChildren(element("p", { class: "muted" }, `${events.length} stages in this range are too many to tell apart; choose fewer iterations.`));
+      return this.holder.replaceChildren(element("p", { class: "muted" }, `${events.length} stages in this range are too many to draw; choose fewer iterations.`));
     }
     const left = data.timeline.processes.length ? 118 : 58;
     const scale = timeScale(events, left, width - left - 8);
@@ -208,7 +208,7 @@ class StageBars {
     } }, "as share");
     parent.append(element("div", { class: "card" }, element("div", { class: "head" }, element("h3", {}, "Time of each stage"),
       element("div", { class: "controls" }, toggle)),
-    element("p", { class: "about" }, "Seconds per iteration, mean over ranks; where stages overlap, the one that started last counts. Between stages: a rank waits for others, or Megatron logs, saves or evaluates."),
+    element("p", { class: "about" }, "Seconds per iteration, mean over ranks. If stages overlap, the time counts for the stage that started last. Between stages, a rank waits for other ranks, or Megatron logs, saves or evaluates."),
     this.legend, this.holder));
     this.readout(null);
     redrawOnResize(this.holder, (width) => this.draw((this.width = width)));
@@ -287,7 +287,7 @@ function drawMemory(parent) {
     return { name: `peak/${n}`, label: n, x: iterations.filter(has), values: peak[n].filter(has), color: stageColor(k) };
   });
   new LineChart({
-    title: "Memory of each stage", about: `The most that was in use during the stage, on the rank that used most: ${data.run.memory || "memory"}.`,
+    title: "Memory of each stage", about: `Peak during the stage, largest over ranks: ${data.run.memory || "memory"}.`,
     x: iterations, lines, format: bytes, unit: byteUnit(Math.max(...lines.flatMap((l) => minmax(l.values)))), rough: true,
   }).mount(parent);
 }
@@ -309,7 +309,7 @@ function drawStageTable(parent) {
 function drawStages() {
   const body = byId("stages-body");
   if (!data.timeline.events.length) {
-    body.append(element("p", { class: "muted" }, "No stage events are here (events-rank*.jsonl), so there is no timeline, no time and no memory to show."));
+    body.append(element("p", { class: "muted" }, "No stage events are here (events-rank*.jsonl), so there is no timeline and no table of times and memory."));
     return;
   }
   new Timeline(body);
