@@ -15,8 +15,8 @@ from mindspeed_rl_plugin.config.flag import valued
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Sizes of a rollout and of its parts. Of preference pairs, each pair counts as a prompt with two responses, and
-    each optimizer step has its own rollout."""
+    """Sizes of a rollout and of its parts. A preference pair counts as a prompt with two responses; a rollout of pairs
+    is one optimizer step."""
 
     prompts: int  # of one rollout
     members: int  # responses of a prompt
@@ -86,9 +86,9 @@ class Arithmetic:
 
 
 def check_batch(args: argparse.Namespace, trainers: str = "") -> None:
-    """Check that --global-batch-size divides, with arguments that Megatron has not validated yet; does nothing if one
-    is missing or invalid, since Megatron refuses it. trainers: text for the error, how the number of ranks that train
-    was computed. Raises ValueError with the value, the limit and the fix."""
+    """Check that --global-batch-size divides, before Megatron validates its arguments. Missing or invalid sizes are
+    left to Megatron's check. trainers: text for the error, which explains the number of data parallel ranks. Raises
+    ValueError with value, limit and fix."""
     across = math.prod(
         getattr(args, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
     )
@@ -99,7 +99,7 @@ def check_batch(args: argparse.Namespace, trainers: str = "") -> None:
 
 
 def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int) -> Arithmetic:
-    """Check that everything divides and no pair is cut. Raises ValueError naming the value, the limit and the fix."""
+    """The sizes for pairs. Raises ValueError, with value, limit and fix, if a size does not divide or cuts a pair."""
     if micro_batch % 2:
         raise ValueError(
             f"--micro-batch-size {micro_batch} cuts a pair: it counts sequences, and a micro-batch holds the chosen "

@@ -33,7 +33,7 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
         resume_iteration=start.iteration,
         meter=device.memory,
         compares=inputs.algorithm.members > 1,
-        synchronize=device.synchronize_stream,  # not of the device: copies of the offload may overlap stages
+        synchronize=device.synchronize_stream,  # only this stream: copies of the offload may overlap stages
         info={
             "algorithm": inputs.config.algorithm.algorithm,
             "parts": describe(inputs.algorithm),

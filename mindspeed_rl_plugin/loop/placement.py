@@ -1,10 +1,10 @@
 """Which ranks work on which rows, so that a row stays near the rank that trains it: pure functions of ids and lengths.
 
 A group is stored on a machine of the data parallel rank that trains the group's first row. If the pipeline of this data
-parallel rank is on several machines, its groups are distributed over all of them. This uses the memory and the links of
-all machines, and costs only a few percent more bytes than the machine of the last pipeline stage alone, because every
-pipeline stage reads the tokens of all rows. If possible, engines and ranks on the group's machine sample and grade it
-and compute its advantages; but all engines get the same number of rows, and all ranks the same number of groups.
+parallel rank is on several machines, its groups are distributed over them. Compared with storage on the machine of the
+last pipeline stage, this moves a few percent more bytes, but uses the memory and the links of all these machines. It is
+only a few percent because every pipeline stage reads the tokens of all rows. If possible, engines and ranks on a group's
+machine sample and grade it; but all engines get the same number of rows, and all ranks the same number of groups.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Placement:
         return [frozenset(d for d, machines in places if n in machines) for n in range(self.machines)]
 
     def owners(self, plan: Sequence[Step], groups: int) -> np.ndarray:
-        """`[groups]` machine of each group of a rollout that is trained by `plan`: among the machines of its data
-        parallel rank, the machine with the fewest groups so far, divided by its number of ranks."""
+        """`[groups]` machine of each group of a rollout that is trained by `plan`: of the machines of its data
+        parallel rank, the machine with the fewest groups so far for its number of ranks."""
         first: dict[int, tuple[int, int]] = {}
         for step in plan:
             for dp_rank, batches in enumerate(step.micro_batches):

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.stages.table import RENAMED
 
 
 def cut(sizes: Arithmetic, algorithm: Algorithm, max_tokens: int | None) -> dict[str, int | str | None]:
-    """Settings on which the division of a rollout into optimizer steps and the contents of its rows depend. They cannot
+    """Settings that determine the division of a rollout into optimizer steps and the contents of its rows. They cannot
     change in the middle of a rollout."""
     return {
         "--rl-rollout-prompts": sizes.prompts,
@@ -95,7 +95,7 @@ def check_ahead(
     if problems:
         raise ValueError(
             f"the checkpoint of iteration {iteration} holds {many} prompts that were admitted ahead of training, and "
-            f"{'; '.join(problems)}: resume with the former values; a checkpoint after --train-iters holds none"
+            f"{'; '.join(problems)}: resume with the former values; after the last iteration there are none"
         )
 
 
@@ -107,8 +107,8 @@ def check_columns(
     left: int,
     until: int,
 ) -> None:
-    """Refuse rows that lack a column which the update reads; no stage writes it any more. held: columns of each epoch
-    of the rollout; before: `choices` of the run that sampled it, if the checkpoint has them. Raises ValueError."""
+    """Refuse rows that lack a column of the update whose stage has run already. held: columns of each epoch of the
+    rollout; before: `choices` of the run that sampled it, if the checkpoint has them. Raises ValueError."""
     (reads,) = (spec.reads for spec in table if spec.name == "update")
     lacking = [c for c in reads if not all(c in have for have in held)]
     if not lacking:
@@ -133,7 +133,7 @@ def _check_deferred(deferred: Sequence, before: Mapping[str, object], now: Mappi
 
 
 def _check_own(state: Mapping[str, Any], own: Sequence[str]) -> None:
-    """Refuse a change of the user's stages if the checkpoint has deferred groups: these passed the former stages."""
+    """Refuse a change of the user's stages if the checkpoint has deferred groups: they passed the former stages."""
     epochs = {epoch for epoch, _ in state.get("carried", ())}
     held = [epoch["held"] for epoch in state["dock"]["epochs"] if epoch["number"] in epochs] if epochs else []
     if lacking := [column for column in own if not all(column in have for have in held)]:

@@ -25,7 +25,7 @@ def samples(groups: Iterable[Group], members: int) -> list[SampleId]:
 
 
 def by_epoch(groups: Iterable[Group]) -> dict[int, list[int]]:
-    """Epoch -> its numbers of groups; both in rising order."""
+    """Epoch -> indices of its groups; both in rising order."""
     parts: dict[int, list[int]] = {}
     for epoch, group in sorted(groups):
         parts.setdefault(epoch, []).append(group)
@@ -40,7 +40,7 @@ class RolloutPlan:
     queue: (epoch, number of groups) of epochs in the dock that are collected later.
     groups: of the rollout, in training order.
     deferred: groups that are sampled, graded and kept in the dock for the next rollout.
-    lengths: group of the rollout, deferred or just graded -> tokens of each of its rows, with the prompt.
+    lengths: group -> tokens of each of its rows, with the prompt; of `groups`, `deferred` and groups just graded.
     steps: remaining optimizer steps.
     rounds: epoch -> number of its groups, only for epochs of another size than a rollout.
     sizes: of a rollout.
@@ -70,7 +70,7 @@ class RolloutPlan:
         return of_epoch(self.epoch, self.rounds.get(self.epoch, self.sizes.prompts))
 
     def open_next(self, groups: int | None = None) -> int:
-        """Number of a new epoch with so many groups, by default as many as a rollout."""
+        """Number of a new epoch of `groups` groups, by default as many as a rollout has."""
         self.opened += 1
         if groups not in (None, self.sizes.prompts):
             self.rounds[self.opened] = groups

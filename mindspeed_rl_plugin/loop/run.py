@@ -54,7 +54,7 @@ class Run:
         atexit.register(self.close)
 
     def on_reference_loaded(self, model: Any) -> None:
-        """Keep the reference's weights, which the model has now; for pairs only its log-probs if they are on disk."""
+        """Copy the reference's weights, which the model has now. For pairs, log-probs on disk replace the copy."""
         if self.inputs.algorithm.from_pairs:
             self._reference = Reference.of_model(self.inputs, model)
         else:

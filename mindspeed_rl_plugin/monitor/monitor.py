@@ -185,7 +185,7 @@ class Monitor:
             step = max(self._step, self._evaluated)
             step = max(step, self.clock.iteration) if step == self._evaluated else step
             if step == self._evaluated:  # a run that ends in the middle of a rollout, during an evaluation
-                write_line(f"[rl] W&B lacks the evaluation before that of {iteration}; {METRICS_FILE} has it", sys.stdout)
+                write_line(f"[rl] W&B lacks the evaluation before that of {iteration}; see {METRICS_FILE}", sys.stdout)
             self._evaluated = step
             self._wandb.log(numbers | {EVALUATED: iteration}, step)
 

@@ -170,7 +170,7 @@ class RolloutSchedule(Schedule):
 
 
 class SyncSchedule(RolloutSchedule):
-    """One stage after the other; the engine is awake for the stages that need it. evaluation: of the engine."""
+    """One stage after the other; the engine is awake for the stages that need it. evaluation: evaluates it."""
 
     def __init__(
         self, job: Job, stages: Stages, rounds: int, *, colocation: Colocation, evaluation: Evaluate | None
