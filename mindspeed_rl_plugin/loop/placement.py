@@ -3,8 +3,8 @@
 A group is stored on a machine of the data parallel rank that trains the group's first row. If the pipeline of this data
 parallel rank is on several machines, its groups are distributed over them. Compared with storage on the machine of the
 last pipeline stage, this moves a few percent more bytes, but uses the memory and the links of all these machines. It is
-only a few percent because every pipeline stage reads the tokens of all rows. If possible, engines and ranks on a group's
-machine sample and grade it; but all engines get the same number of rows, and all ranks the same number of groups.
+only a few percent because every pipeline stage reads the tokens of all rows. If possible, engines and ranks on the
+machine of a group sample and grade it. Every engine gets an equal number of rows, and every rank of groups.
 """
 
 from __future__ import annotations

@@ -197,8 +197,7 @@ def _value(value: Any) -> Metric:
 
 class LearningWatch:
     """Warns when metrics show that a run learns nothing, or takes too large steps; each warning once.
-    compares: whether the algorithm compares the responses of a prompt, so that nothing is
-    learned from a group of equal rewards."""
+    compares: whether the algorithm compares the responses of a prompt: it learns nothing from equal rewards."""
 
     def __init__(self, compares: bool) -> None:
         self._idle: deque[bool] | None = deque(maxlen=LATEST) if compares else None  # None: warned already, or not used

@@ -29,7 +29,7 @@ class RankContext:
     """All objects that stages may need. Those that the algorithm does not need are None."""
 
     config: RLConfig  # RL flags
-    algorithm: Algorithm  # with `old_logps` by `Inputs.settled`
+    algorithm: Algorithm  # its `old_logps` is set by `Inputs.settled`
     forward: ForwardSettings  # how batches become the model's inputs
     data: PromptStream | PairStream  # prompts or pairs to train on
     members: int  # rows of a group

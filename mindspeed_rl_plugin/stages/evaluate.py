@@ -180,8 +180,8 @@ def scored_rows(
 
 
 SUMS = ("prompts", "solved", "reward", "tokens", "truncated", "pass_1", "pass_k", "errors", "environment_failed")
-"""Sums over prompts: 1; of the greedy response whether it is solved, reward, tokens, whether it was cut; estimates of
-pass@1 and pass@k. Last, numbers of responses whose grader failed, and of those whose environment failed."""
+"""Number of prompts, and sums over them: of the greedy response whether it is solved, reward, tokens, whether it is
+cut; pass@1 and pass@k. Last, numbers of responses whose grader failed, and whose environment failed."""
 
 
 def sums_of(scored: Sequence[Scored], samples: int) -> list[float]:

@@ -100,9 +100,7 @@ class ResponseValidator:
         )
         yield of, ~torch.isin(versions, known), text, versions
         newest = bound.newest if bound.pinned else "the newest"
-        text = (
-            f"version {{}} may not sample this row, only versions {bound.oldest} to {newest} may; pull one of these"
-        )
+        text = f"version {{}} may not sample this row, only versions {bound.oldest} to {newest} may; pull one of these"
         yield of, torch.tensor([not bound.allows(version) for version in versions.tolist()]), text, versions
         least = torch.full_like(rows["version"], 2**62).scatter_reduce(0, of, versions, "amin")
         text = "version is {}, but the oldest version of the segments is {}"

@@ -27,7 +27,7 @@ class StageSpec:
     leases: bool = True  # False: it only looks at rows (`Stage.look`), and is no worker state of the dock
     # flags that decide whether it writes its columns; for messages at a resume with other flags
     flags: tuple[str, ...] = ()
-    # makes the stage on this rank from its declaration after `resolved`
+    # makes the stage on this rank, from the declaration that `resolved` returned
     build: Build | None = field(default=None, compare=False, repr=False)
     # column that several stages write -> its name in the dock, for reading and for writing
     stored: Mapping[str, str] = field(default_factory=dict)

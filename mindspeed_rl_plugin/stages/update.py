@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # they import Megatron, which the stage table must not need
     from mindspeed_rl_plugin.update.step import MegatronStep
     from mindspeed_rl_plugin.update.value_step import ValueStep
 
-GRAD_NORM = 5  # place in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
-OPTIMIZER, SCHEDULER, MODEL_CONFIG = 3, 4, 5  # places among its arguments; `step.run` makes those at 0 and 1
+GRAD_NORM = 5  # index in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
+OPTIMIZER, SCHEDULER, MODEL_CONFIG = 3, 4, 5  # indices of its arguments; `step.run` makes arguments 0 and 1
 # Columns for every pipeline stage: inputs of the model, and which rows count.
 FEEDS = ("tokens", "loss_mask", "valid", "multiplicity")
 Stepped = tuple[tuple, dict[str, float]]  # result of Megatron's step, and metrics by the names of `monitor.names`

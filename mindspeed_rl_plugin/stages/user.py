@@ -32,7 +32,7 @@ from mindspeed_rl_plugin.workers.child import describe
 from mindspeed_rl_plugin.workers.user_files import load_function
 
 WRITABLE = {column.name: column for column in (reward.REWARD, select.VALID)}
-# Errors of a user's code at the start.
+# Errors that a user's code may raise at the start.
 RAISED = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
     SyntaxError, TypeError, ValueError,

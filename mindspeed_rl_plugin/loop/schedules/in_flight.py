@@ -97,7 +97,7 @@ class InFlight:
         return sum(newer > version for newer in self.versions)
 
     def _late(self, later: int) -> int:
-        """Number of groups that would be left after this rollout, but must be trained at most `later` rollouts later."""
+        """Number of groups that this rollout would leave, but that must be trained at most `later` rollouts later."""
         due = [group for group, begun in self.started.items() if begun + self.staleness <= self.rollout + later]
         finished = sum(not self.unfinished.get(group) for group in due)
         return len(due) - min(finished, self.prompts)
