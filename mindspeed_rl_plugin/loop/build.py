@@ -29,7 +29,7 @@ def build_loop(
     inputs = inputs.settled()
     flags, at = inputs.config.schedule, RankParts.of(inputs, model, start)
     colocation = None
-    if not flags.apart:
+    if not flags.apart:  # the engines run on the ranks that train
         of_rank = {"rank": at.job.topology.rank, "peers": at.docks.engines.peers, "stage": at.job.monitor.stage}
         colocation = Colocation.of(inputs, model, optimizer, critic, **of_rank)
     trainer = MegatronTrainer.of(inputs, model, make_publisher(at, model) if flags.apart else None)

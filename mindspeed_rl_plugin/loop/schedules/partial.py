@@ -74,8 +74,8 @@ class PartialSchedule(SyncSchedule):
         """The groups in flight, with the tokens of unfinished responses."""
         generate = self.stages["generate"]
         begun = generate.begun if generate.engine.leader else {}
-        whole = {sample: c for sample, c in begun.items() if c.resumable}
-        begun = [_packed(c) for part in self.job.ranks.gather(whole) for c in part.values()]
+        mine = {sample: c for sample, c in begun.items() if c.resumable}
+        begun = [_packed(c) for part in self.job.ranks.gather(mine) for c in part.values()]
         return {"making": {**self.in_flight.state(), "begun": begun}}
 
     def load(self, state: Mapping[str, Any]) -> None:

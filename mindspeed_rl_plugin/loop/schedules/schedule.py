@@ -128,10 +128,10 @@ class RolloutSchedule(Schedule):
         while True:
             graded = self._round()
             plan.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
-            whole, selection = rounds.add(graded), rounds.selection
+            complete, selection = rounds.add(graded), rounds.selection
             self._drop(selection.dropped)
             plan.deferred = selection.deferred
-            if whole:
+            if complete:
                 plan.use(selection.trained, rounds.steps)
                 return rounds.metrics()
             if rounds.dropped and job.topology.leader:
