@@ -10,7 +10,7 @@ from torch.nn import Module
 
 @dataclass(frozen=True)
 class Topology:
-    """Numbers of one rank.
+    """Ranks and indices of one process.
 
     rank, world: this rank among the ranks that train, and their number.
     dp_rank, dp_size: data parallel rank in training, and number of data parallel ranks.

@@ -40,8 +40,8 @@ class StageSpec:
 
 
 def resolved(specs: Sequence[StageSpec]) -> list[StageSpec]:
-    """The stages, in order, with all columns that each reads. A column that several stages write gets several names in
-    the dock.
+    """The stages, in order, each with all columns that it reads. A column that several stages write gets several names
+    in the dock.
 
     Each stage reads what the nearest writer before it wrote. The last writer's column keeps its name; the column of an
     earlier writer is stored as `name@stage`.

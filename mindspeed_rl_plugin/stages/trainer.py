@@ -24,8 +24,8 @@ class Trainer(Protocol):
         pulls from it."""
 
     def publish(self, version: int) -> Published:
-        """Copy this rank's shard into host memory under a version, which counts optimizer steps and rises. From then on
-        other processes may read it. Returns seconds and bytes. Raises ValueError, on all ranks, for weights that are
+        """Copy this rank's shard into host memory, for other processes to read. version: number of optimizer steps so
+        far, higher than before. Returns seconds and bytes. Raises ValueError, on all ranks, for weights that are
         not finite, or that differ from the plan."""
 
     def refuse_broken(self) -> None:

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.rows import Rows, SampleId
 from mindspeed_rl_plugin.service.job_service import called
 
-SILENT_SECONDS = 60.0  # without a report, until a warning; engines report twice a second, but not within a step
+SILENT_SECONDS = 60.0  # time without a report before a warning; engines report twice a second, but not within a step
 
 
 class Engines:
