@@ -64,7 +64,7 @@ def test_a_plan_ends_with_a_conclusion(capsys):
 def test_columns_and_equation_3_are_explained(capsys):
     """Of 15.23 GB tp4 holds 3.81 a device; the engine the same, so that nothing is in flight."""
     out = printed(capsys, *SEVEN)
-    assert "reshard peak: weights 3.81, engine's weights 3.81, and in allgather the whole model 15.23; " in out
+    assert "reshard peak: weights 3.81, engine's weights 3.81, and in allgather the complete model 15.23; " in out
     assert "= 7.62 GB of redundant weights in all, R / GDP = 3.81 GB" in out
     assert "offload of the weights: 0.15 s" in out  # 3.81 GB at 25 GB/s
     assert "stream receives nothing" in out and "times" not in out
@@ -90,7 +90,7 @@ def test_engines_need_no_tp(capsys):
     )
     experts = ["--model", "qwen3-30b-a3b", "--train", "tp2,ep2,dp2", "--generate"]
     assert "engines 2 x (tp1 ep2: 2 ranks)" in printed(capsys, *experts, "ep2")
-    for words, message in (("dp2", "4 ranks have 4 engines and 4 data parallel ranks"), ("ep3", "engines of 3 ranks")):
+    for words, message in (("dp2", "dp2 is wrong; 4 ranks: give the number"), ("ep3", "an engine of 3 ranks")):
         assert plan.main([*experts, words]) == 1
         err = capsys.readouterr().err
         assert f"plan: --generate {words}: {message}" in err and len(err.splitlines()) == 1

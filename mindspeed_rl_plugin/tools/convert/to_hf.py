@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--config", type=Path, help="config.json to use (default: from saved arguments)")
     parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer is copied")
-    parser.add_argument("--rl-trust-remote-code", action="store_true", help="run code of config and tokenizer, for checks")
+    parser.add_argument("--rl-trust-remote-code", action="store_true", help="run code of config and tokenizer to check")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in GB (default: 5)")
     return run(parser, argv, export)
 
