@@ -31,7 +31,7 @@ A: advantage. sg(y): y without gradient.
 r: exp(logp - logp_old). logp_old: log-prob by the policy at the start of the update.
 low, high: of a loss -low/+high (--rl-clip-low, --rl-clip-high); of a correction as printed.
 c: --rl-dual-clip; in the value loss --rl-value-clip.
-x: logp_ref - logp. w: exp(logp_old - logp_rollout).
+x: logp_ref - logp, so k1 is logp - logp_ref. w: exp(logp_old - logp_rollout).
 constant length: --rl-max-response-length.
 h: (logp - logp_ref) of the chosen answer minus (logp - logp_ref) of the rejected answer.
 ls: --rl-dpo-label-smoothing."""

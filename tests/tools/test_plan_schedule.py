@@ -193,7 +193,7 @@ def test_a_run_that_tells_nothing_of_decode_steps_and_one_whose_engines_change(t
     folder = run_of(tmp_path / "rl")
     record = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({"setup": record["setup"] | {"schedule": "async"}}))
-    assert "a decode step takes 0 ms by these runs or options" in said("--from", folder, status=1)
+    assert "these runs or options give a decode step of 0 ms" in said("--from", folder, status=1)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     lines = [json.dumps(json.loads(line) | {"engines": 2.0 + (n == 4)}) + "\n" for n, line in enumerate(lines)]
     (folder / "metrics.jsonl").write_text("".join(lines))

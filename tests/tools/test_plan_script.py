@@ -81,7 +81,7 @@ def test_a_script_of_a_run_needs_no_more_words(planned, tmp_path):
     tokenizers(tmp_path)
     out = planned(f"{PLAIN} --add-qkv-bias --tensor-model-parallel-size 2 --tokenizer-name-or-path tokenizer")
     assert "engines 8 x (tp1 ep1: 1 ranks), on ranks 0 to 7" in out and "4 ranks per node" in out
-    assert "--rl-generate-tp: engines of one rank" in out
+    assert "--rl-generate-tp, so engines have 1 rank" in out
     run = read_script(tmp_path / "train.sh")
     assert (run.shape.vocab, run.shape.padded_vocab, run.node) == (3, 256, 4)
     # float32: four layers with attention, MLP, bias and norms; a tied embedding of 3 rows; the last norm

@@ -136,7 +136,7 @@ def not_exercised(
         (launch.skipped, "commands of the script that were not run:"),
         *((True, f"    {_cut(command, 160)}") for command in launch.skipped),
         (not launch.confined, "this kernel has no Landlock: what the script ran could write anywhere"),
-        (launch.missing, f"files and folders that the script names and that do not exist here: {' '.join(launch.missing)}"),
+        (launch.missing, f"files and folders that the script names, but are not here: {' '.join(launch.missing)}"),
         (variables, f"environment variables without effect here: {' '.join(variables)}"),
         (absent, f"Python modules that are not installed, and not called: {' '.join(sorted(absent))}"),
         (launch.started > 1, f"the script starts {launch.started} trainings; only the first was rehearsed"),
