@@ -25,7 +25,7 @@ from mindspeed_rl_plugin.tools.text_table import aligned
 FORMULA_LEGEND = """\
 [T], [P]: one number per trained token, per pair.
 R: reward of a response, minus its KL cost. mean_g, std_g, N: over the N responses of its prompt.
-rho_t: reward of token t, minus its KL cost: the last token has the reward of the response (or of each turn).
+rho_t: reward of token t, minus its KL cost. Only the last token of a response (or turn) has a reward.
 V_t: the critic's value before token t. v: this value now; v_old: in the rollout.
 A: advantage. sg(y): y without gradient.
 r: exp(logp - logp_old). logp_old: log-prob by the policy at the start of the update.

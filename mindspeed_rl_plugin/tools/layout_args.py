@@ -85,7 +85,7 @@ def engine_layout_of(text: str, world: int) -> tuple[EngineParallel, int]:
     dp = sizes.pop("dp", None)
     engine = EngineParallel(**sizes)
     if world % engine.ranks:
-        raise ValueError(f"--generate {text}: an engine of {engine.ranks} ranks cannot divide {world} ranks")
+        raise ValueError(f"--generate {text}: {world} ranks are no multiple of the {engine.ranks} ranks of an engine")
     if dp is not None and dp not in (world // engine.ranks, world // engine.tp):
         raise ValueError(
             f"--generate {text}: dp{dp} is wrong; {world} ranks: give the number of engines, {world // engine.ranks}, "

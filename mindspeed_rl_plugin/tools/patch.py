@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         description="Check, add or remove one line in pretrain_gpt.py of Megatron-LM or MindSpeed-LLM, without git.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", metavar="DIR", help="exit status 0: DIR has the line, 1: it has not, 2: no match")
+    what.add_argument("--check", metavar="DIR", help="exit status: 0 if DIR has the line, 1 if not, 2 if it is unknown")
     what.add_argument("--apply", metavar="DIR", help="add the line")
     what.add_argument("--revert", metavar="DIR", help="remove the line")
     options = parser.parse_args(argv)
@@ -102,7 +102,7 @@ def inspect(directory: str) -> tuple[bool, str, int]:
 
 
 def _release(folder: Path) -> tuple[str, str]:
-    """Upstream project in a folder, and its version. Raises ValueError if either is unknown."""
+    """Upstream project in a folder, and its version. Raises ValueError for another project or Megatron version."""
     if (folder / "mindspeed_llm").is_dir():
         setup = folder / "setup.py"
         text = setup.read_text(encoding="utf-8") if setup.is_file() else ""

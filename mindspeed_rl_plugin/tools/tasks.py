@@ -1,6 +1,6 @@
 """`python -m mindspeed_rl_plugin tasks verifiers:ID`: writes the tasks of a `verifiers` environment to a data file.
 
-Each line has `answer`, `verifiers` (the task, from which prompts are rendered) and `prompt` (for readers and limits).
+Each line has `answer`, `verifiers` (the task, which is rendered) and `prompt` (for readers and length limits).
 """
 
 from __future__ import annotations

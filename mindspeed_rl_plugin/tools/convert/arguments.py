@@ -21,7 +21,7 @@ _OTHER_NAME = {
 
 def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[str, Any]) -> argparse.Namespace:
     """Arguments that describe the model and its layout; `from_megatron_args` of `ModelShape` and `Parallel` read them.
-    A field that they cannot express is dropped without an error; `engine.hf_config.compare_configs` finds it."""
+    Fields of the config that have no argument are dropped; `engine.hf_config.compare_configs` finds them."""
     c = normalized(config)
     model = dict(
         num_layers=shape.layers + len(parallel.noop),

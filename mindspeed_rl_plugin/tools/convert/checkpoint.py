@@ -97,7 +97,7 @@ class Checkpoint:
         for i in range(vpp):
             chunk = state.get(f"model{i}" if vpp > 1 else "model")
             if chunk is None:
-                raise ValueError(f"{path} does not hold the state of all model chunks, {vpp}")
+                raise ValueError(f"{path} does not hold the state of all {vpp} model chunks")
             left = mtp_only(any(name.startswith("mtp.") for name in chunk), first_stage and i == 0)
             for name, value in chunk.items():
                 if isinstance(value, Tensor) and not _OTHER.match(name) and not name.startswith(left):

@@ -30,13 +30,13 @@ from mindspeed_rl_plugin.weights.live import differences, raise_if
 def main(argv: list[str]) -> int:
     """Run `export`. Returns 0, or 1 with a message."""
     parser = make_parser("export", "Megatron checkpoint (torch or torch_dist)", "directory of the Hugging Face model")
-    parser.add_argument("--iteration", type=int, help="of the checkpoint (default: the latest)")
+    parser.add_argument("--iteration", type=int, help="iteration to export (default: the latest)")
     parser.add_argument(
-        "--vocab", type=int, help="rows of the embedding that are tokens (default: by --config, args, --tokenizer)"
+        "--vocab", type=int, help="embedding rows that are tokens (default: by --config, as saved, or by --tokenizer)"
     )
     parser.add_argument("--config", type=Path, help="config.json to use (default: from saved arguments)")
     parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer is copied")
-    parser.add_argument("--rl-trust-remote-code", action="store_true", help="run code of config and tokenizer to check")
+    parser.add_argument("--rl-trust-remote-code", action="store_true", help="run the model's own code to check files")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in GB (default: 5)")
     return run(parser, argv, export)
 
@@ -83,8 +83,8 @@ def export(options: argparse.Namespace) -> str:
 def _tokens(
     args: argparse.Namespace, config: Path | None, folders: Sequence[Path], vocab: int
 ) -> tuple[dict[str, Any], str]:
-    """Ids of special tokens for config.json, and a line that names the source of the end tokens. Sources, the first
-    that names a token counts: config (--config), folders, the imported model."""
+    """Ids of special tokens for config.json, and a line that names the source of the end tokens. Of the
+    sources config (--config), folders and imported model, the first that names a token counts."""
     sources = [(str(config), config_tokens(config))] if config else []
     sources += [(str(folder), model_tokens(folder)) for folder in folders]
     sources.append(("the imported model", getattr(args, "hf_tokens", None) or {}))

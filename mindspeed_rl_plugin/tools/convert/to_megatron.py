@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--noop-layers", metavar="61,62", help="numbers of layers that do nothing, as in MindSpeed")
     folded = "two model chunks on each pipeline stage, placed as MindSpeed's dualpipev does"
     parser.add_argument("--schedules-method", choices=("dualpipev",), help=folded)
-    parser.add_argument("--impl", choices=IMPLS, default="local", help="which names of parameters (default: local)")
+    parser.add_argument("--impl", choices=IMPLS, default="local", help="layer specs of the run (default: local)")
     parser.add_argument("--experts", choices=EXPERTS, default="sequential", help="their storage (default: sequential)")
     parser.add_argument("--pad", type=int, default=128, help="--make-vocab-size-divisible-by (default: 128)")
     return run(parser, argv, import_)

@@ -112,7 +112,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> PlannedRun:
-    """The planned run: that of the script, or of a model and a layout, changed by other options."""
+    """The planned run of the script, or of --model and --train, changed by the other options."""
     if options.script and (options.model or options.train or options.world):
         raise ValueError("a script has its own model, layout and world; leave out --model, --train and --world")
     run = read_script(options.script, options.vocab) if options.script else _run_of_model(options)

@@ -79,7 +79,7 @@ def read_script(path: Path, vocab: int | None = None) -> PlannedRun:
 
 def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: Path = Path()) -> PlannedRun:
     """The planned run of these arguments on `world` ranks. vocab: size of the vocabulary; None: that of the script or
-    of its tokenizer; folder: in which relative paths begin."""
+    of its tokenizer; folder: relative paths start here."""
     args = _namespace(flags)
     args.world_size = world
     if problem := unbuilt_family(args):

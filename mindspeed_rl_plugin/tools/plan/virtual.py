@@ -38,7 +38,7 @@ class Responses:
     """Properties of responses."""
 
     length: Callable[[int, int, Random], int]  # (row of the data, member, random numbers) -> tokens
-    grading: Callable[[Random], float] = lambda rng: 0.0  # seconds of a call that grades one
+    grading: Callable[[Random], float] = lambda rng: 0.0  # seconds of a grading call
     together: float = 1.0  # concurrent calls in a reward worker
     rows: int = 0  # number of rows of the data, shuffled in each epoch; 0: no row comes twice
     informative: float = 1.0  # share of groups whose rewards differ

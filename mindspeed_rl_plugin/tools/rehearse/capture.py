@@ -3,7 +3,7 @@
 The script runs in bash, in the current directory, with the stand-ins of `standins.sh`. A launch is recorded and starts
 nothing. Commands with effects outside the rehearsal's folder are listed and not run. A `source` or `cd` to a missing
 path is recorded and skipped. All other commands run. If the kernel has Landlock (`confine.py`), they can change no
-file outside of the rehearsal; without it only `>` is limited, which does not replace existing files.
+file outside of the rehearsal; without it only `>` is limited: it replaces no existing file.
 """
 
 from __future__ import annotations

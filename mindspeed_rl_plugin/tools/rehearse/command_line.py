@@ -28,7 +28,7 @@ class Flags:
 
     @classmethod
     def parse(cls, argv: Iterable[str]) -> Flags:
-        """Split tokens into flags, which begin with `--`, and values. Raises ValueError if they begin with none."""
+        """Split tokens into flags (they begin with `--`) and values. Raises ValueError if the first is no flag."""
         values: dict[str, tuple[str, ...]] = {}
         flag = ""
         for token in argv:

@@ -90,8 +90,8 @@ def replace_mindspeed_llm(flags: Flags) -> None:
 
 
 def ranks_of_split(flags: Flags) -> int:
-    """Number of processes for parallel sizes of two where the script has sizes above 1: 2, or 4 if it has several
-    such sizes."""
+    """Number of processes of the rehearsal: 4 if the script has several parallel sizes above 1, since each of them
+    becomes 2; else 2."""
     sizes = ("tensor-model", "context", "pipeline-model", "expert-model")
     return 2 if sum(flags.number(f"--{size}-parallel-size", 1) > 1 for size in sizes) < 2 else 4
 
