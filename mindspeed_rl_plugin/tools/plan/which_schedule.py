@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add("--world", type=int, help="ranks in all (default: those of the script or run)")
     add("--node", type=int, default=8, help="ranks of a machine (default: %(default)s)")
     add("--staleness", type=int, help="--rl-max-staleness (default: that of the script or run)")
-    add("--response-tokens", type=float, help=f"mean of a response (default: as in the run, or {MEAN_FILL:g} of the limit)")
+    add("--response-tokens", type=float, help=f"mean length (default: as in the run, or {MEAN_FILL:g} of the limit)")
     add("--prompt-tokens", type=int, help="mean length of a prompt (default: the run's, else that of the script's "
         "data, or 0)")  # fmt: skip
     add("--tail", type=float, help=f"sigma of lognormal lengths (default: the run's, or {TAIL_SIGMA:g})")
