@@ -3,7 +3,7 @@
 If the script has `import mindspeed.megatron_adaptor`, put this line before it: MindSpeed's adaptor reads flags that RL
 must remove first. The import registers the plugin's flags and applies the patch table; without `--rl-algorithm` on the
 command line nothing changes. In a job with `--rl-generators` the last ranks generate inside this import, until the job
-ends. A repeat, after the runner or a patch from `patches/`, has no effect.
+ends. If the runner or a patch from `patches/` has imported this module before, the line has no effect.
 """
 
 from mindspeed_rl_plugin.checks import early

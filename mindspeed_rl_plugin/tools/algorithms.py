@@ -24,16 +24,16 @@ from mindspeed_rl_plugin.tools.text_table import aligned
 
 FORMULA_LEGEND = """\
 [T], [P]: one number per trained token, per pair.
-R: reward of a response. mean_g, std_g, N: over the N responses of its prompt.
-rho_t: reward of token t, which is R at the last one, less the KL there.
-V_t: the critic's value before token t. v, v_old: that value now, and in the rollout.
-A: advantage. sg: without gradient.
-r: exp(logp - logp_old), old being the policy that the update starts from.
-low, high: the -/+ beside a loss, --rl-clip-low and --rl-clip-high.
-c: --rl-dual-clip, of values --rl-value-clip.
+R: reward of a response, minus its KL cost. mean_g, std_g, N: over the N responses of its prompt.
+rho_t: reward of token t, minus its KL cost. Only the last token of a response (or turn) has a reward.
+V_t: the critic's value before token t. v: this value now; v_old: in the rollout.
+A: advantage. sg(y): y without gradient.
+r: exp(logp - logp_old). logp_old: log-prob by the policy at the start of the update.
+low, high: of a loss -low/+high (--rl-clip-low, --rl-clip-high); of a correction as printed.
+c: --rl-dual-clip; in the value loss --rl-value-clip.
 x: logp_ref - logp, so k1 is logp - logp_ref. w: exp(logp_old - logp_rollout).
 constant length: --rl-max-response-length.
-h: logp - logp_ref of the chosen answer less that of the rejected one.
+h: (logp - logp_ref) of the chosen answer minus (logp - logp_ref) of the rejected answer.
 ls: --rl-dpo-label-smoothing."""
 
 PRESET_HEAD = ("preset", "advantage", "loss", "aggregation", "KL in loss", "KL in reward")
@@ -43,10 +43,10 @@ WIDTH = 100  # columns of a terminal
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_rl_plugin algorithms",
-        description="Presets of --rl-algorithm, and the parts that they and the flags choose from.",
+        description="Presets of --rl-algorithm, and all parts (losses and others) that presets and flags can choose.",
     )
     parser.parse_args(argv)
-    print("--rl-algorithm NAME chooses a row; the flag of a part wins over it. KL: coefficient x estimator\n")
+    print("--rl-algorithm NAME chooses a row; the flag of a part overrides it. KL: coefficient x estimator\n")
     head, *rows = aligned([PRESET_HEAD, *map(preset_row, ALGORITHMS)], len(PRESET_HEAD))
     print(head)
     for name, row in zip(ALGORITHMS, rows, strict=True):
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def preset_row(name: str) -> tuple[str, ...]:
-    """The cells of one preset, resolved without other flags."""
+    """The cells of one preset, with no other flags given."""
     preset = resolve(AlgorithmConfig(algorithm=name))
     return (
         name,
@@ -76,7 +76,7 @@ def preset_row(name: str) -> tuple[str, ...]:
 
 
 def parts() -> Iterable[tuple[str, Mapping[str, tuple[Callable, str]]]]:
-    """(title with its flag, name -> (function, default settings)) of every kind of part."""
+    """For every kind of part: title with its flag, and name -> (function, default settings)."""
     c = AlgorithmConfig()
     settings = {"group-norm": f"eps {c.advantage_eps:g}", "reinforce++": f"gamma {c.gamma:g}"}
     settings |= {"gae": f"gamma {c.gamma:g}, lambda {c.gae_lambda:g}", "pow": f"p {c.filtration_power:g}"}
@@ -115,5 +115,5 @@ def _bounds(name: str) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Indented lines below the name that they explain."""
+    """A text as indented lines, to be printed below a name."""
     return textwrap.wrap(text, WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 6, break_on_hyphens=False)

@@ -24,7 +24,7 @@ _TIED = {"tied": True}
 _QWEN3_MOE = {"experts": 128, "expert_ffn": 768}
 _DEEPSEEK_EXPERTS = {"experts": 256, "expert_ffn": 2048, "shared_ffn": 2048, "dense_layers": (0, 1, 2)}
 _DEEPSEEK_EXPERTS |= {"q_lora": 1536, "kv_lora": 512, "nope": 128, "rope": 64, "value": 128}
-# family; layers, hidden, heads, groups, head_dim, ffn, vocabulary; more
+# name -> family, then layers, hidden, heads, groups, head_dim, ffn, vocab of `ModelShape`, then its further fields
 MODELS = {
     "llama3.1-8b": ("llama", (32, 4096, 32, 8, 128, 14336, 128256), {}),
     "llama3.1-70b": ("llama", (80, 8192, 64, 8, 128, 28672, 128256), {}),
@@ -46,14 +46,14 @@ _CONFIG_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_l
 
 
 def check_least(options: Namespace, least: int, *names: str) -> None:
-    """Raise ValueError, with its name, for the first of these options that is too small."""
+    """Raise ValueError for the first of the options `names` that is less than `least`."""
     for name in names:
         if (value := getattr(options, name)) is not None and value < least:
             raise ValueError(f"{spelt(name)} must be at least {least}, got {value}")
 
 
 def parse_sizes(text: str, known: tuple[str, ...], flag: str) -> dict[str, int]:
-    """Sizes of "tp4,pp2". Raises ValueError with the flag, the word and the known names."""
+    """Sizes by name, from a text such as "tp4,pp2". Raises ValueError for an unknown name."""
     sizes: dict[str, int] = {}
     for word in filter(None, re.split(r"[,\s]+", text)):
         match = re.fullmatch(r"([a-z]+)(\d+)", word)
@@ -66,8 +66,8 @@ def parse_sizes(text: str, known: tuple[str, ...], flag: str) -> dict[str, int]:
 
 
 def train_layout(text: str, world: int | None) -> Parallel:
-    """The trainer's layout; the world is computed from dp if it is not given. Raises ValueError when dp and the world
-    disagree, or sizes do not divide."""
+    """The trainer's layout. world: number of ranks; None: computed from the sizes. Raises ValueError if dp is wrong for
+    this number of ranks, or if the other sizes do not divide it."""
     sizes = parse_sizes(text, TRAIN, "--train")
     dp, first, last = (sizes.pop(name, None) for name in ("dp", "first", "last"))
     replica = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
@@ -79,26 +79,26 @@ def train_layout(text: str, world: int | None) -> Parallel:
 
 
 def engine_layout_of(text: str, world: int) -> tuple[EngineParallel, int]:
-    """Layout of one engine, and number of engines. dp counts engines, or their data parallel ranks, and is only
-    checked."""
+    """Layout of one engine, and number of engines. dp in `text` is only checked: it must be the number of engines, or
+    of data parallel ranks in all of them."""
     sizes = parse_sizes(text, _ENGINE_SIZES, "--generate")
     dp = sizes.pop("dp", None)
     engine = EngineParallel(**sizes)
     if world % engine.ranks:
-        raise ValueError(f"--generate {text}: engines of {engine.ranks} ranks do not divide {world} ranks")
+        raise ValueError(f"--generate {text}: {world} ranks are no multiple of the {engine.ranks} ranks of an engine")
     if dp is not None and dp not in (world // engine.ranks, world // engine.tp):
         raise ValueError(
-            f"--generate {text}: {world} ranks have {world // engine.ranks} engines and {world // engine.tp} data "
-            f"parallel ranks of tp {engine.tp}, not {dp}"
+            f"--generate {text}: dp{dp} is wrong; {world} ranks: give the number of engines, {world // engine.ranks}, "
+            f"or the number of their data parallel ranks of tp{engine.tp}, {world // engine.tp}"
         )
     return engine, world // engine.ranks
 
 
 def check_experts(shape: ModelShape, text: str, flag: str) -> None:
-    """Raise ValueError for a layout with ep, such as tp4,ep8, and a model without experts."""
+    """Raise ValueError if the layout in `text`, such as tp4,ep8, has ep and the model has no experts."""
     spread = re.search(r"\bep([2-9]|[1-9]\d+)\b", text)
     if spread and not shape.experts:
-        raise ValueError(f"{flag}: family {shape.family} has no experts that {spread[0]} could spread; leave it out")
+        raise ValueError(f"{flag}: leave {spread[0]} out; a model of family {shape.family} has no experts")
 
 
 def check_train(shape: ModelShape, train: Parallel, flag: str) -> None:
@@ -118,14 +118,14 @@ def check_train(shape: ModelShape, train: Parallel, flag: str) -> None:
 def check_engine(shape: ModelShape, engine: EngineParallel, flag: str) -> None:
     check_experts(shape, f"ep{engine.ep}", flag)
     if engine.ep > max(shape.experts, 1):
-        raise ValueError(f"{flag}: there are {shape.experts} experts for ep {engine.ep} ranks; choose fewer")
+        raise ValueError(f"{flag}: ep{engine.ep} is more than the number of experts, {shape.experts}; lower it")
     with _explained(flag, shape, engine.tp, lambda tp: engine_layout(shape, EngineParallel(tp), 0)):
         engine_layout(shape, engine, 0)
 
 
 @contextmanager
 def _explained(flag: str, shape: ModelShape, tp: int, cut: Callable[[int], object]) -> Iterator[None]:
-    """Add to a ValueError of the block the flag and, if tp is wrong, the sizes for which `cut` does not raise."""
+    """Add the flag to a ValueError of the block. If `cut` raises for this tp, add each tp for which it does not."""
     try:
         yield
     except ValueError as error:
@@ -139,12 +139,12 @@ def _explained(flag: str, shape: ModelShape, tp: int, cut: Callable[[int], objec
 
 
 def model_shape(text: str, multiple: int) -> ModelShape:
-    """A published model by name, or that of a config.json; multiple: Megatron pads the vocabulary to it."""
+    """Shape of the model of this name or config.json; the vocabulary is padded to a multiple of `multiple`."""
     path, flag = Path(text), f"--model {text}"
     if path.exists():
         return shape_of(read_config(path, flag), multiple, flag)
     if text.lower() not in MODELS:
-        raise ValueError(f"{flag}: neither a config.json, nor a folder with one, nor one of {', '.join(MODELS)}")
+        raise ValueError(f"{flag}: no such path; give a config.json, its folder, or one of {', '.join(MODELS)}")
     family, sizes, more = MODELS[text.lower()]
     return ModelShape(family, *sizes, padded_vocab=_padded(sizes[-1], multiple), **more)
 
@@ -154,7 +154,7 @@ def _padded(vocab: int, multiple: int) -> int:
 
 
 def read_config(path: Path, flag: str) -> dict[str, Any]:
-    """A config.json, or that of a folder. Raises ValueError, with its path, for an invalid file."""
+    """Contents of a config.json. path: of this file or of its folder. Raises ValueError if it is missing or invalid."""
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ValueError(f"{flag}: {path} is missing; give the folder of a Hugging Face model")
@@ -162,16 +162,16 @@ def read_config(path: Path, flag: str) -> dict[str, Any]:
 
 
 def shape_of(config: Mapping[str, Any], multiple: int, flag: str) -> ModelShape:
-    """Shape of a config.json, its vocabulary padded to a multiple. Raises ValueError for a missing field or an invalid
-    size."""
+    """Shape of the model of a config.json, with the vocabulary padded to a multiple of `multiple`. Raises ValueError
+    for a missing field or an invalid size."""
     for name in _CONFIG_SIZES if family_of(config) else ():
         if name not in config:
-            raise ValueError(f"{flag}: config.json has no {name}; is it that of a plain language model?")
+            raise ValueError(f"{flag}: config.json has no {name}; give the config.json of a text-only language model")
         if not isinstance(config[name], int) or config[name] < 1:
-            raise ValueError(f"{flag}: {name} of config.json is {config[name]!r}; it must be a number from 1 on")
+            raise ValueError(f"{flag}: {name} of config.json is {config[name]!r}; it must be an integer of at least 1")
     try:
         return ModelShape.from_hf_config(config, _padded(config.get("vocab_size", 1), multiple))
     except KeyError as error:
-        raise ValueError(f"{flag}: config.json has no {error.args[0]}; is it that of this family?") from None
+        raise ValueError(f"{flag}: config.json has no {error.args[0]}, which a model of its family needs") from None
     except (TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{flag}: config.json has sizes that are no numbers from 1 on ({error})") from None
+        raise ValueError(f"{flag}: sizes in config.json must be numbers of at least 1 ({error})") from None

@@ -1,6 +1,6 @@
 """`python -m mindspeed_rl_plugin patch`: check, apply or revert the import line in an upstream checkout.
 
-`patches/` holds the same rows as zero-context diffs (a test keeps them equal), for `git apply --unidiff-zero`.
+`patches/` has a diff without context lines for each row of `TREES`, for `git apply --unidiff-zero` (a test compares).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ SCRIPT = "pretrain_gpt.py"
 
 
 class Tree(NamedTuple):
-    """One upstream release whose entry script can carry the line."""
+    """Upstream releases whose entry script has `ANCHOR` at the same line."""
 
     kind: str  # "Megatron-LM" or "MindSpeed-LLM"
-    release: str  # branch or tag
-    line: int  # number of the line `ANCHOR` in that release, from 1
-    diff: str  # name in `patches/`
+    release: str  # branches or tags
+    line: int  # number of the line `ANCHOR` in `SCRIPT`, from 1
+    diff: str  # file in `patches/`
 
 
-ANCHOR = "import torch"  # our line follows this one of `SCRIPT`: before MindSpeed's adaptor reads the command line
+ANCHOR = "import torch"  # `IMPORT_LINE` follows this line; MindSpeed's adaptor, which reads flags, is later
 TREES: tuple[Tree, ...] = (
     Tree("Megatron-LM", "core_v0.12.1", 4, "megatron-lm-core_v0.12.1.patch"),
     Tree("Megatron-LM", "core_v0.16.1", 22, "megatron-lm-core_v0.16.1.patch"),
@@ -38,16 +38,16 @@ TREES: tuple[Tree, ...] = (
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0 if the tree is now as requested (for --check: if applied), 1: not applied, 2: the tree does not
-    match."""
+    """Returns 0 if the tree is now as requested (--check: if it has the line), 1 if --check finds no line, 2 if the
+    tree does not match."""
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_rl_plugin patch",
-        description="One added line in pretrain_gpt.py of Megatron-LM or MindSpeed-LLM. DIR need not be under git.",
+        description="Check, add or remove one line in pretrain_gpt.py of Megatron-LM or MindSpeed-LLM, without git.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", metavar="DIR", help="say whether the line is there; exit 0 applied, 1 not, 2 no match")
+    what.add_argument("--check", metavar="DIR", help="exit status: 0 if DIR has the line, 1 if not, 2 if it is unknown")
     what.add_argument("--apply", metavar="DIR", help="add the line")
-    what.add_argument("--revert", metavar="DIR", help="take the line out")
+    what.add_argument("--revert", metavar="DIR", help="remove the line")
     options = parser.parse_args(argv)
     directory = options.check or options.apply or options.revert
     try:
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def apply_to(directory: str, revert: bool = False) -> None:
-    """Add the line if it is missing; revert: remove it. Raises ValueError if the tree does not match."""
+    """Add the line if it is missing; revert: remove it if it is there. Raises ValueError if the tree does not match."""
     applied, _, at = inspect(directory)
     if applied != revert:
         return
@@ -78,9 +78,9 @@ def apply_to(directory: str, revert: bool = False) -> None:
 
 
 def inspect(directory: str) -> tuple[bool, str, int]:
-    """Recognise the tree in `directory` and look for the line. Reads files only; no git needed. Returns whether the
-    line is in the script, a sentence about that, and the number, from 1, of the line or of the line that it would
-    follow. Raises ValueError for an unknown tree, and for a script without the line `ANCHOR`."""
+    """Recognise the tree in `directory` and look for `IMPORT_LINE`, without git. Returns whether the script has it, a
+    sentence that says so, and the number, from 1, of this line, or of `ANCHOR` if the script does not have it. Raises
+    ValueError for an unknown tree, and if the script does not have `ANCHOR` exactly once."""
     kind, version = _release(Path(directory))
     script = Path(directory, SCRIPT)
     if not script.is_file():
@@ -97,19 +97,19 @@ def inspect(directory: str) -> tuple[bool, str, int]:
             f"{kind} {version}: expected the line {ANCHOR!r} once in {script} ({places}); it is there {len(at)} times"
         )
     known = any(tree.line == at[0] for tree in rows)
-    note = "" if known else f" (at line {at[0]}; no diff in patches/ has it there)"
+    note = "" if known else f" (but no diff in patches/ is for {ANCHOR!r} at line {at[0]})"
     return False, f"{kind} {version}: not applied; {script} matches{note}", at[0]
 
 
 def _release(folder: Path) -> tuple[str, str]:
-    """The upstream of a tree, and its version."""
+    """Upstream project in a folder, and its version. Raises ValueError for another project or Megatron version."""
     if (folder / "mindspeed_llm").is_dir():
         setup = folder / "setup.py"
         text = setup.read_text(encoding="utf-8") if setup.is_file() else ""
         return "MindSpeed-LLM", next(iter(re.findall(r"__version__ = ['\"]([^'\"]+)", text)), "(no version)")
     if (core := core_version(folder)) is None:
         raise ValueError(
-            f"{folder} is no tree that the plugin knows: expected megatron/core/package_info.py (Megatron-LM) or "
+            f"{folder} is no checkout that the plugin knows: expected megatron/core/package_info.py (Megatron-LM) or "
             "mindspeed_llm/ (MindSpeed-LLM)"
         )
     version, low, high = (".".join(map(str, numbers)) for numbers in (core, OLDEST, NEWEST))
@@ -119,7 +119,7 @@ def _release(folder: Path) -> tuple[str, str]:
 
 
 def core_version(folder: Path) -> tuple[int, ...] | None:
-    """Version of the Megatron Core in a folder, None without one."""
+    """Version of Megatron Core in a folder; None if the folder has none."""
     info = folder / "megatron" / "core" / "package_info.py"
     if not info.is_file():
         return None

@@ -1,6 +1,6 @@
-"""`python -m mindspeed_rl_plugin tasks verifiers:ID`: the tasks of an environment of verifiers as a data file.
+"""`python -m mindspeed_rl_plugin tasks verifiers:ID`: writes the tasks of a `verifiers` environment to a data file.
 
-Each line has `prompt` (for people and length limits; verifiers renders its own), `answer`, and `verifiers`, the task.
+Each line has `answer`, `verifiers` (the task, which is rendered) and `prompt` (for readers and length limits).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from mindspeed_rl_plugin.episodes.verifiers_bridge import interpreter
 from mindspeed_rl_plugin.monitor.run_files import atomic_write
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
-LOAD_SECONDS = 3600.0  # for loading the tasks; a download takes long
+LOAD_SECONDS = 3600.0  # limit for loading the tasks, which may include a download
 
 
 def main(argv: list[str]) -> int:
     """Write the file. Returns 1 if the environment cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_rl_plugin tasks", description=__doc__.splitlines()[0])
-    parser.add_argument("environment", help=f"{VERIFIERS}ID or {VERIFIERS}FILE.toml, as --rl-environment takes it")
-    parser.add_argument("--python", help="interpreter that has verifiers (default: this one)")
+    parser.add_argument("environment", help=f"{VERIFIERS}ID or {VERIFIERS}FILE.toml, as for --rl-environment")
+    parser.add_argument("--python", help="Python in which verifiers is installed (default: this one)")
     parser.add_argument("--out", required=True, help="the file to write, FILE.jsonl, for --rl-prompt-data")
-    parser.add_argument("--limit", type=int, help="most tasks (default: all)")
+    parser.add_argument("--limit", type=int, help="largest number of tasks (default: all)")
     options = parser.parse_args(argv)
     try:
         if not options.environment.startswith(VERIFIERS):
-            raise ValueError(f"{options.environment!r} has no tasks of its own; give {VERIFIERS}ID")
+            raise ValueError(f"{options.environment!r} is no environment of verifiers; give {VERIFIERS}ID")
         if options.limit is not None and options.limit < 1:
             raise ValueError(f"--limit {options.limit}: give 1 or more")
         count = write(options.environment.removeprefix(VERIFIERS), options.python, options.out, options.limit)
@@ -64,8 +64,8 @@ def write(environment: str, python: str | None, path: str, most: int | None) -> 
 
 
 def rows(environment: str, python: str | None, most: int | None) -> Iterator[dict[str, Any]]:
-    """Rows of the data file, from a process of verifiers' interpreter. Raises ValueError for an environment that cannot
-    be used."""
+    """Rows of the data file. A process of the Python in which verifiers is installed reads them. Raises ValueError for
+    an environment that cannot be used."""
     main = "mindspeed_rl_plugin.episodes.verifiers_load:main"
     then = tuple[list[dict[str, Any]] | None, str | None]
     program = Program(main, str | None, then, "verifiers' process", ValueError, interpreter(python))

@@ -24,7 +24,7 @@ def test_nothing_at_all_and_a_missing_script_are_errors(capsys):
     assert "usage:" in capsys.readouterr().out
     assert runner.main(["nowhere.py", "--flag"]) == 2
     error = capsys.readouterr().err
-    assert "no script 'nowhere.py' here, and no such command (algorithms, " in error
+    assert "'nowhere.py' is neither a file nor a command (algorithms, " in error
 
 
 def test_a_missing_megatron_is_named(tmp_path):

@@ -149,7 +149,7 @@ def test_engines_apart_are_drawn_below_the_ranks_and_have_charts(tmp_path, run_b
         for name in names:
             check_curve(page, rows, name)
     (kl,) = page.all("div", data_chart="KL")
-    assert "policy that sampled the rollout to the one that the update started from" in kl[1]
+    assert "policy in the engine, which sampled the rollout, to the policy at the start" in kl[1]
     check_curve(page, rows, "rollout/kl")
     assert {"generator rank 4", "joined engine 1"} <= {text for _, text in page.all("text")}
 
@@ -296,6 +296,6 @@ def test_what_is_missing_is_said_in_words(run_builder, tmp_path):
     assert "--rl-eval-data turns evaluation on" in page.all("div", data_chart="Held-out accuracy")[0][1]
     assert "No KL was measured" in page.all("div", data_chart="KL")[0][1]
     assert "Not in this run's metrics" in page.all("div", data_chart="Entropy")[0][1]
-    assert "No stage events are here" in page.all("section", id="stages")[0][1]
-    assert "--rl-dump-dir makes a run write them" in page.all("section", id="samples")[0][1]
+    assert "The run directory has no stage events" in page.all("section", id="stages")[0][1]
+    assert "A run with --rl-dump-dir writes them" in page.all("section", id="samples")[0][1]
     check_curve(page, lean, "reward/mean")

@@ -172,9 +172,9 @@ def rewards(*values):
         # 2 x sqrt(0.25/400 + 0.24/400) = 0.070
         ([], 400, 0.5, 0.6, "Learned: accuracy on 400 held-out prompts rose by 0.1, two standard errors are 0.07."),
         ([], 400, 0.6, 0.5, "Became worse: accuracy on 400 held-out prompts fell by 0.1"),
-        ([], 100, 0.5, 0.6, "No change is shown: accuracy on 100 held-out prompts moved by 0.1, two standard errors"),
+        ([], 100, 0.5, 0.6, "No clear change: accuracy on 100 held-out prompts changed by 0.1, two standard errors"),
         (rewards(0, 0.1, 0, 0.1, 0.9, 1, 0.9, 1), None, None, None, "Learned: mean reward of 2 rollouts rose by 0.9,"),
-        (rewards(*[0, 1] * 8), None, None, None, "No change is shown: mean reward of 4 rollouts moved by 0, "),
+        (rewards(*[0, 1] * 8), None, None, None, "No clear change: mean reward of 4 rollouts changed by 0, "),
         (rewards(0, 1, 0, 1, 0, 1, 0), None, 0.5, None, "Too short to judge"),
     ],
 )

@@ -174,7 +174,7 @@ def test_a_launcher_is_recorded_however_it_is_called(text, tmp_path, monkeypatch
         (None, "train.sh: no such file; give a launch script"),
         ("exit 3", "status 3 without starting torchrun"),
         ("torchrun -m else --a", "starts the module else"),
-        ("for h in a b; do ssh $h 'bash run.sh'; done; exit 1", "leaves its launch to ssh (ssh a bash"),
+        ("for h in a b; do ssh $h 'bash run.sh'; done; exit 1", "starts training by ssh (ssh a bash"),
         ("torchrun --nproc_per_node '' a.py", "--nproc-per-node has no value"),
         ("torchrun --nnodes '' a.py", "--nnodes is ''"),
         ("torchrun --master_addr $ADDR a.py 4", "the entry script would be '4', which is no *.py"),

@@ -73,7 +73,7 @@ def test_special_tokens_of_a_tokenizer(convert, tokenizer):
     convert.imported("tp2")
     config, generation = exported(convert)
     assert config["eos_token_id"] is None and generation is None
-    assert "note: nothing names the token that ends a response; give --tokenizer" in convert.said
+    assert "note: the token that ends a response is unknown" in convert.said
     config, generation = exported(convert, "--tokenizer", tokenizer)
     expected = {"bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 4}
     assert expected.items() <= config.items() and generation == expected
@@ -85,7 +85,7 @@ def test_special_tokens_of_a_tokenizer(convert, tokenizer):
     outside = "250 is outside the vocabulary of 250"
     for ends in (250, "end", [], [2, None]):
         (tokenizer / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-        refused = outside if ends == 250 else f"of {tokenizer}: give one token id, or a list of some"
+        refused = outside if ends == 250 else f"of {tokenizer}: give a token id, or a list of token ids"
         convert.exported("--tokenizer", tokenizer, refused=refused)
     convert.exported("--tokenizer", convert.hf, refused="no files of a tokenizer")
     assert not convert.back.exists(), "refused before the weights are written"
@@ -102,7 +102,7 @@ def test_padding_is_left_out_by_the_tokenizers_size(convert, tokenizer):
         config, _ = exported(convert, *more)
         embedding = load_file(convert.back / "model.safetensors")["model.embed_tokens.weight"]
         assert len(embedding) == config["vocab_size"] and torch.equal(embedding[:97], weight[:97])
-        return len(embedding), "--vocab N leaves them out" in convert.said
+        return len(embedding), "--vocab N exports only the first N" in convert.said
 
     (tokenizer / "added_tokens.json").write_text('{"<last>": 96}')
     assert rows("--tokenizer", tokenizer) == (97, False)

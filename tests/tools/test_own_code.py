@@ -76,9 +76,9 @@ def test_a_tokenizer_is_exported_whole(convert, own):
     convert.imported("tp2")
     (own / "notes.dat").write_bytes(b"1" * 3000)
     convert.exported("--tokenizer", own)
-    assert "note: copied too (0.003 MB): notes.dat\n" in convert.said
+    assert "note: also copied (0.003 MB): notes.dat\n" in convert.said
     (convert.back / "notes.dat").unlink()
-    assert "tokenizer was copied, not loaded, so not checked: it has code of its own" in convert.said
+    assert "tokenizer was copied but not loaded, and so not checked: it has code of its own" in convert.said
     ours = {f"model{end}" for end in (".safetensors",)} | {"config.json", "generation_config.json"}
     theirs = {"tokenizer_config.json", "own.model", "own_tokens.py", "own_ids.py", "chat_template.jinja"}
     assert {file.name for file in convert.back.iterdir()} == ours | theirs | {"additional_chat_templates"}
@@ -106,4 +106,4 @@ def test_a_model_type_that_transformers_has_not_is_said(convert):
     convert.make("bailing_moe")
     convert.imported("tp1")
     convert.exported()
-    assert "config.json was not loaded, so not checked: transformers has no model_type 'bailing_moe'" in convert.said
+    assert "config.json was not loaded, and so not checked: transformers has no model_type 'bailing" in convert.said

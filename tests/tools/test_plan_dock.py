@@ -63,7 +63,7 @@ def test_one_machine_tells_no_other(capsys):
     assert records[0] == 0 < records[1] < records[2]
     with pytest.raises(SystemExit):
         plan.main(["--dock", "--ranks", "0"])
-    assert "--nodes and --ranks are at least 1" in capsys.readouterr().err
+    assert "--nodes and --ranks must be at least 1" in capsys.readouterr().err
 
 
 def test_the_docks_own_volume_is_what_its_columns_hold() -> None:

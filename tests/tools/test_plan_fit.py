@@ -106,7 +106,7 @@ def test_engines_apart_are_fitted_by_their_tokens(tmp_path):
 
 def test_what_cannot_be_read_is_said(tmp_path):
     setup = Setup(SIZES, "sync")
-    with pytest.raises(ValueError, match="has 2 rollouts; the first 2 are not counted"):
+    with pytest.raises(ValueError, match="has 2 rollouts, but the first 2 are not counted"):
         observed(record(tmp_path, setup, rollouts=2))
     whole = (record(tmp_path, setup, rollouts=5) / "metrics.jsonl").read_text().splitlines()
     last = {name: value for name, value in json.loads(whole[-1]).items() if name != "tokens_per_second_total"}

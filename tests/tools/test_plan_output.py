@@ -64,7 +64,7 @@ def test_a_plan_ends_with_a_conclusion(capsys):
 def test_columns_and_equation_3_are_explained(capsys):
     """Of 15.23 GB tp4 holds 3.81 a device; the engine the same, so that nothing is in flight."""
     out = printed(capsys, *SEVEN)
-    assert "reshard peak: weights 3.81, engine's weights 3.81, and in allgather the whole model 15.23; " in out
+    assert "reshard peak: weights 3.81, engine's weights 3.81, and in allgather the complete model 15.23; " in out
     assert "= 7.62 GB of redundant weights in all, R / GDP = 3.81 GB" in out
     assert "offload of the weights: 0.15 s" in out  # 3.81 GB at 25 GB/s
     assert "stream receives nothing" in out and "times" not in out
@@ -90,7 +90,7 @@ def test_engines_need_no_tp(capsys):
     )
     experts = ["--model", "qwen3-30b-a3b", "--train", "tp2,ep2,dp2", "--generate"]
     assert "engines 2 x (tp1 ep2: 2 ranks)" in printed(capsys, *experts, "ep2")
-    for words, message in (("dp2", "4 ranks have 4 engines and 4 data parallel ranks"), ("ep3", "engines of 3 ranks")):
+    for words, message in (("dp2", "dp2 is wrong; 4 ranks: "), ("ep3", "4 ranks are no multiple of the 3")):
         assert plan.main([*experts, words]) == 1
         err = capsys.readouterr().err
         assert f"plan: --generate {words}: {message}" in err and len(err.splitlines()) == 1
@@ -103,13 +103,13 @@ def test_engines_need_no_tp(capsys):
         ([*SEVEN[:2], "--train", "tp4,xx2"], "--train tp4,xx2: 'xx2' is not one of tp, pp"),
         ([*SEVEN[:2], "--train", "tp4,tp2"], "tp is given twice"),
         ([*SEVEN, "--world", "32"], "tp x pp x cp x dp = 8, but --world is 32"),
-        ([*SEVEN[:4], "--generate", "tp4", "--generate-world", "6"], "engines of 4 ranks do not divide 6 ranks"),
+        ([*SEVEN[:4], "--generate", "tp4", "--generate-world", "6"], "6 ranks are no multiple of the 4 ranks"),
         ([*SEVEN, "--generate-first", "-1"], "--generate-first must be at least 0, got -1"),
         ([*SEVEN[:4], "--generate", "tp8"], "--generate tp8: attention heads of 28 .* tp that works: 1, 2, 4$"),
         ([*SEVEN[:2], "--train", "tp8", "--generate", "tp4"], "--train tp8: attention heads of 28.*works: 1, 2, 4$"),
-        ([*SEVEN[:2], "--train", "tp4,ep2", "--generate", "tp4"], "--train tp4,ep2: family qwen2 has no experts that"),
-        ([*SEVEN[:4], "--generate", "tp2,ep4"], "--generate tp2,ep4: family qwen2 has no experts that ep4 could"),
-        (["--model", "qwen9"], "--model qwen9: neither a config.json, .*qwen2.5-32b"),
+        ([*SEVEN[:2], "--train", "tp4,ep2", "--generate", "tp4"], "--train tp4,ep2: leave ep2 out; a model"),
+        ([*SEVEN[:4], "--generate", "tp2,ep4"], "--generate tp2,ep4: leave ep4 out; a model of"),
+        (["--model", "qwen9"], "--model qwen9: no such path; give .*qwen2.5-32b"),
         (["--model", "qwen2.5-7b"], "for example --train"),
         ([*SEVEN, "--vocab", "9"], "--vocab is for a launch script"),
         ([*SEVEN, "--far", "0"], "--far must be greater than 0, got 0"),
@@ -132,7 +132,7 @@ def test_errors_name_the_flag_and_what_works(argv, message, capsys):
         (b"[]", "config.json holds a list"),
         (json.dumps({"model_type": "qwen2"}).encode(), "config.json has no vocab_size"),
         (json.dumps(CONFIG | {"hidden_size": "32"}).encode(), "hidden_size of config.json is '32'"),
-        (json.dumps(CONFIG | {"num_key_value_heads": "2"}).encode(), "sizes that are no numbers"),
+        (json.dumps(CONFIG | {"num_key_value_heads": "2"}).encode(), "sizes in config.json must be numbers"),
         (json.dumps(CONFIG | {"model_type": "qwen3_moe"}).encode(), "config.json has no moe_intermediate_size"),
         (json.dumps({"model_type": "gpt2"}).encode(), "model_type 'gpt2' is of no known family"),
     ],

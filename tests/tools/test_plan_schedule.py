@@ -100,7 +100,7 @@ def test_what_flags_exclude_is_not_advised(tmp_path, said, more, tried, flag):
     path = script(tmp_path, more)
     assert [one.schedule for one in which_schedule.candidates(which_schedule.script_setup(path), 8, 8)] == tried
     out = said(path)
-    assert f"note    {flag} excludes --rl-schedule async\n" in out and "take --rl-schedule async" not in out
+    assert f"note    {flag} excludes --rl-schedule async\n" in out and "use --rl-schedule async" not in out
 
 
 def test_a_run_gives_the_costs_and_the_table_an_advice(tmp_path, said):
@@ -112,13 +112,13 @@ def test_a_run_gives_the_costs_and_the_table_an_advice(tmp_path, said):
     assert float(table(said("--from", folder))[0][1]) == pytest.approx(12.5, rel=0.03)
 
 
-@pytest.mark.parametrize(("together", "judged"), [(64, "{}\n"), (1, "{}: IT MISSES THIS RUN, ")])
+@pytest.mark.parametrize(("together", "judged"), [(64, "{}\n"), (1, "{}: THE MODEL MISSES THIS RUN, ")])
 def test_calls_at_once_are_modelled_and_a_model_that_misses_a_run_says_so(tmp_path, said, together, judged):
     """64 responses whose calls take 2 s: together 2 s, one after the other in each of four workers 32 s. The run is
     compared without costs of other machines."""
     folder = run_of(tmp_path / "rl", grading=2.0, call=2.0, together=together)
     out = said("--from", folder)
-    judged = f"by this model {judged.format(table(out)[0][1])}"
+    judged = f"the model gives {judged.format(table(out)[0][1])}"
     assert f"measured 13.50 s an iteration, sync; {judged}" in out
     assert f"grading a response takes 2 s, {4 * together} at once" in out
     assert all(judged in said("--from", folder, cost, 60) for cost in ("--step-ms", "--grade-s", "--reshard-s"))
@@ -163,7 +163,7 @@ def test_what_is_assumed_is_said_at_the_advice_and_what_is_given_or_measured_is_
     words = [script(tmp_path)] if source == "SCRIPT" else ["--from", run_of(tmp_path / "rl")]
     out = said(*words, *options.split())
     if assumed:
-        assert f"\nASSUMED, NOT MEASURED: {assumed}\nif your costs are these: take " in out
+        assert f"\nASSUMED, NOT MEASURED: {assumed}\nif these values are right: use " in out
     else:
         assert "ASSUMED" not in out and "\ntake " in out
 
@@ -193,19 +193,19 @@ def test_a_run_that_tells_nothing_of_decode_steps_and_one_whose_engines_change(t
     folder = run_of(tmp_path / "rl")
     record = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({"setup": record["setup"] | {"schedule": "async"}}))
-    assert "a decode step takes 0 ms by these runs or options" in said("--from", folder, status=1)
+    assert "these runs or options give a decode step of 0 ms" in said("--from", folder, status=1)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     lines = [json.dumps(json.loads(line) | {"engines": 2.0 + (n == 4)}) + "\n" for n, line in enumerate(lines)]
     (folder / "metrics.jsonl").write_text("".join(lines))
     out = said("--from", folder, "--step-ms", 30)
-    assert f"note    {folder} had 2 to 3 engines at work; taken: 2" in out and " s an iteration, async\n" in out
+    assert f"note    {folder} had 2 to 3 engines at work; the model has 2" in out and " s an iteration, async\n" in out
     assert "--reshard-s 0, " in out and "--step-ms" not in out
 
 
 @pytest.mark.parametrize(
     ("seconds", "advised"),
     [
-        ((10.0, 9.9, 9.95), "sync: nothing else gains 2%"),
+        ((10.0, 9.9, 9.95), "sync: no other schedule gains 2%"),
         ((10.0, 8.0, 7.9), "streamed: 1.25 times as fast as sync"),
         ((10.0, 8.0, 5.0), "async --rl-generators 2 --rl-max-staleness 1 (and a --rl-correction): 2.00 times as fast"),
     ],
@@ -214,7 +214,7 @@ def test_the_advice_is_the_simplest_that_is_nearly_fastest(seconds, advised):
     setup = Setup(Arithmetic(8, 8, 64, 1, 1, 2, 2, 5))
     setups = [dataclasses.replace(setup, schedule=name) for name in ("sync", "streamed", "async")]
     outcomes = [Outcome(2 * s, s, {}, {}, 0.0, 0.0) for s in seconds]
-    assert which_schedule.advice(setups, outcomes).startswith(f"take --rl-schedule {advised}")
+    assert which_schedule.advice(setups, outcomes).startswith(f"use --rl-schedule {advised}")
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_the_advice_is_the_simplest_that_is_nearly_fastest(seconds, advised):
         (["--from", "RUN", "--response-tokens", "600"], "a mean of 600 tokens is not between 1 and the limit of 512"),
         (["--from", "RUN", "--world", "3"], "3 ranks do not divide"),
         (["plain.sh"], "has no --rl-algorithm that samples responses"),
-        (["train.sh"], "partial rollouts are not in the model"),
+        (["train.sh"], "the model has no partial rollouts"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, monkeypatch, said, words, problem):

@@ -81,7 +81,7 @@ def test_a_script_of_a_run_needs_no_more_words(planned, tmp_path):
     tokenizers(tmp_path)
     out = planned(f"{PLAIN} --add-qkv-bias --tensor-model-parallel-size 2 --tokenizer-name-or-path tokenizer")
     assert "engines 8 x (tp1 ep1: 1 ranks), on ranks 0 to 7" in out and "4 ranks per node" in out
-    assert "--rl-generate-tp: engines of one rank" in out
+    assert "--rl-generate-tp, so engines have 1 rank" in out
     run = read_script(tmp_path / "train.sh")
     assert (run.shape.vocab, run.shape.padded_vocab, run.node) == (3, 256, 4)
     # float32: four layers with attention, MLP, bias and norms; a tied embedding of 3 rows; the last norm
@@ -207,7 +207,7 @@ def test_a_plan_of_what_a_run_refuses(planned):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--swiglu", "gives no --num-layers, --hidden-size"),
+        ("--swiglu", "has no --num-layers, --hidden-size"),
         ("--num-layers two", "--num-layers two: the plan needs a whole"),
         ("--hidden-size --swiglu", "--hidden-size has no value; is a variable of the shell empty"),
         ("--num-layers 0", "--num-layers 0: give at least 1"),
@@ -216,7 +216,7 @@ def test_a_plan_of_what_a_run_refuses(planned):
         (f"{DENSE} --window-size (128,0)", r"--window-size \(128,0\)"),
         (f"{DENSE} --num-layer-list 1,3", "--num-layer-list 1,3: 2 stages with 4 layers do not fit"),
         (f"{DENSE} --num-layers-in-first-pipeline-stage 1", "no such flag; write --decoder-first-pipeline-num-layers"),
-        (f"{PLAIN} --tokenizer-model x", r"a tokenizer whose tokenizer.json is not here \(x\); .* with --vocab$"),
+        (f"{PLAIN} --tokenizer-model x", r"its tokenizer \(x\) has no tokenizer.json here; give --vocab$"),
         (LATENT.replace("[0]+[1]*3", "[0]+x"), r"--moe-layer-freq \[0\]\+x: .* as in \[0\]\*3\+\[1\]\*58"),
     ],
 )

@@ -168,7 +168,7 @@ def test_damaged_checkpoints_are_named(convert, tmp_path):
     (convert.ckpt / "release" / "mp_rank_00_000" / MODEL_FILE).unlink()
     convert.exported(refused="mp_rank_00_000/model_optim_rng.pt is missing")
     convert.change("mp_rank_00_001", lambda s: s.pop("args"))
-    convert.exported(refused="was saved without Megatron's arguments")
+    convert.exported(refused="has no arguments of Megatron")
     (convert.ckpt / "iter_0000007").mkdir()
     convert.exported("--iteration", 7, refused=".metadata: checkpoints of --ckpt-format")
     convert.exported("--iteration", 3, refused=f"iter_0000003; iterations in {convert.ckpt}: release")
@@ -199,23 +199,23 @@ REFUSED = [
     # What Megatron's arguments cannot say, and tensors that would be dropped.
     ("llama", {"attention_bias": True}, "", "tp2", "attention_bias: Megatron False, Hugging Face True"),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "", "tp2", "rope_scaling: Megatron {"),
-    ("llama", {}, "model.layers.0.self_attn.q_proj.bias", "tp2", "self_attn.q_proj.bias is not of this model"),
+    ("llama", {}, "model.layers.0.self_attn.q_proj.bias", "tp2", "self_attn.q_proj.bias does not belong to this"),
     ("llama", {"hidden_act": "gelu"}, "", "tp2", "hidden_act: Megatron 'silu', Hugging Face 'gelu'"),
     ("llama", {"mlp_bias": True}, "", "tp2", "mlp_bias: Megatron False, Hugging Face True"),
     ("qwen2", {"use_sliding_window": True}, "", "tp2", "use_sliding_window: Megatron False, Hugging Face True"),
-    ("qwen2", {}, "lm_head.weight", "tp2", "lm_head.weight is not model.embed_tokens.weight, to which"),
-    ("qwen3", {}, "model.layers.2.mlp.gate.weight", "tp2", "model.layers.2.mlp.gate.weight is not of this model"),
+    ("qwen2", {}, "lm_head.weight", "tp2", "lm_head.weight and model.embed_tokens.weight differ"),
+    ("qwen3", {}, "model.layers.2.mlp.gate.weight", "tp2", "2.mlp.gate.weight does not belong to this model"),
     ("deepseek_v3", {"norm_topk_prob": False}, "", "tp2", "norm_topk_prob: Megatron True, Hugging Face False"),
     # Fewer layers than the files hold; a plain one does not pass for one of multi-token prediction.
-    ("qwen2", {}, "model.layers.9.mlp.up_proj.weight", "tp2", "model.layers.9.mlp.up_proj.weight is of a layer that"),
+    ("qwen2", {}, "model.layers.9.mlp.up_proj.weight", "tp2", "9.mlp.up_proj.weight belongs to no layer of"),
     ("qwen3", {"num_nextn_predict_layers": 1}, "model.layers.3.x", "tp2", "num_hidden_layers is 3\n"),
-    ("deepseek_v3", {}, "model.layers.3.x", "tp2", "is 3 and no such layer in num_nextn_predict_layers"),
-    ("deepseek_v3", {"num_nextn_predict_layers": 1}, "model.layers.4.x", "tp2", "model.layers.4.x is of a layer that"),
+    ("deepseek_v3", {}, "model.layers.3.x", "tp2", "is 3, and num_nextn_predict_layers is 0"),
+    ("deepseek_v3", {"num_nextn_predict_layers": 1}, "model.layers.4.x", "tp2", "model.layers.4.x belongs to no layer"),
     # 4 heads in 2 query groups: no rank may have half a head; more ranks than groups are a matter of the version.
     ("qwen3", {}, "", "tp8", "--train tp8: attention heads of 4 do not divide over 8 tensor"),
     ("qwen3", {}, "", "tp3", "do not divide over 3 tensor parallel ranks"),
     ("qwen3", {}, "", "tp2,dp2", "leave dp2 out"),
-    ("qwen3", {}, "", "tp1,ep2", "--train tp1,ep2: family qwen3 has no experts that ep2 could spread"),
+    ("qwen3", {}, "", "tp1,ep2", "--train tp1,ep2: leave ep2 out; a model of family qwen3 has no experts"),
     ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, "", "tp6", "groups of 4 do not divide over 6"),
     # Ranks of one tensor, pipeline and expert parallel rank share a file: half of every expert would be lost.
     ("qwen3_moe", {}, "", "tp1,etp2", "ranks 0 and 1 have different weights and the same file mp_rank_00/model_optim"),
@@ -241,7 +241,7 @@ def test_what_is_left_out_is_said(convert):
     save_file({name: torch.ones(2) for name in names}, convert.hf / "more.safetensors")
     said = convert.imported("tp2")
     assert f"note: left out: {names[2]}\n" in said
-    assert "note: left out: model.layers.3, which predicts further tokens: 2 tensors\n" in said
+    assert "note: left out: model.layers.3, a layer for multi-token prediction: 2 tensors\n" in said
 
 
 def test_layouts_that_only_some_versions_build_and_a_head_that_repeats_the_tied_embedding(convert):

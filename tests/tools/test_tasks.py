@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.tools.tasks import main
 @pytest.mark.parametrize(
     "words, why",
     [
-        (["openenv:http://x"], "'openenv:http://x' has no tasks of its own; give verifiers:ID"),
+        (["openenv:http://x"], "'openenv:http://x' is no environment of verifiers; give verifiers:ID"),
         (["verifiers:x", "--limit", "0"], "--limit 0: give 1 or more"),
         (["verifiers:x", "--python", "/nowhere/python"], "/nowhere/python: there is no such program here"),
         (["verifiers:x"], "has no verifiers (No module named 'verifiers'); install it there"),

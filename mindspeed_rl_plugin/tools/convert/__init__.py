@@ -1,1 +1,1 @@
-"""Megatron checkpoints to Hugging Face ones and back, by the tables of `layout`. Needs no Megatron."""
+"""Megatron checkpoints to Hugging Face ones and back, by the tables in `layout`. Megatron is not needed."""

@@ -1,4 +1,4 @@
-"""Megatron's arguments for a Hugging Face config: those that an imported checkpoint stores, and its flags."""
+"""Megatron's arguments for a Hugging Face config: as an imported checkpoint stores them, and as flags that load it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.engine.hf_config import normalized
 from mindspeed_rl_plugin.layout.families import GROUP_LIMITED
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 
-# Attributes without a flag of their own, and attributes whose flag has another name.
+# Attributes without a flag, and attributes whose flag has another name -> that name.
 _NO_FLAG = ("add_position_embedding", "world_size", "padded_vocab_size", "hf_tokens")
 _OTHER_NAME = {
     "add_bias_linear": "disable_bias_linear",
@@ -20,8 +20,8 @@ _OTHER_NAME = {
 
 
 def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[str, Any]) -> argparse.Namespace:
-    """Arguments that describe the model and its layout; `ModelShape` and `Parallel` are the inverse. A field that
-    Megatron's arguments cannot express is lost; `engine.hf_config.compare_configs` finds it."""
+    """Arguments that describe the model and its layout; `from_megatron_args` of `ModelShape` and `Parallel` read them.
+    Fields of the config that have no argument are dropped; `engine.hf_config.compare_configs` finds them."""
     c = normalized(config)
     model = dict(
         num_layers=shape.layers + len(parallel.noop),
@@ -47,7 +47,7 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
         rotary_base=int(c["rope_theta"]),
     )
     model |= dict(rotary_percent=c["partial_rotary_factor"]) if shape.table.hf.partial else {}
-    # Megatron has Llama 3's scaling, and for latent attention another one.
+    # Megatron scales RoPE as Llama 3 does, but in another way with latent attention (`_latent`).
     scaling = None if shape.table.mla else c["rope_scaling"]
     model |= dict(use_rope_scaling=True, rope_scaling_factor=scaling.get("factor", 1.0)) if scaling else {}
     model |= _latent(shape, c) if shape.table.mla else {}
@@ -72,11 +72,11 @@ def megatron_arguments(shape: ModelShape, parallel: Parallel, config: Mapping[st
 
 
 def flags(args: argparse.Namespace) -> list[str]:
-    """The command line of a run that loads the checkpoint; it names sizes of the layout that are not 1."""
+    """Flags of a run that loads the checkpoint, without those for parallel sizes of 1."""
     out = []
     for name, value in sorted(vars(args).items()):
         value = not value if name == "add_bias_linear" else value
-        # The experts' own tensor parallel size is the model's by default, so 1 must be given.
+        # --expert-tensor-parallel-size is given even if it is 1: its default is the model's tensor parallel size.
         default = value == 1 and name.endswith("parallel_size") and name != "expert_tensor_parallel_size"
         if value and not default and name not in _NO_FLAG:
             out.append(spelt(_OTHER_NAME.get(name, name)))
@@ -112,7 +112,7 @@ def _experts(shape: ModelShape, config: Mapping[str, Any], noop: Collection[int]
     if router.scaled:
         out["moe_router_topk_scaling_factor"] = config["routed_scaling_factor"]
     if router.by_best:
-        # MindSpeed-LLM's layer needs this load-balancing loss; its coefficient is nearly 0, since RL does not want it.
+        # MindSpeed-LLM's layer needs this load-balancing loss. RL does not want it, so its coefficient is nearly 0.
         out |= dict(moe_router_load_balancing_type=GROUP_LIMITED, moe_aux_loss_coeff=1e-9)
     if router.grouped and config["n_group"] > 1:
         out |= dict(moe_router_num_groups=config["n_group"], moe_router_group_topk=config["topk_group"])

@@ -19,12 +19,12 @@ from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.weights.live import mtp_only, table_name, trainer_storage
 
 MODEL_FILE = "model_optim_rng.pt"
-# Entries of a model's state that are not weights: states of single modules, counters.
+# Entries of a model's state that are not weights.
 _OTHER = re.compile(r".*(_extra_state|local_tokens_per_expert)$")
-# Names of torch_dist.
+# Parts of names in torch_dist files.
 _LAYERS, _EXPERT_LAYERS = "decoder.layers.", ".mlp.experts.experts."
 _NUMBERED = re.compile(re.escape(_LAYERS) + r"\d+\.")
-# Names of norms there, in every implementation -> names in the plain one.
+# Norms: name in torch_dist files (of all implementations) -> name in the implementation `local`.
 _NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -43,8 +43,8 @@ def rank_folder(parallel: Parallel, rank: int) -> str:
 
 
 def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
-    """Folder -> the first rank that writes it. Raises ValueError if ranks of one folder store different contents: then
-    Megatron keeps only the last."""
+    """Folder -> the lowest rank that writes its file. Raises ValueError if two ranks would write different weights to
+    one file, because Megatron would keep only one version."""
     first_of: dict[str, int] = {}
     for rank in range(parallel.world):
         folder = rank_folder(parallel, rank)
@@ -53,16 +53,16 @@ def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
         if kept is not other and kept != other:
             raise ValueError(
                 f"ranks {first} and {rank} have different weights and the same file {folder}/{MODEL_FILE}: a "
-                f"checkpoint of --ckpt-format torch cannot hold experts cut over etp {parallel.expert_tp} ranks where "
-                f"tp is {parallel.tp}; choose etp at most tp"
+                f"checkpoint of --ckpt-format torch cannot store experts cut by etp {parallel.expert_tp} if tp is only "
+                f"{parallel.tp}; give etp of at most tp"
             )
     return first_of
 
 
 class Checkpoint:
     """A checkpoint on disk. args: Megatron's arguments as saved; parallel: its layout. iteration: of the checkpoint
-    (None: the one in the tracker file). Raises ValueError if there is none in this format, or if it was saved without
-    arguments."""
+    (None: that of the tracker file). Raises ValueError if there is no checkpoint of a known format, or if it was saved
+    without arguments."""
 
     def __init__(self, directory: Path, iteration: int | str | None = None) -> None:
         iteration = read_tracker(str(directory)) if iteration is None else iteration
@@ -76,18 +76,18 @@ class Checkpoint:
         files = sorted(self.folder.glob(f"mp_rank_*/{MODEL_FILE}"))
         if self._whole is None and not files:
             raise ValueError(
-                f"{self.folder} holds neither mp_rank_*/{MODEL_FILE} nor {DCP_INDEX}: checkpoints of --ckpt-format "
-                "torch and torch_dist can be exported; save one more time with one of these"
+                f"{self.folder} has neither mp_rank_*/{MODEL_FILE} nor {DCP_INDEX}: only checkpoints of --ckpt-format "
+                "torch and torch_dist can be exported; save the model again in one of these formats"
             )
         args = (self._whole.common() if self._whole else load(files[0])).get("args")
         if not isinstance(args, argparse.Namespace):
             where = self.folder if self._whole else files[0]
-            raise ValueError(f"{where} was saved without Megatron's arguments, which say how it is laid out")
+            raise ValueError(f"{where} has no arguments of Megatron, so its layout is unknown; save it again with them")
         self.args = args
         self.parallel = Parallel(1) if self._whole else Parallel.from_megatron_args(args)
 
     def tensors(self, folder: str, first_stage: bool) -> Mapping[str, Tensor | StoredTensor]:
-        """The model's tensors in one file. first_stage: whether its ranks are of the first pipeline stage."""
+        """The model's tensors in one file (torch_dist: in all). first_stage: is it of the first pipeline stage?"""
         if self._whole:
             return {name: t for name, t in whole_model(self._whole).items() if not _OTHER.match(name)}
         path = self.folder / folder / MODEL_FILE
@@ -97,7 +97,7 @@ class Checkpoint:
         for i in range(vpp):
             chunk = state.get(f"model{i}" if vpp > 1 else "model")
             if chunk is None:
-                raise ValueError(f"{path} holds no state of the model for each of {vpp} model chunks")
+                raise ValueError(f"{path} does not hold the state of all {vpp} model chunks")
             left = mtp_only(any(name.startswith("mtp.") for name in chunk), first_stage and i == 0)
             for name, value in chunk.items():
                 if isinstance(value, Tensor) and not _OTHER.match(name) and not name.startswith(left):
@@ -109,8 +109,8 @@ _StoredPart = tuple[str, Tensor | StoredTensor, Segment]  # folder, stored param
 
 
 class Assembled:
-    """Assembles canonical tensors, one by one, from those of all ranks of a checkpoint. Raises ValueError with the
-    names and shapes that differ from `shape`."""
+    """Assembles canonical (Hugging Face's) tensors, one by one, from the tensors that all ranks saved. Raises
+    ValueError, with names and shapes, if the checkpoint does not hold a model of `shape`."""
 
     def __init__(self, shape: ModelShape, checkpoint: Checkpoint) -> None:
         self._tensors, parallel = canonical_tensors(shape), checkpoint.parallel
@@ -127,8 +127,8 @@ class Assembled:
         return next(iter(self._parts[name].values()))[0][1].dtype
 
     def make(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The complete tensor, in the stored dtype or in `dtype`. Raises ValueError if ranks that store the same range
-        differ."""
+        """The complete tensor, in the stored dtype or in `dtype`. Raises ValueError if two ranks store
+        different values of the same slices."""
         tensor = self._tensors[name]
         out = torch.empty(tensor.shape, dtype=dtype or self.dtype(name))
         for (low, high), copies in self._parts[name].items():
@@ -150,11 +150,11 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def whole_model(files: DistFiles) -> dict[str, StoredTensor]:
-    """Tensors of `--ckpt-format torch_dist`, in the form of one rank with the complete model: parameter name of the
-    plain implementation, with single experts -> tensor, which is read at its use.
+    """Tensors of `--ckpt-format torch_dist` as one rank with the complete model has them: parameter name of the
+    implementation `local` with experts `sequential` -> tensor, whose values are read at their use.
 
-    The files' entries are complete: [gate; up], query groups one after the other, the embedding with its padding.
-    Sources, alike in core 0.12.1, 0.16.1 and 0.19: sharded_state_dict of transformer_block.py, mlp.py and
+    An entry of the files is not cut: [gate; up], query groups one after the other, the embedding with its padding.
+    Sources, equal in this in core 0.12.1, 0.16.1 and 0.19: sharded_state_dict of transformer_block.py, mlp.py and
     moe/experts.py.
     """
     return dict(_each(files))
@@ -165,7 +165,7 @@ def _each(files: DistFiles) -> Iterator[tuple[str, StoredTensor]]:
         if name.startswith(_OTHER_STATE):
             continue
         layered = name.startswith(_LAYERS) and not _NUMBERED.match(name)
-        leading = layered + (_EXPERT_LAYERS in name)  # an axis of layers, one of experts
+        leading = layered + (_EXPERT_LAYERS in name)  # number of stacked axes: layers, experts
         for at in product(*map(range, size[:leading])):
             box = tuple((i, i + 1) for i in at) + tuple((0, n) for n in size[leading:])
             yield _plain(name, list(at), layered), StoredTensor(files, name, box, size[leading:], dtype)

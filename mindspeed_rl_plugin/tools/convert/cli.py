@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
-UNFINISHED = ".unfinished"  # in --out: files that are incomplete, or were not loaded yet
+UNFINISHED = ".unfinished"  # folder in --out for files that are incomplete or not checked yet
 FLAG_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def make_parser(name: str, load: str, out: str) -> argparse.ArgumentParser:
-    """Parser with the flags of both; load, out: what those directories hold."""
+    """Parser with the flags of both commands; load, out: texts of --help for these flags."""
     parser = argparse.ArgumentParser(prog=f"python -m mindspeed_rl_plugin {name}")
     parser.add_argument("--load", type=Path, required=True, help=load)
     parser.add_argument("--out", type=Path, required=True, help=f"{out}; must be empty or new")
-    parser.add_argument("--dtype", choices=FLAG_DTYPES, help="of the weights (default: as they are)")
+    parser.add_argument("--dtype", choices=FLAG_DTYPES, help="dtype of the written weights (default: as stored)")
     return parser
 
 
@@ -29,7 +29,7 @@ def size(nbytes: int) -> str:
 
 
 def run(parser: argparse.ArgumentParser, argv: list[str], work: Callable[[argparse.Namespace], str]) -> int:
-    """Do the work and print its line. Returns 0, or 1 with a message."""
+    """Call `work` and print the text that it returns. Returns 0, or 1 after an error message."""
     options = parser.parse_args(argv)
     load, out, made = options.load, options.out, not options.out.exists()
     try:

@@ -1,4 +1,4 @@
-"""A Hugging Face directory: canonical tensors in one or more safetensors files, read in slices, written in shards."""
+"""A Hugging Face directory: tensors (safetensors files, read in slices and written in shards) and other files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer, own_code, read
 from mindspeed_rl_plugin.tools.convert.cli import size
 
 HF_INDEX, HF_CONFIG = "model.safetensors.index.json", "config.json"
-# A tokenizer has at least one of these. It may need any other file, too, except known files of other kinds.
+# A tokenizer has at least one of these files. It may need any other file too, except those of `_OF_MODEL`.
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "chat_template*")
 TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer
 _KNOWN_FILES = (*_TOKENIZER, "*.model", "*.tiktoken", "*.jinja", "*.py", TEMPLATES, HF_CONFIG, GENERATION)
@@ -30,11 +30,11 @@ _OF_MODEL = (
 
 
 def open_tensors(directory: Path) -> dict[str, Any]:
-    """Name -> safetensors' slice of every tensor of a directory: it has `get_shape()`, and indexing reads a part.
-    Raises ValueError if there are no safetensors, if one is damaged, or if one of the index is missing."""
+    """Name -> `PySafeSlice` of every tensor in a directory; it has `get_shape()`, and indexing reads values. Raises
+    ValueError if there are no safetensors files, if one is damaged, or if one that the index names is missing."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{directory} holds no *.safetensors; pickled weights are not read")
+        raise ValueError(f"{directory} holds no *.safetensors; weights in pickle files are not read")
     if (index := directory / HF_INDEX).is_file():
         _check_index(index, {file.name for file in files})
     tensors: dict[str, Any] = {}
@@ -58,8 +58,8 @@ def _check_index(index: Path, files: set[str]) -> None:
 def write_shards(
     directory: Path, sizes: Mapping[str, int], make: Callable[[str], Tensor], limit: int
 ) -> tuple[int, int]:
-    """Write tensors into files of at most `limit` bytes, or one larger tensor. Returns (files, bytes). sizes: bytes by
-    name; make: name -> tensor, called once for each, so that only one shard is in memory at a time."""
+    """Write tensors into files of at most `limit` bytes; a larger tensor has a file to itself. Returns (files, bytes).
+    sizes: name -> bytes; make: name -> tensor, called shard by shard, so that only one shard is in memory."""
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
     )
@@ -74,39 +74,39 @@ def write_shards(
 
 
 def _usual_mode() -> int:
-    """Permissions of a new file; safetensors' own files are only for the owner."""
+    """Usual permissions of a new file; safetensors writes files that only their owner can read."""
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask
 
 
 def tokenizer_files(source: Path) -> list[Path]:
-    """The files of its directory that a tokenizer may need. Raises ValueError without a tokenizer."""
+    """Files in a directory that its tokenizer may need. Raises ValueError if there is no tokenizer."""
     if not any(file.is_file() for pattern in _TOKENIZER for file in source.glob(pattern)):
-        raise ValueError(f"--tokenizer {source}: no files of a tokenizer there")
+        raise ValueError(f"--tokenizer {source} has no files of a tokenizer")
     kept = (file for file in source.iterdir() if not any(map(file.match, _OF_MODEL)))
     return sorted(file for file in kept if file.is_file() or file.name == TEMPLATES)
 
 
 def check_loads(folder: Path, tokenizer: bool, trust_remote_code: bool) -> list[str]:
-    """Load the written files other than the weights. Returns a line on each part that was not loaded. Raises
-    ValueError, with the reason, for a part that cannot be loaded."""
+    """Load config.json and the tokenizer, as written. Returns notes: files of unknown use, and what was not loaded.
+    Raises ValueError, with the reason, if one of the two cannot be loaded."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     notes, kind = [], read_json(folder / HF_CONFIG)["model_type"]
     if unusual := sorted(file for file in folder.iterdir() if not any(map(file.match, _KNOWN_FILES))):
         total = size(sum(file.stat().st_size for file in unusual))
-        notes.append(f"note: copied too ({total}): {', '.join(file.name for file in unusual)}")
+        notes.append(f"note: also copied ({total}): {', '.join(file.name for file in unusual)}")
     if kind in CONFIG_MAPPING or (trust_remote_code and own_code(folder, "AutoConfig")):
         try:
             AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-        except Exception as error:  # noqa: BLE001 - as `load_tokenizer`
+        except Exception as error:  # noqa: BLE001 - a model's code may raise anything
             raise ValueError(f"{folder / HF_CONFIG} cannot be loaded: {error}") from error
     else:
-        notes.append(f"note: {HF_CONFIG} was not loaded, so not checked: transformers has no model_type {kind!r}")
+        notes.append(f"note: {HF_CONFIG} was not loaded, and so not checked: transformers has no model_type {kind!r}")
     if tokenizer and (code := own_code(folder)) and not trust_remote_code:
-        notes.append(f"note: the tokenizer was copied, not loaded, so not checked: {code}")
+        notes.append(f"note: the tokenizer was copied but not loaded, and so not checked: {code}")
     elif tokenizer:
         load_tokenizer(str(folder), trust_remote_code)
     return notes

@@ -29,20 +29,20 @@ from mindspeed_rl_plugin.weights.live import differences, raise_if
 
 def main(argv: list[str]) -> int:
     """Run `export`. Returns 0, or 1 with a message."""
-    parser = make_parser("export", "Megatron checkpoint (--ckpt-format torch)", "directory of the Hugging Face model")
-    parser.add_argument("--iteration", type=int, help="which one (default: the latest)")
+    parser = make_parser("export", "Megatron checkpoint (torch or torch_dist)", "directory of the Hugging Face model")
+    parser.add_argument("--iteration", type=int, help="iteration to export (default: the latest)")
     parser.add_argument(
-        "--vocab", type=int, help="rows of the embedding that are tokens (default: as saved, else the tokenizer's)"
+        "--vocab", type=int, help="embedding rows that are tokens (default: by --config, as saved, or by --tokenizer)"
     )
-    parser.add_argument("--config", type=Path, help="config.json to take, instead of one derived from the arguments")
+    parser.add_argument("--config", type=Path, help="config.json to use (default: from saved arguments)")
     parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer is copied")
-    parser.add_argument("--rl-trust-remote-code", action="store_true", help="run its own code, to load and check it")
-    parser.add_argument("--shard-gb", type=float, default=5.0, help="largest file (default: 5)")
+    parser.add_argument("--rl-trust-remote-code", action="store_true", help="run the model's own code to check files")
+    parser.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in GB (default: 5)")
     return run(parser, argv, export)
 
 
 def export(options: argparse.Namespace) -> str:
-    """Write the Hugging Face model; returns what was done, in one line. Raises ValueError."""
+    """Write the Hugging Face model; returns a text that says what was done. Raises ValueError."""
     checkpoint = Checkpoint(options.load, options.iteration)
     config, shape, padding = _config(checkpoint.args, options)
     tensors = canonical_tensors(shape)
@@ -52,7 +52,7 @@ def export(options: argparse.Namespace) -> str:
     def dtype(name: str) -> torch.dtype:
         return torch.float32 if tensors[name].wide else given or whole.dtype(name)
 
-    # Checks come before slow work.
+    # Checks that need little time are made before the weights are read.
     folders = [folder for folder in (options.config, options.tokenizer) if folder and folder.is_dir()]
     ids, note = _tokens(checkpoint.args, options.config, folders, shape.vocab)
     copied = tokenizer_files(options.tokenizer) if options.tokenizer else []
@@ -83,8 +83,8 @@ def export(options: argparse.Namespace) -> str:
 def _tokens(
     args: argparse.Namespace, config: Path | None, folders: Sequence[Path], vocab: int
 ) -> tuple[dict[str, Any], str]:
-    """Ids of special tokens for config.json, and a line on the source of the end tokens. config: --config; folders:
-    further sources, in this order."""
+    """Ids of special tokens for config.json, and a line that names the source of the end tokens. Of the
+    sources config (--config), folders and imported model, the first that names a token counts."""
     sources = [(str(config), config_tokens(config))] if config else []
     sources += [(str(folder), model_tokens(folder)) for folder in folders]
     sources.append(("the imported model", getattr(args, "hf_tokens", None) or {}))
@@ -94,21 +94,21 @@ def _tokens(
     source = next((name for name, named in sources if "eos_token_id" in named), None)
     if source is None:
         return ids, (
-            "note: nothing names the token that ends a response; give --tokenizer with the model's tokenizer, or an "
-            "engine generates to its limit"
+            "note: the token that ends a response is unknown, so an engine would generate up to its length limit; give "
+            "--tokenizer with the model's tokenizer"
         )
     ends = ids["eos_token_id"]
     each = ends if isinstance(ends, list) else [ends]
     if not each or not all(isinstance(end, int) for end in each):
-        raise ValueError(f"eos_token_id {ends!r} of {source}: give one token id, or a list of some")
+        raise ValueError(f"eos_token_id {ends!r} of {source}: give a token id, or a list of token ids")
     if not all(0 <= end < vocab for end in each):
-        raise ValueError(f"eos_token_id {ends} is outside the vocabulary of {vocab}: {source} is of another model")
+        raise ValueError(f"eos_token_id {ends} is outside the vocabulary of {vocab}: {source} belongs to another model")
     return ids, f"eos_token_id {ends}, from {source}"
 
 
 def _vocabulary(args: argparse.Namespace, options: argparse.Namespace, described: int | None) -> tuple[int, str]:
-    """Rows of the embedding that are tokens, and a line if the number of padding rows is unknown. described: by
-    --config."""
+    """Number of embedding rows that are tokens, and a line if it is unknown. described: the number that --config
+    has."""
     padded = args.padded_vocab_size
     if known := options.vocab or described or args.vocab_size:
         return known, ""
@@ -117,13 +117,13 @@ def _vocabulary(args: argparse.Namespace, options: argparse.Namespace, described
         return entries, ""
     source = f"--tokenizer {options.tokenizer} has {entries} tokens" if entries else "the number of tokens is unknown"
     return padded, (
-        f"note: {source}: all {padded} rows of the embedding are exported, and padding rows may be among them; "
-        "--vocab N leaves them out\n"
+        f"note: {source}: all {padded} rows of the embedding are exported, maybe with padding rows; "
+        "--vocab N exports only the first N\n"
     )
 
 
 def _config(args: argparse.Namespace, options: argparse.Namespace) -> tuple[dict[str, Any], ModelShape, str]:
-    """config.json and shape of the model by the saved arguments, and the line of `_vocabulary`."""
+    """config.json (that of --config, or derived from the arguments), shape of the model, the line of `_vocabulary`."""
     config = read_config(options.config, "--config") if options.config else None
     vocab, note = _vocabulary(args, options, (config or {}).get("vocab_size"))
     shape = ModelShape.from_megatron_args(args, vocab)

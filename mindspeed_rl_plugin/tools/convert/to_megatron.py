@@ -1,4 +1,4 @@
-"""`python -m mindspeed_rl_plugin import`: a Hugging Face model as a Megatron checkpoint that loads as a release.
+"""`python -m mindspeed_rl_plugin import`: writes a Hugging Face model as a Megatron checkpoint (tracker: `release`).
 
 python -m mindspeed_rl_plugin import --load DIR --out CKPT --train tp2,pp2
 """
@@ -30,20 +30,21 @@ from mindspeed_rl_plugin.tools.convert.files import open_tensors
 from mindspeed_rl_plugin.tools.layout_args import TRAIN, check_train, parse_sizes, read_config, shape_of, train_layout
 from mindspeed_rl_plugin.weights.live import LISTED_DIFFERENCES, differences, raise_if
 
-# Tensors to leave out: layers for multi-token prediction, numbered after the others, and frequencies in old files.
+# Tensors that are left out: layers for multi-token prediction, whose numbers are the highest; rotary frequencies.
 _LAYER, _FREQUENCIES = re.compile(r"model\.layers\.(\d+)\."), "rotary_emb.inv_freq"
-_MTP = "model.layers.{}.eh_proj.weight"  # only in layers for multi-token prediction
+_MTP = "model.layers.{}.eh_proj.weight"  # every layer for multi-token prediction has this tensor, and no other layer
 
 
 def main(argv: list[str]) -> int:
     """Run `import`. Returns 0, or 1 with a message."""
     parser = make_parser("import", "directory of a Hugging Face model", "Megatron checkpoint of weights, iteration 0")
-    parser.add_argument("--train", required=True, help="trainer's layout, as tp2,pp2: tp pp vpp cp ep etp first last")
+    sizes = "trainer's layout, as tp2,pp2, of: tp pp vpp cp ep etp, and first, last (layers of the first, last stage)"
+    parser.add_argument("--train", required=True, help=sizes)
     parser.add_argument("--noop-layers", metavar="61,62", help="numbers of layers that do nothing, as in MindSpeed")
-    folded = "place layers as MindSpeed's dualpipev does, two chunks on each of pp stages"
+    folded = "two model chunks on each pipeline stage, placed as MindSpeed's dualpipev does"
     parser.add_argument("--schedules-method", choices=("dualpipev",), help=folded)
-    parser.add_argument("--impl", choices=IMPLS, default="local", help="how parameters are named (default: local)")
-    parser.add_argument("--experts", choices=EXPERTS, default="sequential", help="for experts (default: sequential)")
+    parser.add_argument("--impl", choices=IMPLS, default="local", help="layer specs of the run (default: local)")
+    parser.add_argument("--experts", choices=EXPERTS, default="sequential", help="their storage (default: sequential)")
     parser.add_argument("--pad", type=int, default=128, help="--make-vocab-size-divisible-by (default: 128)")
     return run(parser, argv, import_)
 
@@ -66,7 +67,7 @@ def import_(options: argparse.Namespace) -> str:
     if shape.groups % parallel.tp:
         notes.append(
             f"note: {shape.groups} query groups are fewer than tp{parallel.tp}: Megatron core 0.12 and MindSpeed "
-            f"refuse that (their limit is tp{shape.groups}); core 0.16 and later take it"
+            f"do not accept this (tp is at most {shape.groups}); core 0.16 and later do"
         )
     count = _write(shape, parallel, source, args, options)
     done = f"imported {options.load} to {options.out}, files: {count}; load it with"
@@ -74,7 +75,7 @@ def import_(options: argparse.Namespace) -> str:
 
 
 def _layout(text: str, folded: bool) -> Parallel:
-    """Layout with the smallest possible world. folded: layers placed as by MindSpeed's dualpipev."""
+    """Layout with the smallest possible number of ranks. folded: place layers as MindSpeed's dualpipev does."""
     if dp := re.search(r"\bdp\d+", text):
         raise ValueError(f"--train {text}: leave {dp[0]} out; data parallel ranks load the same files")
     sizes = parse_sizes(text, TRAIN, "--train")
@@ -84,7 +85,7 @@ def _layout(text: str, folded: bool) -> Parallel:
         return layout
     if pp == 1 or {"vpp", "first", "last"} & sizes.keys():
         raise ValueError(
-            f"--train {text}: --schedules-method dualpipev needs pp of at least 2, and no vpp, first, last"
+            f"--train {text}: --schedules-method dualpipev needs pp of at least 2, and no vpp, first or last"
         )
     return replace(layout, vpp=2, folded=True)
 
@@ -96,9 +97,9 @@ def _noop_layers(text: str | None, layers: int) -> tuple[int, ...]:
 
 
 def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[str]:
-    """Tensors in the files that are left out, since they do not change the model. mtp: layers for multi-token
-    prediction, by config.json. Raises ValueError unless the files have exactly the model's other tensors, in their
-    shapes and not quantised."""
+    """Tensors in the files that are left out, since they do not change the model. mtp: number of layers for multi-token
+    prediction in config.json. Raises ValueError if weights are quantised, or if the other tensors differ from the
+    model's in names or shapes."""
     if quantised := [name for name in source if name.endswith(("_scale_inv", "_scale", "qweight"))]:
         raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
     expected = {name: tensor.shape for name, tensor in canonical_tensors(shape).items()}
@@ -112,19 +113,19 @@ def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[st
         elif shape.layers <= layer < shape.layers + mtp and _MTP.format(layer) in source:
             ahead[layer] += 1
         elif layer >= shape.layers:
-            declared = f" and no such layer in {field}" if (field := shape.table.hf.mtp) else ""
+            declared = f", and {field} is {mtp}" if (field := shape.table.hf.mtp) else ""
             has = f"num_hidden_layers is {shape.layers}{declared}"
-            wrong.append(f"{name} is of a layer that config.json has not: {has}")
+            wrong.append(f"{name} belongs to no layer of config.json: {has}")
         elif name != HEAD_WEIGHT or not shape.tied or embedding not in source:
-            wrong.append(f"{name} is not of this model")
+            wrong.append(f"{name} does not belong to this model")
         elif _same(source, embedding, shape.vocab):
-            extra.append(f"{name}, which repeats {embedding}")
+            extra.append(f"{name}, a copy of {embedding}")
         else:
-            wrong.append(f"{HEAD_WEIGHT} is not {embedding}, to which tie_word_embeddings ties it")
+            wrong.append(f"{HEAD_WEIGHT} and {embedding} differ, though config.json has tie_word_embeddings")
     raise_if(wrong, "the files do not hold the model of config.json")
     if len(extra) > LISTED_DIFFERENCES:
-        extra[LISTED_DIFFERENCES:] = [f"{len(extra) - LISTED_DIFFERENCES} more of their kind"]
-    return extra + [f"model.layers.{n}, which predicts further tokens: {ahead[n]} tensors" for n in sorted(ahead)]
+        extra[LISTED_DIFFERENCES:] = [f"{len(extra) - LISTED_DIFFERENCES} more tensors"]
+    return extra + [f"model.layers.{n}, a layer for multi-token prediction: {ahead[n]} tensors" for n in sorted(ahead)]
 
 
 def _same(source: Mapping[str, Any], embedding: str, vocab: int) -> bool:
@@ -140,7 +141,7 @@ def _write(
     options: argparse.Namespace,
 ) -> int:
     """Write a checkpoint that Megatron loads as a release: only weights, iteration 0, zeros in padding rows of the
-    vocabulary. Returns the number of files; the tracker file is written last."""
+    vocabulary. The tracker file is written last. Returns the number of files without it."""
     tensors, given = canonical_tensors(shape), FLAG_DTYPES.get(options.dtype)
 
     def stored(segments: Sequence[Segment], size: torch.Size) -> torch.Tensor:

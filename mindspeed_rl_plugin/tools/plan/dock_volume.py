@@ -1,6 +1,6 @@
 """`python -m mindspeed_rl_plugin plan --dock`: computes the bytes that a rollout's samples move, without a device.
 
-By the equations and Table 1 of the MindSpeed RL paper (arXiv 2507.19017), and for this dock.
+Computed by the equations of the MindSpeed RL paper (arXiv 2507.19017), by default for its Table 1, and for this dock.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 GIB = 2**30
-# Bytes in a warehouse's record of a commit: a row number, for all columns that are written together; offset and length
-# of each cell; number of a row that a state has finished.
+# Bytes in the record that a warehouse (the dock's storage on a machine) sends of a commit. SLOT: number of a row whose
+# columns are written together; CELL: offset and length of a cell; ACK: number of a row that a state has finished.
 SLOT, CELL, ACK = 4, 8 + 4, 4
 # Table 1 of the paper: G, N, PL, SL, n, M.
 TABLE_1 = (
@@ -34,17 +34,17 @@ TABLE_1 = (
 VOLUME_HEAD = ("G", "N", "PL", "n", "SL", "M", "Eq. 2 GiB", "100 MB/s", "1 GB/s")
 VOLUME_HEAD += ("Eq. 4 GiB", "here GiB", "between GiB", "records GiB", "1 GB/s")
 VOLUME_LEGEND = """\
-Per rollout: G prompts, N responses of each, PL and SL tokens of the longest prompt and response, n items of SL tokens
-and M single numbers that a sample carries from stage to stage. Equations, Table 1: MindSpeed RL (arXiv 2507.19017).
-Eq. 2: everything through one buffer. Eq. 4: each of S warehouses. Both padded, and read 3 times.
-here: this dock, with GRPO and a reference, unpadded, all machines together. Every cell is written once and read by each
-state that declares it, which is more often than the equations' 3 times, in the memory of the machine that samples and
-trains the row.
-between: bytes that cross between machines: prompts, which one rank puts, and numbers, which one rank logs. More cross
-if a pipeline has ranks on several machines, with --rl-max-tokens-per-microbatch, or under dynamic sampling.
-records: messages to controllers on other machines about every cell and every finished row. The last column is the
-seconds of between and records, over all machines. Not counted: heads of messages, places in the answer to a lease (28
-bytes per row, 16 per cell)."""
+Per rollout: G prompts, N responses of each, PL and SL tokens of the longest prompt and response. A sample has n items
+of SL tokens and M single numbers. Equations and Table 1: MindSpeed RL (arXiv 2507.19017).
+Eq. 2: all samples through one buffer. Eq. 4: through each of S warehouses. Both count padding, and each item 3 times.
+here: this dock, with GRPO and a reference, without padding, all machines together. Every cell is written once and read
+by each state that declares it (more often than the 3 times of the equations), in the memory of the machine that
+samples and trains the row.
+between: bytes between machines: prompts, which one rank writes, and metrics, which one rank reads. There are more if a
+pipeline has ranks on several machines, with --rl-max-tokens-per-microbatch, or with dynamic sampling.
+records: messages to controllers on other machines about every cell and every finished row. The last column has the
+seconds of between and records together. Not counted: headers of messages, and positions of cells in the answer to a
+lease (28 bytes per row, 16 per cell)."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Load:
 
     groups: float  # G
     members: int  # N
-    prompt: int  # PL, tokens of the longest
-    response: int  # SL, tokens of the longest
-    items: int = 5  # n, of a response's length
-    scalars: int = 3  # M
+    prompt: int  # PL, tokens of the longest prompt
+    response: int  # SL, tokens of the longest response
+    items: int = 5  # n, number of items of SL tokens per sample
+    scalars: int = 3  # M, single numbers per sample
     fill: float = 1.0  # mean length / longest length
 
     @property
@@ -65,8 +65,8 @@ class Load:
 
 
 def padded_gib(load: Load, warehouses: int = 1, controllers: int = 0) -> float:
-    """Eq. 2: total volume of a central replay buffer, padded, 4 bytes per entry. With warehouses and controllers, Eq.
-    4: volume of each of S warehouses, with metadata for C controllers."""
+    """GiB by Eq. 2: volume of a central replay buffer, padded, 4 bytes per entry. With warehouses and controllers by
+    Eq. 4: volume of each of S warehouses, with metadata for C controllers."""
     metadata = 8 * (controllers + 1) * load.scalars
     return load.rows * 4 * (2 * load.prompt + 3 * load.items * load.response + metadata) / warehouses / GIB
 
@@ -74,11 +74,11 @@ def padded_gib(load: Load, warehouses: int = 1, controllers: int = 0) -> float:
 def packed_gib(
     load: Load, warehouses: int, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], anywhere: str = "measure"
 ) -> tuple[float, float, float]:
-    """Bytes that this dock moves over all machines: written, read, and the part of both between machines. Every cell is
-    written once and read once by each state that declares it, without padding.
+    """GiB that this dock moves on all machines together: written, read, and the part of these between machines. Every
+    cell is written once and read once by each state that declares it, without padding.
 
-    anywhere: the state whose reader may be on another machine than the row; all others use their own machine's shared
-    memory. Columns of a group come from one producer. Columns that no state reads or writes do not count.
+    anywhere: the state whose reader may be on another machine than the row; other states read the shared memory of
+    their machine. One process writes the columns of groups. Columns that no state reads or writes do not count.
     """
     used = {name for s in states for name in (*s.reads, *s.writes)}
     size = {c.name: load.rows * _row_bytes(c, load) / GIB for c in columns if c.name in used}
@@ -100,8 +100,8 @@ def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int
 
 
 def record_bytes(load: Load, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> int:
-    """Bytes of the records of one rollout for each process with controllers, without heads. The record of a put has
-    columns that no state writes; that of a commit has the columns of its state and the finished rows."""
+    """Bytes of the records that each process with controllers gets in a rollout, without message headers. The record of
+    a put has the columns that no state writes; that of a commit has its state's columns and the finished rows."""
     level = {c.name: c.level for c in columns}
     put = {name for s in states for name in s.reads}.difference(*(s.writes for s in states))
     total = load.rows * ACK * len(states)
@@ -113,7 +113,7 @@ def record_bytes(load: Load, columns: Sequence[ColumnSpec], states: Sequence[Sta
 
 
 def listeners_elsewhere(states: int, nodes: Sequence[int]) -> float:
-    """Processes on other machines that learn of a commit, mean over machines. nodes: machine of each rank."""
+    """Number of processes on other machines that get the record of a commit, mean of machines. nodes: one per rank."""
     holders = {controller_rank(i, states, len(nodes)) for i in range(states)}
     machines = set(nodes)
     return sum(nodes[rank] != machine for machine in machines for rank in holders) / len(machines)
@@ -122,7 +122,7 @@ def listeners_elsewhere(states: int, nodes: Sequence[int]) -> float:
 def _row_bytes(column: ColumnSpec, load: Load) -> float:
     """Mean bytes of one row of a column; a group's cell is shared by its members."""
     entry = column.dtype.itemsize * math.prod(column.trailing)
-    if not column.ragged or column.level == "sample":  # such as segments by weight version: mostly one
+    if not column.ragged or column.level == "sample":  # ragged, such as segments by weight version: mostly one entry
         return entry
     prompt, response = load.fill * load.prompt, load.fill * load.response
     return entry * (prompt / load.members if column.level == "group" else prompt + response)
@@ -134,14 +134,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dock", nargs="*", type=int, metavar="N", required=True, help=numbers)
     parser.add_argument("--nodes", type=int, default=16, help="machines S, one warehouse each (default 16)")
     parser.add_argument("--ranks", type=int, default=8, help="ranks per machine (default 8)")
-    parser.add_argument("--controllers", type=int, default=6, help="worker states C of Eq. 4 (default 6)")
+    parser.add_argument("--controllers", type=int, default=6, help="controllers C of Eq. 4 (default 6)")
     parser.add_argument("--fill", type=float, default=1.0, help="mean length / longest length (default 1: no padding)")
     args = parser.parse_args(argv)
     if args.dock and (len(args.dock) not in (4, 6) or min(args.dock) < 1):
         parser.error(f"--dock {' '.join(map(str, args.dock))}: give G N PL SL [n M], each at least 1")
     if min(args.nodes, args.ranks) < 1 or not 0 < args.fill <= 1:
         got = f"{args.nodes}, {args.ranks} and {args.fill}"
-        parser.error(f"--nodes and --ranks are at least 1 and --fill in (0, 1], got {got}")
+        parser.error(f"--nodes and --ranks must be at least 1, and --fill in (0, 1]; got {got}")
     loads = [Load(*numbers, fill=args.fill) for numbers in ([args.dock] if args.dock else TABLE_1)]
     print(f"S = {args.nodes} machines, C = {args.controllers} controllers; seconds at the rate between two machines")
     print("\n".join(aligned([VOLUME_HEAD, *(_row(load, args.nodes, args.ranks, args.controllers) for load in loads)])))

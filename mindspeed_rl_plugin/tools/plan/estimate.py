@@ -1,6 +1,6 @@
 """Estimate: traffic and memory of a reshard in each mode, computed from layouts, and a run's host memory. Pure.
 
-On devices it counts weights, gradients and optimizer of the fullest one, without activations and KV cache.
+For devices it counts weights, gradients and optimizer state of the fullest device, without activations and KV cache.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ TENSOR, EXPERT, COMMON = range(3)  # kinds of weights: TW, EW and CW of the pape
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The planned run; defaults are for a plan of a model and a layout."""
+    """The planned run. The defaults are for a plan by --model and --train, without a script."""
 
     shape: ModelShape
     train: Parallel
     itemsize: int = 2  # bytes of a weight of the trainer
-    engine_itemsize: int = 2  # bytes of a weight of the engine, also in messages
+    engine_itemsize: int = 2  # bytes of a weight in engines and in messages of the reshard
     grad_bytes: int = 4  # of one gradient
     reused: int = 0  # bytes of a parameter's optimizer state that are stored in its 2-byte weight
     distributed: bool = True  # whether optimizer state is spread over the data parallel ranks
-    # pieces in which optimizer state comes from the host to the device; None: it stays on the device
+    # number of pieces in which optimizer state is copied from the host for its update; None: it stays on the device
     pieces: int | None = None
-    generate: str | None = None  # the engines, as `layout_args.engine_layout_of` reads them
+    generate: str | None = None  # layout of an engine as text, such as tp2,ep8
     bucket_bytes: int = 256 << 20  # of --rl-reshard-bucket-mb
     critic: bool = False  # whether the trainer has a critic
-    reference: bool | None = None  # whether the run has one; None: unknown
+    reference: bool | None = None  # whether the run has a reference; None: unknown
     dock_bytes: float = 0  # of a rollout's samples on all machines, at maximum length
     node: int = 8  # ranks per node
     near: float = 50e9  # bytes per second from rank to rank in a node
@@ -55,12 +55,12 @@ class PlannedRun:
 
 
 class TrainerBytes(NamedTuple):
-    """Bytes of a model on a trainer's device."""
+    """Bytes of a model on one device of the trainer."""
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-    parked: int = 0  # of its optimizer state that MindSpeed stores on the host
+    parked: int = 0  # bytes of optimizer state that MindSpeed stores on the host
 
     @property
     def device(self) -> int:
@@ -75,26 +75,26 @@ class TrainerBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Figures of a run; bytes on a device are those of the fullest one."""
+    """Results for a run. Bytes on a device are those of the fullest device."""
 
     run: PlannedRun
     weights: np.ndarray  # `[3]` bytes of the model on the trainer, by kind
     flows: dict[str, Flow]  # by mode
-    policy: TrainerBytes  # of the trainer
+    policy: TrainerBytes  # of the trained model
     critic: TrainerBytes  # of the critic, 0 without one
     generate: int  # bytes of the engine's weights
-    whole: int  # bytes of the model, in messages
+    whole: int  # bytes of the complete model in messages of the reshard
     in_flight: int  # bytes of `stream` in addition to the weights of both sides (`Flow.in_flight`)
     shared: bool  # whether a device has both trainer and engine
-    gdp: int  # of Eq. 3
-    gep: int  # of Eq. 3
+    gdp: int  # GDP of Eq. 3, data parallel ranks of all engines
+    gep: int  # GEP of Eq. 3, expert parallel ranks of an engine
 
     @property
     def update(self) -> int:
         return self.policy.device + self.critic.device
 
     def peak(self, mode: str) -> int:
-        """Most bytes on a device with an engine during the reshard, with only the policy's weights of the trainer."""
+        """Peak bytes on a device with an engine in the reshard. Of the trainer only the policy's weights are there."""
         return self.generate + self.policy.weights * self.shared + {"allgather": self.whole}.get(mode, self.in_flight)
 
     @property
@@ -109,7 +109,7 @@ class Estimate:
 
     @property
     def reference(self) -> int:
-        """Bytes of a copy of the weights on the host, at most: with main parameters, where both are one memory."""
+        """Most bytes of the reference on the host: the weights; twice if main parameters share their memory."""
         train = self.run.train
         alone = train.dp * train.cp == 1 or (self.run.shape.experts and train.edp == 1)
         return self.policy.weights * (2 if self.run.reused and (alone or not self.run.distributed) else 1)
@@ -120,8 +120,8 @@ class Estimate:
         return float(self.gdp * (self.weights[TENSOR] / self.run.train.tp + self.weights[EXPERT] / self.gep))
 
     def seconds(self, mode: str) -> tuple[float, float]:
-        """Seconds of the busiest rank inside its node, and of the busiest link between nodes. Both run at once, so the
-        transfer takes the longer time."""
+        """Seconds of the busiest rank inside its node, and of the busiest link between nodes. Both transfers run at the
+        same time, so the reshard takes as long as the longer one."""
         flow = self.flows[mode]
         near = max((flow.received - flow.received_far).max(), (flow.sent - flow.sent_far).max())
         return float(near) / self.run.near, float(max(flow.node_in.max(), flow.node_out.max())) / self.run.far
@@ -129,7 +129,7 @@ class Estimate:
 
 def estimate(run: PlannedRun, engine: EngineParallel, engines: int, first: int = 0) -> Estimate:
     """Figures of all modes. The engines are on ranks [first, first + engines x engine.ranks). In `allgather` every
-    engine rank receives the complete model except its own part; in `stream` only what it lacks. Raises ValueError where
+    engine rank receives the complete model except its own part; in `stream` only what it lacks. Raises ValueError if
     sizes do not divide."""
     shape, train, itemsize = run.shape, run.train, run.engine_itemsize
     ranks = range(first, first + engines * engine.ranks)
@@ -161,15 +161,15 @@ def weights_by_layer(shape: ModelShape, itemsize: int) -> np.ndarray:
             whole = row.split is Split.REPLICATED
             kind = EXPERT if row.layer_type is LayerType.EXPERT else COMMON if whole else TENSOR
             for name in set(shape.names_of(row, place - 1)) - seen:
-                seen.add(name)  # a tied head is the embedding
+                seen.add(name)  # a tied head is not counted again
                 nbytes = tensors[name].slices * tensors[name].slice_bytes(itemsize)
                 out[place, kind] += nbytes * (shape.experts if kind == EXPERT else 1)
     return out
 
 
 def _fullest(run: PlannedRun) -> tuple[TrainerBytes, TrainerBytes]:
-    """Policy and critic on the trainer's fullest device. Instead of the policy's output layer (maybe shared with the
-    embedding), a critic has one row, on every rank."""
+    """Policy and critic on the trainer's fullest device. Instead of an output layer, a critic has one row on every rank
+    of the last pipeline stage."""
     train = run.train
     spread, expert_spread = (train.dp * train.cp, train.edp) if run.distributed else (1, 1)
     state_bytes = ADAM_BYTES[run.itemsize] - (run.reused if run.itemsize == 2 else 0)
@@ -181,7 +181,7 @@ def _fullest(run: PlannedRun) -> tuple[TrainerBytes, TrainerBytes]:
 
     devices = []
     layouts = (megatron_layout(run.shape, train, rank) for rank in range(train.world))
-    for shapes in {id(layout): layout.shapes for layout in layouts}.values():  # each different one
+    for shapes in {id(layout): layout.shapes for layout in layouts}.values():  # each layout once
         numel = sum(map(prod, shapes.values()))
         experts = sum(prod(s) for name, s in shapes.items() if ".mlp.experts." in name)
         head = prod(shapes.get("output_layer.weight", (0,)))

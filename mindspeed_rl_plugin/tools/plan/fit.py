@@ -1,7 +1,7 @@
 """Fits the costs of the model to measured runs, by their run.json and metrics.jsonl.
 
 The measured seconds of a stage are divided by its amount of work (tokens of the fullest rank, decode steps of the
-slowest engine). The model computes this amount, by such a run with a cost of one second for each unit.
+slowest engine). This amount is the time of a simulated run of this kind in which only this work costs time, 1 s a unit.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mindspeed_rl_plugin.monitor.run_files import read_metrics, read_run
 from mindspeed_rl_plugin.tools.plan.simulate import WARM_UP, simulate
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal, sigma_of
 
-# Assumed ratio of a decode step's seconds for one more sequence to its fixed seconds, if the rollouts of runs are too
-# similar to measure it. A step reads the weights once for any batch, which on an accelerator takes most of its time.
+# Assumed ratio of the seconds that a sequence adds to a decode step to the step's fixed seconds, if rollouts are too
+# similar to measure it. It is small: on an accelerator a step's time is mostly that of reading the weights, once.
 USUAL_RATIO = 0.02
-OLD_SHARE = 1 / 3  # assumed time of a forward pass as a share of the update, if no run has one
-NOTICE = 0.05  # seconds, mean pause between two checks of the job
+OLD_SHARE = 1 / 3  # assumed time of the pass for old log-probs / time of the update, if no run has this pass
+NOTICE = 0.05  # assumed `Costs.notice`, in seconds
 TOKEN_STAGES = ("update", "logp_ref", "values")
 ONCE = ("reshard", "swap_back")
-INSIDE = ("transfer", "evaluate", "iteration")  # parts of other stages, or outside of an iteration
-TURNS = 5  # iterations of a fit that converges
-# Required metrics of a complete rollout with finite numbers.
+INSIDE = ("transfer", "evaluate", "iteration")  # parts of other stages, stages outside of an iteration, and the total
+TURNS = 5  # iterations of `_decode_apart`, which converges
+# Metrics of a complete rollout; a rollout without one of them is not counted.
 NEEDED = (
     "response/length_mean",
     "response/length_max",
@@ -38,9 +38,9 @@ NEEDED = (
     "seconds/update",
     "tokens_per_second_total",
 )
-COUNTED = 6  # rollouts of the model for each figure
+COUNTED = 6  # rollouts that are simulated for a number
 OF_APART = {"publish": "seconds/publish", "pull": "weights/pull_seconds", "apply": "weights/pause_seconds"}
-COLLINEAR = 1e-3  # squared sine between steps and sequences of all rollouts; below it they cannot be separated
+COLLINEAR = 1e-3  # squared sine between the vectors of steps and of sequences; below it their costs cannot be separated
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Observed:
     """A measured run."""
 
     setup: Setup
-    # metrics of each, without the first ones; seconds are summed over its iterations
+    # metrics of each rollout after WARM_UP; those in seconds are summed over its iterations
     rollouts: Sequence[Mapping[str, float]]
-    responses: Responses  # like those of the run, graded at once
+    responses: Responses  # with lengths as in the run, and no time for grading
     engines: tuple[int, int] = (0, 0)  # fewest and most working engines outside the trainers
 
     def mean(self, name: str) -> float | None:
@@ -62,8 +62,8 @@ class Observed:
 
     @property
     def calls(self) -> tuple[float, float] | None:
-        """Seconds of the calls that grade a response, and the number of concurrent calls in a reward worker; None if no
-        response was graded. Runs of older versions have only the first, and made one call at a time."""
+        """Seconds of the calls that grade a response, and number of concurrent calls in a reward worker; None if no
+        response was graded. Runs of older versions have one of the two metrics, and made one call at a time."""
         calls, worker = self.mean("reward/call_seconds"), self.mean("reward/worker_seconds")
         if calls is None and worker is None:
             return None
@@ -77,12 +77,12 @@ class Observed:
 
 
 def observed(run_dir: str | os.PathLike[str]) -> Observed:
-    """A run from its directory, with the setup from run.json and lengths by the metrics. Raises ValueError without
-    metrics or setup, or with too few rollouts."""
+    """Read a run: the setup from run.json, the rest from metrics. Raises ValueError if metrics or setup are missing,
+    or if there are too few rollouts."""
     lines, run = read_metrics(run_dir), read_run(run_dir)
     if SETUP not in run:
         raise ValueError(
-            f"{run_dir}: run.json has no {SETUP!r}: an older version of this package, DPO, or partial rollouts"
+            f"{run_dir}: run.json has no {SETUP!r}, as of an older version, DPO or partial rollouts; give another run"
         )
     known = {field.name for field in dataclasses.fields(Setup)}
     stored = {name: value for name, value in run[SETUP].items() if name in known}  # other versions stored more
@@ -98,21 +98,21 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
     counted = [r for r in rollouts[WARM_UP:] if all(name in r for name in NEEDED)]  # the last one may be incomplete
     if not counted:
         raise ValueError(
-            f"{run_dir} has {len(rollouts)} rollouts; the first {WARM_UP} are not counted: give a run of at least "
-            f"{WARM_UP + 1}, by a larger --train-iters"
+            f"{run_dir} has {len(rollouts)} rollouts, but the first {WARM_UP} are not counted; give a run of at "
+            f"least {WARM_UP + 1} rollouts (raise --train-iters)"
         )
     tokens = statistics.fmean(r["tokens_per_second_total"] * r["seconds/iteration"] for r in counted)
     prompt = tokens / setup.sizes.samples - statistics.fmean(r["response/length_mean"] for r in counted)
     at_work = [int(r.get("engines", 0)) for r in counted]
-    # Engines that share experts count as one; engines that joined are in no flag.
+    # The metric counts engines that share experts as one; the flags do not count engines that joined later.
     sizes = dataclasses.replace(setup.sizes, engines=max(setup.sizes.engines, round(statistics.median(at_work))))
     setup = dataclasses.replace(setup, sizes=sizes, prompt_tokens=setup.prompt_tokens or max(round(prompt), 0))
     return Observed(setup, counted, _responses(setup, counted), (min(at_work), max(at_work)))
 
 
 def fit(runs: Sequence[Observed]) -> Costs:
-    """The costs with which the model is nearest to some runs. Costs that no run has measured are derived from others,
-    see the constants of this module."""
+    """The costs with which the model fits the runs best. Costs that no run has measured are derived from others, by the
+    constants of this module."""
     apart = {cost: _mean([run.mean(name) for run in runs]) for cost, name in OF_APART.items()}
     passes = [run for run in runs if run.setup.old_logps and run.mean("seconds/logp_old") is not None]
     reshard = _mean([run.seconds(*ONCE) for run in runs if run.setup.schedule != "async"]) or 0.0
@@ -164,7 +164,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _units(run: Observed, **cost: float) -> float:
-    """The units of a cost that the model counts in a rollout of such a run."""
+    """Seconds of a simulated rollout of such a run with only this cost; at a cost of 1 it is the number of units."""
     return simulate(run.setup, Costs(**cost), run.responses, COUNTED).rollout
 
 
@@ -180,8 +180,8 @@ def _rest(run: Observed) -> float:
 
 
 def _decode(runs: Sequence[Observed]) -> dict[str, float]:
-    """step and sequence: least squares over the rollouts of colocated engines, relative; else by the tokens a second of
-    engines outside the trainers."""
+    """The costs `step` and `sequence`: by least squares of relative errors over the rollouts of colocated engines;
+    without such rollouts, by the tokens per second of engines outside the trainers."""
     rows = []
     for run in runs:
         if run.setup.schedule == "async":
@@ -202,7 +202,7 @@ def _decode(runs: Sequence[Observed]) -> dict[str, float]:
     squares, sums = both.T @ both, both.sum(axis=0)
     if np.linalg.det(squares) > COLLINEAR * squares.diagonal().prod():
         step, sequence = np.linalg.solve(squares, sums).tolist()
-        if min(step, sequence) < 0:  # then only the other one is used
+        if min(step, sequence) < 0:  # then only the positive cost is used
             alone = (sums / squares.diagonal()).tolist()
             step, sequence = (alone[0], 0.0) if sequence < 0 else (0.0, alone[1])
         return {"step": step, "sequence": sequence}
@@ -212,7 +212,7 @@ def _decode(runs: Sequence[Observed]) -> dict[str, float]:
 
 
 def _decode_apart(runs: Sequence[Observed]) -> dict[str, float]:
-    """Costs from an engine's response tokens a second while it works, with the assumed ratio."""
+    """The same costs by the response tokens per second of engines while they work, with the ratio USUAL_RATIO."""
     if not runs:
         return {}
     steps = []

@@ -1,8 +1,8 @@
-"""Bytes of a reshard per rank and link, without its plan: the model is cut into cells, which ranks have and need.
+"""Computes the bytes of a reshard per rank and link without a plan of it: from cells that ranks have and need.
 
-A cell is a range of a canonical tensor that no rank's layout cuts. With arrays over cells, hundreds of ranks and 671 B
-parameters take seconds. Received bytes, also those between nodes, are exactly those of `make_plan`; for sent bytes it
-assumes that all sources of a cell send equal parts.
+A cell is a range of a canonical tensor that no rank's layout cuts. With arrays over cells, a model of 671 B parameters
+on hundreds of ranks takes seconds. Received bytes, also those between nodes, are exactly those of `make_plan`. For sent
+bytes all sources of a cell are assumed to send equal parts.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from mindspeed_rl_plugin.layout.layout import Canonical, Layout
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes of a reshard per rank, `[ranks]` int or float64. The last node is filled with ranks that move nothing."""
+    """Bytes of a reshard per rank, `[ranks]` int or float64. Ranks that only fill the last node move nothing."""
 
     received: np.ndarray  # from other ranks
     received_far: np.ndarray  # part of `received`, from other nodes
     sent: np.ndarray  # to other ranks
     sent_far: np.ndarray  # part of `sent`, to other nodes
-    node_in: np.ndarray  # `[nodes]`, over a node's link
-    node_out: np.ndarray  # `[nodes]`
+    node_in: np.ndarray  # `[nodes]`, from other nodes
+    node_out: np.ndarray  # `[nodes]`, to other nodes
 
     def in_flight(self, ranks: Sequence[int], bucket_bytes: int) -> int:
-        """Most bytes of the buffers of `transfer.stream` on any of `ranks`: two for sending and two for receiving. Each
-        has at most half a bucket, and at most the bytes that pass through it."""
+        """Most bytes of the buffers of `transfer.stream` on any of `ranks`: two for sending and two for receiving. A
+        buffer has at most half a bucket; two together have at most the bytes that the rank sends or receives."""
         boxes = (np.minimum(moved[ranks], bucket_bytes) for moved in (self.sent, self.received))
         return int(np.ceil(sum(boxes)).max())
 
 
 class FlowCells:
     """Both sides of a reshard as booleans `[nodes, ranks per node, cells]`. sources, destinations: rank -> layout, of
-    all ranks, so that every cell has a source; itemsize: bytes of an element; node_size: consecutive ranks on one
-    node."""
+    all ranks, so that every cell has a source; itemsize: bytes of an element; node_size: number of consecutive ranks
+    on a node."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class FlowCells:
         return table.reshape(*self._grid, -1)
 
     def flow(self, everything: bool = False) -> Flow:
-        """Bytes when every destination gets the cells that it needs and lacks; everything: the complete model instead.
-        A cell comes from ranks of the same node if one has it; all such ranks send equal parts."""
+        """Bytes if every destination gets the cells that it needs and lacks; everything: all cells that it lacks. A
+        cell comes from ranks of the same node if any of them has it; all ranks that can send it send equal parts."""
         lacks = ~self.has & (self.wants.any(2, keepdims=True) if everything else self.wants)
-        holders = self.has.sum(1)  # of each node, as all below: [nodes, cells]
+        holders = self.has.sum(1)  # [nodes, cells], as the next arrays: ranks of the node that have the cell
         far = holders == 0
         asked = lacks.sum(1) * self.nbytes
         received, received_far = lacks @ self.nbytes, (lacks & far[:, None]) @ self.nbytes

@@ -6,8 +6,8 @@ device.
     python -m mindspeed_rl_plugin plan --dock          the bytes of a rollout's samples (dock_volume.py)
     python -m mindspeed_rl_plugin plan --schedule ...  seconds of an iteration under each schedule (which_schedule.py)
 
-GB are 1e9 bytes, and MB, in which smaller models are printed, 1e6; MiB are 2**20. Activations and the KV cache are not
-counted; gradients and optimizer state are offloaded before any reshard.
+GB: 1e9 bytes; MB, for models of less than 1 GB: 1e6; MiB: 2**20. Activations and the KV cache are not counted. The plan
+assumes that gradients and optimizer state are offloaded before a reshard.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RUN_DEFAULT = "tp1"  # engines of a run without --rl-generate-tp
 
 
 def main(argv: list[str]) -> int:
-    """Print the plan. Returns 0, or 1 where the layouts do not fit together."""
+    """Print the plan. Returns 0, or 1 after an error message."""
     if any(word.startswith("--dock") for word in argv):
         return dock_volume.main(argv)
     by_schedule = "--schedule" in argv
@@ -58,32 +58,32 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_rl_plugin plan",
         description="Memory per device and machine, bytes per rank and link, and seconds of a reshard. "
-        "`plan --dock --help` has the plan of the sample flow, `plan --schedule --help` that of the schedules.",
+        "See also `plan --dock --help` (the bytes of a rollout) and `plan --schedule --help` (the schedules).",
     )
     add = parser.add_argument
     add("script", nargs="?", type=Path, help="launch script (bash) whose arguments describe the trainer")
     add("--model", help="published model by name, or a Hugging Face config.json, instead of a script")
-    add("--train", help="trainer, such as tp4,pp2,ep8: tp pp vpp cp ep etp dp first last")
-    add("--generate", help="engines, such as tp2,ep8: tp ep dp (default: the script's)")
+    add("--train", help="trainer, as tp4,pp2,ep8, of: tp pp vpp cp ep etp dp first last")
+    add("--generate", help="engines, as tp2,ep8, of: tp ep dp (default: the script's)")
     add("--world", type=int, help="ranks of the trainer (default: tp x pp x cp x dp)")
-    add("--vocab", type=int, help="vocabulary (default: the script's, or its tokenizer's)")
-    add("--generate-world", type=int, help="ranks of all engines (default: the trainer's)")
+    add("--vocab", type=int, help="size of the vocabulary (default: the script's)")
+    add("--generate-world", type=int, help="ranks of all engines (default: as many as train)")
     add("--generate-first", type=int, default=0, help="first rank with an engine (default: 0)")
     add("--node", type=int, help="ranks per node (default: the script's, else 8)")
     add("--near", type=float, default=50.0, help="GB/s between ranks of a node (default: 50)")
-    add("--far", type=float, default=100.0, help="GB/s from a node to all others (default: 100; the paper: 0.3)")
-    add("--host", type=float, default=25.0, help="GB/s between a device and its host (default: 25; the paper: 50)")
+    add("--far", type=float, default=100.0, help="GB/s from a node to all others (default: 100; arXiv 2507.19017: 0.3)")
+    add("--host", type=float, default=25.0, help="GB/s from a device to its host (default: 25; arXiv 2507.19017: 50)")
     add("--device-gb", type=float, default=64.0, help="GB of memory per device (default: 64)")
     add("--bucket-mb", type=int, help="--rl-reshard-bucket-mb, in MiB (default: the script's, else 256)")
     add("--weight-bytes", type=int, choices=(2, 4), help="bytes of a weight (default: the script's, else 2)")
     add("--grad-bytes", type=int, choices=(2, 4), default=4, help="bytes of a gradient (default: 4)")
-    add("--critic", action="store_true", help="count PPO's critic (default: where the script's algorithm has one)")
-    add("--no-distributed-optimizer", action="store_true", help="the whole optimizer state on every rank")
+    add("--critic", action="store_true", help="count PPO's critic (default: if the script's algorithm has one)")
+    add("--no-distributed-optimizer", action="store_true", help="each rank has the optimizer state of all its weights")
     return parser
 
 
 def report(options: argparse.Namespace) -> list[str]:
-    """Lines of the plan. Raises ValueError where the layouts do not fit together."""
+    """Lines of the plan. Raises ValueError if the layouts do not fit together."""
     _check_numbers(options)
     run = _run(options)
     engine, engines, notes = _engines(options, run)
@@ -112,7 +112,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> PlannedRun:
-    """The planned run: that of the script, or of a model and a layout, changed by other options."""
+    """The planned run of the script, or of --model and --train, changed by the other options."""
     if options.script and (options.model or options.train or options.world):
         raise ValueError("a script has its own model, layout and world; leave out --model, --train and --world")
     run = read_script(options.script, options.vocab) if options.script else _run_of_model(options)
@@ -138,22 +138,22 @@ def _run_of_model(options: argparse.Namespace) -> PlannedRun:
         raise ValueError("give a launch script, or --model and --train")
     shape = model_shape(options.model, 1)  # an unknown name is refused before a layout is asked for
     if not options.train:
-        raise ValueError(f"--model {options.model}: give the trainer too, for example --train tp8,dp2")
+        raise ValueError(f"--model {options.model}: give the layout of the trainer too, for example --train tp8,dp2")
     if options.vocab:
-        raise ValueError("--vocab is for a launch script; a model has its own")
+        raise ValueError("--vocab is for a launch script; --model has its own vocabulary")
     check_experts(shape, options.train, f"--train {options.train}")
     train = train_layout(options.train, options.world)
     return PlannedRun(model_shape(options.model, train.tp), train)
 
 
 def _engines(options: argparse.Namespace, run: PlannedRun) -> tuple[EngineParallel, int, list[str]]:
-    """Layout of one engine, number of engines, and notes. The option decides, else the script, else the flags'
-    defaults."""
+    """Layout of one engine, number of engines, and notes. The layout is that of --generate, else that of the script,
+    else the default of the flags."""
     text, notes = options.generate or run.generate, []
     if text is None and not options.script:
-        raise ValueError("give the engines, for example --generate tp4")
+        raise ValueError("give the layout of an engine, for example --generate tp4")
     if text is None:
-        notes.append("the script has no --rl-generate-tp: engines of one rank, as in a run; --generate plans others")
+        notes.append("the script has no --rl-generate-tp, so engines have 1 rank, as in a run; --generate plans others")
         text = RUN_DEFAULT
     flag = f"--generate {text}" if options.generate else f"{options.script}, engines {text}"
     check_experts(run.shape, text, flag)
@@ -161,13 +161,13 @@ def _engines(options: argparse.Namespace, run: PlannedRun) -> tuple[EngineParall
     check_engine(run.shape, engine, flag)
     tp = run.train.tp
     if run.shape.groups % tp:
-        notes.append(f"{run.shape.groups} query groups are fewer than tp{tp}: core 0.12 and MindSpeed refuse that")
+        notes.append(f"{run.shape.groups} query groups are fewer than tp{tp}: core 0.12 and MindSpeed refuse this")
     return engine, engines, notes
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """The figures as lines; in MB where the model is below 1 GB."""
+    """An estimate as lines; sizes are in MB if the model has less than 1 GB."""
 
     plan: Estimate
 
@@ -186,7 +186,7 @@ class _Shown:
         experts = f", experts etp{t.expert_tp} ep{t.ep} dp{t.edp}" if shape.moe_layers else ""
         return [
             f"model   {source}: {shape.family}, {self.unit(weights.sum())} {self.name} of weights (TW, cut by tensor "
-            f"parallelism, {tw}; EW, routed experts, {ew}; common, whole on every rank, {cw})",
+            f"parallelism, {tw}; EW, routed experts, {ew}; common, complete on every rank, {cw})",
             f"train   tp{t.tp} pp{t.pp} {chunks} cp{t.cp} dp{t.dp}{experts}: {t.world} ranks, layers per stage "
             f"{counts[0] if len(set(counts)) == 1 else ','.join(counts)}",
         ]
@@ -207,9 +207,9 @@ class _Shown:
             f"update: weights {unit(p.weights)}, gradients {unit(p.gradients)}, optimizer {unit(p.optimizer)}"
             + (critic if c.device else ""),
             "reshard peak: " + (f"weights {unit(p.weights)}, " if f.shared else "") + f"engine's weights "
-            f"{unit(f.generate)}, and in allgather the whole model {unit(f.whole)}; in stream what is in flight "
+            f"{unit(f.generate)}, and in allgather the complete model {unit(f.whole)}; in stream buffers, "
             f"{unit(f.in_flight)} (at most two buckets of {f.run.bucket_bytes >> 20} MiB)",
-            f"generate: engine's weights {unit(f.generate)}; left is for the KV cache and the engine's working memory",
+            f"generate: engine's weights {unit(f.generate)}; left: for the KV cache and the engine's working memory",
             "not counted: activations of the update and of the engine",
             f"offloading the training weights (--rl-swap) frees {unit(p.weights)} {self.name} "
             f"({p.weights / 2**30:.2f} GiB) per device for the KV cache"
@@ -218,13 +218,13 @@ class _Shown:
         ]
 
     def conclusion(self) -> str:
-        """Whether it fits a device, in the default mode of the reshard."""
+        """Whether the run fits a device, with the reshard in its default mode."""
         f, most = self.plan, self.plan.run.device_bytes
         needs = {"the update": f.update, "the reshard": f.peak("stream"), "generation": f.generate}
         phase = max(needs, key=needs.__getitem__)
         fits, size = f"fits {most / GB:g} GB", f"{needs[phase] / GB:.2f} GB"
         if needs[phase] > most:
-            return f"{fits}: no, {phase} needs {size} per device: spread it over more ranks, or give --device-gb"
+            return f"{fits}: no, {phase} needs {size} per device; use more ranks, or give --device-gb"
         only = "" if f.peak("allgather") <= most else ", but not with --rl-reshard allgather"
         left = f"{(most - f.generate) / GB:.1f} GB left for the KV cache and the engine's working memory"
         return f"{fits}: yes, {left}{only}"
@@ -257,8 +257,8 @@ class _Shown:
         whole, stream = (self.plan.flows[mode].received.sum() for mode in FLOW_MODES)
         return [
             *aligned(rows, 1),
-            "received, sent: one rank's; node in, out: the busiest node's; s: the longer of s in node and s between",
-            f"offload of the weights: {self.plan.policy.weights / self.plan.run.host:.2f} s, and as long back again",
+            "received, sent: of one rank; node in, out: of the busiest node; s: the longer of s in node, s between",
+            f"offload of the weights: {self.plan.policy.weights / self.plan.run.host:.2f} s, and as much back again",
             f"stream receives {whole / stream:.1f} times fewer bytes than allgather"
             if stream
             else "stream receives nothing: every rank has what its engine needs",

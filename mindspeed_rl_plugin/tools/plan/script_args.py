@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.tools.plan.estimate import PlannedRun
 from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
-# Arguments that are read, with Megatron's defaults: sizes from 1 on, other numbers, switches, words.
+# Arguments that are read, with Megatron's defaults: sizes of at least 1, other numbers, switches, words.
 _COUNTS = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "global_batch_size")) | {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -49,26 +49,26 @@ _WORD_ARGS = {
     "position_embedding_type": "learned_absolute",
     "moe_token_dispatcher_type": "allgather",
 }
-_SWAP_TIMES = 16  # MindSpeed's --swap-optimizer-times
-_ATTRIBUTES = {row.spelt: row.name for row in UPSTREAM}  # attributes of flags with another name
-# Names in Megatron's config that its command line lacks.
+_SWAP_TIMES = 16  # default of MindSpeed's --swap-optimizer-times
+_ATTRIBUTES = {row.spelt: row.name for row in UPSTREAM}  # flag -> attribute, if their names differ
+# Fields of Megatron's config, which are not flags -> the flag to use.
 _NO_FLAGS = {
     "--num-layers-in-first-pipeline-stage": "--decoder-first-pipeline-num-layers",
     "--num-layers-in-last-pipeline-stage": "--decoder-last-pipeline-num-layers",
 }
-SCRIPT_SECONDS = 60.0  # seconds in which a script must reach its torchrun
-_ENGINE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # else the trainer's
+SCRIPT_SECONDS = 60.0  # in which a script must reach its torchrun
+_ENGINE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a weight; other dtypes: as in the trainer
 
 
 def launched(path: Path) -> CapturedLaunch:
-    """The launch that a script would start. Raises ValueError if it starts none."""
+    """The torchrun that a script would start. Raises ValueError if it starts none."""
     with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
         return capture(path.resolve(), Path(scratch), SCRIPT_SECONDS)
 
 
 def read_script(path: Path, vocab: int | None = None) -> PlannedRun:
-    """Run the script up to its torchrun and read the arguments. vocab: as in `read_arguments`. Raises ValueError for a
-    model of no known family."""
+    """Run the script up to its torchrun and read the arguments. vocab: as in `read_arguments`. Raises ValueError for
+    wrong arguments and for a model of an unknown family."""
     launch = launched(path)
     try:
         script = read_arguments(Flags.parse(launch.arguments), launch.world, vocab, launch.cwd)
@@ -78,8 +78,8 @@ def read_script(path: Path, vocab: int | None = None) -> PlannedRun:
 
 
 def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: Path = Path()) -> PlannedRun:
-    """The same from given arguments, for a world of ranks. vocab: real vocabulary, if neither the script nor its
-    tokenizer's files have it; folder: for relative paths."""
+    """The planned run of these arguments on `world` ranks. vocab: size of the vocabulary; None: that of the script or
+    of its tokenizer; folder: relative paths start here."""
     args = _namespace(flags)
     args.world_size = world
     if problem := unbuilt_family(args):
@@ -89,18 +89,18 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
     if args.mtp_num_layers:
         notes.append(f"--mtp-num-layers {args.mtp_num_layers}: the engine has no such layers; not counted")
     if "--rl-swap" in flags and set(config.reshard.swap_names) != {"params", "grads", "optimizer"}:
-        notes.append(f"--rl-swap {flags.get('--rl-swap')}: planned as if params, grads and optimizer leave the device")
+        notes.append(f"--rl-swap {flags.get('--rl-swap')}: the plan offloads params, grads and optimizer")
     pieces = (args.swap_optimizer_times or _SWAP_TIMES) if args.swap_optimizer else None
     if pieces:
-        notes.append(f"--swap-optimizer: the optimizer's state is on the host, 1/{pieces} of it on a device")
+        notes.append(f"--swap-optimizer: optimizer state is on the host, and 1/{pieces} of it at a time on a device")
     itemsize, bucket_mb = 2 if args.bf16 or args.fp16 else 4, config.reshard.reshard_bucket_mb
     engines = "--rl-generate-tp" in flags or "--rl-generate-ep" in flags
     vocab = vocab or args.vocab_size or _vocabulary(flags, folder) or args.padded_vocab_size
     if not vocab:
         named = flags.get("--tokenizer-name-or-path") or flags.get("--tokenizer-model") or "none is named"
         raise ValueError(
-            f"the script leaves the vocabulary to a tokenizer whose tokenizer.json is not here ({named}); give its "
-            "size with --vocab"
+            f"the script does not give the size of the vocabulary, and its tokenizer ({named}) has no tokenizer.json "
+            "here; give --vocab"
         )
     return PlannedRun(
         shape=ModelShape.from_megatron_args(args, vocab),
@@ -121,7 +121,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
 
 
 def rl_flags(flags: Flags) -> tuple[RLConfig, Algorithm | None, list[str]]:
-    """Script's RL flags; its algorithm, or None without a valid one; and the problems for which a run refuses them."""
+    """RL's flags in a script, the algorithm (None: no valid one), and the errors of a run with these flags."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False))
     words = Flags({f: v for f, v in flags.values.items() if f.startswith(("--rl-", "--no-rl-"))}).argv()
     try:
@@ -161,7 +161,7 @@ def _namespace(flags: Flags) -> argparse.Namespace:
             raise ValueError(f"{flag} {value}: give at least 1")
     missing = [spelt(n) for n in ("num_layers", "hidden_size", "num_attention_heads") if getattr(args, n) is None]
     if missing:
-        raise ValueError(f"the script gives no {', '.join(missing)}; is the model described in another file?")
+        raise ValueError(f"the script's command line has no {', '.join(missing)}, which the plan needs")
     # Model chunks per rank, from either of Megatron's flags.
     each, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     stage = args.num_layers // args.pipeline_model_parallel_size
@@ -170,7 +170,7 @@ def _namespace(flags: Flags) -> argparse.Namespace:
 
 
 def _typed(text: str) -> bool | int | float | str:
-    """A flag's value as its type: a switch is True, a number is a number."""
+    """The value of a flag as int, float or str; True if the flag has no value."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -178,7 +178,7 @@ def _typed(text: str) -> bool | int | float | str:
 
 
 def _pattern(text: str) -> list[int]:
-    """A `--moe-layer-freq` such as "[0]*3+[1]*58"."""
+    """The list that a `--moe-layer-freq` such as "[0]*3+[1]*58" describes."""
     terms = text.strip("'\"").replace(" ", "").split("+")
     matches = [re.fullmatch(r"(\[\d(?:,\d)*\])(?:\*(\d+))?", term) for term in terms]
     if not all(matches):
@@ -187,8 +187,8 @@ def _pattern(text: str) -> list[int]:
 
 
 def _vocabulary(flags: Flags, folder: Path) -> int | None:
-    """Size of the vocabulary, if a script leaves it to its tokenizer: from config.json of --rl-hf-model, as in a run,
-    else from the first tokenizer; None without such a file. Raises ValueError for a file without one."""
+    """Size of the vocabulary by config.json of --rl-hf-model, as in a run, else by the first tokenizer.json; None
+    if neither exists. Raises ValueError if this tokenizer.json has no vocabulary."""
     model = folder / (flags.get("--rl-hf-model") or "")
     if "--rl-hf-model" in flags and (model / "config.json").is_file():
         return load_reference(str(model))["vocab_size"]

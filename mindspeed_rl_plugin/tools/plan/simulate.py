@@ -1,4 +1,4 @@
-"""The model of a run: uses the job's own plan, admission, selection and `choose`, with virtual time."""
+"""Simulates a run in virtual time, with the job's own code for plans, admission, selection and choices of engines."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from mindspeed_rl_plugin.rows import Group, Prompt, SampleId
 from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Decoder, Graders, Responses
 
-WARM_UP = 2  # first rollouts that are not counted; more if rollouts are sampled ahead, and then also not the last ones
-# Of steps before an engine looks for rows and news, as in generators.engine_loop. A real engine without a free slot
-# learns of weights by its reports, up to 0.5 s later than here.
+WARM_UP = 2  # rollouts at the start that are not counted; in async `ahead` more, and `ahead` at the end
+# Seconds of decode steps after which an engine looks for rows and new weights, as in generators.engine_loop. A real
+# engine without a free slot hears of weights by its reports, up to 0.5 s later than in this model.
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Times of a run in its steady state. Shares are of time without work, by cause: "starved" (waiting for responses
-    of slower engines, or for grades), "version" (for weights), "back-pressure" (for admission)."""
+    """Times of a run in its steady state. A share is (time without work) / (total time), by cause: "starved" (waits for
+    responses or grades), "version" (waits for weights), "back-pressure" (waits for admission)."""
 
-    rollout: float  # seconds from the end of one to the end of the next
+    rollout: float  # seconds from the end of a rollout to the end of the next one
     iteration: float  # seconds of an optimizer step
     trainers: Mapping[str, float]  # shares, see above
     engines: Mapping[str, float]  # shares, see above
-    lag: float  # publications after the weights that began a response, mean
-    tokens: float  # of all responses a second
+    lag: float  # mean number of publications since the weights that began a response
+    tokens: float  # response tokens per second
 
 
 def simulate(setup: Setup, costs: Costs, responses: Responses, rollouts: int = 12) -> Outcome:
-    """Simulate so many rollouts in the middle of a run. Raises RuntimeError if a token is older than the bound."""
+    """Simulate a run, and measure `rollouts` of it. Raises RuntimeError if a response is older than the bound."""
     if setup.schedule != "async":
         job, ahead = _Colocated(setup, costs, responses, WARM_UP + rollouts), 0
-    else:  # at the end nothing is sampled ahead
+    else:  # the last rollouts are not measured: no rollout is sampled ahead during them
         ahead = setup.staleness + 1
         job = _Async(setup, costs, responses, WARM_UP + rollouts + 2 * ahead)
     job.run()
@@ -63,14 +63,14 @@ class _Simulation:
         # A budget of tokens balances the ranks; the number of micro-batches does not matter here.
         budget = TokenBudget(sys.maxsize, packed=True) if setup.sizes.max_tokens else None
         self.plan = RolloutPlan(setup.sizes, place, budget)
-        self.lengths: dict[SampleId, int] = {}  # of responses
+        self.lengths: dict[SampleId, int] = {}  # tokens of each response
         self.sums: Counter[str] = Counter()
-        self.marks: list[Counter[str]] = []  # these sums at the end of each rollout
+        self.marks: list[Counter[str]] = []  # copies of `sums` at the end of each rollout
         self._random = Random(responses.seed)
         self._data = self._rows_of_data()
 
     def outcome(self, first: int, count: int) -> Outcome:
-        """Means over so many rollouts from the `first` on."""
+        """Means over `count` rollouts, from the number `first` on."""
         gained = self.marks[first + count - 1] - self.marks[first - 1]
         seconds, sizes = gained["seconds"], self.setup.sizes
         return Outcome(
@@ -109,7 +109,7 @@ class _Simulation:
         return ids
 
     def _graders(self, ranks: int = 1) -> Graders:
-        """The graders of one of so many ranks."""
+        """The graders of one rank, if `ranks` ranks share all graders."""
         return Graders(max(self.setup.graders * self.responses.together / ranks, 1.0))
 
     def _grading(self) -> float:
@@ -140,9 +140,7 @@ class _Simulation:
         return whole, selection.dropped
 
     def _training(self) -> float:
-        """Seconds of the passes over a rollout and of its updates: each takes as long as on the rank with the most
-        tokens."""
-
+        """Seconds of all passes and updates of a rollout. Each takes as long as on the rank with the most tokens."""
         by_rank = [
             [sum(self.plan.lengths[i[:2]][i.member] for batch in rank for i in batch) for rank in step.micro_batches]
             for step in self.plan.one_pass
@@ -167,7 +165,7 @@ class _Colocated(_Simulation):
             self._end_rollout(now)
 
     def _round(self, begin: float) -> float:
-        """Generate and grade a round; when it is graded."""
+        """Generate and grade a round. Returns the time at which it is graded."""
         sizes = self.setup.sizes
         self.plan.epoch = self.plan.open_next()
         ids = self._sample(self.plan.epoch, self._prompts(sizes.prompts))
@@ -188,8 +186,8 @@ class _Colocated(_Simulation):
         return max(graders.grade(end + notice, self._grading()) for end in sorted(ends.values())) + notice
 
     def _one_by_one(self, ends: Mapping[SampleId, float], done: Sequence[float]) -> float:
-        """Each rank grades its part of the groups, with its part of the graders, once its engine has finished and all
-        responses of its groups exist."""
+        """Time at which all is graded. Each rank grades its part of the groups with its part of the graders. It begins
+        when its engine has finished and all responses of its groups exist."""
         groups, ranks = self.plan.round, len(done) * self.setup.engine_ranks
         result = 0.0
         for rank, part in enumerate(deal(groups, [0] * len(groups), [(0,)] * ranks)):
@@ -205,14 +203,14 @@ class AdmittedRow(NamedTuple):
 
     id: SampleId
     bound: VersionBound  # versions that may sample it
-    tokens: int  # of its response
-    version: int = -1  # of the weights that began it
+    tokens: int  # length of its response
+    version: int = -1  # of the weights that began its response
 
 
 class ModelEngine:
     """An engine of async, which acts by `generators.engine_state.choose`. number: of the engine in the job. due: time
-    of its next action; inf: at the next news. idle: seconds without work by cause: "version" (waiting for weights),
-    "back-pressure" (for admission)."""
+    of its next action; inf: it waits for news (rows or weights). idle: seconds without work by cause: "version" (waits
+    for weights), "back-pressure" (waits for admission)."""
 
     def __init__(self, job: _Async, number: int) -> None:
         self.job, self.number, setup = job, number, job.setup
@@ -220,20 +218,20 @@ class ModelEngine:
         self.state = EngineState(setup.slots, setup.inflight == "drain", setup.order == "strict")
         self.idle: Counter[str] = Counter()
         self.due = 0.0
-        self._cause, self._since = "", 0.0  # cause of its wait, and since when
+        self._cause, self._since = "", 0.0  # cause and begin of its wait; "": it does not wait
         self._looked = 0.0  # time of its last look for news
         self._pull_end = math.inf  # end of its pull
 
     def hear(self) -> None:
-        """Handle news."""
+        """There is news: act when the engine looks for it."""
         self.due = min(self.due, self._hears(self.job.now))
 
     def idle_so_far(self, cause: str) -> float:
-        """`idle` of a cause, with a wait that still lasts."""
+        """`idle` of a cause, including a wait that has not ended."""
         return self.idle[cause] + (self.job.now - self._since if self._cause == cause else 0.0)
 
     def act(self) -> None:
-        """Give away finished responses, and do the next action."""
+        """Hand over finished responses, and do the next action."""
         job, state, decoder = self.job, self.state, self.decoder
         for row in decoder.advance(job.now):
             job.ended(row, state.running.pop(row).version)
@@ -259,13 +257,13 @@ class ModelEngine:
         if state.running:
             self.due = min(decoder.next_end, self._hears(self._pull_end))
         elif not action.wait and state.needs is not None:
-            self.due = job.now  # acts again, by the bound of the next rows
+            self.due = job.now  # acts again at once: `needs` has changed
         else:
             self._cause, self._since = "version" if action.wait else "back-pressure", job.now
             self.due = self._pull_end
 
     def _hears(self, when: float) -> float:
-        """When it looks for news of that time: at once without work, else at the end of a poll."""
+        """Time at which the engine sees news of the time `when`: at once if it waits, else at its next look."""
         if self._cause or when == math.inf:
             return when
         polls = math.ceil((when - self._looked) / POLL_SECONDS)
@@ -273,8 +271,8 @@ class ModelEngine:
 
 
 class _Async(_Simulation):
-    """async: engines on ranks of their own, limited by admission. now: seconds since the start; announced: newest
-    version of the weights, -1: none."""
+    """async: engines on separate ranks, limited by admission. now: seconds since the start; announced: newest version
+    of the weights, -1: none."""
 
     def __init__(self, setup: Setup, costs: Costs, responses: Responses, rollouts: int) -> None:
         super().__init__(setup, costs, responses, rollouts)
@@ -285,11 +283,11 @@ class _Async(_Simulation):
         self.announced = -1
         self._strict = setup.order == "strict"
         self._ready: deque[AdmittedRow] = deque()
-        # rows of each engine under a strict order
+        # under a strict order: rows of each engine, for each epoch
         self._shares: list[deque[list[AdmittedRow]]] = [deque() for _ in range(sizes.engines)]
         self._begun: dict[SampleId, int] = {}  # version that began each response
-        self._running: Counter[int] = Counter()  # rows of each epoch that have not ended
-        self._graded: dict[int, float] = defaultdict(float)  # when the last of the ended rows is graded
+        self._running: Counter[int] = Counter()  # number of rows of each epoch whose responses have not ended
+        self._graded: dict[int, float] = defaultdict(float)  # time at which all ended rows of an epoch are graded
         self.engines = [ModelEngine(self, n) for n in range(sizes.engines)]
 
     def run(self) -> None:
@@ -307,17 +305,17 @@ class _Async(_Simulation):
             self._end_rollout(self.now)
 
     def _pass(self, seconds: float) -> None:
-        """Let the engines act for some seconds."""
+        """Let time pass, in which the engines act."""
         end = self.now + seconds
         while min(engine.due for engine in self.engines) <= end:
             self._act()
         self.now = end
 
     def _act(self) -> None:
-        """Let the engine act that is due first."""
+        """Let the engine that is due first act."""
         engine = min(self.engines, key=lambda engine: engine.due)
         if engine.due == math.inf:
-            raise RuntimeError(f"everybody waits at {self.now:g} s")
+            raise RuntimeError(f"at {self.now:g} s all engines wait, and nothing can wake them")
         self.now = engine.due
         engine.act()
 
@@ -372,8 +370,8 @@ class _Async(_Simulation):
     # the dock
 
     def take(self, engine: int, most: int, version: int) -> tuple[list[AdmittedRow], VersionBound | None]:
-        """Take ready rows that the version may sample, at most so many; under a strict order this engine's complete
-        part of the next epoch. Or return the bound of the first row, if it may not be sampled."""
+        """Take at most `most` ready rows that weights of `version` may sample; under a strict order this engine's
+        complete part of the next epoch. If the first row may not be sampled, take none and return its bound."""
         parts = self._shares[engine] if self._strict else self._ready
         bound = (parts[0][0] if self._strict else parts[0]).bound if parts else None
         if bound is not None and not bound.allows(version):

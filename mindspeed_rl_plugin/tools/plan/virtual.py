@@ -1,4 +1,4 @@
-"""The parts of the model that take time: costs, responses, decode steps and graders."""
+"""The parts of the simulation that take time: costs, responses, decode steps and graders."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs, all in seconds."""
+    """Costs in seconds."""
 
     step: float = 0.0  # one decode step of an engine
-    sequence: float = 0.0  # more for each sequence in the step
+    sequence: float = 0.0  # added to a step by each sequence in it
     token: float = 0.0  # training on one token, prompts included, on a data parallel rank
-    old_token: float = 0.0  # its old log-prob
-    rollout: float = 0.0  # of the trainers for each rollout of any size
-    reshard: float = 0.0  # weights to colocated engines and back
-    publish: float = 0.0  # the trainers' copy of weights
-    pull: float = 0.0  # an engine reads them, during its steps
-    apply: float = 0.0  # it loads them, without steps meanwhile
+    old_token: float = 0.0  # old log-prob of one token
+    rollout: float = 0.0  # of the trainers per rollout, whatever its size
+    reshard: float = 0.0  # moving weights to colocated engines and back
+    publish: float = 0.0  # pause of the trainers to copy weights
+    pull: float = 0.0  # an engine reads published weights, while it decodes
+    apply: float = 0.0  # pause of an engine to load the weights that it has read
     # from a response's end to the start of its grading, and from its grade to the start of a waiting trainer
     notice: float = 0.0
 
@@ -38,9 +38,9 @@ class Responses:
     """Properties of responses."""
 
     length: Callable[[int, int, Random], int]  # (row of the data, member, random numbers) -> tokens
-    grading: Callable[[Random], float] = lambda rng: 0.0  # seconds of a call
+    grading: Callable[[Random], float] = lambda rng: 0.0  # seconds of a grading call
     together: float = 1.0  # concurrent calls in a reward worker
-    rows: int = 0  # of the data, shuffled in each epoch; 0: no row comes twice
+    rows: int = 0  # number of rows of the data, shuffled in each epoch; 0: no row comes twice
     informative: float = 1.0  # share of groups whose rewards differ
     seed: int = 0
 
@@ -52,11 +52,11 @@ def recorded(lengths: Sequence[Sequence[int]]) -> Callable[[int, int, Random], i
 
 def lognormal(mean: float, sigma: float, limit: int) -> Callable[[int, int, Random], int]:
     """Lognormal lengths, cut at `limit`, with mean `mean` after the cut. sigma: of the logarithm, 0: all equal. Raises
-    ValueError if the mean exceeds the limit."""
+    ValueError if the mean is not between 1 and the limit."""
     if not 1 <= mean <= limit:
         raise ValueError(f"a mean of {mean:g} tokens is not between 1 and the limit of {limit}")
     low, high = math.log(mean), math.log(mean) + 20.0
-    for _ in range(60):  # mu by bisection: the mean after the cut rises with it
+    for _ in range(60):  # mu by bisection: the mean after the cut rises with mu
         mu = (low + high) / 2
         low, high = (mu, high) if _cut_mean(mu - sigma**2 / 2, sigma, limit) < mean else (low, mu)
     mu -= sigma**2 / 2
@@ -65,7 +65,7 @@ def lognormal(mean: float, sigma: float, limit: int) -> Callable[[int, int, Rand
 
 def sigma_of(mean: float, longest: float, count: int, limit: int) -> float:
     """The sigma with which the longest of `count` lognormal lengths, cut at `limit`, is `longest` in the median."""
-    longest = min(longest, limit)  # the cut hides the tail: the smallest sigma that reaches the limit
+    longest = min(longest, limit)  # the tail beyond the limit is unknown: take the smallest sigma that reaches it
     quantile = _NORMAL.inv_cdf(0.5 ** (1 / max(count, 2)))
     gain = math.log(max(longest / mean, 1.0))
     # mean * exp(quantile * sigma - sigma^2 / 2) = longest, the smaller root
@@ -97,11 +97,11 @@ class Decoder:
 
     @property
     def next_end(self) -> float:
-        """Time of the next sequence's end, if none joins before."""
+        """Time at which the next sequence ends, if no sequence joins before."""
         return self.at + (self._running[0][0] - self.steps) * self.seconds
 
     def add(self, rows: Iterable[tuple[SampleId, int]]) -> None:
-        """Add sequences. rows: with their numbers of tokens."""
+        """Add sequences. rows: each sequence with its number of tokens."""
         self._waiting.extend(rows)
         self._fill()
 
@@ -115,7 +115,7 @@ class Decoder:
         return self.at + math.ceil((when - self.at) / self.seconds - 1e-9) * self.seconds
 
     def advance(self, to: float) -> list[SampleId]:
-        """Run steps up to a time between two steps, at most to `next_end`. Returns the ended sequences."""
+        """Run steps until `to`, a time between two steps, or until `next_end`. Returns the ended sequences."""
         if not self._running:
             self.at = max(self.at, to)
             return []
@@ -131,7 +131,7 @@ class Decoder:
         return ended
 
     def drain(self) -> list[tuple[float, SampleId]]:
-        """Run until all sequences have ended. Returns the end of each."""
+        """Run until all sequences have ended. Returns (time of the end, sequence) of each."""
         ends = []
         while self._running:
             ends += [(self.at, row) for row in self.advance(self.next_end)]
@@ -144,15 +144,15 @@ class Decoder:
 
 
 class Graders:
-    """Concurrent grading calls, first come first served. A fractional number is rounded up, and each call takes longer
-    by the same factor, so that the calls per second stay the same."""
+    """Concurrent grading calls, first come first served. at_once: their number. A fraction is rounded up, and each call
+    takes longer by the same factor, so that the calls per second stay the same."""
 
     def __init__(self, at_once: float) -> None:
         slots = math.ceil(at_once - ROUNDING)
         self._free, self._slower = [0.0] * slots, slots / at_once
 
     def grade(self, ready: float, seconds: float) -> float:
-        """Time at which a response is graded that is ready at `ready`. Calls come in the order of `ready`."""
+        """Time at which the grading of a response that is ready at `ready` ends. Call it in the order of `ready`."""
         end = max(ready, heapq.heappop(self._free)) + seconds * self._slower
         heapq.heappush(self._free, end)
         return end

@@ -1,8 +1,8 @@
-"""`plan --schedule`: seconds of an iteration and idle shares under each schedule, by the model of `simulate`.
+"""`plan --schedule`: seconds of an iteration and shares of idle time under each schedule, computed by `simulate`.
 
-python -m mindspeed_rl_plugin plan --schedule --from SAVE/rl           costs as measured in a run of yours
-python -m mindspeed_rl_plugin plan --schedule SCRIPT.sh --from SAVE/rl     the flags of a script, with these costs
-python -m mindspeed_rl_plugin plan --schedule SCRIPT.sh --step-ms 18       costs by hand
+python -m mindspeed_rl_plugin plan --schedule --from SAVE/rl               flags and costs of a run
+python -m mindspeed_rl_plugin plan --schedule SCRIPT.sh --from SAVE/rl     flags of a script, costs of a run
+python -m mindspeed_rl_plugin plan --schedule SCRIPT.sh --step-ms 18       flags of a script, costs from options
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.text_table import aligned
 
-# Option, its default without a run, its meaning. The defaults are only typical values of 7B models on one device.
+# Option -> (default without a run, meaning). The defaults are only typical values of 7B models on one device.
 ASSUMED = {
     "step_ms": (20.0, "milliseconds of a decode step of an engine"),
-    "sequence_ms": (0.05, "milliseconds more for each sequence in it"),
-    "train_tokens": (8000.0, "tokens a second that a data parallel rank trains on"),
-    "reshard_s": (5.0, "seconds of weights to colocated engines and back"),
-    "publish_s": (1.0, "seconds in which training stands still for a publication"),
-    "pull_s": (3.0, "seconds in which an engine reads weights, during its steps"),
-    "apply_s": (0.5, "seconds in which an engine puts them in"),
+    "sequence_ms": (0.05, "milliseconds that each sequence adds to a decode step"),
+    "train_tokens": (8000.0, "tokens per second that a data parallel rank trains on"),
+    "reshard_s": (5.0, "seconds to move weights to colocated engines and back"),
+    "publish_s": (1.0, "seconds that training pauses to publish weights"),
+    "pull_s": (3.0, "seconds in which an engine reads published weights, while it decodes"),
+    "apply_s": (0.5, "seconds that an engine pauses to load the weights that it has read"),
 }
 ROWS = 100  # rows of each file whose prompts are rendered
 PROMPTS = f"mean {{}} tokens, of at most the first {ROWS} rows of each file of --rl-prompt-data"
-GENERATOR_COUNTS = 8  # most numbers of generators to try, spread over those that divide
+GENERATOR_COUNTS = 8  # most numbers of generators to try, evenly spread over the possible numbers
 WORTH = 1.02  # factor; with a smaller gain the simpler schedule is advised
-MISS = 1.25  # factor between the model and a run; above it the advice is marked as doubtful
-MISSES = ": IT MISSES THIS RUN, so its advice may be wrong"
-TAIL_SIGMA, MEAN_FILL = 0.8, 0.4  # assumed lengths: sigma of the lognormal, mean over the limit
+MISS = 1.25  # factor between the times of model and run; above it the advice is marked as doubtful
+MISSES = ": THE MODEL MISSES THIS RUN, so its advice may be wrong"
+TAIL_SIGMA, MEAN_FILL = 0.8, 0.4  # assumed lengths: sigma of the lognormal, mean length / limit
 SCHEDULE_HEAD = ("schedule", "generators", "s an iteration", "speed (sync = 1)", "trainers starved", "engines starved")
 SCHEDULE_HEAD += ("back-pressure", "waiting for a version", "lag")
 
@@ -51,29 +51,29 @@ SCHEDULE_HEAD += ("back-pressure", "waiting for a version", "lag")
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m mindspeed_rl_plugin plan --schedule",
-        description="What an iteration takes under each schedule, and which one to take: a model, not a measurement.",
+        description="Seconds of an iteration under each schedule, and which schedule to use; by a model of the run.",
     )
     add = made.add_argument
-    add("script", nargs="?", type=Path, help="launch script (bash) with the RL flags; default: those of the run")
-    add("--from", dest="runs", action="append", type=Path, default=[], metavar="RUN_DIR", help="a run to take costs "
-        "from (SAVE/rl), best of --rl-schedule sync; for several give --from A --from B")  # fmt: skip
+    add("script", nargs="?", type=Path, help="launch script (bash) with the RL flags; default: the flags of the run")
+    add("--from", dest="runs", action="append", type=Path, default=[], metavar="RUN_DIR", help="directory (SAVE/rl) "
+        "of a run whose costs are used, best one of --rl-schedule sync; repeat --from for more runs")  # fmt: skip
     add("--world", type=int, help="ranks in all (default: those of the script or run)")
     add("--node", type=int, default=8, help="ranks of a machine (default: %(default)s)")
     add("--staleness", type=int, help="--rl-max-staleness (default: that of the script or run)")
-    add("--response-tokens", type=float, help=f"mean length (default: the run's, or {MEAN_FILL:g} of the limit)")
+    add("--response-tokens", type=float, help=f"mean length (default: as in the run, or {MEAN_FILL:g} of the limit)")
     add("--prompt-tokens", type=int, help="mean length of a prompt (default: the run's, else that of the script's "
         "data, or 0)")  # fmt: skip
     add("--tail", type=float, help=f"sigma of lognormal lengths (default: the run's, or {TAIL_SIGMA:g})")
-    add("--grade-s", type=float, help="mean seconds of grading a response (default: those of the run, or 0)")
-    add("--grade-together", type=float, help="responses graded at once in a reward worker, such as 64 by an "
-        "asynchronous grader (default: those of the run, or 1)")  # fmt: skip
+    add("--grade-s", type=float, help="mean seconds of grading a response (default: as in the run, or 0)")
+    add("--grade-together", type=float, help="responses that a reward worker grades at the same time, such as "
+        "64 with an asynchronous grader (default: as in the run, or 1)")  # fmt: skip
     for name, (value, what) in ASSUMED.items():
         add(spelt(name), type=float, help=f"{what} (default: the run's, or {value:g})")
     return made
 
 
 def report(options: argparse.Namespace) -> list[str]:
-    """Lines of the plan. Raises ValueError if an argument is missing or does not divide."""
+    """Lines of the plan. Raises ValueError if an argument is missing, or if sizes do not divide."""
     check_least(options, 1, "world", "node", "response_tokens", "grade_together")
     check_least(options, 0, "tail", "grade_s", "staleness", "prompt_tokens", *ASSUMED)
     if options.train_tokens == 0:
@@ -97,34 +97,34 @@ def report(options: argparse.Namespace) -> list[str]:
     sizes = setup.sizes
     return [
         f"run     {options.world or setup.world} ranks; a rollout has {sizes.prompts} prompts x {sizes.members} "
-        f"responses and {sizes.steps} optimizer steps; async would have k = {setup.staleness}, {setup.order} order",
+        f"responses and {sizes.steps} optimizer steps; async has staleness {setup.staleness}, {setup.order} order",
         f"lengths {lengths}",
         *([f"prompts {PROMPTS.format(setup.prompt_tokens)}"] if from_data and setup.prompt_tokens else ()),
         *notes,
         *(f"note    {flag} excludes --rl-schedule {one}" for one, flag in setup.ruled_out.items()),
         *("", *aligned([SCHEDULE_HEAD, *rows], 1), ""),
         *with_care(advice(setups, outcomes), {**assumed, **assumed_too}),
-        "This is a model: batches that do not fit a device's memory, slower links and noise are not in it.",
+        "This is a model: it does not know batches that exceed a device's memory, slower links, and noise.",
     ]
 
 
 def script_setup(path: Path, prompts: bool = False) -> Setup:
-    """The setup of a launch script, by its flags; with `prompts` also by its data. Raises ValueError for a script
-    without RL flags, for sizes that do not divide, and for a row that a run refuses."""
+    """The setup of a launch script. prompts: also read the mean length of its prompts. Raises ValueError for a script
+    without RL flags, for sizes that do not divide, and for a row of data that a run refuses."""
     launch = launched(path)
     flags = Flags.parse(launch.arguments)
     config, algorithm, _ = rl_flags(flags)
     if algorithm is None or algorithm.from_pairs:
         raise ValueError(f"{path} has no --rl-algorithm that samples responses: there is no schedule to choose")
     if config.schedule.partial:
-        raise ValueError(f"{path}: partial rollouts are not in the model; leave their flags out to plan the others")
+        raise ValueError(f"{path}: the model has no partial rollouts; leave their flags out to plan other schedules")
     parallel = ("tensor-model", "pipeline-model", "context")
     sizes = [flags.number(f"--{kind}-parallel-size", 1) for kind in parallel]
     ranks = sizes[0] * sizes[1] * sizes[2]
     apart = config.schedule.generator_ranks
     trainers, rest = divmod(launch.world - apart, ranks)
     if rest or not trainers:
-        raise ValueError(f"{path}: {launch.world - apart} ranks that train are no multiple of tp x pp x cp = {ranks}")
+        raise ValueError(f"{path}: {launch.world - apart} training ranks are no multiple of tp x pp x cp = {ranks}")
     batch = flags.number("--global-batch-size", 0)
     if not batch:
         raise ValueError(f"{path}: the plan needs --global-batch-size")
@@ -154,14 +154,14 @@ def prompt_tokens(flags: Flags, config: RLConfig, folder: Path) -> int:
         sources = [open_source(str(file)) for file in files]
         lengths = [len(renderer.read(s, i, i).tokens) for s in sources for i in range(min(len(s), ROWS))]
     except ValueError as error:
-        raise ValueError(f"{error}; with --prompt-tokens no data is read") from error
+        raise ValueError(f"{error}; give --prompt-tokens to plan without data") from error
     kept = [length for length in lengths if length <= data.max_prompt_length]
     return round(sum(kept) / max(len(kept), 1))
 
 
 def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
-    """Setups of sync, streamed, and async with several numbers of generators, on a world of ranks, without those that
-    flags exclude. Raises ValueError where sync does not divide."""
+    """Setups to compare, on `world` ranks with `node` ranks per machine: sync, streamed, and async with several numbers
+    of generators, except those that flags exclude. Raises ValueError if the sizes of sync do not divide."""
     sizes, graders = setup.sizes, setup.graders / max(setup.sizes.data_parallel * setup.trainer_ranks, 1)
 
     def on(trainers: int, generators: int) -> Setup | None:
@@ -180,8 +180,8 @@ def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
         fits = next((f", such as {fewer}" for fewer in range(world - 1, 0, -1) if on(fewer, fewer)), "")
         apart = f" ({trainers} that train, {world - trainers} of engines)" if world == setup.world > trainers else ""
         raise ValueError(
-            f"{world} ranks{apart} do not divide: a trainer has {setup.trainer_ranks}, an engine {setup.engine_ranks}, "
-            f"and --global-batch-size {sizes.global_batch} must be a multiple of --micro-batch-size "
+            f"{world} ranks{apart} do not divide: a trainer has {setup.trainer_ranks}, an engine {setup.engine_ranks}; "
+            f"--global-batch-size {sizes.global_batch} must be a multiple of --micro-batch-size "
             f"{sizes.micro_batch} x the number of trainers; give another --world{fits}"
         )
     yield replace(colocated, schedule="sync")
@@ -197,17 +197,17 @@ def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
 
 
 def advice(setups: Sequence[Setup], outcomes: Sequence[Outcome]) -> str:
-    """The schedule to use: the first, and so the simplest, of those that are nearly the fastest."""
+    """The schedule to use: the first (and so simplest) of the schedules that are nearly as fast as the fastest."""
     least = min(outcome.iteration for outcome in outcomes)
     best = next(i for i, outcome in enumerate(outcomes) if outcome.iteration <= least * WORTH)
     setup, gain = setups[best], outcomes[0].iteration / outcomes[best].iteration
     if setup.schedule == "sync":
-        return "take --rl-schedule sync: nothing else gains 2%"
+        return "use --rl-schedule sync: no other schedule gains 2%"
     flags = f"--rl-schedule {setup.schedule}"
     if setup.schedule == "async":
         flags += f" --rl-generators {_generators(setup)} --rl-max-staleness {setup.staleness}"
         flags += " (and a --rl-correction)" if setup.staleness else ""
-    return f"take {flags}: {gain:.2f} times as fast as sync"
+    return f"use {flags}: {gain:.2f} times as fast as sync"
 
 
 def with_care(advised: str, assumed: Mapping[str, float]) -> list[str]:
@@ -216,9 +216,9 @@ def with_care(advised: str, assumed: Mapping[str, float]) -> list[str]:
         return [advised]
     return [
         f"ASSUMED, NOT MEASURED: {', '.join(f'{spelt(name)} {value:.4g}' for name, value in assumed.items())}",
-        f"if your costs are these: {advised}",
+        f"if these values are right: {advised}",
         "To measure yours: run a few rollouts with --rl-schedule sync, and a few with async, and give both runs by "
-        "--from RUN_DIR; or give what you know by these options.",
+        "--from RUN_DIR; or give known values by these options.",
     ]
 
 
@@ -226,7 +226,7 @@ def with_care(advised: str, assumed: Mapping[str, float]) -> list[str]:
 
 
 def _costs(options: argparse.Namespace, runs: Sequence[fit.Observed]) -> tuple[Costs, list[str], dict[str, float]]:
-    """The costs, lines about their sources, and the assumed ones, by their options."""
+    """The costs, lines that show them, and option -> value for the costs that are assumed."""
     given = {name: getattr(options, name) for name in ASSUMED if getattr(options, name) is not None}
     if runs:
         costs, taken = fit.fit(runs), given
@@ -237,7 +237,7 @@ def _costs(options: argparse.Namespace, runs: Sequence[fit.Observed]) -> tuple[C
         guessed, source = set(ASSUMED), "by hand or assumed"
     costs = replace(costs, **{field: value for name in taken for field, value in _by_hand(name, taken[name]).items()})
     if not costs.step + costs.sequence:
-        raise ValueError("a decode step takes 0 ms by these runs or options; give --step-ms")
+        raise ValueError("these runs or options give a decode step of 0 ms; give --step-ms")
     assumed = {name: _in_use(name, costs) for name in ASSUMED if name in guessed and name not in given}
     lines = [
         f"costs   {source}: decode step {1e3 * costs.step:.3g} ms and {1e3 * costs.sequence:.3g} ms a sequence; "
@@ -256,7 +256,7 @@ def _by_hand(name: str, value: float) -> dict[str, float]:
 
 
 def _in_use(name: str, costs: Costs) -> float:
-    """Value of an option that gives these costs."""
+    """Value of an option of ASSUMED that gives these costs."""
     if name == "train_tokens":
         return 1 / costs.token
     cost, _, unit = name.rpartition("_")
@@ -264,25 +264,25 @@ def _in_use(name: str, costs: Costs) -> float:
 
 
 def _compared(folders: Sequence[Path], runs: Sequence[fit.Observed]) -> Iterator[str]:
-    """Notes: measured times of each run, and those of the fitted model without costs from options; also runs whose
-    number of engines changed, which the model does not support."""
+    """Notes on each run: its measured time, and the time by the fitted model, without costs from options; also the
+    number of engines in the model, if it changed in the run."""
     costs = fit.fit(runs) if runs else Costs()
     for folder, run in zip(folders, runs, strict=True):
         line = f"note    {folder} measured {run.iteration:.2f} s an iteration, {run.setup.schedule}"
         if costs.step + costs.sequence:
             model = simulate(run.setup, costs, _graded(run.responses, *run.calls or (0.0, 1.0))).iteration
             off = max(model, run.iteration) / max(min(model, run.iteration), 1e-9)
-            line += f"; by this model {model:.2f}" + MISSES * (off > MISS)
+            line += f"; the model gives {model:.2f}" + MISSES * (off > MISS)
         yield line
         low, high = run.engines
         if low < high:
-            yield f"note    {folder} had {low} to {high} engines at work; taken: {run.setup.sizes.engines}"
+            yield f"note    {folder} had {low} to {high} engines at work; the model has {run.setup.sizes.engines}"
 
 
 def _responses(
     options: argparse.Namespace, setup: Setup, runs: Sequence[fit.Observed]
 ) -> tuple[Responses, str, dict[str, float]]:
-    """Properties of responses, a line about them, and the assumed ones, by their options."""
+    """Properties of responses, a line about them, and option -> value for those that are assumed."""
     measured = max((calls for run in runs if (calls := run.calls)), key=lambda calls: calls[0] / calls[1], default=None)
     grade, together = measured or (0.0, 1.0)
     grade = grade if options.grade_s is None else options.grade_s

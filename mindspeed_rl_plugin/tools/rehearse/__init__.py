@@ -1,1 +1,1 @@
-"""`rehearse`: a launch script on this machine, shrunk, for one iteration. The command is rehearse.py."""
+"""`rehearse`: runs a launch script on this machine, shrunk, for one iteration. rehearse.py is the command."""

@@ -1,12 +1,12 @@
-"""Runs the entry script when Python modules that MindSpeed imports are not installed: each gets a stand-in.
+"""Runs the entry script although Python modules that MindSpeed imports are not installed: each gets a stand-in.
 
     python -m mindspeed_rl_plugin.tools.rehearse.absent_modules [--accept] [--any-flag] SCRIPT.py ARGS
 
 MindSpeed and MindSpeed-LLM import libraries of all their features when they start (peft for LoRA, trl, nltk). A
-stand-in works during imports: its names can be imported, inherited from and used as decorators. A later call of one is
-an error that says what to install. An import inside `try ... except ImportError` gets no stand-in.
+stand-in works during imports: its names can be imported, inherited from and used as decorators. A call in a
+function is an error that says what to install. An import inside `try ... except ImportError` gets no stand-in.
 
---accept: only run the real parsers and validation, as rank 0 of the world WORLD_SIZE. When Megatron is about to connect
+--accept: only run the real parsers and validation, as rank 0 of WORLD_SIZE ranks. When Megatron is about to connect
 the ranks, the config of the model is built, since this makes further checks; then the process ends. --any-flag: print
 flags that the parser does not know, and continue without them.
 """
@@ -34,7 +34,7 @@ _GUARDS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 
 
 class _Name(type):
-    """A name of a missing module: a class, so that others can inherit from it."""
+    """A name in a missing module: a class, so that other classes can inherit from it."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -48,8 +48,8 @@ class _Name(type):
         # called in a function, not in the body of a module or a class
         if sys._getframe(1).f_code.co_flags & CO_OPTIMIZED:
             raise RuntimeError(
-                f"{cls.__module__}.{cls.__qualname__} is called, and {cls.__module__.split('.')[0]} is not installed: "
-                "the rehearsal has a stand-in for its import only; install it"
+                f"{cls.__module__}.{cls.__qualname__} is called, but {cls.__module__.split('.')[0]} is not installed: "
+                "the stand-in of the rehearsal can only be imported; install it"
             )
         return args[0] if len(args) == 1 and callable(args[0]) else super().__call__()
 
@@ -123,7 +123,7 @@ def install() -> None:
 
 
 def _stop_at_connection() -> None:
-    """When ranks would be connected: build the config of the model, print a line, and end."""
+    """When Megatron connects the ranks, build the config of the model, print a line, and end the process."""
     from mindspeed_rl_plugin import host
     from mindspeed_rl_plugin.engine import engine_sizes
 
@@ -131,7 +131,7 @@ def _stop_at_connection() -> None:
     import torch.distributed as dist
 
     dist.init_process_group = _accept
-    engine_sizes.host_total = lambda: sys.maxsize  # the script is for another machine
+    engine_sizes.host_total = lambda: sys.maxsize  # no limit, since the script is for another machine
 
 
 def _accept(*args: object, **kwargs: object) -> None:

@@ -2,8 +2,8 @@
 
 The script runs in bash, in the current directory, with the stand-ins of `standins.sh`. A launch is recorded and starts
 nothing. Commands with effects outside the rehearsal's folder are listed and not run. A `source` or `cd` to a missing
-path is recorded and skipped. All other commands run. If the kernel has Landlock (`confine.py`), they can change nothing
-outside the rehearsal; without it, `>` does not replace existing files, but other writes happen.
+path is recorded and skipped. All other commands run. If the kernel has Landlock (`confine.py`), they can change no
+file outside of the rehearsal; without it only `>` is limited: it replaces no existing file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.run import get_args_parser
 
 from mindspeed_rl_plugin.tools.rehearse import confine
 
-IN_BACKGROUND = 5.0  # seconds for a launch that the script made with & before its end
+IN_BACKGROUND = 5.0  # seconds after the script's end in which a launch in the background (&) is awaited
 # Commands that start training on other machines, in a container, or without torchrun.
 OTHER_LAUNCHERS = "ssh pdsh clush srun sbatch mpirun docker podman nerdctl kubectl sudo su deepspeed accelerate msrun"
 STOOD_IN_FOR = """
@@ -53,10 +53,10 @@ class CapturedLaunch:
     env: dict[str, str]
     exported: dict[str, str]  # variables that the script set or changed
     missing: tuple[str, ...]  # missing files that it sources, and missing folders that it enters
-    started: int  # launches that it made, of which this is the first
+    started: int  # number of launches by the script, of which this is the first
     skipped: tuple[str, ...] = ()  # commands that were not run
-    confined: bool = True  # whether it could write only in scratch
-    attached: bool = False  # whether it already uses this plugin
+    confined: bool = True  # whether it could write only in the rehearsal's folders
+    attached: bool = False  # whether the launch itself uses this plugin
 
     @property
     def world(self) -> int:
@@ -97,7 +97,7 @@ def capture(script: Path, scratch: Path, timeout: float) -> CapturedLaunch:
     return CapturedLaunch(
         script=words[0],
         arguments=tuple(words[1:]),
-        # Words such as "auto" count as eight NPUs of a node.
+        # Words such as "auto" count as eight ranks per node.
         nproc=int(args.nproc_per_node) if str(args.nproc_per_node).isdigit() else 8,
         nnodes=int(str(args.nnodes).split(":")[-1]),
         cwd=Path(launches[0]["cwd"]),
@@ -120,9 +120,9 @@ def run(
     cwd: Path | None = None,
     until: Callable[[], bool] = lambda: True,
 ) -> Done:
-    """Run a command, with its output in a log, which gives its name. After the deadline [seconds] it is ended with all
-    its processes. until: checks for work that it left in the background; waits a little for it after a successful
-    end."""
+    """Run a command with its output in `log`. Its processes are killed when it ends, at the latest after `timeout`
+    seconds. until: whether work that it left in the background is done; after a successful end this is awaited for
+    IN_BACKGROUND seconds."""
     streams, began = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}, time.monotonic()
     with open(log, "wb") as out:
         process = subprocess.Popen(command, env=env, cwd=cwd, stdout=out, start_new_session=True, **streams)
@@ -164,17 +164,17 @@ def _lines(path: Path) -> tuple[str, ...]:
 
 def _no_launch(script: Path, done: Done, skipped: Sequence[str]) -> str:
     if done.code is None:
-        return f"{script} did not reach torchrun within {done.seconds:.0f} s (--timeout); does it wait for something?"
+        return f"{script} did not reach torchrun within {done.seconds:.0f} s (--timeout); does it wait for an event?"
     if away := [line for line in skipped if line.split()[0] in OTHER_LAUNCHERS.split()]:
         return (
-            f"{script} leaves its launch to {away[0].split()[0]} ({away[0][:200]}), which is not run here; give the "
+            f"{script} starts training by {away[0].split()[0]} ({away[0][:200]}), which is not run here; give the "
             "script that calls torchrun on one node"
         )
     output = "\n".join(done.lines)
-    rules = "; it may write in no folder but the rehearsal's" if "Permission denied" in output else ""
+    rules = "; it may write only in the rehearsal's folders" if "Permission denied" in output else ""
     return (
         f"{script} ended with status {done.code} without starting torchrun or python -m "
-        f"torch.distributed.launch{rules}; its last words: {output[-500:]!r}"
+        f"torch.distributed.launch{rules}; the end of its output: {output[-500:]!r}"
     )
 
 

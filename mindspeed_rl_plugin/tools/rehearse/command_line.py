@@ -28,7 +28,7 @@ class Flags:
 
     @classmethod
     def parse(cls, argv: Iterable[str]) -> Flags:
-        """Split at tokens that begin with `--`; `--flag=value` counts too. Positional tokens are a ValueError."""
+        """Split tokens into flags (they begin with `--`) and values. Raises ValueError if the first is no flag."""
         values: dict[str, tuple[str, ...]] = {}
         flag = ""
         for token in argv:
@@ -58,17 +58,17 @@ class Flags:
         try:
             return default if text is None else int(text)
         except ValueError:
-            raise ValueError(f"{flag} {text}: the rehearsal needs a whole number to make it smaller") from None
+            raise ValueError(f"{flag} {text}: a whole number is needed here") from None
 
     def set(self, flag: str, *values: object, why: str) -> None:
-        """Set the flag's values, at its place or at the end."""
+        """Set the flag's values. A flag that was not given is added at the end."""
         if self.values.get(flag) != (new := tuple(map(str, values))):
             self.values[flag], self._why[flag] = new, why
 
     def apply(self, why: str, rules: str, *values: object) -> None:
-        """Change flags by rules, one word each; `{0}` is the first of the values. FLAG removes it, FLAG~VALUE changes
-        its value, FLAG<=N lowers a larger value; these only apply to given flags. FLAG=VALUE sets it in any case. `*`
-        in a flag matches anything."""
+        """Change flags by rules, separated by spaces. For a flag that was given, FLAG removes it, FLAG~VALUE changes
+        its value, FLAG<=N lowers a larger value to N; `*` in FLAG matches any text. FLAG=VALUE sets the flag in any
+        case. `{0}` in a rule is replaced by the first of `values`."""
         for pattern, sign, value in (_RULE.fullmatch(rule).groups() for rule in rules.split()):
             value = value.format(*values)
             for flag in [pattern] if sign == "=" else fnmatch.filter(self.values, pattern):

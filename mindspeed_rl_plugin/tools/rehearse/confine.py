@@ -16,13 +16,13 @@ import sys
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same number on every architecture
 _RULESET_VERSION, _PATH_BENEATH, _NO_NEW_PRIVS = 1, 1, 38
 _WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
-_CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))  # and removing and making files of any kind
+_CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))  # also creating and removing files of any kind
 _TCP, _SIGNALS = 0b11, 0b10
 _DEVICE_FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty")
 
 
 def version() -> int:
-    """Landlock's version in this kernel; 0 without it."""
+    """Landlock's version in this kernel; 0: the kernel has no Landlock."""
     if not sys.platform.startswith("linux"):
         return 0
     return max(0, ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _RULESET_VERSION))

@@ -1,4 +1,4 @@
-"""Chooses the entry script of a rehearsal: the script's own one with MindSpeed, or a plain one of Megatron."""
+"""Chooses the entry script of a rehearsal: the one that the launch script names, or Megatron's pretrain_gpt.py."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ class Entry:
     script: Path  # entry script
     path: Sequence[Path]  # folders put on PYTHONPATH
     note: str = ""  # what was chosen, and why
-    mindspeed: bool = False  # whether the script imports it and it is available
+    mindspeed: bool = False  # whether the script imports MindSpeed, which is available
     mindspeed_llm: bool = False  # the same for MindSpeed-LLM
 
     @property
     def platform(self) -> str:
-        """The versions that are used, for messages. Raises ValueError without Megatron."""
+        """The libraries that are used, with Megatron's version, for messages. Raises ValueError without Megatron."""
         cores = filter(None, map(core_version, (*self.path, *map(Path, sys.path))))
         if not (core := next(cores, None)):
             raise ValueError("Megatron is not installed: set MEGATRON_LM_PATH to a Megatron-LM checkout")
         on = "MindSpeed-LLM" if self.mindspeed_llm else "MindSpeed" if self.mindspeed else "plain Megatron"
         wrong = self.mindspeed and core[:2] != MINDSPEED_CORE
-        other = " (MindSpeed 2.x patches 0.12; set MEGATRON_LM_PATH to a checkout of it)" if wrong else ""
+        other = " (MindSpeed 2.x patches 0.12; set MEGATRON_LM_PATH to a checkout of 0.12)" if wrong else ""
         return f"{on}, Megatron Core {core[0]}.{core[1]}{other}"
 
 
 def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> Entry:
     """Find the entry script and its libraries. Raises ValueError if there is nothing to run, or a checkout is missing.
 
-    Checkouts in variables and the script's own PYTHONPATH come before installed packages. If the script's own entry
-    cannot run, a plain one of Megatron is used, with MindSpeed if available. scratch: folder for generated files.
+    Checkouts in variables and in the script's PYTHONPATH come before installed packages. If the named entry script
+    cannot run, Megatron's pretrain_gpt.py is used, with MindSpeed if available. scratch: folder for generated files.
     """
     megatrons, mindspeed, llm = map(_checkouts, ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH"))
     patched = [folder for folder in megatrons if (core_version(folder) or ())[:2] == MINDSPEED_CORE]
     extra = [*_folders(launch.env.get("PYTHONPATH", "")), *mindspeed]
-    # MindSpeed-LLM may be in this variable's folder, or above the launch script, which is one of its examples.
+    # MindSpeed-LLM is in its variable's folder, or in a parent folder of the launch script, if this is its example.
     own, *others = (folder / launch.script for folder in (launch.cwd, *llm, *launch_script.resolve().parents))
     there = [own] if own.is_file() else [path for path in others if path.is_file() and _imports(path)]
     why = f"{launch.script} is not here"
@@ -89,8 +89,8 @@ def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> En
 
 
 def pretraining(script: Path, flags: Flags) -> Path:
-    """The script that makes a checkpoint for this one: itself or, for fine-tuning, the pretraining script. Flags that
-    RL takes over are removed: packing and masking of the data."""
+    """The script that makes the checkpoint which `script` loads: `script` or, if it is for fine-tuning, the pretraining
+    script. Flags that RL takes over are removed: packing and masking of the data."""
     theirs = {flag for row in TAKEN_OVER.values() for flag in row.split()} - {"--mock-data", "--split"}
     taken = (name for name, _, value in (flag.partition("=") for flag in theirs) if value in ("", flags.get(name)))
     flags.apply("of training without RL", " ".join(("--stage", *taken)))
@@ -107,7 +107,7 @@ def _folders(text: str) -> list[Path]:
 
 
 def _checkouts(name: str) -> list[Path]:
-    """Folders in a variable. Raises ValueError for a missing one."""
+    """Folders in an environment variable. Raises ValueError if a folder is missing."""
     folders = _folders(os.environ.get(name, ""))
     if absent := [folder for folder in folders if not folder.is_dir()]:
         raise ValueError(f"{name}={absent[0]} is no directory; set it to a checkout, or unset it")

@@ -33,7 +33,7 @@ _PROJECTS = {"mindspeed_llm": "MindSpeed-LLM", "mindspeed": "MindSpeed", "megatr
 class Facts:
     """A rehearsal's result, for programs to read."""
 
-    # what worked, of iteration, evaluation, dump, save, resume and conversion
+    # which of these worked: iteration, evaluation, dump, save, resume, conversion
     shown: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)  # removed flags, which were not tested
     modules: list[str] = field(default_factory=list)  # Python modules with a stand-in
@@ -60,7 +60,7 @@ def removed(flags: Flags) -> list[str]:
 
 
 def changes(title: str, flags: Flags, scratch: Path) -> str:
-    """A table: flag, value in the script, value here, why. Paths in the rehearsal's folder begin with SCRATCH."""
+    """A table: flag, value in the script, value here, reason. SCRATCH stands for the rehearsal's folder in paths."""
 
     def shown(value: str | None, absent: str) -> str:
         return _cut((absent if value is None else value or "given").replace(str(scratch), "SCRATCH"), 44)
@@ -127,18 +127,18 @@ def not_exercised(
     rl = "--rl-algorithm" in flags
     lines = [
         (True, "memory, speed and numerics at the real sizes (everything in the table above was made smaller)"),
-        (True, f"HCCL, and {launch.world} ranks on {launch.nnodes} node(s): {ranks} ranks talked over gloo"),
+        (True, f"HCCL, and {launch.world} ranks on {launch.nnodes} node(s): {ranks} ranks used gloo"),
         (True, f"NPU kernels: {operators}"),
-        (kernels, f"switched off, since no host has them: {' '.join(kernels)}"),
+        (kernels, f"switched off, since they need an accelerator: {' '.join(kernels)}"),
         (rl, "vLLM-Ascend (vLLM generated on the CPU), and an engine's memory, its sleep and its wake-up"),
         (rl, "prompts, answers and graders on real data: generated sums were used"),
         (True, "the script's data, tokenizer and checkpoints, their formats and sizes: generated ones were used"),
         (launch.skipped, "commands of the script that were not run:"),
         *((True, f"    {_cut(command, 160)}") for command in launch.skipped),
         (not launch.confined, "this kernel has no Landlock: what the script ran could write anywhere"),
-        (launch.missing, f"files and folders that the script names and that are not here: {' '.join(launch.missing)}"),
+        (launch.missing, f"files and folders that the script names, but are not here: {' '.join(launch.missing)}"),
         (variables, f"environment variables without effect here: {' '.join(variables)}"),
-        (absent, f"Python modules that are not here and that nothing called: {' '.join(sorted(absent))}"),
+        (absent, f"Python modules that are not installed, and not called: {' '.join(sorted(absent))}"),
         (launch.started > 1, f"the script starts {launch.started} trainings; only the first was rehearsed"),
     ]
     return [line for applies, line in lines if applies]

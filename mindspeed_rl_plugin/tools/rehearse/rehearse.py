@@ -1,14 +1,14 @@
 """Rehearse an Ascend launch script: run it on this machine, shrunk, for one iteration.
 
-The script runs up to its torchrun: commands that delete, copy, kill, log in or install are listed and not run; the
-rest is run, and where the kernel has no Landlock (Linux 5.13) that may write where the script says. The arguments, as
-written and for the world as written, go through the parsers and the validation of MindSpeed, Megatron and the plugin;
-only paths of files that are not here are replaced. Then world, model and batches are made smaller and one iteration is
-trained on CPU: of RL where --rl-algorithm is given, which is evaluated, dumped, saved and resumed, else of pretraining.
-What the script loads is made first. Python modules that MindSpeed imports and that are not here get stand-ins. Every
-argument that was changed is printed with the reason, and everything that was not exercised. What stands after -- is
-added to the training arguments, for example --rl-* flags. MEGATRON_LM_PATH (colons between several), MINDSPEED_PATH and
-MINDSPEED_LLM_PATH name checkouts that are not installed.
+The script runs up to its torchrun. Commands that delete, copy, kill, log in or install are listed, not run. All other
+commands run; if the kernel has Landlock (Linux 5.13), they can write only in the rehearsal's folders. The arguments,
+for the world as written, go through the parsers and the validation of MindSpeed, Megatron and the plugin. Before this,
+files and folders are replaced (without MindSpeed also flags). Then world, model and batches are made smaller, and one
+iteration is trained on CPU: of RL, with evaluation, dump, save and resume, if --rl-algorithm is given; else of
+pretraining. Checkpoints to load are generated. Python modules that MindSpeed lacks here get stand-ins.
+Changed arguments are printed with the reason, and everything that was not tested. Words after -- are added to the
+training arguments, for example --rl-* flags. MEGATRON_LM_PATH (one folder or more, separated by colons), MINDSPEED_PATH
+and MINDSPEED_LLM_PATH name checkouts that are not installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAST
 
 
 def main(argv: list[str]) -> int:
-    """Rehearse a launch script. Returns 0 when its arguments were accepted and the iteration was trained."""
+    """Rehearse a launch script. Returns 0 if its arguments were accepted and the iteration was trained."""
     at = argv.index("--") if "--" in argv else len(argv)
     options = _parser().parse_args(argv[:at])
     scratch = Path(tempfile.mkdtemp(prefix="rehearse-"))
@@ -59,10 +59,10 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m mindspeed_rl_plugin rehearse", description=__doc__)
     parser.add_argument("script", type=Path, help="launch script (bash)")
-    ranks = "processes to train on, a power of two (default: 2; 4 where the script splits in more ways than one)"
+    ranks = "processes to train on, a power of two (default: 2; 4 if the script has several parallel sizes above 1)"
     parser.add_argument("--ranks", type=int, help=ranks)
     parser.add_argument("--timeout", type=float, default=600.0, help="limit of each step [seconds] (default: 600)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write there what was shown, removed and refused")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write to FILE what worked, was removed, and failed")
     parser.add_argument("--keep", action="store_true", help="keep logs, checkpoints and generated files")
     return parser
 
@@ -79,7 +79,7 @@ def _rehearse(options: argparse.Namespace, added: list[str], scratch: Path, fact
     flags = Flags.parse([*launch.arguments, *added])
     rehearsal = _Rehearsal(options, scratch, launch, entry, flags, facts)
     if not rehearsal.accepted():
-        print(outcome.changes("\nreplaced before", flags, scratch))
+        print(outcome.changes("\nchanged before this check", flags, scratch))
         return False
     if entry.mindspeed:
         remove_unavailable(flags, mindspeed=True)
@@ -111,13 +111,13 @@ class _Rehearsal:
         if not entry.mindspeed_llm:
             replace_mindspeed_llm(flags)
         if not entry.mindspeed:
-            # Fewer ranks instead of context parallelism, so that the script's data parallel size still divides the
-            # batch.
+            # Without context parallelism there are fewer ranks, so that the data parallel size stays the same and still
+            # divides the batch.
             world //= flags.number("--context-parallel-size", 1)
             remove_unavailable(flags, mindspeed=False)
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": self.launch.nproc}
         ranks |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-        # The KV cache's size is only a limit on a host; it must not refuse the script's lengths.
+        # On a host the KV cache's size is only a limit; a large one, so that no length of the script is refused.
         cache = ["--rl-kv-cache-gb", "1e6"] if "--rl-algorithm" in flags else []
         options = ["--accept"] if entry.mindspeed_llm else ["--accept", "--any-flag"]
         command = ["-m", absent_modules.__name__, *options, str(entry.script)]
@@ -132,7 +132,7 @@ class _Rehearsal:
         if "--save" in flags:
             flags.apply("so that saving is rehearsed", "--save-interval=1")
         if "--load" in flags:
-            if not rl:  # continues after the checkpoint's iteration, so its iteration is the second
+            if not rl:  # the run continues from the checkpoint of iteration 1, so it trains iteration 2
                 name = "--train-samples" if "--train-samples" in flags else "--train-iters"
                 flags.set(name, 2 * flags.number(name, 1), why="one iteration after the checkpoint's")
             if not self._checkpoint_made(rl):
@@ -175,8 +175,8 @@ class _Rehearsal:
         return made
 
     def _show(self, what: str, done: Done, reached: bool) -> bool:
-        """Print the result of a process, with the end of the log if it failed. reached: whether its successful end is
-        credible."""
+        """Print the result of a process, with the end of the log if it failed. reached: whether its log shows that
+        it did its work."""
         if done.ok and not reached:
             done.code = 1
         _say(f"{what}: {'ok' if done.ok else 'FAILED'} ({done.seconds:.0f} s)")
@@ -187,7 +187,7 @@ class _Rehearsal:
         return done.ok
 
     def _train(self, name: str, flags: Flags, script: Path | None = None) -> Done:
-        """Run the entry script, or another one, on a few processes, with the runner."""
+        """Run the entry script, or `script`, on a few processes, with the runner."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.options.ranks}"]
         module = absent_modules.__name__ if self.entry.mindspeed else "mindspeed_rl_plugin"
         return self._run(name, [*torchrun, "-m", module, str(script or self.entry.script), *flags.argv()])

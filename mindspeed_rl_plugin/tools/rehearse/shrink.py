@@ -1,5 +1,5 @@
 """The changes of a rehearsal: removes flags of accelerators and of other Megatron versions, and makes world, model and
-batches smaller. What was split stays split, as far as ranks allow."""
+batches smaller. Parallel sizes above 1 stay above 1, as far as the number of ranks allows."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NOT_HERE = "not on a host: "  # first words of the reasons
 # Reason -> rules of `Flags.apply`, with and without MindSpeed. The last ones switch Megatron's fusions off.
 EVERYWHERE = {
     "its kernel is compiled for the accelerator": "--moe-permute-fusion",
-    "shards by NPU or GPU streams": "--use-torch-fsdp2",
-    "no FP8 on a CPU, and none under RL anywhere": "--fp8-*",
+    "shards with streams of the NPU or GPU": "--use-torch-fsdp2",
+    "a CPU has no FP8, and RL refuses it": "--fp8-*",
     "is TransformerEngine's optimizer": "--use-precision-aware-optimizer",
     "captures a graph on the device": "--optimizer-cuda-graph --cuda-graph-impl --enable-cuda-graph",
     "registers buffers with NCCL": "--use-nccl-ub",
@@ -58,14 +58,14 @@ PLAIN_MEGATRON = {
     "its kernel is compiled for the GPU": "--moe-grouped-gemm",
     "TransformerEngine's attention splits sequences": "--context-parallel-size<=1",
     "TransformerEngine is not installed": "--transformer-impl=local",
-    "TransformerEngine's norm, which no engine has: RL refuses it": "--apply-layernorm-1p",
+    "no engine has this norm of TransformerEngine, so RL refuses it": "--apply-layernorm-1p",
 }
 # Reason -> prefix of a flag of MindSpeed-LLM, and the rule.
 MINDSPEED_LLM_FLAGS = {
     "a layer spec of MindSpeed-LLM": ("--spec mindspeed", "--spec"),
     "alltoall_seq is MindSpeed's": ("--moe-token-dispatcher-type alltoall_seq", "--moe-token-dispatcher-type=alltoall"),
-    "-1 has a meaning in MindSpeed-LLM only": ("--moe-layer-freq -1", "--moe-layer-freq"),
-    "hccl is no choice of plain Megatron; here it is gloo anyway": (
+    "only MindSpeed-LLM knows the value -1": ("--moe-layer-freq -1", "--moe-layer-freq"),
+    "plain Megatron has no hccl; the backend here is gloo anyway": (
         "--distributed-backend hccl",
         "--distributed-backend=nccl",
     ),
@@ -73,25 +73,25 @@ MINDSPEED_LLM_FLAGS = {
 
 
 def remove_unavailable(flags: Flags, *, mindspeed: bool) -> None:
-    """Remove flags that no host can run, with MindSpeed or plain Megatron."""
+    """Remove or switch off what no host can run. mindspeed: with MindSpeed; else with plain Megatron."""
     for why, rules in (EVERYWHERE | (WITH_MINDSPEED if mindspeed else PLAIN_MEGATRON)).items():
         flags.apply(NOT_HERE + why, rules)
 
 
 def replace_mindspeed_llm(flags: Flags) -> None:
-    """Without MindSpeed-LLM: replace its values by Megatron's own. The parser later prints flags that only
-    MindSpeed-LLM has."""
+    """For a run without MindSpeed-LLM: replace values that only MindSpeed-LLM knows. Flags that only MindSpeed-LLM has
+    are found later, by the parser."""
     for why, (words, rule) in MINDSPEED_LLM_FLAGS.items():
         flag = words.split()[0]
         if f"{flag} {flags.get(flag)}".startswith(words):
             flags.apply(why, rule)
     if "--eval-interval" not in flags:
-        flags.apply("Megatron Core 0.19 wants it, evaluation or not", "--eval-interval=1000")
+        flags.apply("Megatron Core 0.19 needs it even without evaluation", "--eval-interval=1000")
 
 
 def ranks_of_split(flags: Flags) -> int:
-    """Number of processes with which each split of the script stays a split by two: 2, or 4 for several kinds of
-    splits."""
+    """Number of processes of the rehearsal: 4 if the script has several parallel sizes above 1, since each of them
+    becomes 2; else 2."""
     sizes = ("tensor-model", "context", "pipeline-model", "expert-model")
     return 2 if sum(flags.number(f"--{size}-parallel-size", 1) > 1 for size in sizes) < 2 else 4
 
@@ -119,13 +119,13 @@ def shrink(flags: Flags, ranks: int) -> None:
 def _model(flags: Flags, pp: int) -> None:
     virtual = "--schedules-method" in flags or any("virtual" in flag for flag in flags.values)
     every_head = flags.get("--num-query-groups") == flags.get("--num-attention-heads")
-    flags.apply("lays out the original's layers or batches", LAID_OUT)
+    flags.apply("depends on the original number of layers or batches", LAID_OUT)
     dense = "--first-k-dense-replace" in flags  # MindSpeed-LLM needs a layer with experts in each stage
     layers = pp * 2 if virtual or pp == 1 or dense else pp
     noop = "--noop-layers" in flags  # one no-op layer is kept, in a chunk with a normal layer
     layers *= 2 if noop else 1
     layers += "--num-layer-list" in flags  # so that its stages differ
-    # With one expert per rank, MindSpeed's --moe-zero-memory frees tokens that were not copied by a permutation.
+    # Two experts per rank: with one, MindSpeed's --moe-zero-memory frees tokens that no permutation has copied.
     spread = flags.number("--tensor-model-parallel-size", 1) if "--moe-tp-extend-ep" in flags else 1
     experts = max(4, 2 * spread * flags.number("--expert-model-parallel-size", 1))
     flags.apply(_SMALL, MODEL_RULES, layers, HEADS if every_head else 2, HEADS, HEADS * HEAD_SIZE, experts)

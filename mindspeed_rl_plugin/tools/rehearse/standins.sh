@@ -1,7 +1,7 @@
-# Read by every bash before a launch script (BASH_ENV; capture.py writes the lines before these).
+# Every bash reads this file before a script (BASH_ENV). capture.py writes the lines before these.
 # A launch is recorded and not made, whatever path its launcher has and wherever its output goes. Commands that delete,
-# copy, kill, log in or install are listed and not run; those on files are run where all their paths are in a folder
-# that the rehearsal made.
+# copy, kill, log in or install are listed and not run. But rm, mkdir, touch, cp and mv run if all their paths are in the
+# script's own folder, which the rehearsal made.
 
 rehearse_wrappers=" exec nohup time env numactl taskset nice timeout stdbuf setsid "
 rehearse_word="([^[:space:]\"'\\\\<>]|\\\\.|'[^']*'|\"([^\"\\\\]|\\\\.)*\")*"
@@ -11,7 +11,7 @@ rehearse_launch() { # the words after torchrun, or after the module
 print(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ)}))' "$@" >> "$rehearse_record/launches"
 }
 
-rehearse_owned() { # whether every path lies in the script's own folder; `cp -t FOLDER` names one that is no operand
+rehearse_owned() { # whether all paths are in the script's own folder; no for options that may name a path, such as cp -t
     local word paths=0
     for word in "$@"; do
         case "$word" in
@@ -24,7 +24,7 @@ rehearse_owned() { # whether every path lies in the script's own folder; `cp -t 
     [ "$paths" = 1 ]
 }
 
-rehearse_skip() { # the name of a command, its words
+rehearse_skip() { # $1: name of a command; then its arguments
     case "$1" in
         rm | rmdir | mkdir | touch | cp | mv)
             if rehearse_owned "${@:2}"; then PATH="$rehearse_path" command "$@"; return; fi ;;
@@ -34,9 +34,9 @@ rehearse_skip() { # the name of a command, its words
 }
 
 # $1: a simple command as bash prints it, redirections last; then the script's own arguments, which its words may name.
-# Returns 1 where the command was recorded: it is then not run.
+# Returns 1 if the command was recorded: bash then does not run it.
 rehearse_command() {
-    shopt -s extdebug # gives 1 this meaning; not earlier, for at its start bash would look for its debugger
+    shopt -s extdebug # makes 1 skip the command; not set earlier, since bash would look for its debugger at its start
     local rehearse_text="$1" rehearse_set="" rehearse_name rehearse_i
     local -a rehearse_words
     shift
@@ -45,7 +45,7 @@ rehearse_command() {
     done
     [[ "$rehearse_text" =~ ^$rehearse_word ]]
     rehearse_name="${BASH_REMATCH[0]}"
-    case "$rehearse_name" in [A-Za-z_]*=* | *'('* | *'`'*) return 0 ;; esac # an assignment alone; what might act when it is read
+    case "$rehearse_name" in [A-Za-z_]*=* | *'('* | *'`'*) return 0 ;; esac # only an assignment; a name whose evaluation could run a command
     eval "rehearse_name=$rehearse_name" 2> /dev/null || return 0
     rehearse_name="${rehearse_name%% *}" rehearse_name="${rehearse_name##*/}"
     case "$rehearse_name: $rehearse_text" in
@@ -81,7 +81,7 @@ cd() {
 }
 tee() { cat; }
 
-rehearse_by_name() { # the same for what is no bash and finds a stand-in through PATH: the name, its words
+rehearse_by_name() { # for programs other than bash, which find a stand-in through PATH. $1: its name; then its arguments
     case "$1 ${2-} ${3-}" in
         tee*) exec cat ;;
         torchrun*) rehearse_launch "${@:2}" ;;

@@ -1,4 +1,4 @@
-"""Replaces files of a launch script that this machine lacks: tokenizer, data, prompts, checkpoints, output folders."""
+"""Replaces files of a launch script by generated ones: tokenizer, data, prompts, checkpoints, output folders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def grade(response):
 
 
 def substitute(flags: Flags, scratch: Path, mindspeed_llm: bool) -> None:
-    """Replace missing files. scratch: folder of the replacements; mindspeed_llm: whether tokenizer flags are
+    """Replace the script's files. scratch: folder of the generated files; mindspeed_llm: whether tokenizer flags are
     MindSpeed-LLM's."""
     tokenizer = make_tokenizer(scratch / "tokenizer")
     flags.apply(_MADE_TOKENIZER, "--vocab-file --merge-file --tiktoken-pattern --tokenizer-not-use-fast")
@@ -55,8 +55,8 @@ def converted(flags: Flags) -> bool:
 
 
 def _checkpoint(flags: Flags, scratch: Path) -> None:
-    """Folders for the checkpoints that are loaded, with tracker files for the check of the arguments; other files are
-    made later."""
+    """Make a folder for the checkpoint that is loaded, with the files that the check of the arguments needs. The
+    checkpoint itself is made later."""
     if "--mtp-num-layers" in flags:
         why = "`export`, which makes the model to convert, leaves out layers for multi-token prediction"
         flags.apply(why, "--enable-hf2mg-convert --enable-mg2hf-convert")
@@ -99,8 +99,8 @@ def _prompts(flags: Flags, scratch: Path) -> None:
 
 
 def _graders(flags: Flags, varied: Path) -> None:
-    """Graders: `path/to/file.py:function=WEIGHT` is kept if the file exists, else replaced by `exact=WEIGHT`; also one
-    in `varied`."""
+    """Graders: `path/to/file.py:function=WEIGHT` is kept if the file exists, else replaced by `exact=WEIGHT`. One more
+    is written to `varied`."""
     graders = []
     for spec in (flags.get("--rl-reward") or "").split():
         path, dot_py, rest = spec.partition(".py:")

@@ -20,11 +20,11 @@ from mindspeed_rl_plugin.tools.report.report_data import collect
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m mindspeed_rl_plugin report RUN_DIR [--out FILE]`: write the report; 0, or 1 with a message."""
+    """`python -m mindspeed_rl_plugin report RUN_DIR [--out FILE]`: write the report. Returns 0, or 1 after an error."""
     parser = argparse.ArgumentParser(prog="mindspeed_rl_plugin report", description=__doc__.split("\n")[0])
     parser.add_argument("run_dir", help="the run's --rl-run-dir (default of a run: SAVE/rl)")
     parser.add_argument("--out", help="file to write (default: RUN_DIR/report.html)")
-    parser.add_argument("--dump-dir", help="the run's --rl-dump-dir (default: what the run recorded)")
+    parser.add_argument("--dump-dir", help="the run's --rl-dump-dir (default: as in run.json)")
     parser.add_argument("--samples", type=int, default=1000, help="most samples in the table (default: 1000)")
     args = parser.parse_args(argv)
     out = Path(args.out) if args.out else Path(args.run_dir) / "report.html"

@@ -1,5 +1,5 @@
-"""Samples of the report: complete groups, spread evenly over the dumped rollouts. Long texts are cut; episodes have
-their turns."""
+"""Samples of the report: complete groups of evenly spaced rollouts. Long texts are cut. The response of an episode is a
+list of turns."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def find_dumps(
     run_dir: str | os.PathLike[str], run: dict[str, Any], dump_dir: str | os.PathLike[str] | None
 ) -> tuple[dict[int, Path], list[Path]]:
     """Iterations before a dump -> its file, and the folder of the dumps; without dumps, all folders that were searched.
-    These are `dump_dir` where given, else the folder in run.json, then dump/ in the run directory, then that directory
-    itself. Raises ValueError where `dump_dir` does not exist."""
+    Only `dump_dir` is searched if it is given; else the folder in run.json, then dump/ in the run directory, then the
+    run directory. Raises ValueError if `dump_dir` does not exist."""
     if dump_dir is not None and not Path(dump_dir).is_dir():
         raise ValueError(f"--dump-dir {dump_dir} is not a directory; give the --rl-dump-dir of the run")
     recorded = [Path(run["dump_dir"])] if run.get("dump_dir") else []
@@ -41,8 +41,8 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
     """Rows for the samples table, at most `limit`, and the number of all rows.
 
     prompts: distinct prompt texts; rows: [epoch, group, member, index of the prompt, response, answer, reward, parts,
-    advantage, length, finish, version, largest |engine - trainer| log-prob]. The response is a text, or the list of
-    `_turns` of an episode, cut at `text_limit` characters. Raises ValueError for a file that is no dump.
+    advantage, length, finish, version, largest |engine - trainer| log-prob]. The response is a text or, for an
+    episode, the list of `_turns`; it is cut at `text_limit` characters. Raises ValueError for a file that is no dump.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -72,14 +72,14 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
 
 
 def _plan(dumps: dict[int, Path], limit: int) -> dict[int, int]:
-    """Iterations before a rollout -> number of its first rows to take. Takes complete groups of evenly spaced rollouts,
-    the first and the last among them."""
+    """Iterations before a rollout -> number of rows to take from its begin: complete groups of evenly spaced rollouts,
+    including the first and the last."""
     import pyarrow.parquet as pq
 
     rollouts = list(dumps)
     if not rollouts or limit < 1:
         return {}
-    names = ["epoch", "group"]  # a rollout may hold groups of several epochs
+    names = ["epoch", "group"]  # a rollout may have groups of several epochs
     groups = pq.read_table(dumps[rollouts[-1]], columns=names)
     size = max(1, len(groups) // max(1, len(groups.group_by(names).aggregate([]))))
     count = min(len(rollouts), max(1, limit // size))
@@ -111,7 +111,7 @@ def _row(record: dict[str, Any], prompts: dict[str, int], text_limit: int) -> li
 
 
 def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The prompt of an episode, with the environment's first messages, which the prompt in the data lacks."""
+    """The prompt of an episode, with first messages of the environment, which are not in the data."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -122,9 +122,9 @@ def _turns(
 ) -> list[list[Any]]:
     """Turns of the model and observations, together cut at `text_limit` characters.
 
-    Each is [role or tool, text, sampled tokens, trained ones of them, reward, seconds of the environment]. The seconds
-    are given with the first message of a reply, with the turn where the reply has no message, or with "reset" for the
-    first one. The rewards are those that are trained: 0 where an environment failed.
+    Each is [role or tool, text, sampled tokens, trained tokens, reward, seconds of the environment]. The seconds are
+    those of a reply: with its first message; with the model's turn if the reply has no message; or with "reset". The
+    rewards are those that are trained: 0 if the environment failed.
     """
     rewards, room = iter(record["turn_reward"]), text_limit
     shown = [["reset", "", None, None, None, m["seconds"]] for m in asked[-1:] if "seconds" in m]

@@ -1,4 +1,4 @@
-"""Stages in the report: own time, memory, and events of the timeline."""
+"""Stages in the report: their time without nested stages, memory, and events of the timeline."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ StageSpan = tuple[float, float, str]
 
 
 def own_seconds(spans: Iterable[StageSpan]) -> dict[str, float]:
-    """Seconds of each stage among spans (start, end, stage) that may nest and overlap, each instant counted once. An
-    instant belongs to the running stage that started last; if none runs, to `BETWEEN`. The result sums to the time from
-    the first start to the last end."""
+    """Seconds of each stage. spans: (start, end, stage), may nest and overlap. Each instant is counted once: for the
+    running stage that started last or, if no stage runs, for `BETWEEN`. So the sum is the time from the first start to
+    the last end."""
     spans = sorted(spans)
     edges = sorted({t for start, end, _ in spans for t in (start, end)})
     out: dict[str, float] = defaultdict(float)
@@ -27,8 +27,8 @@ def own_seconds(spans: Iterable[StageSpan]) -> dict[str, float]:
 
 
 def stage_data(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Per iteration and stage: own seconds (mean over ranks) and peak bytes (largest over ranks); and a table. Stages
-    are listed in the order in which rank's events first show them. Empty lists without events."""
+    """Per iteration and stage: `own_seconds` (mean over ranks) and peak bytes (largest over ranks); and a table. Stages
+    have the order of `_stage_order`. Empty lists without events."""
     spans: dict[int, dict[int, list[StageSpan]]] = defaultdict(lambda: defaultdict(list))
     peaks: dict[int, dict[str, int]] = defaultdict(dict)
     for e in events:
@@ -56,8 +56,8 @@ def stage_data(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, limit: int = 40_000) -> dict[str, Any]:
     """Events for the timeline: [rank, stage index, iteration, start, seconds, peak bytes] in time order. Starts count
-    from `origin` (Unix time). With more than `limit` events, ranks are reduced evenly to at most 16, then the earliest
-    iterations are left out; see ranks_total and iterations_left_out."""
+    from `origin` (Unix time). With more than `limit` events, only 16 evenly spaced ranks are kept; if that is not
+    enough, the earliest iterations are left out. ranks_total and iterations_left_out count this."""
     ranks = sorted({e["rank"] for e in events})
     kept, shown = list(events), ranks
     if len(kept) > limit and len(ranks) > 16:
@@ -93,9 +93,8 @@ def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, lim
 def apart_data(
     apart: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], *, limit: int = 20_000
 ) -> dict[str, Any]:
-    """Events of engines outside the trainers, on the timeline's clock: their names and labels, kinds of work, spans
-    [process, kind, start, seconds] in time order, and marks [version, time] of published weights. The latest `limit`
-    spans."""
+    """Events of engines outside the trainers, on the timeline's clock: processes, labels, kinds of work, the latest
+    `limit` spans [process, kind, start, seconds], and marks [version, time] of published weights."""
     origin = min((e["start"] for e in events), default=0.0)
     marks = [e for e in apart if e["process"] == WEIGHTS_PROCESS]
     spans = [e for e in apart if e["process"] != WEIGHTS_PROCESS][-limit:]
@@ -117,8 +116,8 @@ def apart_data(
 
 
 def _stage_order(spans: Iterable[Sequence[StageSpan]]) -> list[str]:
-    """Stage names by the median of their start within the iteration, so that the legend has the order of the loop.
-    spans: of every rank and iteration."""
+    """Stage names, sorted by the median of their start in the iteration: the order of the loop, for the legend. spans:
+    those of each rank and iteration."""
     offsets: dict[str, list[float]] = defaultdict(list)
     for events in spans:
         begin = min(events)[0]
