@@ -264,7 +264,7 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
     with pytest.raises(ValueError, match="put: epoch 7 is not open"):  # which no such message opens
         outside.calls.ask_warehouse(0, empty)
     shape = m.Shape(GROUPS, MEMBERS, VersionBound(0))
-    with pytest.raises(ValueError, match="epoch 0 of .*oldest=-1.*, it has .*oldest=0"):  # versions that it chose
+    with pytest.raises(ValueError, match="epoch 0 is given .*oldest=-1.*, it has .*oldest=0"):  # versions that it chose
         outside.calls.ask_warehouse(0, msgspec.structs.replace(empty, epoch=0, shape=m.Shape(GROUPS, MEMBERS)))
     with pytest.raises(ValueError, match="put: rows 900 to 900 are not all of epoch 0"):
         put = msgspec.structs.replace(empty, epoch=0, shape=shape, rows=np.array([900], np.int32))
@@ -330,7 +330,7 @@ def test_weights_come_whole_by_hugging_face_names(trainers, job) -> None:
     one = job.weights(1, ["model.norm.weight"])
     assert one[0] == 1 and list(one[1]) == ["model.norm.weight"]
     assert job.weights(1, []) == (1, {}), "none, where none is named"
-    with pytest.raises(Gone, match="version 0 of the weights is gone; the newest is 3"):
+    with pytest.raises(Gone, match="version 0 of the weights was overwritten; the newest is 3"):
         job.weights(0)
     with pytest.raises(ValueError, match=r"the model has no tensors \['lm_tail'\]"):
         job.weights(1, ["lm_tail"])
@@ -409,7 +409,7 @@ def test_a_wrong_secret_another_version_and_jobs_that_give_no_rows_are_refused(t
             job.offer([{"prompt": "a"}])
     wrong = tmp_path / "of another job"
     write_secret(wrong, bytes(SECRET_BYTES))
-    with pytest.raises(PermissionError, match=f"another secret, not the one in {wrong}; give the one that the job"):
+    with pytest.raises(PermissionError, match=rf"its secret is wrong \(file {wrong}\); give the address that the job"):
         Client(strict.address, wrong)
     strict.close()
     other = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, version="0.0.1"))

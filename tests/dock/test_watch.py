@@ -98,7 +98,7 @@ def test_a_rank_that_is_expected_and_does_not_come_ends_the_others(case, capfd) 
     case.watch.remove(next(link for link in case.watch._links if link.rank == 5))
     case.pass_time(2, *case.links)
     assert case.ended == [1]
-    assert "rank 1 stops: rank 6 is gone (it should generate, and has not come for 8 s" in capfd.readouterr().err
+    assert "rank 1 stops: rank 6 is gone (it should generate, but did not connect within 8 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
