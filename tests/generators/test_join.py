@@ -20,7 +20,7 @@ SAYS = {
     "cut": ("machine:1", SECRET[2:], 0o600, "FILE holds no secret: it has 62 characters"),
     "open to others": ("machine:1", SECRET, 0o640, "FILE has mode 640: others can read it; chmod 600 FILE"),
     "no port": ("machine", SECRET, 0o600, "address 'machine' of a job is neither HOST:PORT"),
-    "no such port": ("machine:65536", SECRET, 0o600, "'machine:65536' of a job is neither HOST:PORT, with a port from"),
+    "no such port": ("machine:65536", SECRET, 0o600, "'machine:65536' of a job is neither HOST:PORT (port 1 to"),
     "no tokenizer": ("127.0.0.1:1", SECRET, 0o600, "--tokenizer /nowhere: no such directory; give a copy"),
 }
 
