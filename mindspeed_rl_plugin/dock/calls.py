@@ -155,8 +155,7 @@ class Calls:
         return answer if got is None else got
 
     def ask_rank(self, address: m.Address, message: m.Message, seconds: float) -> Any:
-        """Ask the rank at an address. Returns its answer, or the bytes that came with it. seconds: most to wait, in
-        addition to the message's deadline."""
+        """Ask the rank at an address; wait `seconds` beyond the message's deadline. Returns its answer, or bytes."""
         answer, got = self._ask(address, message, None, seconds)
         return answer if got is None else got
 

@@ -115,8 +115,7 @@ class GuestDock(Dock):
         return self._ask_leader(Follow(after, deadline))
 
     def submit_prompts(self, rows: Sequence[str], deadline: float) -> list[int]:
-        """Give prompts, as JSON, to the job; waits at most `deadline` seconds until it accepts them. Returns their
-        numbers."""
+        """Give prompts (JSON) to the job; waits at most `deadline` s until it accepts them. Returns their numbers."""
         return self._ask_leader(SubmitPrompts(list(rows), deadline)).numbers
 
     def report(self, counts: Mapping[str, float], spans: Sequence[tuple[str, float, float]] = ()) -> Announced:

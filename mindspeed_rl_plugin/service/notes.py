@@ -21,8 +21,7 @@ class Announced(Message):
 
 
 class Follow(Message):
-    """Asks for the records of the job after the first `after` records. If there is none within `deadline` seconds, the
-    answer has no records."""
+    """Asks for the job's records after the first `after` records. After `deadline` seconds the answer has none."""
 
     after: int
     deadline: float
