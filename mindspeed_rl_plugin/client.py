@@ -143,7 +143,7 @@ class Client:
         if max_rows < 1:
             raise ValueError(f"take: max_rows is {max_rows}; give at least 1")
         if self._job.strict:
-            raise ValueError("take: with --rl-async-order strict only the launcher's engines get rows; give free")
+            raise ValueError("take: only the launcher's engines get rows with --rl-async-order strict; set it to free")
         if self._job.environments is not None:
             raise ValueError(
                 "take: this job has tools or environments, which only engines of this package can call; add an engine "

@@ -91,7 +91,7 @@ class Epochs:
 
     def cleared(self, call: str, ids: np.ndarray) -> np.ndarray:
         """`[B]` bool: which ids are cleared. Raises ValueError for ids that were never opened."""
-        gone = np.ones(len(ids), bool)
+        cleared = np.ones(len(ids), bool)
         for number, index in by_value(ids[:, 0]):
             epoch, part = self.opened(call, number), ids[index, 1:]
             if epoch is None:
@@ -103,8 +103,8 @@ class Epochs:
                     f"id {(number, *part[bad.argmax()].tolist())} was not opened: epoch {number} has groups "
                     f"0..{groups - 1} of members 0..{members - 1}"
                 )
-            gone[index] = ~epoch.alive[part[:, 0]]
-        return gone
+            cleared[index] = ~epoch.alive[part[:, 0]]
+        return cleared
 
 
 class Calls:

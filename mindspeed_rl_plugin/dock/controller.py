@@ -40,7 +40,7 @@ class Controller:
         self.spec, self.columns, self.states = spec, columns, states
         self.applied: dict[int, int] = {}  # warehouse -> number of the newest record that was applied
         self._epochs: dict[int, EpochView] = {}
-        self._gone = Numbers()
+        self._gone = Numbers()  # epochs that are cleared
         self._leases: dict[int, Held] = {}
         self._next = 1 + (secrets.randbits(30) << 20)  # random, so that tokens of another dock are not valid here
 
@@ -69,7 +69,7 @@ class Controller:
         touched = [record.rows] if mine else []
         if record.cleared is not None:
             touched.append(rows_of_groups(record.cleared, view.shape.members))
-        for token in np.unique(view.lease[np.concatenate([EMPTY, *touched])]).tolist():  # there may be many others
+        for token in np.unique(view.lease[np.concatenate([EMPTY, *touched])]).tolist():  # only these leases
             if token in self._leases and self._settled(self._leases[token]):
                 self._end(self._leases[token])
         if not view.alive.any():

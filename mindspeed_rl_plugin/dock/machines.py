@@ -43,6 +43,6 @@ def check_addresses(places: Sequence[tuple[str, str]]) -> None:
     for rank, (name, host) in enumerate(places):
         if not host or ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             raise ValueError(
-                f"MASTER_ADDR {master_address()[0]} gives {name} (rank {rank}) the address {host or 'none'}, which "
-                "others cannot reach; give the network address of the first machine, or correct /etc/hosts there"
+                f"MASTER_ADDR {master_address()[0]}: the address of {name} (rank {rank}) is {host or 'unknown'}, which"
+                " other machines cannot reach; give the network address of the first machine, or correct /etc/hosts"
             )

@@ -230,7 +230,7 @@ class Slabs(Segments):
         segment, self._next = self._next, self._next + 1
         self._arrays[segment] = mapped(handle, space)
         self._files[segment], self._free[segment] = (handle, space), [(0, space)]
-        self._free = dict(sorted(self._free.items(), key=lambda item: self._files[item[0]][1]))  # smaller ones first
+        self._free = dict(sorted(self._free.items(), key=lambda item: self._files[item[0]][1]))  # smallest first
         return segment
 
     def _remove(self, segment: int) -> None:

@@ -38,7 +38,7 @@ class Block:
 
     segment: int
     rest: list[Range]  # ranges of its segment that are in use
-    groups: np.ndarray  # groups whose cells lie in it
+    groups: np.ndarray  # groups whose cells are in it
     promised: bool  # whether states wrote all of it back, into memory that was reserved for this
     beyond: int  # bytes above what was reserved
 
@@ -75,7 +75,7 @@ class Warehouse:
         self.slabs = Slabs(limits.segment_bytes, limits.capacity)
         self.write_backs = limits.write_backs(list(self.columns.values()), list(self.states.values()))
         self.seq = 0
-        self._gone = Numbers()
+        self._gone = Numbers()  # epochs that are cleared
         self._epochs: dict[int, EpochTables] = {}
         self._reserve = row_reserve(self.write_backs)
 

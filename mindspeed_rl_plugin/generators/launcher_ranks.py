@@ -60,7 +60,7 @@ class RankSplit:
         """Raise ValueError if the ranks cannot be divided so."""
         flag = f"--rl-generators {self.generators}"
         if self.trainers < 1:
-            raise ValueError(f"{flag} leaves no rank of {self.world} to train; start more ranks, or give a lower N")
+            raise ValueError(f"{flag} leaves no rank of {self.world} to train; start more ranks or fewer generators")
         if self.generators % self.engine:
             raise ValueError(
                 f"{flag} is not a multiple of the {self.engine} ranks of an engine (--rl-generate-tp, "

@@ -403,7 +403,7 @@ def test_a_wrong_secret_another_version_and_jobs_that_give_no_rows_are_refused(t
     playing.close()
     strict = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, strict=True))
     with Client(strict.address, strict.secret) as job:
-        with pytest.raises(ValueError, match="only the launcher's engines get rows"):
+        with pytest.raises(ValueError, match="only the launcher's engines get rows with"):
             job.take(1, deadline=0)
         with pytest.raises(ValueError, match="give --rl-async-order free"):
             job.offer([{"prompt": "a"}])

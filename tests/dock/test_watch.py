@@ -139,8 +139,8 @@ def test_a_generator_of_the_launcher_and_the_job_end_together(members, monkeypat
     [
         ([["left", "10.0.0.1"], ["right", "fe80::1%eth0"]], None),
         ([["only", ""], ["only", "::1"]], None),
-        ([["left", "127.0.0.1"], ["right", "10.0.0.2"]], r"is 127\.0\.0\.1 on left \(rank 0\)"),
-        ([["left", "10.0.0.1"], ["right", ""]], r"is not set on right \(rank 1\)"),
+        ([["left", "127.0.0.1"], ["right", "10.0.0.2"]], r"left \(rank 0\) is 127\.0\.0\.1,"),
+        ([["left", "10.0.0.1"], ["right", ""]], r"right \(rank 1\) is unknown,"),
     ],
 )
 def test_machines_that_cannot_reach_each_other_are_refused(places, named: str | None) -> None:
