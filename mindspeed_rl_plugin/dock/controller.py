@@ -136,8 +136,8 @@ class Controller:
     # looking
 
     def look(self, ids: np.ndarray | None, done: bool) -> Grant:
-        """Ids and owners of rows, of `ids` or of all: the acknowledged rows (`done`), or the rows that are not
-        acknowledged, with leased ones. Cleared rows are left out."""
+        """Ids and owners of the acknowledged rows (done), or of the rows that are not acknowledged, leased or not (not
+        done); among `ids`, or among all rows. Cleared rows are left out."""
         masks = {n: view.done() if done else view.undone() for n, view in sorted(self._epochs.items())}
         if ids is None:
             rows = [(number, mask.nonzero()[0]) for number, mask in masks.items()]

@@ -137,7 +137,7 @@ class Dock:
                 got = cells.gather(calls, self.columns, "read", columns, owner, places)
             except ValueError:  # the memory of a row may have been freed
                 got = None
-            there = (cells.locate(calls, columns, wanted)[1][0] >= 0).all(0)  # not cleared: then the cells were right
+            there = (cells.locate(calls, columns, wanted)[1][0] >= 0).all(0)  # then the read before was right
             if got is None and there.all():
                 raise ValueError(f"read: columns {list(columns)} of {listed(wanted)} cannot be read")
         return Rows(ids_tuple(wanted), got)
@@ -244,7 +244,7 @@ class Dock:
         refuse("undeclared state", [state], self.states)
         return len(self._undone(state, None if ids is None else ids_array(ids)))
 
-    # the whole dock
+    # the complete dock
 
     def snapshot(self) -> dict[str, Any]:
         """Committed cells and acknowledgements of all open epochs >= 0, as plain tensors, ints and strings. On the

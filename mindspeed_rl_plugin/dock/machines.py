@@ -11,8 +11,8 @@ from mindspeed_rl_plugin.environment import master_address
 
 
 def machine() -> str:
-    """A name that all processes have in common that can share memory through one /proc. Containers of one machine may
-    have different names; processes of one container have the same."""
+    """Name of this machine: equal in all processes that can share memory through one /proc. Containers of one machine
+    may have different names; processes of one container have the same name."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     spaces = ":".join(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net"))

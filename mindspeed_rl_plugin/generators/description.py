@@ -35,8 +35,8 @@ class Description:
     version: str = mindspeed_rl_plugin.__version__  # of the package
 
     def check_tokenizer(self, path: str | None) -> None:
-        """Raise ValueError if engines need a tokenizer and that in directory `path` has other tokens than the job's
-        tokenizer."""
+        """Raise ValueError if engines need a tokenizer, and the tokenizer in directory `path` has other tokens than the
+        job's."""
         if not self.vocabulary:
             return
         try:

@@ -61,7 +61,7 @@ def choose(state: EngineState) -> Action:
 
 
 def _wanted(state: EngineState) -> int:
-    """The version to use: that which running or next rows pin, else the newest (in a strict order: no change)."""
+    """The version to use: the version that rows pin, else the newest (under a strict order: the current version)."""
     if any(row.bound.pinned for row in state.running.values()):
         return state.version
     if state.needs is not None and state.needs.pinned:

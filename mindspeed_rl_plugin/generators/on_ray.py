@@ -38,8 +38,8 @@ PR_SET_PDEATHSIG = 1
 
 
 async def keep(cluster: OnRay, number: int, say: Callable[[str], None], waiting: set[int]) -> bool:
-    """Run an engine, and start it again after each failure. Returns True once it ends in order (the job has ended),
-    False after MAX_FAILURES failures in a row.
+    """Run an engine, and start it again each time it ends before the job. Returns True once the job has ended, False
+    after MAX_FAILURES failures in a row.
 
     say: prints a line; waiting: contains `number` while the engine waits for resources.
     """
