@@ -1,15 +1,15 @@
-"""Connects your own program to a running job (`--rl-schedule async`): as an engine that answers prompts, as a source of
+"""Connects your program to a running job (`--rl-schedule async`): as an engine that answers prompts, as a source of
 prompts, or as an observer.
 
     with Client("10.0.0.5:41167", "SAVE/rl/secret") as job:
         while not job.ended:
             version, weights = job.weights()              # by Hugging Face names
             prompts = job.take(max_rows=64, deadline=5)   # a TensorDict
-            job.give(responses(prompts))                  # another one
+            job.give(responses(prompts))                  # a TensorDict too
             print(job.metrics())
 
-Address and secret are printed at the job's start. Rows are TensorDicts of batch size `[B]`: "ids" is `[B, 3]`; a column
-with several entries a row is a jagged nested tensor. docs/service.md says more.
+The job prints its address and secret file at its start. Rows are TensorDicts of batch size `[B]`: "ids" is `[B, 3]`; a
+column with several entries per row is a jagged nested tensor. See also docs/service.md.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Ids = Sequence[tuple[int, int, int]] | Tensor
-# Columns of `give`: whether a row has several entries, the kind of numbers, the shape, and the meaning.
+# Columns of `give`: whether a row has several entries, their kind, their shape, and their meaning.
 GIVEN = {
     "response": (True, "integers", [], "tokens"),
     "logps": (True, "floats", [], "a log-prob of each token"),
-    "version": (False, "integers", [], "that of the weights"),
+    "version": (False, "integers", [], "version of the weights"),
     "finish": (False, "integers", [], "0 or 1"),
     "segments": (True, "integers", [2], "(first token, version) of each part"),
 }
 
 
 class Client:
-    """A process that takes part in a job without being a rank of it. For one thread; other threads make their own.
+    """Connects a process that is not a rank of the job. For one thread; each further thread makes its own `Client`.
 
     address: HOST:PORT or unix:NAME.
-    secret: of the job, or a file with it, of mode 600.
-    lease_seconds: for which rows of `take` are reserved. Later they are also given to another engine, and the first
-    response counts.
+    secret: of the job, or path of a file with it, of mode 600.
+    lease_seconds: how long rows of `take` are reserved. After this time they are given to another engine too, and the
+    first response counts.
 
-    Raises ConnectionError where no job answers, PermissionError for a wrong secret, and ValueError for a job of another
-    version of the package, or one that takes no engines.
+    Raises ConnectionError if no job answers, PermissionError for a wrong secret, and ValueError for a job of another
+    version of the package, or without --rl-schedule async.
     """
 
     def __init__(self, address: str, secret: str | os.PathLike[str] | bytes, *, lease_seconds: float = 600.0) -> None:
@@ -75,20 +75,20 @@ class Client:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> bool:
-        """Leave the job. It is no error if the connection ended because the job has ended."""
+        """Leave the job. A ConnectionError is not raised if its reason is that the job has ended."""
         over = isinstance(error, ConnectionError) and self.dock.has_left()
         self.close()
         return over
 
     def close(self) -> None:
-        """Leave the job; taken rows without a response go to other engines. Idempotent."""
+        """Leave the job; other engines get the taken rows without a response. Idempotent."""
         self.dock.close()
 
     # the job
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended, by the last call. Then calls return nothing, or raise ConnectionError."""
+        """Whether the job has ended, as of the last call. Then calls return nothing, or raise ConnectionError."""
         return self.dock.ended
 
     @property
@@ -98,7 +98,7 @@ class Client:
 
     @property
     def sampling(self) -> Sampling:
-        """How responses must be sampled; `take` marks greedy ones."""
+        """How responses must be sampled; rows that `take` marks as greedy are sampled greedily."""
         return self._job.sampling
 
     @property
@@ -119,7 +119,7 @@ class Client:
 
     def metrics(self, deadline: float = 0.0) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl since the last call; at the first call those since the job's start (the job keeps
-        1000). Waits for one, at most `deadline` seconds."""
+        1000 lines). Waits at most `deadline` seconds until there is a line."""
         try:
             told = self.dock.records(self._records, deadline)
         except ConnectionError:
@@ -135,19 +135,19 @@ class Client:
         """Rows that need a response, at most `max_rows`; empty if there are none within `deadline` seconds, or if the
         job has ended.
 
-        "prompt": its tokens; "oldest", "newest" `[B]`: versions of weights that may sample the row, newest -1: no
-        limit; "greedy" `[B]`: always take the most likely token (evaluations); "seed" `[B]`: of this response; its use
-        is optional. Raises ValueError for a job with --rl-async-order strict, whose rows are reserved for its own
-        engines, for one with tools or environments, which only its own engines have, and for max_rows below 1.
+        "prompt": its tokens; "oldest", "newest" `[B]`: first and last version of the weights that may sample the row,
+        -1: no limit; "greedy" `[B]`: always take the most likely token (evaluations); "seed" `[B]`: for this response,
+        optional to use. Raises ValueError for max_rows below 1, for a job with --rl-async-order strict, and for a job
+        with tools or environments.
         """
         if max_rows < 1:
             raise ValueError(f"take: max_rows is {max_rows}; give at least 1")
         if self._job.strict:
-            raise ValueError("--rl-async-order strict deals rollouts to the launcher's engines: take no rows of it")
+            raise ValueError("take: only the launcher's engines get rows with --rl-async-order strict; set it to free")
         if self._job.environments is not None:
             raise ValueError(
-                "tools or environments answer the model in this job, which only its own engines have: take no rows of "
-                "it; bring an engine by `generate --join`"
+                "take: this job has tools or environments, which only engines of this package can call; add an engine "
+                "with `generate --join` instead"
             )
         lease = self._leased(max_rows, deadline)
         prompts, bounds = lease.rows["prompt"], [self.dock.version_bound(i.epoch) for i in lease.rows.ids]
@@ -163,15 +163,15 @@ class Client:
         return to_tensordict(Rows(lease.rows.ids, columns))
 
     def give(self, rows: TensorDict) -> None:
-        """Give responses to taken rows, to all or some, each once.
+        """Give responses to all or some of the taken rows, each row once.
 
         "ids" `[B, 3]`; "response": sampled tokens, with the end token; "logps": log-prob of each token, in nats, under
-        the distribution that it was sampled from (greedy: that of temperature 1); "version" `[B]`: of the weights; if
-        several versions sampled one response, "segments" `[S, 2]` instead: (first token of the response, version);
-        "finish" `[B]`: 0 if an end token or string ended it, 1 if the limit did; default: by the last token. Raises
-        ValueError for invalid rows, or rows that were not taken. Rows are written in parts: those of one `take` on one
-        machine, at most 64 MiB of cells. Of the part with the error nothing is written, and its rows stay taken: give
-        them again, or `release` them. Earlier parts are written.
+        the distribution that it was sampled from (greedy: that of temperature 1); "version" `[B]`: of the weights. If
+        several versions sampled a response, "segments" `[S, 2]` instead of "version": (its first token in the response,
+        version) of each part. "finish" `[B]`: 0 if an end token or string ended the response, 1 if the limit did;
+        default: by the last token. Raises ValueError for invalid rows, or rows that were not taken. Rows are written in
+        parts: those of one `take` on one machine, at most 64 MiB of cells. Of a part with an error nothing is written,
+        and its rows stay taken: give them again, or `release` them. Earlier parts are written.
         """
         given = from_tensordict(rows)
         self._check(given)
@@ -186,15 +186,15 @@ class Client:
                 del self._taken[request.id]
 
     def release(self) -> None:
-        """Give taken rows without a response back, for other engines."""
+        """Give taken rows without a response back, so that other engines get them."""
         for lease in {lease.token: lease for lease, _ in self._taken.values()}.values():
             self.dock.release(lease)
         self._taken.clear()
 
     def report(self, counts: Mapping[str, float]) -> None:
-        """Report this engine's counts since it joined, for the job's metrics: "seconds", of these "back-pressure" (no
-        prompts) and "version" (it waited for weights), "responses" and "tokens". If an engine has reported seconds and
-        then is silent for half of --rl-wait-timeout, it counts as hanging: its rows are given to others."""
+        """Report this engine's counts since it joined, for the job's metrics: "seconds", of these "back-pressure" (it
+        waited for prompts) and "version" (it waited for weights); "responses" and "tokens". An engine that has reported
+        seconds and is then silent for half of --rl-wait-timeout counts as hanging: other engines get its rows."""
         self._reported = True
         self.dock.report(counts)
 
@@ -202,17 +202,18 @@ class Client:
 
     def offer(self, rows: Iterable[Mapping[str, Any]], deadline: float = 0.0) -> list[int]:
         """Offer prompts for the next rollouts, which take them before those of --rl-prompt-data. A row has the fields
-        of a row of the data: prompt (a string, or messages), answer, and others, all as JSON.
+        of a row of the data: prompt (a string, or messages), answer and others, all of types that JSON has.
 
-        Returns a number below 0 for each row: "row" in the column `meta` of its responses. Waits at most `deadline`
-        seconds for room, or until the job has read its checkpoint; each publication of weights admits a rollout. Takes
-        all rows or none: raises ValueError for rows that would be wrong in the data too, for a prompt that is too long,
-        for more than four rollouts at once, and in a job with --rl-async-order strict; TimeoutError after the deadline.
+        Returns a number below 0 for each row: "row" in the column `meta` of its responses. The job accepts all rows or
+        none. It accepts none while too many offered rows wait (each publication of weights admits a rollout), or before
+        it has read its checkpoint: then this waits, and raises TimeoutError after `deadline` seconds. Raises ValueError
+        for rows that would be wrong in the data too, for a prompt that is too long, for rows of more than four rollouts
+        at once, and for a job with --rl-async-order strict.
         """
         if self._job.strict:
             raise ValueError(
-                "--rl-async-order strict: runs are equal bit for bit, and which rollout offered prompts come into "
-                "depends on the time; give --rl-async-order free"
+                "offer: the rollout of an offered prompt depends on the time of the offer, but with --rl-async-order "
+                "strict runs must be equal bit for bit; give --rl-async-order free"
             )
         return self.dock.submit_prompts([_as_json(i, row) for i, row in enumerate(rows)], deadline)
 
@@ -224,15 +225,15 @@ class Client:
         return {name: tuple(tensor.shape) for name, tensor in self._weights.tensors.items()}
 
     def newest(self, after: int = -1, deadline: float = 0.0) -> int:
-        """The newest version of the weights, -1 before the first. Waits for one above `after`, at most `deadline`
-        seconds. Versions count optimizer steps."""
+        """The newest version of the weights; -1: there is none yet. Waits at most `deadline` seconds until it is above
+        `after`. Versions count optimizer steps."""
         end, news = time.monotonic() + deadline, self.dock.news(0, 0.0)
         while news.version <= after and (left := end - time.monotonic()) > 0:
             news = self.dock.news(news.number, left)
         return news.version
 
     def versions(self, deadline: float = 60.0) -> list[int]:
-        """Versions that all trainer ranks have now, by rising number."""
+        """Versions that all trainer ranks have now, in rising order."""
         every = [set(source.versions(deadline)) for source in self._sources]
         return sorted(set.intersection(*every))
 
@@ -240,16 +241,16 @@ class Client:
         self, version: int | None = None, names: Sequence[str] | None = None, deadline: float = 600.0
     ) -> tuple[int, dict[str, Tensor]]:
         """A version (None: the newest), and its complete tensors by Hugging Face names, on the host, in the engine's
-        dtype (--rl-engine-dtype): all, or those of `names`. Waits at most `deadline` seconds for the version.
+        dtype (--rl-engine-dtype): all tensors, or those in `names`. Waits at most `deadline` seconds for the version.
 
-        Raises `mindspeed_rl_plugin.dock.Gone` for a version that newer ones have overwritten.
+        Raises `mindspeed_rl_plugin.dock.Gone` for a version that newer weights have overwritten.
         """
         end = time.monotonic() + deadline
         while True:
             try:
                 left = end - time.monotonic()
                 return pull_tensors(self._weights, self._sources, version, names, left)
-            except Gone:  # newer ones have overwritten it during the read
+            except Gone:  # newer weights have overwritten this version during the read
                 if version is not None:
                     raise
 
@@ -257,21 +258,21 @@ class Client:
 
     def finished(self, stage: str = "reward") -> Tensor:
         """`[n, 3]` ids of the rows that a stage has finished and the job still has (until their last optimizer step).
-        Rows of an evaluation have a rollout below 0. Raises ValueError for an unknown stage."""
+        Rows of an evaluation have a rollout number below 0. Raises ValueError for an unknown stage."""
         if stage not in self.stages:
-            raise ValueError(f"finished: no stage {stage!r}; this job has {', '.join(sorted(self.stages))}")
+            raise ValueError(f"finished: no stage {stage!r}; this job has stages {', '.join(sorted(self.stages))}")
         return torch.tensor(self.dock.finished(stage), dtype=torch.int64).reshape(-1, 3)
 
     def read(self, ids: Ids, columns: Iterable[str]) -> TensorDict:
         """Columns of rows from `finished`. Rows that the job does not have any more, or that lack one of the columns,
-        are left out; "ids" has the others."""
+        are left out; "ids" has the ids of the rows that were read."""
         wanted = [SampleId(*i) for i in (ids.tolist() if isinstance(ids, Tensor) else ids)]
         return to_tensordict(self.dock.peek(wanted, tuple(columns)))
 
     # inside
 
     def _leased(self, max_rows: int, deadline: float) -> Lease:
-        """Lease rows that are ready within the deadline, maybe none."""
+        """Lease rows that are ready within the deadline; empty if there are none, or if the job has ended."""
         try:
             if not self._reported:
                 self.report({})  # after this the job counts it among its engines
@@ -284,23 +285,23 @@ class Client:
         return Lease(0, SPEC.name, Rows((), {"prompt": Ragged.from_rows([], torch.int32)}))
 
     def _check(self, given: Rows) -> None:
-        """Raise ValueError for a form that cannot be made into rows. The job checks the values."""
+        """Raise ValueError for columns from which rows cannot be made. The job itself checks the values."""
         names = set(given.columns)
         needed = {"response", "logps", "segments" if "segments" in names else "version"}
         if not needed <= names <= {*GIVEN}:
             raise ValueError(
-                f"give: needs response, logps, and version or segments; may have {', '.join(GIVEN)}; got "
-                f"{sorted(names)}"
+                f"give: got the columns {sorted(names)}; needed are response, logps, and version or segments; allowed "
+                f"are {', '.join(GIVEN)}"
             )
         for name in sorted(names):
             _check_form(name, given[name])
         if strange := [tuple(i) for i in given.ids if i not in self._taken]:
-            raise ValueError(f"give: {len(strange)} rows are not taken (first: {strange[0]}), or were given already")
+            raise ValueError(f"give: {len(strange)} rows were not taken or are given already, first: {strange[0]}")
         if not torch.equal(given["response"].lengths, given["logps"].lengths):
             raise ValueError("give: response and logps differ in length; each token has one log-prob")
         tokens = given["response"].values
         if len(wide := tokens[tokens.int() != tokens]):
-            raise ValueError(f"give: token {wide[0]} has more than 32 bits, as no model's; is it the job's tokenizer?")
+            raise ValueError(f"give: token {wide[0]} has more than 32 bits; use the tokenizer of the job")
 
     def _completion(self, given: Rows, row: int) -> Completion:
         tokens = tuple(given["response"].row(row).tolist())
@@ -313,7 +314,7 @@ class Client:
         if not 0 <= finish < len(FINISH) or not segments:
             raise ValueError(
                 f"give: row {tuple(given.ids[row])} has finish {finish} and segments {segments}; give finish 0 "
-                f"({FINISH[0]}) or 1 ({FINISH[1]}), and a segment at least"
+                f"({FINISH[0]}) or 1 ({FINISH[1]}), and at least one segment"
             )
         return Completion(given.ids[row], tokens, tuple(given["logps"].row(row).tolist()), FINISH[finish], segments)
 
@@ -322,7 +323,7 @@ def _check_form(name: str, column: Column) -> None:
     """Raise ValueError for a column that differs from `GIVEN`."""
     several, kind, entry, what = GIVEN[name]
     if isinstance(column, Ragged) != several:
-        form = "several entries a row: make it a jagged nested tensor" if several else "one number a row: make it [B]"
+        form = "several entries per row: give a jagged nested tensor" if several else "one number per row: give [B]"
         raise ValueError(f"give: {name!r} has {form}")
     values = column.values if several else column
     if (got := (numbers(values), list(values.shape[1:]))) != (kind, entry):

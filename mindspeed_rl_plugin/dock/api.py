@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict  # takes seconds to import
 
 LEVELS = ("token", "sample", "group")
-LISTED_ITEMS = 4  # items of a list in a message
+LISTED_ITEMS = 4  # most items of a list that a message shows
 IDS = "ids"  # name of the ids in a TensorDict
 
 
@@ -35,7 +35,7 @@ class VersionBound(NamedTuple):
 
     @property
     def pinned(self) -> bool:
-        """Whether no weights newer than `newest` may sample them, as under a strict order or in an evaluation."""
+        """Whether there is a `newest`, as under a strict order or in an evaluation."""
         return self.newest >= 0
 
     def allows(self, version: int) -> bool:
@@ -51,12 +51,12 @@ class ColumnSpec:
 
     name: str
     dtype: torch.dtype
-    # "token" (ragged, all token columns of a row have the same length), "sample" (one cell a sample) or "group" (one
-    # cell a group, repeated for each sample on read)
+    # "token" (ragged; all token columns of a row have the same length), "sample" (one cell per sample) or "group" (one
+    # cell per group, repeated for each of its samples when it is read)
     level: str
-    ragged: bool  # cells are `[L_i, *trailing]`, packed; otherwise `[*trailing]`
+    ragged: bool  # True: cells are `[L_i, *trailing]`, packed; False: `[*trailing]`
     trailing: tuple[int, ...] = ()
-    longest: int | None = None  # entries of the longest ragged cell; None: of the longest sample
+    longest: int | None = None  # most entries of a ragged cell; None: memory is reserved for a sample's tokens
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -97,7 +97,7 @@ class StateSpec:
     name: str
     reads: tuple[str, ...]  # columns
     writes: tuple[str, ...]  # columns
-    whole_groups: bool = False  # whether it only takes complete groups
+    whole_groups: bool = False  # whether its leases have only complete groups
 
 
 @dataclass(frozen=True)
@@ -107,27 +107,27 @@ class Lease:
     token: int  # 0: the empty lease
     state: str
     rows: Rows
-    needs: VersionBound | None = None  # bound of the next rows, where it does not allow the asker's version
+    needs: VersionBound | None = None  # bound of the next rows, if it does not allow the asker's version
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
 class Moved(NamedTuple):
-    """Count of bytes of cells that a process moved."""
+    """How many bytes of cells a process read or wrote."""
 
     way: str  # "read" or "written"
     state: str  # worker state, "put" for a producer, "read" for a read without a lease
     column: str
-    where: str  # "local": memory of this machine's warehouse, "remote": in messages
+    where: str  # "local": in this machine's warehouse, "remote": in that of another machine
     nbytes: int
 
 
 class Gone(ValueError):
-    """A version of published weights was overwritten. newest: version of the rank that reports it."""
+    """Newer weights have overwritten a published version. newest: version on the rank that reports this."""
 
     def __init__(self, version: int, newest: int) -> None:
-        super().__init__(f"version {version} of the weights is gone; the newest is {newest}")
+        super().__init__(f"version {version} of the weights was overwritten; the newest is {newest}")
         self.version, self.newest = version, newest
 
 
@@ -154,7 +154,7 @@ class Declared:
     def __init__(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> None:
         self.columns, self.states = {c.name: c for c in columns}, {s.name: s for s in states}
         if len(self.columns) != len(columns) or len(self.states) != len(states):
-            raise ValueError("a column or a state is declared twice: each name is declared once")
+            raise ValueError("a column or a state is declared twice; declare each name once")
         for state in states:
             refuse(f"state {state.name!r} uses undeclared columns", (*state.reads, *state.writes), self.columns)
 
@@ -166,7 +166,7 @@ class Declared:
         return reads if columns is None else tuple(columns)
 
     def check_writes(self, lease: Lease, rows: Rows | None) -> None:
-        """Raise ValueError where a commit has columns or rows that its lease does not have."""
+        """Raise ValueError if a commit has columns that the state does not write, or rows that the lease lacks."""
         refuse("undeclared state", [lease.state], self.states)
         if rows is None:
             return
@@ -203,8 +203,8 @@ def to_tensordict(rows: Rows) -> TensorDict:
 
 
 def from_tensordict(td: TensorDict) -> Rows:
-    """Inverse of `to_tensordict`. Raises ValueError where "ids" are not `[B, 3]` integers, and for a column that is no
-    tensor, or a nested tensor that is not packed."""
+    """Inverse of `to_tensordict`. Raises ValueError if "ids" are not `[B, 3]` integers, or if a column is not a tensor
+    or is a nested tensor with the strided layout."""
     if IDS not in (names := sorted(td.keys())):
         raise ValueError(f"the TensorDict has no {IDS!r} of shape [B, 3]; it holds {names}")
     columns: dict[str, Column] = {}
@@ -217,12 +217,12 @@ def from_tensordict(td: TensorDict) -> Rows:
     ids = columns.pop(IDS)
     if isinstance(ids, Ragged) or ids.shape[1:] != (3,) or numbers(ids) != "integers":
         shape = "of rows that differ in length" if isinstance(ids, Ragged) else f"{list(ids.shape)}, {ids.dtype}"
-        raise ValueError(f"{IDS!r} is {shape}; give integers [B, 3] as they came: rollout, group, member of each row")
+        raise ValueError(f"{IDS!r} is {shape}; give [B, 3] integers: rollout, group and member of each row")
     return Rows(tuple(SampleId(*i) for i in ids.tolist()), columns)
 
 
 def numbers(values: torch.Tensor) -> str:
-    """Kind of the values: "integers" (booleans, too), "floats" or "others"."""
+    """Kind of the values: "integers" (booleans too), "floats" or "others"."""
     if values.is_floating_point():
         return "floats"
     return "others" if values.is_complex() else "integers"
@@ -241,7 +241,7 @@ def refuse(what: str, names: Iterable[str], declared: Iterable[str]) -> None:
 
 
 def listed(items: Iterable[object]) -> str:
-    """A text with the first few items, or rows of an array, and their number."""
+    """A text with the first items, or rows of an array, and with the number of all if some are not shown."""
     items = items if isinstance(items, np.ndarray) else list(items)
     if not len(items):
         return "none"

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.memory import Segments
 from mindspeed_rl_plugin.dock.rpc import REPLY_TIMEOUT, Closed, Lost, Process, Stream, ask, connect
 
-KEPT = 256  # epochs that are remembered (in a process of the job: cleared ones); leases are of later epochs
+KEPT = 256  # remembered epochs (in a process of the job: cleared ones); no lease has rows of older epochs
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
 
 
@@ -30,8 +30,8 @@ class Epoch:
 
 
 class Epochs:
-    """The epochs that this process knows. first, last: lowest and highest number ever opened; owners: warehouses of
-    groups, None: known only from leases."""
+    """The epochs that this process knows. first, last: lowest and highest number ever opened; owners: None outside of
+    the job, where only leases tell which warehouse has a group."""
 
     def __init__(self, owners: Owners | None) -> None:
         self.owners, self.known, self.first, self.last = owners, dict[int, Epoch](), 0, -1
@@ -44,8 +44,8 @@ class Epochs:
         self.first, self.last = min(self.first, number), max(self.last, number)
 
     def learn(self, grant: m.Grant) -> None:
-        """Learn epochs from a lease, in a process outside of the job. Nobody tells it when epochs are cleared, so it
-        forgets the oldest ones."""
+        """Learn epochs from a lease, in a process outside of the job. Nobody tells this process when epochs are
+        cleared, so it forgets the oldest epochs."""
         for number, shape in grant.shapes:
             if number not in self.known:
                 self.add(number, shape)
@@ -56,18 +56,18 @@ class Epochs:
             self.known.pop(number, None)
 
     def forget(self, number: int, groups: np.ndarray) -> bool:
-        """Groups of an open epoch are cleared. Returns whether none is left."""
+        """Note that groups of an open epoch are cleared. Returns whether no group remains."""
         alive = self.known[number].alive
         alive[groups] = False
         if not alive.any():
-            self._cleared[number] = self.known[number]  # first, for another thread may ask for its shape
+            self._cleared[number] = self.known[number]  # before `del`: another thread may ask for the shape
             del self.known[number]
             for old in list(self._cleared)[:-KEPT]:
                 del self._cleared[old]
         return number not in self.known
 
     def opened(self, call: str, number: int) -> Epoch | None:
-        """An epoch, None where all of it is cleared. Raises ValueError for one that was never opened."""
+        """An epoch; None if all its groups are cleared. Raises ValueError if it was never opened."""
         if number not in self.known and not self.first <= number <= self.last:
             raise ValueError(f"{call}: epoch {number} was not opened; open: {listed(sorted(self.known))}")
         return self.known.get(number)
@@ -77,9 +77,9 @@ class Epochs:
         return (self.known.get(number) or self._cleared[number]).shape
 
     def owned(self, call: str, ids: np.ndarray, leased: bool = False) -> dict[tuple[int, int], np.ndarray]:
-        """(epoch, warehouse) -> which of `ids` lie there. Ids of cleared epochs are left out, unless they are leased:
-        the leader, which clears for all ranks, waits for their leases. Raises ValueError for rows that this process,
-        outside of the job, has not leased."""
+        """(epoch, warehouse) -> indices into `ids` of the rows there. Rows of cleared epochs are left out, but not if
+        they are leased: this rank may know an epoch as cleared while the leader, which clears for all ranks, waits for
+        the lease. Outside of the job: raises ValueError for rows that this process has not leased."""
         out = {}
         for number, index in by_value(ids[:, 0]):
             epoch = self.opened(call, number) or (self._cleared.get(number) if leased else None)
@@ -90,8 +90,8 @@ class Epochs:
         return out
 
     def cleared(self, call: str, ids: np.ndarray) -> np.ndarray:
-        """`[B]` bool: whose cells are freed. Raises ValueError for ids that were never opened."""
-        gone = np.ones(len(ids), bool)
+        """`[B]` bool: which ids are cleared. Raises ValueError for ids that were never opened."""
+        cleared = np.ones(len(ids), bool)
         for number, index in by_value(ids[:, 0]):
             epoch, part = self.opened(call, number), ids[index, 1:]
             if epoch is None:
@@ -103,21 +103,21 @@ class Epochs:
                     f"id {(number, *part[bad.argmax()].tolist())} was not opened: epoch {number} has groups "
                     f"0..{groups - 1} of members 0..{members - 1}"
                 )
-            gone[index] = ~epoch.alive[part[:, 0]]
-        return gone
+            cleared[index] = ~epoch.alive[part[:, 0]]
+        return cleared
 
 
 class Calls:
-    """Shared by all views of the dock in a process, and by its threads.
+    """What all views of the dock in a process share; for several threads.
 
     me: this process.
-    core: called directly for requests that this process serves itself.
-    warehouse: number of the one whose memory is mapped here.
-    owners: of `Epochs`.
-    lease_seconds: how long a lease lasts; None: as long as the job, in a process of it.
-    lost: called when a connection breaks.
-    ended: whether the job has left, in a process outside of it.
-    closed: whether this process has left.
+    core: called directly for requests that this process serves itself; None: it serves none.
+    warehouse: number of this machine's warehouse, whose memory is mapped here; None: there is none.
+    owners: see `Epochs`.
+    lease_seconds: how long a lease lasts outside of the job; None: a process of the job, whose leases have no limit.
+    lost: called with address and reason when a connection breaks.
+    ended: outside of the job: whether the job has left the dock.
+    closed: whether this process has left the dock.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class Calls:
         self._hearing = threading.Lock()
 
     def query(self, kind: type[m.Query], state: str, *what: Any) -> Any:
-        """Ask the controller of a state. Before it answers, it learns of all commits of this process."""
+        """Ask the controller of a state. It answers once it knows all commits of this process."""
         opened = [(n, e.shape) for n, e in list(self.epochs.known.items()) if self.epochs.owners is not None]
-        message = kind(state, opened, dict(self.after), *what)  # other threads write, too
+        message = kind(state, opened, dict(self.after), *what)  # a copy, since other threads change `after`
         return self._ask(self.directory.controllers[state], message, None)[0]
 
     def ask_warehouse(self, index: int, message: m.Message, bulk: np.ndarray | None = None) -> Any:
@@ -155,12 +155,12 @@ class Calls:
         return answer if got is None else got
 
     def ask_rank(self, address: m.Address, message: m.Message, seconds: float) -> Any:
-        """Ask the rank at an address. Returns its answer within so many seconds, or the bytes that came with it."""
+        """Ask the rank at an address; wait `seconds` beyond the message's deadline. Returns its answer, or bytes."""
         answer, got = self._ask(address, message, None, seconds)
         return answer if got is None else got
 
     def hear(self, after: Mapping[int, int]) -> None:
-        """Remember the newest records that this process, or a peer, has caused."""
+        """Remember the newest records that this process or a peer has caused. after: as `self.after`."""
         with self._hearing:
             for warehouse, seq in after.items():
                 self.after[warehouse] = max(self.after.get(warehouse, 0), seq)
@@ -207,7 +207,7 @@ class Calls:
 
 
 def by_value(values: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(value, its indices), by rising value."""
+    """(value, indices where it occurs), by rising value."""
     if len(values) and (values == values[0]).all():
         return [(int(values[0]), np.arange(len(values)))]
     return [(value, (values == value).nonzero()[0]) for value in np.unique(values).tolist()]

@@ -1,6 +1,7 @@
 """Moves cells into and out of the dock: rows to the warehouses that own their groups, columns into the reader's memory.
 
-Cells of this machine are copied through shared memory; cells of another one are sent in one message.
+Cells of this machine are copied through shared memory (a small put is sent in its message); cells of another machine
+are sent in one message.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from mindspeed_rl_plugin.dock.places import ids_array, runs
 from mindspeed_rl_plugin.dock.storage import as_column, layout
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 
-INLINE = 128 << 10  # bytes; a smaller put is sent in its message, a larger one is written into lent memory
+INLINE = 128 << 10  # bytes; a smaller put is sent in its message, a larger one is written into the warehouse's memory
 NO_ROWS = np.empty(0, np.int64)
 
-Picked = list[tuple[Column, np.ndarray | None]]  # columns, and which of their rows, None for all
+Picked = list[tuple[Column, np.ndarray | None]]  # (column, indices of its rows; None: all rows)
 
 
 class Writer:
@@ -35,16 +36,16 @@ class Writer:
     def write(
         self, rows: Rows | None, state: str | None, acked: np.ndarray | None = None, *, checked: bool = True
     ) -> None:
-        """Send rows to their owners, with acknowledgements of the owner's rows. state: the writer, None: a producer;
-        acked: `[n, 3]` ids that the state is done with, None: none yet; checked: these must have all columns that the
-        state writes."""
+        """Send rows to the warehouses that own them, and acknowledge rows there. state: that writes, None: a producer;
+        acked: `[n, 3]` ids to acknowledge, None: nothing; checked: whether these must have all columns that the state
+        writes."""
         call, epochs = "put" if state is None else f"commit of state {state!r}", self._calls.epochs
         wanted = ids_array(() if rows is None else rows.ids)
         done = wanted[:0] if acked is None else acked
         epochs.cleared(call, wanted)
         if rows is not None:
             self._declared.check_rows(call, rows)
-        of_rows, of_acks = (epochs.owned(call, x, leased=acked is not None) for x in (wanted, done))  # may be repeats
+        of_rows, of_acks = (epochs.owned(call, x, leased=acked is not None) for x in (wanted, done))
         for number, warehouse in sorted({*of_rows, *of_acks}):
             shape, index = epochs.shape(number), of_rows.get((number, warehouse), NO_ROWS)
             parts = [] if rows is None else list(self._parts(shape.members, rows, wanted, index))
@@ -55,7 +56,7 @@ class Writer:
             self._send(warehouse, put, state or "put", [cell for _, picked in parts for cell in picked])
 
     def _parts(self, members: int, rows: Rows, ids: np.ndarray, index: np.ndarray) -> Iterator[tuple[Slots, Picked]]:
-        """The rows `index` of `rows` as two parts: columns that are numbered by row, and columns that are numbered by
+        """The rows `index` of `rows` as at most two parts: columns with a cell per row, and columns with a cell per
         group."""
         for grouped in (False, True):
             names = tuple(n for n in rows.columns if (self._declared.columns[n].level == "group") == grouped)
@@ -90,8 +91,8 @@ class Writer:
 
 
 def pieces(rows: Rows, most: int | None) -> Iterator[Rows]:
-    """Divides the rows, in their order, into pieces of at most `most` bytes of cells (None: no limit), and of at least
-    one row."""
+    """Divide rows, in their order, into pieces of at most `most` bytes of cells (None: no limit) and at least one
+    row."""
     nbytes, first = np.zeros(len(rows), np.int64), 0  # of the cells of each row
     for column in rows.columns.values():
         values = column.values if isinstance(column, Ragged) else column
@@ -119,12 +120,12 @@ def copy_rows(column: Column, index: np.ndarray | None, out: np.ndarray) -> None
     if index is not None:
         parts = [values[begin:end] for begin, end in _spans(column, index)]
         values = torch.cat(parts) if parts else values[:0]
-    # copy_, not .numpy(): that would make the caller's storage unresizable for good.
+    # copy_ instead of .numpy(), after which the caller's storage could never be resized.
     target.copy_(values.reshape(-1))
 
 
 def _spans(column: Column, index: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Begin and end of rows in the values of a column; neighbours are joined."""
+    """Begin and end of rows in the values of a column; neighbouring rows are joined."""
     offsets = column.offsets.cpu().numpy() if isinstance(column, Ragged) else np.arange(len(column) + 1)
     begins = offsets[index]
     flat, sizes = runs((offsets[index + 1] - begins)[None], np.zeros((1, len(index))), begins[None])
@@ -145,7 +146,7 @@ def gather(
     places: Sequence[np.ndarray],
 ) -> dict[str, Column]:
     """Columns of B rows, packed in their order. owner: `[B]` warehouses; places: segment, offset and length `[C, B]`;
-    state: for which the bytes are counted, None: not counted."""
+    state: under which `Traffic` counts the bytes, None: they are not counted."""
     segment, offset, length = places
     nbytes = length * items(specs, names)
     begin = np.cumsum(nbytes, 1) - nbytes
@@ -165,8 +166,7 @@ def gather(
 
 
 def locate(calls: Calls, columns: tuple[str, ...], ids: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """`[B]` warehouse of each of `ids` `[B, 3]`, and segment (-1: a missing cell), offset and length `[C, B]` of their
-    cells."""
+    """For `ids` `[B, 3]`: `[B]` warehouse, and segment (-1: the cell is missing), offset and length `[C, B]`."""
     owner, places = np.empty(len(ids), np.int64), no_cells(len(columns), len(ids))
     for (number, warehouse), at in calls.epochs.owned("read", ids).items():
         owner[at], rows = warehouse, ids[at, 1] * calls.epochs.shape(number).members + ids[at, 2]
@@ -177,8 +177,8 @@ def locate(calls: Calls, columns: tuple[str, ...], ids: np.ndarray) -> tuple[np.
 
 
 def _fetch(calls: Calls, warehouse: int, cells: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> list[int]:
-    """Fetch cells from another machine. Neighbours that are one cell (a group's, for its members) are sent once.
-    Returns the bytes of each column that were sent."""
+    """Fetch cells from another machine. If members of a group follow each other, their common cell is sent once.
+    Returns the bytes sent of each column."""
     segment, offset, begin, nbytes = cells
     fresh = np.ones(segment.shape, bool)
     fresh[:, 1:] = (segment[:, 1:] != segment[:, :-1]) | (offset[:, 1:] != offset[:, :-1])

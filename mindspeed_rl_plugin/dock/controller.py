@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.dock.messages import Ask, Grant, Record, Shape
 from mindspeed_rl_plugin.dock.places import DONE, FREE, LEASED, EpochView, Numbers, row_ids, rows_of_groups
 
 EMPTY = np.empty(0, np.int32)
-PickedRows = list[tuple[int, np.ndarray]]  # epoch -> row numbers, in delivery order
+PickedRows = list[tuple[int, np.ndarray]]  # (epoch, row numbers), in the order of delivery
 
 
 @dataclass
@@ -34,13 +34,13 @@ class Held:
 
 
 class Controller:
-    """spec: of the state; columns, states: all that are declared."""
+    """spec: of this state; columns, states: all declared ones, by name."""
 
     def __init__(self, spec: StateSpec, columns: Mapping[str, ColumnSpec], states: Mapping[str, StateSpec]) -> None:
         self.spec, self.columns, self.states = spec, columns, states
-        self.applied: dict[int, int] = {}  # warehouse -> number of its newest record here
+        self.applied: dict[int, int] = {}  # warehouse -> number of the newest record that was applied
         self._epochs: dict[int, EpochView] = {}
-        self._gone = Numbers()
+        self._gone = Numbers()  # epochs that are cleared
         self._leases: dict[int, Held] = {}
         self._next = 1 + (secrets.randbits(30) << 20)  # random, so that tokens of another dock are not valid here
 
@@ -55,21 +55,21 @@ class Controller:
             self._epochs[epoch] = EpochView(shape, self.spec, self.columns)
 
     def apply(self, record: Record) -> bool:
-        """Apply a record; those of one warehouse come in order. Returns whether requests that wait for this state may
-        continue."""
+        """Apply a record; the records of a warehouse come in order. Returns whether requests that wait for this state
+        may continue."""
         self.applied[record.warehouse] = record.seq
         mine = record.state == self.spec.name
         if not (record.cells or mine or record.cleared is not None):
             return False
         self.open(record.epoch, record.shape)
         view = self._epochs.get(record.epoch)
-        if view is None:  # cleared everywhere
+        if view is None:  # all its groups are cleared
             return False
         ready = view.learn(record)
         touched = [record.rows] if mine else []
         if record.cleared is not None:
             touched.append(rows_of_groups(record.cleared, view.shape.members))
-        for token in np.unique(view.lease[np.concatenate([EMPTY, *touched])]).tolist():  # not all: there may be many
+        for token in np.unique(view.lease[np.concatenate([EMPTY, *touched])]).tolist():  # only these leases
             if token in self._leases and self._settled(self._leases[token]):
                 self._end(self._leases[token])
         if not view.alive.any():
@@ -80,14 +80,14 @@ class Controller:
     # giving out
 
     def take(self, ask: Ask, holder: Hashable, expires: float) -> Grant | None:
-        """Lease rows. The token is 0 where every row is acknowledged, or where the asker needs other weights. None:
-        nothing is ready; for a process outside of the job also if the dock is empty. Raises ValueError for ids that
-        cannot be leased."""
+        """Lease rows. The grant has token 0 if every row is acknowledged, or if the asker needs other weights. None if
+        no row is ready; for a process outside of the job also if every row is acknowledged. Raises ValueError for ids
+        that cannot be leased."""
         for number in set() if ask.ids is None else sorted({*ask.ids[:, 0].tolist()}):
             if number in self._gone:
-                raise ValueError(f"state {self.spec.name!r}: epoch {number} is cleared, its cells are gone")
+                raise ValueError(f"state {self.spec.name!r}: epoch {number} is cleared, its cells no longer exist")
             if number not in self._epochs:
-                return None  # its first record is on the way
+                return None  # the epoch's first record is on its way
         rows = pick(self._epochs, ask)
         if isinstance(rows, VersionBound):
             return Grant.empty(len(self.spec.reads), rows)
@@ -114,16 +114,16 @@ class Controller:
         )
 
     def end(self, over: Callable[[Held], bool]) -> bool:
-        """End the leases for which `over` is true; their rows that are not acknowledged are free again. Returns whether
-        there were any."""
+        """End the leases for which `over` is true; their rows that are not acknowledged can be leased again. Returns
+        whether a lease ended."""
         ended = [held for held in self._leases.values() if over(held)]
         for held in ended:
             self._end(held)
         return bool(ended)
 
     def retire(self, epoch: int, groups: np.ndarray) -> list[str]:
-        """First half of clearing: do not lease these groups any more. Returns the holders of their rows that are not
-        acknowledged."""
+        """First half of clearing: do not lease these groups any more. Returns the names of the processes that still
+        hold leased rows of them."""
         view = self._epochs.get(epoch)
         if view is None:
             return []
@@ -136,8 +136,8 @@ class Controller:
     # looking
 
     def look(self, ids: np.ndarray | None, done: bool) -> Grant:
-        """Ids and owners of rows that are acknowledged (`done`) or are not, leased ones included, of `ids` or of all;
-        cleared rows are left out."""
+        """Ids and owners of the acknowledged rows (done), or of the rows that are not acknowledged, leased or not (not
+        done); among `ids`, or among all rows. Cleared rows are left out."""
         masks = {n: view.done() if done else view.undone() for n, view in sorted(self._epochs.items())}
         if ids is None:
             rows = [(number, mask.nonzero()[0]) for number, mask in masks.items()]
@@ -148,8 +148,8 @@ class Controller:
         return replace(Grant.empty(0), ids=self._ids(rows), owner=np.concatenate([*owners, EMPTY]), shapes=shapes)
 
     def explain(self, ask: Ask) -> str:
-        """Why a request was not served within its deadline: which columns are missing and who writes them, and who
-        holds rows; the first few of each."""
+        """Why a request was not served within its deadline: which columns are missing, which states write them, and
+        which leases hold rows; the first few of each."""
         wanted, reasons = self.look(ask.ids, done=False).ids, list[str]()
         for name in self.spec.reads:
             parts = [(n, self._epochs[n], rows) for n, rows in rows_of(self._epochs, wanted)]
@@ -170,7 +170,7 @@ class Controller:
         rows = "rows" if ask.ids is None else f"{len(ask.ids)} rows asked by id"
         whole = " (whole groups)" if self.spec.whole_groups else ""
         ready = sum(int(view.available().sum()) for view in self._epochs.values())
-        why = "; ".join(reasons) or "no more rows are open"
+        why = "; ".join(reasons) or "there are no other rows in open epochs"
         return f"state {self.spec.name!r} waited {ask.deadline:g} s for {rows}{whole}, {ready} are ready: {why}"
 
     # inside
@@ -195,9 +195,9 @@ class Controller:
 
 
 def pick(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows | VersionBound | None:
-    """The rows to lease; [] where every row is acknowledged; None: wait; a bound: that of the next rows, which does not
-    allow the asker's version. Raises ValueError for ids that are cleared or done, for a part of a group where the state
-    takes complete groups, and for `max_rows` below one group."""
+    """The rows to lease; [] if every row is acknowledged; None if the asker must wait; the bound of the next rows if it
+    does not allow the asker's version. Raises ValueError for ids that are cleared or acknowledged and, if the state
+    takes complete groups, for incomplete groups and for `max_rows` below one group."""
     if ask.ids is not None:
         asked = rows_of(epochs, ask.ids)
         for number, rows in asked:
@@ -214,19 +214,19 @@ def pick(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows | VersionBound
     ready = ready[: may.index(False)] if False in may else ready
     batch = _first_rows(epochs, ready, ask.max_rows) if ask.share is None else ready[:1]
     if not batch and any(epoch.undone().any() for epoch in epochs.values()):
-        return None  # others hold rows that may come back
+        return None  # rows that are not ready yet, or that other leases may give back
     return batch
 
 
 def rows_of(epochs: Mapping[int, EpochView], ids: np.ndarray) -> PickedRows:
-    """Row numbers of ids `[B, 3]`, in that order, without those of other epochs."""
+    """Row numbers of ids `[B, 3]`, in that order; ids of epochs that are not in `epochs` are left out."""
     parts = np.split(ids, np.flatnonzero(np.diff(ids[:, 0])) + 1)
     known = [(int(part[0, 0]), part) for part in parts if len(part) and int(part[0, 0]) in epochs]
     return [(number, part[:, 1] * epochs[number].shape.members + part[:, 2]) for number, part in known]
 
 
 def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows:
-    """Free rows by epoch. Rows of a share are free only when all its rows are that are not acknowledged."""
+    """Rows that can be leased, by epoch. With a share: its rows, once all that are not acknowledged can be leased."""
     out: PickedRows = []
     for number, epoch in sorted(epochs.items()):
         rows = epoch.available().nonzero()[0]
@@ -245,7 +245,7 @@ def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows:
 
 
 def _first_rows(epochs: Mapping[int, EpochView], ready: PickedRows, most: int | None) -> PickedRows:
-    """The first `most` rows (None: all); where the state takes complete groups, without the part of a last group."""
+    """The first `most` rows (None: all); if the state takes complete groups, an incomplete last group is left out."""
     out: PickedRows = []
     for number, rows in ready:
         kept = len(rows) if most is None else min(most, len(rows)) // epochs[number].unit * epochs[number].unit
@@ -263,7 +263,7 @@ def _check(epoch: EpochView, number: int, rows: np.ndarray) -> None:
     group, member = np.divmod(rows, members)
     gone = ~(epoch.alive & ~epoch.retired)[group]
     if gone.any():
-        raise ValueError(f"state {name!r}: {_first(epoch, number, rows[gone])} is cleared, its cells are gone")
+        raise ValueError(f"state {name!r}: {_first(epoch, number, rows[gone])} is cleared, its cells no longer exist")
     done = epoch.status[rows] == DONE
     if done.any():
         asked = _first(epoch, number, rows[done])
@@ -272,7 +272,7 @@ def _check(epoch: EpochView, number: int, rows: np.ndarray) -> None:
     for part in ((count > 0) & (count < members)).nonzero()[0].tolist():
         lacking = sorted({*range(members)} - {*member[group == part].tolist()})
         raise ValueError(
-            f"state {name!r} takes whole groups: group {part} of epoch {number} is asked without members {lacking}"
+            f"state {name!r} takes complete groups: group {part} of epoch {number} was asked without members {lacking}"
         )
 
 

@@ -1,5 +1,5 @@
-"""Serves one process's part of the dock, without sockets or threads of its own: its machine's warehouse, the
-controllers of some states, or both. Requests about rows run under one lock; `Core.serve` adds others.
+"""Serves the part of the dock that a process has: the warehouse of its machine, the controllers of some states, or
+both. It has no sockets and no threads. Requests about rows run under one lock; `Core.serve` adds other requests.
 
 A commit goes to the warehouse, which sends its record to every controller before it answers.
 """
@@ -19,12 +19,12 @@ from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.gate import Gate
 from mindspeed_rl_plugin.dock.storage import Warehouse
 
-BEHIND_SECONDS = 60.0  # until a controller must know of a commit of the process that asks it
+BEHIND_SECONDS = 60.0  # within which a controller must learn of the commits of a process that asks it
 RECHECK_SECONDS = 1.0  # between two checks of a waiting request: its deadline, and whether the asker lives
-OUTSIDE = "outside"  # names of processes outside of the job begin so
-AFTER, MEMORY = "(records)", "(memory)"  # what a request waits for, other than a state
-ANY = " (any rows)"  # after the name of a state: any ready rows
-BulkAnswer = tuple[m.Message, Sequence[Any]]  # and its bulk
+OUTSIDE = "outside"  # names of processes outside of the job begin with it
+AFTER, MEMORY = "(records)", "(memory)"  # keys of `Core.wake`, in addition to the names of states
+ANY = " (any rows)"  # after the name of a state: key of the requests for any ready rows
+BulkAnswer = tuple[m.Message, Sequence[Any]]  # an answer, and buffers of cells that are sent with it
 
 
 class Request(NamedTuple):
@@ -34,10 +34,10 @@ class Request(NamedTuple):
     message: Any
     bulk: np.ndarray | None  # `[bytes]` uint8 that came with the message
     waited: float  # seconds, 0 when it is served for the first time
-    ended: Callable[[], bool] | None  # whether the asker has ended; None: it is this process itself
+    ended: Callable[[], bool] | None  # whether the asker has ended; None: the asker is this process itself
 
 
-# Returns the answer, with or without bulk, or a key of `Core.wake`: then the request waits for it and is served again.
+# Returns the answer, with or without bulk, or a key of `Core.wake`: the request is served again when this key is woken.
 Handler = Callable[[Request], m.Message | BulkAnswer | str]
 
 
@@ -46,14 +46,14 @@ class Core:
 
     def __init__(self, warehouse: Warehouse | None = None, controllers: Mapping[str, Controller] | None = None) -> None:
         self.warehouse, self.controllers = warehouse, dict(controllers or {})
-        self.tell: Callable[[m.Record], None] = lambda record: None  # the controllers of other processes
-        self.directory: m.Message = m.Ok()  # answers a process that joins
+        self.tell: Callable[[m.Record], None] = lambda record: None  # sends it to the controllers of other processes
+        self.directory: m.Message = m.Ok()  # the answer to a process that joins
         self.gate: Gate | None = None  # for processes outside of the job; None: they may ask all that a rank may
         self.clock = time.monotonic
         self.at_close: list[Callable[[], None]] = []
         self.at_gone: list[Callable[[str], object]] = []  # called with the name of an outside process that has ended
-        self.served = {"messages": 0, "bytes": 0}  # that this process served, to show that no process serves all
-        self.refused = {"stranger": 0, "malformed": 0}
+        self.served = {"messages": 0, "bytes": 0}  # by this process; they show how the work is spread over processes
+        self.refused = {"stranger": 0, "malformed": 0}  # connections without the secret, and malformed messages
         self.lock = threading.RLock()  # of the rows
         self._changed = defaultdict(lambda: threading.Condition(self.lock))  # by key of `wake`
         self._handlers: dict[type[m.Message], tuple[Handler, bool]] = {}
@@ -74,15 +74,15 @@ class Core:
         )
 
     def serve(self, handlers: Mapping[type[m.Message], Handler], *, locked: bool = True) -> None:
-        """From now on these handlers answer requests of these types. locked: they run under the lock of the rows; only
-        such a handler may return a key to wait for, others wait by themselves."""
+        """From now on these handlers answer requests of these types. locked: whether they run under the lock of the
+        rows. Only a locked handler may return a key to wait for; other handlers do their waiting themselves."""
         self._handlers.update({kind: (handler, locked) for kind, handler in handlers.items()})
 
     def call(
         self, peer: str, message: m.Message, bulk: np.ndarray | None = None, ended: Callable[[], bool] | None = None
     ) -> BulkAnswer:
-        """Wait for the answer to a request, with its bulk. ended: whether the asker has ended; None: it is this process
-        itself, in which an error of the code is not reported as a malformed message."""
+        """Wait for the answer to a request, with its bulk. ended: whether the asker has ended; None: the asker is this
+        process itself. Then an error of the code is raised as it is, and not reported as a malformed message."""
         request = Request(peer, message, bulk, 0.0, ended)
         handler, locked = self._handlers.get(type(message), (_no_request, True))
         if not locked:
@@ -98,7 +98,7 @@ class Core:
                 request = request._replace(waited=clock() - begin)
                 if ended is not None and ended():
                     self._changed[answer].notify()  # pass the signal on: it may be meant for another request
-                    raise EOFError("the asker is gone")
+                    raise EOFError("the asker has ended")
 
     def _serve(self, handler: Handler, request: Request) -> BulkAnswer | str:
         """The answer, or an error as an answer, or a key to wait for."""
@@ -146,11 +146,11 @@ class Core:
         any_rows = ask.ids is None and ask.share is None
         if grant is not None:
             if any_rows:
-                self._wake_one(ask.state)  # there may be more
+                self._wake_one(ask.state)  # there may be more rows
             return grant
         if request.waited < ask.deadline:
             return ask.state + ANY if any_rows else ask.state
-        if not ask.deadline and ask.ids is None:  # it does not wait
+        if not ask.deadline and ask.ids is None:  # the asker does not wait
             return m.Grant.empty(len(controller.spec.reads))
         raise TimeoutError(controller.explain(ask))
 
@@ -196,8 +196,8 @@ class Core:
             self.wake(AFTER)
 
     def wake(self, key: str) -> None:
-        """Serve the requests again that wait for `key`. Of requests for any rows only one is woken, which wakes the
-        next one when it is served; else each commit would wake all consumers."""
+        """Serve the requests again that wait for `key`. Of the requests for any rows of a state only one is woken, so
+        that a commit does not wake all consumers; a request that gets rows wakes the next one."""
         with self.lock:
             if key in self._changed:
                 self._changed[key].notify_all()
@@ -208,14 +208,14 @@ class Core:
             self._changed[state + ANY].notify()
 
     def _behind(self, query: m.Query, waited: float) -> bool:
-        """Whether the controller has not received all records yet that the asker caused."""
+        """Whether the controller still lacks records that the asker caused."""
         controller = self.controllers[query.state]
         for number, shape in query.epochs:
             controller.open(number, shape)
         late = {w: seq for w, seq in query.after.items() if controller.applied.get(w, 0) < seq}
         if late and waited >= BEHIND_SECONDS:
             raise TimeoutError(
-                f"state {query.state!r} did not hear of commits {late} of its warehouses for {waited:.0f} s"
+                f"state {query.state!r} has not received records up to {late} (by warehouse) for {waited:.0f} s"
             )
         return bool(late)
 
@@ -256,4 +256,4 @@ class Core:
 
 
 def _no_request(request: Request) -> m.Message:
-    raise m.FrameError(f"{type(request.message).__name__} is no request that this process answers")
+    raise m.FrameError(f"{type(request.message).__name__} is not a request that this process answers")

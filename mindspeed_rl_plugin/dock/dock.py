@@ -26,12 +26,12 @@ from mindspeed_rl_plugin.rows import Rows, SampleId
 
 
 class Dock:
-    """One view of the dock. Deadlines are seconds from the call.
+    """One rank's view of the dock. Deadlines are seconds from the call.
 
-    Errors that a user can cause are ValueErrors with the names. A wait that is too long raises a TimeoutError with the
-    state, the missing columns and ids, and the state that should have written them.
+    A wrong call raises ValueError, which names the columns, states or ids. A wait that is too long raises TimeoutError
+    with the state, the missing columns and ids, and the state that should have written them.
 
-    member: the process of the job that this view belongs to (`factory.Member`), None outside of it.
+    member: the process of the job that this view belongs to (`factory.Member`); None outside of the job.
     peers: the ranks of this view's consumer, which make the same calls of `lease`, `commit` and `release`.
     leader: whether this rank acts for the job in `clear`, `snapshot` and `restore`.
     deadline: seconds to wait for other processes.
@@ -57,7 +57,7 @@ class Dock:
 
     @property
     def served(self) -> dict[str, Any]:
-        """states: those with a controller in this process; messages, bytes, refused: of `Core`."""
+        """states: names of the states whose controllers are in this process; messages, bytes, refused: see `Core`."""
         if (core := self.calls.core) is None:
             return {"states": []}
         return {"states": sorted(core.controllers), **core.served, "refused": dict(core.refused)}
@@ -65,22 +65,21 @@ class Dock:
     # ids
 
     def open(self, epoch: int, groups: int, members: int, version_bound: VersionBound = ANY_VERSION) -> None:
-        """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout, on every rank. Epochs rise (below 0 they
-        fall) and are never reused. Other processes learn of them with their first rows. A repeat changes nothing."""
+        """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout; every rank calls it. Epoch numbers rise
+        (below 0 they fall) and are never reused. Processes outside of the job learn an epoch from their first lease of
+        its rows. A repeat changes nothing."""
         if groups < 1 or members < 1:
-            raise ValueError(f"open({epoch=}, {groups=}, {members=}): the sizes must be at least 1")
+            raise ValueError(f"open({epoch=}, {groups=}, {members=}): groups and members must be at least 1")
         epochs, shape = self.calls.epochs, m.Shape(groups, members, version_bound)
         if epoch in epochs.known and epochs.known[epoch].shape == shape:
             return
         if epochs.first <= epoch <= epochs.last:
-            raise ValueError(f"epoch {epoch} cannot be opened after epoch {epochs.last}: ids are never reused")
+            raise ValueError(f"epoch {epoch}: {epochs.first} to {epochs.last} are used, and ids are never reused")
         epochs.add(epoch, shape)
 
     def clear(self, epoch: int, groups: Iterable[int] | None = None) -> bool:
-        """Forget groups of an epoch, or all of it, and free their memory. Idempotent. Returns whether no group is left.
-
-        First the groups are not leased any more, and it waits until their leases end; then the cells are freed.
-        """
+        """Forget groups of an epoch (None: all) and free their memory. Idempotent. Returns whether no group remains.
+        It first stops new leases of the groups and waits until the running leases end, then frees the cells."""
         calls = self.calls
         if (known := calls.epochs.opened("clear", epoch)) is None:
             return True
@@ -98,8 +97,8 @@ class Dock:
     # cells
 
     def put(self, rows: Rows | None) -> None:
-        """Commit cells as a producer; waits while the dock is full. None: this rank writes nothing. The cells of all
-        groups on one machine become visible at once, one machine after the other.
+        """Commit cells as a producer; waits while the dock is full. rows: None if this rank writes nothing. The cells
+        of an epoch on one machine become visible at once; the machines are written one after the other.
 
         Cells already committed keep their value. A group column needs one row per group, of any member. Rows of
         cleared groups are ignored: a late repeat is harmless.
@@ -108,13 +107,13 @@ class Dock:
             self._writer.write(rows, None)
 
     def read(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
-        """Read committed cells without a lease and without waiting. Nobody may clear them meanwhile. Raises ValueError
-        with the columns and ids that are missing."""
+        """Read committed cells without a lease and without waiting. No rank may clear these rows meanwhile. Raises
+        ValueError with the columns and ids that are missing."""
         refuse("read: undeclared columns", columns, self.columns)
         calls, columns, wanted = self.calls, tuple(columns), ids_array(ids)
         cleared = calls.epochs.cleared("read", wanted)
         if cleared.any():
-            raise ValueError(f"read: cleared, their cells are gone: {listed(wanted[cleared])}")
+            raise ValueError(f"read: these rows are cleared, their cells no longer exist: {listed(wanted[cleared])}")
         owner, places = cells.locate(calls, columns, wanted)
         missing = [
             f"column {name!r} of {listed(wanted[segment < 0])}"
@@ -126,7 +125,7 @@ class Dock:
         return Rows(ids_tuple(wanted), cells.gather(calls, self.columns, "read", columns, owner, places))
 
     def peek(self, ids: Sequence[SampleId], columns: Sequence[str]) -> Rows:
-        """Read the rows that have all these columns. Others may clear them meanwhile; cleared rows are left out."""
+        """Read the rows that have all these columns. Other ranks may clear rows meanwhile; these are left out."""
         refuse("read: undeclared columns", columns, self.columns)
         calls, columns = self.calls, tuple(columns)
         wanted, there = ids_array(ids), None
@@ -136,9 +135,9 @@ class Dock:
             wanted, owner, places = wanted[there], owner[there], [table[:, there] for table in places]
             try:
                 got = cells.gather(calls, self.columns, "read", columns, owner, places)
-            except ValueError:  # its memory may be freed
+            except ValueError:  # the memory of a row may have been freed
                 got = None
-            there = (cells.locate(calls, columns, wanted)[1][0] >= 0).all(0)  # a committed cell never moves
+            there = (cells.locate(calls, columns, wanted)[1][0] >= 0).all(0)  # then the read before was right
             if got is None and there.all():
                 raise ValueError(f"read: columns {list(columns)} of {listed(wanted)} cannot be read")
         return Rows(ids_tuple(wanted), got)
@@ -156,16 +155,17 @@ class Dock:
         share: tuple[int, int] | None = None,
         version: int | None = None,
     ) -> Lease:
-        """Wait for ready rows and lease them, with all columns that the state reads, or with `columns` of them.
+        """Wait for ready rows and lease them, with all columns that the state reads, or with those in `columns`.
 
-        ids: exactly these, in this order, once all are ready (plain triples or a `[B, 3]` tensor will do). None:
-        all that is ready, in the order of ids, rows of this machine first, at most `max_rows`; complete groups where
-        the state takes these. An empty lease means that every row is acknowledged; with deadline 0, which does not
-        wait, also that nothing is ready.
+        ids: exactly these rows, in this order, once all are ready (plain triples or a `[B, 3]` tensor are allowed).
+        None: the rows that are ready, at most `max_rows`, by rising id, rows of this machine first; only complete
+        groups if the state needs them. An empty lease means that every row is acknowledged; with deadline 0 (no wait)
+        it can also mean that no row is ready.
 
-        share: (i, n), the i-th of n equal parts of an epoch's rows, once all its undone rows are ready.
+        share: (i, n): part i (0..n-1) of n equal parts of an epoch's rows, once all its rows that are not acknowledged
+        are ready.
         version: of the asker's weights. Rows are leased in order, up to the first epoch whose `version_bound` does not
-        allow this version. If this is the first epoch, the lease is empty and has the bound in `needs`.
+        allow this version. If this is the epoch of the first row, the lease is empty and has the bound in `needs`.
         """
         names, calls = self._declared.reads(state, columns), self.calls
         wanted = None
@@ -182,16 +182,16 @@ class Dock:
         return Lease(grant.token, state, rows, grant.needs)
 
     def version_bound(self, epoch: int) -> VersionBound:
-        """Bound of an open epoch. A process outside of the job must have leased rows of it."""
+        """Bound of an open epoch. A process outside of the job must have leased rows of this epoch."""
         return self.calls.epochs.shape(epoch).bound
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:
-        """Write `rows` back, and acknowledge the lease when all its peers have written. Then all columns that the state
-        writes must be committed.
+        """Write `rows` back, and acknowledge the lease once all peers have written. By then all columns that the state
+        writes must be committed, else it raises ValueError.
 
-        A lease is live until the process that took it commits or releases it. A lease that is not live writes nothing:
-        if all its rows are done or cleared, the commit is a harmless repeat, else it raises ValueError. A live lease
-        whose time is over still writes: the first commit of a cell wins.
+        A lease is live until the process that took it commits or releases it. A commit of a lease that is not live
+        writes nothing: it is a harmless repeat if all rows are acknowledged or cleared, else it raises ValueError. A
+        live lease whose time is over still writes: the first commit of a cell wins.
         """
         if not len(lease):
             return
@@ -213,8 +213,8 @@ class Dock:
         return None
 
     def commit_part(self, lease: Lease, rows: Rows) -> None:
-        """Write some rows of a live lease back and acknowledge them, each once; the others stay leased, and the lease
-        ends with the last of them.
+        """Write some rows of a live lease back and acknowledge them, each row once. The other rows stay leased; the
+        lease ends with its last row.
 
         The consumer's first rank writes, without waiting for the other ranks, which call this with the same ids. For a
         lease that is not live, see `commit`.
@@ -234,7 +234,7 @@ class Dock:
     def release(self, lease: Lease) -> None:
         """Give the rows back; they are delivered again. Nothing happens for a lease that is not live."""
         if (lease.state, lease.token) in self.calls.held:
-            self.peers.gather(None)  # all have read
+            self.peers.gather(None)  # all peers have read
             if not self.peers.rank:
                 self.calls.query(m.Release, lease.state, lease.token)
             self.calls.held.pop((lease.state, lease.token), None)
@@ -244,16 +244,16 @@ class Dock:
         refuse("undeclared state", [state], self.states)
         return len(self._undone(state, None if ids is None else ids_array(ids)))
 
-    # the whole dock
+    # the complete dock
 
     def snapshot(self) -> dict[str, Any]:
-        """All that is committed and acknowledged, as plain tensors, ints and strings; leased rows count as undone. On
-        the leader; {} on other ranks."""
+        """Committed cells and acknowledgements of all open epochs >= 0, as plain tensors, ints and strings. On the
+        leader; {} on other ranks."""
         return snapshot.collect(self.calls, self._declared) if self.leader else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a snapshot in a new dock. All ranks call; the leader writes, the others pass the same state, or its
-        outline without cells."""
+        """Restore a snapshot in a new dock. All ranks call it; only the leader writes, so the other ranks may pass the
+        snapshot without cells."""
         snapshot.check(state, self.columns)
         epochs = self.calls.epochs
         if epochs.last >= 0:
@@ -267,25 +267,25 @@ class Dock:
                 snapshot.write(saved, self._declared, self._writer)
         epochs.last = state["last_epoch"]
         if self.leader:
-            for name in self.states:  # waits until its controller knows all that was written here
+            for name in self.states:  # waits until the controller knows all that was written here
                 self.remaining(name)
         if self.member is not None:
             self.member.peers.gather(None)
 
     def for_thread(self) -> Dock:
-        """The same dock for another thread of this rank, which leases, writes and reads independently. This view opens
-        and clears epochs, and closes both."""
+        """A view of the dock for another thread of this rank, with independent leases, writes and reads. Only the
+        original view opens and clears epochs, and closes the dock for both."""
         return Dock(self._declared, self.calls, leader=False, deadline=self._deadline)
 
     def close(self) -> None:
-        """Leave the dock and free this process's part of it. The lowest rank of a machine holds the memory there, so
-        all ranks of a job leave together, after the last call of any rank. Idempotent."""
+        """Leave the dock and free this process's part of it. Idempotent. The lowest rank of a machine holds the memory
+        there, so no rank of a job may leave before the last call of every rank."""
         (self.member or self.calls).close()
 
     # inside
 
     def _granted(self, state: str, wanted: np.ndarray | None, *more: Any) -> m.Grant:
-        """The controller's answer to the consumer's first rank, the same on all its ranks. more: as in `Ask`."""
+        """The controller's answer to the consumer's first rank, returned on all its ranks. more: fields of `Ask`."""
         answer: m.Grant | Exception | None = None
         if not self.peers.rank:
             try:
@@ -298,15 +298,15 @@ class Dock:
         if wanted is not None and not np.array_equal(wanted, answer.ids):
             mine, theirs = (listed(x) for x in (wanted, answer.ids))
             raise ValueError(
-                f"lease of state {state!r}: this rank asks for ids {mine}, the first rank of its consumer for "
-                f"{theirs}; ranks of one consumer must lease alike"
+                f"lease of state {state!r}: this rank asks for ids {mine}, but the first rank of its consumer for "
+                f"{theirs}; all ranks of a consumer must ask for the same ids"
             )
         if self.calls.epochs.owners is None:
             self.calls.epochs.learn(answer)
         return answer
 
     def _rows_of(self, grant: m.Grant, state: str, names: Sequence[str]) -> Rows:
-        """Read this rank's columns of a grant; pipeline stages, which share a grant, read different ones. If that
+        """Read the columns `names` of a grant; pipeline stages share a grant and read different columns. If the read
         fails, the grant is given back."""
         reads = self.states[state].reads
         mine = [reads.index(name) for name in names]
@@ -321,7 +321,7 @@ class Dock:
         return Rows(ids_tuple(grant.ids), got)
 
     def _write_back(self, lease: Lease, rows: Rows | None, held: np.ndarray | None) -> Exception | None:
-        """Write rows, and acknowledge those that are held. Returns the error."""
+        """Write rows, and acknowledge `held` (`[n, 3]` ids, None: nothing). Returns the error; None: it worked."""
         try:
             self._declared.check_writes(lease, rows)
             self._writer.write(rows, lease.state, held)
@@ -330,13 +330,13 @@ class Dock:
         return None
 
     def _check_done(self, lease: Lease, rows: Rows | None) -> None:
-        """Raise ValueError for a commit of a lease that is not live, unless its rows are done or cleared."""
+        """Raise ValueError for a commit of a lease that is not live, unless its rows are acknowledged or cleared."""
         self._declared.check_writes(lease, rows)
         undone = self._undone(lease.state, ids_array(lease.rows.ids))
         if len(undone):
             raise ValueError(
                 f"commit: lease {lease.token} of state {lease.state!r} is void (released, or the dock was restored); "
-                f"lease its undone rows again: {listed(undone)}"
+                f"lease the rows again that are not acknowledged: {listed(undone)}"
             )
 
     def _undone(self, state: str, ids: np.ndarray | None) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Makes the docks of a job: one warehouse a machine, one controller a worker state, and a view for each division of the
-ranks."""
+"""Makes the dock of a job: one warehouse per machine, one controller per worker state, and a view for each division of
+the ranks into consumers."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def make_docks(
     limits: DockLimits | None = None,
     owners: Owners | None = None,
 ) -> list[Dock]:
-    """One dock, seen by several divisions of the ranks into consumers: a `Dock` for each. Collective over `group`.
+    """Make one dock, and return a view of it (`Dock`) for each division of the ranks. Collective over `group`.
 
-    divisions: (consumer of this rank, number of consumers), for example its data parallel rank or its rollout engine;
-    the ranks of one consumer make equal calls and get equal rows. None: each rank is a consumer.
+    divisions: (consumer of this rank, number of consumers), for example (data parallel rank, size); the ranks of one
+    consumer make equal calls and get equal rows. None: each rank is a consumer.
     group: all ranks, with host memory (gloo); None for a job of one process.
-    deadline: seconds that the ranks wait for each other. If a rank sends nothing for a tenth of it (at least 30 s), it
-    counts as lost and the job ends.
-    owners: (epoch, groups) -> `[groups]` machine of each group, numbered by lowest rank.
-    Raises ValueError, on every rank, for a machine of several that has no address that the others can reach.
+    deadline: seconds that the ranks wait for each other. If a rank sends nothing for a tenth of this time (at least
+    30 s), it counts as lost and the job ends.
+    owners: (epoch, groups) -> `[groups]` machine of each group; machines are numbered by their lowest rank.
+    Raises ValueError, on every rank, if one of several machines has no address that the others can reach.
     """
     job, host = Peers() if group is None else GroupPeers(group), own_address()
     check_addresses(job.gather((machine(), host)))
@@ -60,11 +60,11 @@ def make_docks(
 
 
 class Member:
-    """One process of a dock: the part that it serves, and its calls to the others.
+    """One process of a dock: the part that it serves, and its calls to other processes.
 
-    peers: the ranks of the job; node: this machine; host: address on the job's interface, "" where all ranks share one
-    machine. The lowest rank of each machine holds its warehouse; the controllers are spread over the ranks. end: ends
-    this process; called when a rank is lost.
+    peers: the ranks of the job; node: name of this machine; host: its address on the job's network, used if there are
+    several machines; end: ends this process, called when a rank is lost. The lowest rank of each machine holds its
+    warehouse; the controllers are spread over the ranks.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Member:
         self.declared, self.peers = Declared(columns, states), peers or Peers()
         gather, rank, many = self.peers.gather, self.peers.rank, self.peers.size > 1
         nodes = gather(node or machine())
-        machines = list(dict.fromkeys(nodes))  # by their lowest rank
+        machines = list(dict.fromkeys(nodes))  # in the order of their lowest ranks
         secret = bytes.fromhex(gather(secrets.token_hex(SECRET_BYTES))[0])
         self.me = Process(f"rank {rank}", rank, nodes[rank], secret)
         self._leads = [nodes.index(name) for name in machines]
@@ -112,8 +112,8 @@ class Member:
         return Dock(self.declared, self.calls, member=self, leader=self.peers.rank == 0, **more)
 
     def listen(self, host: str, about: str) -> str:
-        """From now on answer processes outside of the job, on other machines at `host`. Returns the address for their
-        first request. Collective. about: of `Directory`."""
+        """From now on answer processes outside of the job; those on other machines connect to `host`. Returns the
+        address for their first request. Collective. about: see `Directory`."""
         self.directory.about = about
         self._publish(self.server.start(host))
         first = self.directory.warehouses[0]
@@ -124,8 +124,8 @@ class Member:
         self._close(Bye())
 
     def _end(self) -> None:
-        """When the interpreter ends without an error, leave in order; else the other ranks would stop because of this
-        one. An interrupted rank leaves in order too, since each rank gets the signal and prints its own line."""
+        """At the end of the interpreter: leave in order or, after an error, let the other ranks stop. An interrupted
+        rank leaves in order too, since each rank gets the signal and prints its own line."""
         failed = isinstance(getattr(sys, "last_value", None), Exception)
         self._close(Stopped(self.me.rank, "ended by an error", self.me.node) if failed else Bye())
 
@@ -152,7 +152,7 @@ class Member:
         self.directory.controllers.update({name: self._addresses[rank] for name, rank in self._held_by.items()})
 
     def _link(self, nodes: Sequence[str]) -> None:
-        """Connect to the lowest rank of this machine, or to rank 0; a warehouse also to all controllers."""
+        """Link to the lowest rank of this machine, or from that rank to rank 0; a warehouse also to all controllers."""
         links, rank = {}, self.peers.rank
         if rank:
             lead = nodes.index(nodes[rank])
@@ -176,11 +176,11 @@ class Member:
 
 
 def contiguous(machines: int, epoch: int, groups: int) -> np.ndarray:
-    """The default `owners`: group g of G lies in warehouse g * S // G."""
+    """The default `owners`: with S machines, group g of G is in warehouse g * S // G."""
     return np.arange(groups) * machines // groups
 
 
 def controller_rank(index: int, controllers: int, world: int) -> int:
-    """Rank that holds the controller of state `index`: with enough ranks each state has its own rank, spread evenly.
-    Else ranks are taken in turn from the second one on, since the first holds a warehouse."""
+    """Rank that holds the controller of state `index`. If there are enough ranks, each state has a different rank,
+    spread evenly. Else the states go in turn to ranks 1, 2, ..., and last to rank 0, which holds a warehouse."""
     return (index * world // controllers if world >= controllers else index + 1) % world

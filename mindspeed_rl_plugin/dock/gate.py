@@ -16,18 +16,18 @@ from mindspeed_rl_plugin.dock.places import ids_tuple, row_ids
 from mindspeed_rl_plugin.dock.storage import EpochTables, Warehouse, as_column, layout
 from mindspeed_rl_plugin.rows import Column, Rows
 
-MOST_BYTES = 128 << 20  # of the cells of one commit: while they are checked, no other row of the machine moves
+MOST_BYTES = 128 << 20  # of cells in one commit: while they are checked, the warehouse serves no other request
 
 
 class Opening(NamedTuple):
-    """A state that is open."""
+    """A state that is open to processes outside of the job."""
 
     check: Callable[[Rows, VersionBound], None]  # raises ValueError for rows that may not be committed
     more: Sequence[str] = ()  # further columns of the same rows that `check` needs
 
 
 class Gate:
-    """open: states from which others may lease and to which they may commit; most_bytes: cells of one commit."""
+    """open: states whose rows processes outside of the job may lease and commit; most_bytes: of cells in one commit."""
 
     def __init__(self, open: Mapping[str, Opening]) -> None:
         self.open, self.most_bytes = open, MOST_BYTES
@@ -37,18 +37,18 @@ class Gate:
         nothing has changed."""
         kind = type(message).__name__.lower()
         if isinstance(message, (m.Clear, m.Retire, m.Reclaim)) or (isinstance(message, m.Query) and message.epochs):
-            raise ValueError(f"{kind}: only the job itself opens, clears and takes back rows")
+            raise ValueError(f"{kind}: only the job itself may open, clear and take back rows")
         if isinstance(message, (m.Ask, m.Release, m.Put)) and message.state not in self.open:
             raise ValueError(
-                f"{kind}: state {message.state!r} is not open to processes outside of the job, which lease and commit "
-                f"rows of {listed(self.open)}"
+                f"{kind}: state {message.state!r} is not open to processes outside of the job; they may lease and "
+                f"commit rows of {listed(self.open)}"
             )
         if isinstance(message, m.Put):
             self._check_put(message, bulk, house)
 
     def _check_put(self, put: m.Put, bulk: np.ndarray | None, house: Warehouse) -> None:
         if put.producer or put.reserve or put.extent is not None or len(put.parts) > 1:
-            raise ValueError("put: a process outside of the job commits rows of its leases, with their cells")
+            raise ValueError("put: a process outside of the job may only commit rows of its leases, with their cells")
         put.checked = True
         if (tables := house.opened(put.epoch, put.shape)) is None:
             return  # a late repeat is harmless
@@ -60,7 +60,7 @@ class Gate:
 
 
 def rows_of(put: m.Put, bulk: np.ndarray, house: Warehouse, tables: EpochTables) -> Rows:
-    """The rows of a put that are not cleared. Raises ValueError where it does not match the declaration of its state
+    """The rows of a put that are not cleared. Raises ValueError if the put does not match the declaration of its state
     and columns."""
     every = len(tables.alive) * tables.shape.members
     if len(put.rows) and not 0 <= put.rows.min() <= put.rows.max() < every:
@@ -76,10 +76,10 @@ def rows_of(put: m.Put, bulk: np.ndarray, house: Warehouse, tables: EpochTables)
     sound = {put.rows.dtype, slots.dtype, part.length.dtype} == {np.dtype(np.int32)} and part.length.min(initial=0) >= 0
     sound &= len(np.unique(slots)) == len(slots) and 0 <= slots.min(initial=0) <= slots.max(initial=0) < every
     if not sound or ((part.length != 1) & ~ragged).any():
-        raise ValueError(f"put: numbers of rows, or lengths of cells, that no row of epoch {put.epoch} has")
+        raise ValueError(f"put: row numbers or cell lengths that are not valid in epoch {put.epoch}")
     places, total = layout(house.columns, put.parts)
     if len(bulk) != total:
-        raise ValueError(f"put: {len(bulk)} bytes came where cells of these lengths have {total}")
+        raise ValueError(f"put: the message has {len(bulk)} bytes of cells, but cells of these lengths have {total}")
     columns, packed = {}, dict[bytes, Tensor]()
     for name, length, begin, nbytes in zip(part.names, part.length, *places[0], strict=True):
         columns[name] = as_column(house.columns[name], bulk[begin : begin + nbytes], length, packed)
@@ -89,10 +89,10 @@ def rows_of(put: m.Put, bulk: np.ndarray, house: Warehouse, tables: EpochTables)
 
 
 def _column(house: Warehouse, tables: EpochTables, name: str, rows: np.ndarray) -> Column:
-    """A committed column of some rows. Raises ValueError where it is not committed."""
+    """A committed column of some rows. Raises ValueError if a row does not have it."""
     segment, offset, length = (table[0] for table in tables.cells((name,), rows))
     if (segment < 0).any():
-        raise ValueError(f"put: a row has no {name!r}, so nobody was asked for it")
+        raise ValueError(f"put: a row has no {name!r} yet, so nobody can have leased it")
     sizes = (length * entry_bytes(house.columns[name])).tolist()
     cells = zip(segment.tolist(), offset.tolist(), sizes, strict=True)
     data = np.concatenate([np.empty(0, np.uint8), *(house.slabs.view(*cell) for cell in cells)])

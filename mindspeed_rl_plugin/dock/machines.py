@@ -11,8 +11,8 @@ from mindspeed_rl_plugin.environment import master_address
 
 
 def machine() -> str:
-    """Name of the processes that share memory through one /proc. Containers of one machine may differ; the agents of
-    one container do not."""
+    """Name of this machine: equal in all processes that can share memory through one /proc. Containers of one machine
+    may have different names; processes of one container have the same name."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     spaces = ":".join(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net"))
@@ -31,18 +31,18 @@ def own_address() -> str:
 
 
 def reachable_address() -> str:
-    """`own_address`; if other machines cannot use it, MASTER_ADDR."""
+    """`own_address`, or MASTER_ADDR if other machines cannot use `own_address`."""
     address = ipaddress.ip_address(own_address().partition("%")[0])
     return master_address()[0] if address.is_loopback or address.is_link_local else str(address)
 
 
 def check_addresses(places: Sequence[tuple[str, str]]) -> None:
-    """Raise ValueError where the ranks of several machines, by (machine, own address), cannot reach each other."""
+    """Raise ValueError if ranks of several machines cannot reach each other. places: (machine, own address) by rank."""
     if len({name for name, _ in places}) == 1:
         return
     for rank, (name, host) in enumerate(places):
         if not host or ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             raise ValueError(
-                f"MASTER_ADDR {master_address()[0]} is {host or 'not set'} on {name} (rank {rank}), where no other "
-                "machine reaches it; give the network address of the first machine, or correct /etc/hosts there"
+                f"MASTER_ADDR {master_address()[0]}: the address of {name} (rank {rank}) is {host or 'unknown'}, which"
+                " other machines cannot reach; give the network address of the first machine, or correct /etc/hosts"
             )

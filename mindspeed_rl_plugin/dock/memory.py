@@ -1,13 +1,13 @@
-"""Memory of a warehouse: how much it may hold, and the segments where it lies.
+"""Memory of a warehouse: how much it may hold, and the segments that it consists of.
 
 Producers wait for memory; write-backs of states never wait. An admitted row reserves memory for all cells that states
 will write into it, at their maximum length. For cells without a maximum, bytes above the reserve count when they are
 written.
 
-A segment is a nameless file (memfd), which is freed with the last process that maps it. Processes of the same machine
-open it through /proc. Its pages are touched when it is made, since the first touch costs ten times a copy. Extents,
-multiples of a cache line, are allocated in it and freed by ranges; free neighbours merge. The owner allocates and
-frees; writers and readers only map.
+A segment is a nameless file (memfd), whose memory is freed once no process maps it. Processes of the same machine open
+it through /proc. Its pages are touched when it is made, since the first touch takes ten times as long as a copy. An
+extent is a range in a segment, in complete cache lines. It is freed at once or range by range; neighbouring free ranges
+become one. The owner (the warehouse) allocates and frees; writers and readers only map.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def entry_bytes(spec: ColumnSpec) -> int:
 
 
 def open_ended(spec: ColumnSpec) -> bool:
-    """Whether its cells have no maximum length, such as text of a row; the reserve then counts as many entries as
-    tokens."""
+    """Whether its cells have no maximum length, such as text of a row. The reserve for such a cell has as many entries
+    as the longest sample has tokens."""
     return spec.ragged and spec.level != "token" and spec.longest is None
 
 
@@ -51,8 +51,8 @@ def items(columns: Mapping[str, ColumnSpec], names: Sequence[str]) -> np.ndarray
 
 
 def row_reserve(write_backs: Mapping[str, int]) -> int:
-    """Bytes that an admitted row reserves. write_backs: most bytes that states write into one row, by column. Two lines
-    more for each cell: extents are complete lines, and only complete lines of a cleared cell are freed."""
+    """Bytes that an admitted row reserves. write_backs: most bytes that states write into one row, by column. Each cell
+    counts two lines more: extents are complete lines, and only complete lines of a cleared cell are freed."""
     return sum(nbytes + 2 * LINE for nbytes in write_backs.values())
 
 
@@ -68,7 +68,7 @@ class DockLimits:
     capacity: int | None = None  # bytes of cells, None for no limit
     max_tokens: int | None = None  # longest sample; needed with a capacity, for the reserve
     segment_bytes: int = SEGMENT_BYTES
-    rows: int | None = None  # of groups, None for no limit
+    rows: int | None = None  # of all admitted groups, None for no limit
 
     def write_backs(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec]) -> dict[str, int]:
         """Most bytes that states write into one row, by column. Raises ValueError for a capacity without max_tokens."""
@@ -80,13 +80,13 @@ class DockLimits:
         return {c.name: self._cell_bytes(c) for c in columns if c.name in written}
 
     def check(self, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], groups: int, members: int) -> None:
-        """Raise ValueError where a warehouse cannot admit `groups` of `members` samples, the longest there may be. A
-        cell without a maximum (text of a prompt) counts with max_tokens entries; a put with longer ones may still be
+        """Raise ValueError if a warehouse cannot hold `groups` groups of `members` samples of maximum length. A cell
+        without a maximum (text of a prompt) counts with max_tokens entries; a put with longer cells may still be
         refused."""
         if self.rows is not None and groups * members > self.rows:
             raise ValueError(
                 f"--rl-dock-rows {self.rows}: {groups} groups of {members} samples on one machine are "
-                f"{groups * members} rows; raise it, or lower --rl-rollout-prompts"
+                f"{groups * members} rows; raise the limit, or lower --rl-rollout-prompts"
             )
         if self.capacity is None:
             return
@@ -100,26 +100,24 @@ class DockLimits:
             uncounted = f", with {self.max_tokens} entries per cell of {names}" if names else ""
             raise ValueError(
                 f"--rl-dock-gb {self.capacity / 2**30:g}: {groups} groups of {members} samples on one machine may need "
-                f"{need} bytes ({need / 2**30:.3g} GiB){uncounted}; raise it, or lower --rl-rollout-prompts or the "
-                "length limits"
+                f"{need} bytes ({need / 2**30:.3g} GiB){uncounted}; raise --rl-dock-gb, or lower --rl-rollout-prompts "
+                "or the length limits"
             )
 
     def missing(self, wanted: Mapping[str, int], taken: Mapping[str, int], groups: int) -> str | None:
-        """Why a put of `groups` must wait; None: it need not.
-
-        wanted: needs of the put, with its reserve; taken: used and reserved by now; each by unit. Raises ValueError
-        when it would not fit into an empty warehouse either.
-        """
+        """Why a put of `groups` must wait; None: it need not wait. Raises ValueError if it is too large even for an
+        empty warehouse. wanted: what the put needs, with its reserve; taken: what is used or reserved; both by unit
+        ("bytes", "rows")."""
         limited = {u: limit for u, limit in (("bytes", self.capacity), ("rows", self.rows)) if limit is not None}
         for unit, limit in limited.items():
             if wanted[unit] > limit:
                 raise ValueError(
-                    f"a put of {groups} groups needs {wanted[unit]} {unit}, with what states write back; the dock of "
-                    f"this node holds {limit}; lower --rl-rollout-prompts or raise {LIMIT_FLAGS[unit]}"
+                    f"a put of {groups} groups needs {wanted[unit]} {unit}, with what states write back; the dock on "
+                    f"this machine may hold {limit}; lower --rl-rollout-prompts or raise {LIMIT_FLAGS[unit]}"
                 )
         for unit, limit in limited.items():
             if taken[unit] + wanted[unit] > limit:
-                return f"{taken[unit]} of {limit} {unit} are taken or promised, the put needs {wanted[unit]} more"
+                return f"{taken[unit]} of {limit} {unit} are used or reserved, the put needs {wanted[unit]} more"
         return None
 
     def _cell_bytes(self, column: ColumnSpec) -> int:
@@ -132,8 +130,8 @@ def rounded(nbytes: Any) -> Any:
 
 
 class Segments:
-    """Segments of a warehouse as uint8 arrays, mapped when first used. find: number -> file and bytes of a segment, and
-    the numbers of all segments. The others are unmapped then: a segment is only removed when a new one is made."""
+    """Segments of a warehouse as uint8 arrays, mapped at their first use; each time, removed segments are unmapped.
+    find: number -> file and bytes of a segment, and the numbers of all segments that exist."""
 
     def __init__(self, find: Callable[[int], tuple[str, int, list[int]]]) -> None:
         self._find = find
@@ -156,12 +154,12 @@ class Segments:
 
 
 class Slabs(Segments):
-    """The owner's side. Free segments are kept for the next rollout, and removed where new memory would exceed the
-    limit.
+    """The segments of a warehouse on the warehouse's side. Free segments are kept for the next rollout; they are
+    removed if a new segment would exceed the limit.
 
-    segment_bytes: size of an ordinary segment. A larger extent gets a segment of its own, up to twice as large: the
-    block may grow from rollout to rollout. limit: bytes of all segments, above which only memory in use is kept; None:
-    twice the most that was ever in use.
+    segment_bytes: size of an ordinary segment. A larger extent gets a separate segment of up to twice its size, since
+    the next rollout may need a larger extent. limit: bytes of all segments, above which free segments are removed;
+    None: twice the most bytes that were ever in use.
     """
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES, limit: int | None = None) -> None:
@@ -169,7 +167,7 @@ class Slabs(Segments):
         self.segment_bytes, self.limit = rounded(segment_bytes), limit
         self._files: dict[int, tuple[int, int]] = {}  # segment -> descriptor, bytes
         self._free: dict[int, list[Range]] = {}  # segment -> free ranges, by offset
-        self._next = 0  # numbers are not used twice, so that a mapping of a removed segment is not taken for another
+        self._next = 0  # no number is used twice: a process may still map a removed segment by its number
         self.used = self._most = 0  # bytes in use, now and at most
 
     @property
@@ -181,12 +179,12 @@ class Slabs(Segments):
         """The path at which processes of this machine open a segment, its bytes, and all segments. Raises ValueError
         for a removed one."""
         if segment not in self._files:
-            raise ValueError(f"segment {segment} of this warehouse is gone")
+            raise ValueError(f"segment {segment} of this warehouse no longer exists")
         handle, size = self._files[segment]
         return f"/proc/{os.getpid()}/fd/{handle}", size, [*self._files]
 
     def allocate(self, nbytes: int) -> Extent:
-        """The first free extent of at least `nbytes`. Raises OSError when the machine has no memory left."""
+        """The first free extent of at least `nbytes`. Raises OSError if the machine lacks the memory."""
         size = rounded(max(nbytes, 1))
         spaces = ((segment, *space) for segment, free in self._free.items() for space in free)
         segment, offset = next((x[:2] for x in spaces if x[2] >= size), (-1, 0))
@@ -226,25 +224,25 @@ class Slabs(Segments):
     def _make(self, space: int) -> int:
         left = host_available()
         if space > left:
-            mend = "lower --rl-rollout-prompts or set --rl-dock-gb, with which producers wait"
-            raise OSError(f"no memory for {space} bytes of rows: {left} are free here; {mend}")
+            mend = "lower --rl-rollout-prompts, or set --rl-dock-gb: then producers wait for memory"
+            raise OSError(f"no memory for {space} bytes of rows: {left} are free on this machine; {mend}")
         handle = nameless_file(space)
         segment, self._next = self._next, self._next + 1
         self._arrays[segment] = mapped(handle, space)
         self._files[segment], self._free[segment] = (handle, space), [(0, space)]
-        self._free = dict(sorted(self._free.items(), key=lambda item: self._files[item[0]][1]))  # smaller ones first
+        self._free = dict(sorted(self._free.items(), key=lambda item: self._files[item[0]][1]))  # smallest first
         return segment
 
     def _remove(self, segment: int) -> None:
         handle, size = self._files.pop(segment)
         with mmap.mmap(handle, size) as mapped:
-            mapped.madvise(mmap.MADV_REMOVE)  # frees its pages even if others still map them
+            mapped.madvise(mmap.MADV_REMOVE)  # frees the pages even if other processes still map them
         os.close(handle)
         del self._free[segment], self._arrays[segment]
 
 
 def nameless_file(nbytes: int) -> int:
-    """Descriptor of a file in memory that has all its pages. Raises OSError where the machine has no memory left."""
+    """Descriptor of a file in memory with all its pages allocated. Raises OSError if the machine lacks the memory."""
     handle = os.memfd_create("rl-dock", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(handle, 0, nbytes)
@@ -255,14 +253,14 @@ def nameless_file(nbytes: int) -> int:
 
 
 def mapped(handle: int, size: int, write: bool = True) -> np.ndarray:
-    """`[size]` uint8, the memory of a file."""
+    """The memory of a file as `[size]` uint8."""
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     return np.frombuffer(mmap.mmap(handle, size, flags=flags, prot=access), np.uint8)
 
 
 def insert(ranges: list[Range], begin: int, end: int) -> None:
-    """Add what is not in `ranges`, a sorted list of ranges that do not touch; neighbours become one."""
+    """Add begin..end, which is not in `ranges`, a sorted list of ranges; neighbouring ranges become one."""
     at = bisect.bisect(ranges, (begin, 0))
     low, high = at, at
     if at > 0 and sum(ranges[at - 1]) == begin:

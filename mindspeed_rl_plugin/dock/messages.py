@@ -1,7 +1,7 @@
 """The messages between the processes of a dock: typed structs as MessagePack, never pickle. Data that does not fit the
 types is refused. An array is sent as `[dtype, shape, bytes]`.
 
-Other folders register messages of their own by `add`.
+Other folders register further messages with `add`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MALFORMED = (KeyError, IndexError, TypeError, AttributeError, OverflowError)
 
 
 class FrameError(ValueError):
-    """Data that is no message of this protocol, or is larger than its limits."""
+    """Data that is not a message of this protocol, or that exceeds the protocol's limits."""
 
 
 class Shape(NamedTuple):
@@ -39,11 +39,11 @@ class Extent(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where the server of a rank answers."""
+    """Where the server of a rank can be reached."""
 
     node: str  # its machine
     unix: str  # abstract Unix socket, for processes of its machine
-    host: str = ""  # TCP address, for the others
+    host: str = ""  # TCP address, for processes of other machines
     port: int = 0  # 0: no TCP
     rank: int = 0
 
@@ -59,14 +59,14 @@ class Slots(msgspec.Struct, array_like=True, gc=False):
     """C columns that are written for the same n rows."""
 
     names: tuple[str, ...]
-    slots: np.ndarray  # `[n]` int32 row numbers, of group columns: group numbers
+    slots: np.ndarray  # `[n]` int32 row numbers; for group columns: group numbers
     length: np.ndarray  # `[C, n]` int32 entries of each cell
 
 
 class Cells(Slots, array_like=True, gc=False):
-    """The same, with the place of each cell in memory."""
+    """`Slots` with the place of each cell in memory."""
 
-    segment: np.ndarray  # `[C, n]` or `[1, 1]` int32, -1: the cell is missing
+    segment: np.ndarray  # `[C, n]`, or `[1, 1]` for all cells, int32; -1: the cell is missing
     offset: np.ndarray  # `[C, n]` int64 bytes
 
 
@@ -80,15 +80,15 @@ class Query(Message):
     """A request to the controller of a state."""
 
     state: str
-    epochs: list[tuple[int, Shape]]  # open ones that the asker knows
-    # warehouse -> number of its newest record that the asker caused; the controller waits for it before it answers
+    epochs: list[tuple[int, Shape]]  # open epochs that the asker knows
+    # warehouse -> number of its newest record that the asker caused; the controller answers once it has this record
     after: dict[int, int]
 
 
 class Ask(Query):
     """Asks for a lease. `max_rows`, `share` and `version` are those of `Dock.lease`."""
 
-    ids: np.ndarray | None  # `[B, 3]`, exactly these in this order; None: what is ready, by rising id
+    ids: np.ndarray | None  # `[B, 3]`, exactly these in this order; None: rows that are ready, by rising id
     deadline: float  # seconds to wait
     seconds: float | None = None  # how long the lease lasts, for a process outside of the job
     max_rows: int | None = None
@@ -98,7 +98,7 @@ class Ask(Query):
 
 
 class Grant(Message):
-    """B rows under a lease, with their cells in the C columns that the state reads."""
+    """B rows under a lease, with the places of their cells in the C columns that the state reads."""
 
     token: int  # of the lease
     ids: np.ndarray  # `[B, 3]`
@@ -111,24 +111,24 @@ class Grant(Message):
 
     @classmethod
     def empty(cls, columns: int, needs: VersionBound | None = None) -> Grant:
-        """Nothing, for a state that reads so many columns."""
+        """A grant without rows, for a state that reads so many columns."""
         return cls(0, np.empty((0, 3), np.int64), np.empty(0, np.int32), *no_cells(columns, 0), [], needs)
 
 
 class Release(Query):
-    """Rows of a lease are handed back."""
+    """Gives the rows of a lease back."""
 
     token: int
 
 
 class Reclaim(Query):
-    """Leases of a process outside of the job end although the process still lives: others may get its rows."""
+    """Ends the leases of a process outside of the job that still lives, so that other processes can get its rows."""
 
     holder: str
 
 
 class Retire(Query):
-    """First half of clearing: no lease gets these groups any more; answered when no live lease holds one of them."""
+    """First half of clearing: no lease gets these groups any more. The answer comes when no live lease holds them."""
 
     epoch: int
     groups: np.ndarray
@@ -136,10 +136,10 @@ class Retire(Query):
 
 
 class Look(Query):
-    """Asks which rows are acknowledged, or which are not. A `Grant` without lease and cells answers."""
+    """Asks which rows are acknowledged, or which are not. The answer is a `Grant` without lease and cells."""
 
     ids: np.ndarray | None  # `[B, 3]`; None: all
-    done: bool  # acknowledged ones
+    done: bool  # True: the acknowledged rows, False: the others
 
 
 # To a warehouse.
@@ -151,13 +151,13 @@ class Put(Message):
     epoch: int
     shape: Shape
     parts: list[Slots]
-    producer: bool  # it brings new groups, and waits until the limits let them in
+    producer: bool  # a producer adds new groups, and waits until the limits admit them
     deadline: float  # seconds to wait
     extent: Extent | None = None  # memory that holds the cells; None: they follow as bulk
-    reserve: bool = False  # only asks for memory, which the answer names
+    reserve: bool = False  # only asks for memory, whose extent is in the answer
     state: str | None = None
-    rows: np.ndarray | None = None  # that the state is done with
-    checked: bool = True  # these rows must then have all columns that the state writes
+    rows: np.ndarray | None = None  # numbers of the rows that `state` acknowledges
+    checked: bool = True  # whether these rows must have all columns that the state writes
 
 
 class Clear(Message):
@@ -177,7 +177,7 @@ class Locate(Message):
 
 
 class Located(Message):
-    """Where they lie. The arrays are `[C, n]`, as in `Cells`."""
+    """The answer to `Locate`. The arrays are `[C, n]`, as in `Cells`."""
 
     seq: int  # number of the warehouse's newest record
     segment: np.ndarray
@@ -224,9 +224,9 @@ class Record(Message):
     seq: int  # running number, from 1
     epoch: int
     shape: Shape
-    cells: list[Cells] = []  # new ones
+    cells: list[Cells] = []  # that are new
     state: str | None = None
-    rows: np.ndarray | None = None  # that the state is done with
+    rows: np.ndarray | None = None  # that `state` acknowledges
     cleared: np.ndarray | None = None  # groups whose cells were freed
 
 
@@ -239,7 +239,7 @@ class Bye(Message):
 
 
 class Stopped(Message):
-    """The sender stops because of a rank."""
+    """The sender stops because a rank, maybe the sender itself, is lost."""
 
     rank: int
     why: str
@@ -247,11 +247,11 @@ class Stopped(Message):
 
 
 class Join(Message):
-    """A process outside of the job asks what there is."""
+    """A process outside of the job asks for the `Directory`."""
 
 
 class Directory(Message):
-    """What all processes of a dock know of it."""
+    """What all processes of a dock know about the dock."""
 
     columns: list[ColumnSpec]
     states: list[StateSpec]
@@ -262,9 +262,9 @@ class Directory(Message):
 
 
 class Ok(Message):
-    """The request is done; what was fetched follows as bulk. The fields are for answers of a warehouse."""
+    """The request is done; fetched cells follow as bulk. Only a warehouse sets the fields."""
 
-    seq: int = 0  # number of its newest record
+    seq: int = 0  # number of the warehouse's newest record
     extent: Extent | None = None  # memory that only the asker may fill
 
 
@@ -272,7 +272,7 @@ class Failed(Message):
     """The error that the asker raises."""
 
     text: str
-    late: bool  # a TimeoutError, else a ValueError
+    late: bool  # True: a TimeoutError, False: a ValueError
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
@@ -291,7 +291,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"{type(value).__name__} is no part of a message")
+        raise TypeError(f"a message cannot contain a {type(value).__name__}")
     return value.dtype.str, value.shape, np.ascontiguousarray(value).data
 
 
@@ -303,7 +303,7 @@ def _decode(kind: type, value: Any) -> Any:
 
 
 pack = msgspec.msgpack.Encoder(enc_hook=_encode).encode
-_types: list[type[Message]] = []  # that `unpack` understands
+_types: list[type[Message]] = []  # all types that `unpack` understands
 _decoder = msgspec.msgpack.Decoder()
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 
 class Peers:
-    """The ranks of one consumer, which make the same calls in the same order; here the consumer is one rank. rank,
-    size: of this process among them."""
+    """The ranks of one consumer, which make the same calls in the same order. This class: a consumer of one rank.
+    rank: of this process among them; size: their number."""
 
     rank, size = 0, 1
 
@@ -43,11 +43,11 @@ class GroupPeers(Peers):
 
 
 def make_peers(job: Peers, division: Any, group: dist.ProcessGroup | None, seconds: float) -> Peers:
-    """Ranks of `job` with an equal division are one consumer; a rank with None is a consumer of its own. Collective
-    over `group`, that of the job. seconds: the longest wait of a lease."""
+    """Ranks of `job` with an equal division are one consumer; a rank with None is a consumer alone. Collective over
+    `group`, the job's group. seconds: the longest wait of a lease."""
     every: Sequence[Any] = job.gather(None if division is None else tuple(division))
     limit, mine = timedelta(seconds=2 * seconds + 60), Peers()
-    # Every rank takes part in making every group: torch numbers the groups, and the numbers must agree on all ranks.
+    # Every rank makes every group, since torch numbers the groups and the numbers must be equal on all ranks.
     for one in dict.fromkeys(d for d in every if d is not None):
         same = [r for r, theirs in enumerate(every) if theirs == one]
         if len(same) > 1:

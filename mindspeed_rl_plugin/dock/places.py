@@ -1,4 +1,4 @@
-"""Tables of one epoch: where its cells lie, as warehouses and controllers know it, and which rows a state has done."""
+"""Tables of one epoch, for warehouses and controllers: where its cells are, and which rows a state has acknowledged."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FREE, LEASED, DONE = 0, 1, 2
 
 
 class Places:
-    """Places of the cells of the columns `names`, which are some of the declared ones. segment (-1: no cell), offset,
-    length: `[columns, rows]`. All rows of a group have the cell of their group."""
+    """Places of the cells of the columns `names`. segment (-1: no cell), offset, length: `[columns, rows]`. In a group
+    column all rows of a group have the place of the group's cell. columns: all declared ones."""
 
     def __init__(self, shape: Shape, names: Iterable[str], columns: Mapping[str, ColumnSpec]) -> None:
         self.shape, self.row = shape, {name: i for i, name in enumerate(names)}
@@ -28,7 +28,7 @@ class Places:
         self._grouped = frozenset(name for name, c in columns.items() if c.level == "group")
 
     def repeat(self, names: tuple[str, ...]) -> int:
-        """How many rows share a cell of these columns, which are all of groups or all of rows."""
+        """How many rows share a cell of these columns: either all of them are group columns, or none is."""
         return self.shape.members if names[0] in self._grouped else 1
 
     def groups_of(self, cells: Cells | Slots) -> np.ndarray:
@@ -40,8 +40,8 @@ class Places:
         return self.cells(names, rows)[0] < 0
 
     def enter(self, cells: Cells) -> tuple[np.ndarray, np.ndarray]:
-        """Enter cells that exist, are not known yet and not cleared. Returns the rows, and `[C, rows]` bool: which
-        cells of the columns here were new."""
+        """Enter the cells that exist, are new and are not cleared; columns not in `names` are ignored. Returns the
+        rows, and `[C, rows]` bool: which of their cells were new."""
         rows, repeat = cells.slots, self.repeat(cells.names)
         if repeat > 1:
             rows = rows_of_groups(rows, repeat)
@@ -63,7 +63,7 @@ class Places:
 
 
 class Numbers:
-    """A set of epoch numbers that grows as long as a job runs. They are consecutive, so it stores ranges."""
+    """A set of epoch numbers that grows as long as a job runs. Most are consecutive, so it stores ranges."""
 
     def __init__(self) -> None:
         self._runs: list[Range] = []
@@ -78,8 +78,8 @@ class Numbers:
 
 
 class EpochView(Places):
-    """A controller's knowledge of an epoch: which rows are ready, leased, done. spec: of the state; columns: all
-    declared ones."""
+    """A controller's knowledge of an epoch: which rows are ready, leased and acknowledged. spec: of the controller's
+    state; columns: all declared ones."""
 
     def __init__(self, shape: Shape, spec: StateSpec, columns: Mapping[str, ColumnSpec]) -> None:
         super().__init__(shape, spec.reads, columns)
@@ -87,14 +87,14 @@ class EpochView(Places):
         self.spec = spec
         self.status = np.zeros(rows, np.uint8)
         self.lease = np.zeros(rows, np.int64)  # token of the last lease of each row
-        self.retired = np.zeros(shape.groups, bool)  # not leased any more, about to be cleared
+        self.retired = np.zeros(shape.groups, bool)  # groups that are not leased any more, since they will be cleared
         self.owner = np.full(shape.groups, -1, np.int32)  # warehouse that holds the group's cells
         self.lacking = np.full(rows, len(spec.reads), np.int16)  # number of columns that a row still lacks
-        self.unit = shape.members if spec.whole_groups else 1  # rows that are only leased together
+        self.unit = shape.members if spec.whole_groups else 1  # number of rows that are leased together or not at all
 
     def learn(self, record: Record) -> bool:
-        """Enter new cells and acknowledgements; cleared groups stay cleared. Returns whether a unit (a row, or a group)
-        became ready."""
+        """Enter new cells and acknowledgements; cleared groups stay cleared. Returns whether a row (if only complete
+        groups are leased, a group) became ready."""
         ready = False
         for cells in record.cells:
             self.owner[self.groups_of(cells)] = record.warehouse
@@ -111,17 +111,17 @@ class EpochView(Places):
         return ready
 
     def available(self) -> np.ndarray:
-        """`[rows]` bool: can be leased now."""
+        """`[rows]` bool: rows that can be leased now."""
         mask = (self.status == FREE) & (self.lacking == 0) & self._open()
         members = self.shape.members
         return np.repeat(mask.reshape(-1, members).all(1), members) if self.spec.whole_groups else mask
 
     def done(self) -> np.ndarray:
-        """`[rows]` bool: acknowledged."""
+        """`[rows]` bool: acknowledged rows."""
         return (self.status == DONE) & self._open()
 
     def undone(self) -> np.ndarray:
-        """`[rows]` bool: still to be acknowledged."""
+        """`[rows]` bool: rows that are not acknowledged yet."""
         return (self.status < DONE) & self._open()
 
     def _open(self) -> np.ndarray | bool:
@@ -139,13 +139,13 @@ def row_ids(epoch: int, members: int, rows: np.ndarray) -> np.ndarray:
 
 
 def rows_of_groups(groups: np.ndarray, members: int) -> np.ndarray:
-    """Row numbers of whole groups, in order."""
+    """Row numbers of all members of these groups, in order."""
     return (np.asarray(groups, np.int64)[:, None] * members + np.arange(members)).reshape(-1).astype(np.int32)
 
 
 def runs(nbytes: np.ndarray, same: np.ndarray, *begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Joins neighbours in each row of `[C, n]` that can be copied together. Returns flat indices of the first cell of
-    each run, and its bytes. Cells of a run have equal values in `same`, and follow each other in each of `begins`."""
+    """Join neighbouring cells in each row of `nbytes` `[C, n]` into runs, with equal values in `same` and consecutive
+    in each of `begins`, to copy them at once. Returns the flat index of each run's first cell, and the run's bytes."""
     breaks = np.ones(nbytes.shape, bool)
     breaks[:, 1:] = same[:, 1:] != same[:, :-1]
     for begin in begins:
@@ -155,7 +155,7 @@ def runs(nbytes: np.ndarray, same: np.ndarray, *begins: np.ndarray) -> tuple[np.
 
 
 def ids_array(ids: Sequence[SampleId] | Tensor) -> np.ndarray:
-    """`[B, 3]` int64 of ids, plain triples, or a `[B, 3]` tensor."""
+    """Ids, plain triples, or a `[B, 3]` tensor as `[B, 3]` int64."""
     return np.array(ids, np.int64).reshape(-1, 3)
 
 

@@ -3,8 +3,8 @@
     magic "MSTD" | version | 3 zero bytes | head bytes (uint32) | bulk bytes (uint64) | head | bulk
 
 The head is a message. Cells are sent as bulk, which neither side copies. Processes of one machine use abstract Unix
-sockets, which have no file and accept only processes of the same user; others use TCP. Both sides prove that they know
-the job's secret before anything else is read.
+sockets, which have no file and accept only processes of the same user; processes of different machines use TCP. Both
+sides prove that they know the job's secret before anything else is read.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ MAX_HEAD = 256 << 20  # bytes
 MAX_BULK = 1 << 40  # bytes
 JOIN = 64 << 10  # bytes; smaller buffers are copied together, since a system call costs more than the copy
 NONCE = 32  # bytes
-REFUSED = bytes(NONCE)  # sent in the place of a server's proof: the client does not know the secret
+REFUSED = bytes(NONCE)  # sent by a server instead of its proof: the client does not know the secret
 CONNECT_SECONDS = 20.0
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, and how many without answer
-REPLY_TIMEOUT = 120.0  # seconds for an answer in addition to the request's deadline, even on a busy machine
-ALIVE_SECONDS = 10.0  # without an answer; then checks whether the other side lives
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, number of probes
+REPLY_TIMEOUT = 120.0  # seconds for an answer in addition to the request's deadline; enough for a busy machine
+ALIVE_SECONDS = 10.0  # without an answer, after which `ask` checks whether the other side lives
 
 
 class Process(NamedTuple):
     """A process of the dock."""
 
     name: str  # unique in the job
-    rank: int  # of the job, -1 outside
+    rank: int  # of the job; -1: outside of the job
     node: str  # its machine
     secret: bytes  # of the job
 
@@ -75,18 +75,18 @@ class Stream:
             keep_alive(connection)
 
     def send(self, message: Message, bulk: Sequence[Any] = ()) -> None:
-        """Send all of it. Raises FrameError above the limits."""
+        """Send a message and its bulk. Raises FrameError above the limits."""
         buffers = frame(message, bulk)
         with self._sending:
             for buffer in buffers:
                 self.socket.sendall(buffer)
 
     def receive(self, most: int = MAX_BULK) -> tuple[Message, np.ndarray | None]:
-        """The next message and its bulk, `[bytes]` uint8. Raises EOFError at the end, FrameError for what is no
-        message, and Oversized, with the message passed over, for a bulk of more than `most` bytes."""
+        """The next message and its bulk, `[bytes]` uint8. Raises EOFError at the end of the connection, FrameError for
+        data that is not a message, and Oversized (the message is skipped) for a bulk of more than `most` bytes."""
         magic, version, head, bulk = FRAME_PREFIX.unpack(self.exactly(FRAME_PREFIX.size))
         if magic != MAGIC or version != FRAME_VERSION or head > MAX_HEAD or bulk > MAX_BULK:
-            raise FrameError(f"a message begins with {magic!r} {version}, and announces {head} + {bulk} bytes")
+            raise FrameError(f"not a message within limits: {magic!r}, version {version}, {head} + {bulk} bytes")
         message, out = unpack(self.exactly(head)), np.empty(JOIN if bulk > most else bulk, np.uint8)
         if bulk > most:
             for left in range(bulk, 0, -JOIN):
@@ -97,19 +97,19 @@ class Stream:
         return message, out if bulk else None
 
     def exactly(self, nbytes: int) -> bytearray:
-        """So many bytes. Raises EOFError when the connection ends before."""
+        """The next `nbytes` bytes. Raises EOFError if the connection ends before."""
         data = bytearray(nbytes)
         self._fill(memoryview(data))
         return data
 
     def ready(self, seconds: float) -> bool:
-        """Whether data, or the end, comes within so many seconds."""
+        """Whether data arrives or the connection ends within `seconds`."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         return bool(poll.poll(1000 * max(seconds, 0.0)))
 
     def ended(self) -> bool:
-        """Whether the other side has closed it, if this shows before its data is read."""
+        """Whether the other side has closed the connection; False while data waits to be read."""
         try:
             return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -118,7 +118,7 @@ class Stream:
             return True
 
     def leave(self, last: Message) -> None:
-        """Try to send that this process leaves in order, or stops; then close."""
+        """Try to send the `last` message (this process leaves in order, or stops), then close."""
         sending = self._sending.acquire(timeout=1.0)
         if sending:
             with contextlib.suppress(OSError):
@@ -128,7 +128,7 @@ class Stream:
             self._sending.release()
 
     def close(self) -> None:
-        """End it, also for a thread that waits in it. Idempotent."""
+        """End the connection, also for a thread that waits for its data. Idempotent."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
@@ -142,7 +142,7 @@ class Stream:
 
 
 def frame(message: Message, bulk: Sequence[Any] = ()) -> list[Any]:
-    """Buffers to send in order, one where nothing is large. Raises FrameError above the limits."""
+    """Buffers to send, in order; a single one if the bulk is small. Raises FrameError above the limits."""
     head, total = pack(message), sum(len(piece) for piece in bulk)
     if len(head) > MAX_HEAD or total > MAX_BULK:
         raise FrameError(
@@ -169,8 +169,8 @@ def proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
 
 
 def connect(address: Address, me: Process, *, watch: bool = False, patience: float = CONNECT_SECONDS) -> Stream:
-    """A connection past the handshake. patience: seconds for each step, at most CONNECT_SECONDS. Raises ConnectionError
-    when no process answers, PermissionError when it belongs to another job."""
+    """A connection after its handshake. patience: seconds for each step, at most CONNECT_SECONDS. Raises
+    ConnectionError if no process answers, PermissionError if the process belongs to another job."""
     unix, secret = address.node == me.node, me.secret
     if not unix and not address.port:
         raise ConnectionError(f"the dock on {address.node} listens on its own machine only; {me.node} cannot reach it")
@@ -183,7 +183,7 @@ def connect(address: Address, me: Process, *, watch: bool = False, patience: flo
         stream.socket.sendall(mine + proof(secret, b"client", theirs + mine))
         shown = bytes(stream.exactly(NONCE))
         if not hmac.compare_digest(shown, proof(secret, b"server", mine + theirs)):
-            what = "refuses this process: it has another secret" if shown == REFUSED else "does not know this secret"
+            what = "refuses this process: its secret is wrong" if shown == REFUSED else "has another secret"
             raise PermissionError(f"the job at {address} {what}")
         stream.send(Hello(me.name, me.rank, watch, me.node))
         stream.socket.settimeout(None)
@@ -197,8 +197,8 @@ def connect(address: Address, me: Process, *, watch: bool = False, patience: flo
 
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[Stream, Hello]:
-    """The server's part of the handshake. Raises PermissionError for a process that does not know the secret, or of
-    another user; EOFError, OSError or FrameError when the handshake breaks."""
+    """The server's part of the handshake. Raises PermissionError for a process of another user or without the secret;
+    EOFError, OSError or FrameError if the handshake breaks."""
     stream = Stream(connection)
     if connection.family == socket.AF_UNIX:
         shown = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -210,7 +210,7 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[Stream, Hello]:
     answer = bytes(stream.exactly(2 * NONCE))
     theirs = answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], proof(secret, b"client", mine + theirs)):
-        connection.sendall(REFUSED)  # closing alone may mean that this process ends
+        connection.sendall(REFUSED)  # a closed connection could also mean that this process ends
         raise PermissionError("a process that does not know the secret")
     connection.sendall(proof(secret, b"server", theirs + mine))
     hello, _ = stream.receive()
@@ -229,16 +229,16 @@ def ask(
     alive: Callable[[], object] | None = None,
 ) -> tuple[Message, np.ndarray | None]:
     """Send a request and wait for its answer and bulk. patience: most seconds of silence, in addition to the request's
-    deadline; alive: called every ALIVE_SECONDS without an answer, raises where none can come.
+    deadline; alive: called every ALIVE_SECONDS without an answer, raises if no answer can come any more.
 
-    Raises TimeoutError when no answer comes, `Closed` when the other side has left, `Lost` when the connection broke,
-    and ConnectionError when the other side stops. Then the stream must not be used again: a late answer may come.
+    Raises TimeoutError if no answer comes, `Closed` if the other side left in order, `Lost` if the connection broke,
+    and ConnectionError if the other side stops. Do not use the stream after an error: a late answer may come.
     """
     kind, begin = type(message).__name__, time.monotonic()
     end = begin + getattr(message, "deadline", 0.0) + patience
     stream.socket.settimeout(end - begin)
     try:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its last message is read now
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the other side's last message is read below
             stream.send(message, () if bulk is None else (bulk,))
         while alive and (left := end - time.monotonic()) > 0 and not stream.ready(min(left, ALIVE_SECONDS)):
             alive()
@@ -259,7 +259,7 @@ def ask(
 
 
 def thread(work: Callable[..., object], *arguments: object) -> threading.Thread:
-    """Run it in a thread that ends with the process."""
+    """Run `work` in a thread that ends with the process."""
     made = threading.Thread(target=work, args=arguments, name="rl-dock", daemon=True)
     made.start()
     return made

@@ -1,5 +1,5 @@
-"""The server of a process: a thread for each connection, which calls the process's `Core`. Answers are sent outside of
-the core's lock, so that a slow reader delays no other."""
+"""The server of a process: one thread per connection, which calls the process's `Core`. Answers are sent outside of the
+core's lock, so that a slow reader does not delay other processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mindspeed_rl_plugin.dock.core import OUTSIDE, Core
 from mindspeed_rl_plugin.dock.rpc import MAX_BULK, Oversized, Process, Stream, admit, connect, thread
 from mindspeed_rl_plugin.dock.watch import Link, Watch
 
-EXHAUSTED_SECONDS = 0.1  # until it accepts again after descriptors or memory ran out
+EXHAUSTED_SECONDS = 0.1  # pause before the next connection is accepted, after descriptors or memory ran out
 
 
 class DockServer:
-    """Serves `core` after `start`. me: this rank; watch: of a job with several ranks."""
+    """Serves `core` after `start`. me: this rank; watch: None if no other rank is watched."""
 
     def __init__(self, core: Core, me: Process, watch: Watch | None = None) -> None:
         self.core, self.me, self.watch = core, me, watch
@@ -29,8 +29,8 @@ class DockServer:
         self._last: m.Message = m.Bye()
 
     def start(self, host: str = "", name: str = "") -> m.Address:
-        """Listen, on the address of a network interface too where one is given. Returns the address. name: of the
-        abstract Unix socket. Raises OSError where a socket cannot be made."""
+        """Listen on an abstract Unix socket and, if `host` is given, on this address of a network interface. Returns
+        the address of the server. name: of the Unix socket. Raises OSError if a socket cannot be made."""
         if self.address is None:
             address = m.Address(self.me.node, name or f"rl-dock-{secrets.token_hex(16)}", rank=self.me.rank)
             self._listen(socket.AF_UNIX, "\0" + address.unix)
@@ -104,8 +104,8 @@ class DockServer:
                 self.core.gone(name)
 
     def _converse(self, stream: Stream, peer: str) -> None:
-        """Serve the requests of a connection until it ends. The last answer may not have arrived, so a lease in it is
-        given back."""
+        """Serve the requests of a connection until it ends. A lease in the last answer is then given back, since this
+        answer may not have arrived."""
         unheard: m.Release | None = None
         try:
             while True:
@@ -138,7 +138,7 @@ class DockServer:
                 self.watch.broke(stream)
 
     def _most(self, peer: str) -> int:
-        """Bytes of cells that may come with one message."""
+        """Most bytes of cells that may come with one message."""
         gate = getattr(self.core, "gate", None) if peer.startswith(OUTSIDE) else None
         return MAX_BULK if gate is None else gate.most_bytes
 
@@ -152,6 +152,6 @@ class DockServer:
             self.watch.stop(message.rank, message.why, message.node)
 
     def tick(self) -> None:
-        """Send signs of life and check for those of others, until closed."""
+        """Send signs of life and check for those of other ranks, until this server is closed."""
         while not self._closed.wait(self.watch.pause()):
             self.watch.tick()

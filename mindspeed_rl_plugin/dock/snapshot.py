@@ -1,4 +1,4 @@
-"""The complete content of a dock as plain tensors. Format 1 is also that of earlier versions of the dock."""
+"""The content of a dock, without evaluations, as plain tensors. Earlier versions of the dock wrote format 1 too."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def check(state: Mapping[str, Any], columns: Mapping[str, ColumnSpec]) -> None:
     """Raise ValueError unless a dock with these columns can restore a snapshot. Columns and states that are not
     declared here are dropped."""
     if state.get("format") != FORMAT:
-        raise ValueError(f"dock snapshot has format {state.get('format')!r}, this dock reads format {FORMAT}")
+        raise ValueError(f"the dock snapshot has format {state.get('format')!r}, but this dock reads format {FORMAT}")
     declared = {n: c.describe() for n, c in columns.items()}
     saved = state["columns"].items() if state["epochs"] else ()
     wrong = [f"column {n!r} ({d}, here {declared[n]})" for n, d in saved if declared.get(n, d) != d]
     if wrong:
         raise ValueError(
-            f"dock snapshot was taken under another algorithm: {'; '.join(wrong)}; resume with the same flags, "
-            "at least until the rollout in it is used up"
+            f"the dock snapshot is of another algorithm: {'; '.join(wrong)}; resume with the flags of that run, at "
+            "least until its rollout is used up"
         )
 
 
 def collect(calls: Calls, declared: Declared) -> dict[str, Any]:
-    """Every open epoch: its cells by rising row number, and its acknowledged rows. Evaluations, which have negative
-    numbers, are left out: they begin again after a resume."""
+    """All open epochs: their cells by rising row number, and their acknowledged rows. Evaluations (negative epochs) are
+    left out, since they begin again after a resume."""
     return {
         "format": FORMAT,
         "last_epoch": calls.epochs.last,
@@ -50,8 +50,8 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
     groups, members, bound = epoch.shape
     ids = row_ids(number, members, np.arange(groups * members))
     status = {}
-    # The status is read before the cells. Processes outside of the job may finish a row in between: then the snapshot
-    # has the cells of a row that is not done. The reverse would lose the row.
+    # The status is read before the cells. A process outside of the job may finish a row in between: then the snapshot
+    # has cells of a row that is not done. In the reverse order the row could be done without cells, and so be lost.
     for state in declared.states:
         done = calls.query(Look, state, ids, True).ids
         status[state] = torch.zeros(len(ids), dtype=torch.uint8)
@@ -73,8 +73,8 @@ def _epoch(calls: Calls, declared: Declared, number: int) -> dict[str, Any]:
 
 
 def bound_of(saved: Mapping[str, Any]) -> VersionBound:
-    """Version bound of a saved epoch. Before December 2026 a column of its groups held it: oldest, newest, groups,
-    members."""
+    """Version bound of a saved epoch. Before December 2026 it was in a group column `order`, with cells `[4]`: oldest,
+    newest, groups, members."""
     former = saved["columns"].get("order", {}).get("values", torch.empty(0))
     if "version_bound" not in saved and len(former) and former.shape[1:] == (4,):
         return VersionBound(*former[0, :2].tolist())

@@ -1,8 +1,8 @@
 """Cells of one machine: lends memory, commits, looks up, clears. It uses no sockets; the caller serialises the calls.
 
 A commit makes all its cells visible at once and is described by one `Record`. The first commit of a cell wins. A writer
-of this machine maps memory that is lent to it, fills it, and then commits; until then nobody reads it. The columns of a
-commit lie one after the other; each begins at a cache line.
+on this machine borrows memory: it maps and fills it, and then commits; nobody reads it before. The columns of a commit
+follow each other in memory; each begins at a cache line.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Block:
 
     segment: int
     rest: list[Range]  # ranges of its segment that are in use
-    groups: np.ndarray  # groups whose cells lie in it
-    promised: bool  # whether all of it was reserved for write-backs
-    beyond: int  # bytes that were not reserved
+    groups: np.ndarray  # groups whose cells are in it
+    promised: bool  # whether states wrote all of it back, into memory that was reserved for this
+    beyond: int  # bytes above what was reserved
 
 
 class EpochTables(Places):
@@ -55,8 +55,8 @@ class EpochTables(Places):
 def layout(
     columns: Mapping[str, ColumnSpec], parts: Sequence[Slots]
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
-    """Where the columns of a put lie in its extent. Returns, by part, `[C]` int64 begin and bytes of each column, and
-    the bytes of all, in complete cache lines."""
+    """Where the columns of a put are in its extent. Returns `[C]` int64 begin and bytes of the columns for each part,
+    and the bytes of all parts, in complete cache lines."""
     at, places = 0, []
     for part in parts:
         sizes = part.length.sum(1, dtype=np.int64) * items(columns, part.names)[:, 0]
@@ -75,15 +75,15 @@ class Warehouse:
         self.slabs = Slabs(limits.segment_bytes, limits.capacity)
         self.write_backs = limits.write_backs(list(self.columns.values()), list(self.states.values()))
         self.seq = 0
-        self._gone = Numbers()
+        self._gone = Numbers()  # epochs that are cleared
         self._epochs: dict[int, EpochTables] = {}
         self._reserve = row_reserve(self.write_backs)
 
     # memory for writers
 
     def admit(self, put: Put) -> str | None:
-        """Admit a producer's groups, or return why it must wait. Raises ValueError when even an empty warehouse is too
-        small."""
+        """Admit a producer's groups, or return why the producer must wait. Raises ValueError if even an empty warehouse
+        is too small."""
         unlimited = self.limits.capacity is None and self.limits.rows is None
         if unlimited or put.epoch in self._gone:  # a late repeat, which changes nothing
             return None
@@ -101,8 +101,8 @@ class Warehouse:
         return reason
 
     def taken(self) -> dict[str, int]:
-        """What counts against the limits: rows of admitted groups, and bytes. Each such row counts with the bytes that
-        states will write back for it."""
+        """What counts against the limits: rows of admitted groups, and bytes. Each of these rows counts with its full
+        reserve; memory that states have already written back from this reserve does not count again."""
         tables = self._epochs.values()
         rows = sum(int(t.admitted.sum()) * t.shape.members for t in tables)
         kept = [block for t in tables for block in t.blocks if block.promised]
@@ -116,8 +116,8 @@ class Warehouse:
     # commits
 
     def commit(self, put: Put, bulk: np.ndarray | None) -> Record | None:
-        """Make cells visible that lie in the put's extent or came with it, and record that a state is done with rows.
-        None for a late repeat, of which all groups are cleared.
+        """Make the cells visible that are in the put's extent or in `bulk`, and acknowledge rows of a state. None for a
+        late repeat, whose epoch is cleared.
 
         Raises ValueError for token columns of unequal length, and for rows that lack a column that the state writes.
         Then the extent is freed, and nothing else changes.
@@ -136,7 +136,7 @@ class Warehouse:
         """The record of a commit, and how many bytes of `extent` it uses."""
         places, used = layout(self.columns, put.parts)
         if used > extent.nbytes:
-            raise ValueError(f"cells of {used} bytes in {extent}")
+            raise ValueError(f"put: cells of {used} bytes do not fit into {extent}")
         if put.epoch in self._gone:  # a late repeat is harmless
             return None, 0
         tables = self._tables(put.epoch, put.shape)
@@ -158,8 +158,8 @@ class Warehouse:
         return record, used if groups.any() else 0
 
     def _enter(self, tables: EpochTables, part: Slots, extent: Extent, begins: np.ndarray) -> tuple[Cells, np.ndarray]:
-        """Enter the new cells of a part. Returns which these are, and their groups. begins: `[C]` offsets in the
-        extent."""
+        """Enter the new cells of a part. Returns the cells (segment -1: not new), and the groups of the new ones.
+        begins: `[C]` offsets in the extent."""
         nbytes = part.length * items(self.columns, part.names)
         offset = extent.offset + begins[:, None] + np.cumsum(nbytes, 1) - nbytes
         cells = Cells(part.names, part.slots, part.length, np.full((1, 1), extent.segment, np.int32), offset)
@@ -170,7 +170,7 @@ class Warehouse:
         return cells, tables.groups_of(part)[new.any(0)]
 
     def _promised(self, put: Put) -> tuple[bool, int]:
-        """Whether states write back all columns of a put, and the bytes of it for which no memory is reserved. Raises
+        """Whether states write back all columns of a put, and how many of its bytes are above the reserve. Raises
         ValueError for a cell that is longer than its bound."""
         every, beyond = True, 0
         for part in put.parts if self.write_backs else ():
@@ -179,14 +179,14 @@ class Warehouse:
                 every &= kept is not None
                 if kept is not None and longest > kept and not open_ended(self.columns[name]):
                     raise ValueError(
-                        f"column {name!r}: a cell of {longest} bytes, the dock keeps {kept} free for it; raise the "
-                        "length limit that it was made with"
+                        f"column {name!r}: a cell has {longest} bytes, but the dock reserves {kept} for it; raise the "
+                        "length limit with which the dock was made"
                     )
                 beyond += 0 if kept is None else int((nbytes - kept).clip(0).sum())
         return every and bool(self.write_backs), beyond
 
     def _check_tokens(self, put: Put, tables: EpochTables) -> None:
-        """Raise ValueError where new token cells are not as long as the other token cells of their row."""
+        """Raise ValueError if new token cells are not as long as the other token cells of their row."""
         every = tuple(name for name, column in self.columns.items() if column.level == "token")
         for part in put.parts:
             mine = [i for i, name in enumerate(part.names) if name in every]
@@ -206,7 +206,7 @@ class Warehouse:
                 )
 
     def _check_complete(self, put: Put, tables: EpochTables) -> None:
-        """Raise ValueError where a state is done with rows that lack a column that it writes, also after this put."""
+        """Raise ValueError if a put acknowledges rows that still lack a column that the state writes."""
         rows, members = put.rows if put.checked else put.rows[:0], tables.shape.members
         for name in self.states[put.state].writes:
             at = rows // tables.repeat((name,))
@@ -222,7 +222,7 @@ class Warehouse:
     # looking
 
     def locate(self, epoch: int, columns: tuple[str, ...], rows: np.ndarray) -> list[np.ndarray]:
-        """Segment, offset and length `[C, n]` of cells, segment -1 of one that is not committed."""
+        """Segment (-1: the cell is not committed), offset and length `[C, n]` of cells."""
         tables = self._epochs.get(epoch)
         if tables is None:
             return no_cells(len(columns), len(rows))
@@ -231,7 +231,7 @@ class Warehouse:
     # clearing
 
     def clear(self, epoch: int, shape: Shape, groups: np.ndarray) -> Record | None:
-        """Free the cells of groups; None where they are freed already."""
+        """Free the cells of groups; None if they are freed already."""
         if epoch in self._gone:
             return None
         tables = self._tables(epoch, shape)
@@ -247,8 +247,8 @@ class Warehouse:
         return self._record(epoch, shape, cleared=groups.astype(np.int32))
 
     def _drop(self, tables: EpochTables, block: Block) -> bool:
-        """Free the complete cache lines of a block that belong to cleared groups. Returns True once all of the block is
-        free."""
+        """Free the complete cache lines of a block that belong to cleared groups. Returns whether the complete block is
+        free now."""
         dead = ~tables.alive[block.groups]
         if dead.all():
             for offset, nbytes in block.rest:
@@ -262,7 +262,7 @@ class Warehouse:
         return False
 
     def _cells_of(self, tables: EpochTables, block: Block, groups: np.ndarray) -> list[tuple[int, int]]:
-        """(offset, bytes) of the cells of groups that lie in a block, neighbours together."""
+        """(offset, bytes) of the cells of groups that are in a block; neighbouring cells are joined."""
         rows, names = rows_of_groups(groups, tables.shape.members), tuple(self.columns)
         segment, offset, length = tables.cells(names, rows)
         nbytes = length * items(self.columns, names)
@@ -273,8 +273,8 @@ class Warehouse:
         return list(zip(begin[flat].tolist(), sizes.tolist(), strict=True))
 
     def opened(self, epoch: int, shape: Shape) -> EpochTables | None:
-        """Tables of an open epoch; None where all of it is cleared. Raises ValueError for an epoch that is not open, or
-        has another shape."""
+        """Tables of an open epoch; None if all its groups are cleared. Raises ValueError for an epoch that is not open,
+        or has another shape."""
         if epoch in self._gone:
             return None
         if epoch not in self._epochs:
@@ -286,7 +286,7 @@ class Warehouse:
         if tables is None:
             tables = self._epochs[number] = EpochTables(shape, self._declared)
         if tables.shape != shape:
-            raise ValueError(f"epoch {number} of {shape}, it has {tables.shape}")
+            raise ValueError(f"epoch {number} is given with {shape}, it has {tables.shape}")
         return tables
 
     def _record(self, epoch: int, shape: Shape, **what: object) -> Record:
@@ -295,7 +295,7 @@ class Warehouse:
 
 
 def as_column(spec: ColumnSpec, data: np.ndarray, lengths: np.ndarray, packed: dict[bytes, Tensor]) -> Column:
-    """`[bytes]` uint8 as a column of B rows. packed: offsets by lengths, of columns that may share them."""
+    """`[bytes]` uint8 as a column of B rows. packed: offsets by lengths; columns with equal lengths share them."""
     values = torch.frombuffer(data, dtype=spec.dtype) if len(data) else torch.empty(0, dtype=spec.dtype)
     if spec.trailing:
         values = values.reshape(-1, *spec.trailing)

@@ -1,11 +1,11 @@
-"""Fail-stop: the ranks of a job watch each other. When one is lost, all end, each with a line that names it.
+"""Fail-stop: the ranks of a job watch each other. When a rank is lost, all end, each with a line that names that rank.
 
 A torchrun job cannot continue without one of its ranks. So a process ends at once when a link to another rank breaks,
 or is silent for a heartbeat (a machine without power breaks no connection), even if its main thread hangs in a
-collective. Each rank is linked to the lowest rank of its machine, these to rank 0, and every warehouse to the
-controllers. Generators of the launcher, the ranks after the trainers, are linked to rank 0, which expects them. A rank
-that stops sends over its links which rank was the cause. A rank that leaves in order sends this first, and no other
-stops.
+collective. Each rank is linked to the lowest rank of its machine, these lowest ranks to rank 0, and every warehouse to
+the controllers. Generators of the launcher, the ranks after the trainers, are linked to rank 0, which expects them. A
+rank that stops sends over its links which rank was the cause. A rank that leaves in order first sends this; then the
+other ranks continue.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mindspeed_rl_plugin.dock.rpc import Stream, frame, thread
 from mindspeed_rl_plugin.environment import flush_output, last_words
 
 PINGS_PER_HEARTBEAT = 4  # signs of life that a rank sends in one heartbeat
-SLOW_READER_SECONDS = 5.0  # that notes to a slow reader may take when a rank leaves
+SLOW_READER_SECONDS = 5.0  # that a rank waits, when it leaves, until slow readers have taken its notes
 STATUS = 1  # exit status of a rank that stops
-HEARTBEATS = 10  # in the deadline of ranks for each other
-HEARTBEAT = 30.0  # seconds, at least, so that a busy rank does not count as lost
+HEARTBEATS = 10  # number of heartbeats in the time that ranks wait for each other
+HEARTBEAT = 30.0  # least seconds of a heartbeat, so that a busy rank does not count as lost
 
 
 def heartbeat_of(deadline: float) -> float:
@@ -36,8 +36,8 @@ def heartbeat_of(deadline: float) -> float:
 
 
 class Link(Stream):
-    """A connection between two ranks for notes in both directions, which no sender waits for. rank, node: of the other
-    rank; heard: time of the last note."""
+    """A connection between two ranks for notes (messages without an answer) in both directions; `note` never waits.
+    rank, node: of the other rank; heard: time of its last note."""
 
     def __init__(self, connection: socket.socket, rank: int, node: str) -> None:
         super().__init__(connection)
@@ -47,11 +47,11 @@ class Link(Stream):
         self._writer: threading.Thread | None = None
 
     def note(self, message: Message) -> None:
-        """Send a note, in order: what the socket accepts now, the rest in a thread."""
+        """Send a note after the earlier ones: at once as far as the socket accepts it, the rest in a thread."""
         data = frame(message)[0]
         with self._more:
             if not self._left:
-                with contextlib.suppress(OSError):  # the end shows when it is read
+                with contextlib.suppress(OSError):  # the thread that reads notices a broken connection
                     data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
             if data:
                 self._left.append(data)
@@ -60,7 +60,7 @@ class Link(Stream):
                     self._writer = thread(self._write)
 
     def leave(self, last: Message) -> None:
-        """As `Stream.leave`, after the notes before it, for which it waits at most SLOW_READER_SECONDS."""
+        """As `Stream.leave`, once the earlier notes are sent; if this takes SLOW_READER_SECONDS, only close."""
         with self._more:
             sent = self._more.wait_for(lambda: not self._left, SLOW_READER_SECONDS)
             super().leave(last) if sent else self.close()
@@ -100,7 +100,7 @@ class Watch:
         self._expected.pop(link.rank, None)
 
     def expect(self, ranks: Iterable[int]) -> None:
-        """Ranks that must be linked within a heartbeat from now."""
+        """Expect these ranks: each must be linked within a heartbeat from now."""
         self._expected = dict.fromkeys(ranks, self._clock())
 
     def remove(self, link: Link) -> None:
@@ -117,7 +117,7 @@ class Watch:
         return self.heartbeat / PINGS_PER_HEARTBEAT / 2
 
     def tick(self) -> None:
-        """Send a sign of life when it is time, and check for links without one."""
+        """Send a sign of life when it is time, and stop if a link was silent for a heartbeat."""
         now = self._clock()
         asleep, self._ticked = now - self._ticked > self.heartbeat / 2, now
         if now - self._sent >= self.heartbeat / PINGS_PER_HEARTBEAT:
@@ -125,7 +125,7 @@ class Watch:
             for link in list(self._links):
                 link.note(Ping())
         for link in list(self._links):
-            if asleep:  # this process itself was stopped: notes that came meanwhile are not read yet
+            if asleep:  # this process itself was suspended: notes that arrived meanwhile are not read yet
                 link.heard = now
             elif now - link.heard > self.heartbeat:
                 self.stop(link.rank, f"silent for {self.heartbeat:g} s", link.node)
@@ -133,11 +133,11 @@ class Watch:
             if asleep:
                 self._expected[rank] = now
             elif now - since > self.heartbeat:
-                self.stop(rank, f"it should generate, and has not come for {self.heartbeat:g} s: look at what it says")
+                self.stop(rank, f"it should generate, but did not connect within {self.heartbeat:g} s; see its output")
 
     def stop(self, rank: int, why: str, node: str = "") -> None:
-        """End this process because of another rank, on machine `node`. Returns only if `end` does."""
-        if rank == self.rank:  # this rank was the cause: it told another rank, which tells all
+        """End this process because another rank, on machine `node`, is lost. Returns only if `end` returns."""
+        if rank == self.rank:  # this rank was the cause: it has told another rank, which tells all
             return None
         if not self._stopping.acquire(blocking=False):
             return None if self._end is not os._exit else threading.Event().wait()  # another thread ends this process

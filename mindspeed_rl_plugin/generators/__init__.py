@@ -1,1 +1,1 @@
-"""Engines outside of the trainers: processes that take prompts from the dock, and weights that trainers publish."""
+"""Engines in processes without trainers: they take prompts from the dock, and weights that trainers publish."""

@@ -1,4 +1,4 @@
-"""The description of a job for the engines that work for it, as JSON in the dock's directory."""
+"""The description of a job for its engines, as JSON in the dock's directory."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ JOB, TRAINER_WEIGHTS = "job", "weights"  # keys in the dock's directory
 class Description:
     """All that an engine must know of the job."""
 
-    engine: VllmOptions  # options of an engine by the job's flags
+    engine: VllmOptions  # options of an engine, from the job's flags
     sampling: Sampling  # of a rollout's responses
     seed: int  # base of their seeds
     inflight: str  # what new weights do to unfinished responses: keep, recompute or drain
-    strict: bool  # whether each rollout is sampled by one version, in equal parts
-    deadline: float  # seconds of any wait
-    vocabulary: str = ""  # `vocabulary_digest` of the tokenizer, "" where engines need none
+    strict: bool  # whether one version samples each rollout, and each engine an equal part of it
+    deadline: float  # most seconds of a wait
+    vocabulary: str = ""  # `vocabulary_digest` of the tokenizer; "": engines need no tokenizer
     run: str = ""  # directory of the run
-    tokenizer: str | None = None  # directory of the tokenizer by which engines render answers to the model
-    environments: Mapping[str, Any] | None = None  # that answer the model, see `ResponseKind.described`
+    tokenizer: str | None = None  # directory of the tokenizer that encodes replies of tools and environments
+    environments: Mapping[str, Any] | None = None  # tools and environments, see `ResponseKind.described`
     version: str = mindspeed_rl_plugin.__version__  # of the package
 
     def check_tokenizer(self, path: str | None) -> None:
-        """Raise ValueError where engines need a tokenizer and this one differs from the job's. path: its directory
-        here."""
+        """Raise ValueError if engines need a tokenizer, and the tokenizer in directory `path` has other tokens than the
+        job's."""
         if not self.vocabulary:
             return
         try:
             mine = vocabulary_digest(path or "", self.engine.trust_remote_code)
         except ValueError as error:
-            raise ValueError(f"{error}; give --tokenizer a copy of the job's") from error
+            raise ValueError(f"{error}; give --tokenizer a copy of the job's tokenizer") from error
         if mine != self.vocabulary:
             raise ValueError(
                 f"the tokenizer in {path} has other tokens (digest {mine}) than the job's (digest {self.vocabulary}), "
-                "with which --rl-stop ends responses and tools answer; give --tokenizer a copy of the job's"
+                "which --rl-stop and tools need; give --tokenizer a copy of the job's tokenizer"
             )
 
     def to_json(self) -> str:
@@ -54,28 +54,28 @@ class Description:
 
     @classmethod
     def from_json(cls, text: str) -> Description:
-        """Inverse of `to_json`. Raises ValueError for another version of the package, or none."""
+        """Inverse of `to_json`. Raises ValueError if the text is empty, or of another version of the package."""
         if not text:
             raise ValueError("this job takes no engines: start it with --rl-schedule async")
         fields = json.loads(text)
         if (theirs := fields.get("version")) != (ours := mindspeed_rl_plugin.__version__):
-            raise ValueError(f"the job runs mindspeed_rl_plugin {theirs}, here is {ours}; install the job's")
+            raise ValueError(f"the job runs mindspeed_rl_plugin {theirs}, this process {ours}; install the job's one")
         fields["engine"] = VllmOptions(**_tuples(fields["engine"]))
         fields["sampling"] = Sampling(**_tuples(fields["sampling"]))
         return cls(**fields)
 
 
 def job_of(dock: GuestDock, strict: bool = False) -> Description:
-    """The job's description for an engine. strict: whether the engine has a share of a strict order. Raises ValueError
-    where it cannot join."""
+    """The job's description for a process that joins. strict: whether the process may join a job with a strict order.
+    Raises ValueError if it may not join."""
     job = Description.from_json(json.loads(dock.about or "{}").get(JOB, ""))
     if job.strict and not strict:
-        raise ValueError("--rl-async-order strict deals rollouts to the engines of its start: none can join later")
+        raise ValueError("--rl-async-order strict divides rollouts among the job's first engines: none can join later")
     return job
 
 
 def welcome(dock: GuestDock, job: Description, address: str) -> str:
-    """The line of an engine that has joined."""
+    """The line that an engine prints when it has joined."""
     version = dock.news(0, 0.0).version
     weights = f"its newest weights are version {version}" if version >= 0 else "waiting for its first weights"
     return f"joined the job at {address} (run {job.run}); {weights}"
@@ -87,5 +87,5 @@ def weights_of(dock: GuestDock) -> TrainerWeights:
 
 
 def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Make tuples of JSON's lists; the config, a dict, keeps its lists."""
+    """Make tuples of JSON's lists, but not of lists inside of the config, which is a dict."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -1,4 +1,4 @@
-"""Loop of an engine that works for a job: rows from the dock, weights from the trainers, responses into the dock."""
+"""Loop of an engine that works for a job: gets rows from the dock and weights from the trainers, writes responses."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from mindspeed_rl_plugin.generators.scheduler import Scheduler
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 from mindspeed_rl_plugin.weights.pull import Puller
 
-POLL_SECONDS = 0.2  # at most, that the engine runs steps before its first rank looks for rows again
-STEPS = 8  # the same in steps, for engines that share experts: all run equally many
+POLL_SECONDS = 0.2  # most time that the engine runs steps before its first rank looks for rows again
+STEPS = 8  # as POLL_SECONDS, but a number of steps, for engines that share experts: all run the same number
 
 
 class Team(GroupPeers):
-    """The ranks of the default group: of one engine, or of engines that share experts. Collectives use gloo; the
-    constructor is one. deadline: seconds of any wait, from the job."""
+    """The ranks of the default group: those of one engine, or of engines that share experts. Collectives use gloo. The
+    constructor is collective. deadline: most seconds of a wait."""
 
     def __init__(self, deadline: float) -> None:
         super().__init__(dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline)))
 
     @cached_property
     def here(self) -> list[int]:
-        """The ranks on this machine. Collective, the first time."""
+        """The ranks on this machine. The first use is collective."""
         machines = self.gather(machine())
         return [rank for rank, name in enumerate(machines) if name == machines[self.rank]]
 
     def of_replica(self, engine: Engine, deadline: float) -> Peers:
-        """The ranks of one of the engines that share experts. Collective. deadline: seconds of a wait."""
+        """The ranks of this rank's engine, one of those that share experts. Collective. deadline: seconds of a wait."""
         return self if engine.replicas == 1 else make_peers(self, (engine.replica,), self._group, deadline)
 
 
 @dataclass
 class EngineLoop:
-    """The loop on the ranks of an engine, until the job ends or the engine is to leave."""
+    """The loop on the ranks of an engine. It ends when the job ends or the engine leaves."""
 
     engine: Engine
     puller: Puller
     job: Description
     team: Team
-    scheduler: Scheduler | None  # of the first rank, None on the others
+    scheduler: Scheduler | None  # on the first rank; None on the other ranks
 
     def run(self) -> None:
-        """The first rank decides the next action, and all do it."""
-        self._requests: dict[SampleId, GenerateRequest] = {}  # unfinished ones here
-        self._making = 0  # unfinished responses, with those of engines that share experts
+        """The first rank chooses the next action, and all ranks do it."""
+        self._requests: dict[SampleId, GenerateRequest] = {}  # unfinished requests of this engine
+        self._making = 0  # number of unfinished responses, with those of engines that share experts
         first = self.scheduler
         self._weights = Weights(self.puller, first.pull_ended if first else lambda version: None)
         while not (action := self.team.share(first.next() if first else None)).end:
@@ -79,7 +79,7 @@ class EngineLoop:
                 self.scheduler.done(finished, self.engine.digest)
 
     def _step(self) -> list[Completion]:
-        """Run steps for a while. Returns what all replicas have finished."""
+        """Run some steps. Returns the finished responses of all engines that share experts."""
         engine, alone = self.engine, self.engine.replicas == 1
         finished = engine.poll(POLL_SECONDS) if alone else engine.step_along(STEPS)
         for completion in finished:
@@ -95,8 +95,8 @@ class EngineLoop:
         self._requests |= {request.id: request for request in requests}
 
     def _apply(self, version: int) -> None:
-        """Apply new weights between two steps. If a rank could not pull them because newer ones have overwritten them,
-        the first rank asks for the newer ones."""
+        """Apply new weights between two steps. If a rank could not pull them because newer weights have overwritten
+        them, the first rank will ask for the newer weights."""
         began = time.monotonic()
         errors = [error for error in self.team.gather(self._weights.finish()) if error is not None]
         lost = any(isinstance(error, ConnectionError) for error in errors)

@@ -1,4 +1,4 @@
-"""The state of an engine, and a pure function from it to the next action. `tools/plan/simulate.py` calls it, too."""
+"""The state of an engine, and a pure function that chooses the next action. `tools/plan/simulate.py` calls it too."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from mindspeed_rl_plugin.rows import GenerateRequest, SampleId
 
 
 class Action(NamedTuple):
-    """What all ranks of an engine do next: one of the following, or only steps of the engine."""
+    """What all ranks of an engine do next: one of these fields, or only steps of the engine."""
 
     apply: int = -1  # version to put into the engine; -1: none
     pull: int = -1  # version to pull during the engine's steps; -1: none
     take: int = 0  # most rows to lease, by the first rank
-    wait: bool = False  # the first rank waits for news of weights: there is nothing else to do
+    wait: bool = False  # the first rank waits for weights, since there is nothing else to do
     requests: tuple[tuple[int, GenerateRequest], ...] = ()  # leased rows, each with the replica that samples it
     end: bool = False  # leave the job
 
 
 @dataclass
 class EngineState:
-    """The state of an engine. A pull ends in another thread: it sets `pulled` before `pulling`, and readers read
-    `pulling` first."""
+    """The state of an engine. Versions: -1 if there is none. A pull ends in another thread, which sets `pulled` before
+    `pulling`; so readers read `pulling` first."""
 
-    slots: int = 1  # rows that it samples at once
-    drain: bool = False  # whether rows end before the weights change
-    strict: bool = False  # weights change only for rows that pin a version, and one rollout follows the other
-    version: int = -1  # of its weights; -1: none, as below
+    slots: int = 1  # most rows that are sampled at once
+    drain: bool = False  # whether running rows must end before the weights change
+    strict: bool = False  # weights change only for rows that pin a version; a rollout ends before the next begins
+    version: int = -1  # of the engine's weights
     pulling: int = -1  # version that is being pulled
     pulled: int = -1  # version that was pulled and can be applied
     announced: int = -1  # newest version of the job
-    needs: VersionBound | None = None  # of the next rows in the dock, where `version` may not sample them
+    needs: VersionBound | None = None  # bound of the next rows in the dock, if `version` may not sample them
     running: dict[SampleId, Any] = field(default_factory=dict)  # rows that are sampled now, each with its `bound`
 
     def pull_begins(self, version: int) -> None:
-        """The pull overwrites the version that was pulled before."""
+        """The pull overwrites a version that was pulled earlier."""
         self.pulled, self.pulling = -1, version
 
     def pull_ended(self, version: int) -> None:
@@ -52,7 +52,7 @@ def choose(state: EngineState) -> Action:
     wanted = _wanted(state)
     if state.pulled >= 0 and _may_apply(state, wanted):
         return Action(apply=state.pulled)
-    # A pull would overwrite the weights that wait until running rows end.
+    # While running rows must end, pulled weights wait; a new pull would overwrite them.
     draining = state.drain and state.running and state.pulled > state.version
     if wanted not in (-1, state.version, state.pulled) and state.pulling < 0 and not draining:
         return Action(pull=wanted)
@@ -61,7 +61,7 @@ def choose(state: EngineState) -> Action:
 
 
 def _wanted(state: EngineState) -> int:
-    """The version to use: the one that rows pin, else the newest."""
+    """The version to use: the version that rows pin, else the newest (under a strict order: the current version)."""
     if any(row.bound.pinned for row in state.running.values()):
         return state.version
     if state.needs is not None and state.needs.pinned:
@@ -70,17 +70,17 @@ def _wanted(state: EngineState) -> int:
 
 
 def _may_apply(state: EngineState, wanted: int) -> bool:
-    """Whether to apply the pulled version now: it is the wanted one, or newer than the engine's where the newest is
-    wanted."""
+    """Whether to apply the pulled version now: if it is the wanted version or, if the newest is wanted, newer than the
+    engine's; and if running rows allow it."""
     fits = state.pulled == wanted or (wanted == state.announced and state.pulled > state.version)
     waits = state.drain and state.running
     return fits and not waits and all(row.bound.allows(state.pulled) for row in state.running.values())
 
 
 def _may_take(state: EngineState) -> bool:
-    """Whether to lease rows. An engine does not lease while newer weights wait until its running rows end, or when it
-    is idle and the dock has no row that it may sample. While rows are running, it asks the dock again: other engines
-    may have taken the rows that it may not sample."""
+    """Whether to lease rows. An engine does not lease while newer weights wait until its running rows end, or if it has
+    no running rows and may not sample the dock's next rows. With running rows it asks the dock again, since other
+    engines may have taken those next rows."""
     if state.strict:
         return not state.running and state.needs is None and max(state.version, state.announced) >= 0
     draining = state.drain and state.pulled > state.version

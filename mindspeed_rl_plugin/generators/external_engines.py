@@ -1,6 +1,6 @@
-"""Engines that are no ranks of the launcher. The first trainer writes the file with the secret by which they join, and
-runs a process that supervises Ray's engines and one for each of the user's servers. A server that fails only costs the
-time of its rows, as a joined engine does: it is tried again until no engine has generated for --rl-wait-timeout."""
+"""Engines that are no ranks of the launcher. The first trainer writes the file with the secret with which they join. It
+also runs a process that supervises Ray's engines, and a process for each server of the user. If a server fails, only
+its unfinished responses are lost: it is tried again as long as the job runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.environment import environment_apart, launch_env, say
 from mindspeed_rl_plugin.generators.vllm_server import VllmServer, problems
 
-ENGINES_END_SECONDS = 30.0  # that supervisors have to end Ray's tasks, or to leave their server
-AGAIN_SECONDS = 5.0  # until a server that failed is tried again
-WORKED_SECONDS = 60.0  # of work after which the same failure is printed again
+ENGINES_END_SECONDS = 30.0  # time for supervisors to end Ray's tasks, or to leave their server
+AGAIN_SECONDS = 5.0  # between the failure of a server and the next try
+WORKED_SECONDS = 60.0  # if a server worked for longer, an equal failure is printed again
 AT_URL = (sys.executable, "-m", "mindspeed_rl_plugin", "generate", "--engine-url")
 ON_RAY = (sys.executable, "-m", "mindspeed_rl_plugin.generators.on_ray")
 
@@ -49,13 +49,13 @@ def _ray(wanted: Generators) -> list[str]:
 
 
 def check_servers(config: RLConfig, model: Mapping[str, Any], dtype: str) -> Iterator[str]:
-    """Why the user's servers cannot generate; on the first rank. model, dtype: config and dtype of the engines, empty
-    while unknown."""
+    """Why the user's servers cannot generate; only on the first rank. model, dtype: config and dtype of the engines,
+    empty if they are not known yet."""
     urls, most = config.schedule.engine_url, config.data.max_prompt_length + config.rollout.max_response_length
     if launch_env()["rank"]:
         return
     if len(set(urls)) < len(urls):
-        yield f"--rl-engine-url {' '.join(urls)}: a server is named twice; give each once"
+        yield f"--rl-engine-url {' '.join(urls)}: a server is given twice; give each server once"
     for url in urls:
         try:
             served = VllmServer(url, config.monitor.wait_timeout).check()[0]
@@ -70,12 +70,12 @@ def check_servers(config: RLConfig, model: Mapping[str, Any], dtype: str) -> Ite
 class _Supervisor:
     """A process that supervises engines."""
 
-    without: str  # end of the message when it has failed
-    log: Path  # its output
+    without: str  # begin of the message when the process has failed
+    log: Path  # file with the output
     command: Sequence[str]
-    again: bool  # whether it is started again after a failure
-    due: float = 0.0  # time of the next start, by `time.monotonic`; 0 while it runs
-    said: str = ""  # the last message about its end
+    again: bool  # whether the process is started again after a failure
+    due: float = 0.0  # time of the next start, by `time.monotonic`; 0 while the process runs
+    said: str = ""  # the last message about a failure
     began: float = 0.0  # time of the last start, by `time.monotonic`
 
     def start(self) -> None:
@@ -84,7 +84,7 @@ class _Supervisor:
             self.process, self.due, self.began = subprocess.Popen(self.command, **how), 0.0, time.monotonic()
 
     def look(self) -> None:
-        """Start it again if it has ended. Raises RuntimeError if it must not be started again."""
+        """Start the process again if it has ended. Raises RuntimeError if it must not be started again."""
         if self.process.poll() is None or time.monotonic() < self.due:
             return
         if self.due:
@@ -102,8 +102,8 @@ class _Supervisor:
 class ExternalEngines:
     """Supervisors of Ray's engines and of the user's servers, on the leader.
 
-    secret_file: engines join with it until `close`; ended: called when the job has ended in order; ray: number of
-    engines for Ray; urls: of servers that generate; folder: of the run.
+    secret_file: with which engines join, until `close`; ended: to be called when the job has ended in order; ray:
+    engines that Ray places, None: none; urls: of servers that generate; folder: of the run.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class ExternalEngines:
             self._start(f"the server at {url} generates no more", f"engine-at-url-{number}", [*AT_URL, url], again=True)
 
     def check(self) -> None:
-        """Called regularly. Raises RuntimeError where Ray runs no engines any more."""
+        """Called regularly. Raises RuntimeError if Ray runs no engines any more."""
         for one in self._supervisors:
             one.look()
 
     def text(self) -> str:
-        """Which servers have failed, for an error."""
+        """Which servers have failed, as the end of an error message."""
         return "".join(f"; {one.said}" for one in self._supervisors if one.said)
 
     def close(self) -> None:

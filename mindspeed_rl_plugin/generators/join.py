@@ -1,4 +1,4 @@
-"""`python -m mindspeed_rl_plugin generate`: one more engine for a running job, from any machine.
+"""`python -m mindspeed_rl_plugin generate`: one more engine for a running job, on any machine.
 
 An engine of several ranks is started by torchrun: `torchrun --nproc-per-node N -m mindspeed_rl_plugin generate ...`.
 """
@@ -19,10 +19,10 @@ from mindspeed_rl_plugin.processes import attend
 from mindspeed_rl_plugin.service.invitation import parse_address, read_secret
 
 LEFT = "the engine has left the job"
-OF_OWN = ("kv_cache_gb", "device_memory_utilization")  # options only for an engine that is built here
+OF_OWN = ("kv_cache_gb", "device_memory_utilization")  # options that have no effect on a server
 _EPILOG = (
-    "Model, tokenizer, sampling and seeds come from the job. SIGTERM: responses in the making go back to the job, then "
-    "the engine leaves. An engine that dies costs the job nothing but their time."
+    "Model, tokenizer, sampling and seeds come from the job. After SIGTERM the engine gives its unfinished rows back "
+    "and leaves. If an engine dies, other engines sample its unfinished responses again."
 )
 
 
@@ -44,21 +44,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    """The parser ends the process for options that have no effect on a server."""
+    """Parse the command line. Ends the process if options are given that have no effect on a server."""
     parser = _parser()
     options = parser.parse_args(argv)
     given = [f"--{name.replace('_', '-')}" for name in OF_OWN if getattr(options, name) is not None]
     if options.engine_url and given:
         parser.error(
-            f"{', '.join(given)}: the server at --engine-url {options.engine_url} has its own; leave that out here, "
-            "and start the server with it"
+            f"{', '.join(given)}: the server at --engine-url {options.engine_url} manages its own memory; remove this "
+            "here, and set the server's memory when you start it"
         )
     return options
 
 
 def _generate(options: argparse.Namespace, leaving: threading.Event) -> None:
     attend()
-    # Imported only now: they take seconds.
+    # Imported only now, since these imports take seconds.
     import torch.distributed as dist
 
     from mindspeed_rl_plugin.generators.launcher_ranks import begin, init_group, store
@@ -90,12 +90,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     parser.add_argument("--join", required=True, metavar="HOST:PORT", help="the job's address, printed at its start")
-    parser.add_argument("--secret-file", required=True, help="the job's secret, a file of mode 600; printed there too")
-    parser.add_argument("--engine-url", metavar="URL", help="generate by the `vllm serve` there: docs/schedules.md")
+    parser.add_argument("--secret-file", required=True, help="file with the job's secret, of mode 600; also printed")
+    parser.add_argument("--engine-url", metavar="URL", help="generate with this `vllm serve`, see docs/schedules.md")
     parser.add_argument("--max-running", type=int, help="most sequences decoded at once (default: the job's)")
     parser.add_argument("--kv-cache-gb", type=float, help="KV cache of one rank on a host without accelerator")
     parser.add_argument("--device-memory-utilization", type=float, help="share of the device's memory for the engine")
-    of_job = "its directory here, where the job runs elsewhere and has --rl-stop, tools or environments"
+    of_job = "copy of the job's tokenizer here, if the job runs elsewhere and has --rl-stop, tools or environments"
     parser.add_argument("--tokenizer", help=of_job)
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that its ranks wait to meet")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that ranks wait for each other at start")
     return parser

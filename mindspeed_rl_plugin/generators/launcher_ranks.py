@@ -1,6 +1,6 @@
 """The last ranks of a job as generators: the process group of their engine, and how they find the trainers' dock.
 
-Trainers and generators are ranks of one launcher, and share its store; for Megatron there are only the trainers.
+Trainers and generators are ranks of one launcher and share the launcher's store; Megatron sees only the trainers.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from mindspeed_rl_plugin.environment import (
     say,
 )
 
-KEY, ENDED, START_NAME = "dock", "ended", "start"  # in the launcher's store
+KEY, ENDED, START_NAME = "dock", "ended", "start"  # keys in the launcher's store
 KEY_LOOK_SECONDS = 0.1  # between two looks for a key
-BEGIN_SECONDS = 600.0  # from the first rank that starts to the last
+BEGIN_SECONDS = 600.0  # most time between the starts of the first and the last rank
 WATCH_SECONDS = 1.0  # between two checks whether another rank was started again
 _over = threading.Event()  # set when this process ends
-_own_store: dist.Store | None = None  # of this start, while its first rank lives
+_own_store: dist.Store | None = None  # the store of this start, held by rank 0
 
 
 @dataclass(frozen=True)
 class RankSplit:
-    """Trainers are the first ranks, generators the last."""
+    """How ranks are divided: trainers are the first ranks, generators the last."""
 
     world: int  # ranks of the launcher
     local: int  # ranks of one machine
@@ -57,10 +57,10 @@ class RankSplit:
         return self.generators // self.engine
 
     def check(self) -> None:
-        """Raise ValueError where the ranks do not divide."""
+        """Raise ValueError if the ranks cannot be divided so."""
         flag = f"--rl-generators {self.generators}"
         if self.trainers < 1:
-            raise ValueError(f"{flag} leaves no rank of {self.world} to train; start more ranks, or give fewer")
+            raise ValueError(f"{flag} leaves no rank of {self.world} to train; start more ranks or fewer generators")
         if self.generators % self.engine:
             raise ValueError(
                 f"{flag} is not a multiple of the {self.engine} ranks of an engine (--rl-generate-tp, "
@@ -68,12 +68,12 @@ class RankSplit:
             )
         if self.world > self.local and self.generators % self.local:
             raise ValueError(
-                f"{flag} with {self.local} ranks a machine leaves {self.trainers} trainers, no whole number of "
-                f"machines, which Megatron needs; give a multiple of {self.local}"
+                f"{flag} with {self.local} ranks a machine leaves {self.trainers} trainers, but Megatron needs all "
+                f"ranks of its machines; give a multiple of {self.local}"
             )
 
     def _near(self) -> str:
-        """The nearest valid number of ranks, for the message."""
+        """What to change, with the nearest valid numbers of generators, for the message."""
         step = math.lcm(self.engine, self.local) if self.world > self.local else self.engine
         below = self.generators - self.generators % step
         fit = [n for n in (below, below + step) if 0 < n < self.world]
@@ -91,13 +91,13 @@ class RankSplit:
 
 
 def ranks_text(first: int, count: int) -> str:
-    """So many ranks from the first on."""
+    """A text that names `count` ranks from `first` on."""
     return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
 
 def part(split: RankSplit) -> int | None:
-    """Make this process one of the trainers, or one rank of an engine. Returns the engine's number, None for a trainer.
-    Raises ValueError where the ranks do not divide."""
+    """Make this process a trainer, or a rank of an engine. Returns the number of the engine, None for a trainer. Raises
+    ValueError if the ranks cannot be divided so."""
     split.check()
     rank = launch_env()["rank"]
     if rank < split.trainers:
@@ -110,15 +110,15 @@ def part(split: RankSplit) -> int | None:
 
 
 def store() -> dist.Store:
-    """The launcher's store, which trainers and generators share, with keys of this start of the job only."""
+    """The launcher's store, which trainers and generators share; only keys of this start of the job."""
     host, port, start = launcher_store()
     return dist.PrefixStore(f"mindspeed_rl/{start}", dist.TCPStore(host, port, None, False, wait_for_workers=False))
 
 
 def begin() -> None:
-    """Where the launcher may restart its ranks, make them connect by a store of this start, at rank 0's own address.
-    The launcher's store still holds addresses of dead ranks, and MASTER_ADDR may forward no port but MASTER_PORT
-    (Kubernetes). Raises TimeoutError."""
+    """If the launcher may restart its ranks, let them connect with a new store for this start, at rank 0's address. The
+    launcher's store still has the addresses of dead ranks, and MASTER_ADDR may forward no port but MASTER_PORT (in
+    Kubernetes). Raises TimeoutError."""
     global _own_store
     if not may_restart() or launcher_store()[2]:
         return
@@ -135,9 +135,9 @@ def begin() -> None:
 def agree(
     keys: dist.Store, rank: int, world: int, place: str, end: Callable[[int], object] = os._exit
 ) -> tuple[str, str]:
-    """Agree on a name of this start and on `place` of its rank 0, whatever dead ranks of earlier starts have written.
-    (TORCHELASTIC_RESTART_COUNT is no such name: each agent counts for itself.) From then on `end` is called when
-    another rank was restarted: rank 0 watches all others, and they watch rank 0."""
+    """Agree on a name of this start and on `place` (host and port) of its rank 0; keys of earlier starts do not
+    disturb. (TORCHELASTIC_RESTART_COUNT cannot be the name, since agents count restarts separately.) From then on `end`
+    is called when another rank was restarted: rank 0 watches all other ranks, and these watch rank 0."""
     if rank == 0:
         name = secrets.token_hex(8)
         keys.set(START_NAME, name)
@@ -147,7 +147,7 @@ def agree(
     keys.set(f"asks {rank}", question)
     while not keys.check([question]):
         if time.monotonic() > until:
-            raise TimeoutError(f"rank 0 did not start within {BEGIN_SECONDS:g} s; look at what it says")
+            raise TimeoutError(f"rank 0 did not start within {BEGIN_SECONDS:g} s; look at the output of rank 0")
         time.sleep(KEY_LOOK_SECONDS)
     name, place = keys.get(question).decode().split(maxsplit=1)
     keys.set(f"{name} {rank}", "heard")
@@ -156,14 +156,14 @@ def agree(
 
 
 def _thread(work: Callable[..., None], *arguments: object) -> None:
-    """Start a thread, and stop it before the interpreter ends, so that it does not use the store then."""
+    """Start a thread. It is stopped before the interpreter ends, since it must not use the store then."""
     thread = threading.Thread(target=work, args=arguments, daemon=True, name="start")
     thread.start()
     atexit.register(lambda: (_over.set(), thread.join(WATCH_SECONDS)))
 
 
 def _answer(keys: dist.Store, name: str, place: str, world: int, end: Callable[[int], object]) -> None:
-    """Answer the other ranks until all know the name; from then on watch them."""
+    """Answer the other ranks until all know the name; then watch them."""
     left, told, until = set(range(1, world)), dict[int, bytes](), time.monotonic() + BEGIN_SECONDS
     with contextlib.suppress(dist.DistError):  # the launcher has ended
         while left and time.monotonic() < until and not _over.is_set():
@@ -188,7 +188,7 @@ def _stay(keys: dist.Store, rank: int, others: Mapping[int, tuple[str, bytes]], 
 
 
 def publish_address(address: str, secret_file: str) -> None:
-    """Called by the first trainer, once its dock accepts connections."""
+    """Called by the first trainer, once the dock accepts connections."""
     store().set(KEY, f"{address} {Path(secret_file).read_text()}")
 
 
@@ -198,7 +198,7 @@ def publish_end() -> None:
 
 
 def has_ended() -> bool:
-    """Whether the job has ended in order, maybe before an engine has joined."""
+    """Whether the job has ended in order; it may do so before an engine has joined."""
     try:
         return store().check([ENDED])
     except dist.DistError:
@@ -212,21 +212,21 @@ def wait_for_address(deadline: float) -> tuple[str, bytes]:
         keys.wait([KEY], datetime.timedelta(seconds=deadline))
     except dist.DistStoreError as error:
         raise TimeoutError(
-            f"the trainers did not open their dock within {deadline:g} s (--rl-wait-timeout): look at what their ranks "
-            "say"
+            f"the trainers did not open their dock within {deadline:g} s (--rl-wait-timeout); look at the trainers' "
+            "output"
         ) from error
     address, secret = keys.get(KEY).decode().split()
     return address, bytes.fromhex(secret)
 
 
 def join_group(engine: int, deadline: float) -> None:
-    """The default process group of the ranks of one engine, in the launcher's store."""
+    """Make the default process group of the ranks of one engine, with the launcher's store."""
     init_group(dist.PrefixStore(f"engine{engine}", store()), datetime.timedelta(seconds=deadline))
 
 
 def init_group(keys: dist.Store, limit: datetime.timedelta, kind: str | None = None) -> None:
-    """The default process group of all ranks of the environment. kind: of device, None for that of this process; with
-    "cpu" no device is used."""
+    """Make the default process group of all ranks of the environment. kind: of device, None for this process's device;
+    with "cpu" no device is used."""
     env, kind = launch_env(), kind or get_device().kind
     if kind != "cpu":
         get_device().api.set_device(env["local_rank"])

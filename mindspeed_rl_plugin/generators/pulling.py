@@ -25,15 +25,15 @@ def puller_of(
     rank: int,
     here: list[int],
 ) -> Puller:
-    """A puller of the weights that a job publishes, for a rank of an engine. here: ranks of the engine on this machine,
-    of which one reads."""
+    """A puller of the weights that a job publishes, for a rank of an engine. here: ranks of the engine on this machine;
+    one of them reads for all."""
     limits = {"deadline": job.deadline, "sharing": partial(Shared, dock.calls.me)}
     return Puller(weights_of(dock), parallel, parameters, sources_of(dock), rank=rank, ranks=here, **limits)
 
 
 class Weights:
-    """Pulls weights during the engine's steps. ready: called when a pull has ended, also by an error. cost: seconds of
-    all successful pulls, and bytes that this process read for them, since `take_cost`."""
+    """Pulls weights during the engine's steps. ready: called when a pull has ended, also with an error. cost: seconds
+    of all successful pulls, and bytes that this process read for them, since the last `take_cost`."""
 
     def __init__(self, puller: Puller, ready: Callable[[int], None]) -> None:
         self.puller, self._ready = puller, ready
@@ -41,7 +41,7 @@ class Weights:
         self.cost = (0.0, 0)
 
     def pull(self, version: int) -> None:
-        """Begin to pull a version, once the pull before has ended."""
+        """Begin to pull a version, once the previous pull has ended."""
         self.finish()
         self._last = in_background("pull", partial(self._pull, version))
 
@@ -50,7 +50,7 @@ class Weights:
         return self._last is not None and not self._last.done()
 
     def finish(self) -> BaseException | None:
-        """Wait for the last pull. Returns its error."""
+        """Wait for the last pull. Returns its error, or None."""
         return None if self._last is None else self._last.exception()
 
     def take_cost(self) -> tuple[float, int]:

@@ -19,15 +19,15 @@ from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.notes import Announced
 from mindspeed_rl_plugin.stages.generate import SPEC, completion_rows, requests_of
 
-NEWS_SECONDS = 1.0  # at most, for which an engine without weights waits for news at once
-LEASE_SECONDS = 86400.0  # long: a lost engine shows by its connection, and a response may take long
+NEWS_SECONDS = 1.0  # longest single wait for weights
+LEASE_SECONDS = 86400.0  # long: a lost engine is noticed by its connection, and a response may take long
 REPORT_SECONDS = 0.5  # between two reports of counts
-ROWS_SECONDS = 0.25  # at most, for which an engine without rows waits for some at once
-EMPTY_SECONDS = 0.02  # before it asks again when all rows are done
+ROWS_SECONDS = 0.25  # longest single wait for rows
+EMPTY_SECONDS = 0.02  # pause before the next question for rows if all rows are done
 Span = tuple[str, float, float]  # (what, begin, end), seconds since 1970
-GAP_SECONDS = 0.02  # between two spans of one kind that are joined
-LONGEST_SECONDS = 4.0  # of a span that continues, before a part of it is reported
-MOST = 2000  # spans that are kept until they are reported; above it the oldest are lost
+GAP_SECONDS = 0.02  # most time between two spans of one kind that are joined
+LONGEST_SECONDS = 4.0  # a span that has lasted longer is reported, and its rest is a new span
+MOST = 2000  # most spans that wait to be reported; above it the oldest are lost
 
 
 @dataclass
@@ -41,13 +41,13 @@ class _Leased:
 
 
 class Scheduler:
-    """slots: responses that a replica samples at once.
-    replicas: number of engines that share experts and work as one, else 1.
-    share: of each rollout under a strict order, (i, n).
-    leaving: set when the engine is to leave.
+    """slots: most responses that a replica samples at once.
+    replicas: number of engines that share experts and work as one; 1: the engine shares none.
+    share: (i, n): under a strict order this engine samples part i of n of each rollout.
+    leaving: set when the engine must leave.
     counts: since the engine joined: responses, tokens, seconds of work, seconds without work by cause, and costs of
     weights.
-    spans: the times of these.
+    spans: when the engine worked, had no work, or pulled.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Scheduler:
         self.state = EngineState(slots * replicas, job.inflight == "drain", job.strict)
         self.counts: dict[str, float] = {}
         self.spans = Spans()
-        self._lost: tuple[int, Exception | None] = (-1, None)  # wanted weights that do not exist any more
+        self._lost: tuple[int, Exception | None] = (-1, None)  # wanted version that was overwritten, and the error
         self._writing: Future[None] | None = None
         self._pulled = threading.Event()
         self._began = self._pull_began = time.monotonic()
-        self._reported = -REPORT_SECONDS  # reports at once: so an engine that hangs in its first step is known
+        self._reported = -REPORT_SECONDS  # so it reports at once, and a hang in the first step is noticed
         self._news = 0  # number of the last announcement
 
     # what comes next
 
     def next(self) -> Action:
-        """What all ranks do next; waits a moment if there is nothing to do. Raises ConnectionError where the job is
+        """What all ranks do next; waits a moment if there is nothing to do. Raises ConnectionError if the job is
         lost."""
         try:
             return self._leave() if self.leaving.is_set() or self.dock.ended else self._next()
@@ -100,7 +100,7 @@ class Scheduler:
         return action
 
     def done(self, completions: Iterable[Completion], digest: str | None) -> None:
-        """Write finished responses into the dock, during the engine's next steps; not if the job has left."""
+        """Begin to write finished responses into the dock; this continues during the engine's next steps."""
         self._written()
         finished: dict[int, list[tuple[_Leased, Completion]]] = {}
         for completion in completions:
@@ -121,13 +121,13 @@ class Scheduler:
         self.spans.add(what, began, ended)
 
     def pull_ended(self, version: int) -> None:
-        """A pull has ended, maybe by an error; called in its thread."""
+        """Note that a pull has ended, maybe with an error; called in the thread of the pull."""
         self.spans.add("pull", self._pull_began, time.monotonic())
         self.state.pull_ended(version)
         self._pulled.set()
 
     def missed(self, version: int, error: Exception) -> None:
-        """Wanted weights do not exist any more. `next` raises `error` if rows are ready that only these may sample."""
+        """Note that wanted weights were overwritten. `next` raises `error` if the next rows allow no other weights."""
         self.state.pulled, self.state.needs, self._lost = -1, None, (version, error)
 
     # inside
@@ -136,12 +136,12 @@ class Scheduler:
         """Write rows and their responses, by lease. version: of the engine's weights when they finished."""
         for part in finished:
             requests, responses = [row.request for row, _ in part], [completion for _, completion in part]
-            # A response of a server may come after newer weights.
+            # A server's response may arrive when the engine already has newer weights.
             whose = digest if all(response.version == version for response in responses) else None
             self.dock.commit_part(part[0][0].lease, completion_rows(requests, responses, whose))
 
     def _written(self) -> None:
-        """Wait until finished responses are in the dock. Raises the error of this, unless the job has left."""
+        """Wait until finished responses are in the dock. Raises the error of the write, unless the job has left."""
         error = self._writing and self._writing.exception()
         if error is not None and not (isinstance(error, ConnectionError) and self.dock.has_left()):
             raise error
@@ -152,7 +152,7 @@ class Scheduler:
             self._reported = now
             counts = {**self.counts, "seconds": now - self._began}
             self._hear(self.dock.report(counts, self.spans.take(now)))
-        elif needs is not None and needs.oldest > self.state.announced:  # rows may be admitted before that
+        elif needs is not None and needs.oldest > self.state.announced:  # rows may need weights that are just announced
             self._hear(self.dock.news(self._news, 0.0))
 
     def _hear(self, announced: Announced) -> None:
@@ -177,13 +177,13 @@ class Scheduler:
         if error is not None and lease.needs is not None and lease.needs.newest == lost:
             raise error
         if not running and not len(lease) and lease.needs is None:
-            if time.monotonic() - began < EMPTY_SECONDS:  # all rows are done: the dock does not wait for more
+            if time.monotonic() - began < EMPTY_SECONDS:  # all rows are done: the dock has answered at once
                 time.sleep(EMPTY_SECONDS)
             self.spend("back-pressure", began)
         requests = requests_of(lease.rows, self.job.sampling, self.job.seed)
         new, busy = [], Counter(row.replica for row in running.values())
         for request in requests:
-            if request.id in running:  # the lease before has expired, or was taken back
+            if request.id in running:  # the earlier lease of this row has expired, or the job has ended it
                 running[request.id].lease = lease
                 continue
             replica = min(range(self.replicas), key=lambda replica: busy[replica])
@@ -202,19 +202,19 @@ class Scheduler:
             return Lease(0, SPEC.name, Rows((), {}))
 
     def _wait(self, pulling: bool) -> None:
-        """Wait a moment for weights: until the running pull ends, or newer weights are announced. No response is
-        sampled now."""
+        """Wait a moment until the running pull ends, or newer weights are announced. Meanwhile no response is
+        sampled."""
         began = time.monotonic()
         if pulling:
             self._pulled.wait(NEWS_SECONDS)
         else:
             self._hear(self.dock.news(self._news, NEWS_SECONDS))
-        self.state.needs = None  # others may have taken those rows
+        self.state.needs = None  # other engines may have taken those rows
         self.spend("version", began)
 
 
 class Spans:
-    """Spans, of which neighbours of one kind are joined. The threads of an engine add them, its reports take them."""
+    """Spans of time; spans of one kind are joined if they follow each other closely. For several threads."""
 
     def __init__(self) -> None:
         self._since_epoch = time.time() - time.monotonic()

@@ -1,8 +1,8 @@
-"""vLLM's own server as an engine of one process: `ServerEngine` sends prompts and gets responses by HTTP, and has the
-server's own workers pull published weights (`ServerWeights`).
+"""vLLM's own server as an engine of one process: `ServerEngine` sends prompts and gets responses by HTTP;
+`ServerWeights` lets the server's workers pull published weights.
 
-Each response is one request to the server, in a thread of its own. The server returns its tokens, their log-probs, and
-which weights sampled which of them.
+Each response is one request to the server, in a separate thread. The server returns the tokens, their log-probs, and
+which weights sampled which tokens.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mindspeed_rl_plugin.generators.vllm_server import ASK_SECONDS, GENERATE_PAT
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 from mindspeed_rl_plugin.weights.pull import Applied, Pulled
 
-ABORT_AGAIN_SECONDS = 0.2  # until it aborts again, for requests that had not arrived
-NO_LOGP = -9999.0  # in the place of a log-prob that is not finite
-PULL_LOOK_SECONDS = 0.1  # between two questions about a pull
-STAY_SECONDS = 5.0  # between two signs of life to the server, which waits `server_worker.HELD_SECONDS` for one
-SERVER_ERRORS = (ConnectionError, RuntimeError, TimeoutError, ValueError)  # errors of a server that is lost, or refuses
+ABORT_AGAIN_SECONDS = 0.2  # between two aborts; the second is for requests that had not arrived at the first
+NO_LOGP = -9999.0  # sent by the server instead of a log-prob that is not finite
+PULL_LOOK_SECONDS = 0.1  # between two questions whether a pull has ended
+STAY_SECONDS = 5.0  # between two signs of life; after `server_worker.HELD_SECONDS` without one the server is free
+SERVER_ERRORS = (ConnectionError, RuntimeError, TimeoutError, ValueError)  # of a server that is lost, or that refuses
 
 
 class ServerEngine:
-    """The part of `Engine` that `EngineLoop` needs, by a server that works only for this job.
+    """The part of `Engine` that `EngineLoop` needs, on top of a server that works only for this job.
 
-    eos: ids that end every response that does not ignore them; seeds: whether each request has its own.
+    eos: ids that end every response that does not ignore them; seeds: whether each request has its own seed.
     """
 
     replica, replicas, leader, shares_experts = 0, 1, True, False
@@ -43,8 +43,8 @@ class ServerEngine:
         self.server, self._eos, self._seeds = server, tuple(eos), seeds
         self.version, self.progress = -1, time.monotonic()
         self.digest: str | None = None
-        self._changes = 0  # number of changes of weights
-        self._salt = secrets.token_hex(8)  # random: another job has the same version numbers, but not the same prefixes
+        self._changes = 0  # how often the weights have changed
+        self._salt = secrets.token_hex(8)  # random, so that no prefix is used that the server cached for another job
         self._running: set[SampleId] = set()
         self._done: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
 
@@ -55,28 +55,28 @@ class ServerEngine:
             threading.Thread(target=self._sample, args=given, daemon=True, name="response").start()
 
     def poll(self, timeout: float) -> list[Completion]:
-        """Wait for a response; see `Engine`. Raises an error of the server."""
+        """Wait for a response; see `Engine`. Raises the server's error if there is one."""
         finished = self._arrived(timeout) if self._running else []
         self.progress = time.monotonic() if finished else self.progress
         for completion in finished:
             self._running.remove(completion.id)
             if completion.finish == "abort":
                 raise RuntimeError(
-                    f"the server at {self.server.url} aborted response {tuple(completion.id)}, which nobody here asked "
-                    "for: it must work for this job alone"
+                    f"the server at {self.server.url} aborted response {tuple(completion.id)}, but this job did not "
+                    "ask for it; let no other program use the server"
                 )
         return finished
 
     def abort(self) -> list[Completion]:
-        """Abort all responses, and pause the server until it has new weights. The next `poll` returns responses that
-        had ended before."""
+        """Abort all responses, and pause the server until it has new weights. Returns the aborted responses; the next
+        `poll` returns those that had ended before."""
         stopped, end = list[Completion](), time.monotonic() + self.server.deadline
         while len(stopped) < len(self._running):
-            self.server.ask("/pause?mode=abort&clear_cache=false")  # again, for requests that had not arrived
+            self.server.ask("/pause?mode=abort&clear_cache=false")
             stopped += self._arrived(ABORT_AGAIN_SECONDS)
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"the server at {self.server.url} did not give back {len(self._running)} responses within "
+                    f"the server at {self.server.url} did not abort all of {len(self._running)} responses within "
                     f"{self.server.deadline:g} s"
                 )
         for completion in stopped:
@@ -91,19 +91,19 @@ class ServerEngine:
         return {}
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
-        """The paused server has the weights of `version` now; it continues."""
+        """Let the paused server continue, now with the weights of `version`."""
         self.server.ask("/resume")
         self.version, self.digest, self._changes = version, digest, self._changes + 1
 
     def shutdown(self) -> None:
-        """See `Engine`. The server itself continues to run, for the next job."""
+        """See `Engine`. The server continues to run, for the next job."""
 
     def lose(self, error: Exception) -> None:
-        """Another job has taken the server: `poll` raises this."""
+        """Note that the server is lost: `poll` raises `error`."""
         self._done.put(error)
 
     def _arrived(self, timeout: float) -> list[Completion]:
-        """The server's answers; waits for the first one. Raises the error of a request."""
+        """The responses that have arrived; waits for the first one. Raises the error of a request."""
         out: list[Completion] = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -118,27 +118,27 @@ class ServerEngine:
             body = {
                 "token_ids": prompt_of(request),
                 "sampling_params": sampling_fields(request, self._eos, self._seeds),
-                "cache_salt": f"{self._salt} {changes}",  # no cached prefix is used after a change of weights
+                "cache_salt": f"{self._salt} {changes}",  # so no prefix is used that older weights have computed
             }
             answer = self.server.ask(GENERATE_PATH, body, seconds=self.server.deadline)
             self._done.put(completion(request, answer["choices"][0], version))
         except TimeoutError as error:
-            self._done.put(TimeoutError(f"{error} (--rl-wait-timeout): raise that, or lower --rl-max-response-length"))
-        except Exception as error:  # noqa: BLE001 - raised in the main thread, which would wait for it for ever
+            self._done.put(TimeoutError(f"{error} (--rl-wait-timeout); raise it, or lower --rl-max-response-length"))
+        except Exception as error:  # noqa: BLE001 - raised in the main thread, which would else wait for ever
             self._done.put(error)
 
 
 def completion(request: GenerateRequest, choice: Mapping[str, Any], asked: int) -> Completion:
-    """A response, with the part that was sampled before. choice: of the server's answer; asked: version of its weights
-    at the request. Raises RuntimeError for a response that cannot be trained on."""
+    """A response, with the part that was sampled before an interruption. choice: of the server's answer; asked: version
+    of the server's weights at the request. Raises RuntimeError for a response that cannot be trained on."""
     begun = request.begun or Completion(request.id, (), (), "abort", ())
     tokens, entries = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
     who = f"response {tuple(request.id)} of the server"
     if [entry["token_id"] for entry in entries] != tokens:
-        raise RuntimeError(f"{who} has log-probs of {len(entries)} tokens, not those of its {len(tokens)} tokens")
+        raise RuntimeError(f"{who} has log-probs of {len(entries)} tokens that are not its {len(tokens)} tokens")
     logps = [entry["logprob"] for entry in entries]
     if any(logp <= NO_LOGP for logp in logps):
-        raise RuntimeError(f"{who} has a log-prob that is not finite; were weights written?")
+        raise RuntimeError(f"{who} has a log-prob that is not finite; did the server get the job's weights?")
     if choice["finish_reason"] not in ("stop", "length", "abort"):
         raise RuntimeError(f"{who} ended with {choice['finish_reason']!r}")
     spans = [span for span in choice["weight_versions"] or () if span["end"] > span["start"]]
@@ -147,7 +147,7 @@ def completion(request: GenerateRequest, choice: Mapping[str, Any], asked: int) 
     for span in spans:
         if not span["version"].isdecimal():
             raise RuntimeError(
-                f"{who} was sampled by weights labelled {span['version']!r}: the server has other clients"
+                f"{who} was sampled by weights with label {span['version']!r}: the server has other clients"
             )
     first = len(begun.tokens)
     parts = [*(begun.segments if begun.tokens else ()), *((first + s["start"], int(s["version"])) for s in spans)]
@@ -166,8 +166,8 @@ class ServerWeights:
 
     address, secret: of the job's dock, which each worker joins.
     machines: of the workers, in their order.
-    lost: called in a thread when the server has another client, or is silent for half of its deadline.
-    Raises ValueError where the server has a client already, or a worker cannot get the job's weights.
+    lost: called in a thread if the server gets another client, or is silent for half of the deadline.
+    Raises ValueError if the server has a client already, or if a worker cannot get the job's weights.
     """
 
     def __init__(
@@ -182,14 +182,14 @@ class ServerWeights:
         try:
             self._workers("join", None, address=address, secret=secret.hex(), machines=machines)
         except BaseException:
-            with contextlib.suppress(*SERVER_ERRORS):  # errors of workers that have not joined
+            with contextlib.suppress(*SERVER_ERRORS):  # workers that have not joined refuse
                 self._workers("leave", ASK_SECONDS)
             raise
         self._closing, self._heard = threading.Event(), time.monotonic()
         threading.Thread(target=self._stay, daemon=True, name="stay").start()
 
     def pull(self, version: int) -> Pulled:
-        """Let the workers pull a version, during the server's steps. Raises Gone, and the error of a worker."""
+        """Let the workers pull a version during the server's steps. Raises Gone, or the error of a worker."""
         began = time.monotonic()
         self._workers("pull", ASK_SECONDS, version=version)
         while any(one["busy"] for one in self._workers("pulled", ASK_SECONDS)):
@@ -200,8 +200,8 @@ class ServerWeights:
         return Pulled(version, time.monotonic() - began, sum(one["nbytes"] for one in pulled))
 
     def apply(self, parameters: Mapping[str, Tensor]) -> Applied:
-        """Pause the server between two steps, with its unfinished responses, and write the pulled weights.
-        `ServerEngine.update_weights` continues it."""
+        """Pause the server between two steps; it keeps unfinished responses. Then write the pulled weights.
+        `ServerEngine.update_weights` lets it continue."""
         began = time.monotonic()
         self.server.ask("/pause?mode=keep&clear_cache=false")
         applied = self._workers("apply")[0]
@@ -209,8 +209,8 @@ class ServerWeights:
         return Applied(applied["version"], time.monotonic() - began, applied["digest"])
 
     def close(self) -> None:
-        """The workers leave the job, and the server is free for another one. The server may have ended. It waits only
-        shortly for a server that has been silent for long, since the job waits for the rows."""
+        """Let the workers leave the job, so that the server is free for another job. A server that has ended is no
+        error. The longer the server has been silent, the shorter the wait, since the job waits for the rows."""
         self._closing.set()
         patience = max(ASK_SECONDS - (time.monotonic() - self._heard), STAY_SECONDS)
         with contextlib.suppress(*SERVER_ERRORS):
@@ -218,8 +218,8 @@ class ServerWeights:
             self.server.ask("/resume", seconds=patience)
 
     def _stay(self) -> None:
-        """Send signs of life to the server. A server that does not answer counts as lost before the job's deadline for
-        its responses."""
+        """Send signs of life to the server. A server that does not answer counts as lost after half of the job's
+        deadline, so before its responses are late."""
         while not self._closing.wait(STAY_SECONDS):
             try:
                 self._workers("stay", ASK_SECONDS)

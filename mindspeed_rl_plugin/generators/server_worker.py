@@ -25,14 +25,14 @@ from mindspeed_rl_plugin.generators.vllm_server import PROCESSED, Served
 from mindspeed_rl_plugin.layout.layout import EngineParallel
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 
-HELD_SECONDS = 30.0  # for which a server stays with a silent client, while the client's job lives
+HELD_SECONDS = 30.0  # how long a server stays reserved for a silent client whose job lives
 
 keep_weights_live()
 
 
 class _Guest:
-    """A worker that has joined a job. client: the process that it works for; address: of the job; ranks: of the engine
-    on this machine."""
+    """A worker that has joined a job. client: name of the process that the worker serves; address: of the job; ranks:
+    of the server's workers on this machine."""
 
     def __init__(self, worker: Any, client: str, address: str, secret: bytes, ranks: list[int]) -> None:
         self.client, self.address, self.heard = client, address, time.monotonic()
@@ -52,15 +52,15 @@ class _Guest:
 
     @property
     def held(self) -> str:
-        """The client that it works for: it has sent a sign of life lately, and its job lives. Empty where it is
-        free."""
+        """Why this worker is not free: its client has sent a sign of life lately, and the client's job lives. Empty if
+        the worker is free."""
         silent = time.monotonic() - self.heard
         if silent > HELD_SECONDS or not self.working:
             return ""
         return (
-            f"it generates for the job at {self.address}, whose engine was heard of {silent:.1f} s ago; one server is "
-            "one engine of one job: end that engine, and if it was killed, wait until it has been silent for "
-            f"{HELD_SECONDS:g} s; or give another server"
+            f"it generates for the job at {self.address}, whose engine process sent a sign of life {silent:.1f} s ago; "
+            "a server is one engine of one job: end that process (if it was killed, wait until it was silent for "
+            f"{HELD_SECONDS:g} s), or give another server"
         )
 
     @property
@@ -73,12 +73,11 @@ class _Guest:
         return not self.dock.ended
 
     def pull(self, version: int) -> None:
-        """Begin a pull, which runs during the worker's steps."""
         self.weights.take_cost()
         self.weights.pull(version)
 
     def state(self) -> dict[str, Any]:
-        """State of the last pull. Raises its error, unless newer weights have overwritten the version."""
+        """State of the last pull, see `rl_pulled`. Raises its error, except for `Gone`."""
         if self.weights.busy:
             return {"busy": True, "newest": -1, "nbytes": 0}
         error = self.weights.finish()
@@ -98,7 +97,7 @@ def _answers(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     def answer(*args: Any, **named: Any) -> dict[str, Any]:
         try:
             return {"value": method(*args, **named), "refused": ""}
-        except Exception as error:  # noqa: BLE001 - told to the client, which raises it
+        except Exception as error:  # noqa: BLE001 - sent to the client, which raises it
             name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             return {"value": None, "refused": f"{name}{error}"}
 
@@ -106,7 +105,7 @@ def _answers(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 class ServerWorker:
-    """A mixin of vLLM's worker. vLLM refuses names that it already has."""
+    """A mixin of vLLM's worker. vLLM refuses names that its worker already has."""
 
     @_answers
     def rl_about(self) -> dict[str, Any]:
@@ -132,8 +131,8 @@ class ServerWorker:
 
     @_answers
     def rl_join(self, client: str, address: str, secret: str, machines: list[str]) -> None:
-        """Join a job, by a connection of this worker's own. client: a new name each time; machines: of the workers, in
-        their order."""
+        """Join a job, each worker with a separate connection. client: a new name each time; machines: of the workers,
+        in their order."""
         guest: _Guest | None = getattr(self, "_rl_guest", None)
         if guest is not None and (held := guest.held):
             raise ValueError(held)
@@ -141,13 +140,13 @@ class ServerWorker:
         vllm_api.demand_plain_experts(self)
         vllm_api.demand_base_format(self, get_device())
         if not vllm_api.demand_processed_logprobs(self):
-            raise ValueError(f"its sampler has no {PROCESSED}")
+            raise ValueError(f"the server's sampler has no {PROCESSED}")
         here = [rank for rank, name in enumerate(machines) if name == machine()]
         self._rl_guest = _Guest(self, client, address, bytes.fromhex(secret), here)
 
     @_answers
     def rl_stay(self, client: str) -> None:
-        """The client is still there."""
+        """A sign of life of the client."""
         self._rl_of(client)
 
     @_answers
@@ -156,8 +155,8 @@ class ServerWorker:
 
     @_answers
     def rl_pulled(self, client: str) -> dict[str, Any]:
-        """State of the pull. busy: it still runs; newest: -1, or the version that has overwritten the wanted one;
-        nbytes: bytes read for it."""
+        """State of the pull. busy: whether it still runs; newest: the newest version if it has overwritten the wanted
+        one, else -1; nbytes: bytes that were read."""
         return self._rl_of(client).state()
 
     @_answers
@@ -174,10 +173,11 @@ class ServerWorker:
         self._rl_leave()
 
     def _rl_of(self, client: str) -> _Guest:
-        """The joined worker of a client, which counts as a sign of life."""
+        """The worker that has joined for this client. The call counts as a sign of life of the client."""
         guest: _Guest | None = getattr(self, "_rl_guest", None)
         if guest is None or guest.client != client:
-            raise ValueError(f"it serves another client: this one was silent for more than {HELD_SECONDS:g} s")
+            what = f"the client was silent for over {HELD_SECONDS:g} s, or has left, or the server was started again"
+            raise ValueError(f"it does not serve this client any more: {what}")
         guest.heard = time.monotonic()
         return guest
 

@@ -1,5 +1,5 @@
-"""An engine that works for a job until that ends. It is built by the job's options on the ranks of the default group,
-or it is a vLLM server of the user, to which this process sends prompts."""
+"""An engine that works for a job until the job ends. It is built with the job's options on the ranks of the default
+group, or it is a vLLM server of the user, to which this process sends prompts."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def serve(
     url: str = "",
     **changed: Any,
 ) -> None:
-    """Generate for the job at `address` until it leaves. Collective over the ranks of the engine.
+    """Generate for the job at `address` until it leaves the dock. Collective over the ranks of the engine.
 
-    secret: of the job, or a file with it.
-    share: (i, n) under a strict order, of an engine of the launcher.
-    leaving: set when the engine is to leave.
+    secret: of the job, or path of a file with it.
+    share: (i, n): under a strict order this engine samples part i of n of each rollout; None: another order.
+    leaving: set when the engine must leave.
     who: name of the engine in the job's log.
-    url: of a server that samples, "" where the engine is built here.
-    changed: options of the engine that replace the job's.
-    Raises ValueError with the fix where a server or a tokenizer does not fit, and what `VllmServer` raises.
+    url: of a server that samples; "": the engine is built here.
+    changed: options of the engine that replace the job's options.
+    Raises ValueError with the fix if a server or a tokenizer does not fit, and the errors of `VllmServer`.
     """
     name = f"server at {url}" if url else "engine"
     who = who or (name if url else here("joined engine"))
@@ -71,8 +71,8 @@ def serve(
 
 
 def _built(dock: GuestDock, job: Description, options: VllmOptions, team: Team) -> tuple[Engine, Puller, int]:
-    """An engine on the ranks of the team, the puller of its weights, and the number of responses that a replica samples
-    at once."""
+    """An engine on the ranks of the team, the puller of its weights, and the most responses that each of the engines
+    samples at once."""
     options = sized(options, team.size)
     engine = VllmEngine(options)
     parallel = EngineParallel(options.tensor_parallel, options.expert_parallel)
@@ -83,7 +83,7 @@ def _built(dock: GuestDock, job: Description, options: VllmOptions, team: Team) 
 def _at_url(
     url: str, address: str, secret: str, job: Description, options: VllmOptions
 ) -> tuple[Engine, ServerWeights, int]:
-    """The same by a server; this process is alone in the default group."""
+    """As `_built`, with a server as the engine. This process is alone in the default group."""
     server = VllmServer(url, job.deadline)
     workers = server.check()
     check_served(url, workers[0], job.engine, bool(job.sampling.stop))
@@ -93,28 +93,28 @@ def _at_url(
 
 
 def sized(options: VllmOptions, ranks: int) -> VllmOptions:
-    """Options of an engine on so many ranks. Tensor parallelism is over all of them; for engines that share experts the
-    number must be the job's. Raises ValueError, also for a KV cache that is larger than the memory of this host."""
+    """Options of an engine on `ranks` ranks. Tensor parallelism is over all ranks; engines that share experts must have
+    as many ranks as the job says. Raises ValueError, also for a KV cache that is larger than this host's memory."""
     for problem in kv_cache_problems(options.kv_cache_bytes / 2**30, launch_env()["local_world_size"]):
         raise ValueError(problem)
     if options.sharing == 1:
         return replace(options, tensor_parallel=ranks, expert_parallel=ranks if options.expert_parallel > 1 else 1)
     if ranks != options.expert_parallel:
         raise ValueError(
-            f"the job spreads experts over {options.expert_parallel} ranks (--rl-generate-ep), here are {ranks}: start "
-            f"the engine by torchrun with --nproc-per-node {options.expert_parallel}"
+            f"the job spreads experts over {options.expert_parallel} ranks (--rl-generate-ep), this engine has {ranks};"
+            f" start it by torchrun with --nproc-per-node {options.expert_parallel}"
         )
     return options
 
 
 def tokenizer_here(job: Description, options: VllmOptions, url: str, given: str | None) -> str | None:
-    """The directory of the tokenizer that this process needs, or None. It must have the same tokens as the job's, else
-    raises ValueError. A server at `url` has its own one for --rl-stop."""
+    """The directory of the tokenizer that this process needs; None: it needs none, since a server at `url` has a
+    tokenizer for --rl-stop. Raises ValueError if the tokens are not those of the job's tokenizer."""
     if url and job.tokenizer is None:
         if given is not None:
             raise ValueError(
-                f"--tokenizer {given}: the server at {url} has its own, and only tools and environments need one here; "
-                "leave it out"
+                f"--tokenizer {given}: the server at {url} has its own tokenizer, and this process needs one only for "
+                "tools and environments; leave the option out"
             )
         return None
     path = options.tokenizer or job.tokenizer

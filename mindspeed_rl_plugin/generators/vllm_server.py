@@ -1,6 +1,6 @@
 """vLLM's own server, as `vllm serve` starts it: its routes, and whether it can generate for a job.
 
-Its workers have our extension (`server_worker`), which pulls weights and reports how the server was started.
+The server's workers have our extension (`server_worker`), which pulls weights and reports how the server was started.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GENERATE_PATH = "/inference/v1/generate"  # token ids in, token ids out, with lo
 DEVELOPMENT = ("/collective_rpc", "/pause", "/resume", "/server_info")
 VERSIONS = "/update_weight_version"  # since 0.32
 ASK_SECONDS = 60.0  # for the answer to a request that costs little work
-ERROR_CHARACTERS = 500  # characters of an answer that an error shows
+ERROR_CHARACTERS = 500  # most characters of an answer that an error shows
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Served:
     seeds: bool  # whether a request may have its own seed at no cost
     pipeline: int  # pipeline parallel size
     replicas: int  # data parallel size
-    held: str = ""  # why it is not free: the job that has it
+    held: str = ""  # why the server is not free, with the job that uses it; "": it is free
 
 
 class VllmServer:
     """A server's routes as calls.
 
-    url: of the server, http://HOST:PORT; deadline: seconds that any work of it may take. Each call raises
-    ConnectionError where the server does not answer, TimeoutError where it takes too long, and RuntimeError with its
-    message where it fails.
+    url: of the server, http://HOST:PORT; deadline: most seconds for any work of the server. Each call raises
+    ConnectionError if no server answers, TimeoutError if the answer takes too long, and RuntimeError with the server's
+    message if the server reports an error.
     """
 
     def __init__(self, url: str, deadline: float) -> None:
@@ -57,7 +57,7 @@ class VllmServer:
         try:
             known = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.username)
             self._place = (parts.hostname, parts.port) if known else None
-        except ValueError:  # for a wrong port
+        except ValueError:  # a wrong port
             self._place = None
         if self._place is None:
             raise ValueError(f"--rl-engine-url {url!r} is no address of a server; give one such as http://HOST:8000")
@@ -65,19 +65,19 @@ class VllmServer:
         self._secure, self._prefix = parts.scheme == "https", parts.path.rstrip("/")
 
     def ask(self, path: str, body: Any = None, *, method: str = "POST", seconds: float | None = None) -> Any:
-        """The answer of a route, a JSON value. seconds: to wait for it; by default half of the deadline, so that rows
-        of a hanging server are given to another engine before the job's deadline."""
+        """The answer of a route, a JSON value. seconds: to wait for the answer; None: half of the deadline, so that the
+        rows of a hanging server are given to another engine before the job's deadline."""
         seconds = self.deadline / 2 if seconds is None else seconds
         status, text = self._exchange(method, path, body, seconds)
         if status == http.client.UNAUTHORIZED:
-            raise RuntimeError(f"{self.url} wants a key: start the server without --api-key")
+            raise RuntimeError(f"the server at {self.url} wants an API key: start it without --api-key")
         if status != http.client.OK:
             raise RuntimeError(f"{self.url}{path} answered {status}: {text[:ERROR_CHARACTERS]}")
         return json.loads(text) if text else None
 
     def workers(self, name: str, seconds: float | None = None, **arguments: Any) -> list[Any]:
-        """The results of a method of our extension in each worker, in their order. Raises ValueError with the refusal
-        of a worker."""
+        """The results of a method of our extension in each worker, in the order of the workers. Raises ValueError with
+        the text of a worker that refuses."""
         body = {"method": f"rl_{name}", "kwargs": arguments}
         answers = self.ask("/collective_rpc", body, seconds=seconds)["results"]
         for answer in answers:
@@ -86,19 +86,19 @@ class VllmServer:
         return [answer["value"] for answer in answers]
 
     def check(self) -> list[Served]:
-        """The reports of its workers. Raises ValueError where the server lacks something that a job needs."""
+        """The reports of the workers. Raises ValueError if the server lacks something that a job needs."""
         routes = self.ask("/openapi.json", method="GET", seconds=ASK_SECONDS)["paths"]
         if missing := ", ".join(path for path in DEVELOPMENT if path not in routes):
             raise ValueError(f"the server at {self.url} has no {missing}: start it with VLLM_SERVER_DEV_MODE=1")
         if VERSIONS not in routes:
             version = self.ask("/version", method="GET", seconds=ASK_SECONDS)["version"]
             raise ValueError(
-                f"the server at {self.url}, vLLM {version}, has no {VERSIONS}, by which responses say which weights "
-                "sampled them; take vLLM 0.32"
+                f"the server at {self.url}, vLLM {version}, has no {VERSIONS}, without which responses do not say "
+                "which weights sampled them; use vLLM 0.32"
             )
         if GENERATE_PATH not in routes:
             raise ValueError(f"the server at {self.url} has no {GENERATE_PATH}: start it with --enable-scale-out")
-        # After a call of a missing method some answers remain, which later calls would get.
+        # Before any call: after a call of a missing method, later calls would get answers of workers to that call.
         info = self.ask("/server_info?config_format=json", method="GET", seconds=ASK_SECONDS)
         if (extension := info["vllm_config"]["parallel_config"]["worker_extension_cls"]) != EXTENSION:
             has = f"the extension {extension}" if extension else "no extension"
@@ -108,8 +108,8 @@ class VllmServer:
         workers = self.workers("about", ASK_SECONDS)
         if any(about.keys() != Served.__dataclass_fields__.keys() for about in workers):
             raise ValueError(
-                f"the server at {self.url} runs mindspeed_rl_plugin {workers[0].get('plugin')}, which says other things"
-                f" of itself than the job's {mindspeed_rl_plugin.__version__}; install the job's"
+                f"the server at {self.url} runs mindspeed_rl_plugin {workers[0].get('plugin')}, which reports other "
+                f"fields than the job's version {mindspeed_rl_plugin.__version__}; install the job's version"
             )
         return [Served(**about) for about in workers]
 
@@ -133,20 +133,20 @@ class VllmServer:
 
 def problems(served: Served, job: VllmOptions, stops: bool) -> Iterator[str]:
     """Why a server cannot generate for a job: the value, the limit, and the option to start it with. job: options of
-    the job's own engines, without a config while it is unknown; stops: whether strings end responses."""
+    engines that the job builds (config empty: not known yet); stops: whether strings end responses."""
     if served.held:
         yield served.held
     if served.plugin != mindspeed_rl_plugin.__version__:
         ours = mindspeed_rl_plugin.__version__
-        yield f"it runs mindspeed_rl_plugin {served.plugin}, the job {ours}; install the job's"
+        yield f"it runs mindspeed_rl_plugin {served.plugin}, the job runs {ours}; install the job's version"
     if served.logprobs_mode != PROCESSED:
         yield (
-            f"its log-probs are {served.logprobs_mode}, not those of what is sampled; start it with --logprobs-mode "
-            f"{PROCESSED}"
+            f"its log-probs are {served.logprobs_mode}, not those of the distribution that it samples from; start it "
+            f"with --logprobs-mode {PROCESSED}"
         )
     if served.max_model_len < job.max_model_len:
         yield (
-            f"it takes {served.max_model_len} tokens of prompt and response, the job has up to {job.max_model_len}; "
+            f"it takes {served.max_model_len} tokens of prompt and response, the job needs up to {job.max_model_len}; "
             f"start it with --max-model-len {job.max_model_len}"
         )
     if served.dtype != job.dtype:
@@ -155,7 +155,7 @@ def problems(served: Served, job: VllmOptions, stops: bool) -> Iterator[str]:
             f"{job.dtype}"
         )
     if stops and not served.tokenizer:
-        yield "--rl-stop needs text, and it has no tokenizer; start it without --skip-tokenizer-init"
+        yield "--rl-stop needs text, but the server has no tokenizer; start it without --skip-tokenizer-init"
     for size, flag in ((served.pipeline, "--pipeline-parallel-size"), (served.replicas, "--data-parallel-size")):
         if size > 1:
             yield f"it has {flag} {size}; start one server for each engine, with tensor parallelism, and give all URLs"

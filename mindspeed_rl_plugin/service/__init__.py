@@ -1,1 +1,1 @@
-"""Exchange between a job and processes outside of it: invitations, news, prompts, and which rows they may commit."""
+"""Exchange between a job and processes outside of the job: invitations, news, prompts, and what they may commit."""

@@ -1,5 +1,5 @@
-"""The dock for a process outside of the job: rows of the states that are open to it, and the job's news. Also how such
-a process joins, and how a process of the job's launcher ends with the job."""
+"""The dock for a process outside of the job: rows of the states that are open to it, and the job's news. Also `linked`,
+with which a generator of the job's launcher ends with the job."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from mindspeed_rl_plugin.dock.watch import Watch
 from mindspeed_rl_plugin.service.invitation import PRINTED, parse_address, read_secret
 from mindspeed_rl_plugin.service.notes import Announced, Follow, News, Report, SubmitPrompts, Told
 
-LEAVE_SECONDS = 5.0  # between the ends of a job's ranks, at most
+LEAVE_SECONDS = 5.0  # most time between the first and the last rank of a job that leaves
 
 
 class GuestDock(Dock):
     """Leases ready rows, reads, commits and releases. A lease ends when its time is over, or with the connection. Then
-    its rows are given out again; the first commit of a cell wins. When the job has left, `lease` returns the empty
-    lease.
-    """
+    its rows are leased again to others; the first commit of a cell wins. When the job has left the dock, `lease`
+    returns the empty lease."""
 
     piece_bytes = MOST_BYTES // 2  # so that the job's gate accepts each message
 
@@ -48,11 +47,10 @@ class GuestDock(Dock):
         who: str = "a process",
         node: str = "",
     ) -> GuestDock:
-        """Join from a machine of the job or another one. secret: of the job, or a file with it; lease_seconds: how long
-        a lease lasts; who: name of this process in the job's log; node: another name for this machine, in tests.
-
-        Raises ConnectionError where no job answers, and PermissionError for a wrong secret or a file that others can
-        read."""
+        """Join from a machine of the job or from another machine. secret: of the job, or path of a file with it;
+        lease_seconds: how long a lease lasts; who: name of this process in the job's log; node: another name for this
+        machine, in tests. Raises ConnectionError if no job answers, and PermissionError for a wrong secret or a file
+        that other users can read."""
         name = f"{OUTSIDE} {who} {secrets.token_hex(4)}"
         me = Process(name, -1, node or machine(), secret if isinstance(secret, bytes) else read_secret(secret))
         unix, host, port = parse_address(address)
@@ -60,10 +58,12 @@ class GuestDock(Dock):
         try:
             stream = connect(place, me)
         except PermissionError as error:
-            given = "" if isinstance(secret, bytes) else f", not the one in {os.fspath(secret)}"
-            raise PermissionError(f"{error}{given}; {PRINTED}, and the secret file that is printed with it") from error
+            given = "" if isinstance(secret, bytes) else f" (file {os.fspath(secret)})"
+            mend = f"give the address {PRINTED}, and the secret file that is printed with it"
+            raise PermissionError(f"{error}{given}; {mend}") from error
         except ConnectionError as error:
-            raise ConnectionError(f"{error}; {PRINTED}, while it runs: each start has another address") from error
+            mend = f"give the address {PRINTED}, while the job runs: each start has another address"
+            raise ConnectionError(f"{error}; {mend}") from error
         directory, _ = ask(stream, place, Join())
         stream.close()
         if isinstance(directory, Failed):
@@ -75,7 +75,7 @@ class GuestDock(Dock):
     # rows
 
     def lease(self, state: str, *, columns: Sequence[str] | None = None, **asked: Any) -> Lease:
-        """As `Dock.lease`; the empty lease where the job has left the dock (`ended`)."""
+        """As `Dock.lease`; the empty lease if the job has left the dock (`ended`)."""
         try:
             return super().lease(state, columns=columns, **asked)
         except ConnectionError:
@@ -85,7 +85,7 @@ class GuestDock(Dock):
         return Lease(0, state, self._rows_of(empty, state, self._declared.reads(state, columns)))
 
     def finished(self, state: str) -> list[SampleId]:
-        """Rows that a state has acknowledged and that are not cleared."""
+        """Ids of the rows that a state has acknowledged and that are not cleared."""
         grant = self.calls.query(Look, state, None, True)
         self.calls.epochs.learn(grant)
         return list(ids_tuple(grant.ids))
@@ -94,12 +94,12 @@ class GuestDock(Dock):
 
     @property
     def ended(self) -> bool:
-        """Whether the job has left the dock, by the last call."""
+        """Whether the job has left the dock, as of the last call."""
         return self.calls.ended
 
     def has_left(self) -> bool:
-        """The same, checked now: a connection may be lost because the job is about to leave. Waits up to LEAVE_SECONDS
-        for that."""
+        """Whether the job has left the dock, asked now. A connection may have broken because the job is about to leave,
+        so it waits up to LEAVE_SECONDS for this."""
         with contextlib.suppress(ConnectionError, TimeoutError):
             if not self.ended:
                 self.news(sys.maxsize, LEAVE_SECONDS, patience=LEAVE_SECONDS)
@@ -111,11 +111,11 @@ class GuestDock(Dock):
         return self.calls.directory.about
 
     def records(self, after: int, deadline: float) -> Told:
-        """The job's records after the first `after` ones; waits for one, at most `deadline` seconds."""
+        """The job's records after the first `after` records; waits at most `deadline` seconds until there is one."""
         return self._ask_leader(Follow(after, deadline))
 
     def submit_prompts(self, rows: Sequence[str], deadline: float) -> list[int]:
-        """Give rows, as JSON, to the job; waits at most `deadline` seconds for room. Returns their numbers."""
+        """Give prompts (JSON) to the job; waits at most `deadline` s until it accepts them. Returns their numbers."""
         return self._ask_leader(SubmitPrompts(list(rows), deadline)).numbers
 
     def report(self, counts: Mapping[str, float], spans: Sequence[tuple[str, float, float]] = ()) -> Announced:
@@ -123,7 +123,7 @@ class GuestDock(Dock):
         return self._ask_leader(Report(dict(counts), list(spans)))
 
     def news(self, after: int, deadline: float, patience: float = REPLY_TIMEOUT) -> Announced:
-        """The job's last announcement; waits until its number is above `after`, at most `deadline` seconds. patience:
+        """The job's last announcement; waits at most `deadline` seconds until its number is above `after`. patience:
         further seconds for the answer."""
         return self._ask_leader(News(after, deadline), patience)
 
@@ -132,7 +132,7 @@ class GuestDock(Dock):
 
 
 def here(what: str) -> str:
-    """A readable name of this process."""
+    """A readable name of this process. what: its role."""
     return f"{what}, process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -140,9 +140,9 @@ def here(what: str) -> str:
 def linked(
     address: str, secret: bytes, rank: int, heartbeat: float, end: Callable[[int], object] = os._exit
 ) -> Iterator[None]:
-    """Within the context, this rank of the job's launcher, which is outside of the dock, ends when another rank is
-    lost, and the others end when this one is. rank: its number, after those of the dock; heartbeat, end: as in
-    `Watch`."""
+    """For a rank of the job's launcher that is not a rank of the dock: within this context it ends when another rank is
+    lost, and the other ranks end when this rank is lost. rank: its number, above those of the dock's ranks; heartbeat,
+    end: see `Watch`."""
     calls = GuestDock.join(address, secret).calls
     server = DockServer(None, calls.me._replace(name=f"rank {rank}", rank=rank), Watch(rank, heartbeat, end))
     server.link(calls.directory.ranks[0])

@@ -1,5 +1,5 @@
-"""The job's side of the exchange with processes outside of it, other than rows: invitations, news, records, prompts and
-reports."""
+"""The job's side of the exchange with processes outside of the job, except for rows: invitations, news, records,
+prompts and reports."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from mindspeed_rl_plugin.service.notes import Announced, Follow, News, PromptNum
 
 RECORDS = 1000  # records of the job that are kept
 SPANS = 20_000  # spans of processes outside of the job that are kept until `take_spans`
-NEWS, TOLD = "(news)", "(told)"  # what requests wait for
+NEWS, TOLD = "(news)", "(told)"  # keys of `Core.wake`
 
-# (rows as JSON, seconds to wait for room, whether the asker has ended) -> numbers of the rows
+# (prompts as JSON, seconds to wait until they are accepted, whether the asker has ended) -> numbers of the prompts
 TakePrompts = Callable[[Sequence[str], float, Callable[[], bool] | None], list[int]]
 
 
 def called(name: str) -> str:
-    """A readable name of a process outside of the job. name: "outside WHO NUMBER"."""
+    """A readable name, WHO, of a process outside of the job. name: "outside WHO NUMBER"."""
     return name.removeprefix(f"{OUTSIDE} ").rpartition(" ")[0]
 
 
 class JobService:
-    """Each rank makes one. Processes outside of the job get news and records from the leader alone, and send prompts
-    and reports to it. dock: a view of the job's dock. Raises ValueError outside of the job."""
+    """Each rank makes a JobService. Processes outside of the job get news and records only from the leader, and send
+    prompts and reports only to the leader. dock: a view of the job's dock. Raises ValueError outside of the job."""
 
     def __init__(self, dock: Dock) -> None:
         if dock.member is None:
-            raise ValueError("only a rank of the job can invite others to its dock")
+            raise ValueError("only a rank of the job can invite other processes to the dock")
         self._dock, self._core = dock, dock.member.core
         self._announced = Announced()
-        self._told, self._records = 0, deque[str](maxlen=RECORDS)  # their number, and the newest of them
+        self._told, self._records = 0, deque[str](maxlen=RECORDS)  # number of all records, and the newest records
         self._reports: dict[str, dict[str, float]] = {}  # by name of the process
         self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=SPANS)
         self._take_prompts: TakePrompts | None = None
@@ -46,8 +46,8 @@ class JobService:
 
     def invite(self, secret_file: str | os.PathLike[str], host: str = "", about: str = "") -> str:
         """Let processes outside of the job join: writes the secret into a file of mode 600, and returns the address for
-        `GuestDock.join`. Collective. host: of a network interface, for processes of other machines; about: description
-        for them."""
+        `GuestDock.join`. Collective. host: address of a network interface, for processes of other machines; about:
+        description of the job."""
         member = self._dock.member
         address = member.listen(host, about)
         if self._dock.leader:
@@ -57,11 +57,11 @@ class JobService:
 
     def guard(self, open: Mapping[str, Opening]) -> None:
         """From now on processes outside of the job may only lease and commit rows of these states, as each `Opening`
-        allows. Called on every rank, since each checks its own requests."""
+        allows. Called on every rank, since each rank checks the requests that it gets."""
         self._core.gate = Gate(open)
 
     def expect(self, ranks: Iterable[int]) -> None:
-        """Expect other ranks of the launcher, which must be `linked` within a heartbeat; on the leader."""
+        """On the leader: expect other ranks of the launcher, which must be `linked` within a heartbeat."""
         self._dock.member.watch.expect(ranks)
 
     def announce(self, version: int) -> None:
@@ -71,7 +71,7 @@ class JobService:
             self._core.wake(NEWS)
 
     def record(self, line: str) -> None:
-        """Keep a record of the job for other processes. line: JSON."""
+        """Keep a record of the job for processes outside of it. line: JSON."""
         with self._core.lock:
             self._told += 1
             self._records.append(line)
@@ -86,8 +86,8 @@ class JobService:
         return dict(self._reports)
 
     def reclaim(self, state: str, name: str) -> None:
-        """End the leases of a state that a process outside of the job holds, so that others get its rows; if it still
-        commits, this is harmless. name: as in `reports`."""
+        """End the leases of a state that a process outside of the job holds, so that other processes get its rows. A
+        later commit of this process is harmless. name: as in `reports`."""
         self._dock.calls.query(Reclaim, state, name)
 
     def take_spans(self) -> list[tuple[str, str, float, float]]:

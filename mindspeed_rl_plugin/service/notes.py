@@ -1,4 +1,4 @@
-"""The messages between a job and processes outside of it, other than rows."""
+"""The messages between a job and processes outside of the job, except for those about rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mindspeed_rl_plugin.dock.messages import Message
 
 
 class News(Message):
-    """Asks for an announcement with a higher number than `after`; after `deadline` seconds, for the last one."""
+    """Asks for an announcement with a number above `after`. After `deadline` seconds the last one is the answer."""
 
     after: int
     deadline: float
@@ -16,12 +16,12 @@ class News(Message):
 class Announced(Message):
     """The newest weights of the job."""
 
-    number: int = 0  # running, from 1; 0: nothing is announced yet
+    number: int = 0  # of the announcement, from 1; 0: nothing is announced yet
     version: int = -1
 
 
 class Follow(Message):
-    """Asks for the records of the job behind the first `after` ones; after `deadline` seconds, for none."""
+    """Asks for the job's records after the first `after` records. After `deadline` seconds the answer has none."""
 
     after: int
     deadline: float
@@ -37,12 +37,12 @@ class Told(Message):
 class SubmitPrompts(Message):
     """Gives prompts to the job."""
 
-    rows: list[str]  # JSON, one a prompt
-    deadline: float  # seconds to wait for room
+    rows: list[str]  # prompts, each as JSON
+    deadline: float  # seconds to wait until the job accepts them
 
 
 class PromptNumbers(Message):
-    """The job's number of each row."""
+    """The job's number of each prompt."""
 
     numbers: list[int]
 

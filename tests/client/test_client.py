@@ -179,9 +179,9 @@ REFUSED = {  # what is said of it -> columns of two right rows, changed
     "segments [[1, 1], [1, 2]]": dict(version=None, segments=ints([[0, 1], [0, 2]])),
     "segments [[1, 1], [3, 2]]": dict(version=None, segments=ints([[0, 1], [2, 2]])),
     # where rows cannot be made of it
-    "needs response, logps, and version or segments": dict(logps=None),
+    "needed are response, logps, and version or segments": dict(logps=None),
     "response and logps differ in length": dict(logps=floats([-1.0])),
-    "'response' has several entries a row": dict(response=NINE),
+    "'response' has several entries per row": dict(response=NINE),
     "'response' has entries of shape [], torch.float32": dict(response=floats([7.0, 9.5])),
     "token 4294967296 has more than 32 bits": dict(response=ints([7, 1 << 32])),
     "'logps' has entries of shape [], torch.int64": dict(logps=ints([-1, -1])),
@@ -189,7 +189,7 @@ REFUSED = {  # what is said of it -> columns of two right rows, changed
     "'segments' has entries of shape []": dict(version=None, segments=ints([0, 1])),
     "'segments' has entries of shape [2], torch.float32": dict(version=None, segments=floats([[0.0, 0.0]])),
     "'version' has entries of shape [], torch.float32": dict(version=torch.tensor([0.5, 0.5])),
-    "'version' has one number a row": dict(version=ints([0, 0])),
+    "'version' has one number per row": dict(version=ints([0, 0])),
     "'version' has entries of shape [2]": dict(version=NINE),
     "column 'finish' is a": dict(finish=["stop", "stop"]),
     "finish 9": dict(finish=NINE[0]),
@@ -208,11 +208,11 @@ def test_rows_that_the_job_cannot_take_are_refused_there_and_it_goes_on(trainers
             job.give(answers(prompts, 1, **changed))
         assert len(job.finished("generate")) == 0
     good = answers(prompts, 1, finish=torch.tensor([False, True]))
-    with pytest.raises(ValueError, match="2 rows are not taken"):
+    with pytest.raises(ValueError, match="2 rows were not taken"):
         job.give(good.clone().update({"ids": torch.tensor([[0, 1, 0], [0, 1, 1]])}))
     job.give(good)
     assert len(job.finished("generate")) == 2
-    with pytest.raises(ValueError, match="2 rows are not taken"):
+    with pytest.raises(ValueError, match="2 rows were not taken"):
         job.give(good)
     with pytest.raises(ValueError, match="give at least 1"):
         job.take(0, deadline=0.0)
@@ -264,7 +264,7 @@ def test_columns_that_disagree_are_refused_where_they_arrive(trainers) -> None:
     with pytest.raises(ValueError, match="put: epoch 7 is not open"):  # which no such message opens
         outside.calls.ask_warehouse(0, empty)
     shape = m.Shape(GROUPS, MEMBERS, VersionBound(0))
-    with pytest.raises(ValueError, match="epoch 0 of .*oldest=-1.*, it has .*oldest=0"):  # versions that it chose
+    with pytest.raises(ValueError, match="epoch 0 is given .*oldest=-1.*, it has .*oldest=0"):  # versions that it chose
         outside.calls.ask_warehouse(0, msgspec.structs.replace(empty, epoch=0, shape=m.Shape(GROUPS, MEMBERS)))
     with pytest.raises(ValueError, match="put: rows 900 to 900 are not all of epoch 0"):
         put = msgspec.structs.replace(empty, epoch=0, shape=shape, rows=np.array([900], np.int32))
@@ -330,7 +330,7 @@ def test_weights_come_whole_by_hugging_face_names(trainers, job) -> None:
     one = job.weights(1, ["model.norm.weight"])
     assert one[0] == 1 and list(one[1]) == ["model.norm.weight"]
     assert job.weights(1, []) == (1, {}), "none, where none is named"
-    with pytest.raises(Gone, match="version 0 of the weights is gone; the newest is 3"):
+    with pytest.raises(Gone, match="version 0 of the weights was overwritten; the newest is 3"):
         job.weights(0)
     with pytest.raises(ValueError, match=r"the model has no tensors \['lm_tail'\]"):
         job.weights(1, ["lm_tail"])
@@ -398,21 +398,21 @@ def test_the_end_of_a_job_is_no_error(trainers) -> None:
 
 def test_a_wrong_secret_another_version_and_jobs_that_give_no_rows_are_refused(tmp_path) -> None:
     playing = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, environments={"flags": {}}))
-    with Client(playing.address, playing.secret) as job, pytest.raises(ValueError, match="bring an engine by"):
+    with Client(playing.address, playing.secret) as job, pytest.raises(ValueError, match="add an engine with"):
         job.take(1, deadline=0)
     playing.close()
     strict = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, strict=True))
     with Client(strict.address, strict.secret) as job:
-        with pytest.raises(ValueError, match="take no rows of it"):
+        with pytest.raises(ValueError, match="only the launcher's engines get rows with"):
             job.take(1, deadline=0)
         with pytest.raises(ValueError, match="give --rl-async-order free"):
             job.offer([{"prompt": "a"}])
     wrong = tmp_path / "of another job"
     write_secret(wrong, bytes(SECRET_BYTES))
-    with pytest.raises(PermissionError, match=f"another secret, not the one in {wrong}; give the one that the job"):
+    with pytest.raises(PermissionError, match=rf"its secret is wrong \(file {wrong}\); give the address that the job"):
         Client(strict.address, wrong)
     strict.close()
     other = Trainers(tmp_path, [machine()] * 2, replace(DESCRIPTION, version="0.0.1"))
-    with pytest.raises(ValueError, match=r"the job runs mindspeed_rl_plugin 0\.0\.1, here is"):
+    with pytest.raises(ValueError, match=r"the job runs mindspeed_rl_plugin 0\.0\.1, this process"):
         Client(other.address, other.secret)
     other.close()

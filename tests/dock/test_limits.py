@@ -129,7 +129,7 @@ def test_text_that_a_state_writes_counts_as_long_as_it_is(make_one: Maker) -> No
     made = {c.name: full(c, 1) for c in COLUMNS if c.name in states[0].writes}
     dock.commit(lease, Rows(lease.rows.ids, {**made, "text": text}))
     assert house.taken()["bytes"] == row + GROUP + 900
-    with pytest.raises(TimeoutError, match="bytes are taken or promised"):
+    with pytest.raises(TimeoutError, match="bytes are used or reserved"):
         dock.put(puts[1])
     dock.clear(0, [0])
     dock.put(puts[1])

@@ -28,7 +28,7 @@ def test_it_comes_back_from_text():
 
 
 def test_another_version_of_the_package_and_a_job_without_engines_are_refused():
-    with pytest.raises(ValueError, match=r"the job runs mindspeed_rl_plugin 0\.0\.1, here is .*; install the job's"):
+    with pytest.raises(ValueError, match=r"runs mindspeed_rl_plugin 0\.0\.1, this process .*; install the job's"):
         Description.from_json(json.dumps(json.loads(JOB.to_json()) | {"version": "0.0.1", "new": 3}))
     with pytest.raises(ValueError, match="takes no engines: start it with --rl-schedule async"):
         Description.from_json("")
@@ -56,7 +56,7 @@ def test_a_process_that_asks_a_server_needs_the_jobs_tokenizer_for_episodes_only
     for of, given, why in (
         (job, None, "'/of/the/job': there is no such directory here; give --tokenizer"),
         (job, theirs, "theirs has other tokens"),
-        (JOB, "mine", "--tokenizer mine: the server at http://b:1 has its own, .* leave it out"),
+        (JOB, "mine", "--tokenizer mine: the server at http://b:1 has its own .* leave the option out"),
     ):
         with pytest.raises(ValueError, match=why):
             here(of, given)

@@ -16,11 +16,11 @@ from mindspeed_rl_plugin.service.invitation import SECRET_BYTES, read_secret, wr
 SECRET = "ab" * SECRET_BYTES
 SAYS = {
     "no file": ("machine:1", None, 0o600, "secret file FILE: there is no such file. A job writes it (SAVE/rl/secret)"),
-    "another file": ("machine:1", "no secret", 0o600, "FILE holds no secret: 9 characters, where a job writes 64 hex"),
-    "cut": ("machine:1", SECRET[2:], 0o600, "FILE holds no secret: 62 characters"),
+    "another file": ("machine:1", "no secret", 0o600, "FILE holds no secret: it has 9 characters, but a secret is 64 "),
+    "cut": ("machine:1", SECRET[2:], 0o600, "FILE holds no secret: it has 62 characters"),
     "open to others": ("machine:1", SECRET, 0o640, "FILE has mode 640: others can read it; chmod 600 FILE"),
     "no port": ("machine", SECRET, 0o600, "address 'machine' of a job is neither HOST:PORT"),
-    "no such port": ("machine:65536", SECRET, 0o600, "'machine:65536' of a job is neither HOST:PORT, with a port from"),
+    "no such port": ("machine:65536", SECRET, 0o600, "'machine:65536' of a job is neither HOST:PORT (port 1 to"),
     "no tokenizer": ("127.0.0.1:1", SECRET, 0o600, "--tokenizer /nowhere: no such directory; give a copy"),
 }
 
@@ -82,5 +82,5 @@ def test_ranks_of_an_engine_wait_as_long_as_the_job(monkeypatch) -> None:
 def test_a_secret_comes_back_and_an_address_where_nobody_listens_is_named(tmp_path) -> None:
     write_secret(tmp_path / "secret", bytes(range(SECRET_BYTES)))
     assert read_secret(tmp_path / "secret") == bytes(range(SECRET_BYTES))
-    with pytest.raises(ConnectionError, match=r"no job answers at 127\.0\.0\.1:1: .*refused; give the one that"):
+    with pytest.raises(ConnectionError, match=r"no job answers at 127\.0\.0\.1:1: .*refused; give the address"):
         GuestDock.join("127.0.0.1:1", tmp_path / "secret")

@@ -25,7 +25,7 @@ def test_an_engine_of_other_sizes_than_the_jobs(job, ranks, engine):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"expert_parallel": 4}, r"over 4 ranks \(--rl-generate-ep\), here are 2: .* --nproc-per-node 4"),
+        ({"expert_parallel": 4}, r"over 4 ranks \(--rl-generate-ep\), this engine has 2; .* --nproc-per-node 4"),
         ({"kv_cache_bytes": 10**6 << 30}, r"--rl-kv-cache-gb 1e\+06 x 1 ranks .* lower it .*--kv-cache-gb"),
     ],
 )

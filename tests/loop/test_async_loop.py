@@ -256,7 +256,7 @@ def test_ray_starts_an_engine_again_that_is_lost(job, ray_cluster, nothing_left,
     if many == 1:
         running.check_trained(48)
     else:
-        assert "given up after 5 times in a row" in said and "Ray runs no engines any more" in result.log
+        assert "not started again after 5 failures in a row" in said and "Ray runs no engines any more" in result.log
     psutil.wait_procs(engines(address), timeout=60)
     assert not engines(address)
     if lost != "node":  # one that is killed leaves what it shared

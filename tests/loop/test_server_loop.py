@@ -181,7 +181,7 @@ def test_a_job_holds_its_server_and_waits_for_it_when_it_dies(job, server) -> No
     second = job(*flags(server, 1, 1000), ranks=1, name="second").dumping()
     running.more(1)
     address, secret_file = running.invitation()
-    held = f"it generates for the job at {address}, whose engine was heard of"
+    held = f"it generates for the job at {address}, whose engine process sent a sign of life"
     assert f"--rl-engine-url {server.url}: {held}" in second.fail(120).log
     engine = [sys.executable, "-m", "mindspeed_rl_plugin", "generate", "--join", address, "--secret-file", secret_file]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
