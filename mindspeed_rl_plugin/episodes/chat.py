@@ -1,7 +1,7 @@
 """Encodes the messages of an episode: by the tokenizer's chat template (`ChatFormat`), or as plain text (`RawFormat`).
 
 Sampled tokens are never changed; only the messages after them are rendered and appended. An observation (a text of a
-tool or an environment) never gives a *control token* (`control_tokens`): the text of a control token in it is encoded
+tool or an environment) never gets a *control token* (`control_tokens`): if it has the text of one, this text is encoded
 as ordinary tokens.
 """
 
@@ -94,7 +94,7 @@ class ChatFormat(RawFormat):
 
     `close` is appended to a turn that ended with another token.
 
-    Raises ValueError for a template that cannot be used; its text continues "the chat template".
+    Raises ValueError for a template that cannot be used; its text is the rest of a sentence, see `make_format`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> None:

@@ -58,7 +58,7 @@ class _EnvironmentFailed(Exception):
 
 
 class EnvironmentPool:
-    """`Environments` of a user's files, in `workers` processes (`replay`: if a process ends). Not thread-safe.
+    """`Environments` of a user's files, in `workers` processes. `replay`: what happens if one ends. Not thread-safe.
 
     tools, environment: values of --rl-tools and --rl-environment; parser: of --rl-tool-parser if it is a user's
     function; timeout: limit of one call [seconds]; wait_timeout: how long other ranks wait for this rank [seconds].
@@ -320,12 +320,12 @@ class EnvironmentPool:
 
 
 def _readable(error: str) -> str:
-    """The text of an error; only the reason if this package raised it in a check of a result."""
+    """The text of an error; if a check of this package raised it, only the reason."""
     return error if "\n" in error else error.removeprefix("raised ValueError: it ")
 
 
 def _check_fields(environment: str, fields: Sequence[str], rows: Mapping[str, Set[str]]) -> None:
-    """See `Environments`. fields: of a row, required by the environment's `reset`."""
+    """See `Environments`. fields: those of a row that the environment's `reset` requires."""
     if problem := lacking(fields, rows, RESET):
         raise EpisodeError(f"--rl-environment {environment}: its reset {problem}")
 

@@ -34,8 +34,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """An attempt at a call that cannot be parsed. why: a fixed line for the model, without any text that the model
-    wrote."""
+    """A call that cannot be parsed. why: a fixed line for the model, without any text that the model wrote."""
 
     why: str
 
@@ -64,14 +63,14 @@ class Turn:
 
 @dataclass
 class Reply:
-    """The reply to `begin` or to a turn."""
+    """The reply to `begin`, `act` or `finish`."""
 
     id: SampleId
     messages: list[ChatMessage] = field(default_factory=list)  # what the model sees next, maybe none
     # token ids of the complete next prompt, if the environment renders messages itself; else None
     prompt: tuple[int, ...] | None = None
-    reward: float = 0.0  # of this turn
-    done: bool = False  # the episode is over
+    reward: float = 0.0  # added to the reward of the last turn
+    done: bool = False  # whether the episode is over
     failure: str | None = None  # why the environment cannot continue
     calls: dict[str, tuple[int, int]] = field(default_factory=dict)  # tool -> number of calls, and of failed ones
     raised: dict[str, str] = field(default_factory=dict)  # tool -> its first error
@@ -80,7 +79,7 @@ class Reply:
 
 
 def at_most(attempts: Sequence[Attempt], most: int | None) -> tuple[Attempt, ...]:
-    """The attempts of a turn, or one error if they are more than the chat template can write."""
+    """The calls of a turn, or one error if there are more than the chat template can write."""
     if most is None or len(attempts) <= most:
         return tuple(attempts)
     return (MalformedCall(f"at most {most} call in a turn"),)
@@ -126,7 +125,7 @@ class Environments(Protocol):
         or for an unknown episode; then it does nothing."""
 
     def poll(self, seconds: float) -> list[Reply]:
-        """The finished replies. Waits for one, if any is due, at most `seconds`. Raises EpisodeError to stop the
+        """The finished replies. If any is due, waits for one, at most `seconds`. Raises EpisodeError to stop the
         run."""
 
     def close(self) -> None:

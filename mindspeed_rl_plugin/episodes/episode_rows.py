@@ -25,7 +25,7 @@ special token; milliseconds: time of the user's code."""
 
 MEASURED = ("prompt_length", "turns", "environment_failed", "episode_counts", "tool_calls")
 DUMPED = ("turn_reward", "conversation")
-FAILING = 16  # after so many episodes with calls of a tool, all of which failed, the run stops
+FAILING = 16  # the run stops if a tool failed in every call of so many episodes
 
 
 def episode_columns(tools: int, turns: int) -> tuple[ColumnSpec, ...]:
@@ -66,7 +66,7 @@ def episode_row(
     of the model also have `turn`, the turn's [first, end) in response tokens, and `reward`. `seconds`, the time of the
     environment's reply, are in its first message or, if it has none, in the message before.
     counts: by the names in `EPISODE_COUNTS`.
-    tools: for each tool, number of its calls, and of failed ones.
+    tools: for each tool, number of its calls, and of those that failed.
     """
     columns: dict[str, Column] = {
         "prompt_length": torch.tensor([len(prompt)]),

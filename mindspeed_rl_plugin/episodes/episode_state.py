@@ -25,7 +25,7 @@ class EpisodeState:
     logps: list[float] = field(default_factory=list)
     segments: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
     turns: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
-    partial: Completion | None = None  # an interrupted turn
+    partial: Completion | None = None  # the interrupted turn, if any
 
     asked: Sequence[Mapping[str, Any]] = ()  # messages of the data
     conversation: list[dict[str, Any]] = field(default_factory=list)

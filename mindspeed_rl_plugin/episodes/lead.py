@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.rows import Completion, SampleId
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Limits of episodes, by their flags."""
+    """Limits of episodes."""
 
     turns: int  # most turns of an episode
     observation: int  # longest observation [tokens]
@@ -53,7 +53,7 @@ class Lead:
         self._replies: list[Reply] = []  # kept replies of interrupted episodes that now continue
         self._due: list[SampleId] = []  # episodes whose next turn can begin
         self._over: list[tuple[SampleId, str]] = []
-        self._said: set[str] = set()  # tools ("": the environment) whose first failure was printed
+        self._said: set[str] = set()  # tools ("": environments) whose first failure was printed
 
     def begin(self, state: EpisodeState) -> None:
         sample, task = state.request.id, state.request.task
@@ -146,7 +146,7 @@ class Lead:
             self._open(plan, state, reply, messages)
 
     def _finish(self, state: EpisodeState, why: str, cut: Turn | None = None) -> None:
-        """Ask the environment for the last reply, since no further turn comes. cut: a turn that the limit has cut."""
+        """Ask the environment for the last reply, because no further turn comes. cut: a turn that the limit has cut."""
         state.finish = why
         self.environments.finish(state.request.id, cut)
 
@@ -221,8 +221,8 @@ class Lead:
             ) from error
 
     def _shortened(self, state: EpisodeState, reply: Reply) -> list[dict[str, Any]]:
-        """The messages of a reply. Observations are cut to their limit; first messages are not, they count for the
-        prompt's limit."""
+        """The messages of a reply. Observations are cut to their limit; first messages are not: the prompt's limit
+        holds for them."""
         messages = []
         for message in reply.messages:
             content, cut = message["content"], False

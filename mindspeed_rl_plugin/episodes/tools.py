@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.reward.calling import number
 from mindspeed_rl_plugin.workers.call_loop import is_async
 from mindspeed_rl_plugin.workers.user_files import load_function
 
-NOT_TOOLS = ("reset", "get_reward", "close")  # public methods that are no tools
+NOT_TOOLS = ("reset", "get_reward", "close")  # public methods that are not tools
 RESET = ("seed", "prompt", "answer", "messages", "record")  # parameters of `reset` other than fields of the record
 SEEDS = 1 << 32  # numpy takes no larger seeds
 DESCRIBE = (
@@ -43,7 +43,7 @@ class Offer(NamedTuple):
     steps: bool = False  # whether the environment has `step`
     rewards: bool = False  # whether the environment has `get_reward`
     fields: tuple[str, ...] = ()  # fields of the record that its `reset` requires
-    concurrent: tuple[str, ...] = ()  # coroutines: of "tool NAME", "method NAME", "reset", "step", "get_reward"
+    concurrent: tuple[str, ...] = ()  # coroutines among "tool NAME", "method NAME", "reset", "step", "get_reward"
 
 
 class Answer(NamedTuple):
@@ -55,7 +55,7 @@ class Answer(NamedTuple):
     brief: str | None = None  # the exception in one line; None: no exception, or no answer
     error: str | None = None  # the exception with its traceback, or why there is no answer; None: no error
     seconds: float = 0.0  # time of the user's code
-    unmade: bool = False  # the call was never made, since its environment could not be made again
+    unmade: bool = False  # the call was not made, because its environment could not be made again
 
 
 def load_tool(file: str, name: str) -> Callable[..., Any]:
@@ -124,7 +124,7 @@ def offer_of(tools: Mapping[str, Any], environment: type | None) -> Offer:
     steps = hasattr(environment, "step")
     own = () if steps else own
     if twice := sorted({*tools} & {*own}):
-        raise ValueError(f"{environment.__name__} and --rl-tools both have {', '.join(twice)}; rename one of each")
+        raise ValueError(f"{environment.__name__} and --rl-tools both have {', '.join(twice)}; rename one of them")
     named = [p for p in _parameters(environment.reset)[1:] if p.kind in _BY_NAME]  # without self
     needed = [p.name for p in named if p.default is p.empty and p.name not in RESET]
     return Offer(tuple(tools), own, steps, hasattr(environment, "get_reward"), tuple(needed), concurrent)

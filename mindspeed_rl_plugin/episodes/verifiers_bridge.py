@@ -2,7 +2,7 @@
 
 Each process (`verifiers_worker`) runs many rollouts. Messages of a rollout may come at any time; here each message
 becomes the reply to a call of `Environments`. If a process dies, or is killed because a rollout in it cannot be
-stopped, the rollouts that have begun in it fail, since verifiers' state is lost. Rollouts that have not begun run in
+stopped, the rollouts that have begun in it fail, because verifiers' state is lost. Rollouts that have not begun run in
 another process.
 """
 
@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.episodes.verifiers_load import ROW
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
-MAX_ROLLOUTS = 64  # most rollouts of training in a process at a time, and most of an evaluation, which may come between
+MAX_ROLLOUTS = 64  # most rollouts of a process at a time in training; an evaluation in between may have as many
 AWAY_SECONDS = 1.0  # if the pipe was not read for longer, it may have been full
 STOP_SECONDS = 20.0  # in which a rollout that is given up must stop
 END_SECONDS = 15.0  # in which a process must release the resources of its rollouts and end

@@ -80,7 +80,7 @@ async def _models(_: Any) -> Any:
 
 
 def _client(loaded: Loaded, port: int, tokenizer: str) -> Any:
-    """Settings of verifiers' training client. api_key_var names no variable that exists, to read no key."""
+    """Settings of verifiers' training client. api_key_var: a missing variable, so that no key is read."""
     return loaded.vf.TrainClientConfig(
         base_url=f"http://127.0.0.1:{port}/v1",
         api_key_var="MINDSPEED_RL_PLUGIN_HAS_NO_KEY",
@@ -155,8 +155,7 @@ class Rollouts:
             rollout.answer((tokens, logps, True))
 
     def finish(self, number: int, cut: tuple[Sequence[int], Sequence[float]] | None) -> None:
-        """End a rollout without a further turn; verifiers scores it. cut: the turn that it waits for, if this was
-        cut."""
+        """End a rollout without a further turn; verifiers scores it. cut: the turn that it waits for, if it was cut."""
         if rollout := self._rollouts.get(number):
             rollout.over = True
             rollout.answer((*cut, False) if cut else None)

@@ -12,7 +12,7 @@ from typing import Any
 from mindspeed_rl_plugin.prompts.prompt_stream import PromptStream
 from mindspeed_rl_plugin.rows import Prompt
 
-ROLLOUTS = 4  # prompts of so many rollouts may wait
+ROLLOUTS = 4  # number of rollouts whose prompts may wait
 ROW_SIZE = 1 << 20  # most characters of a row as JSON
 ROOM_CHECK_SECONDS = 1.0  # between two checks whether a waiting program still runs
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-UNUSED = 128  # so many ids of any model may have no token, as the usual padding
+UNUSED = 128  # a model may have so many ids without a token, the usual padding
 TOKENIZER_FLAGS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")
 
 
@@ -69,7 +69,7 @@ def read_if_there(path: Path) -> dict[str, Any]:
 
 
 def chosen_tokenizer(args: Any) -> tuple[str, str] | None:
-    """Flag and path of the prompts' tokenizer: of the first of TOKENIZER_FLAGS that is given; None if none is.
+    """Flag and path of the prompts' tokenizer, by the first of TOKENIZER_FLAGS that is given; None if none is.
     MindSpeed-LLM names the directory of a Hugging Face tokenizer with --tokenizer-name-or-path."""
     given = ((flag, getattr(args, flag[2:].replace("-", "_"), None)) for flag in TOKENIZER_FLAGS)
     return next(((flag, path) for flag, path in given if path), None)

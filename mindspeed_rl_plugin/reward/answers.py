@@ -68,7 +68,7 @@ def graded_part(response: str) -> str | None:
 
 
 def _said(text: str, prose: re.Pattern[str]) -> str:
-    """The text for math-verify, which searches for the number in it if it is prose."""
+    """The text for math-verify. If it is prose, math-verify searches for the number in it."""
     return _plain(text) if prose.search(text) and re.search(r"\d", text) else expression(text)
 
 

@@ -145,7 +145,7 @@ class RewardPool:
 
     @property
     def by_group(self) -> bool:
-        """Whether some grader is called with whole groups."""
+        """Whether some grader is called with complete groups."""
         return any(kind.batch for kind in self._kinds)
 
     @property
@@ -193,7 +193,7 @@ class RewardPool:
             yield from (self._call(grader, batch, cut) for cut in cuts)
 
     def _call(self, grader: int, batch: Batch, cut: Sequence[int]) -> WorkerCall:
-        """A call of a grader. Its owner is [(batch, index of an item)]. cut: indices."""
+        """A call of a grader for the items `cut` (indices) of a batch. Its owner is a list of (batch, index)."""
         concurrent = self._kinds[grader].asynchronous
         return WorkerCall(
             (grader, [batch.texts[i] for i in cut]),

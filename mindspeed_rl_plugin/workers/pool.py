@@ -74,13 +74,11 @@ class WorkerPool:
             pass
 
     def wait(self, end: float) -> bool:
-        """Wait for an answer, at most SILENCE_LOOK_SECONDS and until `end` (monotonic clock). Returns whether `end` has
-        not come."""
+        """See `wait_for`."""
         return wait_for(self.workers, end)
 
     def take(self) -> Iterator[tuple[WorkerCall, Any]]:
-        """Ended calls, each with its answer, which is a text if the call is lost. Raises as `PoolWorker.answers`
-        does."""
+        """Ended calls, each with its answer (a text for a lost call). Raises as `PoolWorker.answers` does."""
         for worker in self.workers:
             for call, answer in worker.answers():
                 if answer is not AGAIN:

@@ -47,7 +47,7 @@ class WorkerCall:
     seconds: float  # its time limit
     concurrent: bool  # whether it is a coroutine
     most: int  # how many coroutines may run in the process while this one runs
-    owner: Any = None  # for what the answer is, in the pool's caller; None: the pool itself
+    owner: Any = None  # for the pool's user: where the answer goes; None: the pool itself made the call
     session: Session | None = None  # its session, if any
     grace: float = 0.0  # seconds between the limit, at which a coroutine is cancelled, and the kill of its process
     number: int = -1  # in the order of calls

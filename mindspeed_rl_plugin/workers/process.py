@@ -54,7 +54,7 @@ class Program:
     raises: type[ValueError]  # the error when it cannot load
     python: str | None = None  # interpreter; None: this one, with the same module path
     patience: float = 0.0  # seconds for it to end by itself after its lifeline is closed; then it is killed
-    kept: bool = False  # whether its parent is a `keeper`, which kills all that it started, within `patience`
+    kept: bool = False  # whether SIGTERM makes its `keeper` kill all that it started, within `patience`
 
 
 class Worker:
@@ -74,8 +74,7 @@ class Worker:
         self._start()
 
     def ready(self) -> bool:
-        """Whether it can take a call. If it has ended, it is started again. Raises the program's error if it cannot
-        load."""
+        """Whether it can take a call; starts it again after its end. Raises the program's error if it cannot load."""
         if self._connection.closed or (self.until is None and self._process.poll() is not None):
             self.close()
             self._start()
@@ -98,7 +97,7 @@ class Worker:
         self._limit, self.until, self._taken = seconds, time.monotonic() + seconds + grace, True
         try:
             self._connection.send(message)
-        except OSError:  # it is dead, or does not read: `answer` reports it
+        except OSError:  # it is dead, or does not read; `answer` reports this
             self._taken = False
 
     def answer(self) -> Any:
@@ -186,7 +185,7 @@ class Worker:
 
 
 def wait_for(workers: Iterable[Worker], end: float) -> bool:
-    """Wait for an answer, at most SILENCE_LOOK_SECONDS. Returns whether `end` (monotonic clock) has not come."""
+    """Wait for an answer, at most SILENCE_LOOK_SECONDS. Returns whether it is earlier than `end` (monotonic clock)."""
     busy = [worker for worker in workers if worker.until is not None]
     seconds = min([end, *(worker.until for worker in busy)]) - time.monotonic()
     wait([worker._connection for worker in busy], max(0.0, min(seconds, SILENCE_LOOK_SECONDS)))
