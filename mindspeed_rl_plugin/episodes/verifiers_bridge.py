@@ -246,7 +246,7 @@ class VerifiersEnvironments:
             del self._known[rollout.sample]
 
     def _died(self, process: VerifiersProcess, how: str) -> None:
-        why = process.killed or f"was in a verifiers process, which {how}"
+        why = process.killed or f"was in a verifiers process whose code {how}"
         process.loaded, process.killed = False, None
         for rollout in [rollout for rollout in self._rollouts.values() if rollout.process is process]:
             self._take(RolloutReport(rollout.number, 0.0, failure=why))

@@ -191,7 +191,7 @@ def test_verifiers_knows_of_the_last_turn_whether_it_was_cut(scripted, tokenizer
         ("early", "ended before it asked for a turn of the model"),
         ("nan", "has the reward nan, which is no finite number"),
         ("agents", "asks for a turn in a second conversation, of agent 'other'; only the conversation of agent"),
-        ("exit", "was in a verifiers process, which ended its process, which exited with code 5"),
+        ("exit", "was in a verifiers process whose code ended its process, which exited with code 5"),
         ("hang", "ran longer than 6 s (--rl-environment-timeout)"),
     ],
 )

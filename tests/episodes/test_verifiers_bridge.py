@@ -140,7 +140,7 @@ def test_a_process_that_dies_takes_the_rollouts_that_have_begun_with_it_and_no_o
     assert set(replies(environments, 2)) == {ONE, TWO}
     environments.act(ONE, SPOKEN)
     found = replies(environments, 2)
-    assert found[ONE].failure == "was in a verifiers process, which ended its process, which exited with code 3"
+    assert found[ONE].failure == "was in a verifiers process whose code ended its process, which exited with code 3"
     assert found[THREE].prompt == (1, 2)
     environments.finish(TWO)  # which the engine still sampled then
     assert replies(environments, 1)[TWO].failure == found[ONE].failure
