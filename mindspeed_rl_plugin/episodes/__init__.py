@@ -1,1 +1,1 @@
-"""Episodes: a response of several turns, between which tools and environments of the user answer the model."""
+"""Episodes: responses of several turns; between the turns, tools and environments of the user answer the model."""

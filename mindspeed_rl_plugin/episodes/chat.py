@@ -1,7 +1,8 @@
 """Encodes the messages of an episode: by the tokenizer's chat template (`ChatFormat`), or as plain text (`RawFormat`).
 
-Sampled tokens are never changed; only the messages after them are rendered and appended. The text of an observation
-never becomes a *control token* (`control_tokens`): text that looks like one is encoded as ordinary tokens.
+Sampled tokens are never changed; only the messages after them are rendered and appended. An observation (a text of a
+tool or an environment) never gets a *control token* (`control_tokens`): if it has the text of one, this text is encoded
+as ordinary tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ CUT = "\n[cut]"  # end of an observation that was cut
 
 
 class RawFormat:
-    """Encodes messages and decodes tokens of models without a chat template. A prompt is the text of the last message,
-    encoded as prompts of the data are; observations are appended as plain text.
+    """Encodes messages and decodes turns, for models without a chat template. A prompt is the text of the last message,
+    encoded like the prompts of the data; observations are appended as plain text.
 
-    most_calls: most calls in one turn in the model's format, None: no limit; close: the token that ends a turn in the
-    chat template, None without a template.
+    most_calls: how many calls the chat template can write in one turn, None: no limit; close: id of the token that ends
+    a turn in the chat template, None: there is no template.
     """
 
     most_calls: int | None = None
@@ -38,34 +39,32 @@ class RawFormat:
         self._marked, self._encode = self._control.marked, self._control.encode
         special = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._ends = {tokenizer.eos_token_id, *special}
-        self._longest = max(map(len, tokenizer.get_vocab()))  # token [characters]
+        self._longest = max(map(len, tokenizer.get_vocab()))  # characters of the longest token
 
     def prompt(self, messages: Sequence[ChatMessage], said: int = 0) -> list[int]:
         """Token ids of a conversation, up to the begin of the model's turn. said: number of characters at the end of
-        the last message that are an observation; all others are from the data, and are encoded as its prompts."""
+        the last message that are an observation; the other text is from the data, and is encoded like its prompts."""
         content = messages[-1]["content"]
         data = len(content) - said
         return [*text_tokens(self._tokenizer, content[:data]), *self._encode(self._marked(content[data:]))]
 
     def behind(self, last: int, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of observations, up to the begin of the model's next turn. last: last sampled token of the turn
-        before."""
+        """Token ids of observations, up to the begin of the model's next turn. last: last token of the former turn."""
         return self._encode(self._marked("".join(message["content"] for message in messages)))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Text of a turn for environments and graders: without special tokens."""
+        """Text of a turn without special tokens, for environments and graders."""
         return self._tokenizer.decode(self._unended(tokens), skip_special_tokens=True)
 
     def raw_text(self, tokens: Sequence[int]) -> str:
-        """Text of a turn for parsers: with special tokens, except the one that ended it."""
+        """Text of a turn for parsers: with special tokens, except the token that ended the turn."""
         return self._tokenizer.decode(self._unended(tokens), clean_up_tokenization_spaces=False)
 
     def shortened(self, text: str, limit: int) -> tuple[str, bool]:
-        """An observation, and whether it was cut. It is cut to `limit` tokens, with the mark `CUT` at its end (not
-        where `limit` has no room for it). Text that the template adds does not count. Halves of surrogate pairs become
-        U+FFFD."""
+        """An observation of at most `limit` tokens, and whether it was cut to this. A cut text ends with `CUT`, if this
+        fits. Text that the template adds does not count. Halves of surrogate pairs become U+FFFD."""
         text = whole(text)
-        start = text[: limit * self._longest + 1]  # more than `limit` tokens, if the text has so many
+        start = text[: limit * self._longest + 1]  # enough for more than `limit` tokens
         tokens = self._encode(self._marked(start))
         if len(tokens) <= limit:
             return text, False
@@ -91,11 +90,11 @@ class RawFormat:
 
 
 class ChatFormat(RawFormat):
-    """The same by the tokenizer's chat template. tools: their JSON schemas, () for none.
+    """Encodes by the tokenizer's chat template. tools: JSON schemas of the tools, () if there are none.
 
-    close: the token that ends a turn in the template. It is appended to a turn that ended by another token.
+    `close` is appended to a turn that ended with another token.
 
-    Raises ValueError, with only the reason, for a template that cannot be used.
+    Raises ValueError for a template that cannot be used; its text is the rest of a sentence, see `make_format`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -104,8 +103,8 @@ class ChatFormat(RawFormat):
         close = end_of_turn(tokenizer, self._tools)
         if close is None:
             raise ValueError(
-                f"writes {self._tail([])[:40]!r} behind the model's turn, which does not begin with one special token: "
-                "nothing says where a turn ends"
+                f"writes {self._tail([])[:40]!r} after the model's turn; this text does not begin with a special "
+                "token, so no token ends a turn"
             )
         self._close = close
         self.close = tokenizer.convert_tokens_to_ids(self._close)
@@ -131,7 +130,7 @@ class ChatFormat(RawFormat):
         return render_chat(self._tokenizer, messages, self._tools)
 
     def _observed(self, message: ChatMessage) -> ChatMessage:
-        """Mark all texts of a message: even the name of a tool may be written by the model."""
+        """Mark control tokens in all texts of a message; the model may have written even the name of a tool."""
         return {k: self._marked(v) if k != "role" and isinstance(v, str) else v for k, v in message.items()}
 
     def _tail(self, messages: Iterable[ChatMessage], before: Sequence[ChatMessage] = (QUESTION,)) -> str:
@@ -166,18 +165,18 @@ class ChatFormat(RawFormat):
         shown, shown_later = (repr(tail.replace(MARK, "")[:80]) for tail in (alone, later))
         if not alone.startswith(self._close) or self._marked(contents[1]) not in alone:
             raise ValueError(
-                f"writes {shown} behind a turn that a message of role {role!r} answers: not {self._close!r}, which "
-                "ends turns, and the message"
+                f"writes {shown} after a turn that a message of role {role!r} follows; it must write {self._close!r}, "
+                "which ends turns, and then the message"
             )
         if alone != later:
             raise ValueError(
-                f"cannot be extended by appending: a message of role {role!r} becomes {shown} behind the first turn, "
-                f"and {shown_later} behind the second"
+                f"cannot be extended by appending: a message of role {role!r} becomes {shown} after the first turn, "
+                f"and {shown_later} after the second turn"
             )
 
     def _check_together(self, role: str) -> None:
-        """Check that the template writes both of two messages after a turn. If it raises an error for two results of
-        tools, a turn may have one call; if it does for two texts of `step`, `Lead` reports them."""
+        """Check that the template writes both messages if two follow a turn. If it raises an error for two results of
+        tools, a turn may have only one call. If it raises one for two texts of `step`, `Lead` reports it later."""
         contents = [f"{word} {self._close} answer" for word in ("one", "other")]
         try:
             tail = self._tail([{"role": role, "name": "tool", "content": content} for content in contents])
@@ -187,13 +186,13 @@ class ChatFormat(RawFormat):
             return
         if not all(self._marked(content) in tail for content in contents):
             raise ValueError(
-                f"writes {tail.replace(MARK, '')[:80]!r} behind a turn that two messages of role {role!r} answer: one "
-                "of them is not there"
+                f"writes {tail.replace(MARK, '')[:80]!r} after a turn that two messages of role {role!r} follow: one "
+                "of the messages is missing"
             )
 
 
 def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Sequence[Mapping[str, Any]]) -> RawFormat:
-    """The format of a run's episodes. observation: "chat" | "raw"; tools: JSON schemas, () where there are none.
+    """The format of a run's episodes. observation: "chat" | "raw"; tools: JSON schemas, () if there are none.
 
     Raises ValueError for a chat template that is missing, or cannot be used for episodes.
     """
@@ -201,9 +200,9 @@ def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Seq
         return RawFormat(tokenizer)
     where = f"--rl-observation chat: the chat template of tokenizer {tokenizer.name_or_path!r}"
     mend = "give a tokenizer whose template fits"
-    mend += ", or --rl-environment with `step` in place of tools" if tools else ", or --rl-observation raw"
+    mend += ", or --rl-environment with `step` instead of tools" if tools else ", or --rl-observation raw"
     if not tokenizer.chat_template:
-        raise ValueError(f"{where} is absent; give a tokenizer that has one, or --rl-observation raw")
+        raise ValueError(f"{where} is missing; give a tokenizer with a chat template, or --rl-observation raw")
     try:
         return ChatFormat(tokenizer, tools)
     except TEMPLATE_ERRORS as error:

@@ -1,4 +1,4 @@
-"""`EnvironmentPool`: tools and environments of a user's files, in worker processes, each call within a time limit."""
+"""`EnvironmentPool`: tools and environments of a user's files, in worker processes; each call has a time limit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mindspeed_rl_plugin.workers.pool_worker import GRACE, WorkerCall
 from mindspeed_rl_plugin.workers.process import LATE, Program
 
 MAX_COROUTINES = 256  # most unfinished coroutines in a process
-KILL_SECONDS = 5.0  # in which the keeper of a worker kills all processes of a user's code
+KILL_SECONDS = 5.0  # for the keeper of a worker to kill all processes of a user's code
 SERVES = Program(
     "mindspeed_rl_plugin.episodes.environment_process:main",
     Offer | None,
@@ -58,10 +58,10 @@ class _EnvironmentFailed(Exception):
 
 
 class EnvironmentPool:
-    """`Environments` of a user's files, in `workers` processes, see `replay`. For one thread at a time.
+    """`Environments` of a user's files, in `workers` processes. `replay`: what happens if one ends. Not thread-safe.
 
-    tools, environment: as in --rl-tools and --rl-environment, see `tools`; parser: a user's one, as in
-    --rl-tool-parser; timeout: seconds of one call; wait_timeout: seconds that other ranks wait for this one.
+    tools, environment: values of --rl-tools and --rl-environment; parser: of --rl-tool-parser if it is a user's
+    function; timeout: limit of one call [seconds]; wait_timeout: how long other ranks wait for this rank [seconds].
 
     Raises EpisodeError for code that cannot be loaded.
     """
@@ -81,7 +81,7 @@ class EnvironmentPool:
         self._parser = None if parser is None else _source("--rl-tool-parser", parser, "function")
         names = [source.name for source in self._sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise EpisodeError(f"--rl-tools {' '.join(tools)}: {', '.join(twice)} is there twice; rename one of them")
+            raise EpisodeError(f"--rl-tools {' '.join(tools)}: two functions are named {', '.join(twice)}; rename one")
         self._timeout, self._wait_timeout = timeout, wait_timeout
         self._opened: dict[SampleId, EnvironmentInstance] = {}
         self._replies: list[Reply] = []
@@ -125,7 +125,7 @@ class EnvironmentPool:
         opened = self._opened.pop(episode, None)
         if opened is None:
             return
-        # else it is ended when the call has ended, see `_take`
+        # else a call is running: `_take` ends the environment after the call
         if opened.call is None or self._pool.withdraw(opened.call):
             self._pool.end(opened)
         self._give()
@@ -155,7 +155,7 @@ class EnvironmentPool:
     # inside
 
     def _load(self, program: Program, count: int) -> WorkerPool:
-        """Processes of a program. Raises EpisodeError where they cannot load."""
+        """Start `count` processes of a program. Raises EpisodeError if they cannot load the user's code."""
         setup = self._sources, self._environment, self._parser, self._timeout
         sources = (*self._sources, self._environment, self._parser)
         loads = ", ".join(source.given for source in sources if source is not None)
@@ -168,10 +168,10 @@ class EnvironmentPool:
             while not (made := [*self._pool.take()]):
                 self._pool.give()
                 self._pool.wait(math.inf)
-            self._check_parsed(result_of(*made[0]), "the empty turn, on which it is tried")
+            self._check_parsed(result_of(*made[0]), "an empty turn, as a trial at the start")
 
     def _check_parsed(self, result: Answer, where: str) -> None:
-        """Raises EpisodeError if a user's parser failed: this is no error of the model."""
+        """Raises EpisodeError if the user's parser failed; the model is not the cause."""
         if result.error is not None:
             raise EpisodeError(f"--rl-tool-parser {self._parser.given} {_readable(result.error)}\n  on {where}")
 
@@ -187,8 +187,8 @@ class EnvironmentPool:
         yield from self._ask(opened, "reset", dict(task), seed, "{}/{}/{}".format(*opened.id))
 
     def _turn(self, opened: EnvironmentInstance, turn: Turn) -> Making:
-        """Answer a turn: by tools if it calls some; else by the environment's `step`, or it is the last turn. Raises
-        EpisodeError if a user's parser fails."""
+        """Answer a turn: by tools if it has calls, else by the environment's `step`. Without `step` a turn that has no
+        calls is the last one. Raises EpisodeError if a user's parser fails."""
         attempts = turn.attempts
         if isinstance(attempts, Unread):
             parsed = yield "parse", attempts.text
@@ -213,7 +213,7 @@ class EnvironmentPool:
             yield from self._ask(opened, "get_reward")
 
     def _ask(self, opened: EnvironmentInstance, kind: str, *arguments: Any) -> Generator[tuple, Answer, Answer]:
-        """Call a method of the environment. Raises _EnvironmentFailed."""
+        """Call a method of the environment. Raises _EnvironmentFailed if the call fails."""
         result = yield kind, opened.key, *arguments
         if result.error is not None:
             raise self._failure(kind, result.error)
@@ -222,7 +222,7 @@ class EnvironmentPool:
         return result
 
     def _refused(self, reply: Reply, attempt: Attempt) -> str | None:
-        """The error that the model sees instead of a result; None: the call is made."""
+        """Why a call is not made, as the text that the model sees instead of a result; None: it can be made."""
         if isinstance(attempt, MalformedCall):
             reply.counts["malformed"] += 1
             return f"error: {attempt.why}"
@@ -236,8 +236,8 @@ class EnvironmentPool:
         return None
 
     def _use_tool(self, opened: EnvironmentInstance, call: ToolCall) -> Generator[tuple, Answer, str]:
-        """Make a call. Returns the text for the model. Raises _EnvironmentFailed where its environment could not be
-        made again."""
+        """Call a tool. Returns the text for the model. Raises _EnvironmentFailed if a lost environment cannot be made
+        again."""
         name, arguments, reply = call.name, dict(call.arguments), opened.reply
         if name in self._offer.tools:
             result = yield "tool", name, arguments
@@ -267,7 +267,7 @@ class EnvironmentPool:
         self._give()
 
     def _go_on(self, opened: EnvironmentInstance, result: Answer | None) -> None:
-        """Make the next call of a reply, or return the reply if there is none. result: of the call before."""
+        """Make the next call for a reply; without one the reply is finished. result: of the former call, or None."""
         reply = opened.reply
         try:
             message = opened.making.send(result)
@@ -316,22 +316,22 @@ class EnvironmentPool:
         """Warn of the first environment that does not close."""
         if error is not None and not self._warned:
             self._warned = True
-            say(f"warning: {self._environment.name}.close {error}; the run goes on, and what it holds may stay open")
+            say(f"warning: {self._environment.name}.close {error}; the run continues, but its resources may stay open")
 
 
 def _readable(error: str) -> str:
-    """The text of an error; without its first words if our check of the result raised it, not the user's code."""
+    """The text of an error; if a check of this package raised it, only the reason."""
     return error if "\n" in error else error.removeprefix("raised ValueError: it ")
 
 
 def _check_fields(environment: str, fields: Sequence[str], rows: Mapping[str, Set[str]]) -> None:
-    """See `Environments`. fields: required by its `reset`."""
+    """See `Environments`. fields: those of a row that the environment's `reset` requires."""
     if problem := lacking(fields, rows, RESET):
         raise EpisodeError(f"--rl-environment {environment}: its reset {problem}")
 
 
 def _source(flag: str, given: str, kind: str) -> UserCode:
-    """The place of a user's code. Raises EpisodeError for a missing file."""
+    """Where a user's code is. Raises EpisodeError for a missing file."""
     if given.startswith(OPENENV):
         return UserCode(given, "", given)
     try:

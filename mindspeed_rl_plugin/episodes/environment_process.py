@@ -1,9 +1,9 @@
-"""The process in which tools and environments run: it takes calls from a connection, and answers each.
+"""The process in which tools and environments run: it receives calls, and answers each.
 
-The first message is (tools, environment, parser, seconds of one call); all but the last are `UserCode`. The answer is
-(their `Offer`, None) or (None, error). Then calls `(kind, *arguments)` follow; `Desk` has a method for each kind. The
-parent enforces the time limit: it kills this process and all that it has started. This module does not import torch, so
-that it starts fast.
+The first message is (tools, environment, parser, limit of one call [seconds]): a list of `UserCode`, and two of
+`UserCode` or None. The answer is (`Offer`, None) or (None, error). Then calls `(kind, *arguments)` follow; `Desk` has a
+method for each kind. The parent enforces the time limit: it kills this process and all processes that it has started.
+This module does not import torch, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from mindspeed_rl_plugin.workers.child import Parent, describe
 from mindspeed_rl_plugin.workers.keeper import keep
 from mindspeed_rl_plugin.workers.user_files import load_function
 
-MAX_TEXT_CHARACTERS = 1 << 18  # characters of a text that are sent to the parent
-BRIEF = 200  # characters of an error that the model sees
-CLOSE_SECONDS = 10.0  # most seconds for environments to close, at the end of the pool or of its process
+MAX_TEXT_CHARACTERS = 1 << 18  # most characters of a text that are sent to the parent
+BRIEF = 200  # most characters of an error that the model sees
+CLOSE_SECONDS = 10.0  # for all environments to close, when the pool is closed or the parent has ended
 
 
 class UserCode(NamedTuple):
-    """The place of a user's code."""
+    """Where a user's code is."""
 
     given: str  # as in the flag
     file: str
@@ -70,9 +70,9 @@ def describe_tools(connection: int, lifeline: int) -> None:
 
 
 def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk, CallLoop]:
-    """The parent, its first message, and the `Desk`. Ends this process if the code cannot be loaded."""
+    """Load the user's code. Ends this process if it cannot be loaded."""
     keep(connection, lifeline, CLOSE_SECONDS)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # sent by the keeper; the running call may end
+    signal.signal(signal.SIGTERM, lambda *_: None)  # sent by the keeper; a running call may finish
     parent = Parent(connection, None)
     calls = CallLoop(parent)
     tools, environment, parser, seconds = parent.receive()
@@ -87,27 +87,27 @@ def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk, CallLoop]:
 
 
 class Desk:
-    """Makes the calls. tools: functions by name; environment: a class; seconds: limit of a coroutine."""
+    """Makes the calls. tools: functions by name; environment: a class, or None; seconds: limit of a coroutine."""
 
     def __init__(self, tools: dict[str, Callable[..., Any]], environment: type | None, seconds: float) -> None:
         self.tools, self.environment, self._seconds = tools, environment, seconds
         self.parser: Callable[[str], Any] | None = None  # the user's
-        self._made: dict[int, Any] = {}  # environments, by their keys
+        self._made: dict[int, Any] = {}  # environments, by the keys of their sessions
 
     async def answer(self, kind: str, *arguments: Any) -> Answer:
-        """Make a call. Returns its result, or a text about its error. Raises TooLong."""
+        """Make a call. If it raises an error, the result describes the error. Raises TooLong."""
         began = time.perf_counter()
         try:
-            said: Answer = await getattr(self, kind)(*arguments)
-            said = said._replace(texts=tuple(map(_shortened, said.texts)))
+            result: Answer = await getattr(self, kind)(*arguments)
+            result = result._replace(texts=tuple(map(_shortened, result.texts)))
         except TooLong:
             raise
         except BaseException as error:  # noqa: BLE001 - whatever user code raises is reported to the parent
-            said = Answer(brief=_brief(error), error=describe(error))
-        return said._replace(seconds=time.perf_counter() - began)
+            result = Answer(brief=_brief(error), error=describe(error))
+        return result._replace(seconds=time.perf_counter() - began)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Schemas of all tools for chat templates. Raises ValueError if one lacks something."""
+        """Schemas of all tools for chat templates. Raises ValueError if a type hint or a docstring is missing."""
         functions = [("--rl-tools", name, function) for name, function in self.tools.items()]
         if self.environment is not None and not hasattr(self.environment, "step"):
             flag = f"--rl-environment {self.environment.__name__}"
@@ -128,7 +128,7 @@ class Desk:
         return Answer((str(await self._settled(getattr(self._made[key], name)(**arguments))),))
 
     async def reset(self, key: int, task: Mapping[str, Any], seed: int, episode: str) -> Answer:
-        """Begin a new environment. episode: its name; a user's code may use it for resources on other machines."""
+        """Make an environment. episode: a name, which the user's code finds in the variable MINDSPEED_RL_EPISODE."""
         name_to_users("EPISODE", episode)
         environment = self._made[key] = self.environment()
         return read_reset(await self._settled(environment.reset(**reset_arguments(environment.reset, task, seed))))
@@ -140,7 +140,7 @@ class Desk:
         return Answer(reward=number(await self._settled(self._made[key].get_reward())), done=True)
 
     async def close(self, keys: Sequence[int] | None = None) -> Answer:
-        """Close these environments, or all. After all are closed, raises the last error of one."""
+        """Close the environments of these keys, or all. After all are closed, the last of their errors is raised."""
         async with contextlib.AsyncExitStack() as stack:
             for key in [*self._made] if keys is None else keys:
                 made = self._made.pop(key, None)

@@ -1,12 +1,13 @@
 """`EpisodeEngine`: an `Engine` whose responses are episodes, on top of an engine that samples one turn.
 
-Users of an engine need not know of episodes: they submit a row and get its complete response, with the observations of
-its environment between the turns. On the first rank of the engine a `Lead` decides what follows each turn, and tells
-the other ranks. No token is decoded and encoded again: the prompt of a turn is the prompt before, the sampled tokens,
-and the tokens of the observation.
+Callers need not know of episodes: they submit a row and get its complete response, with the observations between the
+turns. On the first rank of the engine a `Lead` decides what follows each turn, and tells the other ranks. No token is
+decoded and encoded again: the prompt of a turn is the previous prompt, the tokens sampled after it, and the tokens of
+the observation.
 
 **Interrupted** episodes (`abort`) keep their environments. They continue when they are submitted again, in the middle
-of a turn or between two. An episode that is not among the next requests of a rollout ends, with its environment.
+of a turn or between two turns. An interrupted episode ends, with its environment, if it is not among the next requests
+of a rollout.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, Plan
 from mindspeed_rl_plugin.episodes.lead import Lead
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
-BETWEEN_SECONDS = 0.005  # for which the engine runs steps between two checks of running environments
-ENVIRONMENT_SECONDS = 1.0  # at most, that the first rank waits for environments at once, while other ranks wait for it
+BETWEEN_SECONDS = 0.005  # time of the engine's steps between two checks for replies of environments
+ENVIRONMENT_SECONDS = 1.0  # longest single wait of the first rank for environments; other ranks wait for it
 
 
 class EpisodeEngine:
-    """`Engine` on top of another one. longest: turn [tokens]; begins: whether a new episode waits for first messages of
-    its environment; lead: on the first rank of the engine, None on the others; peers: the ranks of the engine."""
+    """`Engine` on top of an engine that samples turns. longest: limit of a turn [tokens]; begins: whether a new episode
+    waits for a reply of its environment; lead: None except on the engine's first rank; peers: the engine's ranks."""
 
     def __init__(self, engine: Engine, longest: int, begins: bool, lead: Lead | None, peers: Peers) -> None:
         self._engine, self._longest, self._begins, self._lead, self._peers = engine, longest, begins, lead, peers
@@ -38,12 +39,12 @@ class EpisodeEngine:
         self._progress, self._answered = time.monotonic(), 0
 
     def __getattr__(self, name: str) -> Any:
-        """All other attributes are those of the other engine."""
+        """All other attributes are those of the engine that samples turns."""
         return getattr(self._engine, name)
 
     @property
     def progress(self) -> float:
-        """Time of the last turn, or answer of a user's code; see `Engine`."""
+        """When the last turn, or the last call of a user's code, ended; see `Engine`."""
         return max(self._progress, self._engine.progress)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -80,19 +81,19 @@ class EpisodeEngine:
         return done
 
     def step_along(self, steps: int) -> list[Completion]:
-        """Run so many steps of the engine; see `Engine`. If all its episodes wait for environments, it waits a
-        moment."""
+        """Run `steps` steps of the engine; see `Engine`. If all episodes wait for environments, and the engine shares
+        no experts, each step waits for them for BETWEEN_SECONDS."""
         done = []
         for _ in range(steps):
             done += self._follow(self._after(self._engine.step_along(1), time.monotonic() + BETWEEN_SECONDS))
         return done
 
     def abort(self) -> list[Completion]:
-        """Interrupt episodes; see `Engine`, and the module."""
+        """Interrupt episodes; see `Engine`, and the module's docstring."""
         for turn in self._engine.abort():
             self._live[turn.id].partial = turn if turn.tokens else None
             self._sampling.remove(turn.id)
-        # A turn that a server has just finished comes with the next poll: its episode continues.
+        # The next poll returns a turn that a server has just finished; its episode is not interrupted.
         return [self._pause(sample) for sample in [*self._live] if sample not in self._sampling]
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
@@ -118,7 +119,7 @@ class EpisodeEngine:
         self._engine.submit(requests)
 
     def _after(self, turns: Sequence[Completion], end: float) -> Plan:
-        """The plan of the first rank, from finished turns and replies of environments."""
+        """The plan of the first rank after finished turns and replies of environments. end: deadline of a `poll`."""
         for turn in turns:
             self._sampling.remove(turn.id)
             live = self._live[turn.id]
@@ -152,8 +153,8 @@ class EpisodeEngine:
         return live.completion("abort")
 
     def _end_others(self, known: Set[SampleId]) -> None:
-        """End interrupted episodes that do not continue. Requests of an evaluation may come between; they do not
-        count."""
+        """End interrupted episodes that are not in `known`, the next requests. Requests of an evaluation, which may
+        come before these, do not count."""
         if all(sample.epoch < 0 for sample in known):
             return
         for sample in [sample for sample in self._paused if sample not in known]:

@@ -1,5 +1,4 @@
-"""The kind of responses with several turns, which tools and environments answer: `ResponseKind` for them, and their
-start."""
+"""The `ResponseKind` of episodes (tools and environments answer the model's turns), and the start of environments."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId
 
 
 class EpisodeKind(ResponseKind):
-    """setup: the same as in engines; tools, check_fields: of the environments, known on every rank; environments: of
-    this rank or None; apart: whether engines are other processes, with environments of their own."""
+    """setup: the same as in engines; tools, check_fields: of the environments, known on every rank; environments: those
+    of this rank, or None; apart: whether engines run in other processes, which start their own environments."""
 
     reads, dumped = ("meta",), DUMPED
     limited = ("length", "prompt_length")
@@ -66,7 +65,7 @@ class EpisodeKind(ResponseKind):
         return dataclasses.asdict(self.setup)
 
     def try_once(self, meta: Mapping[str, Any], base: int, where: str) -> None:
-        """See `ResponseKind`. Ends environments that no engine uses."""
+        """See `ResponseKind`. Then closes the environments if no engine uses them."""
         on_all_ranks(lambda: None if self.environments is None else self._begin_one(meta, base, where))
         if self._apart:
             self.close()
@@ -75,7 +74,7 @@ class EpisodeKind(ResponseKind):
         return {"conversation": _answered(prompt, 1), "environment": 0.0}
 
     def completed(self, completion: Completion, prompt: Prompt) -> Completion:
-        """See `ResponseKind`. The episode has one turn."""
+        """See `ResponseKind`. The response becomes an episode of one turn."""
         length = len(completion.tokens)
         columns = episode_row(
             prompt.tokens,
@@ -118,10 +117,10 @@ class EpisodeKind(ResponseKind):
 
 
 def response_kind(config: RLConfig, tokenizer_path: str, tokenizer: Any, run: str) -> ResponseKind:
-    """The kind of responses by the flags. run: directory of the run.
+    """The kind of responses that the flags choose. run: directory of the run.
 
-    Environments start on the first rank of each engine. If engines are other processes, the first rank of the job
-    starts environments for the trial. Collective. Raises ValueError, on all ranks, if they cannot start.
+    Environments start on the first rank of each engine. If engines run in other processes, only the first rank of the
+    job starts environments, for the trial. Collective. Raises ValueError, on all ranks, if they cannot start.
     """
     if (setup := EpisodeSetup.of(config, tokenizer_path)) is None:
         return ONE_TURN
@@ -142,8 +141,8 @@ def response_kind(config: RLConfig, tokenizer_path: str, tokenizer: Any, run: st
         raise
     if tools and setup.observation == "raw":
         say(
-            f"--rl-observation raw: nothing tells the model of its tools ({', '.join(tool_names(tools))}); let the "
-            "prompts of the data tell it of them, or give --rl-apply-chat-template"
+            f"--rl-observation raw: nothing tells the model of its tools ({', '.join(tool_names(tools))}); describe "
+            "them in the prompts of the data, or give --rl-apply-chat-template"
         )
     return EpisodeKind(setup, tools, check_fields, here, apart)
 
@@ -151,10 +150,10 @@ def response_kind(config: RLConfig, tokenizer_path: str, tokenizer: Any, run: st
 def with_environments(
     engine: Engine, described: Mapping[str, Any] | None, tokenizer: str | None, run: str, peers: Callable[[], Peers]
 ) -> Engine:
-    """An engine in another process than the trainers', with episodes on top if the job has them. Their environments end
+    """The engine in this process, which is no trainer's, with episodes on top if the job has them. Environments end
     with this process at the latest, also after an error.
 
-    described: of the job's `ResponseKind`; tokenizer: its directory here; peers: the ranks of the engine. Collective.
+    described: see `ResponseKind`; tokenizer: its directory here; peers: returns the ranks of the engine. Collective.
     """
     if described is None:
         return engine
@@ -166,7 +165,7 @@ def with_environments(
 
 
 def _started(setup: EpisodeSetup, tokenizer: Any) -> Environments:
-    """Start environments, and check that tokenizer and template fit. Raises ValueError."""
+    """Start environments, and check that tokenizer and template fit them. Raises ValueError."""
     environments = setup.environments()
     try:
         setup.format(tokenizer, environments)
@@ -184,6 +183,6 @@ def _started(setup: EpisodeSetup, tokenizer: Any) -> Environments:
 
 
 def _answered(prompt: Prompt, length: int) -> list[dict[str, Any]]:
-    """The conversation in which the answer of the data is the model's only turn. length: [tokens]."""
+    """The conversation in which the answer of the data is the model's only turn. length: of this turn [tokens]."""
     turn = {"role": "assistant", "content": prompt.answer, "turn": [0, length], "reward": 0.0}
     return [*opening(prompt.messages, prompt.text), turn]

@@ -1,4 +1,4 @@
-"""Columns that only rows of episodes have, checks of these in rows from outside, and metrics."""
+"""Columns that only rows of episodes have, checks of them in rows that come from other processes, and metrics."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ EPISODE_COUNTS = (
     *("calls", "malformed", "unknown", "arguments", "raised"),
     *("observation_tokens", "cut", "special", "milliseconds"),
 )
-"""What is counted of an episode. calls: of tools, that were made; malformed: attempts that cannot be read; unknown:
-calls of a tool that is not there; arguments: with wrong arguments; raised: that raised; observation_tokens: between
-turns; cut: observations that were longer than --rl-max-observation-length; special: that held the text of a special
-token; milliseconds: that the user's code took."""
+"""Numbers that are counted in an episode. calls: calls that were made; malformed: calls that cannot be read; unknown:
+calls of unknown tools; arguments: calls with wrong arguments; raised: calls that failed; observation_tokens: tokens
+between turns; cut: observations that were cut to --rl-max-observation-length; special: observations with the text of a
+special token; milliseconds: time of the user's code."""
 
 MEASURED = ("prompt_length", "turns", "environment_failed", "episode_counts", "tool_calls")
 DUMPED = ("turn_reward", "conversation")
-FAILING = 16  # so many episodes in which all calls of a tool failed mean that the tool does not work
+FAILING = 16  # the run stops if a tool failed in every call of so many episodes
 
 
 def episode_columns(tools: int, turns: int) -> tuple[ColumnSpec, ...]:
-    """tools: number of tools; turns: most turns of an episode."""
+    """Specs of these columns. tools: number of tools; turns: most turns of an episode."""
     columns = (
         ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with the environment's first messages
         # 1: the environment changed the prompt of the data
         ColumnSpec("environment_began", torch.int8, "sample", ragged=False),
         # [first token, end) of each turn of the model
         ColumnSpec("turns", torch.int64, "sample", ragged=True, trailing=(2,), longest=turns),
-        ColumnSpec("turn_reward", torch.float32, "sample", ragged=True, longest=turns),  # the environment's
+        ColumnSpec("turn_reward", torch.float32, "sample", ragged=True, longest=turns),  # by the environment
         ColumnSpec("conversation", torch.uint8, "sample", ragged=True),  # JSON: chat messages
         ColumnSpec("environment_failed", torch.int8, "sample", ragged=False),
         ColumnSpec("episode_counts", torch.int64, "sample", ragged=False, trailing=(len(EPISODE_COUNTS),)),
@@ -59,14 +59,14 @@ def episode_row(
     """The columns of one episode, B = 1.
 
     prompt: token ids before the first turn.
-    asked: those of the prompt in the data.
-    turns: (first, end) of each, in response tokens.
+    asked: token ids of the prompt in the data.
+    turns: (first, end) of each turn of the model, in response tokens.
     rewards: of the environment, one for each turn.
-    conversation: chat messages (JSON values), with the environment's last reply, which the model never sees. Turns of
-    the model have `turn` [tokens] and `reward`. `seconds`, the time of the environment's reply, are in the first
-    message of the reply or, if it has none, in the message before.
-    counts: of `EPISODE_COUNTS`.
-    tools: for each, its calls and how many of them failed.
+    conversation: chat messages (JSON values), with the environment's last reply, which the model never sees. Messages
+    of the model also have `turn`, the turn's [first, end) in response tokens, and `reward`. `seconds`, the time of the
+    environment's reply, are in its first message or, if it has none, in the message before.
+    counts: by the names in `EPISODE_COUNTS`.
+    tools: for each tool, number of its calls, and of those that failed.
     """
     columns: dict[str, Column] = {
         "prompt_length": torch.tensor([len(prompt)]),
@@ -80,7 +80,7 @@ def episode_row(
     return columns | ({"tool_calls": torch.tensor([[list(calls) for calls in tools]])} if tools else {})
 
 
-# rows from outside
+# checks of rows
 
 
 def check_turns(rows: Rows) -> Checks:
@@ -93,8 +93,8 @@ def check_turns(rows: Rows) -> Checks:
     least = torch.where(at > 0, ends.roll(1), before[of])
     bad = (firsts < least) | ((at == 0) & (firsts != before[of])) | (ends <= firsts) | (ends > total[of])
     text = (
-        "turns {}; give [first, end) of each, the first from the prompt's end ({}) on, none empty, in their order, "
-        "up to {}"
+        "turns {}; give [first, end) of each turn, none empty, in order, without overlap; the first begins at the "
+        "prompt's end ({}), and none ends after {}"
     )
     yield of, bad, text, lambda s: turns.row(int(of[s])).tolist(), before[of], total[of]
 
@@ -110,7 +110,7 @@ def sampled_tokens(rows: Rows) -> Tensor:
 
 
 def check_rest(rows: Rows) -> Checks:
-    """Check the other columns: finite rewards, flags, counts, and texts for graders, dumps and the report."""
+    """Check the other columns: rewards, flags, counts and conversations."""
     every, rewards, turns = torch.arange(len(rows)), rows["turn_reward"], rows["turns"].lengths
     text = "turn_reward has {} entries for {} turns; give one for each turn"
     yield every, rewards.lengths != turns, text, rewards.lengths, turns
@@ -146,22 +146,22 @@ def _is_message(value: object) -> bool:
 
 
 class EpisodeMeter:
-    """Metrics of rollouts, named as in `monitor.names`. tools: that may be called, by name."""
+    """Metrics of rollouts, named as in `monitor.names`. tools: names of the tools."""
 
     def __init__(self, tools: Sequence[str]) -> None:
-        # tool -> episodes with calls of it since its last call that did not fail
+        # tool -> number of episodes that called it, since a call of it last worked
         self.failing = dict.fromkeys(tools, 0)
-        self._called = True  # whether the last rollout had a call
+        self._called = True  # whether the last rollout had calls
 
     def __call__(self, rows: Rows) -> dict[str, float]:
-        """Count B episodes. Raises EpisodeError if the environment failed in all of them, since then no reward is real,
-        and if a tool never works."""
+        """Metrics of B episodes. Raises EpisodeError if the environment failed in all of them, because then no reward
+        is real, and if a tool never works."""
         count, turns = len(rows), rows["turns"].lengths.double()
         totals = dict(zip(EPISODE_COUNTS, rows["episode_counts"].sum(0).tolist(), strict=True))
         if rows["environment_failed"].all():
             raise EpisodeError(
-                f"the environment failed in all {count} episodes of this rollout; its first failure is printed above, "
-                "where it came: mend the environment"
+                f"the environment failed in all {count} episodes of this rollout; its first failure is printed in "
+                "the log of the rank where it happened; correct the environment"
             )
         if self.failing:
             self._check_tools(rows["tool_calls"])
@@ -180,7 +180,7 @@ class EpisodeMeter:
         }
 
     def _check_tools(self, tool_calls: Tensor) -> None:
-        """Raise only after FAILING episodes: in a single one the model may be the cause. tool_calls: `[B, tools,
+        """Raise only after FAILING episodes; in a single episode the model may be the cause. tool_calls: `[B, tools,
         2]`."""
         for name, calls in zip(self.failing, tool_calls.unbind(1), strict=True):
             made, raised = calls.unbind(1)
@@ -189,14 +189,14 @@ class EpisodeMeter:
             if self.failing[name] >= FAILING:
                 raise EpisodeError(
                     f"the tool {name!r} raised in every call of the last {self.failing[name]} episodes that called it; "
-                    "its first error is printed above, where it came: mend the tool"
+                    "its first error is printed in the log of the rank where it happened; correct the tool"
                 )
 
     def _look_for_calls(self, totals: Mapping[str, int], count: int) -> None:
-        """Warn at the first of several rollouts without a call."""
+        """Warn if this rollout has no calls, but the last one had."""
         before, self._called = self._called, any(totals[n] for n in ("calls", "malformed", "unknown", "arguments"))
         if before and not self._called:
             say(
-                f"warning: the model called no tool in any of the {count} episodes of this rollout. If it should have, "
-                "look at a response (--rl-dump-dir): --rl-tool-parser may not be that of this model"
+                f"warning: the model called no tool in any of the {count} episodes of this rollout. If it should call "
+                "tools, look at a response (--rl-dump-dir): --rl-tool-parser may not fit this model"
             )

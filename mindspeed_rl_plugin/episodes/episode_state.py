@@ -1,4 +1,4 @@
-"""The state of a running episode, and the plan that the first rank of its engine sends to the others."""
+"""The state of a running episode, and the plan that the first rank of its engine sends to the other ranks."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from mindspeed_rl_plugin.rows import Column, Completion, GenerateRequest, Sample
 
 @dataclass(eq=False)
 class EpisodeState:
-    """A running episode. Every rank of its engine has the fields before `asked`; only the first rank has the others."""
+    """A running episode. Every rank of its engine has the fields before `asked`; only the first rank uses the later
+    fields."""
 
     request: GenerateRequest
-    prompt: tuple[int, ...]  # before the first turn
+    prompt: tuple[int, ...]  # token ids before the first turn
     waits: bool  # whether a reply of its environment is due
-    tokens: list[int] = field(default_factory=list)  # after the prompt
+    tokens: list[int] = field(default_factory=list)  # ids after the prompt
     logps: list[float] = field(default_factory=list)
-    segments: list[tuple[int, int]] = field(default_factory=list)
-    turns: list[tuple[int, int]] = field(default_factory=list)
-    partial: Completion | None = None  # an interrupted turn
+    segments: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
+    turns: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
+    partial: Completion | None = None  # the interrupted turn, if any
 
     asked: Sequence[Mapping[str, Any]] = ()  # messages of the data
     conversation: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # of the turns
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EPISODE_COUNTS, 0))
-    tools: dict[str, list[int]] = field(default_factory=dict)  # name -> calls, and how many of them failed
+    tools: dict[str, list[int]] = field(default_factory=dict)  # name -> number of calls, and of failed ones
     failure: str | None = None  # why its environment cannot continue
-    finish: str | None = None  # why it ends, set while the rest of its reward is due
+    finish: str | None = None  # why it ends; set while only its last reply is due
     held: list[Reply] | None = None  # replies since it was interrupted; None: it is not interrupted
 
     def spoke(self, turn: Completion) -> None:
@@ -49,7 +50,7 @@ class EpisodeState:
         self.logps += [0.0] * len(tokens)
 
     def next_turn(self, longest: int) -> GenerateRequest:
-        """The request for the next turn, or for the rest of an interrupted one. longest: turn [tokens]."""
+        """The request for the next turn, or for the rest of an interrupted one. longest: limit of a turn [tokens]."""
         self.waits, request, left = False, self.request, self.request.sampling.max_tokens - len(self.tokens)
         return replace(
             request,
@@ -60,7 +61,7 @@ class EpisodeState:
         )
 
     def completion(self, finish: str) -> Completion:
-        """The complete response, with an interrupted turn."""
+        """The response so far, with the interrupted turn if there is one. finish: why it ends, of `FINISH`."""
         part, start = self.partial, len(self.tokens)
         tokens, logps, segments = self.tokens, self.logps, self.segments
         if part is not None:
@@ -97,7 +98,7 @@ class EpisodeState:
             self.counts[name] += value
 
     def hear(self, messages: Sequence[Mapping[str, Any]], seconds: float) -> None:
-        """Add messages of the environment, and the seconds of its reply: in the first message, or without one in the
+        """Add the messages of a reply. The seconds of the reply are put in its first message or, if it has none, in the
         message before."""
         at = len(self.conversation) - (not messages)
         self.conversation += [dict(message) for message in messages]
@@ -106,14 +107,14 @@ class EpisodeState:
             heard["seconds"] = round(heard.get("seconds", 0.0) + seconds, 3)
 
     def reward(self, value: float) -> None:
-        """Add to the reward of the last turn; before the first turn it is dropped."""
+        """Add to the reward of the last turn; a reward before the first turn is dropped."""
         if self.rewards:
             self.rewards[-1] += value
             last = next(message for message in reversed(self.conversation) if "turn" in message)
             last["reward"] = self.rewards[-1]
 
     def fail(self, why: str) -> None:
-        """Record that its environment failed; its rewards become 0."""
+        """Record that its environment failed; all its rewards become 0."""
         self.failure, self.rewards = why, [0.0] * len(self.rewards)
         for message in self.conversation:
             if "turn" in message:
@@ -128,15 +129,15 @@ class Plan:
     prompts: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)
     observations: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)  # tokens after the last turn
     due: list[SampleId] = field(default_factory=list)  # episodes whose next turn is submitted, in this order
-    over: list[tuple[SampleId, str]] = field(default_factory=list)  # ended ones, with the reason
-    expired: bool = False  # whether the time is up
+    over: list[tuple[SampleId, str]] = field(default_factory=list)  # episodes that have ended, and why (of `FINISH`)
+    expired: bool = False  # whether the deadline of `poll` has passed
     answered: int = 0  # as in `Environments`
     error: str | None = None  # why the run stops
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """63-bit seed of a turn, from 0 on, of the response that has `seed`: the response's own for the first turn, else
-    the first 63 bits of BLAKE2b over both."""
+    """63-bit seed of a turn. seed: of the response, and so of its first turn; turn: number, from 0 on. A later turn has
+    the first 63 bits of BLAKE2b over both numbers."""
     if not turn:
         return seed
     digest = hashlib.blake2b(struct.pack("<2q", seed, turn), digest_size=8).digest()
@@ -144,8 +145,8 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def _joined(segments: Sequence[tuple[int, int]], start: int, more: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Append the segments of a turn that begins at token `start`; only a change of the version adds an entry. Tokens
-    between two turns belong to the first of them."""
+    """Append the segments of a turn that begins at response token `start`. Only a change of the version adds an entry,
+    so tokens between two turns have the version of the first of them."""
     joined = list(segments)
     for first, version in more:
         if not joined or joined[-1][1] != version:

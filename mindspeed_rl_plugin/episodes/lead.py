@@ -28,18 +28,18 @@ from mindspeed_rl_plugin.rows import Completion, SampleId
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Limits of an episode, by --rl-max-turns and the flags after it."""
+    """Limits of episodes."""
 
     turns: int  # most turns of an episode
-    observation: int  # longest [tokens]
-    prompt: int  # longest, with the environment's first messages [tokens]
-    lockstep: bool = False  # turn t + 1 of all episodes begins when turn t of all has ended, in the order of ids
-    on_error: str = "stop"  # | "zero" | "drop", where an environment fails
+    observation: int  # longest observation [tokens]
+    prompt: int  # longest prompt, with the environment's first messages [tokens]
+    lockstep: bool = False  # begin turn t + 1 of all episodes, by rising id, when turn t of all has ended
+    on_error: str = "stop"  # or "zero", "drop": what to do if an environment fails
 
 
 class Lead:
-    """format: encodes messages; parse: a turn's text -> attempts at calls, None: the environments find them, by a
-    user's parser; environments: of this engine's episodes."""
+    """format: encodes messages; parse: finds calls in a turn's text, None: `environments` do this by a user's parser;
+    environments: those of this engine's episodes."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Lead:
     ) -> None:
         self.limits, self.format, self.parse, self.environments = limits, format, parse, environments
         self._states: dict[SampleId, EpisodeState] = {}
-        self._replies: list[Reply] = []  # of interrupted episodes that continue
+        self._replies: list[Reply] = []  # kept replies of interrupted episodes that now continue
         self._due: list[SampleId] = []  # episodes whose next turn can begin
         self._over: list[tuple[SampleId, str]] = []
-        self._said: set[str] = set()  # tools ("": the environment) whose first failure was printed
+        self._said: set[str] = set()  # tools ("": environments) whose first failure was printed
 
     def begin(self, state: EpisodeState) -> None:
         sample, task = state.request.id, state.request.task
@@ -66,7 +66,7 @@ class Lead:
         self.environments.begin(sample, fields, task.seed)
 
     def pause(self, sample: SampleId) -> None:
-        """Interrupt an episode: replies of its environment are kept."""
+        """Interrupt an episode; replies of its environment are kept until it continues."""
         self._states[sample].held = []
 
     def resume(self, sample: SampleId) -> None:
@@ -83,11 +83,11 @@ class Lead:
         self.environments.close()
 
     def turn(self, state: EpisodeState, turn: Completion) -> None:
-        """The model's turn has ended, and is in `state` already."""
+        """Take an ended turn of the model, which `state` has already."""
         sample, text = state.request.id, self.format.text(turn.tokens)
         state.rewards.append(0.0)
         state.conversation.append({"role": "assistant", "content": text, "turn": list(state.turns[-1]), "reward": 0.0})
-        if state.failure is not None:  # it could not begin: nothing answers the turn
+        if state.failure is not None:  # the environment could not begin, so nothing answers the turn
             self._over.append((sample, turn.finish))
         elif turn.finish == "stop":
             self.environments.act(sample, Turn(turn.tokens, turn.logps, text, self._attempts(turn.tokens)))
@@ -97,7 +97,7 @@ class Lead:
     def plan(self, seconds: float, end: float, sampling: bool) -> Plan:
         """The plan for episodes whose environments have replied; waits at most `seconds` for a reply.
 
-        end: deadline on the monotonic clock; sampling: whether the engine samples turns.
+        end: deadline of the engine's `poll`, on the monotonic clock; sampling: whether the engine samples turns.
         """
         plan = Plan()
         replies, self._replies = self._replies, []
@@ -146,19 +146,18 @@ class Lead:
             self._open(plan, state, reply, messages)
 
     def _finish(self, state: EpisodeState, why: str, cut: Turn | None = None) -> None:
-        """No further turn comes; asks the environment for the rest of its reward. cut: a turn that the limit has
-        cut."""
+        """Ask the environment for the last reply, because no further turn comes. cut: a turn that the limit has cut."""
         state.finish = why
         self.environments.finish(state.request.id, cut)
 
     def _fail(self, state: EpisodeState, why: str) -> None:
-        """The environment has failed. If it could not begin, the model gets one turn that nothing answers, since a
-        response needs a token. Raises EpisodeError if the run stops."""
+        """End the episode after a failure. If the environment could not begin, the model still has one turn, which
+        nothing answers, because a response needs a token. Raises EpisodeError if the run stops."""
         sample = state.request.id
         if self.limits.on_error == "stop":
             raise EpisodeError(
-                f"the environment of {place(sample)} {why}\n  (--rl-environment-on-error zero or drop: the run goes on "
-                "and counts such episodes)"
+                f"the environment of {place(sample)} {why}\n  (with --rl-environment-on-error zero or drop the run "
+                "continues and counts such episodes)"
             )
         self._warn("", f"an environment failed, for the first time, in {place(sample)}: it {why}")
         state.fail(why)
@@ -169,13 +168,13 @@ class Lead:
             self._due.append(sample)
 
     def _warn(self, of: str, text: str) -> None:
-        """Print the first failure of each tool or environment."""
+        """Print the first failure of each tool, and of environments (of: "")."""
         if of not in self._said:
             print(f"[rl] warning: {text}", flush=True)  # printed by the first rank of each engine
         self._said.add(of)
 
     def _open(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[ChatMessage]) -> None:
-        """Plan the first turn. First messages of the environment follow the prompt's last message."""
+        """Plan the first turn. First messages of the environment are appended to the prompt's last message."""
         sample, prompt = reply.id, reply.prompt
         said = "".join(message["content"] for message in messages)
         if said:
@@ -185,8 +184,8 @@ class Lead:
         if prompt is not None and len(prompt) > self.limits.prompt:
             self._fail(
                 state,
-                f"makes the prompt {len(prompt)} tokens long with what it says first; --rl-max-prompt-length is "
-                f"{self.limits.prompt}: let it say less, or raise that",
+                f"makes the prompt {len(prompt)} tokens long by its first messages; --rl-max-prompt-length is "
+                f"{self.limits.prompt}: shorten the messages, or raise the limit",
             )
             return
         if prompt is not None:
@@ -194,7 +193,7 @@ class Lead:
         self._due.append(sample)
 
     def _observe(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[ChatMessage]) -> None:
-        """Plan the next turn, if there is room for one token of it."""
+        """Plan the next turn; if no token is left for it, finish the episode."""
         sample = reply.id
         if reply.prompt is None:
             tokens = self._tokens(sample, self.format.behind, state.tokens[-1], messages)
@@ -212,17 +211,18 @@ class Lead:
         self._due.append(sample)
 
     def _tokens(self, sample: SampleId, form: Callable[..., Sequence[int]], *arguments: Any) -> tuple[int, ...]:
-        """Tokens of messages. Raises EpisodeError where the chat template cannot write them."""
+        """Tokens of messages. Raises EpisodeError if the chat template cannot write them."""
         try:
             return tuple(form(*arguments))
         except TEMPLATE_ERRORS as error:
             raise EpisodeError(
-                f"the chat template raised {type(error).__name__}: {error}\n  for what the environment of "
-                f"{place(sample)} said; let it give one text at a time, or give a tokenizer whose template fits"
+                f"the chat template raised {type(error).__name__}: {error}\n  for messages of the environment "
+                f"of {place(sample)}; let it return one text at a time, or give a tokenizer whose template fits"
             ) from error
 
     def _shortened(self, state: EpisodeState, reply: Reply) -> list[dict[str, Any]]:
-        """The messages of a reply, cut to the limit of an observation; first messages have the prompt's limit."""
+        """The messages of a reply. Observations are cut to their limit; first messages are not: the prompt's limit
+        holds for them."""
         messages = []
         for message in reply.messages:
             content, cut = message["content"], False
@@ -233,7 +233,7 @@ class Lead:
         return messages
 
     def _give_turns(self, plan: Plan, sampling: bool) -> None:
-        """Add due turns to the plan; in lockstep only when no other turn is running."""
+        """Add due turns to the plan; in lockstep only if the engine samples no turn and no reply is due."""
         if self.limits.lockstep:
             if sampling or self.environments.pending:
                 return
@@ -246,6 +246,6 @@ def _no_extension(held: Sequence[int], prompt: Sequence[int]) -> str:
     pairs = enumerate(zip(held, prompt, strict=False))
     same = next((i for i, (one, other) in pairs if one != other), min(len(held), len(prompt)))
     return (
-        f"asks for a prompt of {len(prompt)} tokens that is no extension of the {len(held)} tokens held so far (they "
-        f"differ at token {same}); what was sampled is never encoded anew: its template or renderer must only append"
+        f"asks for a prompt of {len(prompt)} tokens that is no extension of the {len(held)} tokens so far (they "
+        f"differ at token {same}); sampled tokens are never encoded again, so its renderer must only append"
     )

@@ -17,9 +17,9 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.episode_flags import OPENENV
 
-WAIT = 10.0  # seconds for a server to answer a greeting
+WAIT = 10.0  # seconds for a server to accept a connection, and to send its schemas
 MAX_MESSAGE_BYTES = 1 << 26  # bytes of a message
-# Titles of schemas of a server whose actions are calls of tools.
+# Titles of the schemas of actions that are calls of tools.
 TOOLS = ("Action", "CallToolAction", "ListToolsAction")
 CALL = {
     "type": "object",
@@ -33,8 +33,8 @@ CALL = {
 
 
 class OpenEnv:
-    """One episode. A turn of the model is an action: a JSON object, maybe in a code fence; if actions have only one
-    field, its value is enough. A turn without an action gets an observation that says so."""
+    """One episode. A turn of the model is an action: a JSON object, maybe in a code fence; if actions have one required
+    field, its value is enough. A turn that is no valid action gets an error as its observation."""
 
     url = ""
 
@@ -45,7 +45,7 @@ class OpenEnv:
         self._socket = connect(f"ws{self.url.removeprefix('http')}/ws", open_timeout=WAIT, max_size=MAX_MESSAGE_BYTES)
 
     def reset(self, seed: int, reset: Mapping[str, Any] | None = None) -> str:
-        """reset: the field of a data row, further arguments of the server's reset."""
+        """reset: this field of a data row has further arguments for the server's reset."""
         if self._schema.get("title") in TOOLS:
             tools = self._ask("step", {"type": "list_tools"})["observation"]["tools"]
             self._schema = {**CALL, "available_tools": tools}
@@ -77,13 +77,13 @@ class OpenEnv:
             wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in answer["data"].get("errors") or ())
             raise ActionError(f"the action is not valid: {'; '.join(wrong) or message}")
         if code == "CAPACITY_REACHED":
-            message = f"{message}; raise max_concurrent_envs of the server: each episode in the making has a session"
+            message = f"{message}; raise max_concurrent_envs of the server: each running episode has a session"
         raise RuntimeError(f"{self.url} answered {kind} with {code}: {message}")
 
     def _send(self, message: Mapping[str, Any]) -> None:
         from websockets.exceptions import ConnectionClosed
 
-        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session sends an error and closes it
+        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session says so before it closes
             self._socket.send(json.dumps(message))
 
 
@@ -101,13 +101,14 @@ def environment_at(url: str) -> type[OpenEnv]:
 
 @functools.cache
 def schema(url: str) -> dict[str, Any]:
-    """JSON schema of a server's actions, without the fields of every action. Raises ValueError if no server answers."""
+    """JSON schema of a server's actions, without `metadata`, which every action has. Raises ValueError if no server
+    answers."""
     try:
         with urllib.request.urlopen(f"{url}/schema", timeout=WAIT) as answer:
             found = dict(json.load(answer)["action"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{url} does not answer as an OpenEnv server ({url}/schema: {error}); start it, or mend the URL of "
+            f"{url} does not answer as an OpenEnv server ({url}/schema: {error}); start it, or correct the URL of "
             "--rl-environment"
         ) from error
     found["properties"] = {name: value for name, value in found.get("properties", {}).items() if name != "metadata"}
@@ -115,7 +116,7 @@ def schema(url: str) -> dict[str, Any]:
 
 
 def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The action in a turn of the model. Raises ActionError where there is none."""
+    """The action in a turn of the model. Raises ActionError if there is none."""
     text = text.strip()
     if fenced := re.fullmatch("```[a-z]*\n(.*?)\n?```", text, re.DOTALL):
         text = fenced[1].strip()
@@ -132,7 +133,7 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(observation: Any) -> str:
-    """The field of an observation if it has only one, a text; else all fields as JSON."""
+    """An observation as text: its only field if this is a text, else all fields as JSON."""
     if isinstance(observation, Mapping):
         observation = {name: value for name, value in observation.items() if name != "metadata"}
         if len(observation) == 1 and isinstance(only := next(iter(observation.values())), str):

@@ -1,7 +1,7 @@
-"""Parsers of the calls in a turn: for the formats of Hermes and Qwen, of Llama 3 and of DeepSeek, or a user's function.
+"""Parsers of the calls in a turn, for the formats of Hermes and Qwen, of Llama 3, and of DeepSeek.
 
-Each attempt has a result of its own: one that cannot be parsed is a `MalformedCall` and does not affect the others.
-Text in a `<think>` block is no attempt, nor is text before the end of a block that the prompt began.
+A call that cannot be parsed becomes a `MalformedCall`, and the other calls of the turn are still read. Text in a
+`<think>` block has no calls, also if the prompt has begun the block.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class Tagged:
 
     tags: tuple[str, str]  # before and after a call
     # Patterns of the text between the first tag and the JSON of a call, and from the JSON to the end of the second tag.
-    # A group in the first pattern is the call's name, and the JSON has the arguments; without a group the JSON has
-    # both.
+    # If the first pattern has a group, it is the call's name, and the JSON has the arguments; else the JSON has both.
     forms: tuple[tuple[str, str], ...]
     needs: tuple[str, ...] = ()  # tokens that the tokenizer must have
 
@@ -53,7 +52,7 @@ class Tagged:
         return attempts
 
     def _read(self, text: str, at: int) -> tuple[Attempt, int]:
-        """The attempt that begins at `at`, and where it ends."""
+        """The call that begins at `at`, and where it ends."""
         for before, behind in self.forms:
             head = re.compile(before).match(text, at)
             value, end = _json(text, head.end()) if head else (None, 0)
@@ -76,14 +75,14 @@ DEEPSEEK = Tagged(
 )
 
 _TAG = r"<\|python_tag\|>\s*"
-_BARE_JSON = r'(?=\{\s*"(?:name"\s*:|type"\s*:\s*"function"))'  # other JSON is an answer
+_BARE_JSON = r'(?=\{\s*"(?:name"\s*:|type"\s*:\s*"function"))'  # other JSON is no call
 _FIRST, _TAGGED = re.compile(rf"\s*(?:{_TAG}|{_BARE_JSON})"), re.compile(_TAG)
 _NEXT, _NEXT_BUT_ONE = re.compile(rf"\s*;?\s*(?:{_TAG})?(?=\{{)"), re.compile(rf";\s*(?:{_TAG})?{_BARE_JSON}")
 
 
 def llama3(text: str) -> list[Attempt]:
-    """Calls of Llama 3: `{"name": ..., "parameters": {...}}`, as the complete turn or after `<|python_tag|>`. Several
-    are separated by `;`."""
+    """Calls of Llama 3: `{"name": ..., "parameters": {...}}`, at the begin of a turn or after `<|python_tag|>`. `;` may
+    separate several calls."""
     found = _FIRST.match(text)
     if found is None:
         spoken = text.partition("</think>")[2] if re.search("</?think>", text) else text
@@ -102,10 +101,10 @@ KNOWN = ", ".join(PARSERS) + " or path/to/file.py:function"
 
 
 def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser | None:
-    """name: one of `PARSERS`; "auto": the one that fits the chat template; or path/to/file.py:function: returns None,
-    since a user's code runs in a process of its own (`environment_pool`).
+    """The parser for --rl-tool-parser `name`: one of `PARSERS`, or "auto" for the one that fits the chat template. None
+    for path/to/file.py:function, because a user's code runs in another process (`environment_pool`).
 
-    Raises ValueError for an unknown parser, or one that does not fit the tokenizer.
+    Raises ValueError for an unknown parser, or for a parser that does not fit the tokenizer.
     """
     if name == "auto":
         return make_parser(_fitting(tokenizer), tokenizer)
@@ -116,8 +115,8 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser | None:
     needs = getattr(PARSERS[name], "needs", ())
     if lacking := [token for token in needs if token not in tokenizer.get_vocab()]:
         raise ValueError(
-            f"--rl-tool-parser {name}: tokenizer {tokenizer.name_or_path!r} has no token {lacking[0]!r}, by which "
-            f"calls are found; give {KNOWN}, as the model writes calls"
+            f"--rl-tool-parser {name}: tokenizer {tokenizer.name_or_path!r} has no token {lacking[0]!r}, which "
+            f"marks calls; give the parser of the model's format of calls: {KNOWN}"
         )
     return PARSERS[name]
 
@@ -128,9 +127,9 @@ def is_own(name: str) -> bool:
 
 
 def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The parser that reads a call as the chat template writes one."""
+    """Name of the parser that reads calls in the form in which the chat template writes them."""
     question = {"role": "user", "content": "question"}
-    for arguments in ({"key": 1}, '{"key": 1}') if tokenizer.chat_template else ():  # DeepSeek's template takes text
+    for arguments in ({"key": 1}, '{"key": 1}') if tokenizer.chat_template else ():  # the text is DeepSeek's
         call = {"type": "function", "function": {"name": "probe", "arguments": arguments}}
         try:
             text = render_chat(tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], ())
@@ -141,14 +140,14 @@ def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:
             if parser(text) == [ToolCall("probe", {"key": 1})]:
                 return name
     raise ValueError(
-        f"--rl-tool-parser auto: the chat template of tokenizer {tokenizer.name_or_path!r} writes calls in no form "
-        f"that is known here; give {KNOWN}"
+        f"--rl-tool-parser auto: the chat template of tokenizer {tokenizer.name_or_path!r} is missing, or "
+        f"writes calls in no known form; give {KNOWN}"
     )
 
 
 def _json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at `at`, and its end; (None, 0) for none, for numbers that are not finite, and for
-    half a surrogate pair."""
+    """The JSON value that begins at `at`, and its end; (None, 0) if there is none, or if it has a number that is not
+    finite or half a surrogate pair."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, at)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -158,7 +157,7 @@ def _json(text: str, at: int) -> tuple[Any, int]:
 
 
 def _call(value: Any) -> Attempt:
-    """A call from its JSON. Missing arguments mean none."""
+    """A call from its JSON. Without the field of the arguments, the call has no arguments."""
     if not isinstance(value, dict):
         return NO_CALL
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))

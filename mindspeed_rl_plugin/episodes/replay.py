@@ -1,8 +1,8 @@
-"""Makes environments again whose process has ended: repeats all calls that they had answered, and the answers must be
+"""Makes environments again after their process has ended: repeats all calls that they had answered; the answers must be
 the same.
 
-Then the environment of a lost call is as it was before the call. A cancelled coroutine ends no process, but its
-environment must be made again, too.
+Then the environment of a lost call is as it was before this call. Environments are also made again after a coroutine
+was cancelled at its limit, although this ends no process.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.pool_worker import PoolWorker, Session, WorkerCall
 
 Making = Generator[tuple, Answer, None]
-"""Makes a reply: gives messages of calls, as `environment_process.Desk` takes them, and gets what comes of each."""
+"""Makes a reply: yields the messages of calls for `environment_process.Desk`, and receives the answer to each."""
 
 
 class EnvironmentInstance(Session):
-    """An episode in the pool, with its environment where there is one.
+    """An episode in the pool, with its environment if there is one.
 
-    reply: the last one, maybe unfinished.
-    making: the generator that makes it.
-    call: it waits for this one.
+    reply: the newest reply, maybe unfinished.
+    making: the generator that makes this reply.
+    call: the call for which the reply waits, or None.
     asked: answered calls of the environment, with the answers.
-    known: how many of these its present process (without one: its last) has answered.
+    known: how many of these the present process has answered (if there is none: the last process).
     """
 
     def __init__(self, sample: SampleId) -> None:
@@ -53,7 +53,7 @@ class EnvironmentInstance(Session):
         return call if known == len(self.asked) else self.asked[known][0]
 
     def answered(self, call: WorkerCall, answer: Answer) -> Answer | None:
-        """The result of a call; None if it was a repeated one."""
+        """The result of a call; None if the answer is to a repeated call."""
         if self.complete:
             self.asked.append((call, answer))
             self.known += 1
@@ -63,26 +63,26 @@ class EnvironmentInstance(Session):
             self.known += 1
             return None
         error = (
-            f"cannot be made: its environment is not deterministic under replay. A process ended, and in a new one "
-            f"{former.message[0]} gave {_shown(answer)}, not {_shown(before)} as before; let answers depend on seed, "
-            "data row and calls alone"
+            f"cannot be made: its environment gives other answers to repeated calls. A process ended; in a new one "
+            f"{former.message[0]} gave {_shown(answer)}, but {_shown(before)} before; let answers depend only on seed, "
+            "data row and calls"
         )
         return Answer(error=error, seconds=answer.seconds, unmade=True)
 
 
 def result_of(call: WorkerCall, answer: Answer | str) -> Answer | None:
-    """The result of an ended call; None if it must be made again, since other calls had to come first. answer: a text
-    if the call is lost."""
+    """The result of an ended call; None if the call must be made again, because another call was repeated first.
+    answer: a text if the call is lost."""
     environment = call.session
     if isinstance(answer, Answer):
         return answer if environment is None else environment.answered(call, answer)
     unmade = environment is not None and not environment.complete
-    error = f"{answer} when it was replayed" if unmade else answer
+    error = f"{answer} when it was repeated" if unmade else answer
     return Answer(error=error, seconds=time.monotonic() - call.began, unmade=unmade)
 
 
 def _comparable(answer: Answer) -> Answer:
-    """An answer without times and places, for comparison."""
+    """An answer without its time and its traceback, for comparison."""
     return answer._replace(seconds=0.0, error=None)
 
 

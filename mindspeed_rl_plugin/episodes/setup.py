@@ -33,15 +33,15 @@ class EpisodeSetup:
     flags: EpisodeConfig  # with absolute paths of the user's files
     observation: str  # "chat" or "raw"
     tokenizer: str  # its directory
-    prompt: int  # longest [tokens]
-    response: int  # longest [tokens]
-    wait: float  # seconds that other ranks wait for this one
-    run: str = ""  # directory of the run, which a user's code gets as its name
+    prompt: int  # longest prompt [tokens]
+    response: int  # longest response [tokens]
+    wait: float  # seconds that other ranks wait for this rank
+    run: str = ""  # directory of the run; a user's code finds it in MINDSPEED_RL_RUN
     trust_remote_code: bool = False  # whether code of the tokenizer may run
 
     @classmethod
     def of(cls, config: RLConfig, tokenizer: str) -> EpisodeSetup | None:
-        """From a job's flags; None if responses are not episodes. tokenizer: directory."""
+        """From a job's flags; None if responses are not episodes. tokenizer: its directory."""
         if not (flags := config.episodes).on:
             return None
         flags = dataclasses.replace(
@@ -58,7 +58,7 @@ class EpisodeSetup:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> EpisodeSetup:
-        """Inverse of `dataclasses.asdict`, after JSON."""
+        """From the result of `dataclasses.asdict`, which may have been sent as JSON."""
         flags = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["flags"].items()}
         return cls(**{**fields, "flags": EpisodeConfig(**flags)})
 
@@ -93,8 +93,8 @@ class EpisodeSetup:
     def over(
         self, engine: Engine, tokenizer: PreTrainedTokenizerBase, environments: Environments | None, peers: Peers
     ) -> EpisodeEngine:
-        """Episodes on top of an engine. environments: on its first rank, which closes them with the engine; other ranks
-        close theirs here; peers: the ranks of the engine."""
+        """Episodes on top of an engine. environments: used on its first rank, which closes them with the engine; other
+        ranks close theirs now; peers: the ranks of the engine."""
         flags, lead = self.flags, None
         limits = EpisodeLimits(
             turns=flags.max_turns,
@@ -113,7 +113,8 @@ class EpisodeSetup:
 
 
 def _program(path: str) -> str:
-    """Path of an interpreter; a name on PATH is kept. Links are not resolved: they mark a virtual environment."""
+    """Path of an interpreter; a name on PATH is kept. Links are not resolved, because by them Python finds a virtual
+    environment."""
     return os.path.abspath(path) if os.sep in path else path
 
 

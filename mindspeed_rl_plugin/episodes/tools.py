@@ -1,9 +1,8 @@
-"""Loads a user's tools (functions) and environments (classes), see docs/episodes.md, and checks a model's arguments of
-a call.
+"""Loads a user's tools (functions) and environments (classes), see docs/episodes.md, and checks the model's calls.
 
-`reset` may name `seed` (32 bits, one for all episodes of a prompt), `prompt`, `answer`, `messages`, `record` (all
-other fields of the data row), single fields of the record, or take `**record`. It returns the environment's first text
-or None, alone or as (text, info).
+`reset` may have the parameters `seed` (32 bits, the same for all episodes of a prompt), `prompt`, `answer`, `messages`,
+`record` (all other fields of the data row), single fields of the record, and `**record`. It returns the environment's
+first text or None, or a pair (text or None, info).
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from mindspeed_rl_plugin.reward.calling import number
 from mindspeed_rl_plugin.workers.call_loop import is_async
 from mindspeed_rl_plugin.workers.user_files import load_function
 
-NOT_TOOLS = ("reset", "get_reward", "close")  # public methods that are no tools
+NOT_TOOLS = ("reset", "get_reward", "close")  # public methods that are not tools
 RESET = ("seed", "prompt", "answer", "messages", "record")  # parameters of `reset` other than fields of the record
-SEEDS = 1 << 32  # numpy's limit
-FORMS = "(observation, reward, terminated, truncated, info), (observation, reward, done), or a dictionary with these"
+SEEDS = 1 << 32  # numpy takes no larger seeds
 DESCRIBE = (
     "give each parameter a type hint and a line under Args: in the docstring, in Google's style (docs/episodes.md); a "
-    "method that is no tool begins with _"
+    "method that is no tool must begin with _"
 )
 
 JSON_TYPES: dict[str, tuple[type, ...]] = {
@@ -38,12 +36,12 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Offer(NamedTuple):
-    """The parts of a user's code that were loaded."""
+    """What was loaded of a user's code."""
 
     tools: tuple[str, ...]  # names of functions
     methods: tuple[str, ...] = ()  # names of an environment's tools
-    steps: bool = False  # whether it has `step`
-    rewards: bool = False  # whether it has `get_reward`
+    steps: bool = False  # whether the environment has `step`
+    rewards: bool = False  # whether the environment has `get_reward`
     fields: tuple[str, ...] = ()  # fields of the record that its `reset` requires
     concurrent: tuple[str, ...] = ()  # coroutines among "tool NAME", "method NAME", "reset", "step", "get_reward"
 
@@ -54,14 +52,14 @@ class Answer(NamedTuple):
     texts: tuple[str, ...] = ()  # messages for the model
     reward: float = 0.0
     done: bool = False  # whether the episode is over
-    brief: str | None = None  # the error in one line; None if the call had no answer
-    error: str | None = None  # the error with its place, or why there is no answer; None: no error
-    seconds: float = 0.0  # that the user's code took
-    unmade: bool = False  # the call was never made, since its environment could not be made again
+    brief: str | None = None  # the exception in one line; None: no exception, or no answer
+    error: str | None = None  # the exception with its traceback, or why there is no answer; None: no error
+    seconds: float = 0.0  # time of the user's code
+    unmade: bool = False  # the call was not made, because its environment could not be made again
 
 
 def load_tool(file: str, name: str) -> Callable[..., Any]:
-    """Load a function that the model may call. Raises ValueError for one that it cannot call."""
+    """Load a function that the model may call. Raises ValueError for a function that it cannot call."""
     function = load_function(file, name)
     if inspect.isclass(function):
         raise ValueError(f"{name} is a class; give it to --rl-environment, or give a function")
@@ -73,23 +71,23 @@ def load_environment(file: str, name: str) -> type:
     """Load a class of environments. Raises ValueError for other objects."""
     made = load_function(file, name)
     if not inspect.isclass(made):
-        raise ValueError(f"{name} is no class; give one with reset, and with tools or step")
+        raise ValueError(f"{name} is no class; give a class with reset, and with tools or step")
     if not callable(getattr(made, "reset", None)):
-        raise ValueError(f"{name} has no reset; give it one, which begins an episode")
+        raise ValueError(f"{name} has no reset; add this method, which begins an episode")
     if needed := [p.name for p in _parameters(made) if p.default is p.empty and p.kind in _SINGLE_VALUE]:
-        raise ValueError(f"{name}() needs {', '.join(needed)}; it is made without arguments: give them defaults")
+        raise ValueError(f"{name}() needs {', '.join(needed)}; it is called without arguments: give them defaults")
     if hasattr(made, "step"):
         _check_step(name, made)
     elif not methods(made):
-        raise ValueError(f"{name} has neither tools (public methods) nor step; give it one of them")
+        raise ValueError(f"{name} has neither tools (public methods) nor step; add one of them")
     for method in () if hasattr(made, "step") else methods(made):
         _check_parameters(f"{name}.{method}", getattr(made, method))
     return made
 
 
 def read_calls(found: Any) -> str:
-    """The calls that a user's parser found, as JSON: [name, arguments] of each, null for one that cannot be parsed.
-    found: for each a dictionary with name and arguments, or None. Raises ValueError for any other result."""
+    """The result of a user's parser as JSON: [name, arguments] for each call, null for a call that cannot be read.
+    found: for each call a dictionary with name and arguments, or None. Raises ValueError for any other result."""
     if not isinstance(found, (list, tuple)):
         raise ValueError(f"it returned {found!r:.80} of type {type(found).__name__}, not a list")
     calls = []
@@ -114,7 +112,7 @@ def methods(environment: type) -> tuple[str, ...]:
 
 
 def offer_of(tools: Mapping[str, Any], environment: type | None) -> Offer:
-    """Describe the loaded code for the parent. Raises ValueError for two tools of one name."""
+    """Describe the loaded code for the parent. Raises ValueError for two tools with the same name."""
     calls = {f"tool {name}": tool for name, tool in tools.items()}
     if environment is not None:
         own = methods(environment)
@@ -126,15 +124,15 @@ def offer_of(tools: Mapping[str, Any], environment: type | None) -> Offer:
     steps = hasattr(environment, "step")
     own = () if steps else own
     if twice := sorted({*tools} & {*own}):
-        raise ValueError(f"{environment.__name__} and --rl-tools both have {', '.join(twice)}; rename one of each")
+        raise ValueError(f"{environment.__name__} and --rl-tools both have {', '.join(twice)}; rename one of them")
     named = [p for p in _parameters(environment.reset)[1:] if p.kind in _BY_NAME]  # without self
     needed = [p.name for p in named if p.default is p.empty and p.name not in RESET]
     return Offer(tuple(tools), own, steps, hasattr(environment, "get_reward"), tuple(needed), concurrent)
 
 
 def schema_of(flag: str, name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a tool as chat templates take it. flag: that names the tool, for errors. Raises ValueError if
-    type hints or docstring lack something. Imports transformers, and torch with it."""
+    """The JSON schema of a tool as chat templates take it. flag: the flag that names the tool, for errors. Raises
+    ValueError if a type hint or a part of the docstring is missing. Imports transformers, and so torch."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -150,7 +148,7 @@ def schema_of(flag: str, name: str, function: Callable[..., Any]) -> dict[str, A
 
 
 def reset_arguments(reset: Callable[..., Any], task: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """The arguments for `reset`: fields of the task, and the seed, that its signature has."""
+    """The arguments for `reset`: those fields of the task, and the seed, that its signature has."""
     names = {p.name for p in _parameters(reset) if p.kind in _BY_NAME}
     record = task["record"]
     given = {**record, **{k: task.get(k) for k in RESET}, "seed": seed % SEEDS}
@@ -160,7 +158,7 @@ def reset_arguments(reset: Callable[..., Any], task: Mapping[str, Any], seed: in
 
 
 def read_reset(value: Any) -> Answer:
-    """Read the result of `reset`. Raises ValueError if it is no text."""
+    """Read the result of `reset`. Raises ValueError for results without a text, messages or None."""
     return Answer(_texts(value[0] if isinstance(value, tuple) and len(value) == 2 else value))
 
 
@@ -171,14 +169,17 @@ def read_step(value: Any) -> Answer:
     elif isinstance(value, tuple) and 3 <= len(value) <= 5:
         observation, reward, *over = value[: max(3, len(value) - 1)]
     else:
-        raise ValueError(f"it returned {value!r:.80} of type {type(value).__name__}; give {FORMS}")
+        raise ValueError(
+            f"it returned {value!r:.80} of type {type(value).__name__}; give (observation, reward, terminated, "
+            "truncated, info), (observation, reward, done), or a dictionary with observations, reward and done"
+        )
     if unclear := [done for done in over if done not in (True, False)]:
         raise ValueError(f"it returned {unclear[0]!r:.80} for whether the episode is over, not True or False")
     return Answer(_texts(observation), number(reward), any(over))
 
 
 def _texts(observation: Any) -> tuple[str, ...]:
-    """The texts of an observation, which is a text or messages of the role user."""
+    """The texts of an observation, which is a text, a list of messages of the role user, or None."""
     if observation is None:
         return ()
     if isinstance(observation, str):

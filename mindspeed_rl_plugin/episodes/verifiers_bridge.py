@@ -1,8 +1,9 @@
 """`Environments` by verifiers: verifiers' own loop runs each rollout and requests the model's turns.
 
-Each process (`verifiers_worker`) runs many rollouts. Messages of a rollout may come at any time; here each becomes the
-reply to a call. If a process dies, or is killed because a rollout in it cannot be stopped, the rollouts that have begun
-in it fail, since verifiers' state is lost. Those that have not begun run in another process.
+Each process (`verifiers_worker`) runs many rollouts. Messages of a rollout may come at any time; here each message
+becomes the reply to a call of `Environments`. If a process dies, or is killed because a rollout in it cannot be
+stopped, the rollouts that have begun in it fail, because verifiers' state is lost. Rollouts that have not begun run in
+another process.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from mindspeed_rl_plugin.episodes.verifiers_load import ROW
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
-MAX_ROLLOUTS = 64  # most rollouts of one process at a time; and as many of an evaluation, which may interrupt a rollout
-AWAY_SECONDS = 1.0  # after so long without a read, the pipe may have been full
+MAX_ROLLOUTS = 64  # most rollouts of a process at a time in training; an evaluation in between may have as many
+AWAY_SECONDS = 1.0  # if the pipe was not read for longer, it may have been full
 STOP_SECONDS = 20.0  # in which a rollout that is given up must stop
-END_SECONDS = 15.0  # in which a process may end by itself, with the resources of its rollouts
+END_SECONDS = 15.0  # in which a process must release the resources of its rollouts and end
 
 
 class RolloutReport(msgspec.Struct):
-    """A message of a process about a rollout. Other fields are as in `Reply`."""
+    """A message of a process about a rollout. Fields without a comment are as in `Reply`."""
 
-    number: int
-    seconds: float  # since its last answer
-    prompt: list[int] | None = None  # of the turn that it requests
-    messages: list[dict[str, str]] = []  # of that turn, as readable text
+    number: int  # of the rollout
+    seconds: float  # since the model's last turn, or since the begin
+    prompt: list[int] | None = None  # token ids of the prompt of the turn that it requests
+    messages: list[dict[str, str]] = []  # those that are new in this prompt, as text
     reward: float = 0.0
     done: bool = False
     failure: str | None = None
@@ -57,13 +58,13 @@ class VerifiersProcess:
 
 @dataclass(eq=False)
 class RolloutRecord:
-    """A rollout in this process."""
+    """A rollout, as the job's process knows it."""
 
     number: int
     sample: SampleId
     data: Any  # row of verifiers
     process: VerifiersProcess | None = None  # None before it begins
-    due: float | None = None  # since when its reply is due; None during the model's turn
+    due: float | None = None  # time since which its reply is due; None during the model's turn
     early: Reply | None = None  # its last reply, if it ended during the model's turn
     ending: float | None = None  # deadline to stop; None: it is not given up
 
@@ -76,14 +77,14 @@ class RolloutRecord:
 class VerifiersEnvironments:
     """environment: the text after `verifiers:`.
     python: interpreter that has verifiers, None for this one.
-    tokenizer: of the prompts, a path.
+    tokenizer: path of the prompts' tokenizer.
     workers: number of processes.
-    timeout: of the environment's part of a turn [seconds].
-    wait: seconds that other ranks wait for this one.
+    timeout: limit of one reply [seconds].
+    wait: seconds that other ranks wait for this rank.
     together: most rollouts of a process at a time, None: no limit, for lockstep.
 
     Rows have the field `verifiers`, as `python -m mindspeed_rl_plugin tasks` writes them. Raises ValueError for an
-    invalid interpreter. The processes load in the background; `poll` raises the error of this.
+    invalid interpreter. The processes load in the background; if this fails, `poll` raises the error.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -106,9 +107,9 @@ class VerifiersEnvironments:
         loads = VERIFIERS + environment
         self._processes = [VerifiersProcess(Worker(program, setup, loads, wait)) for _ in range(workers)]
         self._numbers = itertools.count()
-        self._rollouts: dict[int, RolloutRecord] = {}  # all that have resources, also those that are given up
-        self._known: dict[SampleId, RolloutRecord] = {}  # those that are not given up
-        self._queue: deque[RolloutRecord] = deque()  # those that have not begun
+        self._rollouts: dict[int, RolloutRecord] = {}  # all in a process, also those that are given up
+        self._known: dict[SampleId, RolloutRecord] = {}  # all that are not given up
+        self._queue: deque[RolloutRecord] = deque()  # all that have not begun
         self._replies: list[Reply] = []
         self._heard = time.monotonic()  # time of the last read
 
@@ -117,7 +118,7 @@ class VerifiersEnvironments:
         return bool(self._queue or self._replies or any(r.due is not None for r in self._known.values()))
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
-        """See `Environments`. verifiers has no seeds: its environment makes its own random numbers."""
+        """See `Environments`. `seed` is not used: verifiers has no seeds."""
         rollout = RolloutRecord(next(self._numbers), episode, task["record"][ROW])
         self._known[episode] = rollout
         self._queue.append(rollout)
@@ -182,11 +183,11 @@ class VerifiersEnvironments:
         rollout.process.worker.call((call, rollout.number, *arguments), math.inf)
 
     def _begin_some(self) -> None:
-        """Begin waiting rollouts while there is room, each in the process with the fewest rollouts."""
+        """Begin waiting rollouts up to the limit of the processes, each in the process with the fewest rollouts."""
         loaded = [process for process in self._processes if process.loaded and process.killed is None]
-        for tried in (False, True) if loaded and self._queue else ():
-            load = Counter(id(r.process) for r in self._rollouts.values() if r.evaluated == tried)
-            for rollout in [rollout for rollout in self._queue if rollout.evaluated == tried]:
+        for evaluated in (False, True) if loaded and self._queue else ():
+            load = Counter(id(r.process) for r in self._rollouts.values() if r.evaluated == evaluated)
+            for rollout in [rollout for rollout in self._queue if rollout.evaluated == evaluated]:
                 process = min(loaded, key=lambda one, load=load: load[id(one)])
                 if load[id(process)] >= self._together:
                     break
@@ -235,7 +236,7 @@ class VerifiersEnvironments:
         )
         if rollout.due is not None:
             self._reply(rollout, reply)
-        elif over:  # during the model's turn, by a limit of its own
+        elif over:  # it ended during the model's turn, at a limit of verifiers
             rollout.early = reply
 
     def _reply(self, rollout: RolloutRecord, reply: Reply) -> None:
@@ -245,7 +246,7 @@ class VerifiersEnvironments:
             del self._known[rollout.sample]
 
     def _died(self, process: VerifiersProcess, how: str) -> None:
-        why = process.killed or f"was in a verifiers process that {how}"
+        why = process.killed or f"was in a verifiers process whose code {how}"
         process.loaded, process.killed = False, None
         for rollout in [rollout for rollout in self._rollouts.values() if rollout.process is process]:
             self._take(RolloutReport(rollout.number, 0.0, failure=why))
@@ -253,7 +254,7 @@ class VerifiersEnvironments:
     # limits
 
     def _excuse(self, gap: float) -> None:
-        """Extend all deadlines by the time in which this process did not read. gap: seconds."""
+        """Extend all deadlines by the time in which this process did not read. gap: this time [seconds]."""
         for rollout in self._known.values() if gap > AWAY_SECONDS else ():
             if rollout.due is not None:
                 rollout.due += gap
@@ -268,7 +269,7 @@ class VerifiersEnvironments:
         for rollout in self._rollouts.values():
             process = rollout.process
             if rollout.ending is not None and now >= rollout.ending and process.killed is None:
-                process.killed = "was in a verifiers process that was killed, since one of its rollouts did not stop"
+                process.killed = "was in a verifiers process that was killed, because one of its rollouts did not stop"
                 os.kill(process.worker.pid, signal.SIGTERM)  # its keeper kills all processes
 
     def _next_limit(self) -> float:
@@ -278,7 +279,7 @@ class VerifiersEnvironments:
 
 
 def rollouts_program(python: str | None) -> Program:
-    """The program of its processes."""
+    """The program of the processes. python: as `interpreter` returns it."""
     main = "mindspeed_rl_plugin.episodes.verifiers_worker:main"
     return Program(main, str | None, RolloutReport, "a verifiers process", EpisodeError, python, END_SECONDS)
 

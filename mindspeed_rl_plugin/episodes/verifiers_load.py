@@ -1,6 +1,6 @@
-"""Loads an environment of verifiers 0.4 in the interpreter that has it, and reads its rows, for `tasks`.
+"""Loads an environment of verifiers 0.4 in the interpreter that has verifiers; reads its rows for the command `tasks`.
 
-Of this package, only modules that need the standard library alone can be imported here (`workers.child`).
+Of this package, it may import only modules that import nothing but the standard library (`workers.child`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RENDERER = {"name": "custom", "import_path": "mindspeed_rl_plugin.episodes.verif
 
 
 class Loaded(NamedTuple):
-    """verifiers.v1, its version, its environment, and the settings of the renderer of prompts."""
+    """The module verifiers.v1, the version of verifiers, the environment, and the settings of its renderer."""
 
     vf: Any
     version: str
@@ -28,7 +28,7 @@ class Loaded(NamedTuple):
 
 def load(environment: str) -> Loaded:
     """environment: id of an installed taskset, or a file.toml with a table [env], as for `vf-eval`, and maybe a table
-    [renderer]. Raises ValueError for one that cannot be used."""
+    [renderer]. Raises ValueError for an environment that cannot be loaded."""
     vf, version = _verifiers()
     file = {"env": {"taskset": {"id": environment}}} if not environment.endswith(".toml") else _read(environment)
     try:
@@ -48,7 +48,7 @@ def task_of(loaded: Loaded, data: dict[str, Any]) -> Any:
 
 def main(connection: int, lifeline: int) -> None:
     """Send the rows of an environment. The first message is (environment, most rows or None); the answer is "", or an
-    error. Each further message is answered with the next rows, and after the last ones with none."""
+    error. Each further message is answered with the next rows, or with an empty list after the last row."""
     parent = Parent(connection, lifeline)
     environment, most = parent.receive()
     rows = parent.load("", _rows, environment, most)
@@ -68,7 +68,7 @@ def _verifiers() -> tuple[Any, str]:
         ) from error
     if not verifiers.__version__.startswith(SUPPORTED):
         raise ValueError(
-            f"{sys.executable} has verifiers {verifiers.__version__}; supported is {SUPPORTED}*: install that one"
+            f"{sys.executable} has verifiers {verifiers.__version__}; install {SUPPORTED}*, the supported version"
         )
     import verifiers.v1 as vf
 
@@ -85,20 +85,19 @@ def _read(path: str) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from error
     if not {"env"} <= set(tables) <= {"env", "renderer"}:
         raise ValueError(
-            f"{path} has {', '.join(sorted(tables)) or 'nothing'}; give a table [env], as vf-eval takes it, and maybe "
-            "[renderer], and nothing else"
+            f"{path} has {', '.join(sorted(tables)) or 'nothing'}; give a table [env], as for vf-eval, maybe a table "
+            "[renderer], and no others"
         )
     return tables
 
 
 def _complete(vf: Any, config: Any) -> None:
-    """Fill in defaults other than those of verifiers, which are a rented sandbox and a shell. An agent without a
-    runtime runs on this machine. An agent without a harness, of its own or of its taskset, is a plain chat with the
-    task's tools."""
+    """Set defaults instead of those of verifiers, which are a rented sandbox and a shell. An agent without a runtime
+    runs on this machine. An agent is a plain chat with the task's tools if neither it nor its taskset has a harness."""
     plain = vf.default_harness_id(config.taskset.id) == "bash"
     for name, agent in [(name, value) for name, value in config if isinstance(value, vf.AgentConfig)]:
         if agent.client is None and agent.sampling is not None:
-            raise ValueError(f"its agent {name!r} has settings for sampling; the job's own hold: remove [sampling]")
+            raise ValueError(f"its agent {name!r} has settings for sampling, but the job's are used: remove [sampling]")
         more = {} if "runtime" in agent.model_fields_set else {"runtime": vf.SubprocessConfig()}
         if plain and agent.harness is None:
             more["harness"] = vf.harness_config_type("null")(id="null")
@@ -106,18 +105,18 @@ def _complete(vf: Any, config: Any) -> None:
 
 
 def _rows(environment: str, most: int | None) -> Any:
-    """An iterator over {prompt, answer, verifiers}."""
+    """An iterator over rows of the fields prompt, answer and verifiers."""
     env = load(environment).env
     kind = type(env.taskset).task_type().data_type()
     if hidden := [name for name, field in kind.model_fields.items() if field.exclude]:
-        raise ValueError(f"its rows have {', '.join(hidden)}, which {kind.__name__} keeps out of files (exclude=True)")
+        raise ValueError(f"its rows have {', '.join(hidden)}, which {kind.__name__} writes to no file (exclude=True)")
     if most is None and not env.taskset.bounded:
-        raise ValueError("its tasks have no end; give --limit")
+        raise ValueError("it has no last task; give --limit")
     return (_row(task.data) for task in itertools.islice(env.taskset, most))
 
 
 def _row(data: Any) -> dict[str, Any]:
-    """The prompt is a text for readers only; verifiers renders the real one from the field `verifiers`."""
+    """The field `prompt` is only shown; verifiers renders the model's prompt from the field `verifiers`."""
     text = data.prompt_text or data.description or data.name or f"task {data.idx}"
     fields = data.model_dump(mode="json", exclude_defaults=True)
     answer = fields.get("answer")

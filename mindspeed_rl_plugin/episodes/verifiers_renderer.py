@@ -1,8 +1,8 @@
-"""verifiers' renderer of messages as tokens: by the chat template of the job's tokenizer, and only by appending.
+"""A renderer for verifiers: makes tokens of messages by the chat template of the job's tokenizer, and only appends.
 
-verifiers' own fallback renders the complete conversation again at every turn, and so encodes sampled text again. Here
-the next prompt is the tokens so far and those of the new messages, in which the text of a control token stays text. For
-renderers 0.1, in verifiers' interpreter.
+verifiers' default renders the complete conversation again at every turn, and so encodes sampled text again. Here the
+next prompt is the tokens so far and the tokens of the new messages, in which the text of a control token stays text.
+Needs the package `renderers` 0.1; runs in the interpreter that has verifiers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLACEHOLDER = "uiweahfskdj"  # content of an assistant's message, to find it in 
 
 
 class AppendingRenderer(DefaultRenderer):
-    """`renderers.Renderer` of any chat template in which a turn ends with a control token. Templates that write a date
+    """`renderers.Renderer` for any chat template in which a turn ends with a control token. Templates that write a date
     (Llama 3.2) get `DATE`, as in the job's own prompts."""
 
     config_class = DefaultRendererConfig
@@ -43,10 +43,10 @@ class AppendingRenderer(DefaultRenderer):
         *,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> RenderedTokens:
-        """The tokens so far, and those of messages after an assistant's turn, with the head of the next turn."""
+        """The tokens so far, the tokens of messages after an assistant's turn, and the head of the next turn."""
         held = [*previous_prompt_ids, *previous_completion_ids]
         behind = self._behind(new_messages, tools)
-        if held[-1] == behind[0]:  # the token that ends a turn; a turn that was cut, or ended otherwise, gets it here
+        if held[-1] == behind[0]:  # the turn has its end token; else (e.g. it was cut) `behind` adds it
             behind = behind[1:]
         return RenderedTokens(
             token_ids=held + behind,
@@ -72,8 +72,8 @@ class AppendingRenderer(DefaultRenderer):
         return ids
 
     def _marked(self, value: Any) -> Any:
-        """A message with marks around the text of control tokens, in all its texts: even the name of a tool may be
-        written by the model."""
+        """A message with marks around the text of control tokens, in all its texts: the model may have written even the
+        name of a tool."""
         if isinstance(value, str):
             return self._control.marked(value)
         if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
-"""The process in which verifiers runs rollouts, in the interpreter that has it.
+"""The process in which verifiers runs rollouts, in the interpreter that has verifiers.
 
 verifiers has control: its environment runs a rollout and requests each turn of the model at a token-level endpoint
 (`POST /inference/v1/generate` with token ids), which this process serves on loopback. A request waits until the
-engine's turn comes through the pipe. The first message is (environment, tokenizer, whether to run its code); the answer
-has versions. Then messages to this process are calls of `Rollouts`, and its messages are
-`verifiers_bridge.RolloutReport`, both at any time.
+engine's turn comes through the pipe. The first message is (environment, tokenizer, whether to run the tokenizer's
+code); the answer is (version of verifiers, None) or (None, error). Then each message to this process is a call of a
+method of `Rollouts`, and each message from it a `verifiers_bridge.RolloutReport`; both come at any time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mindspeed_rl_plugin.episodes.verifiers_load import Loaded, load, task_of
 from mindspeed_rl_plugin.workers.child import Parent, describe, why_not_loaded
 from mindspeed_rl_plugin.workers.keeper import keep
 
-CLEAN_UP_SECONDS = 10.0  # that verifiers has to clean up after the job has ended
-CONVERSATION = "X-Session-ID"  # header of its requests: the id of a trace
+CLEAN_UP_SECONDS = 10.0  # for verifiers to clean up after the job has ended
+CONVERSATION = "X-Session-ID"  # header of verifiers' requests: the id of a trace
 
 
 def main(connection: int, lifeline: int) -> None:
@@ -36,7 +36,7 @@ def main(connection: int, lifeline: int) -> None:
     if trusted:
         import renderers.base
 
-        renderers.base.TRUSTED_REVISIONS[tokenizer] = "main"  # its code may run; a directory has no revisions
+        renderers.base.TRUSTED_REVISIONS[tokenizer] = "main"  # run the tokenizer's code; a directory has no revisions
     asyncio.run(_serve(parent, loaded, tokenizer))
 
 
@@ -75,13 +75,12 @@ async def _endpoint(stack: AsyncExitStack, rollouts: Rollouts) -> int:
 
 
 async def _models(_: Any) -> Any:
-    """No model has a longest context here: the engine keeps the job's limits."""
+    """Names no longest context of a model, because the engine enforces the job's limits."""
     return _answer({"data": []})
 
 
 def _client(loaded: Loaded, port: int, tokenizer: str) -> Any:
-    """Settings of verifiers' training client. api_key_var names a missing variable; else it would read the user's
-    key."""
+    """Settings of verifiers' training client. api_key_var: a missing variable, so that no key is read."""
     return loaded.vf.TrainClientConfig(
         base_url=f"http://127.0.0.1:{port}/v1",
         api_key_var="MINDSPEED_RL_PLUGIN_HAS_NO_KEY",
@@ -91,7 +90,7 @@ def _client(loaded: Loaded, port: int, tokenizer: str) -> Any:
 
 
 async def _warm(client: Any) -> None:
-    """Load the tokenizer now, so that its errors are reported at once; the client uses the loaded one."""
+    """Load the tokenizer now, so that its errors are reported at once; the client uses the loaded tokenizer."""
     from verifiers.v1.clients.train import ElasticRendererPool
 
     tokenizer = client.renderer_model_name
@@ -99,8 +98,8 @@ async def _warm(client: Any) -> None:
         await ElasticRendererPool(tokenizer, client.renderer, multiplex=client.multiplex).grow()
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the tokenizer {tokenizer!r} cannot render prompts for verifiers: {error}; give one with a chat template "
-            "that fits, or name a renderer of verifiers (docs/episodes.md)"
+            f"the tokenizer {tokenizer!r} cannot render prompts for verifiers: {error}; give one whose chat template "
+            "fits, or name a renderer of verifiers (docs/episodes.md)"
         ) from error
 
 
@@ -120,8 +119,8 @@ def _read(parent: Parent, rollouts: Rollouts, stop: asyncio.Event, loop: asyncio
 
 
 class RunningRollout:
-    """One rollout. asks: the waiting request for a turn; over: whether no further turn may be sampled; since: time of
-    the environment's last answer, on the monotonic clock; trace: of the conversation that is trained."""
+    """One rollout. asks: the waiting request for a turn; over: whether no further turn is sampled; since: when the
+    model's last turn came (or the begin), on the monotonic clock; trace: of the trained conversation."""
 
     def __init__(self) -> None:
         self.asks: asyncio.Future | None = None
@@ -156,8 +155,7 @@ class Rollouts:
             rollout.answer((tokens, logps, True))
 
     def finish(self, number: int, cut: tuple[Sequence[int], Sequence[float]] | None) -> None:
-        """End a rollout, without a further turn; verifiers scores it. cut: the turn that it waits for, if a limit has
-        cut it."""
+        """End a rollout without a further turn; verifiers scores it. cut: the turn that it waits for, if it was cut."""
         if rollout := self._rollouts.get(number):
             rollout.over = True
             rollout.answer((*cut, False) if cut else None)
@@ -210,7 +208,7 @@ class Rollouts:
         except Exception as error:  # noqa: BLE001 - whatever verifiers or its environment raises is reported
             self._tell(number, rollout, failure=describe(error))
         finally:
-            rollout.answer(None)  # a request without a client would delay the end
+            rollout.answer(None)  # a request that still waits would delay the end
             del self._rollouts[number]
             self._traces = {key: value for key, value in self._traces.items() if value[0] != number}
 
@@ -222,10 +220,11 @@ def _refusal(rollout: RunningRollout, trace: Any) -> str | None:
     """Why a request for a turn cannot be answered."""
     if rollout.trace is not None and rollout.trace is not trace:
         return (
-            f"the rollout asks for a turn in a second conversation, of agent {trace.agent.name!r}; one is trained, of "
-            f"agent {rollout.trace.agent.name!r}: give the others a client and a model of their own, and no retries"
+            f"the rollout asks for a turn in a second conversation, of agent {trace.agent.name!r}; only the "
+            f"conversation of agent {rollout.trace.agent.name!r} is trained: give other agents their "
+            "own client and model, and no retries"
         )
-    return None if rollout.asks is None else "the rollout asks for two turns at once; one follows another"
+    return None if rollout.asks is None else "the rollout asks for two turns at once; it must ask for one after another"
 
 
 def _result(rollout: RunningRollout, episode: Any) -> dict[str, Any]:

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 TOKEN_FIELDS, GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id"), "generation_config.json"
 SPOKEN = "what-the-model-said"  # text of a model's turn, to find it in a rendered conversation
-PRINTED_CHARACTERS = 400  # characters of a row that is printed
-END, LEFT_OUT = "\ud800", "\ud801"  # places of marks in a text; tokenizers never decode to halves of surrogate pairs
+PRINTED_CHARACTERS = 400  # most characters of a text that is printed
+END, LEFT_OUT = "\ud800", "\ud801"  # stand for marks in a text; decoded text never has halves of surrogate pairs
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
-    """The token with which the chat template ends the model's turn; None if no control token follows it, or if the
-    template writes no such turn. tools: as in `render_chat`."""
+    """The token with which the chat template ends the model's turn; None if no control token follows the turn's text,
+    or if the template refuses the turn. tools: as in `render_chat`."""
     turns = ({"role": "assistant", "content": said} for said in (SPOKEN, SPOKEN + "?"))
     try:
         one, other = (render_chat(tokenizer, [QUESTION, turn], tools, ask=False)[::-1] for turn in turns)
     except TEMPLATE_ERRORS:
         return None
-    # the common end, after the text of the turn
+    # the common end of both conversations, after the text of the turn
     behind = os.path.commonprefix([one, other])[::-1] if one != other else ""
     template = tokenizer.get_chat_template(tools=list(tools or ()) or None)
     found = ControlTokens(tokenizer, template).pattern.match(behind.lstrip())
@@ -41,9 +41,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str,
 def response_ends(
     tokenizer: PreTrainedTokenizerBase, chat: bool, hf_model: str | None, vocab: int, tools: Sequence[Any] | None = None
 ) -> dict[int, str]:
-    """Id that ends a response -> the file or template that names it, the tokenizer's own first. chat: whether prompts
-    have the form of the chat template; hf_model: folder whose generation_config.json lists more. Raises ValueError for
-    an id outside of `vocab`."""
+    """Id that ends a response -> the files or template that name it, the tokenizer's first. chat: whether prompts have
+    the form of the chat template; hf_model: folder whose generation_config.json may list more ids; vocab: number of
+    ids. Raises ValueError for an id that is not below `vocab`."""
     close = end_of_turn(tokenizer, tools) if chat and tokenizer.chat_template else None
     listed = config_tokens(Path(hf_model) / GENERATION).get("eos_token_id") if hf_model else None
     named = [(tokenizer.eos_token_id, "tokenizer"), (close and tokenizer.convert_tokens_to_ids(close), "chat template")]
@@ -59,8 +59,8 @@ def response_ends(
 
 
 def marked(tokenizer: PreTrainedTokenizerBase, ends: Collection[int], tokens: Sequence[int], begin: int = 0) -> str:
-    """Text of the tokens from `begin`, decoded with those before them, in quotes. `*end*` follows each token of `ends`,
-    outside the quotes; ` ... ` replaces the middle of a text longer than PRINTED_CHARACTERS."""
+    """Text, in quotes, of the tokens from `begin` on, decoded together with the earlier tokens. `*end*` follows each
+    token of `ends`, outside the quotes; ` ... ` replaces the middle of a text longer than PRINTED_CHARACTERS."""
     cuts = [begin, *(i for i in range(begin + 1, len(tokens) + 1) if tokens[i - 1] in ends), len(tokens)]
     texts = [tokenizer.decode(tokens[:cut]) for cut in cuts]
     text = END.join(text[len(os.path.commonprefix([before, text])) :] for before, text in itertools.pairwise(texts))
@@ -71,9 +71,9 @@ def marked(tokenizer: PreTrainedTokenizerBase, ends: Collection[int], tokens: Se
 
 
 def model_tokens(folder: Path) -> dict[str, Any]:
-    """End ids in the files of a model or of a tokenizer; generation_config.json comes first.
+    """The TOKEN_FIELDS in the files of a model or of a tokenizer; generation_config.json overrides other files.
 
-    Only generation_config.json and config.json can name several tokens.
+    Only generation_config.json and config.json can name several tokens in a field.
     """
     out = _tokenizer_tokens(folder)
     for name in ("config.json", GENERATION):
@@ -82,7 +82,7 @@ def model_tokens(folder: Path) -> dict[str, Any]:
 
 
 def config_tokens(path: Path) -> dict[str, Any]:
-    """Ids in a config.json, or that of a folder, or in a generation_config.json."""
+    """The TOKEN_FIELDS in a config.json or a generation_config.json. path: the file, or the folder of a config.json."""
     named = read_if_there(path / "config.json" if path.is_dir() else path)
     return {name: named[name] for name in TOKEN_FIELDS if named.get(name) is not None}
 

@@ -12,19 +12,19 @@ from typing import Any
 from mindspeed_rl_plugin.prompts.prompt_stream import PromptStream
 from mindspeed_rl_plugin.rows import Prompt
 
-ROLLOUTS = 4  # of prompts that may wait
-ROW_SIZE = 1 << 20  # characters of a row as JSON, at most
+ROLLOUTS = 4  # number of rollouts whose prompts may wait
+ROW_SIZE = 1 << 20  # most characters of a row as JSON
 ROOM_CHECK_SECONDS = 1.0  # between two checks whether a waiting program still runs
 
 
 class Offers:
-    """Offered prompts that wait, on the leader. Several threads may use it.
+    """Offered prompts that wait, on the leader rank. Thread-safe.
 
-    data: of the run; offered rows have the same format.
-    check_fields, check_answers: raise ValueError for fields and answers (by place of the row) that graders cannot use.
-    rollout: prompts of one rollout.
+    data: the run's prompts; offered rows have the same format.
+    check_fields, check_answers: raise ValueError for fields and answers (by place of row) that graders cannot use.
+    rollout: number of prompts of one rollout.
     resumes: whether the run resumes from a checkpoint. Programs then wait until `load` has restored the saved prompts,
-    or until the first `take` where none were saved.
+    or until the first `take` if none were saved.
 
     Each prompt has a number below 0, its `Prompt.row`: -1, -2, ... in the order of the offers.
     """
@@ -44,10 +44,10 @@ class Offers:
         self._room = threading.Condition()
 
     def add(self, rows: Sequence[str], seconds: float, ended: Callable[[], bool] | None = None) -> list[int]:
-        """Add all rows (JSON) or none. Waits at most `seconds` for room. Returns their numbers.
+        """Add all rows (JSON) or none. Waits at most `seconds` until they fit. Returns the numbers of their prompts.
 
-        ended: whether the program that offers them has ended. Raises ValueError for rows that would be wrong in the
-        data too, and for more rows than may wait; TimeoutError without room; EOFError where the program has ended.
+        ended: returns whether the program that offers them has ended. Raises ValueError for invalid rows, and for more
+        rows than may wait; TimeoutError if they did not fit; EOFError if the program has ended.
         """
         prompts, end = self._prompts(rows), time.monotonic() + seconds
         with self._room:
@@ -60,7 +60,7 @@ class Offers:
             return self._append(rows, prompts)
 
     def take(self, most: int) -> list[Prompt]:
-        """The oldest prompts, at most so many."""
+        """Remove and return the oldest prompts, at most `most`."""
         with self._room:
             taken, self._waiting = self._waiting[:most], self._waiting[most:]
             self._taken, self._opened = self._taken + len(taken), True
@@ -68,20 +68,20 @@ class Offers:
         return [prompt for _, prompt in taken]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: how many were taken, and the rows that wait."""
+        """What a checkpoint keeps: how many prompts were taken, and the rows that wait."""
         with self._room:
             return {"taken": self._taken, "waiting": [row for row, _ in self._waiting]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`. Its prompts come before those that were offered since. Raises ValueError for rows that this
+        """Restore `state`. Its prompts come before those that are offered later. Raises ValueError for rows that this
         run refuses."""
         rows = state["waiting"]
         try:
             prompts = self._prompts(rows)
         except ValueError as error:
             raise ValueError(
-                f"the checkpoint holds {len(rows)} prompts that were offered and wait for their turn: {error}; or "
-                "resume with the former flags"
+                f"this run refuses one of {len(rows)} offered prompts that wait in the checkpoint: {error}; or resume "
+                "with the former flags"
             ) from error
         with self._room:
             self._taken, self._opened = state["taken"], True
@@ -89,7 +89,7 @@ class Offers:
             self._room.notify_all()
 
     def _append(self, rows: Sequence[str], prompts: Sequence[Prompt]) -> list[int]:
-        """Add them at the end of the queue. Returns their numbers."""
+        """Add prompts at the end of the queue. Returns their numbers."""
         first = -1 - self._taken - len(self._waiting)
         numbers = list(range(first, first - len(prompts), -1))
         numbered = [dataclasses.replace(p, row=n) for p, n in zip(prompts, numbers, strict=True)]
@@ -100,12 +100,12 @@ class Offers:
         """Why so many prompts were not taken within `seconds`, and what to do."""
         if not self._opened:
             return (
-                f"the job was still reading its checkpoint, whose prompts come first, after {seconds:g} s; offer yours "
-                "later, or with a longer deadline"
+                f"the job was still reading its checkpoint, whose prompts come first, after {seconds:g} s; offer "
+                "prompts later, or with a longer deadline"
             )
         return (
-            f"no room for {count} prompts within {seconds:g} s: {len(self._waiting)} wait for their turn, at most "
-            f"{self._most} ({ROLLOUTS} rollouts) may; offer them later, or with a longer deadline"
+            f"no room for {count} prompts within {seconds:g} s: {len(self._waiting)} prompts wait, and at most "
+            f"{self._most} ({ROLLOUTS} rollouts) may wait; offer them later, or with a longer deadline"
         )
 
     def _prompts(self, rows: Sequence[str]) -> list[Prompt]:

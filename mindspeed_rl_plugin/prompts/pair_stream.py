@@ -31,14 +31,15 @@ class Pair:
 class PairRenderer(Renderer):
     """Turns rows into pairs.
 
-    Prompts are as `Renderer` says. A response is a string, the whole answer, and gets an end: the end-of-text token, or
-    behind a prompt that is rendered already the template's end of a turn. With `chat_template` it is an assistant
-    message (a string, or a list with one), rendered and ended by the template. Prompt and response are tokenized as one
-    text: `Pair.prompt` is the tokens that both texts share with the prompt alone, so a response, and its loss, begins
-    at the first token that is not the prompt's own. An end that the data writes itself is not repeated, and stays where
-    nothing else writes one. What a template drops of an answer is trained as the data has it.
+    Prompts are as `Renderer` says. Without `chat_template` a response is a string, the complete answer. An end is
+    appended: the end-of-text token, or the template's end of a turn if the prompt was rendered before. With
+    `chat_template` a response is an assistant message (a string, or a list with one message), which the template
+    renders and ends. Prompt and response are tokenized as one text. `Pair.prompt` is the common begin of the prompt's
+    tokens and both texts; a response, and its loss, begins after it. An end that an answer has in the data is not
+    repeated, and it is kept if nothing else writes an end. If a template drops a part of an answer, the text of the
+    data is trained.
 
-    Raises ValueError, naming file and line, for a row that is no pair.
+    Raises ValueError, with file and line, for a row that is no pair.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class PairRenderer(Renderer):
             raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no end-of-text token, which ends a response")
 
     def read(self, source: Source, index: int, row: int) -> Pair:
-        """The pair of row `index` of `source`; `row` numbers it over all sources."""
+        """The pair of row `index` of `source`; `row`: its number over all sources."""
         fields, where = source.row(index), source.where(index)
         if find(fields, self._prompt_key) is None and all(find(fields, key) for key in self._keys.values()):
             raise ValueError(
-                f"{where} has both answers and no prompt in {self._prompt_key!r} (--rl-prompt-key): where they hold "
-                "the prompt themselves, as TRL's implicit prompts do, split it off into a field of its own"
+                f"{where} has both answers, but no prompt in {self._prompt_key!r} (--rl-prompt-key): if the answers "
+                "contain the prompt, as in TRL's implicit form, move it to a separate field"
             )
         prompt = super().read(source, index, row)
         in_turns = self._chat_template or is_rendered(self._tokenizer, prompt.text)
@@ -78,13 +79,13 @@ class PairRenderer(Renderer):
     def _answer(
         self, source: Source, fields: Mapping[str, Any], name: str, end: str | None, where: str
     ) -> dict[str, Any]:
-        """An answer as an assistant message, without `end`, which is appended later; if `end` is None, with the end in
-        the data."""
+        """An answer as an assistant message, without its end, because `end` is appended later. If `end` is None, an end
+        in the data is kept."""
         key = self._keys[name]
         value = find(fields, key)
         if value in (None, "", []):
             raise ValueError(
-                f"{where}: a pair has a {name} answer, and the field {key!r} is empty or not there; it has "
+                f"{where}: the field {key!r} of the {name} answer is empty or missing; the row has "
                 f"{names(fields)}; set --rl-{name}-key, or correct or remove the row"
             )
         listed = isinstance(value, list) and [isinstance(m, dict) and m.get("role") for m in value] == ["assistant"]
@@ -99,14 +100,14 @@ class PairRenderer(Renderer):
         text, ends, written = message["content"] or "", {end, self._tokenizer.eos_token} - {None}, ""
         while found := next((one for one in ends if text.rstrip().endswith(one)), ""):
             text, written = text.rstrip().removesuffix(found), found
-            self._note(where, "an answer ends with {!r} itself, which stands there once", found)
+            self._note(where, "an answer ends with {!r} in the data; it is not written twice", found)
         if found := next((one for one in ends if one in text), None):
             raise ValueError(
                 f"{where}: field {key!r} holds {found!r}, which ends a response, before "
                 f"{text.partition(found)[2]!r:.60}; cut the answer there or remove the row"
             )
         if not end and not written:
-            self._note(where, "the chat template writes no special token behind an answer, so no end is trained")
+            self._note(where, "the chat template writes no special token after an answer, so no end is trained")
         return {**message, "content": text if end else text + written}
 
     def _whole(self, prompt: Prompt, answer: Mapping[str, Any], end: str | None, where: str) -> tuple[int, ...]:
@@ -118,15 +119,15 @@ class PairRenderer(Renderer):
         before, whole = self._rendered(asked, where), self._rendered([*asked, answer], where, ask=False)
         if not whole.startswith(before):
             raise ValueError(
-                f"{where}: the chat template writes another prompt once {said!r:.60} follows it, so the response "
+                f"{where}: the chat template changes the prompt when {said!r:.60} follows it, so the response "
                 "cannot be cut off; use a template that appends, or give plain strings"
             )
-        # the answer may begin before
+        # the answer may begin inside of `before`
         if bare(said) not in bare(whole)[max(len(bare(before)) - len(bare(said)) + 1, 0) :]:
             marked = self._rendered([*asked, {**answer, "content": SPOKEN}], where, ask=False)
             drops = marked.startswith(before + SPOKEN)
             whole = marked.replace(SPOKEN, said) if drops else whole
-            repair = f"the chat template {'drops some of' if drops else 'changes'} an answer, {{!r:.60}}; trained is "
+            repair = f"the chat template {'drops some of' if drops else 'changes'} an answer, {{!r:.60}}; trained as "
             self._note(where, repair + "{!r:.60}", said, whole[len(before) :])
         return tuple(self._tokenizer.encode(whole, add_special_tokens=False))
 
@@ -134,9 +135,9 @@ class PairRenderer(Renderer):
 class PairStream(PromptStream):
     """Pairs of one or several paths, with the methods of `PromptStream`: `next`, `all`, `state`, `load_state`.
 
-    Pairs with a prompt or a response that is too long are left out, and pairs with equal responses, from which nothing
-    can be learned; `dropped` counts both. Raises ValueError as `PromptStream` does, and for a row that is no pair.
-    max_length, max_response: [tokens].
+    Pairs are left out if the prompt or a response is too long, or if both responses are equal, because nothing can be
+    learned from these; `dropped` is their number. Raises ValueError as `PromptStream` does, and for a row that is no
+    pair. max_length, max_response: limits of prompt and response [tokens].
     """
 
     def __init__(
@@ -152,6 +153,6 @@ class PairStream(PromptStream):
     def _none_left(self, pairs: Sequence[Pair]) -> str:
         same = sum(pair.chosen == pair.rejected for pair in pairs)
         return (
-            f"no pair is left of {len(pairs)}: in {same} both answers are the same, the others are longer than "
+            f"all {len(pairs)} pairs are left out: {same} have equal answers, the others are longer than "
             f"--rl-max-prompt-length {self._max_length} or --rl-max-response-length {self._max_response}"
         )

@@ -18,11 +18,11 @@ class PromptStream:
     """Prompts of one or several paths, concatenated; each epoch goes through all of them in a new order.
 
     The order depends only on the seed and the number of prompts, so it is the same on every rank. All rows are read and
-    tokenized once at the start. Rows longer than `max_length` tokens are dropped: `dropped` is their number, `len()`
-    that of the other rows, `rows` are the places of these in the data, rising, and `fingerprint` is a digest of their
-    tokens.
+    tokenized once at the start. Rows longer than `max_length` tokens are dropped; `dropped` is their number. `len()` is
+    the number of kept rows, `rows` are their places in the data, rising, and `fingerprint` is a digest of their tokens
+    and answers.
 
-    Raises ValueError as `open_source` and the renderer do, and when no prompt is left.
+    Raises ValueError as `open_source` and the renderer do, and if no prompt is kept.
     """
 
     def __init__(self, paths: Sequence[str], renderer: Renderer, *, max_length: int, seed: int) -> None:
@@ -42,7 +42,7 @@ class PromptStream:
         return len(self.rows)
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts; after the end of an epoch, those of the next one."""
+        """The next n prompts; after the end of an epoch come those of the next epoch."""
         served = []
         while len(served) < n:
             if self._position == len(self.rows):
@@ -61,7 +61,7 @@ class PromptStream:
         return self._prompt(self.rows[place])
 
     def where(self, place: int) -> str:
-        """File and line of that prompt."""
+        """File and line of the prompt `at(place)`."""
         return self._where(self.rows[place])
 
     def read_rows(self, where: str, rows: Sequence[Any]) -> list[Prompt]:
@@ -78,19 +78,19 @@ class PromptStream:
         return prompts
 
     def kinds_of_rows(self) -> dict[str, frozenset[str]]:
-        """Place of a kept row -> fields of its record, for the first row of each kind."""
+        """Place of a kept row -> fields of its record, for the first row with these fields."""
         return {self._where(row): fields for fields, row in self._kinds.items()}
 
     def answers(self) -> dict[str, str]:
-        """Place of a kept row -> its answer, for the first row of each answer."""
+        """Place of a kept row -> its answer, for the first row with this answer."""
         return {self._where(row): answer for answer, row in self._answers.items()}
 
     def state(self) -> dict[str, Any]:
-        """The cursor, with the seed and digest of its data; ints and strings."""
+        """The cursor, with the seed and a digest of the data; ints and strings."""
         return {"epoch": self._epoch, "position": self._position, **self._identity()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when data or seed differ from those of `state`."""
+        """Raises ValueError if data or seed differ from those of `state`."""
         here = self._identity()
         changed = [f"{k} was {state.get(k)!r}, now {v!r}" for k, v in here.items() if state.get(k) != v]
         if changed:
@@ -100,7 +100,7 @@ class PromptStream:
             )
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue exactly at the place of `state`. Raises ValueError as `check_state` does."""
+        """Continue exactly at the cursor of `state`. Raises ValueError as `check_state` does."""
         self.check_state(state)
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._permutation(self._epoch)
@@ -114,7 +114,7 @@ class PromptStream:
         return order
 
     def _place(self, row: int) -> tuple[Source, int]:
-        """The source of a row, and its index there."""
+        """The source of a row, and the row's index in it."""
         which = bisect.bisect_right(self._starts, row) - 1
         return self._sources[which], row - self._starts[which]
 

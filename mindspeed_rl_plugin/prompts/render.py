@@ -27,20 +27,20 @@ HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 class Renderer:
     """Makes prompts of rows: for training, evaluation, offers, and (`PairRenderer`) pairs.
 
-    prompt_key, answer_key: names of fields, with dots for fields inside objects (`reward_model.ground_truth`); they
-    stay in the record too. Every row must have both; null counts as missing. answer_key "": data without ground truth.
-    tools: as in `render_chat`.
+    prompt_key, answer_key: names of fields, with dots for fields inside objects (`reward_model.ground_truth`), which
+    stay in the record too. Every row must have both; null counts as missing. answer_key "": the data has no ground
+    truth. tools: as in `render_chat`.
 
     A prompt is a string, or chat messages `{"role", "content", ...}`. Without `chat_template` a string is encoded by
-    `text_tokens`, and messages are refused: no model knows the format of their concatenation. With it a string is one
-    user message, and transformers' `apply_chat_template` makes the tokens; the template writes all special tokens.
-    Content is a string, or a list of text parts, which are joined. It may be null in an assistant's message with other
-    fields, and missing in one with `tool_calls`. Other null fields count as missing; in Parquet and saved datasets,
-    which add fields of other rows, also null fields inside objects. The last message may have any role except the
-    assistant's.
+    `text_tokens`, and messages are refused, because no model knows their plain concatenation. With `chat_template` a
+    string is one user message, and transformers' `apply_chat_template` makes the tokens; the template writes all
+    special tokens. Content is a string, or a list of text parts, which are joined. In an assistant's message it may be
+    null if there are other fields, and missing if there are `tool_calls`. Other null fields count as missing. In
+    Parquet files and saved datasets, which add fields of other rows as null, this also holds inside objects. The last
+    message may have any role except the assistant's.
 
-    Repairs are logged once per kind, with the first row. Raises ValueError that names file, line, value and what to do,
-    for any other row, for half of a surrogate pair, and for a chat template that the tokenizer lacks.
+    Each kind of repair is logged once, with its first row. Raises ValueError, with file, line, value and what to do,
+    for any other row and for half of a surrogate pair; also if the tokenizer lacks the chat template.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Renderer:
         self._said: set[str] = set()
 
     def read(self, source: Source, index: int, row: int) -> Prompt:
-        """The prompt of row `index` of `source`; `row` numbers it over all sources."""
+        """The prompt of row `index` of `source`; `row`: its number over all sources."""
         fields, where = source.row(index), source.where(index)
         check_keys(fields, where, self._prompt_key, self._answer_key)
         if half := HALF.search(json.dumps(fields, ensure_ascii=False, default=str)):
@@ -73,8 +73,8 @@ class Renderer:
         if messages and messages[-1]["role"] == "assistant":
             raise ValueError(
                 f"{where}: the last message of field {self._prompt_key!r} is the assistant's, "
-                f"{messages[-1]['content']!r:.60}, so a response would be one more turn; remove it, or to have it "
-                "continued give a string that transformers' continue_final_message rendered"
+                f"{messages[-1]['content']!r:.60}, so a response would be one more turn; remove it, or give a string "
+                "rendered with transformers' continue_final_message, which the model continues"
             )
         # Text for graders: the string of the data, or a paragraph `role: content` for each message.
         text = "\n\n".join(f"{m['role']}: {m['content'] or ''}" for m in messages) if messages else value
@@ -93,7 +93,7 @@ class Renderer:
                 self._note(where, "prompts are given without the tokenizer's chat template (--rl-apply-chat-template)")
             return text_tokens(self._tokenizer, text, functools.partial(self._note, where))
         if not messages and is_rendered(self._tokenizer, text):
-            self._note(where, "a prompt that the chat template renders holds special tokens; is it rendered already?")
+            self._note(where, "a prompt for the chat template holds special tokens; is it rendered already?")
         messages = messages or [{"role": "user", "content": text}]
         rendered = self._rendered(messages, where)
         written, asked = bare(rendered), [m["content"] for m in messages if m["role"] != "assistant"]
@@ -108,7 +108,7 @@ class Renderer:
             raise ValueError(f"{where}: the chat template refuses these messages: {error}") from error
 
     def _messages(self, value: Any, key: str, source: Source, where: str) -> list[dict[str, Any]]:
-        """Chat messages in one form, see `Renderer`."""
+        """Chat messages in the form that `Renderer` describes."""
         where = f"{where}: field {key!r}"
         if (
             not value
@@ -129,13 +129,13 @@ class Renderer:
             if not isinstance(content, str) and (content is not None or not silent):
                 raise ValueError(
                     f"{where} has a message of role {message['role']!r} with the content {str(content)[:80]!r}; give a "
-                    "string, or parts {'type': 'text', 'text': ...}: nothing else is trained on"
+                    "string, or parts {'type': 'text', 'text': ...}: only text can be trained"
                 )
             messages.append({**(_filled(fields) if source.fills else fields), "content": content})
         return messages
 
     def _note(self, where: str, repair: str, *of: object) -> None:
-        """Log a repair of a row, once per kind. repair: the kind, with a field for each of `of`."""
+        """Log a repair of a row, once per kind. repair: its kind, a format string for the values `of`."""
         if repair not in self._said:
             self._said.add(repair)
             say(f"note: {repair.format(*of)} ({where}, and rows like it)")
@@ -154,18 +154,18 @@ def check_keys(fields: Mapping[str, Any], where: str, prompt_key: str, answer_ke
 
 
 def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, note: Callable[..., object] = str.format) -> list[int]:
-    """Tokens of a text that a response continues. Special tokens that the tokenizer puts before a text occur once, even
-    if the text begins with them; those that it puts after a text are left out. note: called in both cases."""
+    """Tokens of a text that a response continues. Special tokens that the tokenizer puts before a text occur only once,
+    even if the text begins with them; those that it puts after a text are left out. note: called in both cases."""
     whole = tokenizer.encode(text)
     if not whole or not tokenizer.num_special_tokens_to_add():
         return whole
     plain, begin = tokenizer.encode(text, add_special_tokens=False), tokenizer.bos_token_id
     starts = (i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
-    at = next((i for i in starts if plain or begin not in whole[i:]), None)  # an empty text follows BOS
+    at = next((i for i in starts if plain or begin not in whole[i:]), None)  # an empty text is put after BOS
     if at is None:
         return whole
     if tail := whole[at + len(plain) :]:
-        note("the tokenizer puts {!r} behind a text, which is left out of prompts", tokenizer.decode(tail))
+        note("the tokenizer puts {!r} after a text, which is left out of prompts", tokenizer.decode(tail))
     if at and plain[:at] == whole[:at]:
         begun = "a prompt begins with {!r} itself; the tokenizer does not put it there again"
         note(begun, tokenizer.decode(plain[:at]))
@@ -182,8 +182,9 @@ def render_chat(
     """Text of a conversation by the tokenizer's chat template, up to the begin of the model's turn; without `ask` up to
     the end of the last message.
 
-    tools: JSON schemas of functions for the model; (): an environment without tools answers it; None: nothing answers.
-    If something answers, templates that write a date (Llama 3.2) get `DATE`, so that prompts are the same every day.
+    tools: JSON schemas of functions for the model; (): an environment without tools answers the model; None: nothing
+    answers the model. If not None, templates that write a date (Llama 3.2) get `DATE`, so that prompts are the same
+    every day.
     """
     more: dict[str, Any] = {}
     if tools is not None:
@@ -193,7 +194,7 @@ def render_chat(
 
 
 def find(fields: Mapping[str, Any], key: str) -> Any:
-    """The field `key`, with dots a field inside an object (`reward_model.ground_truth`); None if missing."""
+    """The field `key`; dots name a field inside an object (`reward_model.ground_truth`). None if it is missing."""
     if key in fields or "." not in key:
         return fields.get(key)
     head, _, rest = key.partition(".")
@@ -201,14 +202,14 @@ def find(fields: Mapping[str, Any], key: str) -> Any:
 
 
 def names(fields: Mapping[str, Any]) -> str:
-    """The names of a row's fields as text, dotted for those inside objects, with a note on null ones."""
+    """The names of a row's fields as text: with dots for fields inside objects, and a note for null fields."""
     inside = ([(f"{k}.{n}", v[n]) for n in v] if isinstance(v, dict) else [(k, v)] for k, v in fields.items())
     return ", ".join(f"{k!r} (null)" if v is None else repr(k) for k, v in itertools.chain.from_iterable(inside))
 
 
 def _answer(value: Any, where: str) -> str:
-    """Ground truth as text: strings as they are, JSON values as JSON (42, true, [1, 2]), else `str`. Raises ValueError
-    for NaN and infinities."""
+    """Ground truth as text: a string as it is, other JSON values as JSON (42, true, [1, 2]), else `str`. Raises
+    ValueError for NaN and infinities."""
     try:
         json_value = isinstance(value, (bool, int, float, list, dict))
         return json.dumps(value, ensure_ascii=False, allow_nan=False) if json_value else str(value)
@@ -222,7 +223,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _has(value: Any, key: str) -> bool:
-    """Whether it is an object with a string in that field."""
+    """Whether the value is an object with a string in the field `key`."""
     return isinstance(value, dict) and isinstance(value.get(key), str)
 
 

@@ -1,8 +1,8 @@
 """Rows of prompt files, each as the dictionary that the file holds.
 
-Parquet files and saved dataset directories store types. JSON does not. A reader that infers types makes a date of
-"2020-01-01", and 1.0 of a 1 next to a 2.5: such a ground truth is wrong. So each line of JSONL is parsed alone; then an
-error can also name its line.
+Parquet files and saved dataset directories store types. JSON does not, and a reader that infers types makes a date of
+"2020-01-01", and 1.0 of a 1 in a column with a 2.5, so that the ground truth is wrong. Therefore each line of JSONL is
+parsed separately; then an error can also name its line.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class Source:
-    """The rows of one path. `len()`, `row(i)` -> dict, `where(i)` -> its place, for an error; fills: whether an object
-    in a list gets nulls for fields that only others have."""
+    """The rows of one path. `len()`, `row(i)` -> dict, `where(i)` -> place of row i, for errors. fills: whether the
+    format adds null fields to objects, so that all objects of a list have the same fields."""
 
     def __init__(
         self, path: str, count: int, get: Callable[[int], Any], where: Callable[[int], str], fills: bool = False
@@ -28,7 +28,7 @@ class Source:
         return self._count
 
     def row(self, i: int) -> dict[str, Any]:
-        """Fields of row i. Raises ValueError when it is not a JSON object."""
+        """Fields of row i. Raises ValueError if it is not a JSON object."""
         value = self._get(i)
         if not isinstance(value, dict):
             raise ValueError(f"{self.where(i)} is {value!r:.80}, not an object with a field for the prompt")
@@ -42,7 +42,7 @@ class Source:
 def open_source(path: str) -> Source:
     """Open a JSONL, JSON or Parquet file or a saved dataset directory.
 
-    Raises ValueError, naming the file and where possible the line: unknown kind, empty, not UTF-8, not JSON.
+    Raises ValueError, with the file and if possible the line: unknown kind, empty, not UTF-8, not JSON.
     """
     place = Path(path)
     if place.is_dir():
@@ -82,7 +82,7 @@ def _document(path: str) -> Source:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if isinstance(document, dict):
         lists = [k for k, v in document.items() if isinstance(v, list)]
-        hint = f"; its field {lists[0]!r} is a list: save that alone" if lists else ""
+        hint = f"; its field {lists[0]!r} is a list: save only this list" if lists else ""
         raise ValueError(f"{path} holds one object; expected a list of objects{hint}")
     if not isinstance(document, list):
         raise ValueError(f"{path} holds {document!r:.80}; expected a list of objects")
@@ -114,7 +114,7 @@ def _saved(path: str) -> Source:
 
 
 def _text(path: str) -> list[str]:
-    """Lines of a file, their ends included."""
+    """Lines of a file, with their line ends."""
     lines = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-UNUSED = 128  # ids without a token that every model may have: the usual padding
+UNUSED = 128  # a model may have so many ids without a token, the usual padding
 TOKENIZER_FLAGS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")
 
 
 def own_code(folder: str | Path, kind: str = "AutoTokenizer") -> str:
-    """A message where a directory has its own code for one of transformers' Auto classes; else empty."""
+    """A message if a directory has its own code for one of transformers' Auto classes; else empty."""
     for name in ("tokenizer_config.json", "config.json"):
         named = read_if_there(Path(folder) / name).get("auto_map") or {}
-        named = named.get(kind) if isinstance(named, dict) else named  # an old list belongs to a tokenizer
+        named = named.get(kind) if isinstance(named, dict) else named  # an old format: a list, of a tokenizer
         if found := [word for word in ([named] if isinstance(named, str) else named or ()) if word]:
             return f"it has code of its own ({found[-1]}), which is not run: read it, then give --rl-trust-remote-code"
     return ""
@@ -45,7 +45,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 def vocabulary_digest(path: str, trust_remote_code: bool = False) -> str:
     """A digest of all tokens with their ids, equal for tokenizers that give the same tokens. Raises ValueError as
-    `load_tokenizer` does, and where `path` is no directory."""
+    `load_tokenizer` does, and if `path` is no directory."""
     if not Path(path).is_dir():
         raise ValueError(f"no tokenizer can be loaded from {path!r}: there is no such directory here")
     vocabulary = json.dumps(sorted(load_tokenizer(path, trust_remote_code).get_vocab().items()))
@@ -64,13 +64,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
-    """The same; empty if there is no file."""
+    """As `read_json`; empty if there is no file."""
     return read_json(path) if path.is_file() else {}
 
 
 def chosen_tokenizer(args: Any) -> tuple[str, str] | None:
-    """Flag and path of the prompts' tokenizer: --rl-tokenizer, else --rl-hf-model, else --tokenizer-model; None where
-    none is given. MindSpeed-LLM names the directory of a Hugging Face tokenizer with --tokenizer-name-or-path."""
+    """Flag and path of the prompts' tokenizer, by the first of TOKENIZER_FLAGS that is given; None if none is.
+    MindSpeed-LLM names the directory of a Hugging Face tokenizer with --tokenizer-name-or-path."""
     given = ((flag, getattr(args, flag[2:].replace("-", "_"), None)) for flag in TOKENIZER_FLAGS)
     return next(((flag, path) for flag, path in given if path), None)
 
@@ -83,10 +83,10 @@ def tokenizer_path(args: Any) -> str | None:
 def model_vocabulary(
     args: Any, tokenizer: PreTrainedTokenizerBase, reference: Mapping[str, Any] | None = None, smaller: bool = False
 ) -> int:
-    """Rows of the embedding that are tokens: those of --rl-hf-model (`reference`, its config.json), else the highest id
-    of the prompts' tokenizer + 1, since some ids may have no token.
+    """Number of rows of the embedding that are tokens: `vocab_size` of `reference` (config.json of --rl-hf-model), else
+    the highest id of the prompts' tokenizer + 1, because some ids may have no token.
 
-    Raises ValueError where the tokenizer has more ids than the model, or, unless `smaller`, far fewer. Called after
+    Raises ValueError if the tokenizer has more ids than the model or, unless `smaller`, far fewer ids. Called after
     Megatron is initialised, which sets `padded_vocab_size`.
     """
     ids = 1 + max(tokenizer.get_vocab().values())
@@ -96,8 +96,8 @@ def model_vocabulary(
     name, size = next(((n, size) for n, size in sizes.items() if size < ids), next(iter(sizes.items())))
     padding = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size if size == padded else UNUSED
     if ids > size or (size - ids > max(padding, size // 10) and not smaller):
-        meant = ", or give --rl-smaller-tokenizer where this is meant" if ids < size else ""
-        why = f"the tokenizer has {ids} ids, {name} {size}: it is not the tokenizer with which this model was trained"
+        meant = ", or give --rl-smaller-tokenizer if this is intended" if ids < size else ""
+        why = f"the tokenizer has {ids} ids, {name} {size}, so it is not the tokenizer with which the model was trained"
         raise ValueError(f"{why}; correct --rl-tokenizer{meant}")
     return hf_size or ids
 
@@ -105,7 +105,7 @@ def model_vocabulary(
 def vocabulary(path: str | Path) -> dict[str, int]:
     """Token -> id by the files of a tokenizer, with added tokens; empty without such files.
 
-    path: their folder, or its tokenizer.json.
+    path: the folder of these files, or the tokenizer.json in it.
     """
     folder = _folder(path)
     whole = read_if_there(folder / "tokenizer.json")
@@ -123,7 +123,7 @@ def vocabulary_size(folder: Path) -> int:
 
 
 def same_vocabulary(one: str, other: str) -> bool:
-    """Whether two tokenizers map the same tokens to the same ids; True where one of them has no tokenizer.json."""
+    """Whether two tokenizers map the same tokens to the same ids; True if one of them has no tokenizer.json."""
     comparable = all((_folder(path) / "tokenizer.json").is_file() for path in (one, other))
     return not comparable or vocabulary(one) == vocabulary(other)
 

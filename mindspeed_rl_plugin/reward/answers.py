@@ -13,7 +13,7 @@ WIDE = {wide: chr(wide - 0xFEE0) for wide in range(0xFF01, 0xFF5F)}
 WIDE |= {ord("。"): ". ", ord("、"): ", ", ord("，"): ", ", ord("："): ": ", ord("−"): "-"}
 CJK = "\u2e80-\u9fff\uac00-\ud7af→≈"
 NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?\\?%?"
-# Any other word after a number is part of the answer: `3 quarters`, `12 million`, `2 theta`.
+# Units, left out after a number. Any other word is part of the answer: `3 quarters`, `12 million`, `2 theta`.
 SYMBOLS = (
     "nm|mm|cm|dm|km|mg|kg|m[lL]|dL|in|ft|yd|mi|oz|lbs?|hrs?|mins?|secs?|mph|k[mp]h|rpm|mol|[kMG]?Hz|k?J|kWh?|MW|k?Pa|"
     "[kKMGT]B|°[CF]|m/s|USD|EUR|CNY|RMB"
@@ -32,7 +32,7 @@ WORDS = re.compile(r"(?!sqrt|.*infinity)[A-Za-z]{4,}(?: [A-Za-z]+)*\.?")
 SAID = re.compile(r"^(?!sqrt|sin|cos|tan|log|ln|exp|minus|negative)[A-Za-z]{2,}[ ,:]|\b(?:is|are|equals)\b")
 COUNT = re.compile(r"\d +(?!sqrt)[A-Za-z]{2}|\b(?:is|are|equals)\b")  # words around a number
 HEDGED = re.compile(rf"{NUMBER}\W{{0,4}}? or \W{{0,4}}?{NUMBER}\D*\Z")
-LAST = re.compile(r"(?:^|\n)[ \t]*####[ \t]*((?![A-Za-z]{2})\S[^\n]*)\Z")  # a heading begins with a word
+LAST = re.compile(r"(?:^|\n)[ \t]*####[ \t]*((?![A-Za-z]{2})\S[^\n]*)\Z")  # no heading, which begins with a word
 REPLACEMENTS = [  # (pattern, replacement), applied in this order
     (BOX, r"\\boxed{"),
     (re.compile("答案"), " answer "),  # math-verify looks first after this word
@@ -68,7 +68,7 @@ def graded_part(response: str) -> str | None:
 
 
 def _said(text: str, prose: re.Pattern[str]) -> str:
-    """The text for math-verify; in prose it searches for the number."""
+    """The text for math-verify. If it is prose, math-verify searches for the number in it."""
     return _plain(text) if prose.search(text) and re.search(r"\d", text) else expression(text)
 
 
@@ -78,7 +78,7 @@ def is_number(answer: str) -> bool:
 
 
 def expression(answer: str) -> str:
-    """An answer alone, put in a box; otherwise math-verify would take the first number inside it."""
+    """An answer alone, put in a box; otherwise math-verify would take only the first number in it."""
     text = _plain(answer).strip()
     marked = any(mark in text for mark in ("\\boxed", "$", "\\(", "\\["))
     if VALUE.fullmatch(text) is None and marked:
@@ -87,7 +87,7 @@ def expression(answer: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text whose numbers have no marks around or inside them."""
+    """The text without marks (quotes, emphasis, separators) around or inside its numbers."""
     text = text.translate(WIDE)
     for pattern, put in REPLACEMENTS:
         text = pattern.sub(put, text)

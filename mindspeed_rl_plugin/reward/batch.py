@@ -12,10 +12,10 @@ from mindspeed_rl_plugin.workers.process import LATE
 class Batch:
     """Items, and their results so far.
 
-    names: of the graders, as errors show them.
-    weights, on_error: of the graders.
+    names: names of the graders, as errors show them.
+    weights, on_error: of each grader.
     failures: collects the first failure of each grader.
-    where: place of the items for errors; None: their samples are named.
+    where: place of the items, for errors; None: errors give rollout, prompt and response of an item.
     texts: what workers get of each item.
     left: number of missing grades.
     end: deadline for all grades, on the monotonic clock.
@@ -45,23 +45,23 @@ class Batch:
             return
         limit = " (--rl-reward-timeout)" if error.startswith(LATE) else ""
         text = f"reward {self._names[grader]!r} {error}{limit}\n  {self.place(index)}"
-        text += "\n  (the grade is 0, and reward/errors counts it)" * (self._on_error[grader] == "zero")
+        text += "\n  (the grade is 0, and reward/errors counts the error)" * (self._on_error[grader] == "zero")
         self.failures.setdefault(self._names[grader], text)
         self._errors[index].append(text)
         self._dropped[index] |= self._on_error[grader] == "drop"
         if self._on_error[grader] == "stop":
-            raise RewardError(f"{text}\n  (--rl-reward-on-error zero or drop: the run goes on and counts such samples)")
+            raise RewardError(f"{text}\n  (with --rl-reward-on-error zero or drop the run continues and counts this)")
 
     def place(self, index: int) -> str:
         """Place and texts of an item, for an error."""
         item = self.items[index]
-        rollout = "the evaluation" if item.id.epoch < 0 else f"rollout {item.id.epoch}"  # as `stages.evaluate` numbers
+        rollout = "the evaluation" if item.id.epoch < 0 else f"rollout {item.id.epoch}"  # epochs of evaluations are < 0
         where = self._where or f"on {rollout}, prompt {item.id.group}, response {item.id.member}"
         texts = (f"{name} {_shortened(getattr(item, name))}" for name in ("prompt", "response", "answer"))
         return f"{where}: {', '.join(texts)}"
 
     def grades(self) -> list[Grade]:
-        """The results in the order of the items, parts weighted into totals."""
+        """The results in the order of the items; a total is the weighted sum of the parts."""
         totals = [sum(w * p for w, p in zip(self._weights, parts, strict=True)) for parts in self._parts]
         return [
             Grade(total, tuple(parts), "\n".join(errors) or None, dropped)
@@ -70,6 +70,6 @@ class Batch:
 
 
 def _shortened(text: str, limit: int = 160) -> str:
-    """Begin and end of a text: the question is at its begin, the answer at its end."""
+    """Begin and end of a text, because a question is mostly at the begin, an answer at the end."""
     half = limit // 2
     return repr(text if len(text) <= limit else f"{text[:half]} [...] {text[-half:]}")

@@ -64,9 +64,9 @@ def _make_regex(pattern: str) -> Callable[[str, str], float]:
 def _make_math() -> Callable[[str, str], float]:
     """Mathematical equality, by math-verify, of the answers that `answers` finds in response and ground truth.
 
-    Its own time limits are off: they would make a timeout a wrong answer, while the worker's limit reports it. With
-    `raise_on_error` a crash is reported, too. A response without mathematics gets 0.0; a ground truth without is an
-    error.
+    math-verify's own time limits are off, because they count a timeout as a wrong answer; the worker's limit reports
+    it. With `raise_on_error` a crash is reported, too. A response without mathematics gets 0.0; a ground truth without
+    mathematics is an error.
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
     from math_verify import parse, verify

@@ -1,6 +1,5 @@
-"""How a user's grader is called. This is decided by its signature when it is loaded; docs/data-and-rewards.md lists the
-parameters that it may have. A batch grader is called with the samples of one group, so results do not depend on how
-calls are distributed.
+"""How a user's grader is called, which its signature decides; docs/data-and-rewards.md lists the parameters that it may
+have. A batch grader is called with the samples of one group, so results do not depend on how calls are distributed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from mindspeed_rl_plugin.workers.call_loop import is_async
 
 SINGLE = ("prompt", "response", "answer", "record")
 BATCH = ("prompts", "responses", "answers", "records")
-ANSWERED = ("conversation", "environment")  # only of samples with tools or environments
+ANSWERED = ("conversation", "environment")  # parameters of episodes only
 CONVERSATIONS = "conversations"
 CHAT = "messages"  # further parameter of batch graders of this package: chat messages of the data
 # Names of these parameters in other libraries (verl's compute_score, TRL's reward functions).
@@ -29,7 +28,8 @@ FOREIGN = {
 
 
 class Grader:
-    """A callable and its convention. batch, asynchronous: how to call it; fields: of the record that it requires."""
+    """A callable. batch: it gets a group of samples; asynchronous: it is a coroutine; fields: those of a row that it
+    requires."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self.function = name, function
@@ -81,8 +81,8 @@ def hint(names: Iterable[str]) -> str:
 
 
 def lacking(fields: Sequence[str], rows: Mapping[str, Set[str]], own: Sequence[str] = SINGLE) -> str | None:
-    """Why a callable that requires `fields` cannot be called on some row; None: it can. rows: place in the data ->
-    fields of the record; own: further parameters that it may have."""
+    """Why a callable that requires `fields` cannot be called for some row; None: it can for all. rows: place in the
+    data -> fields of the record; own: parameters that it may have in addition to these fields."""
     for where, there in rows.items():
         for name in fields:
             if name not in there:

@@ -1,8 +1,9 @@
 """The process in which graders run: it receives calls and answers each with the outcome of every item.
 
-The first message is (specs, seconds of one call of each, regex of the regex grader, device of reward models, whether to
-run their code). The answer is (`Kind` of each grader, None) or (None, error). Then calls `(grader, items)` follow. The
-parent enforces the time limit: it kills this process group. This module does not import torch, so that it starts fast.
+The first message is (specs, limit of a call of each grader [seconds], regex of the regex grader, device of reward
+models, whether their code may run). The answer is (`Kind` of each grader, None) or (None, error). Then calls `(grader,
+items)` follow. The parent enforces the time limit: it kills this process group. This module does not import torch, so
+that it starts fast.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main(connection: int, lifeline: int) -> None:
 
 
 async def grade(grader: Grader, items: Items, timeout: float) -> list[ValueOrError]:
-    """The outcome of each item of a call, which has one item or a group. Raises TooLong."""
+    """The outcome of each item of a call. items: one, or a group for a batch grader. Raises TooLong."""
     try:
         value = await settled(grader.many(items) if grader.batch else grader.single(*items), timeout)
         values = _values(value, len(items)) if grader.batch else [value]

@@ -1,4 +1,4 @@
-"""What is graded and what comes back."""
+"""`GradeItem`, the input of graders, and `Grade`, their result."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ if TYPE_CHECKING:
     from mindspeed_rl_plugin.rows import SampleId
 
 
-SOLVED_AT = 1.0 - 1e-6  # a grader that adds up shares, or a float32 column, may miss 1 by rounding
+SOLVED_AT = 1.0 - 1e-6  # below 1, because sums of fractions and float32 columns are rounded
 OWN = ("turn", "reward", "seconds")  # fields that we add to chat messages; no template reads them
 
 
 class RewardError(ValueError):
-    """A grader raised an error, ran out of time, died, or returned something that is no finite number; or all graders
-    together took too long."""
+    """A grader raised an error, ran out of time, died, or returned no finite number; or all graders together took too
+    long."""
 
 
 @dataclass(frozen=True)
 class GradeItem:
     """One response to grade."""
 
-    prompt: str  # where the data has chat messages: their text
-    response: str  # of several turns: the last one
+    prompt: str  # if the data has chat messages, their text
+    response: str  # if it has several turns, the last one
     answer: str  # ground truth, "" when the data has none
     record: Mapping[str, object]  # the row's other fields
     id: SampleId
-    messages: Sequence[Mapping[str, object]] | None = None  # chat messages of the data; None: it has a string
+    messages: Sequence[Mapping[str, object]] | None = None  # chat messages of the data; None: the data has a string
     conversation: Sequence[Mapping[str, object]] | None = None  # all chat messages; None: single turn
     environment: float | None = None  # sum of the rewards that the environment gave; None: single turn
 
@@ -44,17 +44,17 @@ class Grade:
     """What the graders gave for one response."""
 
     total: float  # weighted sum of `parts`
-    parts: tuple[float, ...]  # one entry a grader, in the order of the specs; 0.0 where it failed
-    error: str | None = None  # what failed
-    dropped: bool = False  # a grader failed under `on_error` "drop": no group with this sample is trained
+    parts: tuple[float, ...]  # one entry for each grader, in the order of the specs; 0.0 if it failed
+    error: str | None = None  # the errors of graders that failed
+    dropped: bool = False  # a grader with `on_error` "drop" failed: the sample's group is not trained
 
 
 def solved(parts: Sequence[float], weights: Sequence[float]) -> bool:
     """Whether a response is solved: every grader of positive weight gave at least 1.
 
-    parts, weights: one entry a grader. Graders of weight <= 0 (a length penalty, a measurement) do not count, and
-    neither does the total: a bonus cannot make a wrong answer right, nor a penalty a right one wrong. Raises ValueError
-    where no weight is positive (`parse_specs` refuses such rewards at start).
+    parts, weights: one entry for each grader. Graders of weight <= 0 (a length penalty, a measurement) do not count.
+    The total does not count either, so a bonus cannot make a wrong answer right, nor a penalty a right answer wrong.
+    Raises ValueError if no weight is positive (`parse_specs` refuses such rewards at start).
     """
     wanted = [part for part, weight in zip(parts, weights, strict=True) if weight > 0]
     if not wanted:

@@ -21,7 +21,7 @@ _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
 def check_files(path: str) -> None:
-    """Raises ValueError with the fix if the directory has no reward model that can be loaded."""
+    """Raises ValueError, with what to do, if the directory has no reward model that can be loaded."""
     if why := _problem(Path(path)):
         raise ValueError(f"reward {MODEL_PREFIX}{path}: {why}")
 
@@ -33,14 +33,14 @@ def _problem(folder: Path) -> str | None:
     kinds = config.get("architectures") or []
     if not any(kind.endswith(SCORER) for kind in kinds):
         known = ", ".join(kinds) or "model of no known kind"
-        return f"it is a {known}, which has no score of a text; give a ...{SCORER} checkpoint"
+        return f"it is a {known}, which gives no score for a text; give a ...{SCORER} checkpoint"
     labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
     if labels != 1:
-        return f"it has {labels} labels; a reward is one number, give one of 1 label"
+        return f"it has {labels} labels; a reward is one number: give a model with 1 label"
     if not any(folder.glob("tokenizer*.json")) and not any(folder.glob("vocab*")):
         return (
-            "it comes without a tokenizer, and the policy's may not be the one that it was trained with; save its own "
-            "beside it (tokenizer.json, tokenizer_config.json)"
+            "it has no tokenizer, and the policy's may not be the one with which it was trained; save its own "
+            "tokenizer in its directory (tokenizer.json, tokenizer_config.json)"
         )
     if not any(match for pattern in _WEIGHT_FILES for match in folder.glob(pattern)):
         return f"it has no weights ({', '.join(_WEIGHT_FILES)})"
@@ -54,7 +54,7 @@ def _problem(folder: Path) -> str | None:
 
 
 def same_tokenizer(path: str, policy: str) -> bool:
-    """Whether the tokenizer files of two directories have the same vocabulary."""
+    """Whether two directories have a tokenizer.json that makes the same tokens of a text."""
     files = [Path(folder, "tokenizer.json") for folder in (path, policy)]
     if not all(file.is_file() for file in files):
         return False
@@ -63,13 +63,13 @@ def same_tokenizer(path: str, policy: str) -> bool:
 
 
 class RewardModel:
-    """A batch grader: the checkpoint's score of each response after its prompt; with environments, of the complete
-    conversation.
+    """A batch grader: the checkpoint's score of each response after its prompt; of an episode, the score of the
+    complete conversation.
 
-    device: "cpu" (then in float32) or that of an accelerator (then in the checkpoint's dtype). With a chat template in
-    the tokenizer, the response is the assistant's turn after the chat messages of the data, or after the prompt as a
-    user's turn; a conversation has its roles. Without a template, texts are concatenated. A text that is longer than
-    the model's positions raises ValueError; it is never cut.
+    device: "cpu" (then in float32) or that of an accelerator (then in the checkpoint's dtype). If the tokenizer has a
+    chat template, it renders the conversation, or the response as the assistant's message after the chat messages of
+    the data (or the prompt as a user's message). Without a template, texts are concatenated. A text with more tokens
+    than the model has positions raises ValueError; it is never cut.
     """
 
     def __init__(self, path: str, device: str, trust_remote_code: bool = False) -> None:
@@ -99,9 +99,9 @@ class RewardModel:
         largest = max({*self._tokenizer.get_vocab().values()} - special, default=-1)
         if largest >= self._size:
             raise ValueError(
-                f"reward {MODEL_PREFIX}{path}: its tokenizer has ids up to {largest}, its embedding {self._size} rows; "
-                "it is not the tokenizer that this model was trained with, so scores would mean nothing: save the "
-                "right one beside it"
+                f"reward {MODEL_PREFIX}{path}: its tokenizer has ids up to {largest}, its embedding has {self._size} "
+                "rows, so it is not the tokenizer with which this model was trained, and scores would mean nothing: "
+                "save the right tokenizer in this directory"
             )
 
     def __call__(
@@ -139,21 +139,21 @@ class RewardModel:
             roles = " ".join(message["role"] for message in messages)
             raise ValueError(
                 f"the reward model's chat template refuses a conversation of the roles {roles}: {error}; give a model "
-                "whose template takes them"
+                "whose template accepts these roles"
             ) from error
 
     def _check_texts(self, rows: Sequence[Sequence[int]]) -> None:
         longest, limit = max(map(len, rows)), getattr(self._model.config, "max_position_embeddings", None)
         if limit is not None and longest > limit:
             raise ValueError(
-                f"a prompt and its response have {longest} tokens, the reward model takes {limit}; lower "
+                f"a prompt and its response have {longest} tokens, the reward model takes at most {limit}; lower "
                 "--rl-max-prompt-length or --rl-max-response-length"
             )
         largest = max(max(row, default=0) for row in rows)
         if largest >= self._size:
             raise ValueError(
                 f"the text has the token {self._tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}, the "
-                f"reward model's embedding only {self._size} rows: it is not the tokenizer that it was trained with"
+                f"reward model's embedding has only {self._size} rows: it was trained with another tokenizer"
             )
 
     def _forward(self, rows: Sequence[Sequence[int]], pad: int | None) -> list[float]:
@@ -178,10 +178,10 @@ def _joined(conversation: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _padding(rows: Sequence[Sequence[int]], own: Iterable[int | None], size: int) -> int | None:
-    """The id for padding, below `size` (rows of the embedding): the first of `own` (the tokenizer's, the model's) that
-    exists and is in none of the rows, else any other id that is in none of them; None if they use every id.
+    """An id for padding that is in none of the rows; None if they use every id. own: ids to try first (the tokenizer's,
+    the model's); size: number of ids, the rows of the embedding.
 
-    Padding is masked. But decoders score the last token that is not padding, and find it by this id.
+    Padding is masked. But decoders score the last token that is not padding, and find this token by the id of padding.
     """
     used = {token for row in rows for token in row}
     free = (i for i in (*own, *range(size)) if i is not None and 0 <= i < size and i not in used)

@@ -1,4 +1,4 @@
-"""Grades responses in worker processes, each call within a time limit, and never silently as 0."""
+"""Grades responses in worker processes. Each call has a time limit; an error is never a silent 0."""
 
 from __future__ import annotations
 
@@ -31,24 +31,22 @@ WORKER = Program(
 
 
 class RewardPool:
-    """Graders by spec, run by `workers` processes. Each process makes one call at a time, or several asynchronous ones.
-    For one thread at a time.
+    """Graders in `workers` processes, which make one call at a time, or several asynchronous calls. Not thread-safe.
 
-    `submit` takes a batch of responses, and `poll` returns batches as they are finished. So many are graded at once,
-    and a slow one does not delay others. `grade` waits for a single batch.
+    `submit` takes a batch of responses, and `poll` returns batches as they are finished. So several batches are graded
+    at once, and a slow batch does not delay others. `grade` waits for a single batch.
 
     specs: as in `specs.parse_specs`; `calling.py` defines how a function is called.
     device: of reward models.
-    trust_remote_code: whether their own code may run.
+    trust_remote_code: whether code of reward models may run.
     regex: pattern of the regex grader.
-    timeout: seconds of one grading call, one for all graders or one for each.
-    wait_timeout: seconds that other ranks wait for this one; one batch, and loading the graders, may take SHARE_OF_WAIT
-    of it.
+    timeout: limit of one grading call [seconds], one for all graders or one for each.
+    wait_timeout: seconds that other ranks wait for this rank; a batch, and loading, may take SHARE_OF_WAIT of it.
     on_error: "stop" raises RewardError; "zero" makes the failed part 0.0; "drop" also marks the sample dropped. A
-    failure of a built-in grader is always "zero": ground truths were checked, so the response is the cause.
+    failure of math, exact or regex is always "zero": ground truths were checked, so the response is the cause.
     names, weights: of the graders, in the order of `Grade.parts`.
 
-    Raises ValueError at construction for anything that cannot work, RewardError for graders that do not load.
+    The constructor raises ValueError for invalid arguments, RewardError for graders that cannot be loaded.
     """
 
     def __init__(
@@ -71,9 +69,9 @@ class RewardPool:
         self.weights = tuple(s.weight for s in self._specs)
         self._device = device
         self._failures: dict[str, str] = {}
-        self._said: set[str] = set()  # built-in graders whose first failure was taken
+        self._said: set[str] = set()  # graders whose failures are returned once, and were returned
         self._closed = False
-        self._spent = [0.0, 0.0, 0]  # sums since `take_seconds`, see there, and number of graded responses
+        self._spent = [0.0, 0.0, 0]  # since `take_seconds`: its two sums, and number of graded responses
         self._batches: dict[Batch, None] = {}  # unfinished ones, in the order of their deadlines
         self._finished: list[Batch] = []
         setup = self._specs, self._timeouts, regex, device, trust_remote_code
@@ -83,17 +81,17 @@ class RewardPool:
         self._kinds: Sequence[Kind] = self._pool.loaded
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
-        """Raises ValueError where a grader cannot be called on some row; rows: place in the data -> its fields."""
+        """Raises ValueError if a grader cannot be called for some row; rows: place in the data -> fields."""
         for spec, kind in zip(self._specs, self._kinds, strict=True):
             if problem := lacking(kind.fields, rows):
                 raise ValueError(f"reward {spec.given!r} {problem}")
 
     def try_once(self, prompt: Prompt, where: str, members: int, more: Mapping[str, Any] | None = None) -> list[str]:
         """Call each grader once on a data row, with the row's answer as the response; a batch grader on `members`
-        copies. Reward models on a device are left out: they would take memory there before the policy.
+        copies. Reward models on an accelerator are not called: they would take its memory before the policy does.
 
-        where: the row's place in the data; more: fields of the item. Returns the failures; under `on_error` "stop"
-        raises RewardError.
+        where: the row's place in the data; more: further fields of the item. Returns the failures; raises RewardError
+        if `on_error` is "stop".
         """
         from mindspeed_rl_plugin.rows import SampleId
 
@@ -113,21 +111,21 @@ class RewardPool:
     def grade(self, items: Sequence[GradeItem]) -> list[Grade]:
         """Grades in the order of `items`.
 
-        Raises RewardError when a grader fails and `on_error` is "stop", and, under any `on_error`, when the batch takes
-        longer than other ranks would wait.
+        Raises RewardError if a grader fails and `on_error` is "stop"; with any `on_error`, if the batch takes longer
+        than other ranks would wait.
         """
         batch = Batch(items, self.names, self.weights, self._on_errors, self._failures)
         self._complete(batch, self._calls(batch))
         return batch.grades()
 
     def submit(self, items: Sequence[GradeItem]) -> Batch:
-        """Take a batch, at least one item, for `poll` to work on."""
+        """Begin to grade a batch, which has at least one item; `poll` returns it."""
         batch = Batch(items, self.names, self.weights, self._on_errors, self._failures)
         self._begin(batch, self._calls(batch))
         return batch
 
     def poll(self, seconds: float) -> list[Batch]:
-        """Graded batches of `submit`, each once. If any is unfinished, waits for one, at most `seconds`.
+        """Finished batches of `submit`, each once. Waits at most `seconds` for one if there is none.
 
         Raises RewardError as `grade` does; then all other batches are dropped, too.
         """
@@ -147,12 +145,12 @@ class RewardPool:
 
     @property
     def by_group(self) -> bool:
-        """Whether some grader is called with whole groups."""
+        """Whether some grader is called with complete groups."""
         return any(kind.batch for kind in self._kinds)
 
     @property
     def wanted(self) -> int:
-        """How many further responses keep the workers busy. A pool that shares responses with others takes no more."""
+        """How many further responses keep the workers busy. If pools share responses, each takes only so many."""
         together = [1 if k.batch else _together(k) for k in self._kinds]
         waiting = sum(1 / together[_grader(call)] for call in self._pool.waiting)
         return max(0, math.ceil((len(self._pool.workers) - waiting) * min(together)))
@@ -162,19 +160,19 @@ class RewardPool:
         and its process must be started again."""
         costs = [timeout + self._loading for timeout in self._timeouts]
         shares = [members if k.batch else _together(k) for k in self._kinds]
-        left = self._limit - sum(costs) * (3 if self._batches else 1)  # other batches come first, and may wait once
+        left = self._limit - sum(costs) * (3 if self._batches else 1)  # other batches come first
         each = sum(cost / share for cost, share in zip(costs, shares, strict=True))
         return max(0, int(len(self._pool.workers) * left / each))
 
     def take_seconds(self) -> tuple[float, float] | None:
-        """Means over the responses graded since the last call: summed seconds of a response's grading calls, and
-        seconds that it used a worker, where concurrent calls count a share. None if no response was graded."""
+        """Means over the responses graded since the last call: sum of the seconds of a response's grading calls, and
+        seconds of workers that it used (of concurrent calls a share). None if no response was graded."""
         (calls, worker, responses), self._spent = self._spent, [0.0, 0.0, 0]
         return (calls / responses, worker / responses) if responses else None
 
     def take_failures(self) -> dict[str, str]:
-        """Grader -> message of its first failure since the last call. A failure of a built-in grader is only given once
-        in a run, since the model's response causes it."""
+        """Grader -> message of its first failure since the last call. A failure of math, exact or regex is returned
+        only once in a run, because the model's response causes it."""
         taken = {name: self._failures.pop(name) for name in list(self._failures)}
         new = {name: text for name, text in taken.items() if name not in self._said}
         self._said |= {spec.name for spec in self._specs if spec.compares and spec.name in taken}
@@ -186,7 +184,7 @@ class RewardPool:
         self._pool.close()
 
     def _calls(self, batch: Batch) -> Iterator[WorkerCall]:
-        """A batch grader is called with whole groups, others with one item."""
+        """The calls for a batch: a batch grader gets a complete group, another grader one item."""
         groups: dict[tuple[int, int], list[int]] = {}
         for index, item in enumerate(batch.items):
             groups.setdefault((item.id.epoch, item.id.group), []).append(index)
@@ -195,7 +193,7 @@ class RewardPool:
             yield from (self._call(grader, batch, cut) for cut in cuts)
 
     def _call(self, grader: int, batch: Batch, cut: Sequence[int]) -> WorkerCall:
-        """A call of a grader. Its owner is [(batch, number of the item in it)] of its items."""
+        """A call of a grader for the items `cut` (indices) of a batch. Its owner is a list of (batch, index)."""
         concurrent = self._kinds[grader].asynchronous
         return WorkerCall(
             (grader, [batch.texts[i] for i in cut]),
@@ -229,7 +227,7 @@ class RewardPool:
         call is running."""
         if self._closed:
             raise RewardError("the reward pool is closed")
-        first = next(iter(self._batches))  # all batches have the same time
+        first = next(iter(self._batches))  # the one with the earliest deadline
         try:
             self._pool.give()
             self._pool.wait(min(end, first.end))
@@ -262,8 +260,8 @@ class RewardPool:
         return (
             f"grading took longer than {self._limit:g} s, with {len({i for _, i in left})} of {len(batch.items)} "
             f"responses left; reward {self.names[grader]!r} was {batch.place(index)}\n"
-            f"  (the limit is {SHARE_OF_WAIT} of --rl-wait-timeout {self._wait_timeout:g}, for which other ranks wait; "
-            "raise it, add --rl-reward-workers, or lower --rl-reward-timeout "
+            f"  (the limit is {SHARE_OF_WAIT} of --rl-wait-timeout {self._wait_timeout:g}; raise "
+            "that timeout, add --rl-reward-workers, or lower --rl-reward-timeout "
             f"{' '.join(f'{t:g}' for t in dict.fromkeys(self._timeouts))})"
         )
 

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.workers.process import SHARE_OF_WAIT
 
 ENVIRONMENT = "environment"  # the grader that takes the environment's reward
 BUILTIN = ("math", "exact", "regex", ENVIRONMENT)
-KINDS = {"function": r"^(?:async )?def ([a-zA-Z]\w*)", "class": r"^class ([a-zA-Z]\w*)"}  # as a file defines them
+KINDS = {"function": r"^(?:async )?def ([a-zA-Z]\w*)", "class": r"^class ([a-zA-Z]\w*)"}  # how a file defines them
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Spec:
     name: str  # short and unique, for metrics and errors
     given: str  # as in the flag, without weight
     weight: float = 1.0
-    file: str | None = None  # None: a built-in grader; directory of a reward model
-    function: str | None = None  # in that file; a reward model has none
+    file: str | None = None  # of a function; directory of a reward model; None: a built-in grader
+    function: str | None = None  # its name in the file; None for other graders
 
     @property
     def is_model(self) -> bool:
@@ -47,7 +47,7 @@ def parse_specs(texts: Sequence[str], regex: str | None) -> list[Spec]:
     names = [s.name for s in specs]
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
-        raise ValueError(f"rewards {twice} are given twice; each needs a name of its own")
+        raise ValueError(f"rewards {twice} are given twice; each reward must have another name")
     if not any(s.weight > 0 for s in specs):
         raise ValueError(
             f"the weights of {', '.join(f'{s.name}={s.weight:g}' for s in specs)} are all <= 0, so nothing says when a "
@@ -69,8 +69,8 @@ def model_specs(texts: Sequence[str]) -> list[Spec]:
 
 
 def time_limits(timeout: float | Sequence[float], graders: int, wait_timeout: float) -> tuple[float, ...]:
-    """Seconds of one call of each grader, from one value for all or one for each. Raises ValueError for another number
-    of values, and for one above SHARE_OF_WAIT of `wait_timeout`, the seconds that other ranks wait."""
+    """Limits of one call of each grader [seconds]. timeout: one for all graders, or one for each. Raises ValueError for
+    another number of values, and for one above SHARE_OF_WAIT of `wait_timeout`, the seconds that other ranks wait."""
     given = (timeout,) if isinstance(timeout, (int, float)) else tuple(timeout)
     if len(given) not in (1, graders):
         raise ValueError(
@@ -81,9 +81,9 @@ def time_limits(timeout: float | Sequence[float], graders: int, wait_timeout: fl
         raise ValueError(f"--rl-reward-timeout {' '.join(f'{t:g}' for t in given)}: give numbers above 0")
     if max(given) > SHARE_OF_WAIT * wait_timeout:
         raise ValueError(
-            f"one grading call may take {max(given):g} s (--rl-reward-timeout), all of a rank "
-            f"{SHARE_OF_WAIT * wait_timeout:g} s ({SHARE_OF_WAIT} of --rl-wait-timeout {wait_timeout:g}); lower the "
-            "first or raise the second"
+            f"one grading call may take {max(given):g} s (--rl-reward-timeout), which is more than the "
+            f"{SHARE_OF_WAIT * wait_timeout:g} s for all grading of a rank ({SHARE_OF_WAIT} of --rl-wait-timeout "
+            f"{wait_timeout:g}); lower the first or raise the second"
         )
     return given * graders if len(given) == 1 else given
 
@@ -111,8 +111,8 @@ def _parse(text: str) -> Spec:
 
 
 def locate(given: str, what: str, kind: str = "function") -> tuple[str, str] | None:
-    """(file, name) of a text path/to/file.py:NAME; None for other texts. what: the text is for, in errors; kind: of
-    `KINDS`. Raises ValueError for a missing file or an invalid name; the file is not executed."""
+    """(file, name) of a text path/to/file.py:NAME; None for other texts. what: begin of errors, which names the text;
+    kind: a key of `KINDS`. Raises ValueError for a missing file or an invalid name; the file is not executed."""
     if given.endswith(".py") and Path(given).is_file():
         names = re.findall(KINDS[kind], Path(given).read_text(encoding="utf-8"), re.MULTILINE)
         raise ValueError(f"{what} {given!r} names no {kind}: give {given}:NAME; it has {', '.join(names) or 'none'}")

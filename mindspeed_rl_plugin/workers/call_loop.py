@@ -1,5 +1,5 @@
 """Makes calls of a user's code, in its process. Coroutines run together in one event loop of the process, so that a
-call can use what an earlier one opened; any other call is made alone, outside of the loop."""
+call can use what an earlier call opened; any other call is made alone, outside of the loop."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def settled(value: Any, seconds: float) -> Any:
-    """The result of a user's code. A coroutine is awaited in the loop; its first step comes before any other call
-    begins. Raises TooLong after `seconds`; a time limit in the user's code raises other errors."""
+    """The result of a user's code. A coroutine is awaited in the loop; it runs its first step before another call
+    begins. Raises TooLong after `seconds`; a time limit of the user's code raises other errors."""
     if not inspect.isawaitable(value):
         return value
     await asyncio.sleep(0)  # now `CallLoop` enters its loop
@@ -61,7 +61,7 @@ class CallLoop:
                 self._loop.remove_reader(self._parent.fileno())
 
     def finish(self, last: Coroutine[Any, Any, Any]) -> None:
-        """After the parent has ended: wait for all calls, and then for this one."""
+        """After the parent has ended: finish all calls, and then make this last one."""
         self._wait()
         with contextlib.suppress(OSError):
             self._begin(-1, last)

@@ -1,4 +1,4 @@
-"""The worker's side of a worker process: it receives calls, reports errors, and ends when its parent ends.
+"""The child's side of a worker process: it receives calls, reports errors, and ends when its parent ends.
 
 Imports only the standard library: a worker may run in another interpreter, which the user chose.
 """
@@ -21,11 +21,11 @@ from typing import Any
 FRAMES = 4  # innermost frames of a traceback that are reported
 MAX_ERROR_CHARACTERS = 4000  # characters of a message that are reported
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-ValueOrError = tuple[Any, "str | None"]  # a value, or what was raised
+ValueOrError = tuple[Any, "str | None"]  # (value, None), or (None, text about the error)
 
 
 class Parent:
-    """The process that started this one. connection, lifeline: file descriptors, as `process.Worker` passes them;
+    """The process that started this process. connection, lifeline: file descriptors, as `process.Worker` passes them;
     lifeline None: `keeper` ends this process."""
 
     def __init__(self, connection: int, lifeline: int | None) -> None:

@@ -1,8 +1,8 @@
-"""A parent process for a worker whose code starts processes in other sessions, which a kill of the worker's group does
-not reach.
+"""A parent process (keeper) of a worker whose code may start processes in other sessions, which a kill of the worker's
+process group does not reach.
 
-It adopts orphans of the worker's descendants, and ends all of them when the worker or its parent ends. Imports only the
-standard library.
+It adopts orphaned descendants of the worker, and ends all descendants when the worker ends, or the process that started
+it. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 
-WORKER_LOOK_SECONDS = 0.1  # seconds between looks at the worker
+WORKER_LOOK_SECONDS = 0.1  # seconds between checks of the worker
 ADOPT, DIE = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG of prctl(2)
 
 
 def keep(connection: int, lifeline: int, patience: float) -> None:
     """Fork: the worker continues after this call in the child, and the calling process becomes its keeper. connection,
     lifeline: file descriptors, as `process.Worker` passes them; patience: seconds between SIGTERM to a worker whose
-    parent has ended, and SIGKILL to all remaining processes. SIGTERM to the keeper kills all at once."""
+    parent has ended, and SIGKILL to all remaining processes. On SIGTERM the keeper kills all processes at once."""
     killed: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: killed.append(number))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -50,8 +50,8 @@ def keep(connection: int, lifeline: int, patience: float) -> None:
 
 
 def _watch(worker: int, lifeline: int, patience: float, killed: Sequence[int]) -> int:
-    """Wait until the worker has ended, or is to be killed, or `patience` is over after its parent's end. Returns the
-    exit code; -signal if a signal ended it."""
+    """Wait until the worker has ended, or a signal is in `killed`, or `patience` has passed after the parent's end.
+    Returns the worker's exit code (-signal if a signal ended it); 1 if it has not ended."""
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     code = None

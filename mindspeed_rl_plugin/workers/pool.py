@@ -1,7 +1,7 @@
-"""A pool of worker processes with one queue, for all code of the user: graders, tools, environments, parsers.
+"""A pool of worker processes with one queue, for all kinds of a user's code: graders, tools, environments, parsers.
 
 A process makes one call at a time, or several coroutines together. A call that runs too long, or ends its process, is
-lost. If a process ends during several calls, they are made again, fewer at a time, to find the one that ended it.
+lost. If a process ends during several calls, they are made again, fewer at a time, to find the call that ended it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from mindspeed_rl_plugin.workers.pool_worker import AGAIN, GRACE, PoolWorker, Session, WorkerCall
 from mindspeed_rl_plugin.workers.process import Program, wait_for
 
-CLOSE = "close"  # kind of the message that closes sessions, some by key or all
+CLOSE = "close"  # kind of the message that closes sessions: those of given keys, or all
 
 
 class WorkerPool:
-    """`count` workers of a program, which have all loaded. For one thread at a time.
+    """`count` workers of a program, which have all loaded. Not thread-safe.
 
-    setup, loads, wait: as in `Worker`; close_seconds: for a session to close. loaded: the program's first answer;
+    setup, loads, wait: as in `Worker`; close_seconds: limit for a session to close. loaded: the program's first answer;
     waiting: calls that have not begun, in order. Raises the program's error if it cannot load.
     """
 
@@ -63,23 +63,22 @@ class WorkerPool:
         return waits
 
     def end(self, session: Session) -> None:
-        """End a session, which has no running call; it will be closed."""
+        """End a session that has no running call; its process closes it later."""
         if session.worker is not None:
             session.worker.end(session)
 
     def give(self) -> None:
-        """Give calls to workers that can take one; new sessions go to workers with the fewest. Raises the program's
-        error if a worker cannot be started again."""
+        """Give calls to workers that can take one; new sessions go to workers with the fewest sessions. Raises the
+        program's error if a worker cannot be started again."""
         while any([self._give(worker) for worker in sorted(self.workers, key=lambda worker: worker.load)]):
             pass
 
     def wait(self, end: float) -> bool:
-        """Wait for an answer, at most a second and until `end`, on the monotonic clock. Returns whether `end` is still
-        to come."""
+        """See `wait_for`."""
         return wait_for(self.workers, end)
 
     def take(self) -> Iterator[tuple[WorkerCall, Any]]:
-        """Ended calls, each with its answer; a text for a lost call. Raises as `PoolWorker.answers` does."""
+        """Ended calls, each with its answer (a text for a lost call). Raises as `PoolWorker.answers` does."""
         for worker in self.workers:
             for call, answer in worker.answers():
                 if answer is not AGAIN:

@@ -10,17 +10,18 @@ from typing import Any
 
 from mindspeed_rl_plugin.workers.process import WROTE, Worker
 
-GRACE = 1.0  # seconds after its limit in which a coroutine must be cancelled, else it hangs
-RESTARTS = 2  # of a worker that ends before it reads its call
-CALL_DIVISOR = 16  # if a process ends during several calls, so many times fewer run together next time
+GRACE = 1.0  # seconds for a coroutine to end after it was cancelled at its limit; else it hangs
+RESTARTS = 2  # how often in a row a process may end before it reads its call
+CALL_DIVISOR = 16  # after a process ended during n calls, n / CALL_DIVISOR of them may run together
 AGAIN = object()  # instead of an answer: the call must be made again
 
 
 class Session:
-    """State that a user's code keeps in one process between calls. Its first call begins it; it has one call at a time.
+    """State that a user's code keeps in one process between calls. Its first call begins the session; it has one call
+    at a time.
 
-    key: names it in messages.
-    worker: its worker, None before its first call and after the end of the process.
+    key: its number, in messages.
+    worker: its worker, None before the first call and after the end of the process.
     """
 
     _keys = itertools.count()
@@ -30,11 +31,11 @@ class Session:
         self.worker: PoolWorker | None = None
 
     def move(self, worker: PoolWorker | None) -> None:
-        """It begins in the process of a worker; None: it was lost with its process, or has ended."""
+        """Begin the session in a worker's process; None: the session was lost with its process, or has ended."""
         self.worker = worker
 
     def next_for(self, call: WorkerCall) -> WorkerCall:
-        """The next call to its process for the given one: this call itself, or one that must come before it."""
+        """The next call to its process: `call` itself, or another call that must come before `call`."""
         return call
 
 
@@ -43,10 +44,10 @@ class WorkerCall:
     """A call of a user's code."""
 
     message: tuple  # what the process gets
-    seconds: float  # its limit
+    seconds: float  # its time limit
     concurrent: bool  # whether it is a coroutine
     most: int  # how many coroutines may run in the process while this one runs
-    owner: Any = None  # the asker; None: the pool itself
+    owner: Any = None  # for the pool's user: where the answer goes; None: the pool itself made the call
     session: Session | None = None  # its session, if any
     grace: float = 0.0  # seconds between the limit, at which a coroutine is cancelled, and the kill of its process
     number: int = -1  # in the order of calls
@@ -82,7 +83,7 @@ class PoolWorker(Worker):
 
     @property
     def load(self) -> tuple[int, int]:
-        """The number by which calls are distributed."""
+        """How busy it is: the least busy worker gets the next call."""
         return len(self.sessions), len(self.calls)
 
     def close(self) -> None:
@@ -94,14 +95,15 @@ class PoolWorker(Worker):
         self.closing.clear()
 
     def end(self, session: Session) -> None:
-        """End a session of its process: it is closed when the worker gets its next call."""
+        """End a session of its process: the worker's next call closes it."""
         self.sessions.remove(session)
         self.closing.append(session.key)
         session.move(None)
 
     def next_of(self, waiting: Sequence[WorkerCall]) -> WorkerCall | None:
-        """The waiting call that it takes next, or None. If no call is running it is the first one, else one that may
-        run together with the running ones. At most `_most` later calls begin before a call that is no coroutine."""
+        """The waiting call that it takes next, or None. If no call is running, it is the first waiting call, else the
+        first that may run together with the running calls. But at most `_most` calls begin before a waiting call that
+        must run alone."""
 
         def mine() -> Iterator[WorkerCall]:
             return (c for c in waiting if c.session is None or c.session.worker in (None, self))
@@ -128,10 +130,10 @@ class PoolWorker(Worker):
         self._expect()
 
     def answers(self) -> Iterator[tuple[WorkerCall, Any]]:
-        """Ended calls, each with its answer: a text if it is lost, AGAIN if it must be made again. A session ends, too,
-        if its call was cancelled: the call may have done only a part of its work.
+        """Ended calls, each with its answer: a text if the call is lost, AGAIN if it must be made again. If a call was
+        cancelled, its session ends too, because the call may have done only a part of its work.
 
-        Raises the program's error if the process ends before it reads its call several times in a row."""
+        Raises the program's error if several times in a row the process ends before it reads its call."""
         while self.calls and (answer := self.answer()) is not None:
             if isinstance(answer, str) or answer[0] not in self.calls:
                 yield from self._ended(answer)
@@ -144,8 +146,8 @@ class PoolWorker(Worker):
             yield call, value
 
     def _ended(self, how: Any) -> Iterator[tuple[WorkerCall, Any]]:
-        """Answers for the calls of a process that ended. how: a text for messages; another value is an answer without a
-        call."""
+        """Answers for the calls of a process that ended. how: how it ended, as a text; any other value is an answer to
+        no call."""
         if not isinstance(how, str):
             self.close()
             how = WROTE
@@ -153,8 +155,8 @@ class PoolWorker(Worker):
         self.calls.clear()
         if self.unread > RESTARTS:
             raise self._program.raises(
-                f"{self._program.who} {how} before it read its call, {self.unread} times in a row; look at what "
-                f"the files of {self._loads} start when they are imported, and at the machine's free memory"
+                f"{self._program.who} {how} before it read its call, {self.unread} times in a row; check what "
+                f"the files of {self._loads} start when they are imported, and the machine's free memory"
             )
         again = len(lost) > 1 or self.unread
         for call in lost:

@@ -21,8 +21,8 @@ import msgspec
 
 import mindspeed_rl_plugin
 
-# Arguments of a worker: the module path of this interpreter, None for another interpreter, which gets only this
-# package; the package's file; the function to call; its file descriptors.
+# Arguments of a worker: sys.path of this interpreter, or None for another interpreter, which can import only this
+# package; the package's file; the function to call; the file descriptors for it.
 BOOT = """
 import importlib, importlib.util, json, sys
 path, package, main, descriptors = json.loads(sys.argv[1])
@@ -48,22 +48,22 @@ class Program:
     """What a worker runs."""
 
     main: str  # "module:function" of this package, called with two file descriptors (see `child.Parent`)
-    first: Any  # type of its answer to the first message; an error, or None, comes with it
+    first: Any  # type of the value in its first answer, which is (value, error)
     then: Any  # type of its answers to calls
     who: str  # its name in messages
     raises: type[ValueError]  # the error when it cannot load
     python: str | None = None  # interpreter; None: this one, with the same module path
-    patience: float = 0.0  # seconds that it has to end by itself, once its lifeline is closed, before it is killed
-    kept: bool = False  # a `keeper` above it kills it and all that it started, within these seconds
+    patience: float = 0.0  # seconds for it to end by itself after its lifeline is closed; then it is killed
+    kept: bool = False  # whether SIGTERM makes its `keeper` kill all that it started, within `patience`
 
 
 class Worker:
-    """A new interpreter that runs a program, and again a new one after its end. setup: its first message; loads: names
-    of what it loads, for messages; wait: seconds of --rl-wait-timeout; loading may take SHARE_OF_WAIT of it.
+    """A program in a new interpreter, which is started again after its end. setup: the first message to it; loads:
+    names of what it loads, for errors; wait: seconds of --rl-wait-timeout; loading may take SHARE_OF_WAIT of it.
 
-    This is not `multiprocessing.Process`, nor a library on top of it: its spawn imports the parent's main module again,
-    which under torchrun is the training script. The process leads a group of its own, so that a kill reaches children
-    of a user's code. It dies with this process, since only this process holds the other end of its lifeline.
+    `multiprocessing.Process` is not used, because its spawn imports the parent's main module again, which under
+    torchrun is the training script. The process leads a process group, so that a kill reaches children of a user's
+    code. It dies with this process, because only this process holds the other end of its lifeline, a pipe.
     """
 
     loaded: Any = None  # its first answer, once it is ready
@@ -74,8 +74,7 @@ class Worker:
         self._start()
 
     def ready(self) -> bool:
-        """Whether it can take a call; one that ended is started again. Raises the program's error when it cannot
-        load."""
+        """Whether it can take a call; starts it again after its end. Raises the program's error if it cannot load."""
         if self._connection.closed or (self.until is None and self._process.poll() is not None):
             self.close()
             self._start()
@@ -84,8 +83,8 @@ class Worker:
             error = f"{self._program.who} {answer} while it loaded {self._loads}"
             if isinstance(answer, str) and answer.startswith(LATE):
                 error += (
-                    "; let that do less while it is loaded (a file: while it is imported), or raise --rl-wait-timeout "
-                    f"{self._wait:g}, of which the limit is {SHARE_OF_WAIT}"
+                    "; let this code do less while it is loaded or imported, or raise --rl-wait-timeout "
+                    f"{self._wait:g}; the limit is {SHARE_OF_WAIT} of it"
                 )
             self.loaded, error = (None, error) if isinstance(answer, str) else answer
             if error:
@@ -94,16 +93,16 @@ class Worker:
         return self.until is None
 
     def call(self, message: Any, seconds: float, grace: float = 0.0) -> None:
-        """Send `message`, to be answered within `seconds`; grace: seconds on top, which an error does not name."""
+        """Send `message`, to be answered within `seconds`; grace: further seconds, which an error does not name."""
         self._limit, self.until, self._taken = seconds, time.monotonic() + seconds + grace, True
         try:
             self._connection.send(message)
-        except OSError:  # it is dead, or does not read: `answer` reports it
+        except OSError:  # it is dead, or does not read; `answer` reports this
             self._taken = False
 
     def answer(self) -> Any:
         """The answer to the running call; a text if the call took too long, or the process ended (then it is killed);
-        None: no answer yet. If the process had not read the call, `unread` increases."""
+        None: no answer yet. If the process ended before it read the call, `unread` increases."""
         ended = self._process.poll() is not None  # checked before its last message is read
         answer = None
         try:
@@ -114,7 +113,7 @@ class Worker:
             answer = WROTE
         except (EOFError, OSError) as error:  # the process was killed
             answer, ended = WROTE if "message length" in str(error) else None, True
-            self._taken &= not isinstance(error, ConnectionResetError)  # Linux reports unread bytes so
+            self._taken &= not isinstance(error, ConnectionResetError)  # Linux reports unread bytes by this error
         if answer is WROTE:
             self.close()
         elif answer is None and ended:
@@ -147,7 +146,7 @@ class Worker:
         self._process.wait()
 
     def cut(self) -> None:
-        """Close its lifeline, so that it ends; `close` waits for this. Idempotent."""
+        """Close its lifeline, so that it ends; `close` waits for its end. Idempotent."""
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
@@ -174,7 +173,7 @@ class Worker:
             self._connection.send(self._setup)
 
     def _end(self) -> str:
-        """A text: how the process ended, whose pipe is closed."""
+        """How the process ended, as a text; its pipe is closed."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe closes shortly before it ends
             self._process.wait(1.0)
         code = self._process.poll()
@@ -186,8 +185,7 @@ class Worker:
 
 
 def wait_for(workers: Iterable[Worker], end: float) -> bool:
-    """Wait for an answer, at most SILENCE_LOOK_SECONDS. Returns whether it is still before `end`, on the monotonic
-    clock."""
+    """Wait for an answer, at most SILENCE_LOOK_SECONDS. Returns whether it is earlier than `end` (monotonic clock)."""
     busy = [worker for worker in workers if worker.until is not None]
     seconds = min([end, *(worker.until for worker in busy)]) - time.monotonic()
     wait([worker._connection for worker in busy], max(0.0, min(seconds, SILENCE_LOOK_SECONDS)))

@@ -1,7 +1,7 @@
-"""A user's files as modules below this one: `NAME.f_HEX`, HEX the file's path.
+"""Imports a user's files as submodules of this module: `NAME.f_HEX`, where HEX is the file's path.
 
-So objects that a user's code pickles by reference are found in every process that has this package. Processes that this
-code starts (`multiprocessing` with spawn) import this module for its name, and the file through `UserFileFinder`.
+So every process that has this package finds objects that a user's code pickles by reference. Processes that this code
+starts (`multiprocessing` with spawn) import this module because of the name, and so the file through `UserFileFinder`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class UserFileFinder:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The spec of the file of a name; None for other modules."""
+        """The spec of a user's file by its module's name; None for other modules."""
         package, _, file = name.rpartition(".f_")
         if package != __name__:
             return None
@@ -31,7 +31,7 @@ class UserFileFinder:
 def load_function(file: str, function: str) -> Callable[..., Any]:
     """A function or class of a user's file. The file is executed as a module that can import files of its folder.
 
-    Raises ValueError when the file has no such name. Errors of the file itself are not caught.
+    Raises ValueError if the file has no such name. Errors of the file itself are not caught.
     """
     if str(Path(file).parent) not in sys.path:
         sys.path.insert(0, str(Path(file).parent))

@@ -269,15 +269,15 @@ SHOWN_TOOL = "{{- message.content }}\n        {{- '\\n</tool_response>"
 @pytest.mark.parametrize(
     ("name", "tools", "edit", "reason"),
     [
-        ("qwen2_5", (), lambda t: "", "is absent"),
-        ("qwen2_5", (), lambda t: PLAIN, "does not begin with one special token"),
-        ("qwen2_5", (), lambda t: t.replace("<|im_end|>", "<|end|>"), "does not begin with one special token"),
+        ("qwen2_5", (), lambda t: "", "is missing"),
+        ("qwen2_5", (), lambda t: PLAIN, "does not begin with a special token"),
+        ("qwen2_5", (), lambda t: t.replace("<|im_end|>", "<|end|>"), "does not begin with a special token"),
         ("deepseekv3", TOOLS, lambda t: t, "does not show the tools"),
         ("llama3", TOOLS, lambda t: t, "does not show the tools"),
-        ("qwen2_5", TOOLS, lambda t: t.replace(SHOWN_TOOL, "{{- '"), "behind a turn that a message of role 'tool'"),
+        ("qwen2_5", TOOLS, lambda t: t.replace(SHOWN_TOOL, "{{- '"), "after a turn that a message of role 'tool'"),
         ("qwen2_5", TOOLS, lambda t: t.replace(SHOWN_TOOL, "{{- message.content + 1 }}{{- '"), "raises TypeError"),
         ("deepseekv3", TOOLS, lambda t: "{{ tools }}" + t, "cannot be extended by appending: a message of role 'tool'"),
-        ("qwen2_5", TOOLS, lambda t: LAST, "two messages of role 'user' answer: one of them is not there"),
+        ("qwen2_5", TOOLS, lambda t: LAST, "two messages of role 'user' follow: one of the messages is missing"),
         ("qwen2_5", (), lambda t: t + "{{ raise_exception('not this') }}", "raises TemplateError: not this"),
     ],
 )

@@ -85,7 +85,7 @@ def test_an_environment_that_begins_makes_the_prompt_longer() -> None:
             "content": "p!",
         }
     long = World(echo, opening=replace(SAYS, messages=[{"role": "user", "content": "123456"}]))
-    with pytest.raises(EpisodeError, match=r"7 tokens long .* --rl-max-prompt-length is 5: let it say less, or raise"):
+    with pytest.raises(EpisodeError, match=r"7 tokens long .* --rl-max-prompt-length is 5: shorten the"):
         generate(over(long), requests_of(1), deadline=5)
     long.opening = replace(SAYS, messages=[{"role": "user", "content": "123456789"}])
     for completion in generate(over(long, replace(LIMITS, prompt=20)), requests_of(1), deadline=5):

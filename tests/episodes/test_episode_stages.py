@@ -167,7 +167,7 @@ def changed(rows: Rows, name: str, value) -> Rows:
 NO_CONVERSATIONS = ("", "[" * 100_000, "{}", "[]", '["said"]', '[{"role": "user"}]', '[{"content": "said"}]')
 WRONG = [
     ("turns", [[2, 4], [3, 9]], r"turns \[\[2, 4\], \[3, 9\]\]"),
-    ("turns", [[3, 4], [7, 9]], "the first from the prompt's end"),
+    ("turns", [[3, 4], [7, 9]], "the first begins at the prompt's end"),
     ("turns", [[2, 4], [7, 7]], "none empty"),
     ("loss_mask", [0, 0, 1, 1, 1, 0, 0, 1, 1], "token 4: loss_mask is 1; give 1 on what the model sampled"),
     ("logp_rollout", [0, 0, -1, -1, -1, 0, 0, -1, -1.0], "token 4: logp_rollout is -1"),

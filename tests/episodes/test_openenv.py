@@ -97,7 +97,7 @@ def test_no_url_and_no_server_are_refused():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        with pytest.raises(ValueError, match=f"{url} does not answer as an OpenEnv server .* mend the URL"):
+        with pytest.raises(ValueError, match=f"{url} does not answer as an OpenEnv server .* correct the URL"):
             openenv.schema(url)
 
 

@@ -116,7 +116,7 @@ def test_that_nothing_tells_the_model_of_its_tools_is_said(monkeypatch, capsys, 
     monkeypatch.setattr(Some, "tools", [{"type": "function", "function": {"name": "buy"}}] if tools else [])
     monkeypatch.setattr(episode_kind, "make_parser", lambda *_: None)
     Ranks(monkeypatch, 0, {2: ((Some.tools, dict), None)}).start(chat=chat)
-    assert capsys.readouterr().out.count("raw: nothing tells the model of its tools (buy); let the prompts") == said
+    assert capsys.readouterr().out.count("raw: nothing tells the model of its tools (buy); describe them") == said
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -55,8 +55,8 @@ def test_a_function_that_is_no_tool_is_refused(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("NoReset", "NoReset has no reset; give it one"),
-        ("Needs", r"Needs\(\) needs size; it is made without arguments"),
+        ("NoReset", "NoReset has no reset; add this method"),
+        ("Needs", r"Needs\(\) needs size; it is called without arguments"),
         ("TwoSteps", r"TwoSteps.step takes \(self, one, two\); it is called with one text"),
         ("Stars", r"Stars.tool takes \*things; "),
         ("Same", "Same and --rl-tools both have multiply; rename"),

@@ -190,8 +190,8 @@ def test_verifiers_knows_of_the_last_turn_whether_it_was_cut(scripted, tokenizer
         ("cancel", "was cancelled by its own code"),
         ("early", "ended before it asked for a turn of the model"),
         ("nan", "has the reward nan, which is no finite number"),
-        ("agents", "asks for a turn in a second conversation, of agent 'other'; one is trained, of agent 'player'"),
-        ("exit", "was in a verifiers process that ended its process, which exited with code 5"),
+        ("agents", "asks for a turn in a second conversation, of agent 'other'; only the conversation of agent"),
+        ("exit", "was in a verifiers process whose code ended its process, which exited with code 5"),
         ("hang", "ran longer than 6 s (--rl-environment-timeout)"),
     ],
 )
@@ -237,7 +237,7 @@ def test_what_cannot_be_loaded_is_refused(python, tokenizer, tmp_path):
     other.write_text("[environment]\nid = 'guess_number'\n")
     assert "environment.toml has environment; give a table [env]" in refused(str(other), python, path)
     other.write_text("[env.taskset]\nid = 'guess_number'\n[env.player.sampling]\ntemperature = 0.5\n")
-    assert "its agent 'player' has settings for sampling; the job's own hold" in refused(str(other), python, path)
+    assert "its agent 'player' has settings for sampling, but the job's are used" in refused(str(other), python, path)
     assert "answer" in refused("guess_number", python, path)  # which the data of this task lack
 
 
@@ -277,6 +277,6 @@ def test_tasks_without_an_end_need_a_limit(python, tmp_path, capsys):
     out = tmp_path / "tasks.jsonl"
     words = ["verifiers:scripted", "--python", python, "--out", str(out)]
     assert tasks.main(words) == 1
-    assert "its tasks have no end; give --limit" in capsys.readouterr().err and not out.exists()
+    assert "it has no last task; give --limit" in capsys.readouterr().err and not out.exists()
     assert tasks.main([*words, "--limit", "300"]) == 0  # more than one answer holds
     assert [json.loads(line)["verifiers"]["idx"] for line in out.read_text().splitlines()] == [*range(300)]

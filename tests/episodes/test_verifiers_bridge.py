@@ -128,7 +128,7 @@ def test_where_a_rollout_cannot_be_stopped_its_process_is_killed_and_the_next_on
     assert "ran longer than 0.5 s" in found[ONE].failure and found[TWO].prompt == found[THREE].prompt == (1, 2)
     environments.act(TWO, SPOKEN)
     assert replies(environments, 1)[TWO].failure == (
-        "was in a verifiers process that was killed, since one of its rollouts did not stop"
+        "was in a verifiers process that was killed, because one of its rollouts did not stop"
     )
     environments.act(THREE, SPOKEN)
     assert replies(environments, 1)[THREE].done
@@ -140,7 +140,7 @@ def test_a_process_that_dies_takes_the_rollouts_that_have_begun_with_it_and_no_o
     assert set(replies(environments, 2)) == {ONE, TWO}
     environments.act(ONE, SPOKEN)
     found = replies(environments, 2)
-    assert found[ONE].failure == "was in a verifiers process that ended its process, which exited with code 3"
+    assert found[ONE].failure == "was in a verifiers process whose code ended its process, which exited with code 3"
     assert found[THREE].prompt == (1, 2)
     environments.finish(TWO)  # which the engine still sampled then
     assert replies(environments, 1)[TWO].failure == found[ONE].failure

@@ -264,7 +264,7 @@ def test_offers_wait_for_room_and_a_checkpoint_keeps_them(stream) -> None:
     with pytest.raises(ValueError, match=r"5 prompts at once, and at most 4 \(4 rollouts\) may wait; offer fewer"):
         offer(offers, *ROWS[:5])
     offer(offers, *ROWS[:3])
-    with pytest.raises(TimeoutError, match="no room for 2 prompts within 0.01 s: 3 wait for their turn, at most 4"):
+    with pytest.raises(TimeoutError, match="no room for 2 prompts within 0.01 s: 3 prompts wait, and at most 4"):
         offer(offers, *ROWS[:2], seconds=0.01)
     threading.Timer(0.1, offers.take, (1,)).start()
     began = time.monotonic()
@@ -275,7 +275,7 @@ def test_offers_wait_for_room_and_a_checkpoint_keeps_them(stream) -> None:
     assert [(p.row, p.text) for p in resumed.take(9)] == [(-2, "p1"), (-3, "p2"), (-4, "p3"), (-5, "p4")]
     assert offer(resumed, ROWS[0]) == [-6] and resumed.state()["taken"] == 5
     shorter = Offers(stream({"b.jsonl": lines(dict(ROWS[0], prompt="a"))}, max_length=1), checked, rollout=1)
-    with pytest.raises(ValueError, match="holds 4 prompts that were offered .* --rl-max-prompt-length is 1; .* former"):
+    with pytest.raises(ValueError, match="refuses one of 4 offered prompts .* --rl-max-prompt-length is 1; .* former"):
         shorter.load(state)
 
 

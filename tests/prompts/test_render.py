@@ -202,7 +202,7 @@ def test_what_a_template_drops_of_an_answer_is_trained_and_said(capsys) -> None:
     pair = pair_of(tokenizer, {"prompt": "1+1=", "chosen": "good</think>2", "rejected": "bad</think>3"})
     said = [tokenizer.decode(tokens) for tokens in (pair.prompt, pair.chosen, pair.rejected)]
     assert said == ["<s><｜User｜>1+1=<｜Assistant｜>", "good</think>2</s>", "bad</think>3</s>"]
-    assert "drops some of an answer, 'good</think>2'; trained is 'good</think>2</s>' (x" in capsys.readouterr().out
+    assert "drops some of an answer, 'good</think>2'; trained as 'good</think>2</s>' (x" in capsys.readouterr().out
     rows = [{"prompt": "1", "chosen": f"I{i}'ll</think>2", "rejected": f"it's{i}</think>3"} for i in range(4)]
     renderer = PairRenderer(tokenizer, "prompt", KEYS, True)
     assert len([renderer.read(source(*rows), index, index) for index in range(4)]) == 4
@@ -212,9 +212,9 @@ def test_what_a_template_drops_of_an_answer_is_trained_and_said(capsys) -> None:
     assert thinks.decode(pair.chosen) == "a</think>2<|im_end|>\n" and capsys.readouterr().out == ""
     pair_of(make("bytes", TEMPLATES["chatml"].replace("m.content", "m.content | upper")), rows[0])
     out = capsys.readouterr().out
-    assert 'changes an answer, "I0\'ll</think>2"; trained is "I0\'LL</THINK>2<' in out and "drops" not in out
+    assert 'changes an answer, "I0\'ll</think>2"; trained as "I0\'LL</THINK>2<' in out and "drops" not in out
     pair_of(make("words", GLM), {"prompt": "1", "chosen": "2", "rejected": "3"})
-    assert "writes no special token behind an answer, so no end is trained" in capsys.readouterr().out
+    assert "writes no special token after an answer, so no end is trained" in capsys.readouterr().out
 
 
 def test_a_template_that_drops_what_is_asked_is_said(capsys) -> None:
@@ -237,7 +237,7 @@ def test_a_response_to_an_empty_prompt_begins_behind_bos(capsys) -> None:
         tokenizer = make("words", None, adds)
         pair, prompt = (of(tokenizer, row, chat=False) for of in (pair_of, prompt_of))
         assert prompt.tokens == pair.prompt == (tokenizer.bos_token_id,)
-        assert ("puts '</s>' behind a text" in capsys.readouterr().out) == (adds == "be")
+        assert ("puts '</s>' after a text" in capsys.readouterr().out) == (adds == "be")
 
 
 def test_where_tokens_merge_the_loss_begins_with_the_merged_one(capsys) -> None:

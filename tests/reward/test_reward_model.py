@@ -188,7 +188,7 @@ def test_missing_weights_are_not_drawn_at_random(decoder, tmp_path):
         ({}, "config.json", "no config.json"),
         ({"architectures": ["LlamaForCausalLM"]}, None, "LlamaForCausalLM"),
         ({"id2label": {"0": "a", "1": "b"}}, None, "2 labels"),
-        ({}, "tokenizer*", "without a tokenizer"),
+        ({}, "tokenizer*", "it has no tokenizer"),
         ({}, "*.safetensors", "it has no weights"),
     ],
 )

@@ -411,7 +411,7 @@ BAD = [
     ([own("verls")], {}, "takes none of .*; extra_info is record .*, ground_truth is answer .*, solution_str is resp"),
     ([own("trls")], {}, "completions is responses"),
     (["exact", own("length")], {"timeout": (1, 20), "wait_timeout": 20}, "one grading call may take 20 s .* 18 s"),
-    (["exact"], {"timeout": 10, "wait_timeout": 11}, r"one grading call may take 10 s .* all of a rank 9.9 s"),
+    (["exact"], {"timeout": 10, "wait_timeout": 11}, r"one grading call may take 10 s .* the 9.9 s for all grading"),
 ]
 
 

@@ -59,7 +59,7 @@ def test_what_is_too_long_or_teaches_nothing_is_left_out_and_counted(stream):
         ({**GOOD, "chosen": 4}, "assistant message, but '4'"),
         ({**GOOD, "chosen": [{"role": "assistant", "content": "4"}]}, "holds a chat message; add --rl-apply-chat"),
         ({"question": "1", "chosen": "2", "rejected": "3"}, "'prompt' .--rl-prom"),
-        ({"chosen": [{"role": "user", "content": "1"}], "rejected": [{}]}, "TRL's implicit prompts"),
+        ({"chosen": [{"role": "user", "content": "1"}], "rejected": [{}]}, "TRL's implicit form"),
         ({"chosen": "2"}, "set --rl-prompt-key"),
     ],
 )
