@@ -20,7 +20,7 @@ def grouped_matmul(
     """x `[T, K]` and w `[experts, K, N]` to `[T, N]`: each expert's tokens by its matrix. group_type 2: x `[K, T]` and
     w `[T, N]` to `[experts, K, N]`. groups: end of each expert's tokens, or their number if counts is not 0."""
     if bias:
-        raise ValueError("npu_gmm on a host: a bias is not computed; experts have none (--disable-bias-linear)")
+        raise ValueError("npu_gmm on a host: a bias is not supported; give --disable-bias-linear")
     x, w, spans = xs[0], ws[0], _spans(groups, counts)
     if group_type == 2:
         return [torch.stack([x[:, a:b] @ w[a:b] for a, b in spans])]
