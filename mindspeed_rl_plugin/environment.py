@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-SPEAK_SECONDS = 20.0  # a machine's other ranks wait so long; its first rank reports, and the launcher ends all ranks
+SPEAK_SECONDS = 20.0  # how long a machine's other ranks wait until its first rank has reported and all ranks are ended
 FLUSH_SECONDS = 1.0
 _PART, _START = "MINDSPEED_RL_PART", "MINDSPEED_RL_START"
 _before_log: list[str] = []
@@ -65,7 +65,7 @@ def launcher_store() -> tuple[str, int, str]:
 
 
 def launch_name() -> str:
-    """A name that is the same for all starts of a job by one launcher; "" if it starts its ranks only once."""
+    """A name that is the same for all starts of a job by one launcher; "" if the launcher does not restart ranks."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {launcher_store()[:2]}" if may_restart() else ""
 
 
@@ -76,7 +76,7 @@ def begin_start(name: str, host: str, port: str) -> None:
 
 
 def launcher() -> int | None:
-    """Number of the torchrun process that started this process, maybe through a script; None for another launcher."""
+    """Id of the torchrun process that started this process, maybe through a script; None for another launcher."""
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # torchrun sets it to a different file in each rank
         return None
     process, given = os.getppid(), f"TORCHELASTIC_ERROR_FILE={path}".encode()

@@ -33,7 +33,7 @@ class SampleId(NamedTuple):
 
 
 Group = tuple[int, int]
-"""Identity of one group: rollout epoch, and group within it."""
+"""Identity of one group: `epoch` and `group` of its samples."""
 
 FINISH = ("stop", "length", "abort", "turns")
 """Why a response ended ("turns": it has the highest allowed number of turns); columns hold the index in this tuple."""
@@ -127,7 +127,7 @@ class Rows:
 
 
 def joined(columns: Sequence[Column]) -> Column:
-    """One column with the rows of several, at least one."""
+    """One column with the rows of all `columns`, at least one."""
     if isinstance(columns[0], Ragged):
         return Ragged.from_rows([row for column in columns for row in column.rows()])
     return torch.cat(list(columns))
@@ -198,7 +198,7 @@ class Completion:
 
     id: SampleId
     tokens: tuple[int, ...]  # R response ids, with the stop token if one was sampled
-    logps: tuple[float, ...]  # R processed log-probs at the sampling temperature, 0.0 where a token was not sampled
+    logps: tuple[float, ...]  # R log-probs after temperature, top-p and top-k; 0.0 for a token that was not sampled
     finish: str  # of `FINISH`
     # (first response token, weight version) of each part, in order; the first part begins at token 0
     segments: tuple[tuple[int, int], ...]

@@ -143,7 +143,7 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_engine(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json for the engine. For some families it names another one, with whose code vLLM runs the model."""
+    """The config.json for the engine. For some families it names another family, whose code in vLLM runs the model."""
     return {**config, **family_table(config).hf.engine}
 
 

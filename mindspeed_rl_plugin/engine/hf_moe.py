@@ -152,7 +152,7 @@ def _layer_problems(shape: ModelShape) -> Iterator[str]:
     if dense and not table.hf.dense:
         yield f"--moe-layer-freq with dense layers {list(dense)}: family {shape.family} has experts in every layer"
     if table.hf.dense == "first_k_dense_replace" and dense != tuple(range(len(dense))):
-        yield f"--moe-layer-freq with dense layers {list(dense)}: in family {shape.family} the first ones must be dense"
+        yield f"--moe-layer-freq with dense layers {list(dense)}: in family {shape.family} dense layers must come first"
     counted = not table.hf.shared.endswith("size")
     if table.shared_experts and (not shape.shared_ffn or counted and shape.shared_ffn % shape.expert_ffn):
         yield (

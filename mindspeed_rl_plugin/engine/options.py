@@ -27,14 +27,14 @@ class VllmOptions:
     config: Mapping[str, Any]  # config.json of the model (`hf_config.derive_config`)
     max_model_len: int  # most tokens of prompt and response together
     tensor_parallel: int = 1  # ranks of one engine
-    # ranks over which complete experts are spread, those of several engines if they share experts; 1: each is split
+    # ranks over which complete experts are spread (of several engines if they share experts); 1: each expert is split
     expert_parallel: int = 1
     dtype: str = "float32"  # "float32" | "bfloat16" | "float16"
     max_running: int = 256  # most sequences decoded at once
     kv_cache_bytes: int = 1 << 30  # of each rank; only used on a CPU
     # share of an accelerator's memory; None: `free_share` when the engine is built
     memory_utilization: float | None = None
-    eos_token_ids: tuple[int, ...] = ()  # a response ends at one of these, unless it ignores them
+    eos_token_ids: tuple[int, ...] = ()  # a response ends at one of these, except with `Sampling.ignore_eos`
     tokenizer: str | None = None  # directory, see `needs_tokenizer`
     trust_remote_code: bool = False  # whether code that comes with the tokenizer may run
     sleep_mode: bool = True  # whether `sleep` frees memory
@@ -105,8 +105,8 @@ def engine_arguments(options: VllmOptions, kind: str, directory: str) -> dict[st
 def sampling_fields(request: GenerateRequest, eos: Sequence[int], seeded: bool) -> dict[str, Any]:
     """Fields of vLLM's SamplingParams for the remaining tokens of a response; no default of a server is in force.
 
-    eos: ids at which a response ends, unless it ignores them; vLLM without a tokenizer knows none.
-    seeded: whether the request has its own random generator.
+    eos: `VllmOptions.eos_token_ids`, since vLLM without a tokenizer knows none. seeded: whether the request has its own
+    random generator.
     """
     sampling = request.sampling
     stops = [] if sampling.ignore_eos else list(sampling.stop)

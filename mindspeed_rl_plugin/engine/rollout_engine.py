@@ -25,7 +25,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling, Task
 
 ENGINE_PARTS = ("weights", "kv_cache")
-# Ids of an evaluation are (EPOCH, index of the prompt, attempt). No rollout has a negative epoch.
+# Evaluations have negative epochs; in seeds they all have this one. Ids: (epoch, index of the prompt, attempt).
 EPOCH = -1
 OF_GROUP = -1  # replaces the member in a seed that all members of a group share
 
@@ -67,7 +67,7 @@ class Engine(Protocol):
         """The live weights of this rank by the engine's names. Writing into them changes the next step."""
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
-        """`parameters()` now hold `version`: cached results of older weights are not used for new requests.
+        """`parameters()` now hold weights of `version`: cached results of older weights are not used for new requests.
 
         digest: recorded, for comparisons. in_flight: True: queued responses continue with their KV cache, and record
         the version that sampled each part; False: if responses are queued, ValueError is raised.

@@ -1,4 +1,4 @@
-"""Functions for the parts of vLLM's interface that differ between 0.9.1 and 0.32. `host.vllm_live` imports it, too.
+"""Functions for the parts of vLLM's interface that differ between 0.9.1 and 0.32. Only `host.vllm_live` also uses vLLM.
 
 vLLM is imported inside the functions: the import takes seconds, and the environment must be prepared before it.
 """

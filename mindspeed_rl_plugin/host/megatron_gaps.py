@@ -1,7 +1,7 @@
 """Gaps of Megatron on a machine without accelerator, one row per gap.
 
-A row changes one module right after this module is imported (`host.activate_if_needed`): it closes the gap if there is
-one. It has the reason, the versions, and when it can be removed.
+A row changes its module right after the import of that module, if the module has the gap (`host.activate_if_needed`).
+Each row has the reason, the versions, and when the row can be removed.
 """
 
 from __future__ import annotations

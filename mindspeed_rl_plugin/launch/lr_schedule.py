@@ -94,7 +94,7 @@ def check(
     those of the flags.
 
     recorded: the saved schedule or None; absent: has "no_load_optim" if the schedule was not saved; critic: as in
-    `record`. Raises ValueError that names each value of the saved schedule and of now, and flags that choose one.
+    `record`. Raises ValueError that names each changed value, then and now, and the flags that choose between them.
     """
     flags = ["override_opt_param_scheduler"]
     flags += ["use_checkpoint_opt_param_scheduler"] if "no_load_optim" not in absent else []

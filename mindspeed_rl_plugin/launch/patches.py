@@ -1,4 +1,4 @@
-"""The functions of Megatron and MindSpeed-LLM that the plugin wraps: one row a patch, as data."""
+"""The functions of Megatron and MindSpeed-LLM that the plugin wraps: one row per patch, as data."""
 
 from __future__ import annotations
 
