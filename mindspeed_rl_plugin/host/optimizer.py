@@ -2,7 +2,7 @@
 
 Megatron falls back to torch's AdamW, which has a step counter in the state of every parameter. The distributed
 optimizer saves a counter of the parameter *group*, and cannot resume without this counter (KeyError 'step').
-`HostAdam` has it, as Apex's FusedAdam does. In addition, every optimizer copies the state that it loads.
+`HostAdam` has it, as Apex's FusedAdam does. In addition, every optimizer copies loaded state that cannot be resized.
 """
 
 from __future__ import annotations
