@@ -56,7 +56,7 @@ def _wait_for_its_end(path: Path, owner: dict[str, Any], me: dict[str, Any]) -> 
             raise ValueError(_refusal(save, owner))
         return
     if me["launch"] and owner["launch"] == me["launch"]:
-        return  # an earlier start of this job, with rank 0 on that machine: torchrun ends the processes of that start
+        return  # an earlier start of this job had rank 0 on that machine; the processes of that start end by themselves
     (probe := path.with_name(f".{FILE}.{me['process']}")).touch()  # clocks of machines may differ
     age = max(probe.stat().st_mtime - first, 0.0)
     probe.unlink()
