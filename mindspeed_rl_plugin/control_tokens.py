@@ -1,5 +1,5 @@
-"""For rendering messages in the job (`chat`) and in verifiers' interpreter (`verifiers_renderer`): a fixed date for
-templates, and encoding that keeps the text of control tokens as text. Imports only the standard library.
+"""For rendering messages in the job (`chat`) and in verifiers' Python interpreter (`verifiers_renderer`): a fixed date
+for templates, and the encoding of control tokens in messages as ordinary text. Imports only the standard library.
 
 A *control token* is a special token, or another added token that the template writes (DeepSeek's `<｜User｜>` and
 Qwen's `<tool_call>` are not marked as special).
@@ -20,7 +20,7 @@ MARK = "\ud800"  # half of a surrogate pair, before and after the text of a cont
 class ControlTokens:
     """The control tokens of a tokenizer under a chat template ("" without one).
 
-    pattern: finds their text; ids: of them.
+    pattern: finds the text of a control token; ids: the ids of all control tokens.
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
@@ -55,17 +55,17 @@ class ControlTokens:
         tokens = self._tokenizer.encode(control, add_special_tokens=False, split_special_tokens=True)
         if self.ids.isdisjoint(tokens):
             return tokens
-        return self._plain(control[:1]) + self._plain(control[1:])  # for an added token that is not marked as special
+        return self._plain(control[:1]) + self._plain(control[1:])  # the tokenizer splits only special tokens itself
 
 
 def whole(text: str) -> str:
-    """The text without halves of surrogate pairs."""
+    """The text with a replacement for each half of a surrogate pair that stands alone."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def dated(template: Any) -> Any:
-    """A chat template, or several by name, with `DATE` instead of today's date, in the template's own format.
-    transformers 5.24 does not let callers pass a clock to a template: it turns all that is not plain data into text."""
+    """A chat template, or several by name, with `DATE` instead of today's date, in the template's own format. Callers
+    cannot pass a clock to a template: transformers 5.24 converts every argument that is not plain data to text."""
     if isinstance(template, Mapping):
         return {name: dated(one) for name, one in template.items()}
     return template and TODAY.sub(lambda found: repr(DATE.strftime(found[2])), template)

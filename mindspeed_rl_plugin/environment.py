@@ -1,5 +1,5 @@
-"""Reads the launcher's environment variables, and sets those for a user's code. Only this file, device/, host/ and
-tools/ use the process environment."""
+"""Reads the launcher's environment variables, and sets those for a user's code. Only this file, device/, host/, tools/
+and generators/on_ray.py use the process environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-SPEAK_SECONDS = 20.0  # for which other ranks of a machine wait: the first one reports, and the launcher ends them
+SPEAK_SECONDS = 20.0  # how long a machine's other ranks wait until its first rank has reported and all ranks are ended
 FLUSH_SECONDS = 1.0
 _PART, _START = "MINDSPEED_RL_PART", "MINDSPEED_RL_START"
 _before_log: list[str] = []
@@ -36,8 +36,8 @@ def name_to_users(name: str, value: str) -> None:
 def become_part(first: int, ranks: int, local_ranks: int) -> None:
     """From now on this process is a rank of a part of the launcher's ranks; the launch script sees only this part.
 
-    first, ranks: of the part; local_ranks: number of these on this machine. The local rank, which chooses the device,
-    does not change.
+    first, ranks: the part's first rank and its number of ranks; local_ranks: number of its ranks on this machine. The
+    local rank, which chooses the device, does not change.
     """
     os.environ["RANK"] = os.environ["ROLE_RANK"] = str(launch_env()["rank"] - first)
     os.environ["WORLD_SIZE"] = os.environ["ROLE_WORLD_SIZE"] = str(ranks)
@@ -65,7 +65,7 @@ def launcher_store() -> tuple[str, int, str]:
 
 
 def launch_name() -> str:
-    """A name that is the same for all starts of a job by one launcher; "" if it starts its ranks only once."""
+    """A name that is the same for all starts of a job by one launcher; "" if the launcher does not restart ranks."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {launcher_store()[:2]}" if may_restart() else ""
 
 
@@ -76,8 +76,8 @@ def begin_start(name: str, host: str, port: str) -> None:
 
 
 def launcher() -> int | None:
-    """Process of the torchrun agent that started this one, maybe through a script; None for another launcher."""
-    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # set for this rank
+    """Id of the torchrun process that started this process, maybe through a script; None for another launcher."""
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # torchrun sets it to a different file in each rank
         return None
     process, given = os.getppid(), f"TORCHELASTIC_ERROR_FILE={path}".encode()
     with contextlib.suppress(OSError):  # a process of another user
@@ -87,15 +87,15 @@ def launcher() -> int | None:
 
 
 def environment_apart() -> dict[str, str]:
-    """The environment for a process that is no rank of this job's launcher."""
+    """The environment for a process that is not a rank of this job."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", _PART, _START)
     ours = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
     return {k: v for k, v in os.environ.items() if k not in ranks and not k.startswith(ours)}
 
 
 def say(text: str) -> None:
-    """Print a text on the job's first rank, each line with our mark, with replacements for characters that stdout
-    lacks."""
+    """Print a text on the job's first rank, with [rl] before each line. Characters that stdout cannot encode are
+    escaped."""
     if launch_env()["rank"] == 0:
         encoding, marked = sys.stdout.encoding or "utf-8", "\n".join(f"[rl] {line}" for line in text.split("\n"))
         print(marked.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -103,7 +103,7 @@ def say(text: str) -> None:
 
 
 def keep(line: str) -> None:
-    """Keep a printed line for the file of our own lines, which are few among Megatron's."""
+    """Append a printed line to the file of `keep_in`, which has only our lines; before `keep_in`, store the line."""
     if not _log:
         return _before_log.append(line)
     with open(_log[0], "a", encoding="utf-8", errors="replace") as file:
@@ -111,7 +111,7 @@ def keep(line: str) -> None:
 
 
 def keep_in(path: str | os.PathLike[str]) -> None:
-    """Open this file: the process appends the kept lines, and later ones."""
+    """From now on append lines of `keep` to this file; first append the stored lines."""
     _log[:] = [path]
     if _before_log:
         keep("\n".join(_before_log))
@@ -119,7 +119,7 @@ def keep_in(path: str | os.PathLike[str]) -> None:
 
 
 def master_address() -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT of the job; an empty name outside torchrun."""
+    """MASTER_ADDR and MASTER_PORT of the job; "" and 0 without torchrun."""
     return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
 
 
@@ -127,8 +127,7 @@ def record_failure(reason: str, later: int = 0) -> None:
     """Write the reason of this rank's end for torchrun's summary, the last lines of a job; only the first reason is
     kept.
 
-    later: seconds added to the time, for an end that follows another rank's: torchrun takes the earliest one as the
-    cause.
+    later: seconds added to the time if another rank's end is the cause: torchrun reports the earliest one as the cause.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": reason, "timestamp": str(int(time.time()) + later)}
@@ -137,15 +136,15 @@ def record_failure(reason: str, later: int = 0) -> None:
 
 
 def last_words(line: str, later: int = 0) -> None:
-    """Print why this process ends, and record it for torchrun as `record_failure` does. It works in any thread, even if
-    the main thread hangs with the lock of sys.stderr."""
+    """Print why this process ends, and call `record_failure`. This works in any thread, even if the main thread hangs
+    and holds the lock of sys.stderr."""
     with contextlib.suppress(OSError):
         os.write(2, f"\n[rl] {line}\n".encode())
         record_failure(line, later)
 
 
 def flush_output() -> None:
-    """Flush printed text, within FLUSH_SECONDS: a hanging thread may hold its lock."""
+    """Flush printed text. Waits at most FLUSH_SECONDS, since a hanging thread may hold the lock."""
 
     def flush() -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -158,8 +157,7 @@ def flush_output() -> None:
 
 
 def leave_to_first_rank() -> None:
-    """Called before the report of an error that all ranks have. The first rank of a machine reports it, and the
-    launcher ends the others, which wait here. If only this rank has the problem, the wait ends and it reports
-    itself."""
+    """Called before an error that all ranks have is reported. The first rank of a machine reports it, and the launcher
+    ends the other ranks, which wait here. If only this rank has the error, it reports the error after the wait."""
     if launch_env()["local_rank"]:
         time.sleep(SPEAK_SECONDS)

@@ -1,5 +1,4 @@
-"""Processes of this machine: whether one still runs, ending this one while its main thread hangs, and work in a
-thread."""
+"""Whether a process of this machine still runs; ending this process while its main thread hangs; work in a thread."""
 
 from __future__ import annotations
 
@@ -21,12 +20,11 @@ from mindspeed_rl_plugin.environment import flush_output, last_words, launcher
 
 Result = TypeVar("Result")
 LAUNCHER_LOOK_SECONDS = 1.0  # between two checks of the launcher
-INTERRUPT_SECONDS = 3.0  # that the main thread has to handle SIGINT; torchrun kills after 30
+INTERRUPT_SECONDS = 3.0  # in which the main thread should handle SIGINT; torchrun kills the process after 30
 
 
 def began(process: int) -> int | None:
-    """When a process began, in the kernel's ticks: together with its number this identifies it. None if it has
-    ended."""
+    """When a process began, in the kernel's ticks; number and begin identify a process. None if it has ended."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             state, *fields = file.read().rpartition(")")[2].split()
@@ -37,8 +35,8 @@ def began(process: int) -> int | None:
 
 @contextlib.contextmanager
 def scratch(what: str) -> Iterator[str]:
-    """A temporary folder, whose name begins with `what` and identifies its process. Folders of killed processes are
-    removed, if they come from this machine and its process numbers."""
+    """A temporary folder, whose name begins with `what` and identifies its process. Folders of killed processes of this
+    machine and PID namespace are removed."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     ours = f"{what}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}-"
     for folder in Path(tempfile.gettempdir()).glob(f"{ours}*"):
@@ -53,9 +51,9 @@ _heard = False  # whether the main thread has handled SIGINT
 
 
 def attend(interrupted: Callable[[], bool] = lambda: not _heard) -> None:
-    """Start a thread that ends this process soon after Ctrl-C (unless the user's code handles that signal), and after
+    """Start a thread that ends this process soon after Ctrl-C (unless the user's code handles that signal), and when
     its launcher has ended: a main thread that waits in a library notices neither. interrupted: called after Ctrl-C;
-    whether to end the process, by default if the main thread has not handled the signal."""
+    returns whether to end the process. Default: it is ended if the main thread has not handled the signal."""
     heard, wakes = socket.socketpair()
     wakes.setblocking(False)
     heard.settimeout(LAUNCHER_LOOK_SECONDS)
@@ -74,8 +72,8 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 
 def _attend(heard: socket.socket, above: int | None, since: int | None, interrupted: Callable[[], bool]) -> None:
-    """heard: receives the numbers of signals; above: the launcher, which began at `since`; None for a launcher that
-    does not end its processes."""
+    """heard: receives the numbers of signals; above: process of the launcher, which began at `since`; None if it is not
+    torchrun."""
     number = 0
     while number != signal.SIGINT or signal.getsignal(signal.SIGINT) is not _hear:
         if above and began(above) != since:
@@ -92,7 +90,8 @@ def _attend(heard: socket.socket, above: int | None, since: int | None, interrup
 
 
 def in_background(name: str, work: Callable[[], Result]) -> Future[Result]:
-    """Run `work` in a thread of that name, and return its future. The end of the process does not wait for it."""
+    """Run `work` in a thread called `name`, and return a future of its result. The thread does not keep the process
+    from ending."""
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -1,5 +1,4 @@
-"""Agreements between ranks: rank 0 decides, and all ranks get the result or the error. Also the collectives of the
-loop."""
+"""Agreements between ranks (such as: rank 0 decides, and all ranks get the result or the error), and collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from mindspeed_rl_plugin.environment import flush_output, last_words
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
-    """Result of `function`, run by rank 0 alone. Its ValueError or OSError is raised on every rank."""
+    """Result of `function`, which only rank 0 calls. If it raises ValueError or OSError, all ranks raise ValueError."""
     if not _many():
         return function()
     world, box = _world(), [None, None]
@@ -39,10 +38,10 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 def on_all_ranks(function: Callable[[], Any]) -> list[Any]:
     """Each rank's result of `function`, in rank order, on every rank. The first ValueError is raised on every rank."""
     try:
-        said = function(), None
+        own = function(), None
     except ValueError as error:
-        said = None, str(error)
-    every = gather_all(said)
+        own = None, str(error)
+    every = gather_all(own)
     for _, problem in every:
         if problem is not None:
             raise ValueError(problem)
@@ -50,7 +49,7 @@ def on_all_ranks(function: Callable[[], Any]) -> list[Any]:
 
 
 def rank_of_job() -> int:
-    """This process's rank, 0 before there are process groups."""
+    """This process's rank; 0 before process groups are initialised."""
     return dist.get_rank() if _many() else 0
 
 
@@ -74,26 +73,26 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in parameters:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        # A copy: after .numpy() a storage cannot be resized any more, and offloading resizes the parameters'.
+        # A copy: after .numpy() a storage cannot be resized any more, but offloading resizes the parameters' storages.
         copy = tensor.detach().to("cpu", copy=True).contiguous()
         digest.update(copy.view(-1).view(torch.uint8).numpy())
     return combine_hashes({f"{rank:06d}": h for rank, h in enumerate(gather_all(digest.hexdigest()))})
 
 
 def combine_hashes(hashes: Mapping[str, str]) -> str:
-    """One SHA-256 over digests by name, whatever their order."""
+    """One SHA-256 over digests by name, independent of their order."""
     lines = [f"{digest}  {path}" for path, digest in sorted(hashes.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 class Stall:
-    """Detects that a wait makes no progress. seconds: that a state may stay the same."""
+    """Detects that a wait makes no progress. seconds: how long a state may stay the same."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._last, self._since = seconds, None, 0.0
 
     def seen(self, what: object) -> bool:
-        """Whether the state has been the same for too long. what: for example how much remains."""
+        """Whether the state `what`, for example how much remains, has been the same for too long."""
         now = time.monotonic()
         if what != self._last:
             self._last, self._since = what, now
@@ -104,7 +103,7 @@ class Collectives:
     """Collectives of all ranks over gloo, with our own deadline. Collectives of nccl and hccl are ended by their
     watchdogs after Megatron's --distributed-timeout-minutes.
 
-    group: all ranks; deadline: seconds of any wait. Raise TimeoutError past it.
+    group: all ranks; deadline: most seconds of each wait; later the methods raise TimeoutError.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -142,9 +141,9 @@ class Collectives:
             ) from error
 
     def barrier(self, what: str) -> None:
-        """Wait for all ranks here, since later collectives wait with Megatron's own, shorter limit.
+        """Wait for all ranks before `what`, since later collectives wait with Megatron's own, shorter limit.
 
-        Raises TimeoutError that names the ranks that did not come before `what`.
+        Raises TimeoutError that names missing ranks.
         """
         if self.world == 1:
             return
@@ -152,13 +151,13 @@ class Collectives:
             dist.monitored_barrier(self.group, timeout=self._limit)
         except RuntimeError as error:
             raise TimeoutError(
-                f"rank {self.rank} waited for the others before {what}, at most {self.deadline:g} s "
+                f"rank {self.rank} waited for the other ranks before {what}, at most {self.deadline:g} s "
                 f"(--rl-wait-timeout): {str(error).splitlines()[0][:300]}"
             ) from error
 
 
 class HardDeadline:
-    """Ends this process when a wait inside a library takes too long, which our code cannot interrupt.
+    """Ends this process if a wait inside a library, which our code cannot interrupt, takes too long.
 
     seconds: limit of a wait; end: ends the process. Waits must not be nested.
     """
@@ -186,7 +185,7 @@ class HardDeadline:
         self._closed.set()
 
     def _look(self) -> None:
-        # Counts its own steps: a clock would continue while the job is suspended.
+        # Time is counted in iterations of this loop: a clock would continue while the job is suspended.
         pause, seen, waited = min(1.0, self.seconds / 10), None, 0.0
         while waited <= self.seconds:
             if self._closed.wait(pause):
@@ -209,7 +208,7 @@ def _world() -> Collectives:
 
 @functools.lru_cache(maxsize=1)
 def _collectives(world: Any, seconds: float) -> Collectives:
-    """The collectives of a world, made once by all ranks together."""
+    """The collectives of a world; the first call is collective."""
     return Collectives(seconds)
 
 

@@ -8,9 +8,9 @@ Shape legend, used in every docstring of the package:
     S  padded length of a micro-batch     V  vocabulary, H hidden size
 
 **Alignment.** Every per-token column of a sample has length L and is aligned with `tokens`: entry t
-belongs to the event "tokens[t] was produced after tokens[:t]". `loss_mask[t]` is 1 where that event
-is trained, and 0 on prompt tokens; entry 0 is always masked. The shift between logits and tokens
-happens in one folder, `forward/`, and nowhere else.
+belongs to the event "tokens[t] was produced after tokens[:t]". `loss_mask[t]` is 1 if this event is
+trained, and 0 on prompt tokens; entry 0 is always masked. Only code in `forward/` shifts logits
+against tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from torch import Tensor
 class SampleId(NamedTuple):
     """Identity of one sample, never reused."""
 
-    epoch: int  # rollout
-    group: int  # within the rollout
-    member: int  # of the group
+    epoch: int  # number of the rollout
+    group: int  # number of the prompt within the rollout
+    member: int  # number of the response within the group
 
 
 Group = tuple[int, int]
-"""Identity of one group: rollout epoch, and group within it."""
+"""Identity of one group: `epoch` and `group` of its samples."""
 
 FINISH = ("stop", "length", "abort", "turns")
-"""Why a response ended ("turns": it has as many as it may have); columns hold the index."""
+"""Why a response ended ("turns": it has the highest allowed number of turns); columns hold the index in this tuple."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Ragged:
         return Ragged.from_rows([self.row(i) for i in index], dtype=self.values.dtype)
 
     def padded(self, length: int, value: float = 0) -> Tensor:
-        """`[B, length, *trailing]`, rows left-aligned. Raises ValueError when a row is longer."""
+        """`[B, length, *trailing]`, rows left-aligned. Raises ValueError if a row is longer."""
         longest = int(self.lengths.max()) if len(self) else 0
         if longest > length:
             raise ValueError(f"cannot pad a row of {longest} entries to {length}")
@@ -127,7 +127,7 @@ class Rows:
 
 
 def joined(columns: Sequence[Column]) -> Column:
-    """One column with the rows of several, at least one."""
+    """One column with the rows of all `columns`, at least one."""
     if isinstance(columns[0], Ragged):
         return Ragged.from_rows([row for column in columns for row in column.rows()])
     return torch.cat(list(columns))
@@ -152,7 +152,7 @@ def group_index(ids: Sequence[SampleId]) -> Tensor:
 
 
 def spread(advantages: Tensor, loss_mask: Ragged) -> Ragged:
-    """Put the one advantage of a sample on each of its trained tokens.
+    """Give the advantage of a sample to each of its trained tokens.
 
     advantages: `[B]`; loss_mask: ragged `[L]`. Returns ragged `[L]` float32, 0.0 where the mask is 0.
     """
@@ -162,7 +162,7 @@ def spread(advantages: Tensor, loss_mask: Ragged) -> Ragged:
 
 
 def digest_number(digest: str | None) -> int:
-    """A digest of weights for the column `weights_digest`: its 64 bits as an int64; 0 for none, or for several."""
+    """A digest of weights for the column `weights_digest`: its 64 bits as an int64; 0 if there is no digest."""
     value = int(digest, 16) if digest else 0
     return value - (1 << 64) if value >> 63 else value
 
@@ -174,9 +174,9 @@ class Prompt:
     tokens: tuple[int, ...]  # P token ids (chat template applied when asked)
     text: str  # text of the prompt for graders
     answer: str  # ground truth, "" when the data has none
-    row: int  # index in the data, below 0 for an offered prompt
+    row: int  # index in the data, negative for a prompt that another process has offered
     record: Mapping[str, object] = field(default_factory=dict)  # other fields of its row (JSON values)
-    messages: Sequence[Mapping[str, object]] | None = None  # chat messages, if the data has these instead of a string
+    messages: Sequence[Mapping[str, object]] | None = None  # chat messages, if the data have these instead of a string
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,9 @@ class Completion:
 
     id: SampleId
     tokens: tuple[int, ...]  # R response ids, with the stop token if one was sampled
-    logps: tuple[float, ...]  # R processed log-probs at the sampling temperature, 0.0 where a token was not sampled
+    logps: tuple[float, ...]  # R log-probs after temperature, top-p and top-k; 0.0 for a token that was not sampled
     finish: str  # of `FINISH`
-    # (first response token, weight version) of each part, by rising token, from token 0 on
+    # (first response token, weight version) of each part, in order; the first part begins at token 0
     segments: tuple[tuple[int, int], ...]
     prompt: tuple[int, ...] = ()  # token ids before the response; (): those of the request
     # (first, end) of each turn of the model, in response tokens; tokens between turns were not sampled; None: one turn
@@ -210,7 +210,7 @@ class Completion:
 
     @property
     def version(self) -> int:
-        """Oldest weight version that sampled a token of it."""
+        """Oldest weight version that sampled a token of this response."""
         return min(version for _, version in self.segments)
 
     @property
@@ -232,7 +232,7 @@ class Task:
     """The task of an environment."""
 
     fields: Mapping[str, object]  # `text`, `answer`, `record`, `messages` of its `Prompt`
-    seed: int  # of its group
+    seed: int  # the same for all rows of a group
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,6 @@ class GenerateRequest:
     id: SampleId
     prompt_tokens: tuple[int, ...]
     sampling: Sampling
-    seed: int  # 63 bits; of this response, or of its rest
+    seed: int  # 63 bits; of this response, or of the part after `begun`
     begun: Completion | None = None  # the part that was sampled before
     task: Task | None = None  # for the environment that answers the model's turns; None: single turn

@@ -1,1 +1,1 @@
-"""The rollout engine: its interface, vLLM behind it, and the config.json that it gets."""
+"""The rollout engine: its interface, the implementation with vLLM, and the config.json that vLLM reads."""

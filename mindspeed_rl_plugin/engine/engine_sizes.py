@@ -1,6 +1,4 @@
-"""Which engines can be built: pure rules on sizes. The start checks Megatron's arguments by them before it builds a
-model.
-"""
+"""Rules for the sizes of an engine. Megatron's arguments are checked against them before a model is built."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from mindspeed_rl_plugin.layout.families import GROUP_LIMITED
 from mindspeed_rl_plugin.layout.shape import ModelShape
 
 CPU_LOWEST_HEAD_DIM = 32
-CPU_LATENT_SIZE = 576  # vllm/v1/attention/backends/mla/cpu_mla.py has this size only
+CPU_LATENT_SIZE = 576  # the only size that vllm/v1/attention/backends/mla/cpu_mla.py supports
 
 
 def engine_problems(
@@ -23,8 +21,8 @@ def engine_problems(
 ) -> Iterator[str]:
     """One message for each problem that vLLM reports late, unclearly, or not at all.
 
-    kind: "npu" | "cuda" | "cpu"; world: ranks of the job; max_positions: --max-position-embeddings; itemsize: bytes of
-    one number in the KV cache.
+    kind: "npu" | "cuda" | "cpu"; world: number of ranks of the job; max_positions: --max-position-embeddings; itemsize:
+    bytes of one number in the KV cache.
     """
     tp, tokens = config.rollout.generate_tp, config.data.max_prompt_length + config.rollout.max_response_length
     if world % tp:
@@ -42,8 +40,8 @@ def engine_problems(
         )
     if kind == "npu" and shape.table.router.by_best and _ranked_by_sums():
         yield (
-            f"--moe-router-load-balancing-type {GROUP_LIMITED} on NPUs: this vllm-ascend ranks groups of experts by "
-            "the sum of their best two, and would send tokens to other experts than the trainer; take vllm-ascend 0.11"
+            f"--moe-router-load-balancing-type {GROUP_LIMITED} on NPUs: this vllm-ascend ranks a group of experts by "
+            "the sum of its two best scores, the trainer by its best score; install vllm-ascend 0.11"
         )
     if kind == "cpu":
         yield from _cpu_problems(shape)
@@ -56,18 +54,18 @@ def engine_problems(
 
 
 def kv_cache_problems(gb: float, ranks: int) -> Iterator[str]:
-    """A message where the KV caches, `gb` GiB for each engine rank of this machine, are larger than the host's memory.
-    Only for hosts without accelerator."""
+    """A message if the KV caches, `gb` GiB for each of the `ranks` engine ranks of this machine, are larger than its
+    memory. No message on a machine with an accelerator."""
     total = host_total() / 2**30
     if get_device().is_cpu and gb * ranks > total:
         yield (
-            f"--rl-kv-cache-gb {gb:g} x {ranks} ranks on this machine = {gb * ranks:g} GiB, more than its {total:.0f} "
-            "GiB of memory; lower it (for an engine that joins: --kv-cache-gb)"
+            f"--rl-kv-cache-gb {gb:g} x {ranks} ranks = {gb * ranks:g} GiB, but this machine has {total:.0f} GiB of "
+            "memory; lower it (for an engine that joins: --kv-cache-gb)"
         )
 
 
 def _ranked_by_sums() -> bool:
-    """Whether the installed vllm-ascend has only one kernel for routers with groups (from 0.18 on)."""
+    """Whether the installed vllm-ascend can rank groups of experts only by the sum of two scores (from 0.18 on)."""
     try:
         files = importlib.metadata.files("vllm-ascend") or ()
     except importlib.metadata.PackageNotFoundError:
@@ -76,8 +74,8 @@ def _ranked_by_sums() -> bool:
 
 
 def _token_bytes(shape: ModelShape, tp: int, itemsize: int) -> int:
-    """Bytes of keys and values of one token on one rank. Groups that do not divide, and latent vectors, are repeated on
-    ranks."""
+    """Bytes of keys and values of one token on one rank. Each rank has all latent vectors, and at least one query
+    group."""
     heads = max(1, shape.groups // tp)
     return shape.layers * itemsize * (shape.kv_lora + shape.rope or 2 * heads * shape.head_dim)
 
@@ -92,23 +90,23 @@ def _expert_problems(shape: ModelShape, tp: int, ep: int, world: int) -> Iterato
             f" a multiple of {tp}"
         )
     elif ep > experts > 0:
-        yield f"{flag}: there are {experts} experts only"
+        yield f"{flag}: there are only {experts} experts"
     elif ep > tp and experts % ep:
-        yield f"{flag} does not divide the {experts} experts that several engines share"
+        yield f"{flag} does not divide the {experts} experts, as it must if several engines share experts"
     elif ep > tp and world % ep:
         yield f"{flag} does not divide the world of {world} ranks"
     elif ep > tp and not engines_share_experts():
-        yield f"{flag}: in this vLLM engines cannot share experts (0.11 has that); give {tp}, or 1"
+        yield f"{flag}: in this vLLM engines cannot share experts (in 0.11 they can); give {tp}, or 1"
     elif ep == 1 and shape.expert_ffn % tp:
         yield f"--rl-generate-tp {tp} does not divide --moe-ffn-hidden-size {shape.expert_ffn}"
 
 
 def _cpu_problems(shape: ModelShape) -> Iterator[str]:
-    latent = shape.kv_lora + shape.rope  # numbers that multi-latent attention keeps of a token in a layer
+    latent = shape.kv_lora + shape.rope  # numbers per token and layer in the KV cache of multi-latent attention
     if latent not in (0, CPU_LATENT_SIZE):
         yield (
-            f"multi-latent attention that keeps {latent} numbers of a token: vLLM on CPU needs {CPU_LATENT_SIZE}, such "
-            "as --kv-lora-rank 512 and --qk-pos-emb-head-dim 64"
+            f"multi-latent attention with {latent} numbers per token in the KV cache: vLLM on a CPU supports only "
+            f"{CPU_LATENT_SIZE}, for example --kv-lora-rank 512 with --qk-pos-emb-head-dim 64"
         )
     if not latent and shape.head_dim < CPU_LOWEST_HEAD_DIM:
         more = (

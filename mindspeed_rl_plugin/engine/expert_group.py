@@ -1,4 +1,4 @@
-"""Engines that share experts run their steps together, since a layer sends tokens to ranks of all of them."""
+"""Engines that share experts run their steps together, since an expert layer sends tokens to all their ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import datetime
 import torch
 import torch.distributed as dist
 
-# Steps between two agreements of ranks: an agreement is a collective, too expensive for every step. So when all engines
-# have finished, each of them runs dummy steps until the next agreement, at most this many.
+# Steps from one agreement of the ranks to the next: an agreement is a collective, too expensive for every step. So when
+# all engines have finished, each of them runs dummy steps until the next agreement.
 AGREE_EVERY = 16
 
 
 class ExpertGroup:
-    """The consecutive ranks among which the experts of this rank's engine are divided.
+    """The consecutive ranks over which the experts of this rank's engine are spread.
 
     size: number of ranks; deadline: seconds that a rank waits for the others before a step. The constructor is
     collective over the world; `size` must divide it.
@@ -27,10 +27,10 @@ class ExpertGroup:
         self.ranks, self._handle = groups[rank // size], handles[rank // size]
 
     def any_works(self, works: bool) -> bool:
-        """Whether an engine of the group has responses in generation, or had at the last agreement.
+        """Whether an engine of the group has unfinished responses, or had some at the last agreement.
 
-        Every rank asks before every step. works: whether this rank's engine has some. If one has, all run AGREE_EVERY
-        steps before the next agreement. Raises TimeoutError where a rank of the group is lost or late.
+        Every rank calls this before every step. works: whether this rank's engine has unfinished responses. If it is
+        true on any rank, all engines run AGREE_EVERY steps. Raises TimeoutError if a rank of the group is lost or late.
         """
         agreed = self._steps % AGREE_EVERY != 0 or self._agree(works)
         self._steps = self._steps + 1 if agreed else 0
@@ -43,8 +43,8 @@ class ExpertGroup:
         except RuntimeError as error:
             raise TimeoutError(
                 f"rank {dist.get_rank()} waited at step {self._steps + 1} of the engines for ranks {self.ranks[0]} to"
-                f" {self.ranks[-1]}, over which --rl-generate-ep spreads the experts, at most {self.deadline:g} s"
-                " (--rl-wait-timeout): a rank of them is lost, or did not come to this step:"
+                f" {self.ranks[-1]}, over which --rl-generate-ep spreads the experts. The limit is {self.deadline:g} s"
+                " (--rl-wait-timeout). One of these ranks is lost, or did not start this step:"
                 f" {str(error).splitlines()[0][:300]}"
             ) from error
         return bool(flag)

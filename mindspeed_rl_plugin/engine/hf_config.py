@@ -1,4 +1,4 @@
-"""The engine's Hugging Face config, derived from Megatron's own arguments, and its check against a given one.
+"""Derives the engine's Hugging Face config from Megatron's arguments, and compares it with that of --rl-hf-model.
 
 Differences between families are in their tables (`layout.families`). `ModelShape.from_megatron_args` refuses arguments
 that change the model in a way that no family has.
@@ -19,11 +19,11 @@ from mindspeed_rl_plugin.layout.family_table import Family
 from mindspeed_rl_plugin.layout.shape import LATENT_FIELDS, ModelShape, rotated_share, same_names
 from mindspeed_rl_plugin.prompts.tokenizer import read_json
 
-# Defaults of all families for fields that a config.json leaves out.
+# Values, in all families, of fields that are missing in a config.json.
 _COMMON_FIELDS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
 
-# Fields that must be equal in two configs of the same model, in addition to those in the family's table. Not
-# max_position_embeddings: it limits lengths and changes no result.
+# Fields that must be equal in two configs of the same model, in addition to those in the family's table.
+# max_position_embeddings is not one of them: it limits lengths and changes no result.
 COMPARED = (
     "model_type",
     "hidden_size",
@@ -50,15 +50,15 @@ COMPARED = (
 def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
     """config.json of the model that Megatron's parsed and validated `args` describe.
 
-    vocab_size: the true one, without Megatron's padding (see `model_vocabulary`): the engine then never samples a
-    padded id. Raises ValueError naming the flag for a model that is not one of the families.
+    vocab_size: without Megatron's padding (see `model_vocabulary`), so that the engine never samples an id of the
+    padding. Raises ValueError that names the flag if the model is of no supported family.
     """
     shape = ModelShape.from_megatron_args(args, vocab_size)
     heads, hidden = shape.heads, shape.hidden
     if not shape.table.hf.own_head_dim and shape.head_dim * heads != hidden:
         raise ValueError(
-            f"--kv-channels {shape.head_dim}: vLLM's {shape.table.architecture} takes --hidden-size /"
-            f" --num-attention-heads = {hidden}/{heads} as its head size; leave --kv-channels out"
+            f"--kv-channels {shape.head_dim}: in vLLM the head size of {shape.table.architecture} is --hidden-size /"
+            f" --num-attention-heads = {hidden}/{heads}; leave --kv-channels out"
         )
     config = {
         "architectures": [shape.table.architecture],
@@ -71,7 +71,7 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
         "head_dim": shape.head_dim,
         "vocab_size": vocab_size,
         "max_position_embeddings": args.max_position_embeddings,
-        # Core 0.16 and later store --norm-epsilon under its name in their config.
+        # The argument of --norm-epsilon is called layernorm_epsilon from core 0.16 on.
         "rms_norm_eps": args.norm_epsilon if hasattr(args, "norm_epsilon") else args.layernorm_epsilon,
         "rope_theta": float(args.rotary_base),
         "rope_scaling": rope_scaling(args),
@@ -90,19 +90,19 @@ def derive_config(args: Namespace, *, vocab_size: int, eos_token_ids: Sequence[i
 
 
 def load_reference(directory: str) -> dict[str, Any]:
-    """config.json of a Hugging Face directory. Raises ValueError when it is missing, or not of a language model."""
+    """config.json of a Hugging Face directory. Raises ValueError if it is missing, or not that of a language model."""
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(f"--rl-hf-model {directory}: no config.json there; give a Hugging Face model directory")
     config = read_json(path)
     missing = {"model_type", "vocab_size"} - set(config)
     if missing:
-        raise ValueError(f"--rl-hf-model {path}: no {sorted(missing)} there; it must describe a plain language model")
+        raise ValueError(f"--rl-hf-model {path}: fields {sorted(missing)} are missing; give a text-only language model")
     return config
 
 
 def compare_configs(derived: Mapping[str, Any], reference: Mapping[str, Any]) -> list[str]:
-    """A line for each field in which two configs describe different models; [] when they describe the same one."""
+    """A line for each field in which two configs describe different models; [] if they describe the same model."""
     ours, theirs = normalized(derived), normalized(reference)
     hf = family_table(derived).hf
     names = (hf.experts, hf.expert_ffn, hf.shared, hf.dense, *hf.defaults, *hf.fixed, *hf.code)
@@ -120,7 +120,7 @@ def check_against(derived: Mapping[str, Any], directory: str) -> None:
 
 
 def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config in one form: with defaults, and rope fields as in transformers 4."""
+    """A config in the form in which configs are compared: with defaults, and with rope fields as in transformers 4."""
     table = family_table(config)
     out = {**_COMMON_FIELDS, **table.hf.defaults, **table.hf.fixed, **same_names(table, config)}
     rope = {**(out.pop("rope_parameters", None) or {}), **(out.pop("rope_scaling", None) or {})}
@@ -143,12 +143,12 @@ def normalized(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_engine(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json for the engine, which may run the code of another family."""
+    """The config.json for the engine. For some families it names another family, whose code in vLLM runs the model."""
     return {**config, **family_table(config).hf.engine}
 
 
 def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
-    """Write config.json into an existing directory. Concurrent writers need a directory each."""
+    """Write config.json into an existing directory. Processes that write at the same time need different ones."""
     (Path(directory) / "config.json").write_text(json.dumps(config, indent=1))
 
 

@@ -18,13 +18,13 @@ from mindspeed_rl_plugin.layout.shape import LATENT_FIELDS, ModelShape
 
 
 def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
-    """Fields of a family with experts. Raises ValueError with all arguments with which the engine would route
-    differently."""
+    """Fields of a family with experts. Raises ValueError that lists all arguments with which the engine would route
+    tokens differently than the trainer."""
     problems = list(routing_problems(args, shape))
     if problems:
         raise ValueError("the rollout engine cannot express this model:\n  " + "\n  ".join(problems))
     if not getattr(args, "moe_router_topk", None):
-        raise ValueError("--moe-router-topk is not given: how many experts does a token go to?")
+        raise ValueError("--moe-router-topk is not given; it is the number of experts to which a token goes")
     hf, router, dense = shape.table.hf, shape.table.router, shape.dense_layers
     out = {
         hf.experts: shape.experts,
@@ -64,11 +64,11 @@ def _balancing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
             yield from _group_limited_problems(args)
         elif kind not in _BALANCING:
             known = ", ".join(_BALANCING)
-            yield f"--moe-router-load-balancing-type {kind}: the engine takes the top k; give {known}"
+            yield f"--moe-router-load-balancing-type {kind}: the engine always chooses the top k; give {known}"
         elif kind in _SOFTMAX_ONLY and score != "softmax":
             yield (
-                f"--moe-router-load-balancing-type {kind}: ignores --moe-router-score-function {score}; give "
-                "--moe-router-score-function softmax"
+                f"--moe-router-load-balancing-type {kind} ignores --moe-router-score-function {score}, and uses "
+                "softmax; give --moe-router-score-function softmax"
             )
 
 
@@ -77,21 +77,21 @@ def _group_limited_problems(args: Namespace) -> Iterator[str]:
     group_limited_greedy_topKgating and moe_layer_forward."""
     rows = getattr(args, "micro_batch_size", 1)
     if rows != 1:
-        yield f"--micro-batch-size {rows}: --moe-router-load-balancing-type {GROUP_LIMITED} takes 1; give 1"
+        yield f"--micro-batch-size {rows}: --moe-router-load-balancing-type {GROUP_LIMITED} supports only 1; give 1"
     if not getattr(args, "moe_aux_loss_coeff", 0.0):
         yield (
-            f"--moe-aux-loss-coeff 0: with --moe-router-load-balancing-type {GROUP_LIMITED} a layer needs its loss of "
-            "balance; give one above 0, 1e-9 where balance should not count"
+            f"--moe-aux-loss-coeff 0: with --moe-router-load-balancing-type {GROUP_LIMITED} an expert layer needs a "
+            "load balancing loss; give a number above 0, for example 1e-9 if balance should not matter"
         )
     if getattr(args, "moe_alltoall_overlap_comm", False):
         yield (
-            f"--moe-alltoall-overlap-comm with --moe-router-load-balancing-type {GROUP_LIMITED}: its layer wants a "
-            "loss of balance in passes without gradients, too; leave it out"
+            f"--moe-alltoall-overlap-comm with --moe-router-load-balancing-type {GROUP_LIMITED}: an expert layer then "
+            "needs the load balancing loss also in passes without gradients; leave the first flag out"
         )
     ranks, chosen = getattr(args, "expert_model_parallel_size", 1), getattr(args, "moe_router_group_topk", None)
     if chosen is None or chosen >= ranks:
         yield (
-            f"--moe-router-group-topk {chosen}: with {GROUP_LIMITED} MindSpeed-LLM wants it below "
+            f"--moe-router-group-topk {chosen}: for {GROUP_LIMITED} it must be less than "
             f"--expert-model-parallel-size {ranks}; change one of them"
         )
 
@@ -99,17 +99,17 @@ def _group_limited_problems(args: Namespace) -> Iterator[str]:
 def _router_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
     router, family, routing = shape.table.router, shape.family, _routing(args)
     if (getattr(args, "num_experts", 0) or 0) < (getattr(args, "moe_router_topk", None) or 1):
-        yield f"--moe-router-topk {args.moe_router_topk}: there are {args.num_experts} experts; give fewer"
+        yield f"--moe-router-topk {args.moe_router_topk}: there are only {args.num_experts} experts; give fewer"
     score = getattr(args, "moe_router_score_function", None) or "softmax"
     if score != router.score:
-        yield f"--moe-router-score-function {score}: family {family} has {router.score}; give it"
+        yield f"--moe-router-score-function {score}: family {family} has the function {router.score}; give it"
     if bool(getattr(args, "moe_router_enable_expert_bias", False)) != router.bias:
-        verb = "needs" if router.bias else "has no bias of the router; drop"
+        verb = "needs" if router.bias else "has no router bias; drop"
         yield f"family {family} {verb} --moe-router-enable-expert-bias"
     n, groups = routing["n_group"], routing["topk_group"]
     if router.grouped and not router.by_best and n > 1 and args.moe_router_topk // groups != 2:
         yield (
-            f"--moe-router-group-topk {groups}: the engine ranks groups by their two best experts, Megatron by"
+            f"--moe-router-group-topk {groups}: the engine ranks a group by its 2 best experts, Megatron by its best"
             f" {args.moe_router_topk} // {groups}; give half of --moe-router-topk"
         )
     if not router.grouped and n > 1:
@@ -117,22 +117,22 @@ def _router_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
 
 
 def _weight_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
-    """Arguments that scale the outputs of experts, or the scores of latent attention, other than the engine does."""
+    """Arguments that scale the outputs of experts, or the scores of latent attention, differently than the engine."""
     router, family, routing = shape.table.router, shape.family, _routing(args)
     if router.score == "sigmoid" and args.moe_router_topk == 1:
-        yield "--moe-router-topk 1: with one expert per token, trainer and engine weigh it differently; give more"
+        yield "--moe-router-topk 1: trainer and engine give the only expert of a token different weights; give more"
     if not router.scaled and (scaling := routing["routed_scaling_factor"]) != 1.0:
-        yield f"--moe-router-topk-scaling-factor {scaling}: family {family} does not scale; leave it out"
+        yield f"--moe-router-topk-scaling-factor {scaling}: family {family} has no scaling factor; leave it out"
     for name, value in (shape.table.hf.fixed | shape.table.hf.code).items():
         if routing.get(name, value) != value:
             yield (
-                f"the weights of a token's experts would {'' if routing[name] else 'not '}add up to 1, those of family "
-                f"{family} do {'' if value else 'not'}: change --moe-router-pre-softmax, of MindSpeed-LLM "
-                "--norm-topk-prob"
+                f"the weights of a token's experts {'add' if routing[name] else 'do not add'} up to 1, but in family "
+                f"{family} they {'do' if value else 'do not'}; change --moe-router-pre-softmax (MindSpeed-LLM: "
+                "--norm-topk-prob)"
             )
     rope, scale = getattr(args, "rope_type", None), getattr(args, "rotary_scaling_factor", 1.0)
     if shape.table.mla and rope == "rope" and scale != 1.0 and getattr(args, "mscale_all_dim", 0.0):
-        yield f"--rotary-scaling-factor {scale}: with --rope-type rope it scales attention only; leave it out"
+        yield f"--rotary-scaling-factor {scale}: with --rope-type rope it scales only attention scores; leave it out"
 
 
 def _gate_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
@@ -140,24 +140,24 @@ def _gate_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
     gate = any(getattr(args, name, False) for name in ("moe_shared_expert_gate", "shared_expert_gate"))
     if gate != needed:
         flag = "--moe-shared-expert-gate (MindSpeed-LLM: --shared-expert-gate)"
-        yield f"family {family} {'needs' if needed else 'has no gate of shared experts; drop'} {flag}"
+        yield f"family {family} {'needs' if needed else 'has no gate for shared experts; drop'} {flag}"
     width = getattr(args, "shared_expert_gate_output_dimension", 1)
     if gate and width != 1:
-        yield f"--shared-expert-gate-output-dimension {width}: family {family} has one number; give 1"
+        yield f"--shared-expert-gate-output-dimension {width}: in family {family} the gate has 1 output; give 1"
 
 
 def _layer_problems(shape: ModelShape) -> Iterator[str]:
-    """Layers without experts, and shared experts, that the family's config.json cannot express."""
+    """Arguments of dense layers, and of shared experts, that the family's config.json cannot express."""
     dense, table = shape.dense_layers, shape.table
     if dense and not table.hf.dense:
         yield f"--moe-layer-freq with dense layers {list(dense)}: family {shape.family} has experts in every layer"
     if table.hf.dense == "first_k_dense_replace" and dense != tuple(range(len(dense))):
-        yield f"--moe-layer-freq with dense layers {list(dense)}: family {shape.family} has them before all others"
+        yield f"--moe-layer-freq with dense layers {list(dense)}: in family {shape.family} dense layers must come first"
     counted = not table.hf.shared.endswith("size")
     if table.shared_experts and (not shape.shared_ffn or counted and shape.shared_ffn % shape.expert_ffn):
         yield (
-            f"--moe-shared-expert-intermediate-size {shape.shared_ffn}: family {shape.family} has whole shared experts"
-            f" of --moe-ffn-hidden-size {shape.expert_ffn}; give a multiple of it"
+            f"--moe-shared-expert-intermediate-size {shape.shared_ffn}: family {shape.family} needs shared experts"
+            f"{', each of --moe-ffn-hidden-size' * counted}; give a multiple of {shape.expert_ffn}"
         )
     if not table.shared_experts and shape.shared_ffn:
         yield (
@@ -176,9 +176,9 @@ def _balancing(args: Namespace) -> list[str]:
 
 
 def _routing(args: Namespace) -> dict[str, Any]:
-    """Fields of a config.json that say how the trainer routes tokens.
+    """Fields of a config.json that describe the trainer's routing of tokens.
 
-    In MindSpeed-LLM they depend on the kind of load balancing too. Sources: topk_softmax_with_capacity of Megatron's
+    In MindSpeed-LLM they also depend on the kind of load balancing. Sources: topk_softmax_with_capacity of Megatron's
     moe_utils.py; topk_router_routing of MindSpeed-LLM's router.py, and its pai_megatron.py.
     """
     kinds, normalize = _balancing(args), getattr(args, "norm_topk_prob", False)
@@ -192,9 +192,9 @@ def _routing(args: Namespace) -> dict[str, Any]:
         out["norm_topk_prob"] = args.moe_router_topk > 1
     if out["n_group"] == 1:
         out["topk_group"] = 1
-    if kinds == ["aux_loss"] and normalize:  # normalised after the scaling, which so has no effect
+    if kinds == ["aux_loss"] and normalize:  # weights are normalized after the scaling, so it has no effect
         out |= {"norm_topk_prob": True, "routed_scaling_factor": 1.0}
-    if kinds == [GROUP_LIMITED]:  # weights are only scaled where they are not normalised
+    if kinds == [GROUP_LIMITED]:  # weights are scaled only if they are not normalized
         summed = bool(normalize and args.moe_router_topk > 1)
         groups = args.moe_router_num_groups or args.expert_model_parallel_size
         out |= {"norm_topk_prob": summed, "n_group": groups, "topk_group": args.moe_router_group_topk}

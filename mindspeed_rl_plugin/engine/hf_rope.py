@@ -25,8 +25,8 @@ def rope_scaling(args: Namespace) -> dict[str, Any] | None:
     kind = getattr(args, "rope_scaling_type", None)  # MindSpeed-LLM
     if kind not in (None, "llama3", "yarn"):
         raise ValueError(
-            f"--rope-scaling-type {kind}: no model family of the engine has these frequencies (known: llama3, yarn); "
-            "the families that do (longrope: Phi-3.5, plm: PLM) are not supported"
+            f"--rope-scaling-type {kind}: no supported model family has it (known: llama3, yarn). The families with "
+            "longrope (Phi-3.5) and plm (PLM) are not supported"
         )
     if kind == "yarn":
         return _mindspeeds_yarn(args)
@@ -34,14 +34,14 @@ def rope_scaling(args: Namespace) -> dict[str, Any] | None:
         return _megatrons_yarn(args)
     if kind is None and not getattr(args, "use_rope_scaling", False):
         return None
-    # Core fixes the last three (rotary_pos_embedding.py, _apply_scaling); MindSpeed-LLM has flags for them.
-    ours = kind == "llama3"
+    # In core the last three values are constants (rotary_pos_embedding.py, _apply_scaling); MindSpeed-LLM has flags.
+    flags = kind == "llama3"
     return {
         "rope_type": "llama3",
         "factor": float(args.rope_scaling_factor),
-        "low_freq_factor": float(args.low_freq_factor) if ours else 1.0,
-        "high_freq_factor": float(args.high_freq_factor) if ours else 4.0,
-        "original_max_position_embeddings": int(args.original_max_position_embeddings) if ours else 8192,
+        "low_freq_factor": float(args.low_freq_factor) if flags else 1.0,
+        "high_freq_factor": float(args.high_freq_factor) if flags else 4.0,
+        "original_max_position_embeddings": int(args.original_max_position_embeddings) if flags else 8192,
     }
 
 
@@ -72,8 +72,8 @@ def _mindspeeds_yarn(args: Namespace) -> dict[str, Any]:
         return _yarn(args, float(args.rope_scaling_factor), original, mscale, all_dim)
     if (mscale, all_dim) != (1.0, 0.0):
         raise ValueError(
-            f"--rope-scaling-mscale {mscale} --rope-scaling-mscale-all-dim {all_dim}: only multi-latent attention has "
-            "these in the engine; leave them out"
+            f"--rope-scaling-mscale {mscale} --rope-scaling-mscale-all-dim {all_dim}: the engine uses them only in "
+            "multi-latent attention; leave them out"
         )
     scaling = _yarn(args, args.max_position_embeddings / original, original, mscale, all_dim)
     return {name: value for name, value in scaling.items() if not name.startswith("mscale")}
@@ -86,11 +86,11 @@ def _yarn(args: Namespace, factor: float, original: float, mscale: float, mscale
 
 
 def rope_frequencies(config: Mapping[str, Any], *, scaled: bool = True) -> Tensor:
-    """Inverse frequencies that the engine computes from a normalized config: float32 `[D / 2]`, D rotated entries of a
-    head.
+    """Inverse frequencies that the engine computes from a normalized config: float32 `[D / 2]`; D entries of a head are
+    rotated.
 
-    scaled: False for the frequencies before YaRN. Low frequencies are divided by `factor`, high ones are kept, those
-    between are interpolated: in Llama 3 by wave length, in YaRN by turns within the original length.
+    scaled: False for the frequencies before scaling. Low frequencies are divided by `factor`, high ones are kept. Those
+    between are interpolated: in Llama 3 linearly in the frequency, in YaRN linearly in its index.
     """
     dim = int(config["head_dim"] * config["partial_rotary_factor"])
     base, scaling = config["rope_theta"], config["rope_scaling"]
@@ -112,8 +112,8 @@ def rope_frequencies(config: Mapping[str, Any], *, scaled: bool = True) -> Tenso
 
 def check_rotary(config: Mapping[str, Any], rotary: torch.nn.Module) -> None:
     """Compare a normalized config with the rotary embedding of the built Megatron model, which may differ from the
-    flags: core's pretrain_gpt.py, for example, ignores `--rope-scaling-factor`. In `inv_freq` Megatron's own YaRN
-    stores the unscaled frequencies, MindSpeed-LLM the scaled ones. Raises ValueError for a difference above 1e-5."""
+    flags: core's pretrain_gpt.py, for example, ignores `--rope-scaling-factor`. `inv_freq` holds unscaled frequencies
+    in Megatron's own YaRN, otherwise scaled ones. Raises ValueError for a relative difference above 1e-5."""
     megatrons = hasattr(rotary, "inv_freq_extra")
     if megatrons and (scaling := config["rope_scaling"]):
         named = {"factor": "scaling_factor"}

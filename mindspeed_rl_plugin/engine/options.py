@@ -1,4 +1,4 @@
-"""What an engine is built from, and what it is asked for, in vLLM's words; without vLLM."""
+"""Options of an engine and of a request, translated into arguments of vLLM. vLLM is not imported."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from mindspeed_rl_plugin.rows import GenerateRequest
 
 NO_TOKENIZER_NEEDED = (0, 10)
 PROCESSED = "processed_logprobs"
-# vllm-ascend would bind all threads of the trainer to a few cores, and may stop the machine's irqbalance. The others
-# say from 0.23 on what the variables of `engine_env.REQUIRED_NPU` say: weights stay in the format of the checkpoint.
+# With CPU binding vllm-ascend would bind all threads of the trainer to a few cores, and might stop the machine's
+# irqbalance. From 0.23 on the other settings replace the variables of `engine_env.REQUIRED_NPU`.
 ASCEND_CONFIG = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0, "enable_mlapo": False}
-# Of one step of an accelerator, which takes longer prompts in parts: vLLM keeps memory for the activations of so many.
+# Most tokens of one step on an accelerator: vLLM reserves memory for their activations, and splits longer prompts.
 STEP_TOKENS = 8192
-CPU_BLOCK = 32  # tokens; vLLM's kernels for CPUs want a multiple of it, but for latent attention, which has its own
+CPU_BLOCK = 32  # tokens of a KV cache block, except with latent attention: vLLM's CPU kernels need a multiple of 32
 
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """What an engine is built from."""
+    """How an engine is built."""
 
     config: Mapping[str, Any]  # config.json of the model (`hf_config.derive_config`)
     max_model_len: int  # most tokens of prompt and response together
     tensor_parallel: int = 1  # ranks of one engine
-    # ranks among which complete experts are divided; above `tensor_parallel`: of several engines. 1: experts are split
+    # ranks over which complete experts are spread (of several engines if they share experts); 1: each expert is split
     expert_parallel: int = 1
     dtype: str = "float32"  # "float32" | "bfloat16" | "float16"
     max_running: int = 256  # most sequences decoded at once
-    kv_cache_bytes: int = 1 << 30  # of each rank, on CPU
+    kv_cache_bytes: int = 1 << 30  # of each rank; only used on a CPU
     # share of an accelerator's memory; None: `free_share` when the engine is built
     memory_utilization: float | None = None
-    eos_token_ids: tuple[int, ...] = ()  # end every response that does not ignore them
+    eos_token_ids: tuple[int, ...] = ()  # a response ends at one of these, except with `Sampling.ignore_eos`
     tokenizer: str | None = None  # directory, see `needs_tokenizer`
     trust_remote_code: bool = False  # whether code that comes with the tokenizer may run
-    sleep_mode: bool = True  # whether `sleep` frees memory on an accelerator
-    graph_sizes: tuple[int, ...] = ()  # batch sizes of an accelerator's graphs; empty: vLLM's own
-    # each request has its own generator, even where this costs kernels per request and step; it costs nothing on a CPU,
-    # and where vLLM draws for all requests in one kernel
+    sleep_mode: bool = True  # whether `sleep` frees memory
+    graph_sizes: tuple[int, ...] = ()  # batch sizes of an accelerator's graphs; empty: vLLM's default sizes
+    # True: each request has its own random generator, even if this costs kernels per request and step. False: only on a
+    # CPU, and if vLLM samples for all requests in one kernel; there it costs nothing
     request_seeds: bool = False
-    # seconds that ranks wait for each other in a step, and in the build until vLLM's own limits apply
+    # seconds that ranks wait for each other in a step, and while the engine is built, until vLLM's own limits apply
     deadline: float = 1800.0
 
     @property
@@ -52,7 +52,7 @@ class VllmOptions:
 
 
 def needs_tokenizer(stop: Sequence[str]) -> bool:
-    """Whether `VllmOptions.tokenizer` must be given: stop strings need it, and every vLLM before 0.10."""
+    """Whether `VllmOptions.tokenizer` must be given: for stop strings, and for every vLLM before 0.10."""
     return bool(stop) or engine_env.vllm_version() < NO_TOKENIZER_NEEDED
 
 
@@ -83,30 +83,30 @@ def engine_arguments(options: VllmOptions, kind: str, directory: str) -> dict[st
         "generation_config": "vllm",
         "enable_sleep_mode": options.sleep_mode and not on_cpu,
         "logprobs_mode": PROCESSED,
-        # After a part of a prompt vLLM rewinds the response's generator, which generators on a CPU cannot do.
+        # After a part of a prompt vLLM resets the request's generator to an offset, which a CPU's generator cannot do.
         **({"kv_cache_memory_bytes": options.kv_cache_bytes, "enable_chunked_prefill": False} if on_cpu else {}),
         # Only complete blocks of a prefix are cached, and many turns are shorter than vLLM's CPU block of 128 tokens.
         **({"block_size": CPU_BLOCK} if on_cpu and not latent else {}),
         **({} if on_cpu else {"gpu_memory_utilization": options.memory_utilization}),
-        # Where engines share experts, all must run the same number of steps; asynchronous scheduling runs one more.
+        # Engines that share experts must run the same number of steps; asynchronous scheduling runs one more.
         **({} if on_cpu else {"async_scheduling": options.sharing == 1}),
         **({} if on_cpu or not options.graph_sizes else {"compilation_config": graphs}),
         **({"additional_config": dict(ASCEND_CONFIG)} if kind == "npu" else {}),
-        # vLLM's own all-reduce maps graph memory of other ranks; then the process dies without a message (0.18 to
-        # 0.32).
+        # vLLM's own all-reduce maps the graph memory of other ranks. With expandable segments the process then dies
+        # without a message (0.18 to 0.32).
         **({"disable_custom_all_reduce": True} if kind == "cuda" and options.tensor_parallel > 1 and segments else {}),
         # vLLM's default kernel on sm100 permutes the weights of experts in place.
         **({"moe_backend": "triton"} if kind == "cuda" and family_table(options.config).experts else {}),
-        # On a CPU with AMX vLLM would repack the weight of latent attention, and drop the original.
+        # On a CPU with AMX vLLM would otherwise repack the weight of latent attention, and delete the original.
         **({"attention_backend": "CPU_MLA"} if on_cpu and latent else {}),
     }
 
 
 def sampling_fields(request: GenerateRequest, eos: Sequence[int], seeded: bool) -> dict[str, Any]:
-    """The rest of a response as fields of vLLM's SamplingParams: all fields that a server's own defaults could change.
+    """Fields of vLLM's SamplingParams for the remaining tokens of a response; no default of a server is in force.
 
-    eos: ids that end every response that does not ignore them; explicit, since vLLM without a tokenizer knows none.
-    seeded: whether the request has a generator of its own.
+    eos: `VllmOptions.eos_token_ids`, since vLLM without a tokenizer knows none. seeded: whether the request has its own
+    random generator.
     """
     sampling = request.sampling
     stops = [] if sampling.ignore_eos else list(sampling.stop)
@@ -127,5 +127,5 @@ def sampling_fields(request: GenerateRequest, eos: Sequence[int], seeded: bool) 
 
 
 def prompt_of(request: GenerateRequest) -> list[int]:
-    """Tokens of the prompt, and of the response those that were sampled before."""
+    """Tokens of the prompt, and the tokens of the response that were sampled before."""
     return [*request.prompt_tokens, *(request.begun.tokens if request.begun else ())]

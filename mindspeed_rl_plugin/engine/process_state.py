@@ -19,27 +19,27 @@ from mindspeed_rl_plugin.host.torch_originals import torch_originals
 class ProcessState:
     """Switches the process to the engine's state, and back to the trainer's.
 
-    vLLM seeds all generators when it is built, and samples from torch's. On CUDA it sets a stream of its own as the
+    vLLM seeds all random generators when it is built, and samples from torch's. On CUDA it makes its own stream the
     current one and does not reset it (0.18 to 0.32: `current_stream` of its torch_utils). It also replaces public names
-    of torch and does not restore them: after vllm-ascend 0.18 to 0.23 torch.cuda.Event does nothing
+    of torch and does not restore them: in vllm-ascend 0.18 to 0.23 torch.cuda.Event then does nothing
     (`_torch_cuda_wrapper`).
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._stream: object = None  # the engine's, after its first turn
+        self._stream: object = None  # the engine's, after the first `lent`
         self._seed: int | None = None
-        self._generator: Tensor | None = None  # state of the device's generator after the engine's last turn
+        self._generator: Tensor | None = None  # state of the device's generator after the last `lent`
         self._own_numbers = False
         self._names: dict[tuple[ModuleType, str], Any] = {}  # names in torch as the engine has set them
 
     def reseed(self, seed: int) -> None:
-        """From the next turn on the engine has its own random numbers on the device, the same on all ranks with this
-        seed."""
+        """From the next `lent` on the engine has its own random numbers on the device, from this seed."""
         self._seed, self._own_numbers = seed, True
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
+        """Within the context the process has the engine's state."""
         with torch_originals(), self._own_names(), _host_generators_kept(), self._on_device():
             yield
 
@@ -77,8 +77,8 @@ class ProcessState:
                 api.set_stream(stream)
 
     def _enter(self, stream: object) -> None:
-        """Switch to the engine's stream, which waits for the trainer's, and to the last state of its random
-        generator."""
+        """Switch to the engine's stream, which waits for the trainer's stream, and to the last state of the engine's
+        random generator."""
         api = self._device.api
         if self._stream is not None and self._stream != stream:
             self._stream.wait_stream(stream)

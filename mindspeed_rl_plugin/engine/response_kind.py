@@ -1,7 +1,7 @@
-"""The kind of a job's responses: by default one turn of the model, which nothing answers.
+"""The kind of a job's responses: by default each response is one turn of the model, without an environment.
 
-`episodes.episode_kind` has responses of several turns. One object answers all that differs between the kinds; the
-builder of the inputs chooses it.
+`episodes.episode_kind` has responses of several turns. All that differs between the kinds is in one object, which
+`launch.read_inputs` chooses.
 """
 
 from __future__ import annotations
@@ -18,52 +18,53 @@ from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.rows import Completion, Prompt, Rows
 
 Checks = Iterator[tuple[Any, ...]]
-"""Row of each part, which parts are wrong, what is wrong with one and what to do, and the values that this names: of
-each part, or a function of its number. The first that is wrong is raised, so a check may rely on those before it."""
+"""Tuples (of, bad, text, *values) about N entries (rows, tokens or turns). of: row of each entry; bad: whether it is
+wrong; text: of the error, in which {} stands for values; values: each a sequence of N, or a function of an entry's
+number. A tuple with a wrong entry raises its error before the next tuple is made."""
 
 
 class ResponseKind:
     """Responses of one turn."""
 
     tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas of functions that the model may call
-    tokenizer: str | None = None  # directory of the tokenizer by which engines render answers
+    tokenizer: str | None = None  # directory of the tokenizer that encodes replies of tools and environments
     reads: tuple[str, ...] = ()  # columns that an engine gets in addition to the prompt
     columns: tuple[ColumnSpec, ...] = ()  # columns that only rows of this kind have
     measured: tuple[str, ...] = ()  # names of columns that `meter` reads
     dumped: tuple[str, ...] = ()  # names of further columns in dumps
-    # columns for the length that --rl-max-response-length limits, if it is not that of the response alone
+    # columns from which the length that --rl-max-response-length limits is computed; empty: `response_length`
     limited: tuple[str, ...] = ()
     graded: tuple[str, ...] = ()  # further fields of a `GradeItem` that graders get
-    ends: tuple[str, ...] = ("stop", "length")  # of `FINISH`: how a response may end
+    ends: tuple[str, ...] = ("stop", "length")  # the values of `FINISH` that a response may have
     drops_failed = False  # whether rows with `environment_failed` are never trained
 
     def over(self, engine: Engine, tokenizer: Any, peers: Peers) -> Engine:
-        """The engine of these responses, on top of an engine that samples one turn. tokenizer: of the job; peers: ranks
+        """An engine for these responses, on top of an engine that samples one turn. tokenizer: of the job; peers: ranks
         of the engine."""
         return engine
 
     def described(self) -> Mapping[str, Any] | None:
-        """Settings for engines of other processes, as JSON values."""
+        """Settings for engines in other processes, as JSON values."""
         return None
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
-        """Raises ValueError where a row lacks a field that a response needs. rows: place in the data -> fields of a
-        record."""
+        """Raises ValueError if a row lacks a field that a response needs. rows: place in the data -> the row's
+        fields."""
 
     def try_once(self, meta: Mapping[str, Any], base: int, where: str) -> None:
-        """Begin a response as a trial, before the first real one. meta: of its prompt; base: of seeds; where: the
-        prompt's place in the data. Collective. Raises ValueError where that fails."""
+        """Begin a response as a trial, before training. meta: of its prompt; base: as in `response_seed`; where: the
+        prompt's place in the data. Collective. Raises ValueError if the response cannot begin."""
 
     def grade_fields(self, prompt: Prompt) -> Mapping[str, Any]:
-        """The fields `graded` for a trial response, which is the prompt's answer."""
+        """The fields `graded` of a trial response whose text is the prompt's answer."""
         return {}
 
     def completed(self, completion: Completion, prompt: Prompt) -> Completion:
-        """A complete response to the prompt, with all that its row needs."""
+        """The completed response with all columns that its row needs."""
         return completion
 
     def prompt_lengths(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """`[B]` number of tokens before the model's first turn, and whether these are the prompt of the data."""
+        """`[B]` number of tokens before the model's first turn, and whether these tokens are the prompt of the data."""
         return rows["prompt"].lengths, torch.ones(len(rows), dtype=torch.bool)
 
     def sampled(self, rows: Rows) -> Tensor:
@@ -76,11 +77,11 @@ class ResponseKind:
         yield from ()
 
     def check_rest(self, rows: Rows) -> Checks:
-        """Check the other columns, of rows with valid tokens."""
+        """Check the other columns; the tokens of the rows are valid."""
         yield from ()
 
     def meter(self) -> Callable[[Rows], Mapping[str, float]]:
-        """Computes metrics of rollouts, for one rank and a complete run."""
+        """A new function that computes metrics of a rollout. It may have state, so a rank keeps it for the run."""
         return lambda rows: {}
 
     def close(self) -> None:
@@ -91,6 +92,6 @@ ONE_TURN = ResponseKind()
 
 
 def places(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Row of each packed entry, and its place in it."""
+    """Row of each packed entry, and the entry's index in this row."""
     of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     return of, torch.arange(len(of)) - (lengths.cumsum(0) - lengths)[of]

@@ -1,13 +1,13 @@
-"""The `Engine` Protocol: the interface of a rollout engine. The request for a response, whose seed does not depend on
-when or where it is generated; and `generate` on top of an engine.
+"""The interface of a rollout engine (`Engine`); requests for responses, whose seeds do not depend on when or where a
+response is generated; and `generate` and `stream`, which use an engine.
 
 **Ranks of one engine (SPMD).** An engine of tensor parallel size n runs on n ranks. They make the same calls in the
 same order with the same arguments, and get the same completions in the same order; the first rank (`engine.leader`)
-writes them. Replicas are independent, unless they share experts. Then all of them must step at the same time, even one
-that has no request, and each calls `keep_step` at the end.
+stores them. Engines are independent, unless they share experts. Then all these engines must step at the same time, even
+without a request, and each calls `keep_step` at the end.
 
-**Life of a rollout.** `wake(("weights",))`, the reshard writes into `parameters()`, `update_weights(version)`,
-`wake(("kv_cache",))`, then `submit` / `poll` until all is done, then `sleep()`. A fresh engine is awake.
+**Calls of a rollout.** `wake(("weights",))`, the reshard writes into `parameters()`, `update_weights(version)`,
+`wake(("kv_cache",))`, then `submit` / `poll` until all responses are finished, then `sleep()`. A new engine is awake.
 """
 
 from __future__ import annotations
@@ -25,56 +25,56 @@ from torch import Tensor
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling, Task
 
 ENGINE_PARTS = ("weights", "kv_cache")
-# Ids of evaluation: (EPOCH, index of the prompt, attempt); no rollout has a negative epoch.
+# Evaluations have negative epochs; in seeds they all have this one. Ids: (epoch, index of the prompt, attempt).
 EPOCH = -1
-OF_GROUP = -1  # in the place of a member, for a seed of all members
+OF_GROUP = -1  # replaces the member in a seed that all members of a group share
 
 
 class Engine(Protocol):
     """One replica of the policy that generates responses. Times are seconds."""
 
-    replica: int  # which of the world's independent engines this is
-    replicas: int  # how many there are
+    replica: int  # number of this engine, from 0
+    replicas: int  # number of engines in the world
     leader: bool  # whether this rank is the first of its engine
-    version: int  # of the weights that it generates with, -1 before the first ones
+    version: int  # of the weights with which it generates, -1 before the first ones
     digest: str | None  # of these weights, 16 hexadecimal digits; None: not verified
     shares_experts: bool  # whether it steps together with other engines
-    progress: float  # when something was last finished, by `time.monotonic`
+    progress: float  # `time.monotonic()` when a response, a turn or an answer to a turn was last finished
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Queue responses. One that has begun continues after the tokens that it has. Ids are new, or were aborted.
+        """Queue responses. A response that has begun continues after its tokens. Ids are new, or of aborted responses.
 
         Raises ValueError for a prompt that is empty or leaves too few tokens for `max_tokens`, for sampling that the
         engine cannot do exactly, and for a response that has all its tokens.
         """
 
     def poll(self, timeout: float) -> list[Completion]:
-        """Work until at least one response is finished, and return those that are; none where `timeout` has passed, or
-        nothing is queued. Every call makes progress, also with timeout 0. All ranks return at the same step."""
+        """Step until at least one response is finished, and return the finished ones; an empty list if `timeout` has
+        passed or nothing is queued. Even with timeout 0 a call makes progress. All ranks return at the same step."""
 
     def step_along(self, steps: int) -> list[Completion]:
-        """Exactly so many steps, dummy ones where nothing is queued here; returns the responses that are finished.
-        Engines that share experts call it together, whichever of them has responses queued."""
+        """Run this number of steps, dummy steps if nothing is queued here, and return the finished responses. Engines
+        that share experts call it together, even if only some of them have responses queued."""
 
     def keep_step(self) -> None:
-        """Step along with the engines that share experts with this one, if any, until none of them has responses
-        queued. Raises ValueError while responses are queued here, TimeoutError where the others do not step."""
+        """Run dummy steps until no engine that shares experts with this one, if any, has responses queued. Raises
+        ValueError while responses are queued here, TimeoutError if the other engines do not step."""
 
     def abort(self) -> list[Completion]:
-        """Stop all responses, and return what they hold so far with finish "abort"."""
+        """Stop all responses, and return their tokens so far as completions with finish "abort"."""
 
     def parameters(self) -> dict[str, Tensor]:
         """The live weights of this rank by the engine's names. Writing into them changes the next step."""
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
-        """`parameters()` now hold `version`: cached results of older weights are not used for new requests.
+        """`parameters()` now hold weights of `version`: cached results of older weights are not used for new requests.
 
-        digest: recorded, for comparisons. in_flight: queued responses continue with their KV cache, and record which
-        version sampled which part; without it, queued responses raise ValueError.
+        digest: recorded, for comparisons. in_flight: True: queued responses continue with their KV cache, and record
+        the version that sampled each part; False: if responses are queued, ValueError is raised.
         """
 
     def sleep(self) -> None:
-        """Free the memory of weights and KV cache; their contents are lost. Raises ValueError while busy."""
+        """Free weights and KV cache; their contents are lost. Raises ValueError while responses are queued."""
 
     def wake(self, parts: Sequence[str] = ENGINE_PARTS) -> None:
         """Allocate the memory of "weights", "kv_cache" or both again. Weights are undefined until they are written."""
@@ -87,9 +87,9 @@ def response_seed(base: int, epoch: int, group: int, member: int, begun: int = 0
     """63-bit seed of one response; the same integers give the same seed on every machine and version.
 
     base: the run's `--rl-rollout-seed`; epoch, group, member: the sample's id, each a signed 64-bit integer; begun:
-    tokens sampled before an interruption. They change the seed, since the first seed would repeat the random numbers of
-    these tokens. The seed is the first 63 bits of BLAKE2b over these integers, packed little-endian, so that seeds of
-    neighbouring ids are unrelated.
+    number of tokens sampled before an interruption. It changes the seed, since the first seed would repeat the random
+    numbers of these tokens. The seed is the first 63 bits of BLAKE2b over all these integers, packed little-endian, so
+    that seeds of neighbouring ids are unrelated.
     """
     parts = (base, epoch, group, member, *([begun] if begun else ()))
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
@@ -97,8 +97,8 @@ def response_seed(base: int, epoch: int, group: int, member: int, begun: int = 0
 
 
 def task_of(base: int, sample: SampleId, fields: Mapping[str, object] | None) -> Task | None:
-    """The task of an environment, the same for all rows of a group and for each evaluation. fields: of `Task`; None: no
-    environment answers."""
+    """The task of an environment, the same for all rows of a group and for all evaluations. fields: of `Task`; None if
+    the job has no environment."""
     epoch = EPOCH if sample.epoch < 0 else sample.epoch
     return None if fields is None else Task(fields, response_seed(base, epoch, sample.group, OF_GROUP))
 
@@ -111,10 +111,10 @@ def response_request(
     begun: Completion | None = None,
     fields: Mapping[str, object] | None = None,
 ) -> GenerateRequest:
-    """The request for a response. begun: the part that was sampled before an interruption; fields: of its row, for an
-    environment.
+    """The request for a response. begun: the part that was sampled before an interruption; fields: as in `task_of`.
 
-    A negative epoch is an evaluation: each evaluation requests the same responses; the first one of a prompt is greedy.
+    A negative epoch means an evaluation: all evaluations request the same responses, and the first response to a prompt
+    is greedy.
     """
     task = task_of(base, sample, fields)
     epoch = sample.epoch
@@ -132,8 +132,8 @@ def generate(
     deadline: float,
     progress: Callable[[int], object] | None = None,
 ) -> list[Completion]:
-    """Generate all responses, maybe none; the result is in the order of `requests`. progress: called with the number of
-    responses that have just finished. The rest is as for `stream`."""
+    """Generate all responses, and return them in the order of `requests`, which may be empty. progress: called with the
+    number of responses that have just finished. Deadline and errors are those of `stream`."""
     done: dict[SampleId, Completion] = {}
     for finished in stream(engine, requests, deadline=deadline):
         done |= {completion.id: completion for completion in finished}
@@ -145,12 +145,12 @@ def generate(
 def stream(
     engine: Engine, requests: Sequence[GenerateRequest], *, deadline: float, pause: float = math.inf
 ) -> Iterator[list[Completion]]:
-    """Generate all responses, maybe none; yields them as they finish. Collective over the engines that share experts.
+    """Generate all responses, and yield them as they finish. Collective over the engines that share experts.
 
-    deadline: most seconds from one finished response (or turn, or answer to a turn) to the next; so a long rollout may
-    take longer while it makes progress. pause: after so many seconds without a response yields an empty list, so that
-    the caller can do something else. Raises TimeoutError with the number of missing responses; these are aborted, so
-    that the engine is idle.
+    deadline: most seconds from one finished response (or turn, or answer to a turn) to the next; a complete rollout may
+    take longer. pause: seconds without a response after which an empty list is yielded, so that the caller can do
+    something else. Raises TimeoutError with the number of missing responses; these are aborted, so that the engine is
+    idle.
     """
     missing, end = {r.id: r for r in requests}, time.monotonic() + deadline
     engine.submit(requests)
@@ -173,6 +173,6 @@ def _too_late(missing: Sequence[GenerateRequest], requests: int, partial: Sequen
     first = ", ".join(str(tuple(r.id)) for r in missing[:4])
     return (
         f"generation: {len(missing)} of {requests} responses are missing, and none has finished for {deadline:g} s"
-        f" (first: {first}; {tokens} tokens of them are sampled); raise --rl-wait-timeout or lower"
+        f" (the first: {first}); the engine has sampled {tokens} of their tokens; raise --rl-wait-timeout or lower"
         " --rl-max-response-length"
     )

@@ -1,6 +1,6 @@
-"""The parts of vLLM's interface that differ between 0.9.1 and 0.32, behind functions; nothing else imports vLLM.
+"""Functions for the parts of vLLM's interface that differ between 0.9.1 and 0.32. Only `host.vllm_live` also uses vLLM.
 
-vLLM is imported inside the functions: it costs seconds, and the environment must be prepared first.
+vLLM is imported inside the functions: the import takes seconds, and the environment must be prepared before it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ OPTIONAL_ARGUMENTS = (
     "async_scheduling",
     "additional_config",
 )
-# Kernels that read expert weights in the order that vLLM declares. vllm-ascend's are "OOT"; their shapes show the
-# order.
+# Kernels that read expert weights in the order that vLLM declares. "OOT" are vllm-ascend's: the shapes of the weights
+# show whether it has transposed them.
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU", "OOT")
 _CHOSEN_KERNEL = re.compile(r"\w*(flashinfer|aiter)\w*_enabled")  # names of kernels in versions before 0.14
 
@@ -62,11 +62,11 @@ def build(arguments: dict[str, Any]) -> Any:
 
 
 def _sharing_experts(engine: type, given: Any) -> Any:
-    """An engine with these `EngineArgs`; as one of several that share experts it is a data parallel rank.
+    """An engine with these `EngineArgs`, which is one data parallel rank of the engines that share experts.
 
-    vLLM (0.11 to 0.32, config/parallel.py) derives its place from RANK as if it were the only engine. For an external
-    launcher it counts data parallel ranks twice in `world_size_across_dp`; by this vllm-ascend chooses how tokens reach
-    their experts (0.18: `select_moe_comm_method`).
+    vLLM (0.11 to 0.32, config/parallel.py) derives the data parallel rank from RANK as if there were no other engines.
+    With an external launcher it counts data parallel ranks twice in `world_size_across_dp`, by which vllm-ascend
+    chooses how tokens reach their experts (0.18: `select_moe_comm_method`).
     """
     size = given.tensor_parallel_size
     with in_group(size * given.data_parallel_size):
@@ -86,7 +86,7 @@ def dummy_step(engine: Any) -> None:
 
 
 def usable(arguments: dict[str, Any], known: Collection[str], core: type) -> dict[str, Any]:
-    """These arguments without unknown optional ones, and without asynchronous steps that look at the clock."""
+    """These arguments without optional ones that are unknown, and without asynchronous steps that depend on timing."""
     given = {k: v for k, v in arguments.items() if k in known or k not in OPTIONAL_ARGUMENTS}
     if "async_scheduling" in given and steps_look_at_the_clock(core):
         given["async_scheduling"] = False
@@ -94,8 +94,8 @@ def usable(arguments: dict[str, Any], known: Collection[str], core: type) -> dic
 
 
 def steps_look_at_the_clock(core: type) -> bool:
-    """Whether a step of the engine core depends on the device's progress (`future.done()`, 0.10 to 0.18). Each rank of
-    an engine schedules its own asynchronous steps; then these could differ, and ranks would wait for ever."""
+    """Whether an asynchronous step depends on the device's progress (`future.done()`, 0.10 to 0.18). Each rank
+    schedules its own steps; if these differ between ranks, the ranks wait for each other for ever."""
     step = getattr(core, "step_with_batch_queue", None)
     return step is not None and "done" in step.__code__.co_names
 
@@ -111,7 +111,7 @@ def know_config(model_type: str) -> None:
 
 def _drop_message_queues() -> None:
     """Free vLLM's message queues between the ranks of an engine: their shared memory and sockets would remain after the
-    process. They are not used, since each rank schedules its own steps."""
+    end of the process. The queues are not used, since each rank schedules its own steps."""
     from vllm.distributed import parallel_state
 
     for reference in list(parallel_state._groups.values()):
@@ -144,8 +144,8 @@ def demand_base_format(worker: Any, device: Device) -> None:
     for name, parameter in model(worker).named_parameters():
         if not device.in_base_format(parameter):
             raise ValueError(
-                f"vLLM stores {name} in a format of the NPU's own, into which no reshard can write; take a version of "
-                "vllm-ascend that README names, for VLLM_ASCEND_ENABLE_NZ=0 does not keep this one from it"
+                f"vLLM stores {name} in a format of the NPU, into which a reshard cannot write. This vllm-ascend does "
+                "so even with VLLM_ASCEND_ENABLE_NZ=0; install a version of vllm-ascend that README names"
             )
 
 
@@ -164,9 +164,9 @@ def has_batched_seeds(worker: Any) -> bool:
 
 
 def demand_plain_experts(worker: Any) -> None:
-    """Raise ValueError for kernels that permute the expert weights in place: a reshard would write other experts. vLLM
-    0.32 chooses FlashInfer's on sm100 by default (fused_moe/oracle/unquantized.py). Before 0.14 environment variables
-    chose them, and AITER's."""
+    """Raise ValueError for kernels that permute the expert weights in place: a reshard would write wrong experts. vLLM
+    0.32 chooses FlashInfer's on sm100 by default (fused_moe/oracle/unquantized.py). Before 0.14, FlashInfer's and
+    AITER's kernels were chosen by environment variables."""
     for name, module in model(worker).named_modules():
         method = getattr(module, "quant_method", None)
         backend = getattr(getattr(method, "unquantized_backend", None), "name", PLAIN_EXPERTS[0])
@@ -174,9 +174,9 @@ def demand_plain_experts(worker: Any) -> None:
         named = [flag for flag, on in flags.items() if on is True and _CHOSEN_KERNEL.fullmatch(flag)]
         if named or backend not in PLAIN_EXPERTS:
             raise ValueError(
-                f"vLLM runs the experts of {name} by {named[0] if named else backend}, which keeps their weights in an "
-                "order of its own; unset VLLM_USE_FLASHINFER_MOE_FP16 and VLLM_ROCM_USE_AITER, or take a vLLM whose "
-                "engine arguments have moe_backend"
+                f"vLLM runs the experts of {name} by {named[0] if named else backend}, a kernel that permutes their "
+                "weights; unset VLLM_USE_FLASHINFER_MOE_FP16 and VLLM_ROCM_USE_AITER, or install a vLLM whose engine "
+                "arguments have moe_backend"
             )
 
 
@@ -189,8 +189,8 @@ def sampling_params(request: GenerateRequest, eos: Sequence[int], seeded: bool) 
 
 
 def worker(engine: Any) -> Any:
-    """This rank's worker, without its wrapper. Functions here accept the worker of an engine in this process or of a
-    server."""
+    """This rank's worker, without its wrapper. The functions of this module accept the worker of an engine in this
+    process or in a server."""
     wrapped = engine.model_executor.driver_worker
     return getattr(wrapped, "worker", wrapped)
 
@@ -201,16 +201,16 @@ def model(worker: Any) -> torch.nn.Module:
 
 
 def parameters(worker: Any) -> dict[str, torch.Tensor]:
-    """The live weights; tied ones appear once, under the name of the embedding. Derived tensors are left out."""
+    """The live weights without derived tensors. Tied weights appear once, under the name of the embedding."""
     live = model(worker).named_parameters()
     return {name: p.data for name, p in live if name.rpartition(".")[2] not in DERIVED}
 
 
 @torch.no_grad()
 def refresh_derived(worker: Any) -> int:
-    """Compute the tensors that are derived from weights (`DERIVED`) again, in place, since captured graphs and the
-    sleep mode use their addresses. Returns how many layers have such tensors. Prefill uses the weight itself, decoding
-    uses these."""
+    """Compute the derived tensors (`DERIVED`) again. This is done in place, since captured graphs and the sleep mode
+    use their addresses. Returns the number of layers with such tensors. Prefill uses the weight itself, and decoding
+    the derived tensors."""
     holders = _latent(worker)
     for holder in holders:
         _refresh_latent(holder)
@@ -233,7 +233,7 @@ def _latent(worker: Any) -> list[Any]:
 
 
 def weights_pool(kind: str) -> list[range]:
-    """Addresses of the memory of the weights that vLLM's sleep mode frees. kind: "npu" | "cuda"."""
+    """Address ranges of the weights' memory, which vLLM's sleep mode frees. kind: "npu" | "cuda"."""
     if kind == "npu":
         from vllm_ascend.device_allocator.camem import CaMemAllocator as Allocator
     else:
@@ -260,13 +260,13 @@ def tp_group() -> Any:
 
 
 def teardown(engine: Any) -> None:
-    """Free the engine and vLLM's own process groups. The engine core's own shutdown would destroy the trainer's too."""
+    """Free the engine and vLLM's process groups. The engine core's own shutdown would also destroy the trainer's."""
     from vllm.distributed import parallel_state
 
     engine.model_executor.shutdown()
     core = engine.engine_core.engine_core
     core.scheduler.shutdown()
-    if torch.distributed.is_initialized():  # otherwise vLLM's groups have ended with the trainer's
+    if torch.distributed.is_initialized():  # otherwise vLLM's groups were destroyed together with the trainer's
         parallel_state.destroy_model_parallel()
         if parallel_state._WORLD is not None:
             parallel_state._WORLD.destroy()

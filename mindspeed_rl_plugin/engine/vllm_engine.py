@@ -2,16 +2,16 @@
 
 vLLM's external launcher runs one engine core in every rank; ranks r*n .. r*n+n-1 form replica r of tensor parallel size
 n. All ranks build their engines together. Afterwards each replica runs its steps alone, except replicas that share
-experts (`expert_group`), which are data parallel ranks of vLLM: one without requests runs dummy steps with the others.
+experts (`expert_group`). These are data parallel ranks of vLLM; those without requests run dummy steps with the others.
 
 **Log-probs** are vLLM's processed ones: of the distribution from which the token was sampled, after temperature, top-p
 and top-k. At temperature 0 (greedy) they are those of temperature 1.
 
 **Determinism.** The same requests, submitted in the same order to an idle engine after `update_weights`, give the same
-batches and bitwise equal results. Where requests have seeds of their own (`VllmOptions.request_seeds`), a response
-depends on its prompt, sampling, seed and the weights. Other responses in the batch only change the order of sums, and
-so a log-prob by about 1e-6 (fp32; 1e-2 in bf16). Elsewhere all requests share the engine's generator, which is seeded
-again with the first one's seed.
+batches and bitwise equal results. If each request has its own generator (`VllmOptions.request_seeds`), a response
+depends only on its prompt, sampling, seed and the weights; but other responses in the batch change the order of sums,
+and thereby a log-prob by about 1e-6 (fp32; 1e-2 in bf16). Otherwise all requests share one generator of the engine. It
+is seeded with the first request's seed each time an idle engine gets requests.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Running:
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     segments: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
-    late: int = 0  # number of next tokens from steps that began before the newest weights
+    late: int = 0  # how many of the next tokens come from steps that began before the newest weights
 
     @classmethod
     def of(cls, request: GenerateRequest) -> Running:
-        """With the part that was sampled before."""
+        """A response with the tokens that were sampled before."""
         begun = request.begun
         if begun is None or not begun.tokens:
             return cls(request)
         return cls(request, [*begun.tokens], [*begun.logps], [*begun.segments])
 
     def expect_late(self, tokens: int, version: int) -> None:
-        """The next tokens may still come from weights of `version`, and are recorded so."""
+        """The next `tokens` tokens come from steps that began with weights of `version`; they are recorded with it."""
         if tokens and not self.segments:
             self.segments.append((0, version))
         self.late = tokens
@@ -101,14 +101,14 @@ class VllmEngine:
         self._process = ProcessState(self._device)
         self._sharers = ExpertGroup(options.expert_parallel, options.deadline) if options.sharing > 1 else None
         self._limit, self._step_of = HardDeadline(options.deadline), _step_of(options)
-        # vLLM reads the directory only now.
+        # vLLM reads the directory only while the engine is built.
         with scratch("mindspeed-rl-engine") as directory, self._process.lent():
             write_config(for_engine(options.config), directory)
             if not self._device.is_cpu:
                 demand_compile()
             arguments = engine_arguments(options, self._device.kind, directory)
             if "disable_custom_all_reduce" in arguments:
-                say("expandable_segments:True: the engine's ranks add up by NCCL, not by vLLM's own all-reduce")
+                say("expandable_segments:True: the engine uses NCCL's all-reduce, not vLLM's own")
             self._engine = vllm_api.build(arguments)
         self._worker = vllm_api.worker(self._engine)
         vllm_api.demand_plain_experts(self._worker)
@@ -134,8 +134,8 @@ class VllmEngine:
         for name, request in zip(names, requests, strict=True):
             params = vllm_api.sampling_params(request, self.options.eos_token_ids, self._request_seeds)
             # Prefixes that were cached before a change of weights must not be used after it, so each change has its own
-            # salt. The version is no salt: an engine may return to one, and responses in flight still fill blocks under
-            # their old salt.
+            # salt. It is not the version: an engine may get an old version again, while responses in flight still fill
+            # blocks under the salt of their start.
             prompt = {"prompt_token_ids": prompt_of(request), "cache_salt": str(self._changes)}
             self._engine.add_request(name, prompt, params)
             self._running[name] = Running.of(request)
@@ -178,7 +178,7 @@ class VllmEngine:
         return vllm_api.parameters(self._worker)
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
-        """Weights are now those of `version`: prefixes cached before are not used for new requests; see `Engine`."""
+        """See `Engine`. Prefixes that were cached with older weights are not used for new requests."""
         if "weights" not in self._awake:
             raise ValueError(f"update_weights({version}): the weights sleep; wake(('weights',)) first")
         vllm_api.refresh_derived(self._worker)
@@ -192,7 +192,7 @@ class VllmEngine:
         self.version, self.digest, self._changes = version, digest, self._changes + 1
 
     def sleep(self) -> None:
-        """Free weights and KV cache; see `Engine`. On an accelerator without `sleep_mode` they stay."""
+        """Free weights and KV cache; see `Engine`. Without `VllmOptions.sleep_mode` their memory stays allocated."""
         self._must_be_idle("sleep")
         if not self._awake:
             return
@@ -242,8 +242,8 @@ class VllmEngine:
         plain = sampling.temperature in (0.0, 1.0) and sampling.top_p == 1.0 and sampling.top_k <= 0
         if not (plain or self._processed):
             raise ValueError(
-                f"{request.id}: this vLLM has no processed log-probs (0.11 has); with it only temperature 1 and no"
-                " --rl-top-p, --rl-top-k can be trained on"
+                f"{request.id}: this vLLM has no processed log-probs (0.11 has them); install 0.11 or newer, or sample"
+                " at temperature 1 without --rl-top-p and --rl-top-k"
             )
 
     def _step(self) -> list[Completion]:
@@ -280,8 +280,8 @@ class VllmEngine:
     def _expired(self, end: float) -> bool:
         """Whether the time is up, agreed by all ranks of the engine every AGREE_EVERY steps.
 
-        The same message has a checksum of all sampled tokens: ranks with different tokens would soon wait for each
-        other for ever.
+        The same collective compares a checksum of all sampled tokens: ranks with different tokens would soon wait for
+        each other for ever.
         """
         late = time.monotonic() >= end
         if self.options.tensor_parallel == 1:
@@ -294,12 +294,12 @@ class VllmEngine:
         if seen[1] != -seen[2]:
             raise RuntimeError(
                 f"the {self.options.tensor_parallel} ranks of engine {self.replica} sampled different tokens by step"
-                f" {self._steps}: they must submit the same requests in the same order and hold parts of one model"
+                f" {self._steps}; they must submit the same requests in the same order, and hold weights of one version"
             )
         return bool(seen[0])
 
     def _in_time(self) -> contextlib.AbstractContextManager[None]:
-        """Deadline of a step inside vLLM, which waits for other ranks with limits of its own."""
+        """Apply our deadline to a step inside vLLM; vLLM itself waits for other ranks with other limits."""
         return self._limit.over(self._step_of) if self._step_of else contextlib.nullcontext()
 
     def _must_be_idle(self, what: str) -> None:
@@ -308,7 +308,7 @@ class VllmEngine:
 
     def _forget_prefixes(self) -> None:
         if self._engine.reset_prefix_cache() is False:
-            if self._sharers is None:  # engines that share experts have no step in flight, and run none alone
+            if self._sharers is None:  # engines that share experts have no step in flight, and run no step alone
                 with self._process.lent(), self._in_time():
                     self._engine.step()  # aborted requests may still hold blocks of a step in flight
             if self._engine.reset_prefix_cache() is False:
@@ -316,9 +316,9 @@ class VllmEngine:
 
 
 def _say_graphs(count: int) -> None:
-    """Print the number of captured graphs, one for each size and part of the model. No graph is an error that only
-    makes the engine slow."""
-    none = "no graphs: it decodes step by step, several times slower; look for warnings of vLLM above"
+    """Print the number of captured graphs, one for each size and part of the model. Without graphs the engine is only
+    slow."""
+    none = "no graphs: decoding is several times slower; look for warnings of vLLM above"
     say(f"the engine captured {f'{count} graphs' if count else none}")
 
 
@@ -330,22 +330,22 @@ def _prepare(kind: str, options: VllmOptions) -> None:
 
 
 def keep_weights_live(kind: str | None = None) -> None:
-    """Let models that vLLM loads from now on compute with the bytes that are written into their weights. kind: of
+    """Let models that vLLM loads from now on compute with values that are written into their weights later. kind: of
     device."""
     if (kind or get_device().kind) == "cpu":
         vllm_live.apply()
 
 
 def _step_of(options: VllmOptions) -> str:
-    """Words for `HardDeadline`: the step that this rank runs together with others; empty where it runs alone."""
+    """Text for `HardDeadline`: the step that this rank runs together with others; empty if it runs its steps alone."""
     ranks = max(options.tensor_parallel, options.expert_parallel)
     first = dist.get_rank() // ranks * ranks
     name = "--rl-generate-ep" if options.sharing > 1 else "--rl-generate-tp"
-    whose = f"a step inside vLLM, which ranks {first} to {first + ranks - 1} take together ({name} {ranks})"
-    return f"{whose}: one of them is lost, or did not come to it" if ranks > 1 else ""
+    whose = f"a step inside vLLM, which ranks {first} to {first + ranks - 1} run together ({name} {ranks})"
+    return f"{whose}; one of these ranks is lost, or did not start the step" if ranks > 1 else ""
 
 
 def _name(request: GenerateRequest, version: int) -> str:
-    """A name for each turn and each part of a response, since a step in flight may still use the name before."""
+    """A different name for each turn and each part of a response: a step in flight may still use the earlier name."""
     turn = f"/{len(request.prompt_tokens)}" if request.task else ""
     return "-".join(map(str, request.id)) + turn + (f"@{version}" if request.begun else "")

@@ -1,8 +1,8 @@
 """The engine's memory: how much it gets, and how it is freed between rollouts and allocated again.
 
 There are two implementations with one interface. On accelerators vLLM's own sleep mode unmaps device memory, while
-tensors keep their addresses. On CPU, where vLLM has no sleep mode, storages are resized to 0 bytes. Both keep every
-tensor object and every view valid: the reshard's views of the parameters, and vLLM's references to its KV cache.
+tensors keep their addresses. On a CPU vLLM has no sleep mode, so storages are resized to 0 bytes. Both implementations
+keep tensor objects and views valid: the reshard's views of the parameters, and vLLM's references to its KV cache.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from mindspeed_rl_plugin.host import engine_env
 from mindspeed_rl_plugin.weights.p2p import P2PChannel
 from mindspeed_rl_plugin.weights.storages import bytes_of, distinct
 
-# Reserve, as a share of the device's memory, and its least bytes. It is for memory that vLLM's profile of its first
-# steps does not measure: graphs that it captures later, and communicators and workspaces of the trainer's first update.
+# Reserve as a share of the device's memory, and its least bytes. It is for memory that vLLM's profiling run does not
+# measure: graphs that vLLM captures later, and communicators and workspaces of the trainer's first update.
 RESERVE, LEAST_RESERVE = 0.1, 2 << 30
 
 
 def free_share(device: Device, deadline: float) -> float:
     """Share of a device's memory that an engine may use: the free memory minus a reserve; the minimum over all ranks.
 
-    Collective over the world, for a device whose trainer is offloaded; deadline: seconds that ranks wait for each
-    other. vLLM uses no more than this share of the total, and its KV cache gets what weights and the largest step do
-    not need of it (0.32: `request_memory`, `determine_available_memory`; vllm-ascend from 0.15 on: worker/worker.py).
-    Raises ValueError on every rank where nothing is left, and what `MessageBatch.wait` does.
+    Collective over the world; the trainer must be offloaded. deadline: seconds that ranks wait for each other. vLLM
+    uses no more than this share of the total, and its KV cache gets the rest after weights and the largest step (0.32:
+    `request_memory`, `determine_available_memory`; vllm-ascend from 0.15 on: worker/worker.py). Raises ValueError on
+    every rank if a rank has no memory left, and the errors of `MessageBatch.wait`.
     """
     gc.collect()
     device.synchronize()
@@ -59,12 +59,12 @@ def free_share(device: Device, deadline: float) -> float:
 
 
 class PoolMemory:
-    """vLLM's sleep mode on an accelerator at level 2: no copy of weights that the next reshard overwrites.
+    """vLLM's sleep mode on an accelerator at level 2: weights are not copied, since the next reshard writes them again.
 
     Other tensors in the pool of the weights (rotary tables, expert maps, scales) are copied to the host and back: vLLM
-    saves at most the model's buffers, vllm-ascend 0.9 not even these. Parameters are set to their former objects, which
-    captured graphs use: waking in vllm-ascend 0.18 to 0.23 replaces experts by transposed views (worker/worker.py).
-    `refresh_derived` computes tensors that are derived from weights again.
+    saves at most the model's buffers, and vllm-ascend 0.9 not even these. Waking in vllm-ascend 0.18 to 0.23 replaces
+    expert weights by transposed views (worker/worker.py), so each parameter is set to the object that it was before,
+    which captured graphs use. `refresh_derived` computes tensors that are derived from weights.
     """
 
     def __init__(self, engine: Any, worker: Any, pool: Sequence[range]) -> None:
@@ -83,7 +83,7 @@ class PoolMemory:
 
     @torch.no_grad()
     def wake_up(self, tags: Sequence[str]) -> None:
-        """Take parts again; what weights hold is undefined."""
+        """Allocate parts ("weights", "kv_cache") again; the values of weights are undefined."""
         self._engine.wake_up(list(tags))
         if "weights" in tags:
             for module, name, parameter in self._parameters:
@@ -94,8 +94,8 @@ class PoolMemory:
 
 
 def _tensors_in(pool: Sequence[range]) -> list[torch.Tensor]:
-    """Every tensor of this process that lies in the pool. vLLM freezes its objects, and the garbage collector does not
-    list frozen ones."""
+    """Every tensor of this process in the pool's memory. vLLM freezes its objects, and the garbage collector does not
+    list frozen objects."""
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     known = [o for o in gc.get_objects() if type(o) is torch.Tensor or issubclass(type(o), torch.nn.Parameter)]
@@ -105,9 +105,9 @@ def _tensors_in(pool: Sequence[range]) -> list[torch.Tensor]:
 
 
 class HostMemory:
-    """Sleep on CPU: storages of parameters and KV cache resized to 0 bytes and back; buffers (rotary tables) stay. A KV
-    cache is filled with zeros: attention multiplies entries after a sequence's end by 0, and undefined ones may be
-    NaN."""
+    """Sleep on a CPU: storages of parameters and KV cache are resized to 0 bytes and back, buffers (rotary tables) are
+    not. A KV cache is filled with zeros: attention multiplies entries after a sequence's end by 0, and undefined
+    entries may be NaN."""
 
     def __init__(self, worker: Any) -> None:
         self._storages = {
@@ -122,7 +122,7 @@ class HostMemory:
                 storage.resize_(0)
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """Take parts again; what weights hold is undefined."""
+        """Allocate parts ("weights", "kv_cache") again; the values of weights are undefined."""
         for part in tags:
             for storage, size in zip(self._storages[part], self._bytes[part], strict=True):
                 storage.resize_(size)
@@ -131,7 +131,7 @@ class HostMemory:
 
 
 def fill_with_zeros(storage: torch.UntypedStorage) -> None:
-    """Fill a storage with zeros; on Linux by dropping its pages, since writing zeros takes seconds for each GiB."""
+    """Fill a storage with zeros. On Linux its pages are dropped, since writing zeros takes seconds per GiB."""
     start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     whole = torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -1,14 +1,14 @@
-"""Megatron (and MindSpeed) on a machine with no accelerator: `activate_if_needed` at the very start.
+"""*Host mode*: Megatron (and MindSpeed) on a machine without accelerator. `activate_if_needed` starts it.
 
-cuda.py           the stand-in for torch.cuda
+cuda.py           the replacement of torch.cuda
 collectives.py    gloo for code that asks for nccl or hccl
-optimizer.py      an Adam that the distributed optimizer can save and resume; state that is loaded
+optimizer.py      an Adam that the distributed optimizer can save and resume; copies of loaded state
 megatron_gaps.py  what Megatron lacks without TransformerEngine, Apex and a GPU, as data
-npu.py            the stand-in for torch_npu and torchair, so that MindSpeed's adaptor imports
-npu_ops.py        fused operators of the NPU, by torch's; grouped_matmul.py, reuse.py: those that MindSpeed compiles
-vllm_live.py      vLLM on CPU with weights that can be updated in place
-on_import.py      acting on a module when it is imported
-streams.py        streams and events of the stand-in devices
+npu.py            the replacement of torch_npu and torchair, with which MindSpeed's adaptor can be imported
+npu_ops.py        fused operators of the NPU in torch; those that MindSpeed compiles: also grouped_matmul.py, reuse.py
+vllm_live.py      vLLM on a CPU with weights that can be updated in place
+on_import.py      runs an action when a module is imported
+streams.py        streams and events of the replaced devices
 spawn.py          host mode in spawned processes; spawned.py is their main module
 """
 
@@ -30,17 +30,17 @@ _active = False
 
 
 def active() -> bool:
-    """Whether the stand-ins are in place in this process."""
+    """Whether the replacements are installed in this process."""
     return _active
 
 
 def activate_if_needed(announce: bool = True) -> bool:
-    """Install the stand-ins if neither an NPU nor CUDA is found. Returns whether they are installed.
+    """Install the replacements if neither an NPU nor CUDA is found. Returns whether they are installed.
 
-    Call it before megatron and mindspeed are imported; a repeat changes nothing. Rank 0 prints one line, unless
-    `announce` is off. On a machine with an accelerator it does and prints nothing.
+    Call it before megatron and mindspeed are imported; a second call changes nothing. Rank 0 prints one line, unless
+    `announce` is False. On a machine with an accelerator nothing is installed or printed.
 
-    Raises ValueError when Megatron is already imported: then it uses the real torch.cuda.
+    Raises ValueError if Megatron is already imported: then it uses the real torch.cuda.
     """
     global _active
     if _active or not get_device().is_cpu:
@@ -62,7 +62,7 @@ def activate_if_needed(announce: bool = True) -> bool:
     spawn.install()
     if announce and launch_env()["rank"] == 0:
         print(
-            f"host mode: neither NPU nor CUDA found, Megatron runs on CPU over gloo, {threads} thread(s) per rank",
+            f"host mode: no NPU and no CUDA found; Megatron runs on the CPU with gloo, {threads} thread(s) per rank",
             flush=True,
         )
     return True
@@ -70,8 +70,8 @@ def activate_if_needed(announce: bool = True) -> bool:
 
 def _set_environment() -> int:
     """Set defaults of variables that the user has not set. Returns the number of threads of a rank."""
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling costs minutes and gains nothing here
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it with TP
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes minutes and makes nothing faster here
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron requires it with tensor parallelism
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the cores; forked workers warn
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, len(os.sched_getaffinity(0)) // launch_env()["local_world_size"])

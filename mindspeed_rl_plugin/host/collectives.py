@@ -60,8 +60,8 @@ def all_to_all_single(
 ) -> Any:
     """Convert split sizes to Python ints, which gloo needs; Megatron does that only on a GPU.
 
-    An asynchronous call has finished when it returns. MindSpeed's overlapped experts free tensors during the send; on a
-    stream this is safe, but gloo reads them from a thread of its own.
+    An asynchronous call is also finished when it returns. MindSpeed's overlapped experts free tensors during the send:
+    on a stream this is safe, but gloo reads the tensors in another thread.
     """
     sizes = (kwargs.pop("output_split_sizes", output_sizes), kwargs.pop("input_split_sizes", input_sizes))
     ints = (each.tolist() if hasattr(each, "tolist") else each for each in sizes)
@@ -72,12 +72,12 @@ def all_to_all_single(
 
 
 def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Gather tensors of different lengths, for experts that are cut over tensor parallel ranks; nccl can do this, gloo
-    cannot."""
+    """Gather tensors, also of different lengths, which gloo cannot do. Experts that are cut over tensor parallel ranks
+    need it."""
     original = _torch["all_gather"]
     if len({t.shape for t in outputs}) == 1:
         return original(outputs, tensor, group, async_op)
-    assert not async_op, "tensors of different lengths are gathered at once"
+    assert not async_op, "tensors of different lengths cannot be gathered asynchronously"
     padded = tensor.new_zeros(max(map(len, outputs)), *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     longest = [torch.empty_like(padded) for _ in outputs]
@@ -94,10 +94,10 @@ def reduce_scatter(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """The same for their gradients: one reduction for each rank."""
+    """Reduce and scatter tensors, also of different lengths (gradients of `all_gather`): one reduction per rank."""
     if len({t.shape for t in inputs}) == 1:
         return _torch["reduce_scatter"](output, inputs, op, group, async_op)
-    assert not async_op, "tensors of different lengths are scattered at once"
+    assert not async_op, "tensors of different lengths cannot be scattered asynchronously"
     group = group or dist.group.WORLD
     for rank, part in enumerate(inputs):
         total = part.clone()
@@ -110,9 +110,9 @@ def reduce_scatter(
 def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Send a copy, since Megatron's interleaved schedule frees an output during the send.
 
-    With NCCL the allocator keeps the memory until the stream has finished the send. gloo reads it from a thread of its
-    own, and would send newer contents of the memory. The returned work keeps the copy. A caller that keeps the tensor
-    until the end of the send sets its attribute `outlives_send`; then no copy is made.
+    With NCCL the allocator keeps the memory until the stream has finished the send. gloo reads the memory in another
+    thread, and might send newer contents. The returned work keeps the copy. A caller that keeps the tensor until the
+    end of the send sets the tensor's attribute `outlives_send`; then no copy is made.
     """
     kept = getattr(tensor, "outlives_send", False)
     return _torch["isend"](tensor if kept else tensor.detach().clone(), *args, **kwargs)
@@ -121,7 +121,7 @@ def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 def _averaging(original: Callable[..., Any]) -> Callable[..., Any]:
     """gloo has no ReduceOp.AVG: divide the input by the group's size, and sum.
 
-    This order is also right for asynchronous and coalesced calls, which write later.
+    The division comes first, since asynchronous and coalesced calls write the output later.
     """
 
     def collective(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

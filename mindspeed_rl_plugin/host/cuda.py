@@ -1,8 +1,8 @@
-"""The stand-in for torch.cuda: code that asks for a GPU gets the CPU.
+"""The replacement of torch.cuda: code that asks for a GPU gets the CPU.
 
-Every name is replaced explicitly; other names still fail, so that a missing one is found. Streams and events do
-nothing, since CPU work is finished when it returns. Memory figures are those of the process (`device.ProcessMeter`).
-The random generator of the "device" is the CPU's default one, which random operators on CPU tensors use.
+Every name is replaced explicitly; other names still fail, so that a missing name is noticed. Streams and events do
+nothing, since an operator on the CPU has finished when it returns. Sizes of memory are those of the process
+(`device.ProcessMeter`). The random generator of the "device" is torch's default generator of the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TENSOR_TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short",
 
 
 def on_cpu(device: Any) -> Any:
-    """The CPU for every name of an accelerator ("cuda:1", "npu", an index); other values are unchanged."""
+    """The CPU for every name of an accelerator ("cuda:1", "npu", an index); other values are returned unchanged."""
     if isinstance(device, bool):
         return device
     if isinstance(device, int):
@@ -40,7 +40,7 @@ def on_cpu(device: Any) -> Any:
 
 
 def install() -> None:
-    """Install the stand-in, once. The caller has checked that there is no accelerator."""
+    """Install the replacement, once. The caller has checked that there is no accelerator."""
     for name, value in _namespace().items():
         setattr(torch.cuda, name, value)
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
@@ -56,7 +56,7 @@ def _namespace() -> dict[str, Any]:
     memory, total = ProcessMeter(), _memory_of_machine()[1]
     properties = {"name": "cpu", "major": 8, "minor": 0, "multi_processor_count": 1, "warp_size": 32}
     constants = {
-        "current_device": launch_env()["local_rank"],  # an index, as in torch: MindSpeed-LLM computes with it
+        "current_device": launch_env()["local_rank"],  # an index, as in torch: MindSpeed-LLM does arithmetic with it
         "device_count": launch_env()["local_world_size"],
         "is_available": True,
         "is_initialized": True,
@@ -90,7 +90,7 @@ def _namespace() -> dict[str, Any]:
         reset_max_memory_allocated=lambda *a, **k: memory.reset_peak(),
         get_rng_state=lambda *a, **k: torch.get_rng_state(),
         set_rng_state=lambda state, *a, **k: torch.set_rng_state(state),
-        manual_seed=lambda seed: torch.default_generator.manual_seed(int(seed)),  # torch.manual_seed calls torch.cuda's
+        manual_seed=lambda seed: torch.default_generator.manual_seed(int(seed)),  # torch.manual_seed calls torch.cuda
         default_generators=(torch.default_generator,) * launch_env()["local_world_size"],
         _lazy_call=lambda callback, **k: callback(),
     )
@@ -98,7 +98,7 @@ def _namespace() -> dict[str, Any]:
 
 
 def _returning(value: Any) -> Callable[..., Any]:
-    """A new function each time: torch.compile's tables refuse one object with two names."""
+    """A function that returns `value`; a new one for each name, since torch.compile's tables need different objects."""
     return lambda *args, **kwargs: value
 
 
@@ -119,9 +119,9 @@ def _memory_stats(memory: ProcessMeter) -> dict[str, int]:
 def _redirect_factories() -> None:
     """Let torch.empty, torch.zeros, ... make CPU tensors for any accelerator.
 
-    torch has a cache, filled at its first use, of the functions that obey `with torch.device("meta")`. It is filled
-    here with the original functions, before they are wrapped. Later it would get our wrappers; then the context would
-    silently have no effect, and `transformers.from_pretrained` would leave rotary buffers uninitialised.
+    torch has a cache of the functions that obey `with torch.device("meta")`, which is filled at its first use. Here it
+    is filled with the original functions, before they are wrapped. Otherwise it would hold our wrappers: the context
+    would have no effect, and `transformers.from_pretrained` would leave rotary buffers uninitialised, without an error.
     """
     constructors = torch.utils._device._device_constructors()
     for name in sorted({f.__name__ for f in constructors} | {*_LIKE, "normal"}):
@@ -132,7 +132,7 @@ def _redirect_factories() -> None:
 
 
 def _redirected(function: Callable[..., Any], place: int | None = None) -> Callable[..., Any]:
-    """`function` with the CPU as `device`, which is passed by name or as argument number `place`."""
+    """`function` with the CPU as its device, which is passed by name or as the argument with index `place`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def _redirected(function: Callable[..., Any], place: int | None = None) -> Calla
 
 
 def _redirect_methods() -> None:
-    """.to and .cuda of tensors and modules, Tensor.type and .pin_memory, and torch.load, stay on the CPU."""
+    """Let .to and .cuda of tensors and modules, Tensor.type, .pin_memory and torch.load keep all data on the CPU."""
     cast = torch.Tensor.type
 
     @functools.wraps(cast)

@@ -1,4 +1,4 @@
-"""Environment variables that the rollout engine needs, set or refused before vLLM is imported."""
+"""Environment variables that the rollout engine needs: they are set or refused before vLLM is imported."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-# name -> (value, why). Set for every device; another value of the user is refused.
+# name -> (value, why). Set for every device; if the user has set another value, the start is refused.
 REQUIRED = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "the engine lives in the training ranks, where the reshard writes weights"),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "the engine must run in the training ranks, which write its weights"),
 }
 REQUIRED_NPU = {
-    "VLLM_ASCEND_ENABLE_NZ": ("0", "weights in FRACTAL_NZ format cannot be rewritten after a wake"),
-    "VLLM_ASCEND_ENABLE_FUSED_MC2": ("0", "it casts the weights of experts to FRACTAL_NZ whatever the former says"),
-    # On A5 0.26 does this with unquantized weights, too.
-    "VLLM_ASCEND_ENABLE_MLAPO": ("0", "latent attention would decode with rearranged copies that no reshard reaches"),
+    "VLLM_ASCEND_ENABLE_NZ": ("0", "weights in FRACTAL_NZ format cannot be written again after a wake"),
+    "VLLM_ASCEND_ENABLE_FUSED_MC2": ("0", "it casts expert weights to FRACTAL_NZ even with VLLM_ASCEND_ENABLE_NZ=0"),
+    # vllm-ascend 0.26 on A5 does this with unquantized weights, too.
+    "VLLM_ASCEND_ENABLE_MLAPO": ("0", "latent attention would use copies of weights that are never updated"),
 }
-# name -> value; the user's own value is kept. On CPU vLLM prints about twenty useless warnings on each rank.
+# name -> value; a value that the user has set is kept. On a CPU vLLM prints about 20 useless warnings on each rank.
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 DEFAULTS_CPU = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-# On by default from 0.11; it finds no peers if a process sees only some GPUs, as with Ray (vllm issue 38550).
+# vLLM's default is 1 from 0.11 on; with it vLLM finds no peers if a process sees only some GPUs (vllm issue 38550).
 DEFAULTS_CUDA = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
-# The sleep mode's memory pools do not work with expandable segments: vllm-ascend asserts that they are off, and so does
-# vLLM on CUDA until 0.23, which turns them off around its pools.
+# The sleep mode's memory pools do not work with expandable segments: vllm-ascend, and vLLM on CUDA before 0.23, assert
+# that they are off. vLLM on CUDA from 0.23 on turns them off around its pools.
 ALLOCATOR_SETTINGS = {"npu": ("PYTORCH_NPU_ALLOC_CONF",), "cuda": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
 CUDA_POOLS_FIXED = (0, 23)
-# Before this version vllm-ascend subtracts other processes' memory from the engine's share.
+# Before this version vllm-ascend subtracts memory that is not free from the engine's share.
 ASCEND_SHARE_FREE = (0, 15)
-# From 0.11 on there is only the V1 engine, and no switch.
+# From 0.11 on there is only the V1 engine, and no variable that chooses it.
 V1_SWITCH_GONE = (0, 11)
 
 
 def prepare_engine_env(kind: str, *, sleep_mode: bool) -> None:
     """Set the variables that vLLM (and vllm-ascend) read at import. Idempotent; call it before the engine is built.
 
-    kind: "npu" | "cuda" | "cpu"; sleep_mode: whether the engine's memory pools are used. Raises ValueError, with the
-    right value, for a user's setting with which the engine cannot work.
+    kind: "npu" | "cuda" | "cpu"; sleep_mode: whether the engine's memory pools are used. Raises ValueError that names
+    the right value if the user has set a variable to a value with which the engine cannot work.
     """
     required = {**REQUIRED, **(REQUIRED_NPU if kind == "npu" else {})}
     for name, (value, why) in required.items():
@@ -52,27 +52,27 @@ def prepare_engine_env(kind: str, *, sleep_mode: bool) -> None:
     given = expandable_segments(kind) if sleep_mode else ""
     if given and not (kind == "cuda" and vllm_version() >= CUDA_POOLS_FIXED):
         raise ValueError(
-            f"{given}: expandable segments cannot be used with the engine's sleep mode; take expandable_segments:True "
-            "out of the launch script"
+            f"{given}: expandable segments cannot be used with the engine's sleep mode; remove "
+            "expandable_segments:True from the launch script"
         )
     if vllm_version() < V1_SWITCH_GONE:
         os.environ.setdefault("VLLM_USE_V1", "1")
-    if dist.is_initialized():  # vLLM's external launcher needs torchrun's variables; set them also without torchrun
+    if dist.is_initialized():  # vLLM's external launcher needs the variables of torchrun, also without torchrun
         os.environ.setdefault("RANK", str(dist.get_rank()))
         os.environ.setdefault("WORLD_SIZE", str(dist.get_world_size()))
         os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
 
 
 def expandable_segments(kind: str) -> str:
-    """The variable with its value that turns expandable segments on; empty if they are off."""
+    """The setting NAME=VALUE that turns expandable segments on; empty if they are off."""
     given = (f"{name}={os.environ.get(name, '')}" for name in ALLOCATOR_SETTINGS.get(kind, ()))
     return next((text for text in given if "expandable_segments:True" in text.replace(" ", "")), "")
 
 
 @contextlib.contextmanager
 def in_group(size: int) -> Iterator[None]:
-    """Within the context RANK is the rank within its group of so many consecutive ranks, for code that assumes it is
-    the only group."""
+    """Within the context RANK is the rank within its group of `size` consecutive ranks, for code that assumes that
+    there is only one group."""
     rank = os.environ["RANK"]
     os.environ["RANK"] = str(int(rank) % size)
     try:
@@ -82,17 +82,17 @@ def in_group(size: int) -> Iterator[None]:
 
 
 def engines_share_experts() -> bool:
-    """Whether vLLM's engine supports data parallel ranks of an external launcher. Read from its source, since an import
-    takes seconds and needs variables first."""
+    """Whether vLLM's engine supports data parallel ranks of an external launcher. Read from vLLM's source, since an
+    import takes seconds and needs the variables."""
     package = importlib.util.find_spec("vllm")
     if package is None:
-        return True  # `vllm_version` reports it
+        return True  # `vllm_version` raises an error
     source = Path(package.origin).parent / "v1" / "engine" / "llm_engine.py"
     return source.is_file() and "external_launcher_dp" in source.read_text()
 
 
 def vllm_version() -> tuple[int, int]:
-    """(major, minor) of the installed vLLM, read from its metadata. Raises ValueError when there is none."""
+    """(major, minor) of the installed vLLM, read from its metadata. Raises ValueError if vLLM is not installed."""
     for package in ("vllm", "vllm-cpu", "vllm-empty"):
         try:
             version = metadata.version(package)
@@ -100,4 +100,4 @@ def vllm_version() -> tuple[int, int]:
             continue
         major, minor = version.split(".")[:2]
         return int(major), int(minor)
-    raise ValueError("vLLM is not installed: pip install vllm (CUDA), vllm-ascend (Ascend) or run setup.sh (CPU)")
+    raise ValueError("vLLM is not installed; use pip install vllm (CUDA), vllm-ascend (Ascend), or run setup.sh (CPU)")

@@ -1,4 +1,4 @@
-"""MindSpeed's grouped matrix products of experts (--moe-grouped-gemm), and those that add to a gradient
+"""MindSpeed's grouped matrix products of experts (--moe-grouped-gemm), and its products that are added to a gradient
 (--gemm-gradient-accumulation-fusion), with torch operators.
 
 Signatures are those of MindSpeed's C++ (ops/csrc); all arguments are positional.
@@ -18,9 +18,9 @@ def grouped_matmul(
     xs: Sequence[Tensor], ws: Sequence[Tensor], bias: Sequence[Tensor], groups: Any, group_type: int, counts: int
 ) -> list[Tensor]:
     """x `[T, K]` and w `[experts, K, N]` to `[T, N]`: each expert's tokens by its matrix. group_type 2: x `[K, T]` and
-    w `[T, N]` to `[experts, K, N]`. groups: end of each expert's tokens; counts: their numbers."""
+    w `[T, N]` to `[experts, K, N]`. groups: end of each expert's tokens, or their number if counts is not 0."""
     if bias:
-        raise ValueError("npu_gmm on a host: a bias is not computed; experts have none (--disable-bias-linear)")
+        raise ValueError("npu_gmm on a host: a bias is not supported; give --disable-bias-linear")
     x, w, spans = xs[0], ws[0], _spans(groups, counts)
     if group_type == 2:
         return [torch.stack([x[:, a:b] @ w[a:b] for a, b in spans])]
@@ -30,7 +30,7 @@ def grouped_matmul(
 def grouped_matmul_backward(
     dys: Sequence[Tensor], xs: Sequence[Tensor], ws: Sequence[Tensor], groups: Any, counts: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Gradients of x and w, and None for the bias."""
+    """Gradients of x and w, and an empty list for the bias."""
     dx = grouped_matmul(dys, [ws[0].mT], (), groups, 0, counts)
     return dx, grouped_matmul([xs[0].t()], dys, (), groups, 2, counts), []
 
@@ -38,7 +38,7 @@ def grouped_matmul_backward(
 def grouped_matmul_backward_fusion(
     dys: Sequence[Tensor], ws: Sequence[Tensor], groups: Any, counts: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The gradient of x only: `add_grouped_matmul` adds that of w to the optimizer's gradient."""
+    """The gradient of x and two empty lists: `add_grouped_matmul` adds w's gradient to the optimizer's gradient."""
     return grouped_matmul(dys, [ws[0].mT], (), groups, 0, counts), [], []
 
 
@@ -63,7 +63,7 @@ _GROUPED = {
     "npu_gmm_backward": grouped_matmul_backward,
     "npu_gmm_backward_fusion": grouped_matmul_backward_fusion,
 }
-# Name of MindSpeed's builder -> functions of the module that it loads.
+# Name of MindSpeed's builder -> functions of the module that the builder loads.
 GROUPED_COMPILED = {
     "grouped_matmul": _GROUPED,
     "grouped_matmul_v2": _GROUPED,
@@ -73,8 +73,8 @@ GROUPED_COMPILED = {
 
 
 def register(gmm: ModuleType) -> None:
-    """Make `torch.ops.mindspeed.npu_gmm`, which is registered for the NPU, work with CPU tensors. gmm:
-    `mindspeed.ops.gmm`."""
+    """Register `torch.ops.mindspeed.npu_gmm` and `npu_gmm_v2`, which MindSpeed registers for the NPU, for the CPU, too.
+    gmm: `mindspeed.ops.gmm`."""
     for overload in ("npu_gmm.Tensor", "npu_gmm.List"):
         torch.library.impl(gmm.AS_LIBRARY, overload, "CPU")(gmm._npu_gmm)
     torch.library.impl(gmm.AS_LIBRARY, "npu_gmm_v2.Tensor", "CPU")(gmm._npu_gmm_v2)

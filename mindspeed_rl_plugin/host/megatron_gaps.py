@@ -1,7 +1,7 @@
-"""Gaps of Megatron on a machine without accelerator, one row a gap.
+"""Gaps of Megatron on a machine without accelerator, one row per gap.
 
-Each row acts on one module right after its import (`host.activate_if_needed`): it tests whether the gap exists, and
-closes it. Rows have the reason, the versions, and when they can be removed.
+A row changes its module right after the import of that module, if the module has the gap (`host.activate_if_needed`).
+Each row has the reason, the versions, and when the row can be removed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gap:
     name: str  # of the missing or wrong object
     versions: str
     remove_when: str
-    close: Callable[[ModuleType], None]  # closes it on that module; its docstring has the reason
+    close: Callable[[ModuleType], None]  # closes the gap in the module; its docstring has the reason
 
 
 GAPS: list[Gap] = []
@@ -76,7 +76,7 @@ def _override(module: ModuleType) -> None:
 
 @_gap("numpy", "product", "core 0.12 with numpy >= 2", CORE_0_12)
 def _product(module: ModuleType) -> None:
-    """Distributed checkpoints of core 0.12 use a name that numpy 2 dropped."""
+    """Distributed checkpoints of core 0.12 use a name that numpy 2 has removed."""
     if not hasattr(module, "product"):
         module.product = module.prod
 
@@ -85,9 +85,9 @@ def _product(module: ModuleType) -> None:
     "megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item", "core 0.12, torch >= 2.7", CORE_0_12
 )
 def _write_item(module: ModuleType) -> None:
-    """It writes distributed checkpoints with a function of torch that has one more argument since torch 2.7.
+    """Core 0.12 writes distributed checkpoints with a function of torch that has one more argument since torch 2.7.
 
-    Pass the format that torch writes by default. Later cores pass it themselves, which overrides ours.
+    Pass torch's default for this argument, the format. Later cores pass the argument themselves, which overrides ours.
     """
     from torch.distributed.checkpoint import filesystem
 
@@ -98,17 +98,17 @@ def _write_item(module: ModuleType) -> None:
 
 @_gap("megatron.core.utils", "_te_version", "core 0.12", CORE_0_12)
 def _te_version(module: ModuleType) -> None:
-    """When it loads a distributed checkpoint, it imports TransformerEngine to get its version."""
+    """When core 0.12 loads a distributed checkpoint, it reads the version of TransformerEngine, by an import."""
     if hasattr(module, "_te_version") and importlib.util.find_spec("transformer_engine") is None:
         module._te_version = Version("0")
 
 
-@_gap(OPTIMIZER_MODULE, "Adam", "all", "Megatron saves and loads torch's AdamW in it")
-@_gap(f"{OPTIMIZER_MODULE}.distrib_optimizer", "Adam", "all", "Megatron saves and loads torch's AdamW in it")
+@_gap(OPTIMIZER_MODULE, "Adam", "all", "the distributed optimizer saves and loads torch's AdamW")
+@_gap(f"{OPTIMIZER_MODULE}.distrib_optimizer", "Adam", "all", "the distributed optimizer saves and loads torch's AdamW")
 def _adam(module: ModuleType) -> None:
-    """torch's AdamW has no step of the group: the distributed optimizer cannot resume (KeyError 'step').
+    """torch's AdamW has no step of the parameter group: the distributed optimizer cannot resume (KeyError 'step').
 
-    Use HostAdam, and report Apex to Megatron, since the layout is that of Apex.
+    Use HostAdam. Its state has the layout of Apex, so Megatron is told that Apex is used.
     """
     if not module.Adam.__module__.startswith("torch.optim"):
         return
@@ -119,9 +119,9 @@ def _adam(module: ModuleType) -> None:
             setattr(module, flag, value)
 
 
-@_gap(f"{OPTIMIZER_MODULE}.distrib_optimizer", "quantize_param_shard", "core 0.12", f"{CORE_0_12} (MindSpeed moves on)")
+@_gap(f"{OPTIMIZER_MODULE}.distrib_optimizer", "quantize_param_shard", "core 0.12", f"{CORE_0_12} (MindSpeed needs it)")
 def _quantize_param_shard(module: ModuleType) -> None:
-    """It raises without TransformerEngine even if there is no FP8 parameter to quantize."""
+    """The function raises an error without TransformerEngine, even if there is no FP8 parameter to quantize."""
 
     @_around(module, "quantize_param_shard")
     def call(original: Callable[..., None], model_params: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -132,12 +132,12 @@ def _quantize_param_shard(module: ModuleType) -> None:
 @_gap(
     f"{OPTIMIZER_MODULE}.distrib_optimizer",
     "DistributedOptimizer._set_main_param_and_optimizer_states",
-    "all, on every device; fp32 is what hosts train in",
+    "all, on every device; hosts train in fp32",
     "Megatron resumes an fp32 model with the distributed optimizer",
 )
 def _set_parameter_state(module: ModuleType) -> None:
-    """In fp32 main parameters are views of the model's parameters. It writes into them without no_grad, so a resume
-    fails."""
+    """In fp32 main parameters are views of the model's parameters. The function writes into the views without no_grad,
+    so a resume fails."""
     optimizer = module.DistributedOptimizer
     name = "_set_main_param_and_optimizer_states"
     setattr(optimizer, name, torch.no_grad()(getattr(optimizer, name)))
@@ -145,22 +145,22 @@ def _set_parameter_state(module: ModuleType) -> None:
 
 @_gap("megatron.core.transformer.moe.moe_utils", "te_general_gemm", "core 0.14 to 0.16", "core 0.16 is not supported")
 def _te_general_gemm(module: ModuleType) -> None:
-    """The router checks whether it is None, but without TransformerEngine it is not defined."""
+    """The router checks whether this name is None, but without TransformerEngine the name is not defined."""
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None
 
 
-@_gap("megatron.legacy.fused_kernels", "load", "core <= 0.16", "megatron.legacy is gone from all supported versions")
+@_gap("megatron.legacy.fused_kernels", "load", "core <= 0.16", "no supported version has megatron.legacy")
 def _fused_kernels(module: ModuleType) -> None:
-    """It asks nvcc for its version and compiles CUDA kernels."""
+    """The function calls nvcc, and compiles CUDA kernels."""
     module.load = lambda args: None
 
 
-@_gap("megatron.core.transformer.torch_norm", "WrappedTorchNorm.__new__", "all", "it marks its parameters itself")
+@_gap("megatron.core.transformer.torch_norm", "WrappedTorchNorm.__new__", "all", "it marks its own parameters")
 def _torch_norm(module: ModuleType) -> None:
     """The local layer spec has no norm for sequence parallelism, which MoE with TP needs in training.
 
-    Let torch's norms accept sequence parallel models, and ignore options for CUDA kernels.
+    Let torch's norms accept sequence parallelism, and ignore options for CUDA kernels.
     """
 
     @_around(module.WrappedTorchNorm, "__new__")
@@ -174,11 +174,11 @@ def _torch_norm(module: ModuleType) -> None:
         return norm
 
 
-@_gap("megatron.core.transformer.dot_product_attention", "DotProductAttention.__init__", "all", "it takes v_channels")
+@_gap("megatron.core.transformer.dot_product_attention", "DotProductAttention.__init__", "all", "it accepts v_channels")
 def _attention_channels(module: ModuleType) -> None:
-    """The local layer spec's attention refuses the head sizes of multi-latent attention.
+    """The attention of the local layer spec does not accept the head sizes of multi-latent attention.
 
-    Accept these sizes; the plain kernel needs the size of the values.
+    Accept these arguments, and set the size of the output, which is that of the values.
     """
     if "v_channels" in inspect.signature(module.DotProductAttention.__init__).parameters:
         return
@@ -195,13 +195,13 @@ def _attention_channels(module: ModuleType) -> None:
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
     "YarnRotaryEmbedding.__init__",
     "core >= 0.16, with multi-latent attention",
-    "it passes the device to the factories only",
+    "it passes the device only to factory functions",
 )
 def _yarn(module: ModuleType) -> None:
-    """It enters `with torch.device(current_device())`, which torch refuses for an index without an accelerator.
+    """It enters `with torch.device(current_device())`, but without an accelerator torch refuses a device's index.
 
-    Make it on the CPU, by a keyword; its callers pass all arguments by name. Core 0.12.1 does not enter the context,
-    and would pass the keyword on as Llama 3's scaling.
+    Build the embedding on the CPU by a keyword argument; callers pass all arguments by name. Core 0.12.1 does not enter
+    the context, and would pass the argument's value on as Llama 3's `rope_scaling`.
     """
     if "cp_group" not in inspect.signature(module.YarnRotaryEmbedding.__init__).parameters:
         return
@@ -211,9 +211,9 @@ def _yarn(module: ModuleType) -> None:
         original(self, *args, **{**kwargs, "use_cpu_initialization": True})
 
 
-@_gap("megatron.core.datasets.utils", "compile_helpers", "all", "the Makefile takes the interpreter from its caller")
+@_gap("megatron.core.datasets.utils", "compile_helpers", "all", "the Makefile accepts an interpreter")
 def _compile_helpers(module: ModuleType) -> None:
-    """It builds for the python3 on the PATH, which is another interpreter if no environment is activated."""
+    """It builds for the python3 on the PATH; this is another interpreter if no environment is activated."""
 
     def compile_helpers() -> None:
         """Build the data sets' C++ helpers for this interpreter, unless they are built."""
@@ -228,9 +228,9 @@ def _compile_helpers(module: ModuleType) -> None:
     module.compile_helpers = compile_helpers
 
 
-@_gap("mindspeed_llm.core.transformer.moe.router", "torch.histc", "MindSpeed-LLM, --seq-aux", "torch counts integers")
+@_gap("mindspeed_llm.core.transformer.moe.router", "torch.histc", "MindSpeed-LLM, --seq-aux", "it accepts integers")
 def _histc(module: ModuleType) -> None:
-    """It counts the tokens of each expert by torch.histc of integers, which torch only has for accelerators."""
+    """The router counts the tokens of each expert by torch.histc of integers, which torch has only on accelerators."""
 
     @_around(module.torch, "histc")
     def histc(original: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -239,7 +239,7 @@ def _histc(module: ModuleType) -> None:
 
 
 class _PatchableModules(collections.UserDict):
-    """sys.modules; a copy of it leaves out modules that import more when a name is looked up."""
+    """sys.modules; a copy omits modules that import other modules when a name is looked up in them."""
 
     def __init__(self) -> None:
         self.data = sys.modules
@@ -257,11 +257,11 @@ def _patchable(name: str, module: ModuleType) -> bool:
 @_gap(
     "mindspeed.patch_utils",
     "sys",
-    "MindSpeed 2.3, with whatever transformers or vllm is imported before a patch is applied",
+    "MindSpeed 2.3, if transformers or vllm is imported before a patch is applied",
     "MindSpeed looks into vars(module) instead of calling hasattr",
 )
 def _patch_scan(module: ModuleType) -> None:
-    """It looks up names to patch in every loaded module. Lazy modules (transformers, vllm) then import all their parts,
-    and fail if one dependency is missing.
+    """MindSpeed looks up the names that it patches in every loaded module. Lazy modules (transformers, vllm) then
+    import all their parts, and fail if one dependency is missing.
     """
     module.sys = SimpleNamespace(modules=_PatchableModules())

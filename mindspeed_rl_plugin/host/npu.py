@@ -1,8 +1,8 @@
-"""The stand-in for torch_npu and torchair, so that MindSpeed's own adaptor imports on CPU.
+"""The replacement of torch_npu and torchair, with which MindSpeed's adaptor can be imported on a CPU.
 
-It exists only after the import of mindspeed or mindspeed_llm: other libraries would take a torch_npu as a sign of an
-NPU. Names are listed one by one. A module with every name would also answer MindSpeed's search in all modules for
-functions to patch, and grow without end.
+It is installed only when mindspeed or mindspeed_llm is imported: other libraries would conclude from a torch_npu that
+there is an NPU. Its names are listed one by one. In a module with every name MindSpeed would also find all functions
+that it patches, and add more and more names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MINDSPEED_PACKAGES = ("mindspeed", "mindspeed_llm")
 
 
 def install_with_mindspeed() -> None:
-    """Install the stand-in when MindSpeed is first imported."""
+    """Install the replacement when MindSpeed is first imported."""
     for name in MINDSPEED_PACKAGES:
         before_import(name, install)
     for builder in ("builder", "atb_builder"):
@@ -44,17 +44,17 @@ def _replace_compiled(builder: ModuleType) -> None:
 
 
 def _load(builder: Any, verbose: bool = True) -> SimpleNamespace:
-    """The module of a builder. Raises NotImplementedError, with its name, if there is no stand-in."""
+    """The module of a builder. Raises NotImplementedError, with the builder's name, if there is no replacement."""
     if builder.name not in COMPILED:
         raise NotImplementedError(
-            f"MindSpeed's operator {builder.name} is compiled for the NPU and has no stand-in on a host; remove the "
-            "flag that uses it"
+            f"MindSpeed's operator {builder.name} is compiled for the NPU and has no replacement on a host; remove the "
+            "flag that uses this operator"
         )
     return SimpleNamespace(**COMPILED[builder.name])
 
 
 def install() -> None:
-    """Put the stand-in into sys.modules, unless there is a torch_npu already."""
+    """Put the replacement into sys.modules, unless torch_npu is there already."""
     if "torch_npu" in sys.modules:
         return
     for name, names in _modules().items():
@@ -80,7 +80,7 @@ class _Named:
 
 
 class _HcclOptions(_Named):
-    """ProcessGroupHCCL.Options: `host.collectives` drops them before gloo sees them."""
+    """ProcessGroupHCCL.Options: `host.collectives` does not pass them to gloo."""
 
     hccl_config: dict[str, Any] = {}
 
@@ -90,7 +90,7 @@ class _ProcessGroupHCCL(_Named):
 
 
 def _decorator(*args: Any, **kwargs: Any) -> Any:
-    """Replaces decorators that register functions with a missing compiler."""
+    """Replaces decorators that register functions with torchair's compiler, which is missing."""
     return lambda function: function
 
 

@@ -1,7 +1,7 @@
-"""The NPU operators that MindSpeed calls in a training step, of torch_npu and its own, written with torch operators.
+"""The NPU operators that MindSpeed calls in a training step (torch_npu's and MindSpeed's own), written with torch.
 
 They compute the same results; speed and rounding of the fused kernels are not reproduced. Signatures follow torch_npu's
-documentation; tests/ascend compares them, and what they return, with its wheels.
+documentation; tests/ascend compares arguments and returned values with torch_npu's wheels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from mindspeed_rl_plugin.host import grouped_matmul
 from mindspeed_rl_plugin.host.reuse import reuse_data_ptr
 
-MANY = 2**31 - 1  # tokens: all
+MANY = 2**31 - 1  # a number of tokens that means: all tokens
 
 
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -64,10 +64,10 @@ def npu_apply_adam_w(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """AdamW's step. out: (parameter, mean of gradients, mean of their squares), changed and returned.
 
-    beta1_power, beta2_power: of the steps before. Raises ValueError with amsgrad.
+    beta1_power, beta2_power: beta1 and beta2 to the power of the number of earlier steps. Raises ValueError if amsgrad.
     """
     if amsgrad:
-        raise ValueError("npu_apply_adam_w on a host: amsgrad is not computed")
+        raise ValueError("npu_apply_adam_w on a host: amsgrad is not supported")
     grad, (param, average, square) = -grad if maximize else grad, out
     average.lerp_(grad.to(average.dtype), 1 - beta1)
     square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -115,12 +115,12 @@ def npu_fusion_attention(
     sparse_mode: int = 0,
     **unused: Any,
 ) -> tuple[Any, ...]:
-    """Attention in the layouts SBH, BSND, BNSD and TND; causal where a mask is given.
+    """Attention in the layouts SBH, BSND, BNSD and TND; causal if a mask is given.
 
-    Returns seven values like the operator: the output; maximum and sum of each row's softmax, `[B, N, S, 8]` fp32 with
-    eight equal columns, for callers that compute the gradient themselves (so not with autograd, nor for TND); four
-    unused values. Raises ValueError for another layout, for dropout, and for a mask that is not causal or does not fit
-    `sparse_mode`.
+    Returns seven values like the operator: the output; maximum and sum of the softmax of each query; four unused
+    values. Maximum and sum are `[B, N, S, 8]` fp32 with eight equal columns; they are None for TND, and if autograd
+    computes the gradient. Raises ValueError for another layout, for dropout, and for a mask that is not causal or does
+    not fit `sparse_mode`.
     """
     _no_dropout(keep_prob)
     ends = tuple(actual_seq_qlen or ()), tuple(actual_seq_kvlen or ())
@@ -139,30 +139,30 @@ def npu_fusion_attention(
 def _causal(mask: Tensor | None, sparse_mode: int, lengths: tuple[Any, Any], before: int, after: int) -> bool:
     """Whether attention is causal. Raises ValueError for any other mask.
 
-    Modes 0 and 1 take a mask of every pair of a row's tokens, 2 and 3 a compressed triangle of 2048. lengths: of
-    queries and keys; in the layout TND (only modes 2 and 3) the ends of all sequences. before, after: tokens around its
-    own that a row sees in mode 0.
+    Modes 0 and 1 take a mask of all pairs of tokens, 2 and 3 a triangle `[2048, 2048]`. lengths: numbers of queries and
+    of keys; in the layout TND (only modes 2 and 3) the ends of all sequences. before, after: how many tokens before and
+    after its own a query sees in mode 0.
     """
     name = "npu_fusion_attention on a host"
     if sparse_mode not in (0, 1, 2, 3):
-        raise ValueError(f"{name}: sparse_mode {sparse_mode}; known: 0 to 3, of causal attention")
+        raise ValueError(f"{name}: sparse_mode {sparse_mode}; known: 0 to 3, for causal attention")
     if mask is None:
         return False
     length, keys = lengths
     if sparse_mode < 2 and not isinstance(length, int):
         raise ValueError(f"{name}: sparse_mode {sparse_mode} with the layout TND, which needs 2 or 3")
     if length != keys:
-        raise ValueError(f"{name}: a mask over queries and keys of other lengths, {length} and {keys}")
+        raise ValueError(f"{name}: a mask with queries and keys of different lengths, {length} and {keys}")
     if sparse_mode == 0 and (before < length - 1 or after < 0):
         raise ValueError(
-            f"{name}: pre_tockens={before}, next_tockens={after} in rows of {length} tokens; causal attention sees all"
-            " of those before its own"
+            f"{name}: pre_tockens={before}, next_tockens={after} in rows of {length} tokens; for causal attention give"
+            f" pre_tockens of at least {length - 1} and next_tockens of at least 0"
         )
     size = 2048 if sparse_mode > 1 else length
     if mask.shape[-2:] != (size, size):
         raise ValueError(f"{name}: sparse_mode {sparse_mode} takes a mask [{size}, {size}], not {list(mask.shape)}")
     if not (mask.bool() == _triangle(size)).all():
-        raise ValueError(f"{name}: the mask {list(mask.shape)} masks other pairs than the tokens behind a row's own")
+        raise ValueError(f"{name}: the mask {list(mask.shape)} masks other pairs than keys after the query's own token")
     return True
 
 
@@ -190,10 +190,10 @@ def npu_fusion_attention_grad(
     sparse_mode: int = 0,
     **unused: Any,
 ) -> tuple[Any, ...]:
-    """Gradients (dq, dk, dv, None) of attention over some of the keys; the softmax was over more keys.
+    """Gradients (dq, dk, dv, None) of attention, for a part of the keys.
 
-    softmax_max, softmax_sum: over all keys; attention_in: the output for all keys. Raises as `npu_fusion_attention`,
-    for TND too.
+    softmax_max, softmax_sum: of the softmax over all keys; attention_in: the output of attention over all keys. Raises
+    the errors of `npu_fusion_attention`, and ValueError for the layout TND.
     """
     _no_dropout(keep_prob)
     lengths = tuple(_length(t, input_layout) for t in (query, key))
@@ -233,7 +233,7 @@ def _attention_grad_v2(*args: Any) -> tuple[Any, ...]:
 
 def _no_bias(pse: Tensor | None) -> None:
     if pse is not None:
-        raise ValueError("npu_fusion_attention on a host: pse, a bias of the scores, is not computed; RL has rope only")
+        raise ValueError("npu_fusion_attention on a host: pse, a bias of the scores, is not supported; use rope")
 
 
 def _no_dropout(keep_prob: float) -> None:
@@ -242,7 +242,7 @@ def _no_dropout(keep_prob: float) -> None:
 
 
 def _groups(query: Tensor, key: Tensor, heads: int) -> int:
-    """Number of heads of keys and values in SBH. Heads of queries and keys have equal sizes; those of values may be
+    """Number of heads of keys and values in SBH. Heads of queries and keys have the same size; heads of values may be
     smaller."""
     return heads * key.shape[-1] // query.shape[-1]
 
@@ -254,27 +254,27 @@ def _length(t: Tensor, layout: str) -> int:
 
 
 def _to_heads(t: Tensor, layout: str, heads: int) -> Tensor:
-    """`[B, heads, S, D]` of a layout; SBH has its heads in one dimension."""
+    """A tensor in a layout as `[B, heads, S, D]`; SBH has all heads in its last dimension."""
     if layout == "SBH":
         return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
     return t.transpose(1, 2) if layout == "BSND" else t
 
 
 def _from_heads(t: Tensor, layout: str) -> Tensor:
-    """A layout of `[B, heads, S, D]`."""
+    """`[B, heads, S, D]` in a layout."""
     if layout == "SBH":
         return t.permute(2, 0, 1, 3).flatten(2).contiguous()
     return t.transpose(1, 2) if layout == "BSND" else t
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """q, k `[..., S, D]`, `[..., K, D]` to `[..., S, K]`, -inf where a row is masked."""
+    """q, k `[..., S, D]`, `[..., K, D]` to `[..., S, K]`, -inf for masked pairs."""
     scores = q @ k.mT * scale
     return scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), -torch.inf) if causal else scores
 
 
 def _maximum_and_sum(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Maximum and sum of the softmax of each row, both `[B, heads, S, 8]`; only one head's scores exist at a time."""
+    """Maximum and sum of the softmax of each query, both `[B, heads, S, 8]`; computed head by head to save memory."""
     b, heads, rows, _ = q.shape
     each = torch.empty(2, b, heads, rows, 1, device=q.device)
     for i in range(b):
@@ -295,7 +295,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tens
 def _packed(
     q: Tensor, k: Tensor, v: Tensor, q_ends: Sequence[int], k_ends: Sequence[int], causal: bool, scale: float
 ) -> Tensor:
-    """q, k, v `[T, heads, head_dim]`, sequences end at the cumulative `q_ends`, `k_ends`."""
+    """q, k, v `[T, heads, head_dim]`; q_ends, k_ends: the end of each sequence in q, and in k and v."""
     outputs, q_start, k_start = [], 0, 0
     for q_end, k_end in zip(q_ends, k_ends, strict=True):
         one = [t.transpose(0, 1)[None] for t in (q[q_start:q_end], k[k_start:k_end], v[k_start:k_end])]
@@ -312,7 +312,7 @@ OPERATORS = {
     "npu_fusion_attention": npu_fusion_attention,
     "npu_fusion_attention_grad": npu_fusion_attention_grad,
 }
-# Operators that MindSpeed compiles for the NPU: name of the builder -> functions of its module.
+# Operators that MindSpeed compiles for the NPU: name of the builder -> functions of the module that it loads.
 COMPILED = {
     "algorithm": {"reuse_data_ptr": reuse_data_ptr},
     "npu_rotary_position_embedding": {"npu_rotary_position_embedding": _rotary_position_embedding},

@@ -1,7 +1,7 @@
-"""Runs an action when a module is imported by other code, without importing it here.
+"""Runs an action when other code imports a module. The module is not imported here.
 
 Host mode must be active before Megatron and MindSpeed are imported, but must not import them: MindSpeed's adaptor must
-come first, and would drop earlier changes.
+be imported first, and would remove changes of Megatron that were made before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _after: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
 def before_import(name: str, action: Callable[[], None]) -> None:
-    """Call `action` once, just before module `name` is first imported; now, if it is imported already."""
+    """Call `action` once, just before module `name` is first imported; at once if `name` is imported already."""
     if name in sys.modules:
         action()
         return
@@ -26,7 +26,7 @@ def before_import(name: str, action: Callable[[], None]) -> None:
 
 
 def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call `action(module)` each time module `name` has been executed; now, if it is imported already."""
+    """Call `action(module)` each time module `name` has been executed; also at once if `name` is imported already."""
     module = sys.modules.get(name)
     if module is not None:
         action(module)
@@ -35,7 +35,7 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 class _WatchedFinder(MetaPathFinder):
-    """Finds a watched module by the other finders, and wraps its loader."""
+    """Finds a watched module with the other finders, and wraps the module's loader."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -53,7 +53,7 @@ class _WatchedFinder(MetaPathFinder):
 
 
 class _ActingLoader(Loader):
-    """A loader that runs our actions after another one. Other attributes (`get_code`, ...) are those of the other."""
+    """A loader that runs our actions after the original loader, `inner`. It has `inner`'s other attributes, too."""
 
     def __init__(self, inner: Loader, actions: list[Callable[[ModuleType], None]]) -> None:
         self._inner = inner

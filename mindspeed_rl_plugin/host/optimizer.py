@@ -1,8 +1,8 @@
-"""Adam for Megatron where neither TransformerEngine nor Apex is installed.
+"""Adam for Megatron without TransformerEngine and Apex.
 
 Megatron falls back to torch's AdamW, which has a step counter in the state of every parameter. The distributed
-optimizer saves a counter of the parameter *group* and cannot resume without one (KeyError 'step'). `HostAdam` has the
-counter where Apex's FusedAdam has it. In addition, every optimizer copies the state that it loads.
+optimizer saves a counter of the parameter *group*, and cannot resume without this counter (KeyError 'step').
+`HostAdam` has it, as Apex's FusedAdam does. In addition, every optimizer copies loaded state that cannot be resized.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ PIECE = 1 << 18
 
 
 class HostAdam(torch.optim.Optimizer):
-    """Adam and AdamW with one integer `step` a parameter group, as in Apex's FusedAdam.
+    """Adam and AdamW with one integer `step` per parameter group, as in Apex's FusedAdam.
 
-    The update is torch's functional `adamw` or `adam`, on PIECE numbers at a time: its temporaries, twice the size of
-    its inputs, stay in the processor's cache. adam_w_mode: decoupled weight decay (AdamW).
+    The update is torch's functional `adamw` or `adam`, on PIECE numbers at a time, so that its temporaries (twice the
+    size of its inputs) stay in the processor's cache. adam_w_mode: decoupled weight decay (AdamW).
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class HostAdam(torch.optim.Optimizer):
     ) -> None:
         if amsgrad or capturable or not bias_correction:
             raise ValueError(
-                f"HostAdam: amsgrad={amsgrad}, capturable={capturable}, bias_correction={bias_correction} are not "
-                "supported on a host, only False, False, True are (capturable: leave out --optimizer-cuda-graph)"
+                f"HostAdam: amsgrad={amsgrad}, capturable={capturable}, bias_correction={bias_correction}: on a host "
+                "only False, False, True are supported; leave out flags such as --optimizer-cuda-graph (capturable)"
             )
         super().__init__(params, dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay))
         self.adam_w_mode = adam_w_mode
@@ -49,7 +49,7 @@ class HostAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            # Groups without parameters on this rank count too: Megatron asserts that all groups have the same step.
+            # Also in groups without parameters on this rank: Megatron asserts that all groups have the same step.
             group["step"] = int(group.get("step", 0)) + 1
             params = [p for p in group["params"] if p.grad is not None]
             if params:
@@ -69,7 +69,7 @@ class HostAdam(torch.optim.Optimizer):
         update(
             *map(list, zip(*pieces, strict=True)),
             [],
-            # torch adds 1 before it computes, for each tensor.
+            # One counter per tensor; torch adds 1 to it before the update.
             [torch.tensor(float(group["step"] - 1)) for _ in pieces],
             foreach=False,
             fused=False,
@@ -84,8 +84,8 @@ class HostAdam(torch.optim.Optimizer):
 
 
 def own_loaded_state() -> None:
-    """From now on every optimizer copies the state that it loads. Memory that `torch.load` allocated cannot be resized,
-    so the swap could not free it."""
+    """From now on every optimizer copies loaded state whose memory cannot be resized, such as that of `torch.load`: the
+    swap could not free it."""
     load = torch.optim.Optimizer.load_state_dict
 
     @functools.wraps(load)
@@ -100,7 +100,7 @@ def own_loaded_state() -> None:
 
 
 def _pieces(tensors: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors of one shape as views of at most PIECE numbers; tensors that are not contiguous are not cut."""
+    """Tensors of one shape as views of at most PIECE numbers; tensors that are not contiguous are not split."""
     for together in tensors:
         if all(t.is_contiguous() for t in together):
             yield from zip(*(t.view(-1).split(PIECE) for t in together), strict=True)

@@ -1,7 +1,7 @@
 """MindSpeed's `reuse_data_ptr` on a host: a storage points into another one, without owning it.
 
-No operator of torch does this; `Tensor.set_` gives a tensor another storage, but not its views. So a function of a few
-lines is compiled, in seconds, and stored in torch's folder of extensions.
+No operator of torch does this; `Tensor.set_` gives a tensor another storage, but not the tensor's views. So a function
+of a few lines is compiled (this takes seconds), and stored in torch's folder of extensions.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ extern "C" void point_into(c10::StorageImpl* alias, c10::StorageImpl* source, in
   alias->set_data_ptr_noswap(c10::DataPtr(static_cast<char*>(source->mutable_data()) + bytes, alias->device()));
 }
 """
-_LIMIT = 120  # seconds, of the compiler
+_LIMIT = 120  # seconds that the compiler may take
 
 
 def reuse_data_ptr(alias: Tensor, source: Tensor, offset: int) -> None:
-    """Let the storage of alias begin `offset` elements of alias after the start of source's storage.
+    """Let alias's storage begin `offset` elements (of alias's dtype) after the start of source's storage.
 
-    Raises ValueError if alias would exceed source, as the operator does.
+    Raises ValueError if alias would end after source, as the operator does.
     """
     size = alias.element_size()
     have = source.numel() * source.element_size()
     if offset < 0 or (offset + alias.numel()) * size > have:
-        raise ValueError(f"reuse_data_ptr: {alias.numel()} elements of {size} bytes at {offset} in {have} bytes")
+        raise ValueError(
+            f"reuse_data_ptr: {alias.numel()} elements of {size} bytes from element {offset} on exceed {have} bytes"
+        )
     _point_into()(alias.untyped_storage()._cdata, source.untyped_storage()._cdata, offset * size)
 
 
@@ -45,8 +47,7 @@ def _point_into() -> ctypes._CFuncPtr:
 
 
 def _library() -> Path:
-    """The compiled function for this torch. Every process that lacks it compiles it, and the last file replaces the
-    others."""
+    """The compiled function for this torch. If several processes compile it at once, the last file is kept."""
     from torch.utils import cpp_extension  # slow to import, and rarely needed
 
     digest = hashlib.blake2b(f"{torch.__version__} {_SOURCE}".encode(), digest_size=8).hexdigest()

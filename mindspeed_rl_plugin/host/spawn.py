@@ -1,8 +1,8 @@
 """Host mode in processes started by multiprocessing's spawn.
 
-Such a process imports the main script again before it runs its target, and with it Megatron. A script that the runner
-has started does not activate host mode itself. So the process imports `host.spawned` as its main module, which
-activates host mode and then runs the script.
+Such a process imports the main script again, and so Megatron, before it runs its target. A script that was started by
+`python -m mindspeed_rl_plugin` does not activate host mode itself. So the process imports `host.spawned` as its main
+module; `host.spawned` activates host mode and then runs the script.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Streams and events of a stand-in device, which finishes all work before it returns."""
+"""Streams and events of the CPU in the role of an accelerator: all work has finished when an operator returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _nothing(self: Any, other: Any = None) -> None:
 
 
 class NullEvent:
-    """An event with the time at which it was recorded."""
+    """An event that stores the time at which it was recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.record()

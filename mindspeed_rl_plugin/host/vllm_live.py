@@ -1,9 +1,9 @@
-"""Changes vLLM on CPU for reinforcement learning: weights stay live, and jobs do not collide.
+"""Changes vLLM on a CPU for reinforcement learning: weights can be updated in place, and jobs do not collide.
 
-Original vLLM repacks weights for the CPU's kernels when it loads them, and drops the originals: weights that are
-written later have no effect, or a wrong one. Here linear layers multiply by the weight itself, and experts are plain
-torch with an expert map, so an update only writes into parameters. This is slower than the packed kernels; log-probs
-agree to 5e-6.
+Original vLLM repacks weights for the CPU's kernels when it loads them, and deletes the originals. Weights that are
+written later have no effect, or a wrong one. Here linear layers multiply by the weight itself, and experts are computed
+by torch's operators, so an update only writes into parameters. This is slower than the packed kernels; log-probs agree
+to 5e-6.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _apply_experts(
     `[E global]` -> local expert, -1: on another rank.
     """
     if activation.value != "silu":
-        raise ValueError(f"experts with activation {activation.value!r} cannot be live on CPU; known: silu")
+        raise ValueError(f"experts with activation {activation.value!r} are not supported on a CPU; only silu is")
     local = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
     total = torch.zeros(output.shape, dtype=torch.float32)
     for expert in range(w1.shape[0]):
@@ -92,9 +92,8 @@ def _apply_experts(
 def _rotary_by_heads() -> None:
     """Rotate `[T, heads, D]` in torch.
 
-    vLLM's kernel for the CPU expects `[T, heads x D]`: with other shapes it takes the second-last stride for that of
-    tokens. Latent attention passes separate heads, and slices of wider rows; then it would rotate only the first
-    tokens.
+    vLLM's kernel for the CPU expects `[T, heads x D]`: it always uses the second-last stride as that of tokens. Latent
+    attention passes `[T, heads, D]`, and slices of wider rows, of which the kernel would rotate only the first tokens.
     """
     from vllm.model_executor.layers.rotary_embedding import base
 
@@ -113,8 +112,8 @@ def _rotary_by_heads() -> None:
 
 def _own_shared_memory() -> None:
     """Give shared memory segments a name of this job, and remove the name as soon as every rank has mapped them, so
-    that killed processes leave nothing. In original vLLM the name is the same in every job: two jobs collide, and a job
-    collides with segments of a killed one."""
+    that nothing remains of killed processes. In original vLLM the name is the same in every job: two jobs collide, and
+    a job collides with segments of a killed job."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shm
 
     group_name, init = Shm.make_group_name, Shm._init_cpu_shm
@@ -128,7 +127,7 @@ def _own_shared_memory() -> None:
 
     def make_group_name(communicator: Any) -> str:
         name = f"/{SEGMENT_PREFIX}{job}-{group_name(communicator).replace('/', '')}"
-        # Each rank creates and removes only its own segment: a peer's may be in use already.
+        # Each rank removes only its own segment: another rank's segment may be in use already.
         segment(name, communicator).unlink(missing_ok=True)
         return name
 
@@ -142,8 +141,8 @@ def _own_shared_memory() -> None:
 
 
 def _unequal_collectives() -> None:
-    """Adds two collectives for engines that share experts, each with its own number of tokens: vLLM 0.32 needs them
-    also on a CPU, where its communicator lacks them."""
+    """Adds two collectives for engines that share experts, where each rank has a different number of tokens. vLLM 0.32
+    needs them, but its communicator for CPUs lacks them."""
     from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase as Base
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
@@ -153,8 +152,8 @@ def _unequal_collectives() -> None:
 
 
 def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
-    """Rows of all ranks, one after the other. input_: `[sizes[rank], ...]`, or a list of such; sizes: rows of every
-    rank, None where all have equally many."""
+    """Rows of all ranks, in rank order. input_: `[sizes[rank], ...]`, or a list of such tensors; sizes: number of rows
+    of each rank, None if it is the same on all ranks."""
     assert dim == 0, f"rows are gathered, not dimension {dim}"
     if not isinstance(input_, torch.Tensor):
         return [all_gatherv(self, part, dim, sizes) for part in input_]
@@ -173,10 +172,9 @@ def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[
 
 
 def remove_leftovers(folder: Path = SHARED_MEMORY) -> None:
-    """Remove segments of jobs that were killed while their engines started: those whose name is older than
-    LEFTOVER_AGE."""
+    """Remove segments that are older than LEFTOVER_AGE: their jobs were killed while engines started."""
     for path in folder.glob(SEGMENT_PREFIX + "*"):
-        # another rank was faster, or another user owns it
+        # another rank has removed it, or another user owns it
         with contextlib.suppress(FileNotFoundError, PermissionError):
             if path.is_file() and time.time() - path.stat().st_mtime > LEFTOVER_AGE:
                 path.unlink()

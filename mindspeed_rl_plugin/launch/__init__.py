@@ -1,1 +1,1 @@
-"""Before the first step: argument checks, batch arithmetic, and where training starts."""
+"""Attaches RL to Megatron, and starts a run: inputs, model, critic, checkpoint. Also the messages of a failed run."""

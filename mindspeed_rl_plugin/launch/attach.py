@@ -1,8 +1,8 @@
-"""Chooses when to apply the patches: now, or right after the import of Megatron or of MindSpeed's adaptor.
+"""Chooses when to apply the patches: at once, or right after the import of Megatron or of MindSpeed's adaptor.
 
-The runner and the import line may run before the script's own imports. With MindSpeed, which must patch first, it would
-be too early to import Megatron here. So the patches wait for the end of MindSpeed's adaptor (which imports Megatron),
-or of `megatron.training` without MindSpeed.
+`attach` may be called before the script's own imports. MindSpeed must patch Megatron first, so Megatron cannot be
+imported here. Instead the patches are applied at the end of the import of MindSpeed's adaptor (which imports Megatron)
+or, without MindSpeed, of `megatron.training`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,6 @@ def _base_imported(module: ModuleType) -> None:
 
 
 def _megatron_imported(module: ModuleType) -> None:
-    # Inside an adaptor Megatron is only partly patched: wait for its end.
+    # While an adaptor is imported, Megatron is only partly patched: wait for the end of this import.
     if not any(name in sys.modules and name not in _finished for name in (BASE_ADAPTOR, *MINDSPEED_ADAPTORS)):
         apply(PATCHES)

@@ -1,9 +1,9 @@
 """PPO's critic from start to checkpoint: built by Megatron's own set-up, loaded, and saved with the policy.
 
-    SAVE/iter_0000500/critic/iter_0000500/...     Megatron's own files of the critic, and its tracker file above
+    SAVE/iter_0000500/critic/iter_0000500/...     Megatron's own files of the critic; critic/ has a tracker file
 
-The policy's provider (core 0.12 to 0.18) or model config (0.19) gives the backbone; before Megatron wraps it, its
-output layer becomes a value head. So formats, layouts, precision and optimizer are those of the launch script.
+The policy's provider (core 0.12 to 0.18) or model config (0.19) builds the critic. Before Megatron wraps it, a value
+head replaces its output layer. So formats, layouts, precision and optimizer are those of the launch script.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mindspeed_rl_plugin.launch.megatron_setup import (
 from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.weights.offload import gathered
 
-# Megatron sets these while it loads a checkpoint: the policy's values are restored.
+# Megatron sets these while it loads a checkpoint. After the critic is loaded, the policy's values are restored.
 _COUNTERS = (
     *("iteration", "num_floating_point_operations_so_far"),
     *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
@@ -53,12 +53,12 @@ def build(
     policy: Sequence[Module],
     absent: Mapping[str, Any],
 ) -> tuple[Critic, str]:
-    """Build and load the critic. Returns it, and the source of its weights for the console. Collective over all ranks.
+    """Build and load the critic. Returns it, and a text with the source of its weights. Collective over all ranks.
 
-    setup, positional, named: Megatron's `setup_model_and_optimizer` and the arguments of its call for the policy;
-    policy: its loaded chunks; absent: arguments that keep Megatron from looking for missing parts of a resumed
-    checkpoint. Random generators and counters of the run do not change. Raises ValueError if the critic's model cannot
-    be made.
+    setup, positional, named: Megatron's `setup_model_and_optimizer`, and the arguments with which it was called for the
+    policy; policy: the loaded chunks of the policy; absent: arguments with which Megatron does not look for missing
+    parts of a resumed checkpoint. Random generators and counters of the run do not change. Raises ValueError if the
+    critic cannot be built.
     """
     config = RLConfig.from_args(args).algorithm
     arguments, source, has_head = _source(start, config.critic_load, absent)
@@ -79,7 +79,7 @@ def build(
 
 
 def save(save_checkpoint: Callable, critic: Critic, args: Any, iteration: int) -> None:
-    """Write the critic into the policy's checkpoint of `iteration`, before the policy's tracker file points at it."""
+    """Write the critic into the policy's checkpoint of `iteration`, before the policy's tracker file names it."""
     folder = os.path.join(files.iteration_dir(args.save, iteration), files.CRITIC)
     with overridden(args, {"save": folder, "async_save": False, "save_retain_interval": None}), gathered(critic.model):
         save_checkpoint(iteration, critic.model, critic.optimizer, critic.scheduler, 0)
@@ -87,7 +87,7 @@ def save(save_checkpoint: Callable, critic: Critic, args: Any, iteration: int) -
 
 
 def learning_rate(args: Any, lr: float | None) -> dict[str, Any]:
-    """Arguments for the policy's schedule with another peak: all rates are scaled by the same factor."""
+    """Arguments for the policy's schedule with `lr` as its peak: all rates are scaled by the same factor."""
     if lr is None:
         return {}
     scale = lr / args.lr if args.lr else 0.0
@@ -95,7 +95,8 @@ def learning_rate(args: Any, lr: float | None) -> dict[str, Any]:
 
 
 def _source(start: Start, load: str | None, absent: Mapping[str, Any]) -> tuple[dict[str, Any], str, bool]:
-    """Arguments that load the critic's weights (load None: none), their source, and whether it has a value head."""
+    """Arguments that load the critic's weights, the source of the weights as text, and whether it has a value head.
+    load: --rl-critic-load."""
     nothing = {"load": None, "pretrained_checkpoint": None, "ckpt_step": None}
     if start.kind == "resume":
         folder = os.path.join(files.iteration_dir(start.load_dir, start.iteration), files.CRITIC)
@@ -152,7 +153,7 @@ def _prepared(model: Sequence[Module], optimizer: Any, args: Any) -> Any:
 
 @contextlib.contextmanager
 def _same_random_state() -> Iterator[None]:
-    """Restores random generators after the build of a second model: a checkpoint stores them."""
+    """Restores the state of random generators after the build of a second model, since checkpoints store this state."""
     from megatron.core import tensor_parallel
 
     tracker, device = tensor_parallel.get_cuda_rng_tracker(), get_device()

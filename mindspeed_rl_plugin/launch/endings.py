@@ -1,6 +1,6 @@
-"""Messages of a run that cannot continue: a refusal without traceback, the name of a full disk, one line for Ctrl-C.
+"""Messages of a run that cannot continue: a refusal without traceback, a full disk by its name, one line after Ctrl-C.
 
-They are also written to the file from which torchrun reads the reason of a failure. So they appear in torchrun's
+Errors are also written to the file from which torchrun reads the reason of a failure. So they appear in torchrun's
 summary, in the last lines of a job.
 """
 
@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.checks.refusal import Refusal, lines_of
 from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, record_failure
 from mindspeed_rl_plugin.processes import attend
 
-LINES = 8  # of an error, after its first
+LINES = 8  # most lines of an error that are printed after its first line
 
 
 def watch(args: Any) -> None:
@@ -48,8 +48,8 @@ def watch(args: Any) -> None:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """A ValueError in the context is the same on all ranks and refuses the start: it is printed once a machine, and
-    marked."""
+    """In the context a ValueError, which all ranks raise, becomes a `Refusal` of the start. It is printed once per
+    machine."""
     try:
         yield
     except ValueError as error:
@@ -77,15 +77,15 @@ def interrupted(args: Any) -> str:
     """The line of a run that Ctrl-C stopped."""
     saved = files.read_tracker(getattr(args, "save", None))
     then = (
-        f"the last checkpoint is of iteration {saved} in {args.save}: the same command goes on from there"
+        f"the last checkpoint is of iteration {saved} in {args.save}, from which the same command continues"
         if saved is not None
-        else "no checkpoint was saved, so the same command starts again"
+        else "no checkpoint was saved, so the same command starts from the beginning"
     )
     at = getattr(args, "curr_iteration", 0) + 1
-    return f"[rl] interrupted in iteration {at}; {then} (to save at a stop: --exit-signal-handler, and send SIGTERM)"
+    return f"[rl] interrupted in iteration {at}; {then} (with --exit-signal-handler, SIGTERM saves a checkpoint)"
 
 
 def _say(text: str) -> None:
-    """Print to the process's own stderr. To sys.stderr torch adds `[rank0]: ` before each line of an excepthook, once
-    ranks are connected; then the first line would not begin with [rl]."""
+    """Print to the process's own stderr. When ranks are connected, torch adds `[rank0]: ` before each line that an
+    excepthook prints to sys.stderr; then the first line would not begin with [rl]."""
     print(text, file=sys.__stderr__, flush=True)

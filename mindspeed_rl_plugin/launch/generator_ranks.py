@@ -1,7 +1,7 @@
-"""Before the launch script runs: the last ranks of a job with `--rl-generators N` leave it, and generate.
+"""Before the launch script runs: with `--rl-generators N` the last N ranks generate, and only the other ranks train.
 
-Megatron uses all ranks that the environment names, with barriers over all of them. So the split comes before any import
-of Megatron.
+Megatron uses all ranks that the environment names, with barriers over all of them. So the ranks are split before any
+import of Megatron.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def split_of(config: RLConfig) -> RankSplit | None:
 
 
 def leave_if_generator() -> None:
-    """A generator works here until the job ends, and then ends its process. A trainer continues, in a job of
-    trainers."""
+    """A rank that generates stays in this function until the job ends; then its process ends. In a rank that trains the
+    function returns, and the environment names only the ranks that train."""
     config = early.given_config()
     if config is None or is_part():
         return

@@ -29,8 +29,8 @@ def add_megatron_arguments(original: Callable, parser: Any) -> Any:
 def validate_args(original: Callable, args: Any, *rest: Any, **named: Any) -> Any:
     """Check the arguments under RL right after Megatron's own validation, before anything is built.
 
-    The model's family and the division of the batch are checked before it, since messages of Megatron and MindSpeed
-    name flags that the user did not give.
+    The model's family and the division of the batch are checked before that validation: its messages would name flags
+    that the user did not give.
     """
     if not rl_enabled(args):
         _warn_of_unused(args)

@@ -1,6 +1,6 @@
 """From checked arguments to the first step: build the model, load the reference, the actor and the RL state.
 
-`loop.run` has what the loop gets, and in which order.
+`loop.run` describes what the loop is given, in which order.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class _ProcessStart:
     loop: Any
     args: Any  # Megatron's
     algorithm: Algorithm
-    digest: CheckpointDigest | None = None  # of the reference, while it is still being read
+    digest: CheckpointDigest | None = None  # of the reference, until it is in a checkpoint
     loading: bool = True  # the policy is not loaded yet
     critic: Any = None
-    schedule: Mapping[str, Any] | None = None  # of the checkpoint that it resumes from
+    schedule: Mapping[str, Any] | None = None  # learning-rate schedule of the checkpoint from which it resumes
 
 
 _launch: _ProcessStart | None = None
 
 
 def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """Run Megatron's function so that it loads the checkpoint that RL starts from. Returns its result.
+    """Run Megatron's function so that it loads the checkpoint from which RL starts. Returns the function's result.
 
-    Collective over all ranks. Raises ValueError on every rank when the start or the reference is not usable.
+    Collective over all ranks. Raises ValueError on every rank if the start or the reference is not usable.
     """
     global _launch
     patching.assert_in_force()
@@ -117,12 +117,12 @@ def _announce(args: Any, algorithm: Algorithm) -> None:
 
 
 def _check_loaded(model: Any, start: Start, args: Any) -> None:
-    """Check what Megatron built and loaded, and warn where its checkpoints may not fit on the disk."""
+    """Check what Megatron built and loaded, and warn if checkpoints may not fit on the disk."""
     flag_checks.check_model(model)
     if args.iteration != start.iteration:
         raise ValueError(
             f"Megatron loaded iteration {args.iteration} from {start.load_dir}, expected {start.iteration}; "
-            f"is {files.TRACKER} or a file of that checkpoint damaged?"
+            f"check whether {files.TRACKER} or a file of that checkpoint is damaged"
         )
     split = getattr(args, "tensor_model_parallel_size", 1) * getattr(args, "pipeline_model_parallel_size", 1)
     if warning := small_disk(args, split * sum(p.numel() for _, p in _parameters(model))):
@@ -141,8 +141,8 @@ def convert_weights(args: Any, original: Callable, positional: tuple, named: Map
             return original(*positional, **named)
         except (ValueError, KeyError, AttributeError, OSError, RuntimeError) as error:
             raise ValueError(
-                f"MindSpeed-LLM could not convert --load {args.load}: {type(error).__name__}: {error}; are "
-                "--model-type-hf and the sizes those of this model?"
+                f"MindSpeed-LLM could not convert --load {args.load}: {type(error).__name__}: {error}; check that "
+                "--model-type-hf and the sizes are those of this model"
             ) from error
 
 
@@ -166,34 +166,34 @@ def load_checkpoint(args: Any, original: Callable, positional: tuple, named: Map
 
 
 def save_checkpoint(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """Write the RL state, then run Megatron's function, which updates the tracker file: a tracked checkpoint always has
-    its state."""
+    """Write the RL state, then run Megatron's function, which updates the tracker file: so a checkpoint that is named
+    there always has its RL state."""
     iteration = positional[0] if positional else named["iteration"]
     with stopping(args), overridden(args, _save_state(args, iteration, original)):
         return original(*positional, **named)
 
 
 def build_train_valid_test_data_iterators(args: Any, original: Callable, positional: tuple, named: Mapping) -> Any:
-    """Opens no pretraining data: `train_step` brings the rows of a step."""
+    """Opens no pretraining data: `train_step` supplies the rows of a step."""
     # Megatron sets these three while it builds its data loaders, and its train loop reads them.
     args.do_train, args.do_valid, args.do_test = True, False, False
     return run.current().train_iterator(), None, None
 
 
 def train_step(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """Run the rollout steps when they are due, then Megatron's own step on the dock's batch."""
-    # While it is set, MindSpeed-LLM's group_limited_greedy logs a balance loss, which a pass without gradients lacks.
+    """Run a rollout if one is due, then Megatron's own step on rows of the dock."""
+    # With do_train MindSpeed-LLM's group_limited_greedy logs a balance loss, which a pass without gradients lacks.
     with stopping(args), overridden(args, {"do_train": False}):
         return run.current().train_step(original, positional, named)
 
 
 def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
-    """Write the RL state of `iteration` under --save, on rank 0, and the critic by `save`, Megatron's function.
+    """Write the RL state of `iteration` under --save on rank 0, and the critic by `save`, Megatron's function.
 
     Returns arguments that must be set while Megatron saves the policy.
     """
     if _launch is None:
-        raise ValueError("a checkpoint is being saved before training has started; RL cannot describe it")
+        raise ValueError("a checkpoint is being saved before training has started; there is no RL state for it yet")
     if _launch.digest is not None:
         _launch.start = dataclasses.replace(_launch.start, reference_digest=_first_digest(_launch))
         _launch.digest = None
@@ -212,8 +212,8 @@ def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
 
 
 def _decide(args: Any, loop: Any, vocab: int, critic: bool) -> tuple[Start, dict[str, Any] | None]:
-    """The start and, for a resume, the RL state. The reference that the state names is added to the start; the rows of
-    its dock are on rank 0 only. vocab: tokens of the tokenizer; critic: whether it has one."""
+    """The start and, for a resume, the RL state. The reference that the state names is added to the start. Only on rank
+    0 the state has the dock's rows. vocab: number of tokens of the tokenizer; critic: whether the run has a critic."""
 
     def decided() -> Start:
         start = decide(args)
@@ -239,14 +239,14 @@ def _decide(args: Any, loop: Any, vocab: int, critic: bool) -> tuple[Start, dict
     lr_schedule.check(state.get("schedule"), args, folder, not_saved(state) | _untrained(state), critic=critic)
     if note := lr_schedule.remark(state.get("schedule"), args, start.iteration):
         say(note)
-    if rows and rows[0] is not None:  # on rank 0, which puts them back into the dock for all
+    if rows and rows[0] is not None:  # on rank 0, which puts the rows of all ranks back into the dock
         state["loop"]["rows"] = rows[0]
     reference = state["reference"]
     return dataclasses.replace(start, reference_path=reference["path"], reference_digest=reference["digest"]), state
 
 
 def _untrained(state: Mapping[str, Any] | None) -> dict[str, bool]:
-    """As `not_saved`: while the critic warmed up alone, the policy's optimizer took no step and was not saved."""
+    """As `not_saved`, for the policy's optimizer: it is not saved while only the critic has been trained."""
     return {"no_load_optim": True} if state is not None and not state["loop"].get(TRAINED, True) else {}
 
 
@@ -255,19 +255,19 @@ def _load_reference(original: Callable, model: Any, at: _ProcessStart) -> None:
     if start.reference_path is None:
         if ranks.weights_digest(_parameters(model)) != start.reference_digest:
             raise ValueError(
-                "the reference of this run was its random initialisation, and this start initialises other weights; "
+                "the reference of this run is its random initialisation, but this start initialises other weights; "
                 f"resume with the same --seed and parallel sizes{_or_without(at.algorithm)}"
             )
         return
     if start.reference_digest is None:
         raise ValueError(
-            f"the reference {start.reference_path} could not be read when its digest was to be recorded, so it is "
-            f"unknown whether it has changed; start a new run from it{_or_without(at.algorithm)}"
+            f"the reference {start.reference_path} could not be read when its digest had to be recorded, so it is "
+            f"unknown whether the reference has changed; start a new run{_or_without(at.algorithm)}"
         )
     if _digest(at) != start.reference_digest:
         raise ValueError(
-            f"the reference {start.reference_path} has changed since RL began from it (SHA-256 differs from "
-            f"{start.reference_digest}); restore it{_or_without(at.algorithm)}"
+            f"the reference {start.reference_path} has changed since the start of this run (its SHA-256 was "
+            f"{start.reference_digest}); restore the reference{_or_without(at.algorithm)}"
         )
     arguments = ranks.on_rank_0(lambda: weights_arguments(start.reference_path))
     with overridden(at.args, arguments):
@@ -276,8 +276,8 @@ def _load_reference(original: Callable, model: Any, at: _ProcessStart) -> None:
 
 
 def _or_without(algorithm: Algorithm) -> str:
-    """The end of a message about a missing reference: how to resume without what reads it. Pairs always need their
-    reference."""
+    """The end of a message about a missing reference: how to resume without a reference. Algorithms that train on pairs
+    always need it."""
     if algorithm.from_pairs:
         return ""
     coefficients = {"--rl-kl-loss-coef": algorithm.kl_loss_coef, "--rl-kl-reward-coef": algorithm.kl_reward_coef}
@@ -291,7 +291,7 @@ def _digest(at: _ProcessStart) -> str:
         digest = CheckpointDigest(at.start.reference_path).result(at.args.rl_wait_timeout)
     except ValueError as error:
         raise ValueError(
-            f"{error}: it is the reference that RL began from; restore it{_or_without(at.algorithm)}"
+            f"{error}; this is the reference of this run: restore it{_or_without(at.algorithm)}"
         ) from error
     seconds = time.monotonic() - began
     if seconds > 5:
@@ -300,14 +300,14 @@ def _digest(at: _ProcessStart) -> str:
 
 
 def _first_digest(at: _ProcessStart) -> str | None:
-    """The digest that the start began to compute. If it fails, prints a line and returns None: training has begun
-    already."""
+    """The digest whose computation began at the start. If it fails, prints a line and returns None, since training has
+    begun already."""
     try:
         return at.digest.result(at.args.rl_wait_timeout)
     except ValueError as error:
         say(
-            f"warning: no digest of the reference is recorded ({error}), so that no resume of this checkpoint can use "
-            f"it: start a new run from it{_or_without(at.algorithm)}"
+            f"warning: no digest of the reference is recorded ({error}), so a resume of this checkpoint cannot use the "
+            f"reference: start a new run from this checkpoint{_or_without(at.algorithm)}"
         )
         return None
 

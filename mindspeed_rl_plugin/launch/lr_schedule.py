@@ -1,6 +1,6 @@
-"""The learning-rate and weight-decay schedule of a run: compared at a resume, as Megatron's scheduler does.
+"""The learning-rate and weight-decay schedule of a run: it is compared at a resume, as by Megatron's scheduler.
 
-Megatron compares it only while it loads the optimizer, after the model is built, and its assertion names no flag.
+Megatron compares it only while the optimizer is loaded, after the model is built, and Megatron's error names no flag.
 Source: OptimizerParamScheduler.load_state_dict of megatron/core/optimizer_param_scheduler.py and
 get_optimizer_param_scheduler of megatron/training/training.py, alike in core 0.12.1, 0.16.1 and 0.19.
 """
@@ -29,9 +29,10 @@ _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def record(args: Any, recorded: Mapping[str, Any] | None = None, *, critic: bool) -> dict[str, Any]:
-    """The schedule of validated arguments as plain values, for the RL state. --lr-decay-iters: default all.
+    """The schedule of validated arguments as plain values, for the RL state.
 
-    recorded: of the checkpoint of a resume, whose schedule may continue; critic: whether the run has one.
+    recorded: the schedule of a resumed checkpoint, which continues if --use-checkpoint-opt_param-scheduler is given;
+    critic: whether the run has a critic.
     """
     values = {name: getattr(args, name, None) for name in FLAG_OF}
     values["lr_decay_iters"] = values["lr_decay_iters"] or values["train_iters"]
@@ -41,7 +42,7 @@ def record(args: Any, recorded: Mapping[str, Any] | None = None, *, critic: bool
 
 
 def compared(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a `record` that Megatron compares; its unit of time is a sequence, not an iteration."""
+    """The values of a `record` that Megatron compares. Megatron counts sequences, not iterations."""
     batch, fraction = values["global_batch_size"], values["lr_warmup_fraction"]
     decay = values["lr_decay_iters"] * batch
     return {
@@ -58,11 +59,10 @@ def compared(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settled(recorded: Mapping[str, Any] | None, args: Any) -> dict[str, bool]:
-    """Arguments with which Megatron accepts a schedule that only has another length, while the rates of all steps are
-    the same.
+    """Arguments with which Megatron accepts a schedule that has another length but the same rates in all steps.
 
-    This is the case for a constant learning rate after the same warm-up, and a constant weight decay. Empty if
-    Megatron's own comparison can decide.
+    The rates are the same with a constant learning rate after the same warm-up and a constant weight decay. In other
+    cases the result is empty, and Megatron's own comparison decides.
     """
     if recorded is None or getattr(args, "use_checkpoint_opt_param_scheduler", False):
         return {}
@@ -74,7 +74,7 @@ def settled(recorded: Mapping[str, Any] | None, args: Any) -> dict[str, bool]:
 
 def remark(recorded: Mapping[str, Any] | None, args: Any, done: int) -> str | None:
     """A remark if the batch size differs from that of the `done` iterations so far: Megatron's schedule counts
-    sequences, and keeps this count. None if it is the same, if nothing was recorded, or if the rates are constant."""
+    sequences. None if the batch size is the same, if nothing was recorded, or if the rates are constant."""
     if recorded is None or recorded["global_batch_size"] == args.global_batch_size:
         return None
     constant = args.lr_decay_style == "constant" and not (args.lr_warmup_iters or args.lr_warmup_fraction)
@@ -90,11 +90,11 @@ def remark(recorded: Mapping[str, Any] | None, args: Any, done: int) -> str | No
 def check(
     recorded: Mapping[str, Any] | None, args: Any, where: str, absent: Collection[str] = (), *, critic: bool
 ) -> None:
-    """Refuse a resume from `where` that Megatron would refuse later, or in which it would use other rates than the
-    flags.
+    """Refuse a resume from `where` that Megatron would refuse later, or in which Megatron would use other rates than
+    those of the flags.
 
     recorded: the saved schedule or None; absent: has "no_load_optim" if the schedule was not saved; critic: as in
-    `record`. Raises ValueError with each value then and now, and the flags that resolve this.
+    `record`. Raises ValueError that names each changed value, then and now, and the flags that choose between them.
     """
     flags = ["override_opt_param_scheduler"]
     flags += ["use_checkpoint_opt_param_scheduler"] if "no_load_optim" not in absent else []
@@ -118,10 +118,10 @@ def loading(optimizer: Any, scheduler: Any) -> Iterator[None]:
     """Within the context, this optimizer and the checkpoint that it loads have the same rates: those of the flags, or
     of the checkpoint.
 
-    Megatron's optimizer loads the rates of a group of parameters from the checkpoint, and its scheduler uses them: so
-    --override-opt_param-scheduler had no effect in core 0.12 to 0.18. Core 0.19 finds a group by its rates, and fails
-    if they differ (KeyError). Remove when DistributedOptimizer.load_state_dict finds groups without rates, and
-    OptimizerParamScheduler.load_state_dict sets them.
+    Megatron's optimizer loads the rates of a parameter group from the checkpoint, and its scheduler uses them: so
+    --override-opt_param-scheduler has no effect in core 0.12 to 0.18. Core 0.19 identifies a group by its rates, and
+    fails if they differ (KeyError). Remove when DistributedOptimizer.load_state_dict identifies groups without rates,
+    and OptimizerParamScheduler.load_state_dict sets the rates.
     """
     override = getattr(scheduler, "override_opt_param_scheduler", False)
     parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
@@ -138,14 +138,14 @@ def loading(optimizer: Any, scheduler: Any) -> Iterator[None]:
         for part in parts:
             del part.load_state_dict
     if override or getattr(scheduler, "use_checkpoint_opt_param_scheduler", False):
-        scheduler.step(0)  # again: Megatron set the first step's weight decay before it loaded the checkpoint's
+        scheduler.step(0)  # again: Megatron's own call was before the weight decay of the checkpoint was loaded
 
 
 def share_rates(saved: Sequence[dict], groups: Sequence[dict], override: bool) -> None:
-    """Copy rates from the optimizer's groups of parameters to those of a checkpoint, or (no override) in the other
+    """With override, copy the rates of the optimizer's parameter groups to those of a checkpoint; without, in the other
     direction.
 
-    Groups with equal keys (--decoupled-lr from core 0.16 on) are in the same order on both sides.
+    Groups with equal keys (--decoupled-lr from core 0.16 on) are in the same order in optimizer and checkpoint.
     """
     ours = list(groups)
     for theirs in saved:

@@ -1,8 +1,8 @@
 """Calls Megatron's `setup_model_and_optimizer` with temporary arguments, or with changed chunks.
 
-The order of its parameters differs between versions, so they are passed by name. Layers of multi-token prediction (MTP)
-stay in the model and in its checkpoints, frozen. They are not run, since no engine and no RL loss uses them; Megatron
-would need labels for them, which an RL step does not have.
+The order of the function's parameters differs between versions, so arguments are passed by name. Layers of multi-token
+prediction (MTP) stay in the model and in its checkpoints, frozen. They are not run, since no engine and no RL loss uses
+them; Megatron would need labels for them, which an RL step does not have.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mindspeed_rl_plugin.weights.storages import unwrap
 
 @contextlib.contextmanager
 def overridden(args: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Within the context some arguments have other values; afterwards the user's. Names that this Megatron lacks are
-    skipped."""
+    """Within the context some arguments have other values; afterwards they have the user's values again. Names that
+    this Megatron lacks are skipped."""
     before = {name: getattr(args, name) for name in values if hasattr(args, name)}
     for name in before:
         setattr(args, name, values[name])
@@ -34,7 +34,7 @@ def overridden(args: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def recording(args: Any) -> contextlib.AbstractContextManager[None]:
-    """Used while optimizers are built: `weights.aliases` records which memory MindSpeed shares."""
+    """A context in which optimizers are built: `weights.aliases` records the memory that tensors share in MindSpeed."""
     return aliases.recording() if getattr(args, "reuse_fp32_param", False) else contextlib.nullcontext()
 
 
@@ -63,7 +63,7 @@ def on_each_chunk(
 def freeze_mtp(chunk: torch.nn.Module) -> torch.nn.Module:
     """Freeze the MTP layers, if any, of a chunk of Megatron's GPT model; returns the chunk.
 
-    Must be called before Megatron wraps the chunk, so that buffers and optimizer leave them out.
+    Must be called before Megatron wraps the chunk, so that gradient buffers and optimizer do not contain them.
     """
     layers = getattr(chunk, "mtp", None)
     if layers is None:
@@ -73,7 +73,7 @@ def freeze_mtp(chunk: torch.nn.Module) -> torch.nn.Module:
 
     @functools.wraps(own)
     def forward(*positional: Any, **named: Any) -> Any:
-        # Only during the call: code that builds, saves and reduces the model still needs them.
+        # Only during the call: the code that builds, saves and reduces the model still needs both values.
         saved = chunk.mtp_process, chunk.config.mtp_num_layers
         chunk.mtp_process, chunk.config.mtp_num_layers = False, None
         try:
@@ -88,8 +88,9 @@ def freeze_mtp(chunk: torch.nn.Module) -> torch.nn.Module:
 def report_unused_embeddings(chunks: Iterable[torch.nn.Module]) -> None:
     """With `--overlap-grad-reduce`: report a gradient for embeddings that only frozen MTP layers use.
 
-    This is the last pipeline stage's copy. Megatron's DDP sends gradients once all parameters have one, and would wait
-    for this one for ever. It is zero; later it is summed with the first stage's. chunks: wrapped by Megatron.
+    These embeddings are a copy on the last pipeline stage. Megatron's DDP sends gradients when all parameters have one,
+    and would wait for ever for that of the copy. It is zero, and is later added to the first stage's gradient. chunks:
+    wrapped by Megatron.
     """
     for chunk in chunks:
         model, groups = unwrap(chunk), getattr(chunk, "param_to_bucket_group", {})

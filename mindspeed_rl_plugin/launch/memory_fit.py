@@ -1,4 +1,4 @@
-"""Refuses a model before it is built that is larger than the memory of its device (without a device, of the host)."""
+"""Refuses a model that is larger than the memory of its device (or of a host without device), before it is built."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mindspeed_rl_plugin.device.meters import host_total
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, megatron_layout
 
-# Bytes of a weight -> bytes of Adam's float32 state: moments, and a main parameter where the weight is not float32. The
-# state is not counted under flags that move, shrink or omit it.
+# Bytes of a weight -> bytes of Adam's float32 state: moments, and a main parameter if the weight is not float32. The
+# state is not counted if a flag moves, shrinks or omits it.
 ADAM_BYTES = {2: 12, 4: 8}
 _SMALLER = "optimizer_cpu_offload use_precision_aware_optimizer swap_optimizer virtual_optimizer reuse_fp32_param"
 _SMALLER += " quant_states compress_optimizer"
 
 
 def check(args: Any, vocab: int) -> None:
-    """Raises ValueError where weights, gradients and Adam's state exceed the memory. Nothing else is counted.
+    """Raises ValueError if weights, gradients and Adam's state exceed the memory. Nothing else is counted.
 
     vocab: tokens of the tokenizer. A model of no known family, which DPO may train, is not estimated.
     """
@@ -42,7 +42,7 @@ def check(args: Any, vocab: int) -> None:
 
 
 def _least(args: Any, train: Parallel) -> float:
-    """Bytes of one parameter in training, at least."""
+    """The least number of bytes that one parameter needs in training."""
     weight = args.params_dtype.itemsize
     gradient = 4 if getattr(args, "accumulate_allreduce_grads_in_fp32", False) else weight
     spread = train.dp * train.cp if getattr(args, "use_distributed_optimizer", False) else 1

@@ -1,5 +1,5 @@
-"""Only one job may use a `--save`: its first rank owns the directory, by a file whose modification time is a
-heartbeat."""
+"""Only one job may use a `--save` directory. The job's first rank is the *owner*: a file in the directory names it, and
+the file's modification time is a heartbeat."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.service.guest_dock import here
 
 FILE = "owner.json"  # in SAVE/rl
 BEAT_SECONDS = 5.0
-DEAD_SECONDS = 60.0  # without a heartbeat; then an owner on another machine counts as dead
+DEAD_SECONDS = 60.0  # after this time without a heartbeat an owner on another machine counts as dead
 
 NAMED = {"machine", "process", "began", "name", "since", "launch"}  # fields of the file
 
@@ -29,9 +29,9 @@ _over = threading.Event()
 
 
 def own(save: str) -> None:
-    """Make this process the owner until it ends, and mend the tracker file for Megatron. Called by the first rank
-    before anything is built. Idempotent. Raises ValueError if another owner is alive; for an owner on another machine
-    the check takes up to DEAD_SECONDS."""
+    """Make this process the owner until it ends, and repair an empty tracker file. Called by the first rank before
+    anything is built. Idempotent. Raises ValueError if another owner is alive; for an owner on another machine the
+    check takes up to DEAD_SECONDS."""
     path = Path(save, "rl", FILE).absolute()  # absolute: a user's code may change the directory
     me = {"machine": machine(), "process": os.getpid(), "began": began(os.getpid()), "name": here("a job"),
           "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "launch": launch_name()}  # fmt: skip
@@ -43,7 +43,7 @@ def own(save: str) -> None:
         say(f"--save {save}: its owner, {_text(owner)}, is gone; this job takes it over")
     write_json(path, me)
     if not _same(owner := _read(path) or me, me):
-        raise ValueError(_refusal(save, owner))  # both came at once, and the later one owns it
+        raise ValueError(_refusal(save, owner))  # two jobs started at once, and the other wrote the file last
     threading.Thread(target=_beat, args=(path, me, _over), daemon=True).start()
     atexit.register(_leave, path, me)
     mend_tracker(save)
@@ -56,20 +56,20 @@ def _wait_for_its_end(path: Path, owner: dict[str, Any], me: dict[str, Any]) -> 
             raise ValueError(_refusal(save, owner))
         return
     if me["launch"] and owner["launch"] == me["launch"]:
-        return  # an earlier start of this job with rank 0 on that machine: its processes end by themselves
+        return  # an earlier start of this job had rank 0 on that machine; the processes of that start end by themselves
     (probe := path.with_name(f".{FILE}.{me['process']}")).touch()  # clocks of machines may differ
     age = max(probe.stat().st_mtime - first, 0.0)
     probe.unlink()
     sign = f"last sign of life {age:.0f} s ago"
     if (left := DEAD_SECONDS - age) > 0:
-        say(f"--save {save} is owned by {_text(owner)}, {sign}; if there is none for {left:.0f} s more, it is gone")
+        say(f"--save {save} is owned by {_text(owner)}, {sign}; without another in {left:.0f} s this job takes it over")
     end = time.monotonic() + left
     while time.monotonic() < end:
         time.sleep(min(1.0, left))
         try:
             if path.stat().st_mtime != first:
                 raise ValueError(_refusal(save, owner))
-        except FileNotFoundError:  # the owner has ended in order
+        except FileNotFoundError:  # the owner has ended normally
             return
     owner["name"] += f" ({sign})"
 
@@ -101,7 +101,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     except ValueError:
         owner = None
     if not isinstance(owner, dict) or not owner.keys() >= NAMED:
-        raise ValueError(f"{path} names no job; remove it where none uses this --save")
+        raise ValueError(f"{path} names no job; remove it if no job uses this --save")
     return owner
 
 
@@ -115,6 +115,6 @@ def _text(owner: dict[str, Any]) -> str:
 
 def _refusal(save: object, owner: dict[str, Any]) -> str:
     return (
-        f"--save {save} belongs to {_text(owner)}, which runs: two jobs would write over each other's checkpoints; "
-        "wait for its end, end it, or give this job a --save of its own"
+        f"--save {save} belongs to {_text(owner)}, which runs: two jobs would overwrite each other's checkpoints; "
+        "wait until that job ends, end it, or give this job another --save"
     )

@@ -1,4 +1,4 @@
-"""The functions of Megatron and MindSpeed-LLM that the plugin wraps: one row a patch, as data."""
+"""The functions of Megatron and MindSpeed-LLM that the plugin wraps: one row per patch, as data."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.training.training.setup_model_and_optimizer",
         hook=hooks.under_rl("setup_model_and_optimizer"),
         leading=(),
-        why="decides where training starts: it is the one caller of load_checkpoint before the first step, "
-        "and the one place that sees the model provider (core <= 0.18) or the model config (0.19)",
+        why="decides where training starts: it is the only caller of load_checkpoint before the first step, "
+        "and the only function that gets the model provider (core <= 0.18) or the model config (0.19)",
         versions="0.12.1 training.py:1105, 0.16.1 :1438, 0.18.0 :1938, 0.19.0 :2008",
         remove_when="pretrain() takes a callback between initialisation and model building",
     ),
@@ -43,7 +43,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.training.checkpointing.save_checkpoint",
         hook=hooks.under_rl("save_checkpoint"),
         leading=("iteration", "model", "optimizer", "opt_param_scheduler"),
-        why="puts the RL state into the checkpoint before the tracker file points at it",
+        why="puts the RL state into the checkpoint before the tracker file names this checkpoint",
         versions="0.12.1 checkpointing.py:306, 0.16.1 :471, 0.18.0 :495, 0.19.0 :552",
         remove_when="save_checkpoint takes extra state",
     ),
@@ -51,7 +51,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.training.training.build_train_valid_test_data_iterators",
         hook=hooks.under_rl("build_train_valid_test_data_iterators"),
         leading=("build_train_valid_test_datasets_provider",),
-        why="opens no pretraining data: the rows of a step come with train_step",
+        why="opens no pretraining data: train_step supplies the rows of a step",
         versions="0.12.1 training.py:2405, 0.16.1 :3422, 0.18.0 :4256, 0.19.0 :4601",
         remove_when="pretrain() accepts ready iterators (dataloader_type external covers only some scripts)",
     ),
@@ -59,7 +59,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.training.training.train_step",
         hook=hooks.under_rl("train_step"),
         leading=("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
-        why="runs rollout, rewards and log-probs when due, then the original with our forward step and iterator",
+        why="runs rollout, rewards and log-probs if they are due, then the original with our forward step and iterator",
         versions="0.12.1 training.py:1213, 0.16.1 :1603, 0.18.0 :2162, 0.19.0 :2336",
         remove_when="Megatron calls a user function before each step",
     ),
@@ -70,8 +70,8 @@ OF_MINDSPEED_LLM: tuple[Patch, ...] = (
         target="mindspeed_llm.training.initialize._convert_weights_if_needed",
         hook=hooks.under_rl("convert_weights"),
         leading=("args", "shared"),
-        why="a resume needs no weights of --load, which it would convert again; and what it raises names no flag",
+        why="a resume needs no weights of --load, but they would be converted again; and its errors name no flag",
         versions="MindSpeed-LLM 2.3.0 training/checkpointing.py:310, 26.1.0 :464",
-        remove_when="it converts only what is not converted yet",
+        remove_when="it converts only weights that are not converted yet",
     ),
 )

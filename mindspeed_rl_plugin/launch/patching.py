@@ -1,7 +1,7 @@
 """Applies patches, and checks at the start of training that they are still in force.
 
-Every module with the original function gets the wrapper. With MindSpeed the patches are also a feature of its manager,
-so that its own re-patching keeps them.
+Every module with the original function gets the wrapper. MindSpeed may remove all patches and apply its own again; so
+our patches are also registered as a feature of its manager.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MINDSPEED_ADAPTORS = (
     "mindspeed_llm.tasks.megatron_adaptor",
     "mindspeed_llm.tasks.megatron_adaptor_v2",
 )
-# From core_r0.17.0 on MindSpeed imports this first: it reads the command line and patches Megatron, too.
+# From core_r0.17.0 on MindSpeed imports this adaptor first. It also reads the command line and patches Megatron.
 BASE_ADAPTOR = "megatron_adaptor"
 
 
@@ -38,7 +38,7 @@ class Patch:
 
     target: str  # dotted name of the global that Megatron looks up at call time
     hook: Callable  # called in its place, with the original before the arguments
-    leading: tuple[str, ...]  # first parameter names of the original, on which hook or loop rely
+    leading: tuple[str, ...]  # names of the original's first parameters, on which hook or loop rely
     why: str
     versions: str  # place of the target, `file:line` for each core version
     remove_when: str  # what upstream would have to offer instead
@@ -56,7 +56,8 @@ class Patch:
         return getattr(sys.modules[self.module], self.name)
 
     def wrapper(self, original: Callable) -> Callable:
-        """The wrapper of the target, made once. MindSpeed's manager recognises decorators by this name."""
+        """The original in a wrapper that calls the hook; the original itself if it does so already. MindSpeed's manager
+        recognises decorators by this method's name."""
         if wraps(original, self):
             return original
         hook = self.hook
@@ -76,8 +77,8 @@ _originals: dict[str, list[Callable]] = {}
 def apply(patches: tuple[Patch, ...]) -> None:
     """Wrap every target. Idempotent.
 
-    Raises RuntimeError when Megatron's version is outside the supported range, or when a target is
-    missing or has other parameters than the wrapper relies on; the message says what was expected.
+    Raises RuntimeError if Megatron's version is not supported, or if a target is missing or has other parameters than
+    expected.
     """
     global _applied
     for patch in patches:
@@ -96,8 +97,8 @@ def apply(patches: tuple[Patch, ...]) -> None:
 def revert() -> None:
     """Restore the originals on plain Megatron.
 
-    MindSpeed's adaptor replaces functions when it is imported, and may drop unknown wrappers. So ours are removed
-    before, and applied again by its manager.
+    MindSpeed's adaptor replaces functions when it is imported, and may drop unknown wrappers. So our wrappers are
+    removed before the import, and applied again after it.
     """
     for patch in _applied:
         originals = _originals.get(patch.target)
@@ -107,27 +108,27 @@ def revert() -> None:
 
 
 def assert_in_force() -> None:
-    """Check that every applied wrapper is called wherever its target is used, and print this on rank 0.
+    """Check that every applied wrapper is called wherever its target is used, and print the targets on rank 0.
 
-    Raises RuntimeError with the patch and the function that replaced it, or the module that has the original.
+    Raises RuntimeError that names the patch, and the function that replaced it or the module that has the original.
     """
     for patch in _applied:
         if not wraps(patch.current, patch):
             raise RuntimeError(
                 f"patch {patch.target} is not in force: the name now holds {_describe(patch.current)}, which does not "
-                "call the plugin's hook; import mindspeed_rl_plugin.adaptor after whatever replaced it"
+                "call the plugin's hook; import mindspeed_rl_plugin.adaptor after the code that replaced it"
             )
         for module, name in _holders(_originals.get(patch.target, [])):
             raise RuntimeError(
                 f"patch {patch.target} is not in force in {module.__name__}: its {name!r} is still the original; "
-                "import mindspeed_rl_plugin.adaptor after that module, or let the module look the name up when it calls"
+                "import mindspeed_rl_plugin.adaptor after that module, or let the module look up the name at each call"
             )
     how = ", through MindSpeed's feature manager" if under_mindspeed() else ""
     say(f"RL is attached to Megatron{how}; wrapped functions: {', '.join(p.name for p in _applied)}")
 
 
 def check_version() -> None:
-    """Raise RuntimeError when Megatron Core is outside the tested versions."""
+    """Raise RuntimeError if Megatron Core is outside the tested versions."""
     info = importlib.import_module("megatron.core.package_info")
     version = (info.MAJOR, info.MINOR, info.PATCH)
     if version < OLDEST or version[:2] > NEWEST:
@@ -138,7 +139,7 @@ def check_version() -> None:
 
 
 def under_mindspeed() -> bool:
-    """Whether MindSpeed's adaptor has taken Megatron over in this process."""
+    """Whether MindSpeed's adaptor is imported in this process."""
     return any(name in sys.modules for name in MINDSPEED_ADAPTORS)
 
 
@@ -213,7 +214,7 @@ def _rebind(old: Callable, new: Callable) -> None:
 
 
 def _holders(functions: list[Callable]) -> Iterator[tuple[ModuleType, str]]:
-    """Every (module, name) bound to one of the functions. Reads `vars`, so lazy modules are not triggered."""
+    """Every (module, name) bound to one of the functions. Reads `vars`, so that lazy modules import nothing."""
     wanted = {id(f) for f in functions}
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):

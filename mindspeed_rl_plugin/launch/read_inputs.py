@@ -1,4 +1,4 @@
-"""What RL reads in addition to the checkpoint: tokenizer, data, graders, stages. Checked before any model is built."""
+"""What RL reads in addition to the checkpoint (tokenizer, data, graders, stages), checked before a model is built."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
 
 
 def _to_sample(inputs: Inputs, ends: Mapping[int, str]) -> Inputs:
-    """The inputs with what an algorithm needs to sample and grade responses. ends: of `response_ends`."""
+    """The inputs with what an algorithm needs to sample and grade responses. ends: the result of `response_ends`."""
     config, held_out, end_tokens = inputs.config, inputs.held_out, tuple(ends)
     named = (f"{inputs.tokenizer.decode([end])!r} ({end}, {source})" for end, source in ends.items())
-    say(f"a response ends at {', '.join(named) or 'the limit of its length alone: nothing names a token that ends it'}")
+    say(f"a response ends at {', '.join(named) or 'the limit of its length only: no token that ends it is known'}")
     engine_config = hf_config.derive_config(inputs.args, vocab_size=inputs.vocab, eos_token_ids=end_tokens)
     if config.rollout.hf_model:
         hf_config.check_against(engine_config, config.rollout.hf_model)
@@ -127,8 +127,8 @@ def _graders(inputs: Inputs) -> RewardPool:
 
 
 def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tuple[tuple[StageSpec, Any], ...]:
-    """A user's stages. Other instances of them are tried first, on the first row of the data: its answer is taken as
-    the response of every sample."""
+    """A user's stages. Before, other instances of these stages are tried on the first row of the data; the row's answer
+    is used as the response of every sample."""
     rollout, words, row = inputs.config.rollout, inputs.config.reward.stage, inputs.data.at(0)
     response = [*inputs.tokenizer.encode(row.answer, add_special_tokens=False), *end_tokens[:1]] or [0]
     response, where = response[: rollout.max_response_length], inputs.data.where(0)
@@ -140,7 +140,7 @@ def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tupl
 def _stream(
     tokenizer: Any, config: RLConfig, pairs: bool, tools: Sequence[Any] | None, paths: Sequence[str], seed: int
 ) -> PromptStream | PairStream:
-    """The prompts, or pairs, of some files. Prints how many were dropped."""
+    """The prompts or the pairs of some files. Prints how many were dropped."""
     data, limit, response = config.data, config.data.max_prompt_length, config.rollout.max_response_length
     if pairs:
         keys = {"chosen": data.chosen_key, "rejected": data.rejected_key}
@@ -158,8 +158,8 @@ def _stream(
 def _ends(
     config: RLConfig, tokenizer: Any, vocab: int, tools: Sequence[Any] | None, *data: PromptStream | PairStream
 ) -> dict[int, str]:
-    """`response_ends` for the prompts of data[0]. Prints the first row of each of `data` as its tokens decode, with
-    `marked`."""
+    """`response_ends` for the prompts of data[0]. Prints the decoded tokens of the first row of each of `data`, with
+    the marks of `marked`."""
     pairs, first, model = isinstance(data[0], PairStream), data[0].at(0), config.rollout.hf_model
     chat = config.data.apply_chat_template or is_rendered(
         tokenizer, tokenizer.decode(first.prompt) if pairs else first.text

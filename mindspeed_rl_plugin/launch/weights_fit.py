@@ -1,8 +1,8 @@
 """Refuses weights that do not fit the model, while Megatron loads them.
 
-If a strict load fails, Megatron from core 0.16 on loads the fitting part and continues (`load_model_state_dict` of
-megatron/training/checkpointing.py, for extra states of TransformerEngine). Layers of another stage would be left out,
-and layers that are missing in the file would keep their initial values.
+If a strict load fails, Megatron from core 0.16 on loads the parameters that fit and continues (`load_model_state_dict`
+of megatron/training/checkpointing.py, for extra states of TransformerEngine). Other layers in the file would be
+ignored, and layers that are missing in the file would keep their initial values.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mindspeed_rl_plugin.weights.storages import unwrap
 
 _EXTRA = "_extra_state"  # of TransformerEngine; present only in some versions
 _MEND = (
-    "give the sizes and the layout that it was saved with (tensor, pipeline and expert parallel sizes, layers of each "
-    "stage, padding of the vocabulary), or bring it into this one: `python -m mindspeed_rl_plugin export`, then "
-    "`import`, whose last line is the flags"
+    "give the sizes and the layout with which it was saved (tensor, pipeline and expert parallel sizes, layers of each "
+    "stage, padding of the vocabulary), or convert it to this layout: `python -m mindspeed_rl_plugin export`, then "
+    "`import`, which prints the flags in its last line"
 )
 
 
@@ -31,9 +31,9 @@ def must_fit(chunks: Sequence[torch.nn.Module], where: str, free: str = _EXTRA) 
     """Within the context, `load_state_dict` of these chunks raises ValueError for weights that are not exactly the
     model's.
 
-    ValueError also replaces Megatron's exit with status 0 for an unreadable file, and its error for a distributed
-    checkpoint of another model. where: what is loaded, for messages; free: suffix of names that need not fit, in
-    addition to extra states.
+    ValueError is also raised instead of Megatron's exit with status 0 for an unreadable file, and instead of its error
+    for a distributed checkpoint of another model. where: names what is loaded, in messages; free: suffix of names that
+    need not fit, in addition to extra states.
     """
     # Core 0.12 loads into the model itself, later versions into its wrapper.
     modules = list({id(module): module for chunk in chunks for module in (chunk, unwrap(chunk))}.values())
@@ -43,7 +43,7 @@ def must_fit(chunks: Sequence[torch.nn.Module], where: str, free: str = _EXTRA) 
         yield
     except SystemExit:
         raise ValueError(
-            f"Megatron could not load {where}, and says why on standard output; give the layout that it was saved with"
+            f"Megatron could not load {where} (the reason is on standard output); give the layout of the saved model"
         ) from None
     except _of_distributed_files() as error:
         raise ValueError(f"Megatron could not load {where}: {error}; {_MEND}") from error

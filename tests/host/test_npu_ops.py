@@ -192,11 +192,11 @@ def test_queries_and_keys_of_other_lengths_are_not_masked():
     q, k, v = (t.transpose(1, 2)[0] for t in tensors())
     ends = dict(actual_seq_qlen=[2, S], actual_seq_kvlen=[3, S], scale=SCALE)
     masked = dict(atten_mask=TRIANGLE, sparse_mode=3)
-    with pytest.raises(ValueError, match=r"other lengths, \(2, 5\) and \(3, 5\)"):
+    with pytest.raises(ValueError, match=r"different lengths, \(2, 5\) and \(3, 5\)"):
         npu_fusion_attention(q, k, v, HEADS, "TND", **ends, **masked)
     assert npu_fusion_attention(q, k, v, HEADS, "TND", **ends)[0].shape == q.shape
     q, k, v = tensors()
-    with pytest.raises(ValueError, match="other lengths, 2 and 5"):
+    with pytest.raises(ValueError, match="different lengths, 2 and 5"):
         npu_fusion_attention(q[:, :, :2], k, v, HEADS, "BNSD", **masked)
 
 

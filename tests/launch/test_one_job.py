@@ -41,7 +41,7 @@ def owner(save) -> int:
 def test_a_second_job_is_refused_while_the_first_lives_and_takes_over_when_it_is_dead(save, capsys) -> None:
     first = subprocess.Popen(["sleep", "100"])
     owned(save, first.pid)
-    text = f"--save {save} belongs to a job, process {first.pid} on node7 since yesterday, which runs: .* --save of its"
+    text = f"--save {save} belongs to a job, process {first.pid} on node7 since yesterday, which runs: .* other's check"
     with pytest.raises(ValueError, match=re.escape(text).replace(r"\.\*", ".*").replace(r"\ ", " ")):
         one_job.own(str(save))
     assert owner(save) == first.pid
@@ -69,7 +69,7 @@ def test_of_another_machine_the_heartbeat_tells(save, monkeypatch, capsys) -> No
     beats.start()
     with pytest.raises(ValueError, match="process 1 on node7 since yesterday, which runs"):
         one_job.own(str(save))
-    assert "last sign of life 0 s ago; if there is none for 2 s more, it is gone" in capsys.readouterr().out
+    assert "last sign of life 0 s ago; without another in 2 s this job takes it over" in capsys.readouterr().out
     one_job.own(str(save))
     assert owner(save) == os.getpid(), "it was silent"
     owned(save, 1, "another")

@@ -175,7 +175,7 @@ def test_outside_of_the_context_nothing_is_recorded(builder):
         pass
     operator(builder)(b, a, 1)
     assert b.tolist() == [1, 2] and aliases.places() == {}
-    with pytest.raises(ValueError, match="2 elements of 4 bytes at 3 in 16"):
+    with pytest.raises(ValueError, match="2 elements of 4 bytes from element 3 on exceed 16 bytes"):
         reuse_data_ptr(b, a, 3)
 
 
