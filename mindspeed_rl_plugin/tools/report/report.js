@@ -19,7 +19,7 @@ function fill(node, attributes, children) {
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ? "" : value);
   }
-  // append() makes text nodes of strings: nothing from a sample is ever parsed as HTML.
+  // append() makes text nodes of strings, so no text of a sample is parsed as HTML.
   node.append(...children.flat().filter((c) => c !== null && c !== undefined));
   return node;
 }
@@ -71,7 +71,7 @@ function logTicks(low, high) {
   return out.filter((_, k) => k % skip === 0);
 }
 
-// Exponential moving average without the bias towards its start; gaps stay gaps.
+// Exponential moving average, corrected for its start at 0; gaps stay gaps.
 function smoothed(values, strength) {
   let mean = 0;
   let weight = 0;
@@ -117,14 +117,14 @@ const smoothing = { on: false, strength: 0.8 };
 const charts = [];
 
 // One card with a line chart. spec: title, about, x (all iterations), lines [{name, label, x, values, color}]
-// where a null value is a gap, and optionally band {x, middle, spread} around the first line, range
-// [low, high], log, rough (never smoothed), format, unit (ticks are round multiples of it).
+// (null in values: a gap); optional: band {x, middle, spread} around the first line, range [low, high], log,
+// rough (never smoothed), format, unit (ticks are round multiples of it).
 class LineChart {
   constructor(spec) {
     this.spec = { format: number, ...spec };
     this.legend = element("div", { class: "legend" });
     this.holder = element("div", {});
-    // Beside the title and not in the legend, which would wrap and move the chart under the pointer.
+    // Next to the title: in the legend it could start a new line, and so move the chart under the pointer.
     this.at = element("span", { class: "muted small" });
     this.card = element("div", { class: "card chart", "data-chart": spec.title },
       element("div", { class: "head" }, element("h3", {}, spec.title), this.at),
@@ -239,7 +239,7 @@ class LineChart {
     return smoothing.on && !this.spec.rough ? smoothed(line.values, smoothing.strength) : line.values;
   }
 
-  // Legend with the values at an iteration (where it has none: the latest until then), or with the last ones.
+  // Legend with each line's value at an iteration, or its latest value before; null: the last values.
   readout(iteration) {
     const { lines, format } = this.spec;
     const items = lines.map((line) => {
@@ -281,23 +281,23 @@ function hoverAll(where) {
 const CURVES = [
   { title: "Reward", series: ["reward/mean", "eval/reward_mean"], spread: "reward/std" },
   { title: "Held-out accuracy", series: ["eval/accuracy", /^eval\/pass@/], range: [0, 1], rough: true,
-    absent: "This run was not evaluated. --rl-eval-data turns evaluation on." },
+    absent: "This run was not evaluated; --rl-eval-data turns evaluation on." },
   { title: "Groups", series: ["groups/solved", "groups/informative", "groups/unsolved"], range: [0, 1],
-    about: "Share of prompts whose responses are all solved, have different rewards, or are all unsolved. Algorithms that compare the responses of a prompt learn only from different rewards." },
-  { title: "KL", series: ["kl/ref", "kl/old", "rollout/kl"], about: "Nats per token. kl/ref: KL of the policy to the reference. kl/old: KL of the policy to the old policy, before the first update of the rollout. rollout/kl: KL of the policy that sampled (in the engine) to the old policy (in the trainer).",
+    about: "Share of prompts whose responses are all solved (solved), have different rewards (informative), or are all unsolved (unsolved). Algorithms that compare the responses of a prompt learn only from different rewards." },
+  { title: "KL", series: ["kl/ref", "kl/old", "rollout/kl"], about: "Nats per token. kl/ref: KL of the policy to the reference. kl/old: of the policy to the policy at the start of the update. rollout/kl: of the policy in the engine, which sampled the rollout, to the policy at the start of the update.",
     absent: "No KL was measured: the loss has no KL term and no reference was kept." },
   { title: "Entropy", series: ["entropy"] },
   { title: "Response length", series: ["response/length_mean", "response/length_max"], about: "Trained tokens of a response." },
   { title: "Truncated responses", series: ["response/truncated"] },
   { title: "Clip fraction", series: ["clip_fraction"] },
-  { title: "Probability ratio", series: ["ratio/mean", "ratio/max"], about: "Probability under the policy / under the old policy; the mean is exactly 1 in the first update of a rollout." },
+  { title: "Probability ratio", series: ["ratio/mean", "ratio/max"], about: "Probability by the policy / by the policy at the start of the update; the mean is exactly 1 in the first step of a rollout." },
   { title: "Log-prob difference", series: ["logp_diff/mean", "logp_diff/max"], log: true, about: "|engine − trainer| over trained tokens, nats, log scale." },
   { title: "Throughput", series: ["tokens_per_second"] },
-  { title: "Idle time", series: [/^idle\//], range: [0, 1], optional: true, about: "Share of the time in which trainers had no responses to train on, and in which async engines had no prompt (back-pressure) or did not have the weights that rows need (version)." },
-  { title: "Lag", series: ["lag/mean", "lag/token_mean", "lag/max"], optional: true, about: "Publications of weights after the weights that sampled the first token of a response (mean, max), or a token (token_mean)." },
+  { title: "Idle time", series: [/^idle\//], range: [0, 1], optional: true, about: "Share of time in which trainers have no responses to train on, and in which async engines have no prompt (back-pressure) or wait for the weights that rows need (version)." },
+  { title: "Lag", series: ["lag/mean", "lag/token_mean", "lag/max"], optional: true, about: "Number of publications since the weights that sampled a response's first token (mean, max) or a token (token_mean)." },
   { title: "Segments of a response", series: ["segments/mean"], optional: true },
-  { title: "Lengths, generated and trained", series: ["engines/length_mean", "response/length_mean"], optional: "engines/length_mean", about: "Mean length of the responses that engines finished, and of the trained responses." },
-  { title: "Weights to engines", series: ["seconds/publish", "weights/pull_seconds", "weights/pause_seconds"], optional: "weights/pull_seconds", about: "Seconds in which training stops to publish weights (publish), an engine reads new weights while it generates (pull), an engine stops to take them (pause)." },
+  { title: "Lengths, generated and trained", series: ["engines/length_mean", "response/length_mean"], optional: "engines/length_mean", about: "Mean length of the responses that engines finished, and of the responses that were trained." },
+  { title: "Weights to engines", series: ["seconds/publish", "weights/pull_seconds", "weights/pause_seconds"], optional: "weights/pull_seconds", about: "Seconds in which training pauses to publish weights, an engine reads weights while it works, and an engine pauses to load them." },
   { title: "Loss", series: ["loss"] },
   { title: "Gradient norm", series: ["grad_norm"] },
   { title: "Learning rate", series: ["lr"] },

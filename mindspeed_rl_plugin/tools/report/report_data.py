@@ -29,7 +29,7 @@ JsonObject = dict[str, Any]
 def collect(
     run_dir: str | os.PathLike[str], *, dump_dir: str | os.PathLike[str] | None = None, samples: int = 1000
 ) -> dict[str, Any]:
-    """Read a run directory. Raises ValueError where it holds no metrics."""
+    """Read a run directory. Raises ValueError if it has no metrics."""
     rows = read_metrics(run_dir)
     if not rows:
         raise ValueError(f"metrics.jsonl in {run_dir} is empty: the run has not finished an iteration yet")
@@ -55,9 +55,9 @@ def collect(
 
 
 def metric_series(rows: list[JsonObject]) -> dict[str, Any]:
-    """iterations, and name -> {"x": iterations that have the metric, "y": values, None where it was not finite}. A
-    missing value is not the same as one that is not finite: a rollout with several iterations is measured once, and its
-    curve continues; a loss that is not finite leaves a gap."""
+    """All iterations; of each metric {"x": iterations that have it, "y": values, None for those that are not finite};
+    its unit and meaning. A curve has a gap at None, but not at an iteration without a value, since some metrics are
+    measured once per rollout."""
     names = dict.fromkeys(k for r in rows for k in r if k not in ("iteration", "time"))
     numbers = [n for n in names if all(isinstance(r.get(n), (int, float, type(None))) for r in rows)]
 
@@ -107,7 +107,7 @@ def headline(rows: list[JsonObject], run: JsonObject, summary: JsonObject) -> li
     return tiles
 
 
-# Metric, and the remark if the mean of its latest values is above (1) or below (-1) the limit.
+# Metric, side, limit, and the remark if the mean of its latest values is above (side 1) or below (side -1) the limit.
 _LIMITS = (
     ("response/truncated", 1, 0.1, "{:.0%} of the latest responses are cut at the length limit (more than 10%)."),
     ("groups/informative", -1, 0.1, "Only {:.0%} of the latest groups have rewards that differ (under 10%)."),
@@ -125,12 +125,12 @@ _LIMITS = (
         "Back-pressure: async engines had no prompt in {:.0%} of the latest time (more than "
         "30%): give more ranks to training, or a larger --rl-max-staleness.",
     ),
-    ("clip_fraction", 1, 0.3, "{:.0%} of the latest tokens are clipped (more than 30%): the steps are large."),
+    ("clip_fraction", 1, 0.3, "{:.0%} of the latest tokens are clipped (more than 30%): updates are large."),
 )
 
 
 def remarks(rows: list[JsonObject], run: JsonObject, ranks: list[int]) -> list[str]:
-    """Remarks for the reader, with the thresholds in the sentences."""
+    """Sentences on what is unusual in the run; each names its threshold."""
     late = rows[-max(1, len(rows) // 10) :]
     watched = ("entropy", *(name for name, *_ in _LIMITS))
     recent = {name: statistics.fmean(values) for name in watched if (values := column(late, name))}
@@ -146,35 +146,35 @@ def remarks(rows: list[JsonObject], run: JsonObject, ranks: list[int]) -> list[s
     broken = [r["iteration"] for r in rows if any(r.get(k, 0) is None for k in ("loss", "grad_norm", "reward/mean"))]
     if broken:
         where = f"in {len(broken)} iterations, first in iteration {broken[0]}"
-        out.append(f"Loss, gradient norm or reward was not finite {where}.")
+        out.append(f"Loss, gradient norm or reward is not finite {where}.")
     world = run.get("world_size")
     if world and ranks and len(ranks) < world:
-        out.append(f"Stage events of only {len(ranks)} of {world} ranks are here; copy those of other machines.")
+        out.append(f"Stage events of only {len(ranks)} of {world} ranks are here; copy files from the other machines.")
     if not any(is_training(k) for r in rows for k in r):
         out.append("No training iteration has finished yet.")
     return out
 
 
 def verdict(rows: list[JsonObject], run: JsonObject, summary: JsonObject) -> str:
-    """One sentence: whether the run has learned. It compares two held-out accuracies, else mean rewards of the first
-    and the last quarter of the rollouts. A difference counts from two standard errors on."""
+    """One sentence: whether the run has learned. Compares the first and the last held-out accuracy, else mean rewards
+    of the first and the last quarter of the rollouts. A difference counts if it exceeds two standard errors."""
     before, after, count = summary["accuracy_before"], summary["accuracy_after"], run.get("held_out")
     if after is not None and count:
         change, what = after - before, f"accuracy on {count} held-out prompts"
         error = math.sqrt((before * (1 - before) + after * (1 - after)) / count)
-        more = "use more held-out prompts or iterations to see smaller changes"
+        more = "more held-out prompts or iterations would show smaller changes"
     else:
         rewards = column(rows, "reward/mean")
         quarter = len(rewards) // 4
         if quarter < 2:
-            return "Too short to judge: no two evaluations, and fewer than 8 rollouts."
+            return "Too short to judge: fewer than two evaluations, and fewer than 8 rollouts."
         first, last = rewards[:quarter], rewards[-quarter:]
         change, what = statistics.fmean(last) - statistics.fmean(first), f"mean reward of {quarter} rollouts"
         error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / quarter)
-        more = "use --rl-eval-data to judge by held-out prompts"
+        more = "with --rl-eval-data, accuracies on held-out prompts are compared"
     size = f"by {abs(change):.3g}, two standard errors are {2 * error:.2g}"
     if abs(change) <= 2 * error:
-        return f"No change is shown: {what} moved {size}; {more}."
+        return f"No clear change: {what} changed {size}; {more}."
     return f"{'Learned' if change > 0 else 'Became worse'}: {what} {'rose' if change > 0 else 'fell'} {size}."
 
 
@@ -192,8 +192,8 @@ def settings(run: JsonObject) -> list[tuple[str, dict[str, str]]]:
 
 
 def held_out(path: Path) -> JsonObject:
-    """The first and the last evaluation: iterations, and [prompt, answer, [[response, reward] of each]] for the prompts
-    in both."""
+    """The first and the last evaluation: iterations, and for each prompt that is in both evaluations [prompt, answer,
+    [[response, reward] per evaluation]]."""
     lines = read_jsonl(path) if path.is_file() else []
     evaluations = {e["iteration"]: {row[0]: row[1:] for row in e["rows"]} for e in lines}
     ends = list(dict.fromkeys((min(evaluations), max(evaluations)))) if evaluations else []
@@ -219,5 +219,5 @@ def duration(seconds: float) -> str:
 
 
 def _name(run_dir: Path) -> str:
-    """The directory's name; for the default SAVE/rl with the name of SAVE before it."""
+    """The directory's name; for the default SAVE/rl also the name of SAVE."""
     return f"{run_dir.parent.name}/rl" if run_dir.name == "rl" else run_dir.name

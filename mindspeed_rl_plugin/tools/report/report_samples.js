@@ -1,5 +1,5 @@
 "use strict";
-// The table of samples: filter, sort, page, open a row. The response of an episode is a list of messages.
+// The table of samples, with filters, sorting and pages; a click opens a row. The response of an episode is a list of messages.
 
 const PAGE = 25;
 const [EPOCH, GROUP, MEMBER, PROMPT, RESPONSE, ANSWER, REWARD, PARTS, ADVANTAGE, LENGTH, FINISH, VERSION, LOGP] = Array(13).keys();
@@ -56,7 +56,7 @@ class Samples {
   note() {
     const { rows, total, rollouts, rollouts_shown: shown } = data.samples;
     const which = rows.length < total
-      ? `${rows.length.toLocaleString("en")} of ${total.toLocaleString("en")} samples: complete groups of ${shown} of the ${rollouts} rollouts, evenly spread (report --samples sets the limit).`
+      ? `${rows.length.toLocaleString("en")} of ${total.toLocaleString("en")} samples: complete groups from ${shown} of ${rollouts} rollouts, evenly spread (report --samples sets how many).`
       : `All ${total.toLocaleString("en")} samples of ${rollouts} rollout${rollouts > 1 ? "s" : ""}.`;
     return `${which} Select a row to read it in full.`;
   }
@@ -81,7 +81,7 @@ class Samples {
       (!wanted || promptOf(r).toLowerCase().includes(wanted) || responseOf(r).toLowerCase().includes(wanted)));
     const { key } = SAMPLE_COLUMNS[this.sort.column];
     const sign = this.sort.up ? 1 : -1;
-    // What was not measured goes last whichever way.
+    // Rows without a value come last in both directions.
     this.shown.sort((a, b) => {
       const [x, y] = [key(a) ?? null, key(b) ?? null];
       if (x === null || y === null) return (x === null) - (y === null);
@@ -112,7 +112,7 @@ class Samples {
 
   row(r) {
     const row = element("tr", { "data-id": `${r[EPOCH]}.${r[GROUP]}.${r[MEMBER]}`, tabindex: 0, onclick: () => {
-      // Marking text in an open row must not close it.
+      // Selecting text in an open row must not close the row.
       if (!String(getSelection())) row.classList.toggle("open");
     }, onkeydown: (event) => event.key === "Enter" && row.classList.toggle("open") },
     SAMPLE_COLUMNS.map((c) => this.cell(r, c)));
@@ -147,7 +147,7 @@ class Samples {
 function drawSamples() {
   if (!data.samples.rows.length) {
     byId("samples-body").append(element("p", { class: "muted" },
-      `No rollouts were found (searched: ${data.samples.places.join(", ")}). --rl-dump-dir makes a run write them; report --dump-dir gives another directory to search.`));
+      `No dumps of rollouts were found in ${data.samples.places.join(", ")}. A run with --rl-dump-dir writes them; report --dump-dir names their folder.`));
     return;
   }
   new Samples(byId("samples-body"));
@@ -157,7 +157,7 @@ function drawSamples() {
 function drawHeldOut() {
   const { iterations, rows } = data.held_out;
   if (!rows.length) {
-    byId("held-out-body").append(element("p", { class: "muted" }, "This run has no responses to held-out prompts. A run with --rl-eval-data writes them."));
+    byId("held-out-body").append(element("p", { class: "muted" }, "The run directory has no responses to held-out prompts; a run with --rl-eval-data writes them."));
     return;
   }
   const cell = (text) => element("td", { class: "text" }, element("div", { class: "clip" }, text || "(empty)"));

@@ -4,9 +4,9 @@
 const stageNames = data.stages.names;
 const stageColor = (k) => (stageNames[k] === "between stages" ? "var(--idle)" : `var(--c${k % 10})`);
 
-// What engines apart do: work, wait (two reasons), weights.
+// What async engines do: work, wait (for two reasons), read and load weights.
 const kindColor = (kind) => ({ generate: "var(--c6)", "back-pressure": "var(--idle)", version: "var(--c7)", pull: "var(--c8)", pause: "var(--c9)" })[kind] || "var(--c5)";
-const kindText = { generate: "engine: samples", "back-pressure": "engine: back-pressure", version: "engine: waits for weights", pull: "engine: reads weights", pause: "engine: takes weights" };
+const kindText = { generate: "engine: samples", "back-pressure": "engine: back-pressure", version: "engine: waits for weights", pull: "engine: reads weights", pause: "engine: loads weights" };
 
 function stageLegend() {
   const item = (color, text) => element("span", {}, element("i", { style: `background:${color}` }), text);
@@ -16,8 +16,8 @@ function stageLegend() {
 
 // ---------------------------------------------------------------- timeline
 
-// Wall time to pixels, with long stretches in which no rank did anything (a job that was down between
-// two attempts) squeezed to a short one, so that they do not hide the rest.
+// Wall time to pixels. A long time in which no rank did anything (the job was down between two attempts)
+// is drawn short, so that the rest is visible.
 function timeScale(events, left, width) {
   const busy = [];
   for (const [, , , start, length] of [...events].sort((a, b) => a[3] - b[3])) {
@@ -48,8 +48,8 @@ function timeScale(events, left, width) {
   return { toPixel, breaks: knots.filter((k) => k.idle), begin: knots[0].time, end: knots[knots.length - 1].time, squeezed: knots.some((k) => k.idle) };
 }
 
-// Lanes of one rank, so that stages which run at the same time are drawn below one another. Less than a
-// millisecond is rounding.
+// Lane of each event of a rank: stages that run at the same time are in different lanes, one below the other.
+// An overlap of less than a millisecond is ignored, as rounding.
 function lanesOf(events) {
   const ends = [];
   return events.map((event) => {
@@ -83,10 +83,10 @@ class Timeline {
 
   note() {
     const { ranks, ranks_total: total, iterations_left_out: left } = data.timeline;
-    let text = "Wall-clock time of every rank, one bar per stage. The clocks of different machines may differ.";
-    if (data.timeline.processes.length) text += " Below them the generators and the engines that joined; generate of a rank is waiting for their responses then. Dashed lines: weights are published.";
+    let text = "Wall clock of every rank, one bar per stage; clocks of different machines may differ.";
+    if (data.timeline.processes.length) text += " Below the ranks: generators, and engines that joined; the ranks wait for their responses in generate. Dashed lines: weights are published.";
     if (ranks.length < total) text += ` ${ranks.length} of ${total} ranks are shown.`;
-    if (left) text += ` The first ${left} iterations are not shown, to keep the file small.`;
+    if (left) text += ` The first ${left} iterations are left out to keep the file small.`;
     return text;
   }
 
@@ -208,13 +208,13 @@ class StageBars {
     } }, "as share");
     parent.append(element("div", { class: "card" }, element("div", { class: "head" }, element("h3", {}, "Time of each stage"),
       element("div", { class: "controls" }, toggle)),
-    element("p", { class: "about" }, "Seconds per iteration, mean over ranks. If stages overlap, the time counts for the stage that started last. Between stages, a rank waits for other ranks, or Megatron logs, saves or evaluates."),
+    element("p", { class: "about" }, "Seconds per iteration, mean over ranks; if stages overlap, only the stage that started last counts. Between stages: a rank waits for other ranks, or Megatron logs, saves or evaluates."),
     this.legend, this.holder));
     this.readout(null);
     redrawOnResize(this.holder, (width) => this.draw((this.width = width)));
   }
 
-  // Iterations in bins, so that a bar stays wide enough to see: [first, last, mean seconds per stage].
+  // Bins of iterations, so that a bar is wide enough to see: {first, last, means (seconds per stage), total}.
   bins(width) {
     const { iterations, seconds: spent } = data.stages;
     const size = Math.ceil(iterations.length / Math.max(1, Math.floor(width / 4)));
@@ -278,7 +278,7 @@ function drawMemory(parent) {
   const measured = stageNames.map((n, k) => [n, k]).filter(([n]) => data.stages.peak[n]);
   if (!measured.length) {
     parent.append(element("div", { class: "card empty" }, element("h3", {}, "Memory of each stage"),
-      element("p", { class: "about" }, "This run recorded no memory peaks: it had no memory meter.")));
+      element("p", { class: "about" }, "This run recorded no memory peaks, since it had no memory meter.")));
     return;
   }
   const { iterations, peak } = data.stages;
@@ -287,7 +287,7 @@ function drawMemory(parent) {
     return { name: `peak/${n}`, label: n, x: iterations.filter(has), values: peak[n].filter(has), color: stageColor(k) };
   });
   new LineChart({
-    title: "Memory of each stage", about: `Peak during the stage, largest over ranks: ${data.run.memory || "memory"}.`,
+    title: "Memory of each stage", about: `Largest memory use during the stage, on the rank that used most: ${data.run.memory || "memory"}.`,
     x: iterations, lines, format: bytes, unit: byteUnit(Math.max(...lines.flatMap((l) => minmax(l.values)))), rough: true,
   }).mount(parent);
 }
@@ -309,7 +309,7 @@ function drawStageTable(parent) {
 function drawStages() {
   const body = byId("stages-body");
   if (!data.timeline.events.length) {
-    body.append(element("p", { class: "muted" }, "No stage events are here (events-rank*.jsonl), so there is no timeline and no table of times and memory."));
+    body.append(element("p", { class: "muted" }, "The run directory has no stage events (events-rank*.jsonl), so there are no timeline, times and memory to show."));
     return;
   }
   new Timeline(body);
