@@ -42,7 +42,7 @@ class AlgorithmConfig:
     advantage: str | None = flag(None, "advantage estimator (default: the preset's)", choices=_ADVANTAGE_NAMES)
     loss: str | None = flag(None, "policy loss (default: the preset's)", choices=_LOSS_NAMES)
     aggregation: str | None = flag(
-        None, "how the losses of tokens are averaged (default: the preset's)", choices=_AGGREGATION_NAMES
+        None, "how token losses are reduced to one number (default: the preset's)", choices=_AGGREGATION_NAMES
     )
     clip_low: float | None = flag(
         None, "sets the lower bound of the ratio to 1 - N (default: that of the loss)", least=0, reader=_CLIP_LOW
@@ -51,7 +51,10 @@ class AlgorithmConfig:
         None, "sets the upper bound of the ratio to 1 + N (default: that of the loss)", least=0, reader=_CLIP_HIGH
     )
     dual_clip: float | None = flag(
-        None, "dual clip: for an advantage A < 0 the loss is at most -N A (default: off)", above=1, reader=_DUAL
+        None,
+        "dual clip: the loss of an advantage A < 0 is at most -N A; usually 3 (default: off)",
+        above=1,
+        reader=_DUAL,
     )
     sapo_tau_positive: float | None = flag(
         None, "temperature of the gate of sapo for advantages above 0 (default: 1)", above=0, reader=_SAPO
@@ -62,7 +65,9 @@ class AlgorithmConfig:
     kl_loss_coef: float | None = flag(
         None, "weight of the KL to the reference, which is added to the loss (default: the preset's)", least=0
     )
-    kl_estimator: str | None = flag(None, "KL estimator (default: the preset's)", choices=_KL, reader=_REFERENCE)
+    kl_estimator: str | None = flag(
+        None, "KL estimator of the loss (default: the preset's)", choices=_KL, reader=_REFERENCE
+    )
     kl_reward_coef: float | None = flag(
         None, "weight of the KL to the reference, which is subtracted from the reward (default: the preset's)", least=0
     )
@@ -70,7 +75,7 @@ class AlgorithmConfig:
         None, "KL estimator of the reward (default: the preset's)", choices=_KL, reader=_KL_REWARD
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", least=0)
-    advantage_eps: float = flag(1e-6, "added to the standard deviation of group-norm", least=0, reader=_GROUP_NORM)
+    advantage_eps: float = flag(1e-6, "added to the standard deviation of a group", least=0, reader=_GROUP_NORM)
     gamma: float = flag(1.0, "discount of the reward per token (reinforce++ and gae)", least=0, most=1, reader=_GAMMA)
     gae_lambda: float = flag(1.0, "lambda of gae", least=0, most=1, reader=_GAE)
     value_clip: float = flag(

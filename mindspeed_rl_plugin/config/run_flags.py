@@ -46,14 +46,11 @@ class RolloutConfig:
     """Generation: how many responses, how they are sampled, and by which engine."""
 
     rollout_prompts: int | None = flag(
-        None,
-        "number of prompts of a rollout (default: --global-batch-size / --rl-samples-per-prompt)",
-        unit="prompts",
-        least=1,
+        None, "prompts of a rollout (default: --global-batch-size / --rl-samples-per-prompt)", unit="prompts", least=1
     )
     samples_per_prompt: int = flag(8, "responses sampled for each prompt (the group size)", unit="responses", least=1)
     max_response_length: int = flag(
-        1024, "longest response; it ends there (dpo: longer pairs are dropped)", unit="tokens", least=1, pairs=True
+        1024, "longest response; it is cut there (dpo drops pairs with longer ones)", unit="tokens", least=1, pairs=True
     )
     temperature: float = flag(1.0, "temperature of sampling and of all log-probs", least=LOWEST_TEMPERATURE, pairs=True)
     top_p: float = flag(1.0, "bound of nucleus sampling; below 1 the update's ratio is biased", above=0, most=1)
@@ -98,8 +95,8 @@ class RolloutConfig:
     request_seeds: bool = flag(
         False,
         "each response has its own random generator, so that it does not depend on the other responses in the batch; "
-        "costs three kernel launches per sequence and step (default: only on a CPU, and if vLLM samples a batch with "
-        "its seeds in one kernel; else one generator for an engine)",
+        "costs three kernel launches per sequence and step (default: only on a CPU, and if one kernel of vLLM samples "
+        "a batch with one seed per response; else one generator per engine)",
     )
 
 
@@ -162,7 +159,7 @@ class ForwardConfig:
     )
     old_logprobs: str = flag(
         "auto",
-        "source of the log-probs before the update: pass: a separate forward pass; auto: the update's forward pass, "
+        "source of old log-probs (before the update). pass: a separate forward pass; auto: the update's forward pass, "
         "if a rollout serves one optimizer step and no KL reward or dump reads them, else a separate pass",
         choices=("auto", "pass"),
     )
@@ -170,7 +167,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class ReshardConfig:
-    """Weights: how they get from the trainer to the engine, and what is offloaded meanwhile."""
+    """Weights: how the engine gets them from the trainer, and what is offloaded during generation."""
 
     reshard: str = flag(
         "stream",
@@ -180,7 +177,7 @@ class ReshardConfig:
     )
     swap: tuple[str, ...] = flag(
         ("params", "grads", "optimizer"),
-        "what is offloaded to host memory during generation: params, grads, optimizer (commas or spaces), or none",
+        "what is offloaded during generation: params, grads, optimizer (separated by commas or spaces), or none",
         choices=("params", "grads", "optimizer", "none"),
     )
     reshard_bucket_mb: int = flag(256, "size of a bucket of weights in the reshard", unit="MiB", least=1)
@@ -225,8 +222,8 @@ class MonitorConfig:
     eval_pass_k: int = flag(0, "also sample k = N responses per prompt and report pass@k; 0: only greedy", least=0)
     wait_timeout: float = flag(
         1800.0,
-        "longest wait for another rank, during its stage too, and for the engine's next response. Nine tenths of it "
-        "limit all grading of a rank (streamed: of one batch) and the loading of its graders, tools and environments. "
+        "longest wait for another rank (also while its stage runs) and for the engine's next response. Nine tenths of "
+        "it limit all grading of a rank (streamed: of one batch) and the start of its graders, tools and environments. "
         "Collectives in Megatron's forward and backward have the limit --distributed-timeout-minutes",
         unit="seconds",
         above=0,

@@ -70,16 +70,16 @@ class ScheduleConfig:
     )
     max_staleness: int = flag(
         1,
-        "with async or --rl-carry-unfinished: a token is trained at most N publications of weights (one per rollout) "
-        "after those that sampled it; prompts wait if needed; above 0, a --rl-correction is needed",
+        "with async or --rl-carry-unfinished: the weights that sampled a token are at most N publications (one per "
+        "rollout) older than the weights that it trains; prompts wait if needed; above 0 needs a --rl-correction",
         unit="publications",
         least=0,
         reader=_STALENESS,
     )
     inflight: str = flag(
         "keep",
-        "with async: unfinished responses when an engine gets new weights: keep (continue with the KV cache of the old "
-        "weights), recompute (continue with a KV cache computed again) or drain (finish before the new weights)",
+        "with async: what unfinished responses do when an engine gets new weights: keep (continue with the KV cache of "
+        "the old weights), recompute (continue with a new KV cache) or drain (finish before the new weights)",
         choices=("keep", "recompute", "drain"),
         reader=_ASYNC,
     )
