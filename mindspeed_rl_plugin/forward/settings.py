@@ -9,9 +9,9 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.forward.batching import TokenBudget, padded
 from mindspeed_rl_plugin.layout.parallel import folds
 
-# Bytes of the fp32 logits of a slice of the vocabulary: on an accelerator enough for matrix products at full speed, on a
-# host the size of its caches. A slice has at least NARROWEST columns, since the host's matrix products are slower with
-# fewer (benchmarks/logprob.py).
+# Bytes of the fp32 logits of a slice of the vocabulary: on an accelerator enough for matrix products at full speed, on
+# a host the size of its caches. A slice has at least NARROWEST columns, since the host's matrix products are slower
+# with fewer (benchmarks/logprob.py).
 CHUNK_BYTES = 128 << 20
 CHUNK_BYTES_ON_HOST = 4 << 20
 NARROWEST = 1024
@@ -53,7 +53,7 @@ class ForwardSettings:
         max_tokens: int | None = None,
         packed: bool = False,
     ) -> ForwardSettings:
-        """Settings of this job. args: Megatron's, after validation; chunk_tokens=None: the default. Raises ValueError for
+        """Settings of this job. args: Megatron's, validated; chunk_tokens: if None, the default. Raises ValueError for
         settings that cannot run; `checks` has already checked combinations of flags."""
         return cls(
             micro_batch_size=args.micro_batch_size,
