@@ -28,8 +28,8 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
     going_on = "--rl-inflight recompute" if flags.apart and flags.inflight == "recompute" else going_on
     if config.rollout.stop and going_on:
         yield (
-            f"--rl-stop with {going_on}: a text that old weights begin and new weights end would not be found; "
-            "give --rl-stop-token-ids instead of --rl-stop, or remove one of the two"
+            f"--rl-stop with {going_on}: a stop string that begins with old weights and ends with new ones would not "
+            "be found; give --rl-stop-token-ids instead of --rl-stop, or remove one of the two"
         )
     if flags.apart:
         yield from _apart(config)

@@ -167,7 +167,7 @@ def _names(argv: Sequence[str]) -> set[str]:
 
 
 def _one_batch_size(words: list[_Word]) -> tuple[list[_Word], list[str]]:
-    """Remove schedules of the batch size; --global-batch-size, if missing, gets their last size. Also returns lines."""
+    """Remove schedules of the batch size; if missing, --global-batch-size gets their last size. Also returns lines."""
     flag, kept, said = "--global-batch-size", [], []
     sized = flag in {word.flag for word in words}
     for word in words:

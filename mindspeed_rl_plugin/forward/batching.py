@@ -60,12 +60,12 @@ def plan_batches(ids: Sequence[SampleId], *, global_batch_size: int, micro_batch
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Limits of micro-batches that are not made of a fixed number of rows."""
+    """How micro-batches are limited by tokens, instead of by a fixed number of rows."""
 
     tokens: int  # most tokens of a micro-batch, padding included
     packed: bool = False  # rows of a micro-batch are concatenated without padding
-    multiple: int = 1  # of which padded lengths are multiples
-    rounds_of: int = 1  # of which the number of micro-batches is a multiple (interleaved pipelines)
+    multiple: int = 1  # padded lengths are multiples of this number
+    rounds_of: int = 1  # the number of micro-batches is a multiple of this number (interleaved pipelines)
 
     def cost(self, lengths: Sequence[int]) -> int:
         """Tokens that the model computes for a micro-batch with rows of these lengths."""
@@ -113,7 +113,7 @@ def _balanced(
     rows: Sequence[SampleId], lengths: Mapping[SampleId, int], parts: int, near: Near | None = None
 ) -> list[list[SampleId]]:
     """Divide rows, longest first, into parts (one per rank) of equally many rows. Each row goes to the part with the
-    fewest tokens that is not full, preferably to a part in `near`."""
+    fewest tokens that is not full, preferably to one of the parts `near[row]`."""
     limit = len(rows) // parts
     dealt: list[list[SampleId]] = [[] for _ in range(parts)]
     tokens = [0] * parts

@@ -25,7 +25,7 @@ class ForwardSettings:
     seq_length: int  # tokens of the longest row
     vocab_size: int  # rows of the embedding that are real tokens; the rest is padding
     temperature: float = 1.0  # logits are divided by it
-    multiple: int = 1  # of which padded lengths are multiples
+    multiple: int = 1  # padded lengths are multiples of this number
     fixed_length: bool = False  # pad to `seq_length`, since pipeline transfers have one shape; else to the longest row
     causal_mask: bool = True  # pass the model a mask; else its attention makes one
     # log-probs are computed in slices of the vocabulary, as large as the logits of this many tokens; 0: from all logits
@@ -33,7 +33,7 @@ class ForwardSettings:
     max_tokens: int | None = None  # limit of a micro-batch of any number of rows; None: `micro_batch_size` rows
     packed: bool = False  # rows are concatenated without padding, under a block-diagonal mask
     bounded: bool = False  # packed rows are separated by their boundaries instead of a mask
-    rounds_of: int = 1  # with `max_tokens`: of which the number of micro-batches is a multiple
+    rounds_of: int = 1  # with `max_tokens` the number of micro-batches is a multiple of this number
 
     def __post_init__(self) -> None:
         if self.seq_length % self.multiple:
