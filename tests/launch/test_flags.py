@@ -56,7 +56,7 @@ def test_help_shows_the_groups(parsed):
     for flag in flag_names():
         assert flag in parsed["help"], flag
     text = " ".join(parsed["help"].split())
-    assert "responses sampled for each prompt, the group size N [responses]; at least 1 (default: 8)" in text
+    assert "responses sampled for each prompt (the group size) [responses]; at least 1 (default: 8)" in text
 
 
 def test_every_flag_of_the_installed_megatron_has_a_verdict(parsed):
