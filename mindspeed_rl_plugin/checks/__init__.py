@@ -1,1 +1,1 @@
-"""Checks of a run's arguments before anything is built: what RL refuses, takes over, or warns of."""
+"""Checks of a run's arguments before anything is built: what RL refuses, takes over, or warns about."""

@@ -1,7 +1,7 @@
-"""Runs in the first second of a rank: prints the first line, and makes the checks that need neither torch nor Megatron.
+"""The first second of a rank: prints the job's first line, and runs the checks that need neither torch nor Megatron.
 
-Imports here do not import torch, except in `check_rows`. All is checked again later, after Megatron's parser: arguments
-that a script adds, or sets without the command line, are not known yet.
+No module that is imported here imports torch, except in `check_rows`. Everything is checked again after Megatron's
+parser: arguments that the script adds, or sets without the command line, are not known yet.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, rec
 from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 
 ALGORITHM = "--rl-algorithm"
-CLOSE_MATCH = 0.75  # similarity, by `difflib`, of a misspelt flag to one of ours
-CHECKED_BYTES = 16 << 20  # size of prompt files; larger ones are only read later
-OURS = re.compile(r"\brl_[a-z]")  # a flag of ours by its name in Python
+CLOSE_MATCH = 0.75  # least similarity, by `difflib`, of a misspelt flag to one of our flags
+CHECKED_BYTES = 16 << 20  # of prompt files, in all; files that are too large for this are read later
+OURS = re.compile(r"\brl_[a-z]")  # one of our flags as an attribute in Python
 # Imports make two million permanent objects and few cycles. With Python's thresholds the garbage collector would take a
 # sixth of the time to the first iteration (benchmarks/startup.py).
 THRESHOLDS = (100_000, 50, 100)
 
-_args: argparse.Namespace | None = None  # RL's flags, once they are checked
+_args: argparse.Namespace | None = None  # RL's flags, once they are parsed
 _began = time.monotonic()
 _usual = gc.get_threshold()
 
 
 def check_flags() -> None:
-    """Check the `--rl-*` flags of the command line, and the files that they name, if --rl-algorithm (maybe misspelt) is
-    given. With RL, prints the job's first line. Ends the process with all problems. Files are checked later if this
-    rank reads none, or if the script may change directory or write them. Idempotent."""
+    """If --rl-algorithm (maybe misspelt) is given, print the job's first line, and check the `--rl-*` flags of the
+    command line and the files that they name. Problems are printed, and end the process. Files are not checked yet if
+    this rank reads none, or if the script may change the directory or write the file. Idempotent."""
     global _args
     argv = sys.argv[1:]
     flags = [word.partition("=")[0] for word in argv if word.startswith("--rl-")]
@@ -48,8 +48,8 @@ def check_flags() -> None:
         return
     if ALGORITHM in flags:
         say(
-            "starting: flags and files are checked now; then torch and Megatron are imported, the model and vLLM built "
-            "(a quarter of a minute in all for a small model, several times that where files are read the first time)"
+            "starting: flags and files are checked now; then torch and Megatron are imported, model and vLLM are built "
+            "(15 s in all for a small model, several times that if files are read for the first time)"
         )
         gc.set_threshold(*THRESHOLDS)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -62,14 +62,14 @@ def check_flags() -> None:
 
 
 def given_config() -> RLConfig | None:
-    """RL's flags of the command line, once they are checked; None without RL."""
+    """RL's flags of the command line; None without RL, or before `check_flags`."""
     return RLConfig.from_args(_args) if _args is not None and rl_enabled(_args) else None
 
 
 def check_rows() -> None:
-    """Check that JSON files of prompts (not large ones) can be read, and that their rows have the fields (not for
-    pairs). Runs after the import of torch and before Megatron. Not for Parquet and saved datasets, whose readers import
-    modules that MindSpeed must patch first, nor if the script itself names our flags."""
+    """Check that small JSON files of prompts can be read and (not for pairs) that their rows have the needed fields.
+    Runs after the import of torch and before that of Megatron. Does not read Parquet files and saved datasets, since
+    their readers import modules that MindSpeed must patch first. Reads nothing if the script's text names our flags."""
     config = given_config()
     if config is None or not _reads(config) or OURS.search(_text(Path(sys.argv[0]))):
         return
@@ -97,8 +97,8 @@ def check_rows() -> None:
 
 
 def ready() -> float:
-    """End of the start: the garbage collector runs as usual, but skips objects that exist now. Returns seconds since
-    this rank's first line."""
+    """Called when the start is over: the garbage collector gets its usual thresholds, and skips objects that exist now.
+    Returns the seconds since this module was imported."""
     if gc.get_threshold() == THRESHOLDS:
         gc.freeze()
         gc.set_threshold(*_usual)
@@ -108,14 +108,12 @@ def ready() -> float:
 def refuse_misspelt(
     parser: argparse.ArgumentParser, passed: Callable[[str, Sequence[str]], bool] = lambda *_: False
 ) -> argparse.ArgumentParser:
-    """End the process for an unknown `--rl-*`, with the nearest flag; scripts that ignore unknown flags would drop it.
-
-    passed: (such a flag, known flags) -> whether to accept it.
-    """
+    """Let the parser end the process at an unknown `--rl-*` flag, which scripts may ignore; the message names the most
+    similar flag. passed: (unknown flag, known flags) -> whether to accept the unknown flag all the same."""
     parse, refuse = parser.parse_known_args, parser.error
 
     def stop(problems: Iterable[str]) -> None:
-        _end_if(f"{p} `python -m mindspeed_rl_plugin flags` lists them" for p in problems)
+        _end_if(f"{p} `python -m mindspeed_rl_plugin flags` lists all flags" for p in problems)
 
     def error(message: str) -> None:
         if "--rl-" not in message:
@@ -136,8 +134,8 @@ def refuse_misspelt(
 
 
 def _perhaps_not_ours(script: str) -> Callable[[str, Sequence[str]], bool]:
-    """A function: whether a flag may be Megatron's, the script's, or of a module in its folder; Megatron's parser will
-    decide."""
+    """A function (unknown flag, known flags) -> whether the flag may be one of Megatron, the script or a module in the
+    script's folder. Megatron's parser decides later."""
     megatrons = {spelt(flag.name) for flag in OWN_RL}
 
     def perhaps(flag: str, known: Sequence[str]) -> bool:
@@ -155,15 +153,15 @@ def _text(path: Path) -> str:
 
 
 def _reads(config: RLConfig) -> bool:
-    """Whether this rank reads files by the given paths: generators read none, and a script that changes directory has
-    other paths."""
+    """Whether this rank reads files at the given paths. Generators read none; if the script changes the directory,
+    relative paths name other files."""
     env = launch_env()
     generates = config.schedule.apart and env["rank"] >= env["world_size"] - config.schedule.generator_ranks
     return not generates and "chdir" not in _text(Path(sys.argv[0]))
 
 
 def _may_make(path: str) -> bool:
-    """Whether the script has this file in quotes, or as the end of a quoted path: then it may write the file first."""
+    """Whether the script's text has the file's name at the end of a quoted text: then it may write the file first."""
     name = re.escape(os.path.basename(path.rstrip("/")))
     return bool(name) and re.search(rf"""["'/]{name}/?["']""", _text(Path(sys.argv[0]))) is not None
 
@@ -189,7 +187,7 @@ def _problems(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def prompt_data(args: Any, config: RLConfig, made: Callable[[str], bool] = lambda path: False) -> Iterator[str]:
-    """Missing files of prompts, except those that may be made later."""
+    """Missing files of prompts. made: whether the script may still write the file of a path."""
     if not config.data.prompt_data:
         yield "--rl-prompt-data is missing: give JSONL, JSON or Parquet files or saved dataset directories"
     for flag, paths in (("--rl-prompt-data", config.data.prompt_data), ("--rl-eval-data", config.monitor.eval_data)):
@@ -199,7 +197,7 @@ def prompt_data(args: Any, config: RLConfig, made: Callable[[str], bool] = lambd
 
 
 def rewards(args: Any, config: RLConfig) -> Iterator[str]:
-    """Invalid graders, and time limits."""
+    """Invalid graders and invalid time limits."""
     try:
         graders = len(parse_specs(config.graders, config.reward.reward_regex))
     except ValueError as error:
@@ -212,13 +210,13 @@ def rewards(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def lengths(args: Any, config: RLConfig) -> Iterator[str]:
-    """Rows longer than Megatron's sequences."""
+    """Prompt and response that together may be longer than Megatron's sequences."""
     prompt, response, limit = config.data.max_prompt_length, config.rollout.max_response_length, args.seq_length
     if limit is not None and prompt + response > limit:
         positions = args.max_position_embeddings
         more = f" (and --max-position-embeddings {positions})" if positions and prompt + response > positions else ""
         yield (
-            f"{longest(config)} = {prompt + response} tokens, more than --seq-length {limit}; shorten one of them, or "
+            f"{longest(config)} = {prompt + response} tokens, more than --seq-length {limit}; lower one of the two, or "
             f"raise --seq-length{more}"
         )
 

@@ -1,4 +1,4 @@
-"""Refuses flags that do not work with episodes: one message a problem, with value, limit and fix."""
+"""Refuses flags that do not work with episodes: for each problem one message, with value, limit and fix."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from mindspeed_rl_plugin.reward.specs import BUILTIN, ENVIRONMENT, SHARE_OF_WAIT
 
 
 def problems(args: Any, config: RLConfig) -> Iterator[str]:
-    """Problems of the flags of episodes, and of flags that they need."""
+    """Problems of the flags of episodes, and of other flags that episodes need."""
     flags = config.episodes
     if not flags.environment and ENVIRONMENT in _named(config):
-        yield f"--rl-reward {ENVIRONMENT}: there is none; give --rl-environment, or another reward"
+        yield f"--rl-reward {ENVIRONMENT}: there is no environment; give --rl-environment, or another reward"
     if not flags.on:
         return
     yield from _lengths(config)
     yield from _format(config)
     yield from _foreign(config)
     if flags.tools and flags.max_turns == 1:
-        yield "--rl-max-turns 1 with --rl-tools: the model would never see a result; give 2 or more"
+        yield "--rl-max-turns 1 with --rl-tools: the model would never see the result of a tool; give 2 or more"
     if flags.environment_python and not flags.foreign:
         yield (
             f"--rl-environment-python {flags.environment_python}: only --rl-environment verifiers:ID runs in another "
-            "interpreter; remove it"
+            "interpreter; remove this flag"
         )
     if config.rollout.ignore_eos:
-        yield "--rl-ignore-eos: a turn would never end, and nobody could answer it; remove it"
+        yield "--rl-ignore-eos: a turn of the model would never end, so nothing could answer it; remove this flag"
     if flags.environment_timeout > (most := SHARE_OF_WAIT * config.monitor.wait_timeout):
         yield (
-            f"--rl-environment-timeout {flags.environment_timeout:g}: other ranks wait {config.monitor.wait_timeout:g} "
-            f"s (--rl-wait-timeout); give at most {most:g}, or raise the latter"
+            f"--rl-environment-timeout {flags.environment_timeout:g} is more than {SHARE_OF_WAIT} of --rl-wait-timeout "
+            f"{config.monitor.wait_timeout:g}; give at most {most:g}, or raise the wait timeout"
         )
 
 
 def notes(config: RLConfig) -> Iterator[str]:
-    """Notes on valid flags, one a line."""
+    """Notes on valid flags, one line each."""
     environment, named = config.episodes.environment, _named(config)
     if environment and ENVIRONMENT not in named:
         own = any(name not in BUILTIN and not name.startswith(MODEL_PREFIX) for name in named)
         yield (
-            f"--rl-reward {' '.join(config.graders)} leaves out what --rl-environment {environment} rewards, so that "
-            f"it trains nothing{f', unless a function of yours reads `{ENVIRONMENT}`' if own else ''}; add "
-            f"{ENVIRONMENT}, or {ENVIRONMENT}=0 to log it alone"
+            f"--rl-reward {' '.join(config.graders)} lacks the reward of --rl-environment {environment}, so this "
+            f"reward trains nothing{f', unless a function of yours reads `{ENVIRONMENT}`' if own else ''}; add "
+            f"{ENVIRONMENT} to --rl-reward, or {ENVIRONMENT}=0 to only log it"
         )
 
 
@@ -59,20 +59,20 @@ def _foreign(config: RLConfig) -> Iterator[str]:
         return
     where = f"with --rl-environment {flags.environment}"
     if flags.tools:
-        yield f"--rl-tools {where}: it brings its own tools; remove --rl-tools"
+        yield f"--rl-tools {where}: verifiers has its own tools; remove --rl-tools"
     if flags.tool_parser != "auto":
         yield (
-            f"--rl-tool-parser {flags.tool_parser} {where}: verifiers' renderer reads the calls; remove it, or name a "
-            "[renderer] in verifiers:FILE.toml"
+            f"--rl-tool-parser {flags.tool_parser} {where}: the renderer of verifiers reads the calls; remove this "
+            "flag, or name a [renderer] in verifiers:FILE.toml"
         )
     if flags.max_observation_length is not None:
         yield (
-            f"--rl-max-observation-length {flags.max_observation_length} {where}: verifiers renders what the model "
-            "sees, and nothing is cut there; remove it"
+            f"--rl-max-observation-length {flags.max_observation_length} {where}: verifiers renders observations and "
+            "cuts none; remove this flag"
         )
     if not config.data.apply_chat_template and flags.observation != "chat":  # reported by `_format`
         yield (
-            f"--rl-environment {flags.environment}: verifiers renders prompts by the chat template, which says where "
+            f"--rl-environment {flags.environment}: verifiers renders prompts by the chat template, which says how "
             "a turn ends; give --rl-apply-chat-template too"
         )
 
@@ -81,13 +81,13 @@ def _lengths(config: RLConfig) -> Iterator[str]:
     flags, response = config.episodes, config.rollout.max_response_length
     if flags.max_turn_length is not None and flags.max_turn_length > response:
         yield (
-            f"--rl-max-turn-length {flags.max_turn_length} is longer than the whole episode, --rl-max-response-length "
-            f"{response}, observations included; lower it, or raise the latter"
+            f"--rl-max-turn-length {flags.max_turn_length} is more than the limit of a complete episode, "
+            f"--rl-max-response-length {response}; lower the length of a turn, or raise that of a response"
         )
     if (longest := flags.longest_observation(response)) >= response:
         yield (
-            f"--rl-max-observation-length {longest}: one observation could fill the whole episode, "
-            f"--rl-max-response-length {response}; lower it, or raise the latter"
+            f"--rl-max-observation-length {longest}: one observation could fill the episode (--rl-max-response-length "
+            f"{response}); lower the length of an observation, or raise that of a response"
         )
 
 
@@ -97,11 +97,11 @@ def _format(config: RLConfig) -> Iterator[str]:
         yield "--rl-observation chat: prompts are not rendered by a chat template; give --rl-apply-chat-template too"
     elif flags.observation == "raw" and chat:
         yield (
-            "--rl-observation raw with --rl-apply-chat-template: observations would stand outside of the template that "
-            "the prompt has; remove one of them"
+            "--rl-observation raw with --rl-apply-chat-template: prompts would be in the chat template, and "
+            "observations not; remove one of them"
         )
     elif not chat and flags.tools and flags.tool_parser == "auto":
         yield (
-            "--rl-tool-parser auto reads the chat template, and prompts have none; give hermes, llama3, deepseek, "
+            "--rl-tool-parser auto needs a chat template, and prompts have none; give hermes, llama3, deepseek, "
             "path/to/file.py:function, or --rl-apply-chat-template"
         )

@@ -1,9 +1,8 @@
 """Refuses arguments that cannot work with RL, after Megatron's own validation and before anything is built.
 
-Limits of single flags are with the flags (`config`); upstream flags are in `refused_flags`. Both are checked here.
-`CHECKS` are conditions over several arguments, or over files: small functions that read Megatron's arguments and the RL
-config. They yield one message a problem (value, limit, fix), or raise a ValueError with it. All problems are reported
-at once.
+The limits of single flags are defined in `config`, refused upstream flags in `refused_flags`; they are checked here.
+`CHECKS` are conditions over several arguments, or over files: functions that read Megatron's arguments and the RL
+config, and yield a message for each problem (value, limit, fix), or raise a ValueError. All are reported at once.
 """
 
 from __future__ import annotations
@@ -48,14 +47,15 @@ Check = Callable[[Any, RLConfig], Iterator[str] | None]
 
 
 def check_args(args: Any) -> None:
-    """Check validated arguments under RL. Raises ValueError that lists every problem found."""
+    """Check validated arguments of an RL run. Raises a ValueError that lists every problem."""
     if problems := list(_problems(args, RLConfig.from_args(args))):
         raise Refusal.of_arguments(problems)
 
 
 def check_unvalidated(args: Any) -> None:
-    """The checks before Megatron's validation: the model's family, MindSpeed-LLM's conversion of weights, and whether
-    ranks, sizes and a batch divide. Raises ValueError, with all other problems that are known before the validation."""
+    """The checks before Megatron's validation: the model's family, flags that were taken over too late, MindSpeed-LLM's
+    conversion of weights, and whether sizes and batch divide. Raises ValueError; if something does not divide, with all
+    other problems that can be found before the validation."""
     config = RLConfig.from_args(args)
     if not learns_from_pairs(config.algorithm.algorithm) and (problem := unbuilt_family(args)):
         raise Refusal.of_arguments([problem])
@@ -85,7 +85,7 @@ def _problems(args: Any, config: RLConfig, without: Collection[Check] = ()) -> I
 
 
 def warnings(args: Any) -> list[str]:
-    """Warnings about valid arguments, one a line."""
+    """Warnings about valid arguments, one line each."""
     config = RLConfig.from_args(args)
     rollout, policy = config.rollout, tokenizer_path(args)
     lines = list(conversion.notes(args))
@@ -93,8 +93,8 @@ def warnings(args: Any) -> list[str]:
     for flag, other in (others | {"--tokenizer-model": getattr(args, "tokenizer_model", None)}).items():
         if own and other and not same_vocabulary(own, other):
             lines.append(
-                f"--rl-tokenizer {own} and {flag} {other} have different vocabularies; prompts are tokenized with the "
-                "first: give the tokenizer with which the model was trained"
+                f"--rl-tokenizer {own} and {flag} {other} have different vocabularies; prompts are tokenized with "
+                "--rl-tokenizer: give the tokenizer with which the model was trained"
             )
     for spec in model_specs(config.graders):
         if not same_tokenizer(spec.file, policy):
@@ -108,14 +108,14 @@ def warnings(args: Any) -> list[str]:
             lines.append(f"{flag}: RL state, iteration and schedule resume from this run's checkpoints; {then}")
     if config.dock.dock is not None:
         lines.append(f"--rl-dock {config.dock.dock} is ignored: there is only one kind of dock")
-    cut = "responses are sampled from a cut distribution, so the ratio of the update is biased"
+    cut = "responses are sampled from a truncated distribution, so the ratio of the update is biased"
     if rollout.top_p < 1:
         lines.append(f"--rl-top-p {rollout.top_p}: {cut}")
     if rollout.top_k > 0:
         lines.append(f"--rl-top-k {rollout.top_k}: {cut}")
     low = config.algorithm.clip_low
     if low is not None and low >= 1:
-        lines.append(f"--rl-clip-low {low}: a ratio is never below 0, so the bound 1 - clip_low never acts")
+        lines.append(f"--rl-clip-low {low}: a ratio is never below 0, so the bound 1 - {low} has no effect")
     notes = (*episode_checks.notes(config), *schedule_checks.notes(config))
     return [*lines, *notes, *upstream_checks.remarks(args, config)]
 
@@ -140,7 +140,7 @@ def _run_length(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _start(args: Any, config: RLConfig) -> Iterator[str]:
-    if launch_env()["rank"] != 0:  # rank 0 decides for all; other machines may not have the files
+    if launch_env()["rank"] != 0:  # rank 0 decides for all ranks; other machines may lack the files
         return
     start = decide(args)
     resumes = start.kind == "resume"
@@ -149,18 +149,18 @@ def _start(args: Any, config: RLConfig) -> Iterator[str]:
         return
     for line in other_order(folder := Path(folder), args):
         yield (
-            f"{folder}: {line}, and with it ranks hold other layers; give the flag as it was saved with, or bring the "
-            "weights into this layout: `python -m mindspeed_rl_plugin export`, then `import`"
+            f"{folder}: {line}, so ranks would load other layers; give the flag as in the saved run, or convert the "
+            "weights to this layout: `python -m mindspeed_rl_plugin export`, then `import`"
         )
     if not DistFiles.are_in(folder):
         return
     # From a distributed checkpoint Megatron loads what the model needs, and ignores the rest.
     for line in other_sizes(folder, args):
-        yield f"{folder}: {line}; give the flags of the model that it was saved with"
+        yield f"{folder}: {line}; give the flags of the saved model"
     for line in other_layout(folder, args) if resumes else ():
         yield (
-            f"{folder}: {line}, and its optimizer state is of that layout: resume in it, and save with "
-            "--dist-ckpt-optim-fully-reshardable before you change it"
+            f"{folder}: {line}, but the saved optimizer state only fits the saved layout: resume in the saved layout, "
+            "and save with --dist-ckpt-optim-fully-reshardable before you change the layout"
         )
 
 
@@ -185,10 +185,10 @@ def _critic(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def critic_problems(directory: str, args: Any) -> Iterator[str]:
-    """Why the checkpoint of `--rl-critic-load` cannot be loaded into a critic of this run's model, by its arguments;
-    other differences are refused when it is loaded (`launch.weights_fit`).
+    """Arguments of the checkpoint of --rl-critic-load that do not fit a critic of this run's model. Other differences
+    are refused when the checkpoint is loaded (`launch.weights_fit`).
 
-    Raises ValueError where there is no checkpoint.
+    Raises ValueError if there is no checkpoint.
     """
     folder = Path(files.critic_source(directory))
     for line in (*other_sizes(folder, args), *other_order(folder, args)):
@@ -223,14 +223,14 @@ def _filtration(args: Any, algorithm: Algorithm, config: RLConfig) -> Iterator[s
         )
     elif args.global_batch_size % members:
         yield (
-            f"--rl-filtration {algorithm.filtration} resamples whole groups, and --global-batch-size "
-            f"{args.global_batch_size} cuts groups of --rl-samples-per-prompt {members}; make it a multiple, or give "
-            "--rl-filtration-whole-batch"
+            f"--rl-filtration {algorithm.filtration} resamples complete groups, but --global-batch-size "
+            f"{args.global_batch_size} is no multiple of --rl-samples-per-prompt {members}; make it a multiple, or "
+            "give --rl-filtration-whole-batch"
         )
 
 
 def _batch_arithmetic(args: Any, config: RLConfig) -> None:
-    # Otherwise another check reports it.
+    # Other checks report smaller values.
     if min(config.rollout.samples_per_prompt, config.rollout.generate_tp, args.train_iters or 0) >= 1:
         arithmetic.arithmetic_of(args)
 
@@ -243,7 +243,7 @@ def _tokenizer(args: Any, config: RLConfig) -> Iterator[str]:
         yield f"{' '.join(chosen)} is not a directory: give a Hugging Face tokenizer directory with --rl-tokenizer"
     hf_model = config.rollout.hf_model
     if hf_model and not os.path.isfile(os.path.join(hf_model, "config.json")):
-        yield f"--rl-hf-model {hf_model}: no config.json there"
+        yield f"--rl-hf-model {hf_model}: this directory has no config.json"
 
 
 def _code_of_rewards(args: Any, config: RLConfig) -> Iterator[str]:
@@ -254,7 +254,7 @@ def _code_of_rewards(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _model(args: Any, config: RLConfig) -> Iterator[str]:
-    """Problems of the model in the trainer's layout and in the engine, which are built much later."""
+    """Problems of the model in the trainer's layout and in the engine. Both are built much later."""
     if min(config.rollout.generate_tp, config.rollout.generate_ep) < 1:
         return  # reported by the limits of these flags
     shape = ModelShape.from_megatron_args(args, vocab=1)  # the tokenizer's size is checked when it has been read
@@ -275,7 +275,7 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
 def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
     budget, packed = config.forward.max_tokens_per_microbatch, config.forward.pack_sequences
     if packed and budget is None:
-        yield "--rl-pack-sequences packs up to a number of tokens; give --rl-max-tokens-per-microbatch too"
+        yield "--rl-pack-sequences needs a limit of tokens; give --rl-max-tokens-per-microbatch too"
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     multiple = length_multiple(args)
     longest = -(-(prompt + response) // multiple) * multiple
@@ -286,7 +286,7 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
             f"{prompt + response} tokens{padded}; raise it"
         )
     if packed and getattr(args, "position_embedding_type", "rope") not in ("rope", "none", "learned_absolute"):
-        yield f"--rl-pack-sequences does not know --position-embedding-type {args.position_embedding_type}; remove it"
+        yield f"--rl-pack-sequences does not fit --position-embedding-type {args.position_embedding_type}; remove it"
     if packed:
         takes_boundaries(args)
 
@@ -316,7 +316,7 @@ CHECKS: tuple[Check, ...] = (
     upstream_checks.latent_attention,
     upstream_checks.sequence_balance,
 )
-# For algorithms that sample and grade responses.
+# Further checks for algorithms that sample and grade responses.
 GENERATION_CHECKS: tuple[Check, ...] = (
     schedule_checks.problems,
     episode_checks.problems,

@@ -1,7 +1,7 @@
-"""The flags of Megatron-LM, MindSpeed and MindSpeed-LLM that RL refuses, with values or without.
+"""The flags of Megatron-LM, MindSpeed and MindSpeed-LLM that RL refuses, some of them only with certain values.
 
 All other flags are in `checks.taken_over` and docs/upstream-flags.toml. Conditions over several flags are functions of
-`checks.upstream_checks`; how a model is laid out and routed is checked by `layout.shape` and `engine.hf_moe`.
+`checks.upstream_checks`. `layout.shape` and `engine.hf_moe` check the sizes and the routing of a model.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.flag import spelt
 
-# Scopes of rows: any RL run; any model that RL trains or exports; models that no family of the engine has, also those
-# with experts or multi-latent attention; routing of tokens to experts.
+# Scopes of rows. RUN: every RL run; WHOLE: every model that RL trains or exports; MODEL: models that no family of the
+# engine has; MOE, LATENT: the same, with experts or multi-latent attention; ROUTING: routing of tokens to experts.
 RUN, WHOLE, MODEL, MOE, LATENT, ROUTING = "run", "whole", "model", "experts", "latent", "routing"
 
 OFF = (False, None, 0, "", [], ())
-# Attribute -> flag, where their names differ.
+# Attribute -> flag, if their names differ.
 _OTHER_SPELLING = {
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
@@ -28,9 +28,9 @@ _OTHER_SPELLING = {
 
 @dataclass(frozen=True)
 class UpstreamFlag:
-    """A flag of upstream."""
+    """A flag that RL refuses, of Megatron-LM, MindSpeed or MindSpeed-LLM."""
 
-    name: str  # attribute of the parsed arguments, absent in versions that lack the flag
+    name: str  # attribute of the parsed arguments; versions without the flag do not have it
     why: str  # why it is refused, and the fix
     fine: tuple[Any, ...] = OFF  # values that RL accepts
     about: str = RUN  # one of the scopes above
@@ -40,7 +40,7 @@ class UpstreamFlag:
         return _OTHER_SPELLING.get(self.name) or spelt(self.name)
 
     def message(self, args: Any) -> str | None:
-        """The error for these arguments, or None when they are fine."""
+        """The message if these arguments are refused, else None."""
         value = getattr(args, self.name, self.fine[0])
         if value in self.fine:
             return None
@@ -50,12 +50,12 @@ class UpstreamFlag:
 
 
 def refusals(args: Any, *about: str) -> list[str]:
-    """One message for each argument that these scopes refuse."""
+    """One message for each refused argument. about: scopes."""
     return [text for row in UPSTREAM if row.about in about and (text := row.message(args)) is not None]
 
 
 def model_refusals(args: Any) -> list[str]:
-    """One message for each argument that no model family of the engine expresses."""
+    """One message for each argument with which no family of the engine has the model."""
     about = [WHOLE, MODEL]
     about += [MOE] if getattr(args, "num_experts", None) else []
     about += [LATENT] if getattr(args, "multi_latent_attention", None) else []
@@ -63,34 +63,33 @@ def model_refusals(args: Any) -> list[str]:
 
 
 def _rows(about: str, *groups: tuple) -> list[UpstreamFlag]:
-    """Rows of a scope, from groups of flags: reason, names, and accepted values (default: off)."""
+    """Rows of a scope. groups: (reason, names of attributes, accepted values), by default the values OFF."""
     return [UpstreamFlag(name, why, *fine, about=about) for why, names, *fine in groups for name in names.split()]
 
 
 def _own(default: Any, names: str, ours: str = "") -> list[UpstreamFlag]:
-    """Flags of Megatron's own RL (group `rl` of its parser), which have no effect here.
-
-    Source: _add_rl_args of megatron/training/arguments.py in core 0.16.1, 0.18 and 0.19; None: not given.
+    """Flags of Megatron's own RL (group `rl` of its parser), refused unless they are `default` or None (not given).
+    ours: what to give instead. Source: _add_rl_args of megatron/training/arguments.py in core 0.16.1, 0.18 and 0.19.
     """
     fix = f"give {ours} instead" if ours else "remove it"
-    why = f"an argument of Megatron's own RL, which --rl-algorithm replaces, so it would have no effect; {fix}"
+    why = f"an argument of Megatron's own RL, which --rl-algorithm replaces, so it has no effect; {fix}"
     return _rows(RUN, (why, names, (default, None)))
 
 
 _DROPOUT = "dropout makes old and new log-probs differ before any update, so the ratio is not 1; give 0"
-_GPT = "only GPT decoders can be generated from; use the plain pretrain_gpt.py entry script"
+_GPT = "RL only generates with GPT decoders; use the plain pretrain_gpt.py entry script"
 _LOOP = "this is another training mode of the script, with its own batches or loss; remove it to use RL"
 _COARSE = "trainer and engine would round differently and disagree on log-probs; use --bf16"
-_NO_SUCH_THING = "the model families of the engine have no such thing; leave it out"
-_GATED = "the model families of the engine have a gated SiLU MLP; leave it out"
-_PLAIN = "the model families of the engine have plain attention; leave it out"
+_NO_SUCH_THING = "no model family of the engine has it; leave it out"
+_GATED = "all model families of the engine have a gated SiLU MLP; leave it out"
+_PLAIN = "no model family of the engine has it in its attention; leave it out"
 _HYBRID = "hybrid models are not supported; " + _GPT
-_SHARDED = "parameters must be whole on each rank; use --use-distributed-optimizer instead"
-_EQUAL_STEPS = "each optimizer step has as many sequences as the others; give --global-batch-size instead"
-_DOCUMENT = "one RL sequence is one document, there is nothing to reset at an end-of-document token; remove it"
+_SHARDED = "parameters must be complete on each data parallel rank; use --use-distributed-optimizer instead"
+_EQUAL_STEPS = "all optimizer steps of RL have the same number of sequences; give --global-batch-size instead"
+_DOCUMENT = "each sequence of RL is one document, so nothing is reset at an end-of-document token; remove it"
 _BUFFERS = "weights move to the engine through Megatron's DDP buffers; use --use-distributed-optimizer instead"
 _GRAPH = "a captured graph keeps addresses that the swap to host memory frees; remove it"
-_PERSISTENT = "RL state is kept in persistent checkpoints only, and another would be loaded in their place; remove it"
+_PERSISTENT = "such checkpoints have no RL state, and would be loaded instead of persistent ones; remove it"
 _MOVING = ("enable_expert_placement balanced_moe_experts",)
 _STAGE = ("stage", (None, "sft"))
 _UNPACKED = ("SBH", "BSH", "BSND", "BNSD", None)
@@ -144,65 +143,65 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
     *_rows(
         RUN,
         (_DROPOUT, "hidden_dropout attention_dropout"),
-        # Flags that replace parts of the training loop that the plugin uses.
-        ("MindSpeed then replaces train_step by one of its own; remove it", "async_log_allreduce"),
-        ("it keeps the first pass's number of micro-batches for all; remove it", "optimize_send_recv_comm"),
-        ("a skipped iteration would throw rollouts away; remove it", "iterations_to_skip"),
+        # Flags that replace or skip parts of the training loop that the plugin uses.
+        ("with it MindSpeed replaces train_step by its own; remove it", "async_log_allreduce"),
+        ("it takes the first pass's number of micro-batches for all passes; remove it", "optimize_send_recv_comm"),
+        ("a skipped iteration would lose rollouts; remove it", "iterations_to_skip"),
         ("the engine does not survive it; let torchrun restart the job", "inprocess_restart"),
-        ("this is Megatron's own RL; use either that or --rl-algorithm", "perform_rl_step"),
-        ("RL is training; remove it", "skip_train"),
+        ("this is Megatron's own RL; use either this flag or --rl-algorithm", "perform_rl_step"),
+        ("RL cannot run without training; remove it", "skip_train"),
         (_LOOP, "logits_save_dir logits_load_dir"),
         ("no weight would be trained; remove it", "freeze_all_layers"),
-        ("ranks then send each other nothing; remove it", "fake_process_group"),
+        ("with it ranks do not communicate; remove it", "fake_process_group"),
         (_LOOP, "sft enable_high_availability layerwise_disaggregated_training auto_settings dist_train"),
-        ("what it saves at a failure has no RL state; remove it", "ttp_enabled"),
-        ("experts then change ranks, and the engine would get others; remove it", *_MOVING),
-        ("a training of MindSpeed-LLM's own; give --stage sft, or none, and for its DPO --rl-algorithm dpo", *_STAGE),
-        ("the loss is RL's own and takes no chunks; leave it out", "loss_compute_mode", ("default", None)),
+        ("the checkpoint that it saves at a failure has no RL state; remove it", "ttp_enabled"),
+        ("it moves experts between ranks, so the engine would get wrong experts; remove it", *_MOVING),
+        ("this is MindSpeed-LLM's own training; give --stage sft, or none, and for DPO --rl-algorithm dpo", *_STAGE),
+        ("RL has its own loss, which has no such mode; leave it out", "loss_compute_mode", ("default", None)),
         # Batch sizes and lengths of the run.
         ("RL counts optimizer steps; give --train-iters instead", "train_samples"),
         (_EQUAL_STEPS, "rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed"),
         (_DOCUMENT, "reset_position_ids reset_attention_mask"),
-        ("its kernel wants the ends of packed rows, which RL does not give; give SBH", "shape_order", _UNPACKED),
+        ("its kernel needs the ends of packed rows, which RL does not pass; give SBH", "shape_order", _UNPACKED),
         # Parallelism and precision.
         (_BUFFERS, "use_custom_fsdp layerzero"),
         (_GRAPH, "enable_cuda_graph external_cuda_graph optimizer_cuda_graph"),
         (_GRAPH, "cuda_graph_impl", (*OFF, "none")),
-        ("too coarse for a ratio near 1, and loss scaling skips steps; use --bf16", "fp16"),
+        ("fp16 is too coarse for a ratio near 1, and loss scaling skips steps; use --bf16", "fp16"),
         (_COARSE, "fp8 fp4"),
-        ("the engine would not round weights as training does; leave it out", "qat_scheme", (None,)),
+        ("training would round weights, and the engine would not; leave it out", "qat_scheme", (None,)),
         # Models.
         ("retrieval models are not supported; " + _GPT, "retro_add_retriever"),
         ("vision and multimodal models are not supported; " + _GPT, "vision_pretraining"),
-        ("LoRA is not supported yet; train the whole model", "lora_target_modules"),
-        ("LoRA is not supported yet; train the whole model", "lu_lora_final_layer_index", (None,)),
+        ("LoRA is not supported yet; train the complete model", "lora_target_modules"),
+        ("LoRA is not supported yet; train the complete model", "lu_lora_final_layer_index", (None,)),
         # Checkpoints.
         (_PERSISTENT, "non_persistent_save_interval non_persistent_ckpt_type"),
-        ("what no checkpoint holds would be left as the memory was; remove it", "init_model_with_meta_device"),
+        ("values that no checkpoint has would stay uninitialised; remove it", "init_model_with_meta_device"),
         ("convert checkpoints before RL, in a run without --rl-algorithm", "ckpt_convert_format"),
         ("upcycle before RL, in a run without --rl-algorithm", "moe_use_upcycling"),
     ),
     *OWN_RL,
-    # Weights that are incomplete on a rank, or in other groups of ranks; models other than GPT.
+    # Weights that are incomplete on a rank, or spread over other groups of ranks; models other than GPT.
     *_rows(
         WHOLE,
         ("only Megatron core models are supported; leave it out", "use_legacy_models"),
         (_SHARDED, "use_megatron_fsdp use_torch_fsdp2"),
         (_SHARDED, "gtp_weight_remat_size", (1, None)),
         ("2-D tensor parallelism is not supported; leave it out", "tp_2d"),
-        ("ranks then have shares of different sizes, which are not supported; leave it out", "unaligned_linear"),
+        ("RL needs weights in equal parts on all ranks; leave it out", "unaligned_linear"),
         (_HYBRID, "hybrid_override_pattern"),
     ),
     # Models that no family of the engine has.
     *_rows(
         MODEL,
         ("give --normalization RMSNorm", "normalization", ("RMSNorm",)),
-        ("give it; the model families of the engine have a gated SiLU MLP", "swiglu", (True,)),
+        ("give it; all model families of the engine have a gated SiLU MLP", "swiglu", (True,)),
         ("give it", "add_bias_linear", (False,)),
         ("give --position-embedding-type rope", "position_embedding_type", ("rope",)),
-        ("the model families of the engine rotate halves; leave it out", "rotary_interleaved use_glm_rope"),
-        ("the model families of the engine rotate in every layer; leave it out", "no_rope_freq"),
-        ("norm weights are stored minus one; leave it out", "apply_layernorm_1p layernorm_zero_centered_gamma"),
+        ("the engine rotates halves of a head, not neighbours; leave it out", "rotary_interleaved use_glm_rope"),
+        ("the engine has rotary embeddings in every layer; leave it out", "no_rope_freq"),
+        ("with it norm weights are stored minus one; leave it out", "apply_layernorm_1p layernorm_zero_centered_gamma"),
         (_GATED, "squared_relu quick_geglu openai_gelu geglu gelu_tanh"),
         (_PLAIN, "qk_l2_norm attention_output_gate experimental_attention_variant full_attention_interval"),
         (
@@ -218,23 +217,23 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         (_NO_SUCH_THING, "glu_linear_offset", (0.0,)),
         (_NO_SUCH_THING, "activation_func_clamp_value fc_type", (None,)),
         (_NO_SUCH_THING, "rotary_seq_len_interpolation_factor", (None, 1)),
-        # The same, in MindSpeed and MindSpeed-LLM.
+        # The same, for flags of MindSpeed and MindSpeed-LLM.
         (_NO_SUCH_THING, "post_norm no_post_layer_norm add_dense_bias add_output_layer_bias input_embeds_norm"),
         (_NO_SUCH_THING, "output_logit_softcapping scale_depth dim_model_base add_rmsnorm_offset share_kvstates"),
         (_NO_SUCH_THING, "embedding_multiplier_scale output_multiplier_scale", (1.0, None)),
         (_NO_SUCH_THING, "scale_emb", (None,)),
         (_NO_SUCH_THING, "enable_mhc no_enable_linear_qkv"),
-        ("the engine does not limit what its MLP multiplies; leave it out", "swiglu_limit", (0, None)),
+        ("the engine does not limit the two factors in its MLP; leave it out", "swiglu_limit", (0, None)),
         (_NO_SUCH_THING, "cla_share_factor", (1,)),
         (_NO_SUCH_THING, "dynamic_factor", (1.0,)),
     ),
     *_rows(
         MOE,
-        ("experts work on the whole hidden state; leave it out", "moe_latent_size"),
-        ("the engine has no experts that do nothing; leave it out", "num_zero_experts"),
-        ("the engine sends tokens to experts by the router, not by their ids; leave it out", "n_hash_layers"),
+        ("the engine's experts get the complete hidden state; leave it out", "moe_latent_size"),
+        ("the engine has no experts without weights; leave it out", "num_zero_experts"),
+        ("the engine's router chooses experts by hidden states, not by token ids; leave it out", "n_hash_layers"),
         (
-            "gates and their factors then lie in turns, and the engine wants one after the other; leave it out",
+            "it interleaves gate and up weights, but the engine has them one after the other; leave it out",
             "moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size",
             (None,),
         ),
@@ -243,12 +242,12 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         LATENT,
         (_PLAIN, "enable_dsa_indexer"),
         (
-            "the engine does not scale what was compressed; leave it out",
+            "the engine does not scale compressed queries, keys and values; leave it out",
             "enable_mla_scale_q_lora enable_mla_scale_kv_lora",
         ),
-        ("the engine has the projections apart; leave it out", "mla_down_proj_fusion"),
+        ("the engine has separate down projections; leave it out", "mla_down_proj_fusion"),
     ),
-    # Flags with which trainer and engine would route tokens to different experts, or weigh them differently.
+    # Flags with which trainer and engine would route tokens to different experts, or weight experts differently.
     *_rows(
         ROUTING,
         (
@@ -259,7 +258,7 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("the engine routes without noise; leave it out", "moe_input_jitter_eps", (None, 0.0)),
         ("routing is random with it; leave it out", "moe_router_force_load_balancing", (False, None)),
         ("routing is random with it; leave it out", "moe_router_force_biased", (None,)),
-        ("routing ignores the router with it; leave it out", "fix_router"),
-        ("the engine weighs the outputs of experts; leave it out", "moe_apply_probs_on_input", (False, None)),
+        ("it replaces the router's choice of experts; leave it out", "fix_router"),
+        ("the engine weights experts' outputs; leave it out", "moe_apply_probs_on_input", (False, None)),
     ),
 )

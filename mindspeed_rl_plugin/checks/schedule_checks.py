@@ -1,4 +1,4 @@
-"""Refuses flags that do not work with a schedule: one message a problem, with value, limit and fix."""
+"""Refuses flags that do not work with a schedule: for each problem one message, with value, limit and fix."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
     going_on = "--rl-inflight recompute" if flags.apart and flags.inflight == "recompute" else going_on
     if config.rollout.stop and going_on:
         yield (
-            f"--rl-stop with {going_on}: a text that begins before new weights and ends after them would not be seen; "
-            "give --rl-stop-token-ids in place of the first, or remove one of the two"
+            f"--rl-stop with {going_on}: a stop string that begins with old weights and ends with new ones would not "
+            "be found; give --rl-stop-token-ids instead of --rl-stop, or remove one of the two"
         )
     if flags.apart:
         yield from _apart(config)
@@ -38,18 +38,18 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
     if (flags.apart or flags.partial) and config.reward.reward_model_device == "accelerator":
         how = "--rl-schedule async" if flags.apart else "--rl-carry-unfinished or --rl-oversample-drop"
         yield (
-            f"--rl-reward-model-device accelerator: with {how} reward models would run beside training, in its "
-            "memory; give host"
+            f"--rl-reward-model-device accelerator: with {how} reward models would run during training, in "
+            "memory that training needs; give host"
         )
 
 
 def notes(config: RLConfig) -> Iterator[str]:
-    """Given flags that have no effect under the schedule: one script may be used with several."""
+    """Given flags that have no effect under the schedule; allowed, since a script may use several schedules."""
     unread = [as_given(f.name, value) for f, value in given(config) if flag_name(f.name) in OF_COLOCATED]
     if config.schedule.apart and unread:
         yield (
-            f"{', '.join(unread)}: without effect under --rl-schedule async, where engines pull published weights and "
-            "the trainers' memory stays on the device"
+            f"{', '.join(unread)}: no effect under --rl-schedule async, since engines pull published weights "
+            "and trainers are never offloaded"
         )
 
 
@@ -58,27 +58,27 @@ def _partial(config: RLConfig) -> Iterator[str]:
     staleness = valued(flags, "max_staleness")
     if flags.carry_unfinished and flags.oversample_drop:
         yield (
-            "--rl-carry-unfinished and --rl-oversample-drop: what is not finished either goes on or is thrown away; "
-            "remove one of them"
+            "--rl-carry-unfinished and --rl-oversample-drop: unfinished responses are either continued or dropped; "
+            "remove one of the two"
         )
     elif flags.oversample is not None and not flags.partial:
         yield (
-            f"--rl-oversample {flags.oversample:g}: what becomes of prompts that are not answered in time? Give "
-            "--rl-carry-unfinished, with which they go on in the next rollout, or --rl-oversample-drop"
+            f"--rl-oversample {flags.oversample:g} does not say what happens to unfinished prompts; give "
+            "--rl-carry-unfinished (the next rollout continues them), or --rl-oversample-drop (they are dropped)"
         )
     elif flags.partial and flags.oversample == 1:
-        yield "--rl-oversample 1: all prompts are needed, so none is left over; give more, as 1.25, or remove the flag"
+        yield "--rl-oversample 1: all prompts are needed, so none remains; give more, such as 1.25, or remove the flag"
     if not flags.carry_unfinished:
         return
     if bound < 1:
         yield (
-            f"{staleness}: what --rl-carry-unfinished carries over is trained at least 1 publication "
-            "after it began; give 1 or more"
+            f"{staleness}: a response that --rl-carry-unfinished continues is trained at least 1 publication "
+            "after its first token; give 1 or more"
         )
     elif flags.oversample is not None and flags.oversample > bound + 1:
         yield (
             f"--rl-oversample {flags.oversample:g} is more than 1 + {staleness}: some prompts would wait longer than "
-            f"that for their turn; give at most {bound + 1}, or raise --rl-max-staleness"
+            f"this allows; give at most {bound + 1}, or raise --rl-max-staleness"
         )
     if config.algorithm.correction == "off":
         yield f"--rl-carry-unfinished: responses of older weights need importance weights; {GIVE_CORRECTION}"
@@ -88,12 +88,12 @@ def _apart(config: RLConfig) -> Iterator[str]:
     schedule, correction = config.schedule, config.algorithm.correction
     if schedule.generators is None and not schedule.engine_url:
         yield (
-            "--rl-schedule async: which ranks generate? Give --rl-generators N, of which the last N ranks of the job "
-            "do; 0, where only engines generate that join it; ray:N; or --rl-engine-url"
+            "--rl-schedule async without generators: give --rl-generators N (the last N ranks of the job), 0 (only "
+            "engines that join the job) or ray:N (engines that Ray places), or --rl-engine-url (your own servers)"
         )
     if schedule.generator_ranks and not is_part():
         yield (
-            f"--rl-generators {schedule.generators}: these ranks did not leave the job of the trainers in time; start "
+            f"--rl-generators {schedule.generators}: these ranks were not separated from the trainers in time; start "
             "with -m mindspeed_rl_plugin, or make mindspeed_rl_plugin.adaptor the first import of the script"
         )
     if schedule.who_generates.engines and launch_env()["rank"] == 0:

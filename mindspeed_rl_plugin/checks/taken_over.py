@@ -1,10 +1,10 @@
-"""Flags of pretraining that RL takes over: removed from the command line before any parser reads it; each removal is
-printed.
+"""Flags of pretraining that RL takes over: they are removed from the command line before any parser reads it, and each
+removal is printed.
 
-MindSpeed chooses its patches by `sys.argv` while its adaptor is imported, and preprocesses data right after the
-arguments are parsed: a later change of an attribute is too late for both. `refused_flags` has refused flags; all others
-are supported, as a test or script shows, or neutral: docs/upstream-flags.toml. tests/launch checks with the real
-parsers that each of their flags has one of these verdicts.
+To change an attribute of the parsed arguments would be too late: MindSpeed chooses its patches by `sys.argv` while its
+adaptor is imported, and preprocesses data right after the arguments are parsed. Refused flags are in `refused_flags`.
+All other flags are UNTESTED, or in docs/upstream-flags.toml: supported (a test or script shows it) or neutral.
+tests/launch checks that every flag of the real parsers has one of these verdicts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import NamedTuple
 
-# What RL does instead -> flags that are removed; FLAG=VALUE: only with this value.
+# Reason, with what RL does instead -> flags that are removed; FLAG=VALUE: only with this value.
 TAKEN_OVER = {
-    "a row is one response with its prompt, which has its own positions and a causal mask": """
+    "a row is one response with its prompt; each row has its own positions and a causal mask": """
         --reset-attention-mask --reset-position-ids --fix-sub-seq-length --neat-pack --pack
         --attention-mask-type=general --cp-attention-mask-type=general
     """,
-    "no pretraining or fine-tuning data is read, prompts are those of --rl-prompt-data": """
+    "no pretraining or fine-tuning data is read; prompts come from --rl-prompt-data": """
         --data-path --train-data-path --valid-data-path --test-data-path --data-args-path --per-split-data-args-path
         --data-cache-path --mock-data --split --eod-mask-loss --dataloader-type --num-workers --no-shared-storage
         --is-instruction-dataset --is-pairwise-dataset --handler-name --no-shuffle
@@ -32,21 +32,21 @@ TAKEN_OVER = {
         --overwrite-cache --max-samples --cache-dir --map-keys --script-data-dir --append-eod --reward-tokens
         --output-prefix --dataset-impl --n-subs --merge-group-keys --phase-transition-iterations
     """,
-    "prompts are rendered by the tokenizer's own template under --rl-apply-chat-template, else taken as they are": """
+    "prompts are rendered by the tokenizer's own template with --rl-apply-chat-template, else not at all": """
         --prompt-type --prompt-type-path --enable-thinking --reasoning-effort --drop-thinking
     """,
-    "off: the engine and RL's own messages need groups over the CPU; checkpoints stay the same": """
+    "off: the engine and RL's messages need process groups on the CPU; checkpoints do not change": """
         --disable-gloo-group --hccl-slice-size
     """,
-    "off: its buffers are as long as --seq-length, and a micro-batch of RL is as long as its longest row": """
+    "off: its buffers are as long as --seq-length, but a micro-batch of RL is only as long as its longest row": """
         --tp-comm-overlap
     """,
-    "off: its schedule takes the loss out of the model's own layers; without it the update is slower": """
+    "off: its schedule needs the loss that the model itself computes; without it the update is slower": """
         --moe-fb-overlap --moe-unperm2-mem-optim-swap --overlap-moe-expert-parallel-comm --delay-wgrad-compute
         --ep-overlap-early-attn-memory-release --mla-swap-core-attn-out
     """,
 }
-# MindSpeed accepts the second flag only with one of the first two.
+# MindSpeed accepts flags that begin with the third only together with the first or the second.
 BY_EXPERTS, OVERLAPPED, NEED_ONE = "--moe-fb-overlap", "--moe-alltoall-overlap-comm", "--moe-zero-memory"
 BATCH_SCHEDULES = ("--step-batch-size-schedule", "--rampup-batch-size")
 IN_SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples", "--lr-wsd-decay-samples")
@@ -74,8 +74,8 @@ UNTESTED = """
     --hf-chat-template --hf-save-dir --save-layer-by-layer --save-lora-to-hf
 """
 
-# Flags by which MindSpeed chooses patches. Its own `repatch` does not restore the originals: names that its modules
-# imported keep another patch's function.
+# Flags by which MindSpeed chooses patches. Its `repatch` does not restore all originals: a name that one of its modules
+# has imported from Megatron keeps the patched function.
 _PATCHING = ("--reset-attention-mask", "--disable-gloo-group", "--moe-fb-overlap")
 
 _lines: list[str] = []
@@ -83,19 +83,19 @@ _late: list[str] = []
 
 
 def lines() -> list[str]:
-    """Flags that were taken over from this process's command line, one line for each reason."""
+    """Lines about the flags that were taken over from this process's command line, one for each reason."""
     return list(_lines)
 
 
 def problems() -> list[str]:
-    """Flags that could not be taken over, because MindSpeed had read them already."""
+    """Messages about flags that could not be taken over, since MindSpeed had already read them."""
     return list(_late)
 
 
 def from_command_line(read_by: str = "") -> None:
-    """Take over flags in `sys.argv`; a repeat is useful, since other code may have changed it.
+    """Take over flags in `sys.argv`. May be called again, since other code may have changed `sys.argv`.
 
-    read_by: module of MindSpeed that has been imported, and has read it.
+    read_by: a module of MindSpeed that was imported before this call, and has read `sys.argv`; "": none.
     """
     before = _names(sys.argv)
     sys.argv[1:], said = take_over(sys.argv[1:])
@@ -103,14 +103,14 @@ def from_command_line(read_by: str = "") -> None:
     for flag in _PATCHING if read_by else ():
         if flag in before - _names(sys.argv):
             _late.append(
-                f"{flag}: {read_by} has patched Megatron for it; import mindspeed_rl_plugin.adaptor before it, start "
+                f"{flag}: {read_by} has patched Megatron for it; import mindspeed_rl_plugin.adaptor earlier, start "
                 "with -m mindspeed_rl_plugin, or remove the flag"
             )
 
 
 def take_over(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command line without the flags that RL takes over, a line for each reason, and a line for untested flags.
-    Without --rl-algorithm it is unchanged."""
+    """The command line without the flags that RL takes over (without --rl-algorithm: unchanged), and lines for the
+    user: one for each reason, and one for untested flags."""
     if "--rl-algorithm" not in _names(argv):
         return list(argv), []
     words, said = _one_batch_size(_words(argv))
@@ -123,12 +123,12 @@ def take_over(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words = [word for word in words if word not in taken]
             said.append(f"{' '.join(dict.fromkeys(word.flag for word in taken))}: {reason}")
     if unshown := untested({word.flag: word.values for word in words}):
-        said.append(f"{' '.join(unshown)}: untested, no test or script of RL's uses it; compare a short run without it")
+        said.append(f"{' '.join(unshown)}: untested, no test or script uses it; compare with a short run without it")
     return [token for word in words for token in word.tokens], said
 
 
 def untested(given: Mapping[str, Sequence[str]]) -> list[str]:
-    """The untested ones among these flags, with their values."""
+    """Those of the given flags that are UNTESTED. given: flag -> its values."""
     rows = UNTESTED.split()
     return [
         flag
@@ -138,14 +138,14 @@ def untested(given: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _left_alone(flags: str, given: set[str]) -> list[str]:
-    """Flags that MindSpeed refuses after these are removed."""
+    """Given flags that MindSpeed would refuse if `flags` are removed."""
     if BY_EXPERTS not in given.intersection(flags.split()) or OVERLAPPED in given:
         return []
     return [flag for flag in given if flag.startswith(NEED_ONE)]
 
 
 class _Word(NamedTuple):
-    """A flag with its values, and its original words."""
+    """A flag with its values, and its words on the command line."""
 
     flag: str
     values: tuple[str, ...]
@@ -153,7 +153,7 @@ class _Word(NamedTuple):
 
 
 def _words(argv: Sequence[str]) -> list[_Word]:
-    """The command line divided before each flag; words before the first flag have no flag."""
+    """The command line, divided before each flag. Words before the first flag are an item with the flag ""."""
     cuts = [0, *(i for i, token in enumerate(argv) if token.startswith("--")), len(argv)]
     words = []
     for tokens in (tuple(argv[start:end]) for start, end in pairwise(cuts) if start < end):
@@ -167,7 +167,7 @@ def _names(argv: Sequence[str]) -> set[str]:
 
 
 def _one_batch_size(words: list[_Word]) -> tuple[list[_Word], list[str]]:
-    """Replace schedules of the batch size by --global-batch-size; if it is missing, by their last size."""
+    """Remove schedules of the batch size; if missing, --global-batch-size gets their last size. Also returns lines."""
     flag, kept, said = "--global-batch-size", [], []
     sized = flag in {word.flag for word in words}
     for word in words:
@@ -183,7 +183,7 @@ def _one_batch_size(words: list[_Word]) -> tuple[list[_Word], list[str]]:
 
 
 def _in_iterations(words: list[_Word]) -> tuple[list[_Word], list[str]]:
-    """Convert lengths in samples to iterations of --global-batch-size; with the lines about this."""
+    """Convert lengths in samples to iterations of --global-batch-size. Also returns lines about it."""
     given = {word.flag: word.values for word in words}
     batch = " ".join(given.get("--global-batch-size", ()))
     if "--train-samples" not in given or "--train-iters" in given or not batch.isdigit() or not int(batch):
@@ -192,7 +192,7 @@ def _in_iterations(words: list[_Word]) -> tuple[list[_Word], list[str]]:
     for word in words:
         if word.flag in IN_SAMPLES and word.values and word.values[0].isdigit():
             flag, value = word.flag.replace("samples", "iters"), str(int(word.values[0]) // int(batch))
-            said.append(f"{word.flag} {word.values[0]}: RL counts optimizer steps, so it is {flag} {value}")
+            said.append(f"{word.flag} {word.values[0]}: RL counts optimizer steps, so it becomes {flag} {value}")
             word = _Word(flag, (value,), (flag, value))
         changed.append(word)
     return changed, said

@@ -1,8 +1,8 @@
-"""Families of models that upstream trains and RL does not support: the argument that identifies each, and its special
-parts.
+"""Families of models that upstream trains and RL does not support: the argument that identifies each family, and its
+special parts.
 
-They are refused by name before the validation of Megatron and MindSpeed, whose messages only name single flags.
-docs/bring-your-model.md lists them from these tables.
+They are refused by name before the validation of Megatron and MindSpeed, whose messages only name single flags. A test
+compares the list in docs/bring-your-model.md with these tables.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.flag import spelt
 
-# Name -> parts that no family of the engine's table has.
-_GEMMA = "norms that are stored minus one and stand behind its blocks too, GELU, capped logits, windows of attention"
+# Name of a family, and its parts that no supported family has.
+_GEMMA = "norm weights stored minus one, norms after its blocks too, GELU, capped logits, sliding windows of attention"
 _DELTA = ("Qwen3-Next", "gated delta nets instead of attention in most layers")
 _PLM = ("PLM", "multi-latent attention without experts, squared ReLU; vLLM has no such model")
 _SPARSE = ("DeepSeek-V3.2 or GLM-5", "an indexer that chooses the keys of each query")
-# Module of MindSpeed-LLM's --spec, or argument and value -> name and these parts.
+# By module of MindSpeed-LLM's --spec, or by argument and value: name and these parts.
 SPECS = {
     "gemma2_spec": ("Gemma 2", _GEMMA),
     "phi35_moe_spec": ("Phi-3.5-MoE", "LayerNorm, biases in attention, a router with noise"),
@@ -42,7 +42,7 @@ _GPT3_FLAGS = {"position_embedding_type": "learned_absolute", "normalization": "
 
 
 def unbuilt_family(args: Any) -> str | None:
-    """The refusal of an unsupported family; None for all others. args: Megatron's, validated or not."""
+    """A message if the model is of an unsupported family, else None. args: Megatron's, before or after validation."""
     spec = getattr(args, "spec", None) or ()
     for module, family in SPECS.items():
         if any(part.rpartition(".")[2] == module for part in spec):

@@ -1,4 +1,4 @@
-"""Checks of several upstream flags together, and together with ours; single flags are in `refused_flags`."""
+"""Checks of combinations of upstream flags, also with our flags; `refused_flags` has single flags."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.forward.settings import length_multiple
 
-# MindSpeed's ways to split rows that RL refuses, with the reasons.
+# MindSpeed's context parallel algorithms that RL accepts, and those that it refuses, with the reasons.
 CONTEXT_ALGORITHMS = ("megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo")
 _NO_CONTEXT_ALGORITHMS = {
-    "kvallgather_cp_algo": "gathers keys and values in an attention of its own, which was not tried",
-    "adaptive_cp_algo": "deals positions out by the attention mask, and RL hands over none",
-    "hybrid_adaptive_cp_algo": "deals positions out by the attention mask, and RL hands over none",
+    "kvallgather_cp_algo": "gathers keys and values in another attention, which was not tested with RL",
+    "adaptive_cp_algo": "distributes positions by the attention mask, but RL passes no mask",
+    "hybrid_adaptive_cp_algo": "distributes positions by the attention mask, but RL passes no mask",
 }
-# Coefficients of further losses, and kinds of load balancing without a loss.
+# Coefficients of auxiliary losses, and types of load balancing that have no loss.
 _AUXILIARY = ("moe_aux_loss_coeff", "moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff", "moe_z_loss_coeff")
 _NO_BALANCE = ("none", "noaux_tc", ["none"])
 _ATTENTION_MODULE = "megatron.core.transformer.dot_product_attention"
@@ -26,8 +26,8 @@ _ADAPTOR = "mindspeed.core.context_parallel.adaptor"  # of MindSpeed's ulysses
 
 
 def ranks(args: Any, trainers: str = "") -> Iterator[str]:
-    """Refuses sizes that do not divide the world; Megatron's message only names their product. trainers: how the number
-    of ranks is computed."""
+    """Refuses parallel sizes that do not divide the number of ranks; Megatron's message only names their product.
+    trainers: for the message, how the number of ranks that train is computed."""
     kinds = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
     sizes = {kind: getattr(args, f"{kind}_parallel_size", None) or 1 for kind in kinds}
     if getattr(args, "expert_tensor_parallel_size", None) is None:
@@ -39,11 +39,11 @@ def ranks(args: Any, trainers: str = "") -> Iterator[str]:
             made = f"{' x '.join(given)} = {product}" if len(given) > 1 else given[0]
             yield (
                 f"{made} does not divide the {world} ranks {'that train' if trainers else 'of this job'}{trainers}; "
-                f"start a multiple of {product} (nodes x ranks of a node), or lower one of them"
+                f"start a multiple of {product} ranks (nodes x ranks of a node), or lower one of the sizes"
             )
 
 
-# Sizes that must be multiples of others; Megatron checks some of them only when it builds the model.
+# Sizes, and the sizes of which they must be multiples. Megatron checks some only when it builds the model.
 _MULTIPLES = {
     "num_attention_heads": ("tensor_model_parallel_size", "num_query_groups"),
     "num_experts": ("expert_model_parallel_size", "moe_router_num_groups"),
@@ -59,7 +59,7 @@ def multiples(args: Any) -> Iterator[str]:
                 flag, by = (spelt(each) for each in (name, divisor))
                 yield f"{flag} {total} is not a multiple of {by} {size}; change one of them"
     tp, groups = (getattr(args, name, None) or 1 for name in ("tensor_model_parallel_size", "num_query_groups"))
-    whole = getattr(sys.modules.get("megatron.core.package_info"), "MINOR", 99) < 13  # later versions repeat a group
+    whole = getattr(sys.modules.get("megatron.core.package_info"), "MINOR", 99) < 13  # later, ranks share a group
     if getattr(args, "group_query_attention", False) and groups % tp and (whole or tp % groups):
         yield (
             f"--num-query-groups {groups} is not a multiple {'' if whole else 'or a divisor '}of "
@@ -82,40 +82,40 @@ def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
     implementation = getattr(args, "transformer_impl", "local")
     if config.forward.pack_sequences and (algorithm, implementation) != ("ulysses_cp_algo", "local"):
         yield (
-            f"--rl-pack-sequences with {given}: only MindSpeed's ulysses in its local attention sees whole rows; "
-            "others would cut each packed row by itself, which is not built; give --context-parallel-algo "
+            f"--rl-pack-sequences with {given}: only MindSpeed's ulysses with its local attention has complete rows; "
+            "others would split each packed row, which RL does not support; give --context-parallel-algo "
             "ulysses_cp_algo and --transformer-impl local, or remove one of them"
         )
     if algorithm not in (None, *CONTEXT_ALGORITHMS):
         why = _NO_CONTEXT_ALGORITHMS.get(algorithm, "is not known under RL")
         yield f"--context-parallel-algo {algorithm} {why}; give one of {', '.join(CONTEXT_ALGORITHMS)}"
     if getattr(args, "attention_mask_type", "causal") != "causal":
-        yield f"--attention-mask-type {args.attention_mask_type} with {given}: RL hands over no masks; give causal"
+        yield f"--attention-mask-type {args.attention_mask_type} with {given}: RL passes no masks; give causal"
     if getattr(args, "hybrid_context_parallel", False):
-        yield "--hybrid-context-parallel splits packed rows, each its own way; remove it"
+        yield "--hybrid-context-parallel splits packed rows in different ways, which RL does not support; remove it"
     if hasattr(args, "pre_tockens") and getattr(args, "multi_latent_attention", False):
         yield from _latent_attention(args, algorithm)
     if implementation == "local" and _megatrons_own_attention():
         yield (
-            f"{given}: Megatron's own attention does not know it; give --transformer-impl transformer_engine, or run "
-            "with MindSpeed"
+            f"{given}: Megatron's own attention lacks support for it; give --transformer-impl transformer_engine, or "
+            "run with MindSpeed"
         )
 
 
 def _latent_attention(args: Any, algorithm: str) -> Iterator[str]:
-    """Refuses latent attention with context parallelism that MindSpeed does not support. 2.3.0 adds ulysses to an
-    attention that latent attention then replaces."""
+    """Refuses latent attention with context parallelism that MindSpeed does not support. Its version 2.3.0 adds ulysses
+    to an attention class, but latent attention replaces this class."""
     wrapped = hasattr(sys.modules.get(_ADAPTOR), "multi_latent_attention_init_wrapper")
     exchanged = wrapped or hasattr(args, "shape_order")
     if algorithm != "megatron_cp_algo" and not exchanged:
         yield (
-            f"--context-parallel-algo {algorithm} with --multi-latent-attention: this MindSpeed exchanges no heads "
-            "there, so that a token would attend to those of its own rank only; give --context-parallel-size 1"
+            f"--context-parallel-algo {algorithm} with --multi-latent-attention: this MindSpeed does not exchange "
+            "heads there, so a token would only attend to tokens of its own rank; give --context-parallel-size 1"
         )
 
 
 def _megatrons_own_attention() -> bool:
-    """Whether the local attention is still Megatron's: MindSpeed replaces it when it is imported."""
+    """Whether the local attention is still Megatron's. MindSpeed replaces it when MindSpeed is imported."""
     module = sys.modules.get(_ATTENTION_MODULE)
     return module is None or module.DotProductAttention.__init__.__module__ == _ATTENTION_MODULE
 
@@ -130,37 +130,37 @@ def flash_attention(args: Any, config: RLConfig) -> Iterator[str]:
         return
     if getattr(args, "apply_query_key_layer_scaling", False):
         yield (
-            "--apply-query-key-layer-scaling with --use-flash-attn: scores are then divided by the layer's number, and "
-            "not multiplied back as in Megatron's own attention; leave it out"
+            "--apply-query-key-layer-scaling with --use-flash-attn: scores are divided by the layer's number, and not "
+            "multiplied by it again, as in Megatron's own attention; leave it out"
         )
     latent, window = getattr(args, "multi_latent_attention", False), args.pre_tockens
     if latent and getattr(args, "next_tockens", 0) < 0:
         yield f"--next-tockens {args.next_tockens}: a token would not attend to itself; leave it out"
     if latent and window is not None and window < args.seq_length:
         yield (
-            f"--pre-tockens {window} with --seq-length {args.seq_length}: a token would attend to the last {window} "
-            "before it only, and in the engine to all; leave it out"
+            f"--pre-tockens {window} with --seq-length {args.seq_length}: a token would attend only to the {window} "
+            "tokens before it, but in the engine to all; leave it out"
         )
     if latent and (mode := getattr(args, "sparse_mode", 0)):
-        yield f"--sparse-mode {mode}: RL hands over a whole mask, which is mode 0; leave it out"
+        yield f"--sparse-mode {mode}: RL passes a complete mask, which needs mode 0; leave it out"
 
 
 def gradients(args: Any, config: RLConfig) -> Iterator[str]:
-    """Refuses schedules with which gradients would be wrong, or would never come."""
-    # These MindSpeed schedules drop the number of tokens by which Megatron divides gradients.
+    """Refuses flags with which gradients would be wrong or missing."""
+    # With these, MindSpeed's schedules lose the number of tokens by which Megatron divides gradients.
     for name in ("recompute_in_bubble", "recompute_in_advance"):
         if getattr(args, name, False) and getattr(args, "calculate_per_token_loss", False):
-            yield f"{spelt(name)} with --calculate-per-token-loss scales gradients wrongly; remove one"
+            yield f"{spelt(name)} with --calculate-per-token-loss scales gradients wrongly; remove one of the two"
     if getattr(args, "defer_embedding_wgrad_compute", False) and config.forward.logprob_chunk_tokens != 0:
         yield (
-            "--defer-embedding-wgrad-compute keeps what the output layer is given, and RL scores in its place; remove "
-            "it, or give --rl-logprob-chunk-tokens 0"
+            "--defer-embedding-wgrad-compute keeps inputs of the output layer, which RL replaces; remove it, or give "
+            "--rl-logprob-chunk-tokens 0"
         )
     stages, tied = getattr(args, "pipeline_model_parallel_size", 1), not args.untie_embeddings_and_output_weights
     if getattr(args, "mtp_num_layers", None) and stages > 1 and tied:
         yield (
             f"--mtp-num-layers {args.mtp_num_layers} with {stages} pipeline stages and tied embeddings: the last stage "
-            "would score with a copy of the embedding that only the frozen MTP layers have; give "
+            "would compute log-probs with an embedding that only the frozen MTP layers use; give "
             "--untie-embeddings-and-output-weights, or one stage"
         )
 
@@ -175,13 +175,13 @@ def folded_pipeline(args: Any, config: RLConfig) -> Iterator[str]:
     given, budget = "--schedules-method dualpipev", config.forward.max_tokens_per_microbatch
     if budget is not None:
         yield (
-            f"--rl-max-tokens-per-microbatch {budget} with {given}: its stages hand on micro-batches of one length; "
+            f"--rl-max-tokens-per-microbatch {budget} with {given}: its stages only pass micro-batches of one length; "
             "remove one of them"
         )
     if (ckpt_format := getattr(args, "ckpt_format", "torch")) != "torch":
         yield (
             f"--ckpt-format {ckpt_format} with {given}: MindSpeed numbers the layers of a stage's first chunk as if "
-            "they were its second's; give --ckpt-format torch"
+            "they were in its second chunk; give --ckpt-format torch"
         )
 
 
@@ -193,8 +193,8 @@ def latent_attention(args: Any, config: RLConfig) -> Iterator[str]:
     tp, latent = args.tensor_model_parallel_size, getattr(args, "multi_latent_attention", False)
     if latent and tp > 1 and getattr(args, "spec", None) and not args.q_lora_rank:
         yield (
-            f"--tensor-model-parallel-size {tp} without --q-lora-rank: MindSpeed-LLM keeps queries that are not "
-            "compressed whole on every rank, and cannot split them; give 1"
+            f"--tensor-model-parallel-size {tp} without --q-lora-rank: MindSpeed-LLM then keeps the complete query "
+            "projection on every rank, and cannot split it; give 1"
         )
 
 
@@ -207,7 +207,7 @@ def sequence_balance(args: Any, config: RLConfig) -> Iterator[str]:
     if budget is not None and getattr(args, "seq_aux", False) and coefficient:
         yield (
             f"--rl-max-tokens-per-microbatch {budget} with --seq-aux --moe-aux-loss-coeff {coefficient}: MindSpeed-LLM "
-            "balances experts over micro-batches of --micro-batch-size rows, and these have another number; remove "
+            "balances experts over micro-batches of --micro-batch-size rows, but these have any number of rows; remove "
             "--rl-max-tokens-per-microbatch, or give --moe-aux-loss-coeff 0"
         )
 
@@ -216,16 +216,16 @@ def swapped_memory(args: Any, config: RLConfig) -> Iterator[str]:
     """Refuses --rl-swap for memory that cannot be offloaded."""
     names = config.reshard.swap_names
     if "none" in names and len(names) > 1:
-        yield f"--rl-swap {' '.join(names)}: 'none' cannot be combined with others; remove one"
+        yield f"--rl-swap {' '.join(names)}: 'none' cannot be combined with other words; remove one"
     if "optimizer" in names and getattr(args, "virtual_optimizer", None):
-        yield "--virtual-optimizer keeps the moments in host memory of its own; give --rl-swap params grads"
+        yield "--virtual-optimizer keeps Adam's moments in other host memory; give --rl-swap params grads"
     if "none" not in names and getattr(args, "use_nccl_ub", False):
-        yield "--use-nccl-ub registers Megatron's buffers for good; remove it, or give --rl-swap none"
+        yield "--use-nccl-ub never lets Megatron's buffers be freed; remove it, or give --rl-swap none"
 
 
 def shared_memory(args: Any, config: RLConfig) -> Iterator[str]:
-    """Refuses checkpoints in which MindSpeed omits the part of main parameters that --reuse-fp32-param stores outside
-    of the weights."""
+    """Refuses checkpoint formats in which MindSpeed omits the lower halves of main parameters: with --reuse-fp32-param
+    these are not stored with the weights."""
     ckpt_format = getattr(args, "ckpt_format", "torch")
     if getattr(args, "reuse_fp32_param", False) and ckpt_format != "torch":
         yield (
@@ -237,19 +237,19 @@ def shared_memory(args: Any, config: RLConfig) -> Iterator[str]:
 def remarks(args: Any, config: RLConfig) -> Iterator[str]:
     """Notes on valid arguments."""
     if getattr(args, "swap_optimizer", False) and "optimizer" in config.reshard.swap_names:
-        yield "--swap-optimizer keeps the optimizer's state on the host already: --rl-swap optimizer moves nothing"
+        yield "--swap-optimizer already keeps the optimizer's state on the host, so --rl-swap optimizer does nothing"
     split = getattr(args, "context_parallel_size", 1) > 1
     if split and hasattr(args, "shape_order") and getattr(args, "multi_latent_attention", False):
         yield (
             f"--context-parallel-size {args.context_parallel_size} with --multi-latent-attention of MindSpeed-LLM: "
-            "untested; compare a short run without it"
+            "untested; compare with a short run without it"
         )
     if added := " ".join(_auxiliary(args)):
-        yield f"{added}: added to the policy's loss, over prompts too, by each micro-batch; 0 leaves the policy's alone"
+        yield f"{added}: added to the policy's loss in each micro-batch, for prompt tokens too; with 0 it is not added"
 
 
 def _auxiliary(args: Any) -> Iterator[str]:
-    """Flags of balance losses that Megatron adds for a model with experts, if they are not 0."""
+    """Flags, with values, of the auxiliary losses that Megatron adds for a model with experts, unless they are 0."""
     balances = getattr(args, "moe_router_load_balancing_type", None) not in _NO_BALANCE
     balances = balances or getattr(args, "seq_aux", False)  # of MindSpeed-LLM, in addition to noaux_tc
     for name in _AUXILIARY if getattr(args, "num_experts", None) else ():

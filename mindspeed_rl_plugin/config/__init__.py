@@ -1,8 +1,8 @@
-"""What may be given: every `--rl-*` flag with its default, unit, limits and readers, and upstream's flags under RL.
+"""Every `--rl-*` flag: its default, unit, limits, and the runs that read it.
 
-A field `samples_per_prompt` becomes the flag `--rl-samples-per-prompt` and the attribute
-`args.rl_samples_per_prompt` of Megatron's own parser. `RLConfig.from_args` reads them back; nothing
-here changes a value that the user gave. A preset (`--rl-algorithm`) fills only flags left at None.
+A field `samples_per_prompt` becomes the flag `--rl-samples-per-prompt` and the attribute `rl_samples_per_prompt` of
+Megatron's parsed arguments, which `RLConfig.from_args` reads. Nothing here changes a value that the user gave: a preset
+(`--rl-algorithm`) only sets flags that are None.
 """
 
 from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig

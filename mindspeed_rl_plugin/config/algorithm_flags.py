@@ -11,14 +11,14 @@ _LOSS_NAMES = ("clip", "clip-higher", "gspo", "cispo", "sapo", "reinforce")
 _AGGREGATION_NAMES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum-norm")
 _KL = ("k1", "k2", "k3", "k3-unbiased")
 _REFERENCE = FlagReader(
-    "a KL to the reference, --rl-kl-loss-coef or --rl-kl-reward-coef,", lambda a, _: a.needs_reference
+    "a KL to the reference (--rl-kl-loss-coef or --rl-kl-reward-coef)", lambda a, _: a.needs_reference
 )
 _KL_REWARD = FlagReader("--rl-kl-reward-coef above 0", lambda a, _: a.kl_reward_coef != 0)
 _GROUP_NORM = FlagReader("--rl-advantage group-norm", lambda a, _: a.advantage == "group-norm")
 _GAMMA = FlagReader("--rl-advantage gae or reinforce++", lambda a, _: a.advantage in ("gae", "reinforce++"))
 _GAE = FlagReader("--rl-advantage gae", lambda a, _: a.advantage == "gae")
-_CRITIC_ONLY = FlagReader("a critic, --rl-advantage gae,", lambda a, _: a.needs_critic)
-_CLIP = "a --rl-loss that clips the ratio there"
+_CRITIC_ONLY = FlagReader("a critic (--rl-advantage gae)", lambda a, _: a.needs_critic)
+_CLIP = "a --rl-loss that clips the ratio at this bound"
 _CLIP_LOW = FlagReader(_CLIP, lambda a, _: a.loss_spec.clip_low is not None)
 _CLIP_HIGH = FlagReader(_CLIP, lambda a, _: a.loss_spec.clip_high is not None)
 _DUAL = FlagReader("a --rl-loss with dual clip", lambda a, _: a.loss_spec.dual)
@@ -32,26 +32,29 @@ _FILTRATION = FlagReader("a --rl-filtration other than none", lambda a, _: a.fil
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """The algorithm: a preset, and each of its parts by a flag of its own."""
+    """The algorithm: a preset, and a flag for each of its parts."""
 
     algorithm: str | None = flag(
         None,
-        "turns RL on: the preset to train with; `python -m mindspeed_rl_plugin algorithms` prints all of them",
+        "turns RL on; the preset to train with (`python -m mindspeed_rl_plugin algorithms` prints all presets)",
         pairs=True,
     )
     advantage: str | None = flag(None, "advantage estimator (default: the preset's)", choices=_ADVANTAGE_NAMES)
     loss: str | None = flag(None, "policy loss (default: the preset's)", choices=_LOSS_NAMES)
     aggregation: str | None = flag(
-        None, "how token losses become one number (default: the preset's)", choices=_AGGREGATION_NAMES
+        None, "how token losses are reduced to one number (default: the preset's)", choices=_AGGREGATION_NAMES
     )
     clip_low: float | None = flag(
-        None, "lower bound of the ratio, 1 - clip_low (default: the loss's)", least=0, reader=_CLIP_LOW
+        None, "sets the lower bound of the ratio to 1 - N (default: that of the loss)", least=0, reader=_CLIP_LOW
     )
     clip_high: float | None = flag(
-        None, "upper bound of the ratio, 1 + clip_high (default: the loss's)", least=0, reader=_CLIP_HIGH
+        None, "sets the upper bound of the ratio to 1 + N (default: that of the loss)", least=0, reader=_CLIP_HIGH
     )
     dual_clip: float | None = flag(
-        None, "bound c of dual clip, for negative advantages; usually 3 (default: off)", above=1, reader=_DUAL
+        None,
+        "dual clip: the loss of an advantage A < 0 is at most -N A; usually 3 (default: off)",
+        above=1,
+        reader=_DUAL,
     )
     sapo_tau_positive: float | None = flag(
         None, "temperature of the gate of sapo for advantages above 0 (default: 1)", above=0, reader=_SAPO
@@ -60,107 +63,109 @@ class AlgorithmConfig:
         None, "temperature of the gate of sapo for other advantages (default: 1.05)", above=0, reader=_SAPO
     )
     kl_loss_coef: float | None = flag(
-        None, "weight of the KL to the reference in the loss (default: the preset's)", least=0
+        None, "weight of the KL to the reference, which is added to the loss (default: the preset's)", least=0
     )
-    kl_estimator: str | None = flag(None, "KL estimator (default: the preset's)", choices=_KL, reader=_REFERENCE)
+    kl_estimator: str | None = flag(
+        None, "KL estimator of the loss (default: the preset's)", choices=_KL, reader=_REFERENCE
+    )
     kl_reward_coef: float | None = flag(
-        None, "weight of the KL to the reference in the reward, subtracted from it (default: the preset's)", least=0
+        None, "weight of the KL to the reference, which is subtracted from the reward (default: the preset's)", least=0
     )
     kl_reward_estimator: str | None = flag(
-        None, "KL estimator in the reward (default: the preset's)", choices=_KL, reader=_KL_REWARD
+        None, "KL estimator of the reward (default: the preset's)", choices=_KL, reader=_KL_REWARD
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", least=0)
-    advantage_eps: float = flag(1e-6, "added to the group's standard deviation", least=0, reader=_GROUP_NORM)
+    advantage_eps: float = flag(1e-6, "added to the standard deviation of a group", least=0, reader=_GROUP_NORM)
     gamma: float = flag(1.0, "discount of the reward per token (reinforce++ and gae)", least=0, most=1, reader=_GAMMA)
     gae_lambda: float = flag(1.0, "lambda of gae", least=0, most=1, reader=_GAE)
     value_clip: float = flag(
-        0.2, "how far a value may move from the rollout's in the critic's loss", above=0, reader=_GAE
+        0.2, "the critic's loss clips a value to within N of the value before the update", above=0, reader=_GAE
     )
     critic_load: str | None = flag(
         None,
-        "checkpoint, of the policy's architecture, from which the critic starts: a critic's (SAVE/iter_*/critic), or a "
-        "language model's, which gets a new value head (default: the policy's weights and a new head)",
+        "checkpoint from which the critic starts, of the policy's architecture: a critic's (SAVE/iter_*/critic), or a "
+        "language model's, which then gets a new value head (default: the policy's weights and a new value head)",
         reader=_CRITIC_ONLY,
     )
     critic_lr: float | None = flag(
         None,
-        "peak learning rate of the critic; its schedule is the policy's, scaled (default: --lr)",
+        "peak learning rate of the critic; its schedule is that of the policy, scaled to this peak (default: --lr)",
         above=0,
         reader=_CRITIC_ONLY,
     )
     critic_warmup: int = flag(
-        0, "first iterations, in which only the critic is trained", unit="iterations", least=0, reader=_CRITIC_ONLY
+        0, "train only the critic in the first N iterations", unit="iterations", least=0, reader=_CRITIC_ONLY
     )
     correction: str = flag(
         "off",
-        "importance weights for the difference between the policy that sampled a token and the one from which the "
-        "update starts; their metrics are always logged",
+        "importance weights that correct the difference between the policy that sampled a token and the policy from "
+        "which the update starts; off: these weights are only logged",
         choices=("off", "truncate", "mask", "decoupled", "decoupled-clip"),
     )
     correction_level: str = flag(
         "token",
-        "one importance weight per token, per response (the product over its tokens), or their geometric mean",
+        "token: one importance weight for each token; sequence: one for each response, the product over its tokens; "
+        "geometric: one for each response, the geometric mean over its tokens",
         choices=("token", "sequence", "geometric"),
         reader=_CORRECTION,
     )
     correction_low: float | None = flag(
-        None, "least weight of the correction (default: the correction's)", reader=_CORRECTION
+        None, "lower bound of importance weights (default: that of --rl-correction)", reader=_CORRECTION
     )
     correction_high: float | None = flag(
-        None, "largest weight of the correction (default: the correction's)", reader=_CORRECTION
+        None, "upper bound of importance weights (default: that of --rl-correction)", reader=_CORRECTION
     )
     overlong_buffer: int | None = flag(
         None,
-        "the penalty on long responses rises over the last N tokens before --rl-max-response-length; 0: no penalty "
-        "(default: the preset's)",
+        "the penalty for long responses rises from 0 over the last N tokens before --rl-max-response-length; 0: no "
+        "penalty (default: the preset's)",
         unit="tokens",
         least=0,
     )
     overlong_penalty: float = flag(
-        1.0,
-        "penalty of the longest response, subtracted from its reward",
-        least=0,
-        reader=_OVERLONG,
+        1.0, "subtracted from the reward of a response of --rl-max-response-length tokens", least=0, reader=_OVERLONG
     )
     dynamic_sampling: bool | None = flag(
         None, "replace groups whose rewards are all equal by new groups (default: the preset's)"
     )
     dynamic_sampling_rounds: int = flag(
         10,
-        "most rounds of --rl-rollout-prompts prompts that dynamic sampling samples for one rollout; surplus groups "
-        "wait for the next rollout; after the last round, groups that count in no loss fill the batch up",
+        "dynamic sampling samples at most N rounds of --rl-rollout-prompts prompts for a rollout; surplus groups are "
+        "kept for the next rollout; if groups are missing after the last round, groups that count in no loss are added",
         unit="rounds",
         least=1,
         reader=_DYNAMIC,
     )
     filtration: str | None = flag(
         None,
-        "resample the responses of a prompt by their rewards (default: the preset's)",
+        "resample the responses of each prompt, with weights from their rewards (default: the preset's)",
         choices=("none", "best-worst", "best-random", "pow"),
     )
-    filtration_power: float = flag(2.0, "exponent p of filtration pow, weight |R|^p", least=0, reader=_POW)
+    filtration_power: float = flag(2.0, "filtration pow gives a reward R the weight |R|^N", least=0, reader=_POW)
     filtration_whole_batch: bool = flag(
         False,
-        "resample over all responses of an optimizer step instead of a prompt's, as verl does",
+        "resample among all responses of an optimizer step, as verl does, and not among those of each prompt",
         reader=_FILTRATION,
     )
     dpo_loss: str = flag("sigmoid", "loss of a pair", choices=("sigmoid", "hinge", "ipo"), reader=DPO_ONLY, pairs=True)
-    dpo_beta: float = flag(0.1, "beta of dpo: larger is closer to the reference", above=0, reader=DPO_ONLY, pairs=True)
+    dpo_beta: float = flag(
+        0.1, "beta of dpo; a larger beta keeps the policy closer to the reference", above=0, reader=DPO_ONLY, pairs=True
+    )
     dpo_label_smoothing: float = flag(
         0.0,
-        "probability that a pair is labelled the wrong way round; for sigmoid only",
+        "assumed probability that chosen and rejected are swapped in a pair; only for --rl-dpo-loss sigmoid",
         least=0,
         below=0.5,
         reader=DPO_ONLY,
         pairs=True,
     )
     dpo_length_norm: bool = flag(
-        False, "compare mean log-probs of the two responses of a pair instead of sums", reader=DPO_ONLY, pairs=True
+        False, "compare the mean log-probs of a pair's two responses, not their sums", reader=DPO_ONLY, pairs=True
     )
     dpo_reference_cache: str | None = flag(
         None,
-        "directory for the reference's log-probs of all pairs, computed once (default: SAVE/rl/reference)",
+        "directory for the reference's log-probs of all pairs, which are computed once (default: SAVE/rl/reference)",
         reader=DPO_ONLY,
         pairs=True,
     )
-    ppo_epochs: int = flag(1, "passes over the responses of one rollout", unit="epochs", least=1)
+    ppo_epochs: int = flag(1, "how often the update trains on each response of a rollout", unit="epochs", least=1)

@@ -1,4 +1,4 @@
-"""One flag as a field of a config group: default, help, unit, limits, choices, and what reads it."""
+"""A flag is a field of a config group: its default, help, unit, limits, choices, and which runs read it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FLAG_PREFIX = "rl_"
 
 @dataclass(frozen=True)
 class FlagReader:
-    """The reader of a flag that not every run reads."""
+    """What reads a flag, if not every run does."""
 
-    what: str  # its name in messages
-    reads: Callable[[Any, Any], bool]  # (resolved `Algorithm`, `RLConfig`) -> whether a run has it
+    what: str  # its name in messages: "only ... reads it"
+    reads: Callable[[Any, Any], bool]  # (resolved `Algorithm`, `RLConfig`) -> whether a run has this reader
 
 
 DPO_ONLY = FlagReader("--rl-algorithm dpo", lambda a, _: a.from_pairs)
@@ -36,11 +36,11 @@ def flag(
     pairs: bool = False,
     form: Callable[[str], Any] | None = None,
 ) -> Any:
-    """A config field that is also a flag. A tuple as default makes it take several values, False makes it a switch.
+    """A config field that is also a flag. If the default is a tuple, the flag takes several values; a bool is a switch.
 
-    least, most: limits that a value may reach; above, below: limits that it may not reach; reader: None where all
-    runs that sample responses read it; pairs: whether an algorithm that learns from given pairs reads it;
-    form: reads the text, and raises argparse.ArgumentTypeError where it cannot; the value stays the text.
+    least, most: inclusive limits; above, below: exclusive limits; reader: what reads the flag, None: every run that
+    samples responses; pairs: whether runs that learn from given pairs read it; form: checks the text, and raises
+    argparse.ArgumentTypeError if it is invalid. The flag's value is the text itself.
     """
     metadata = {"help": help, "unit": unit, "choices": choices, "reader": reader, "pairs": pairs, "form": form}
     limits = {"least": least, "above": above, "most": most, "below": below}
@@ -56,12 +56,12 @@ _COMPARISONS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def limits_text(f: dataclasses.Field) -> str:
-    """The limits of a field, as `at least 0 and at most 1`; empty where it has none."""
+    """The limits of a field as text, such as `at least 0 and at most 1`; empty if it has none."""
     return " and ".join(f"{_COMPARISONS[kind][0]} {limit:g}" for kind, limit in f.metadata["limits"].items())
 
 
 def value_problems(f: dataclasses.Field, value: Any) -> Iterator[str]:
-    """One message for a number outside the field's limits, and for each unknown word of a field of several values."""
+    """One message for each number outside the field's limits, and for each word that is not among its choices."""
     limits, choices = f.metadata["limits"], f.metadata["choices"]
     if isinstance(value, tuple) and choices:
         for word in split_words(value):
@@ -76,7 +76,7 @@ def value_problems(f: dataclasses.Field, value: Any) -> Iterator[str]:
 
 
 def split_words(values: tuple[str, ...]) -> tuple[str, ...]:
-    """The words of a flag of several values, whether given with commas or spaces."""
+    """The words of a flag of several values, separated by commas or spaces."""
     return tuple(word for value in values for word in value.split(","))
 
 
@@ -91,7 +91,7 @@ def flag_name(field_name: str) -> str:
 
 
 def as_given(field_name: str, value: object) -> str:
-    """A flag as it was given, with its value."""
+    """A flag with its value, as on a command line."""
     name = flag_name(field_name)
     if isinstance(value, bool):
         return name if value else f"--no-{name[2:]}"
@@ -99,6 +99,6 @@ def as_given(field_name: str, value: object) -> str:
 
 
 def valued(group: Any, name: str) -> str:
-    """A flag of a config group with its value, marked where it is the default, which may not have been given."""
+    """A flag of a config group with its value; marked if this is the default, since the user may not have given it."""
     value, default = getattr(group, name), type(group).__dataclass_fields__[name].default
     return as_given(name, value) + (" (the default)" if value == default else "")

@@ -1,5 +1,5 @@
-"""RLConfig: all groups of flags, put into an argparse parser and read back from Megatron's parsed arguments, and the
-checks that walk over them."""
+"""RLConfig, all groups of flags: adds them to an argparse parser, reads them from Megatron's parsed arguments, and
+checks each flag alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 
 @dataclass(frozen=True)
 class RLConfig:
-    """All groups. Built by `from_args`, never mutated."""
+    """All groups of flags. `from_args` builds it."""
 
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -43,12 +43,12 @@ class RLConfig:
 
     @property
     def graders(self) -> tuple[str, ...]:
-        """Graders of --rl-reward; without it an environment's own reward."""
+        """Graders of --rl-reward; if none are given, the reward of the environment, if there is one."""
         return self.reward.reward or (("environment",) if self.episodes.environment else ())
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> RLConfig:
-        """Read the parsed `rl_*` attributes back into the groups."""
+        """The groups from the parsed `rl_*` attributes."""
 
         def value(f: dataclasses.Field) -> Any:
             value = getattr(args, FLAG_PREFIX + f.name)
@@ -59,7 +59,7 @@ class RLConfig:
 
 
 def rl_enabled(args: argparse.Namespace) -> bool:
-    """Whether the user asked for RL at all; without it the plugin changes nothing."""
+    """Whether --rl-algorithm is given; without it the plugin changes nothing."""
     return getattr(args, "rl_algorithm", None) is not None
 
 
@@ -70,7 +70,7 @@ def group_types() -> dict[str, type]:
 
 
 def given(config: RLConfig) -> Iterator[tuple[dataclasses.Field, Any]]:
-    """Field and value of every flag that has another value than its default."""
+    """Field and value of every flag whose value is not its default."""
     for group in vars(config).values():
         for f in dataclasses.fields(group):
             if (value := getattr(group, f.name)) != f.default:
@@ -78,19 +78,19 @@ def given(config: RLConfig) -> Iterator[tuple[dataclasses.Field, Any]]:
 
 
 def given_flags(config: RLConfig) -> dict[str, Any]:
-    """`--rl-*` flag -> value, of `given`."""
+    """The flags of `given`: `--rl-*` name -> value."""
     return {flag_name(f.name): value for f, value in given(config)}
 
 
 def limit_problems(*groups: Any) -> list[str]:
-    """One message for each value of some groups that no run takes: numbers outside their limits, unknown words."""
+    """One message for each value that is invalid in every run: numbers outside their limits, and unknown words."""
     return [text for g in groups for f in dataclasses.fields(g) for text in value_problems(f, getattr(g, f.name))]
 
 
 def unread_flags(config: RLConfig, algorithm: Any, preset: Any) -> Iterator[str]:
     """One message for each flag that nothing in this run reads: no flag is ignored without a message.
 
-    algorithm: the run's `Algorithm`; preset: that of `--rl-algorithm` alone, whose values may be given everywhere.
+    algorithm: the run's `Algorithm`; preset: that of --rl-algorithm alone; its values may always be given.
     """
     why = f", and {config.algorithm.algorithm} generates nothing" if algorithm.from_pairs else ""
     for f, value in given(config):
@@ -104,22 +104,22 @@ def unread_flags(config: RLConfig, algorithm: Any, preset: Any) -> Iterator[str]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add every flag to Megatron's parser, one titled argument group a config group. Idempotent.
+    """Add every flag to Megatron's parser, with an argument group for each config group. Idempotent.
 
-    Raises argparse.ArgumentError when the parser already owns a flag of that name.
+    Raises argparse.ArgumentError if the parser already has a flag of the same name.
     """
     if any(hasattr(action, "mindspeed_rl") for action in parser._actions):
         return parser
     for group_name, group in group_types().items():
         section = parser.add_argument_group(f"reinforcement learning: {group_name}", (group.__doc__ or "").strip())
-        hints = typing.get_type_hints(group)  # once: it evaluates those of all fields
+        hints = typing.get_type_hints(group)  # once: each call evaluates the hints of all fields
         for f in dataclasses.fields(group):
             section.add_argument(flag_name(f.name), **_argparse_kwargs(f, hints[f.name])).mindspeed_rl = True
     return parser
 
 
 def flag_names() -> list[str]:
-    """Every flag, `--no-` twins of default-on switches included."""
+    """The names of all flags, with the `--no-` forms of switches that have one."""
     return [name for a in add_flags(argparse.ArgumentParser(add_help=False))._actions for name in a.option_strings]
 
 
@@ -149,7 +149,7 @@ def _argparse_kwargs(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
 
 
 def _checked(form: Callable[[str], Any]) -> Callable[[str], str]:
-    """A type for argparse that checks a text and returns it unchanged, since Megatron saves only plain values."""
+    """A type for argparse that checks a text and returns it: Megatron saves arguments, so they must be plain values."""
 
     def checked(text: str) -> str:
         form(text)

@@ -1,4 +1,4 @@
-"""Flags of everything but the algorithm: data, generation, rewards, forward passes, weights, dock, monitoring."""
+"""Flags of data, generation, rewards, forward passes, weights, dock and monitoring."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mindspeed_rl_plugin.config.flag import DPO_ONLY, flag, split_words
 
-# vLLM raises lower temperatures to this one, and then reports log-probs of a temperature nobody asked for.
+# vLLM raises lower temperatures to this value, so that its log-probs would be of another temperature than given.
 LOWEST_TEMPERATURE = 0.01
 
 
@@ -15,7 +15,7 @@ class DataConfig:
     """Prompts: where they come from and how they become tokens."""
 
     prompt_data: tuple[str, ...] = flag(
-        (), "prompts: one or several JSONL, JSON or Parquet files, or saved dataset directories", pairs=True
+        (), "prompts: one or more JSONL, JSON or Parquet files, or directories of saved datasets", pairs=True
     )
     prompt_key: str = flag("prompt", "field that holds the prompt: a string, or a list of chat messages", pairs=True)
     chosen_key: str = flag(
@@ -24,19 +24,19 @@ class DataConfig:
     rejected_key: str = flag(
         "rejected", "field that holds the worse answer of a preference pair", reader=DPO_ONLY, pairs=True
     )
-    answer_key: str = flag("answer", "field that holds the right answer for the reward; a.b is field b inside object a")
+    answer_key: str = flag("answer", "field that holds the right answer, for graders; a.b is field b of object a")
     apply_chat_template: bool = flag(False, "render every prompt with the tokenizer's chat template", pairs=True)
     max_prompt_length: int = flag(
-        1024, "longest prompt; longer ones are left out and counted", unit="tokens", least=1, pairs=True
+        1024, "longest prompt; longer prompts are dropped, and counted", unit="tokens", least=1, pairs=True
     )
     tokenizer: str | None = flag(
-        None, "Hugging Face tokenizer directory (default: --rl-hf-model, then --tokenizer-model)", pairs=True
+        None, "directory of a Hugging Face tokenizer (default: --rl-hf-model, else --tokenizer-model)", pairs=True
     )
     smaller_tokenizer: bool = flag(
-        False, "take a tokenizer that leaves more than a tenth of the model's vocabulary without a token", pairs=True
+        False, "accept a tokenizer that leaves more than a tenth of the model's vocabulary without a token", pairs=True
     )
     trust_remote_code: bool = flag(
-        False, "run the code that a tokenizer, or a reward model, has in its directory: read it before", pairs=True
+        False, "run the Python code in the directory of a tokenizer or reward model: read the code first", pairs=True
     )
     data_seed: int | None = flag(None, "seed of the prompts' order (default: --seed)", pairs=True)
 
@@ -46,63 +46,57 @@ class RolloutConfig:
     """Generation: how many responses, how they are sampled, and by which engine."""
 
     rollout_prompts: int | None = flag(
-        None,
-        "prompts of one rollout (default: --global-batch-size / --rl-samples-per-prompt)",
-        unit="prompts",
-        least=1,
+        None, "prompts of a rollout (default: --global-batch-size / --rl-samples-per-prompt)", unit="prompts", least=1
     )
-    samples_per_prompt: int = flag(8, "responses sampled for each prompt, the group size N", unit="responses", least=1)
-    max_response_length: int = flag(1024, "longest response; longer ones are cut", unit="tokens", least=1, pairs=True)
-    temperature: float = flag(
-        1.0, "sampling temperature; all log-probs are computed at it", least=LOWEST_TEMPERATURE, pairs=True
+    samples_per_prompt: int = flag(8, "responses sampled for each prompt (the group size)", unit="responses", least=1)
+    max_response_length: int = flag(
+        1024, "longest response; it is cut there (dpo drops pairs with longer ones)", unit="tokens", least=1, pairs=True
     )
-    top_p: float = flag(1.0, "nucleus sampling bound; below 1 the ratio of the update is biased", above=0, most=1)
-    top_k: int = flag(0, "sample among the k likeliest tokens; 0 means all", least=0)
+    temperature: float = flag(1.0, "temperature of sampling and of all log-probs", least=LOWEST_TEMPERATURE, pairs=True)
+    top_p: float = flag(1.0, "bound of nucleus sampling; below 1 the update's ratio is biased", above=0, most=1)
+    top_k: int = flag(0, "sample among the N likeliest tokens; above 0 the update's ratio is biased; 0: all", least=0)
     stop: tuple[str, ...] = flag((), "strings that end a response")
     stop_token_ids: tuple[int, ...] = flag(
-        (), "token ids that end a response, besides those of tokenizer, template and --rl-hf-model"
+        (), "token ids that end a response, in addition to those of the tokenizer, its template and --rl-hf-model"
     )
     ignore_eos: bool = flag(False, "always sample --rl-max-response-length tokens (for benchmarks)")
     rollout_seed: int | None = flag(None, "seed of the responses (default: --seed)")
     generate_tp: int = flag(1, "tensor parallel size of the rollout engine", unit="ranks", least=1)
     generate_ep: int = flag(
         1,
-        "number of ranks over which engines spread whole experts, --rl-generate-tp or a multiple of it, which several "
-        "engines share; 1: each engine cuts each expert over its ranks",
+        "number of ranks over which whole experts are spread: --rl-generate-tp (the ranks of one engine) or a multiple "
+        "of it (several engines then share the experts); 1: each engine cuts each expert over its ranks",
         unit="ranks",
         least=1,
     )
     hf_model: str | None = flag(
         None,
-        "Hugging Face directory whose config is checked against Megatron's arguments, and whose generation_config.json "
-        "may name more ends of a response; weights are not read",
+        "directory of the Hugging Face model: its config.json must fit Megatron's arguments, and its "
+        "generation_config.json may name further tokens that end a response; weights are not read",
         pairs=True,
     )
     engine_dtype: str = flag(
         "auto",
-        "dtype of the engine's weights; auto takes Megatron's",
+        "dtype of the engine's weights; auto: Megatron's dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    kv_cache_gb: float = flag(1.0, "KV cache of one engine rank on a host without accelerator", unit="GiB", above=0)
+    kv_cache_gb: float = flag(1.0, "KV cache of an engine rank, on a host without accelerator", unit="GiB", above=0)
     device_memory_utilization: float | None = flag(
         None,
-        "share of the device's memory that the engine may use while the trainer is offloaded (default: what is then "
-        "free, less a tenth of the device; 0.6 with --rl-reward-model-device accelerator)",
+        "share of the device's memory that the engine may use while the trainer is offloaded (default: the share that "
+        "is free then, minus 0.1; 0.6 with --rl-reward-model-device accelerator)",
         above=0,
         most=1,
     )
-    max_running: int = flag(256, "most sequences that an engine decodes at once", unit="sequences", least=1)
+    max_running: int = flag(256, "most sequences that an engine decodes at the same time", unit="sequences", least=1)
     graph_sizes: tuple[int, ...] = flag(
-        (),
-        "batch sizes for which the engine captures graphs on an accelerator (default: vLLM's own)",
-        unit="sequences",
-        least=1,
+        (), "batch sizes of the engine's graphs, on an accelerator (default: vLLM's)", unit="sequences", least=1
     )
     request_seeds: bool = flag(
         False,
-        "on an accelerator too each response has a random generator of its own, and so does not depend on what is "
-        "sampled beside it; costs three kernel launches a sequence and step, where vLLM has no batched form of it "
-        "(default: one generator for an engine; on a CPU each response has its own)",
+        "each response has its own random generator, so that it does not depend on the other responses in the batch; "
+        "costs three kernel launches per sequence and step (default: only on a CPU, and if one kernel of vLLM samples "
+        "a batch with one seed per response; else one generator per engine)",
     )
 
 
@@ -112,27 +106,28 @@ class RewardConfig:
 
     reward: tuple[str, ...] = flag(
         (),
-        "graders: math, exact, regex, path/to/file.py:function or model:DIR (a reward model), each with an optional "
-        "=WEIGHT; a response is solved when every grader of positive weight gives at least 1",
+        "graders: math, exact, regex, environment, path/to/file.py:function or model:DIR (a reward model), each with "
+        "an optional =WEIGHT; a response is solved if every grader with a positive weight gives at least 1 (default: "
+        "environment, if there is one)",
     )
     reward_model_device: str = flag(
         "host",
-        "where reward models run, in every grader process: the host, or the accelerator of the rank beside the engine",
+        "where each grader process runs reward models: host, or accelerator (of its rank, which the engine uses too)",
         choices=("host", "accelerator"),
     )
     reward_regex: str | None = flag(
-        None, "pattern of the regex grader; its group 1 (or the match) is compared to the answer"
+        None, "pattern of the grader regex; group 1 (without groups: all) of the last match must be the answer"
     )
     reward_timeout: tuple[float, ...] = flag(
         (10.0,),
-        "limit of one grading call: one for all graders, or one for each --rl-reward; then the worker is killed",
+        "longest grading call: one number for all graders, or one for each of --rl-reward; then the worker is killed",
         unit="seconds",
     )
     reward_workers: int = flag(2, "grader processes on each rank that grades", unit="processes", least=1)
     reward_on_error: str = flag(
         "stop",
-        "if a grader fails: stop the run, count the grade as zero, or drop the group; of math, exact and regex always "
-        "zero",
+        "if a grader fails: stop the run, count the grade as zero, or drop the group; a failure of math, exact or "
+        "regex always counts as zero",
         choices=("stop", "zero", "drop"),
     )
     stage: tuple[str, ...] = flag(
@@ -146,47 +141,47 @@ class ForwardConfig:
 
     max_tokens_per_microbatch: int | None = flag(
         None,
-        "micro-batches of at most N tokens instead of --micro-batch-size rows: padding included, and over all context "
-        "parallel ranks; data parallel ranks are balanced by tokens (default: off)",
+        "micro-batches of at most N tokens (with padding, over all context parallel ranks), not of --micro-batch-size "
+        "rows; data parallel ranks get about equally many tokens (default: off)",
         unit="tokens",
     )
     pack_sequences: bool = flag(
-        False, "no padding between the rows of a micro-batch (needs --rl-max-tokens-per-microbatch)"
+        False, "concatenate the rows of a micro-batch without padding (needs --rl-max-tokens-per-microbatch)"
     )
     logprob_chunk_tokens: int | None = flag(
         None,
-        "compute log-probs from the hidden states, with the logits of N tokens at a time, also in backward; 0: of "
-        "the whole micro-batch at once (default: as many tokens as have 128 MiB of fp32 logits on a rank, 4 MiB "
-        "without accelerator, or 1024 columns of every token; 0 where the micro-batch has at most twice that)",
+        "compute log-probs in slices of the vocabulary, in backward too, each with as many logits as N tokens have; 0: "
+        "all logits at once (default: N so that a slice has 128 MiB of fp32 logits on a rank, 4 MiB without "
+        "accelerator, and at least 1024 columns of the vocabulary; 0 if a micro-batch has at most 2 N tokens)",
         unit="tokens",
         least=0,
         pairs=True,
     )
     old_logprobs: str = flag(
         "auto",
-        "where the log-probs of the policy before the update come from: pass, a forward pass of their own; auto, the "
-        "update itself if a rollout serves one optimizer step and neither reward nor dump reads them",
+        "source of old log-probs (before the update). pass: a separate forward pass; auto: the update's forward pass, "
+        "if a rollout serves one optimizer step and no KL reward or dump reads them, else a separate pass",
         choices=("auto", "pass"),
     )
 
 
 @dataclass(frozen=True)
 class ReshardConfig:
-    """Weights between trainer and engine, and what leaves the device meanwhile."""
+    """Weights: how the engine gets them from the trainer, and what is offloaded during generation."""
 
     reshard: str = flag(
         "stream",
-        "how weights come to the engine: stream (only what a rank lacks, in buckets) or allgather (all shards into a "
-        "temporary buffer, as in the paper MindSpeed RL)",
+        "how the engine gets weights: stream (a rank gets what it lacks, in buckets) or allgather (each rank gathers "
+        "all shards in a temporary buffer, as in the paper MindSpeed RL)",
         choices=("stream", "allgather"),
     )
     swap: tuple[str, ...] = flag(
         ("params", "grads", "optimizer"),
-        "what leaves the device during generation: params, grads, optimizer (with commas or spaces), or none",
+        "what is offloaded during generation: params, grads, optimizer (separated by commas or spaces), or none",
         choices=("params", "grads", "optimizer", "none"),
     )
-    reshard_bucket_mb: int = flag(256, "size of a bucket of the reshard", unit="MiB", least=1)
-    verify_weights: bool = flag(False, "compare digests of every tensor in trainer and engine after each reshard")
+    reshard_bucket_mb: int = flag(256, "size of a bucket of weights in the reshard", unit="MiB", least=1)
+    verify_weights: bool = flag(False, "compare digests of trainer's and engine's tensors after each reshard")
 
     @property
     def swap_names(self) -> tuple[str, ...]:
@@ -203,12 +198,10 @@ class DockConfig:
     """The transfer dock, through which the stages pass rows."""
 
     dock: str | None = flag(
-        None,
-        "ignored: rows are in shared memory on each machine, and cross machines by TCP",
-        pairs=True,
+        None, "ignored: rows are in shared memory, and are sent to other machines by TCP", pairs=True
     )
-    dock_gb: float = flag(0.0, "most memory of the rows on one machine; 0 means no limit", unit="GiB", least=0)
-    dock_rows: int = flag(0, "most rows on one machine; 0 means no limit", unit="rows", least=0)
+    dock_gb: float = flag(0.0, "largest memory of the rows on one machine; 0: no limit", unit="GiB", least=0)
+    dock_rows: int = flag(0, "largest number of rows on one machine; 0: no limit", unit="rows", least=0)
 
 
 @dataclass(frozen=True)
@@ -217,23 +210,23 @@ class MonitorConfig:
 
     run_dir: str | None = flag(None, "directory of metrics and stage events (default: SAVE/rl)", pairs=True)
     dump_dir: str | None = flag(None, "directory into which every rollout is written as Parquet (default: none)")
-    eval_data: tuple[str, ...] = flag((), "held-out prompts, in the forms of --rl-prompt-data", pairs=True)
+    eval_data: tuple[str, ...] = flag((), "held-out prompts, in the formats of --rl-prompt-data", pairs=True)
     eval_every: int = flag(
         10,
-        "iterations between evaluations; one is also run before the first update",
+        "iterations between evaluations; the model is also evaluated before the first update and after the last",
         unit="iterations",
         least=1,
         pairs=True,
     )
-    eval_prompts: int = flag(0, "evaluate on the first n held-out prompts; 0 means all", unit="prompts", least=0)
-    eval_pass_k: int = flag(0, "also sample k responses per prompt and report pass@k; 0 means greedy only", least=0)
+    eval_prompts: int = flag(0, "evaluate on the first N held-out prompts; 0: on all", unit="prompts", least=0)
+    eval_pass_k: int = flag(0, "also sample k = N responses per prompt and report pass@k; 0: only greedy", least=0)
     wait_timeout: float = flag(
         1800.0,
-        "deadline of every wait for another rank, its stage included, and for the engine's next response; nine tenths "
-        "of it for all grading on one rank (streamed: of what it took at once), and for loading its graders, tools and "
-        "environments. Collectives inside Megatron's forward and backward have --distributed-timeout-minutes",
+        "longest wait for another rank (also while its stage runs) and for the engine's next response. Nine tenths of "
+        "it limit all grading of a rank (streamed: of one batch) and the start of its graders, tools and environments. "
+        "Collectives in Megatron's forward and backward have the limit --distributed-timeout-minutes",
         unit="seconds",
         above=0,
         pairs=True,
     )
-    progress: bool = flag(True, "progress bar during generation when stdout is a terminal", pairs=True)
+    progress: bool = flag(True, "progress bar during generation, if stdout is a terminal", pairs=True)

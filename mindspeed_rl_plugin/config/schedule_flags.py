@@ -11,25 +11,25 @@ from mindspeed_rl_plugin.config.flag import FlagReader, flag
 from mindspeed_rl_plugin.environment import is_part
 
 _RAY_FORM = re.compile(r"ray:(?P<engines>[1-9]\d*)(,tp=(?P<tp>[1-9]\d*))?(,device=(?P<device>cpu|cuda|npu))?")
-OVERSAMPLE = 1.25  # of --rl-oversample, where it is read
+OVERSAMPLE = 1.25  # default of --rl-oversample
 _ASYNC = FlagReader("--rl-schedule async", lambda _, c: c.schedule.apart)
 _STREAMED = FlagReader("--rl-schedule streamed", lambda _, c: c.schedule.schedule == "streamed")
 _STALENESS = FlagReader(
-    "--rl-schedule async, or streamed with --rl-carry-unfinished,",
+    "--rl-schedule async or --rl-carry-unfinished",
     lambda _, c: c.schedule.apart or c.schedule.carry_unfinished,
 )
 
 
 @dataclass(frozen=True)
 class Generators:
-    """Who generates: the last `ranks` ranks of the job, or `engines` engines that Ray places. One of these numbers is
-    0."""
+    """What generates: the last `ranks` ranks of the job, or `engines` engines that Ray places. At least one of these
+    two numbers is 0."""
 
     text: str  # the flag's value as given
     ranks: int = 0
     engines: int = 0
     tp: int = 1  # ranks of an engine
-    device: str = ""  # "": the trainers' own
+    device: str = ""  # "": the kind of the trainers' devices
 
     @classmethod
     def parse(cls, text: str) -> Generators:
@@ -49,70 +49,70 @@ class ScheduleConfig:
 
     schedule: str = flag(
         "sync",
-        "sync: one stage after the other; streamed: each response is graded as soon as it is finished, while the "
-        "engine generates the others, with the same results bit for bit; async: engines on ranks of their own "
-        "generate the next rollouts while the others train, see --rl-generators",
+        "sync: one stage after the other; streamed: each response is graded when it is finished, while the engine "
+        "generates other responses (same results as sync, bit for bit, if all responses are finished); async: "
+        "engines in other processes (--rl-generators) generate the next rollouts while this one is trained",
         choices=("sync", "streamed", "async"),
     )
     generators: str | None = flag(
         None,
-        "with async: N, the last N ranks of the job generate, the others are the Megatron job that trains; 0, only "
-        "engines that join it (`python -m mindspeed_rl_plugin generate`); ray:N[,tp=T][,device=cpu|cuda|npu], N "
-        "engines of T ranks that Ray places on its cluster",
+        "with async: what generates. N: the last N ranks of the job (the others are the Megatron job that trains); "
+        "0: only engines that join the job (`python -m mindspeed_rl_plugin generate`); "
+        "ray:N[,tp=T][,device=cpu|cuda|npu]: N engines of T ranks, which Ray places on its cluster",
         form=Generators.parse,
         reader=_ASYNC,
     )
     engine_url: tuple[str, ...] = flag(
         (),
-        "with async: addresses of servers of your own (`vllm serve`, started as docs/schedules.md says), each of which "
-        "generates as one more engine; http://HOST:PORT",
+        "with async: addresses, http://HOST:PORT, of your own servers (`vllm serve`, started as in docs/schedules.md); "
+        "each server is one more engine",
         reader=_ASYNC,
     )
     max_staleness: int = flag(
         1,
-        "with async and --rl-carry-unfinished: most publications of weights between those that sampled a token and "
-        "those that are trained with it, kept by admission of prompts; above 0 a --rl-correction is needed",
+        "with async or --rl-carry-unfinished: the weights that sampled a token are at most N publications (one per "
+        "rollout) older than the weights that it trains; prompts wait if needed; above 0 needs a --rl-correction",
         unit="publications",
         least=0,
         reader=_STALENESS,
     )
     inflight: str = flag(
         "keep",
-        "with async: what new weights do to responses in the making: keep (they go on with what older weights computed "
-        "of them), recompute (they go on, their tokens so far are computed anew) or drain (they end first)",
+        "with async: what unfinished responses do when an engine gets new weights: keep (continue with the KV cache of "
+        "the old weights), recompute (continue with a new KV cache) or drain (finish before the new weights)",
         choices=("keep", "recompute", "drain"),
         reader=_ASYNC,
     )
     async_order: str = flag(
         "free",
-        "with async: free (an engine takes the next prompt when it has a slot) or strict (rollout e is sampled by "
-        "publication max(0, e - --rl-max-staleness) exactly, in equal parts: the same results in every run)",
+        "with async: free (an engine takes a prompt when it has a free slot) or strict (engines get equal parts, and "
+        "exactly publication max(0, e - --rl-max-staleness) samples rollout e: every run has the same results)",
         choices=("free", "strict"),
         reader=_ASYNC,
     )
     exact_resume: bool = flag(
         False,
-        "with async: a checkpoint waits until all admitted prompts are answered and graded, so that a resumed run "
-        "samples none of them anew (always so with --rl-async-order strict); without, those in the making are",
+        "with async: a checkpoint waits until all prompts that engines got are answered and graded (strict always "
+        "waits); without this flag, a resumed run samples unfinished prompts again",
         reader=_ASYNC,
     )
     carry_unfinished: bool = flag(
         False,
-        "with streamed: generation stops when enough prompts are answered for a rollout; responses that are not "
-        "finished go on in the next one, under new weights; needs a --rl-correction",
+        "with streamed: generation stops when enough prompts are answered for a rollout; unfinished responses continue "
+        "in the next rollout, with new weights; needs a --rl-correction",
         reader=_STREAMED,
     )
     oversample: float | None = flag(
         None,
-        "with --rl-carry-unfinished or --rl-oversample-drop: how many times the prompts that it needs a rollout has in "
-        "the making; 1.25 by default, at most --rl-max-staleness + 1 where they are carried over",
+        "with --rl-carry-unfinished or --rl-oversample-drop: a rollout works on N times the prompts that it needs; "
+        "with --rl-carry-unfinished at most --rl-max-staleness + 1 (default: 1.25)",
         least=1.0,
         reader=_STREAMED,
     )
     oversample_drop: bool = flag(
         False,
-        "with streamed: generation stops when enough prompts are answered for a rollout, and the others are thrown "
-        "away, which favours short responses: see the metrics dropped/length_mean and response/length_mean",
+        "with streamed: generation stops when enough prompts are answered for a rollout; other prompts are dropped, "
+        "which favours short responses: compare the metrics dropped/length_mean and response/length_mean",
         reader=_STREAMED,
     )
 
@@ -122,11 +122,11 @@ class ScheduleConfig:
 
     @property
     def generator_ranks(self) -> int:
-        """Ranks of the launcher that generate."""
+        """Number of the launcher's ranks that generate."""
         return self.who_generates.ranks if self.apart else 0
 
     def trainers_text(self, world: int) -> str:
-        """How the number of ranks that train is computed, for a message; "" where all ranks of the launcher do."""
+        """How the number of ranks that train is computed, for a message; "" if all ranks of the launcher train."""
         apart = self.generator_ranks if is_part() else 0
         return f" ({world} trainers = {world + apart} ranks - --rl-generators {apart})" if apart else ""
 
@@ -136,7 +136,7 @@ class ScheduleConfig:
         return self.carry_unfinished or self.oversample_drop
 
     def in_the_making(self, prompts: int) -> int:
-        """Groups in flight at once, for a rollout of so many."""
+        """Groups that are generated at the same time. prompts: groups of a rollout."""
         factor = (OVERSAMPLE if self.oversample is None else self.oversample) if self.partial else 1.0
         return math.ceil(round(factor * prompts, 6))
 

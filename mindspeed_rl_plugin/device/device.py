@@ -1,8 +1,8 @@
-"""The accelerator of this process: npu, cuda or cpu, behind one small class, and copies that overlap other work.
+"""One small class for the accelerator of this process (npu, cuda or cpu), and copies that overlap other work.
 
-Detection order is NPU, CUDA, CPU. The environment variable MINDSPEED_RL_DEVICE (npu, cuda or cpu)
-overrides it and is taken at its word; it exists for tests and for machines that misreport. This is
-the only module of the package that imports torch_npu, and it does so only where the package exists.
+The device is the first of NPU, CUDA and CPU that is found. The environment variable MINDSPEED_RL_DEVICE (npu, cuda or
+cpu) replaces this detection, for tests and for machines where it is wrong; the hardware is then not checked. Only this
+module of the package imports torch_npu, if it is installed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ BASE_FORMATS = (0, 1, 2, 30)  # NCHW, NHWC, ND, NCDHW: aclFormat of CANN
 
 
 class Device:
-    """The package's interface to an accelerator. `get_device` returns the one of this process.
+    """The package's interface to an accelerator. `get_device` returns that of this process.
 
-    kind: "npu" | "cuda" | "cpu"; memory: the meter of the current device (of this process, on CPU).
+    kind: "npu" | "cuda" | "cpu"; memory: meter of the current device, on CPU of this process.
     """
 
     def __init__(self, kind: str) -> None:
@@ -52,7 +52,7 @@ class Device:
 
     @property
     def api(self) -> ModuleType:
-        """torch.npu or torch.cuda. A programming error on CPU, which has no such namespace."""
+        """torch.npu or torch.cuda. To read it on CPU is a programming error."""
         assert not self.is_cpu, "Device.api: the CPU has no accelerator namespace"
         return _torch_npu().npu if self.kind == "npu" else torch.cuda
 
@@ -75,21 +75,21 @@ class Device:
             self.api.current_stream().synchronize()
 
     def empty_cache(self) -> None:
-        """Free cached blocks of the allocator."""
+        """Give cached blocks of torch's allocator back to the device."""
         if not self.is_cpu:
             self.api.empty_cache()
 
     def copier(self) -> StreamCopier | ThreadCopier:
-        """Starts copies that overlap other work: a side stream, or on CPU a thread."""
+        """An object that starts copies on a side stream (on CPU: in a thread), so that they overlap other work."""
         return ThreadCopier() if self.is_cpu else StreamCopier(self.api)
 
     def temporary(self) -> Temporary:
-        """Measures the memory of a block of work: by the allocator, on CPU by the storages of tensors."""
+        """Measures the memory of a block of code: that of torch's allocator, on CPU that of tensor storages."""
         return Temporary(StorageMeter() if self.is_cpu else AllocatorMeter(self))
 
     def in_base_format(self, tensor: Tensor) -> bool:
-        """Whether the bytes of a tensor are ordered by its shape and strides. An NPU also has formats of its own, such
-        as FRACTAL_NZ, into which plain bytes cannot be written."""
+        """Whether the bytes of a tensor are ordered by its shape and strides. An NPU has other formats too, such as
+        FRACTAL_NZ: bytes in the order of the shape cannot be copied into these."""
         return self.kind != "npu" or int(_torch_npu().get_npu_format(tensor)) in BASE_FORMATS
 
     def host_available(self) -> int:
@@ -98,8 +98,8 @@ class Device:
 
     def page_lock(self, memory: np.ndarray) -> None:
         """Page-lock host memory that torch has not allocated, such as that of a shared file, so that copies to and from
-        the device are as fast as with pinned memory. Without platform support (only CUDA has it) copies are slower, but
-        correct. It is unlocked when the array is freed. Idempotent."""
+        the device are as fast as with pinned memory. Without CUDA it does nothing, and copies are slower. The memory is
+        unlocked when the array is freed. Idempotent."""
         address = memory.ctypes.data
         if self.kind != "cuda" or not memory.nbytes or address in self._locked:
             return
@@ -109,21 +109,21 @@ class Device:
         weakref.finalize(memory, library.cudaHostUnregister, address).atexit = False
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host buffer `shape` for copies from and to the device: pinned where there is one.
+        """Uninitialised host buffer `shape` for copies from and to the device, pinned if there is an accelerator.
 
-        On CPU it is an ordinary tensor that `StorageMeter` knows not to count as device memory. torch rounds pinned
-        memory up to a power of two of bytes: large buffers should ask for one. Raises MemoryError where the host has
-        none left.
+        On CPU it is an ordinary tensor that `StorageMeter` does not count. torch rounds the bytes of pinned memory up
+        to a power of two, so the size of a large buffer should be a power of two. Raises MemoryError if the host has
+        no memory left.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             if not self.is_cpu:
                 return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
             storage = torch.UntypedStorage(nbytes)
-        except RuntimeError as error:  # torch has no error type for it
+        except RuntimeError as error:  # torch raises no special type
             raise MemoryError(
-                f"the host has no {nbytes} bytes more for training state ({str(error).splitlines()[0][:200]}); offload "
-                "less (for example --rl-swap grads,optimizer), or run fewer ranks per machine"
+                f"the host does not have {nbytes} more bytes for training state ({str(error).splitlines()[0][:200]}); "
+                "offload less (for example --rl-swap grads,optimizer), or run fewer ranks per machine"
             ) from error
         mark_host(storage)
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, torch.Size(shape))
@@ -133,14 +133,14 @@ class Device:
 def get_device() -> Device:
     """The device of this process, detected once.
 
-    Cached on purpose: after `host` has put its stand-ins in place, torch.cuda claims to be available.
-    Raises ValueError when MINDSPEED_RL_DEVICE holds an unknown kind.
+    It must be cached: once `host` has replaced functions of torch.cuda, torch.cuda reports that it is available.
+    Raises ValueError if MINDSPEED_RL_DEVICE is an unknown kind.
     """
     return Device(detect())
 
 
 def detect() -> str:
-    """The kind of this machine, "npu", "cuda" or "cpu": from the override, else from the hardware."""
+    """The kind of device, "npu", "cuda" or "cpu": MINDSPEED_RL_DEVICE, else by the hardware."""
     override = os.environ.get(OVERRIDE, "").strip().lower()
     if override:
         if override not in DEVICES:
@@ -157,9 +157,9 @@ def _torch_npu() -> ModuleType:
 
 class DeviceMeter:
     """Bytes in use on the current device: tensors, blocks that torch keeps for reuse, graphs, buffers of communicators.
-    torch's own counters do not include the last two, and still count memory that a sleeping engine has freed.
+    torch's own counters omit graphs and communicators, and still count memory that a sleeping engine has freed.
 
-    The peak is the largest value at a call of this meter: torch keeps the memory that a stage needed at most.
+    The peak is the largest value at a call of this meter. That is enough: torch keeps the memory of a stage's peak.
     """
 
     measures = "device memory in use"
@@ -182,8 +182,8 @@ class DeviceMeter:
 
 
 class AllocatorMeter:
-    """Bytes that live tensors hold in the caching allocator of the current device (reserved but free blocks are not
-    counted)."""
+    """Bytes of live tensors in torch's caching allocator of the current device, without blocks that it keeps for
+    reuse."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -200,22 +200,22 @@ class AllocatorMeter:
 
 @dataclass(frozen=True)
 class Copying:
-    """Copies that were started."""
+    """Copies that have been started."""
 
     wait: Callable[[], None]  # later work on the current stream waits for them
     synchronize: Callable[[], None]  # returns once they are done
 
 
 class StreamCopier:
-    """Copies on a side stream of `api` (torch.npu or torch.cuda). Waiting is for an event that is recorded after
-    them."""
+    """Copies on a side stream of `api` (torch.npu or torch.cuda). To wait for them is to wait for an event that is
+    recorded after them."""
 
     def __init__(self, api: ModuleType) -> None:
         self.api, self._stream = api, api.Stream()
 
     def start(self, copies: Callable[[], None]) -> Copying:
-        """Begin a batch of copies, after the batches before it and after all work that is queued already. The caller
-        must not change the memory of `copies` before it has waited."""
+        """Begin a batch of copies. It runs after earlier batches, and after all work that is already queued on the
+        current stream. Before the caller has waited, it must not change memory that `copies` uses."""
         event = self.api.Event()
         self._stream.wait_stream(self.api.current_stream())
         with self.api.stream(self._stream):
@@ -225,7 +225,7 @@ class StreamCopier:
 
 
 class ThreadCopier:
-    """Copies in a thread, for CPU: as on a device, only the waits order copies and other work."""
+    """Copies in a thread, for CPU. As on a device, only a wait puts copies and other work into an order."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
@@ -233,7 +233,7 @@ class ThreadCopier:
     def start(self, copies: Callable[[], None]) -> Copying:
         try:
             done = self._thread.submit(copies)
-        except RuntimeError:  # the interpreter ends and starts no more work in threads: copy here
+        except RuntimeError:  # the interpreter ends, and threads get no new work: copy here
             copies()
             done = Future()
             done.set_result(None)

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class ProcessMeter:
-    """Resident bytes of this whole process: tensors, code, libraries and every other heap.
+    """Resident bytes of this complete process: tensors, code, libraries and all heaps.
 
-    Cheap (one read of /proc), always on, and coarse: freed memory that malloc keeps still counts. The peak is the
-    kernel's high-water mark; if that cannot be reset (some sandboxes), the largest value at calls of this meter. For
+    Cheap (one read of /proc), but coarse: freed memory that malloc keeps still counts. The peak is the kernel's
+    high-water mark or, if this mark cannot be reset (in some sandboxes), the largest value at a call of this meter. For
     exact bytes of tensors use `StorageMeter`.
     """
 
@@ -47,21 +47,21 @@ class ProcessMeter:
         self.allocated()
 
 
-# Storages of `Device.host_empty` on CPU, which with an accelerator would be host memory.
+# Storages of `Device.host_empty` on CPU: with an accelerator they would be host memory.
 _HOST_STORAGES: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
 
 def mark_host(storage: torch.UntypedStorage) -> None:
-    """Let every `StorageMeter` leave the storage out."""
+    """No `StorageMeter` will count the storage."""
     _HOST_STORAGES[storage._cdata] = storage
 
 
 class StorageMeter(TorchDispatchMode):
-    """Exact bytes of CPU tensor storages that are made within the context, or tracked.
+    """Exact bytes of CPU tensor storages that are made within the context, or given to `track`.
 
-    Opt-in: every torch operation inside the context costs some microseconds more. Counts each storage once, with its
-    present size, for any number of views; leaves out buffers of `Device.host_empty`. Storages made before the context
-    are unknown to it until `track` names them.
+    Every torch operation within the context takes some microseconds longer. Each storage counts once, with its current
+    size, whatever number of views it has. Buffers of `Device.host_empty` do not count. Storages that were made before
+    the context only count if `track` gets them.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class StorageMeter(TorchDispatchMode):
         self._top = self.allocated()
 
     def track(self, *tensors: Tensor) -> None:
-        """Count tensors that were made before the context was entered."""
+        """Count the storages of these tensors too."""
         each = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
         if new := {key: s for key, s in each.items() if key not in self._live and key not in _HOST_STORAGES}:
             self._live.update(new)
@@ -93,11 +93,11 @@ class StorageMeter(TorchDispatchMode):
 
 
 class Temporary:
-    """The additional memory of a block of work, by one meter.
+    """The additional memory of a block of code, by one meter.
 
-    meter: `StorageMeter`, or one that is always on; peak: most bytes of the last measured block, above those at its
-    start. Measuring resets the meter's peak; a monitor stage around the block keeps the peaks of other stages correct.
-    """
+    meter: a `StorageMeter`, or a meter that needs no context; peak: largest number of bytes within the last measured
+    block, minus the bytes at its start. `measured` resets the meter's peak: call it within a stage of the monitor, so
+    that the peaks of other stages stay correct."""
 
     def __init__(self, meter: Any) -> None:
         self._meter = meter
@@ -105,7 +105,7 @@ class Temporary:
 
     @contextlib.contextmanager
     def measured(self, *present: Tensor) -> Iterator[None]:
-        """Measure the block. present: existing tensors that it may change."""
+        """Measure the block. present: existing tensors whose storages it may resize."""
         with contextlib.ExitStack() as stack:
             if isinstance(self._meter, StorageMeter):
                 stack.enter_context(self._meter).track(*present)
@@ -116,22 +116,22 @@ class Temporary:
 
 
 def host_available(root: Path = Path("/")) -> int:
-    """Free bytes of host memory: the kernel's available memory, or less by a control group.
+    """Free bytes of host memory: the kernel's available memory, or what a control group leaves if that is less.
 
-    root: of the file system, for tests.
+    root: root of the file system, for tests.
     """
     free = _number(root / "proc/meminfo", "MemAvailable:") * 1024 or sys.maxsize
     for group, limit, used, kept in _control_groups(root):
         with contextlib.suppress(OSError):  # no such control group: other limits apply
             most = (group / limit).read_text().strip()
             if most != "max":
-                given_back = _number(group / "memory.stat", kept)  # on demand
+                given_back = _number(group / "memory.stat", kept)  # the kernel frees these file pages on demand
                 free = min(free, int(most) - int((group / used).read_text()) + given_back)
     return max(free, 0)
 
 
 def host_total(root: Path = Path("/")) -> int:
-    """Bytes of host memory with swap: of the machine, or less by a control group."""
+    """Bytes of host memory, or the limit of a control group if that is lower; plus all swap space."""
     limits = [_number(root / "proc/meminfo", "MemTotal:") * 1024 or sys.maxsize]
     for group, limit, *_ in _control_groups(root):
         with contextlib.suppress(OSError, ValueError):  # no such control group, or one without a limit ("max")
@@ -140,11 +140,10 @@ def host_total(root: Path = Path("/")) -> int:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """This process's control groups and their parents: folder, and the names of limit, use and file pages in it.
-
-    Inside a container the top folder is the container's own, whatever the path of the process is.
-    """
-    names = {"": ("memory.max", "memory.current", "inactive_file")}  # version 2, and version 1:
+    """This process's control groups and their parents: folder, names of its two files with the limit and the use, and
+    the key in memory.stat for inactive file pages. In a container the top folder is that of the container, whatever the
+    path of the process is."""
+    names = {"": ("memory.max", "memory.current", "inactive_file")}  # version 2 of control groups; next line: version 1
     names["memory"] = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -161,7 +160,7 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def _number(path: str | Path, key: str) -> int:
-    """The number after a key in a file of lines; 0 without the key."""
+    """The number after a key at the begin of a line of a file; 0 if there is no such key or file."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:

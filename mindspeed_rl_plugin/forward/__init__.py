@@ -1,7 +1,7 @@
-"""The parts that the log-prob pass and the update share: batching, collation, the log-prob head, Megatron's schedule.
+"""What the log-prob pass and the update share: batching, collation, the log-prob head, calls of Megatron's schedule.
 
-The only folder that shifts or slices sequences: columns go in and come out aligned with the tokens, and losses see
-per-token vectors only. Only `pipeline`, `output_layer`, `call` and `context_parallel` import Megatron here.
+Only this folder shifts or slices sequences. Its inputs and outputs are columns that are aligned with the tokens, and
+losses get vectors of tokens. Here only `pipeline`, `output_layer`, `call` and `context_parallel` import Megatron.
 """
 
 from mindspeed_rl_plugin.forward.batching import Step, TokenBudget, plan_batches, plan_tokens

@@ -1,4 +1,4 @@
-"""Divides rows into optimizer steps, ranks and micro-batches: a pure function of ids and lengths."""
+"""Divides rows among optimizer steps, ranks and micro-batches, by ids and lengths alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from mindspeed_rl_plugin.rows import SampleId
 
 MicroBatchIds = tuple[SampleId, ...]
-Near = Mapping[SampleId, Collection[int]]  # data parallel ranks that would read a row from their own machine
-SLACK = 0.01  # by which the fullest rank may grow, so that rows are trained on the machine that has them
+Near = Mapping[SampleId, Collection[int]]  # row -> data parallel ranks on the machine that has it
+SLACK = 0.01  # share of tokens by which the fullest rank may grow, so that machines train rows that they have
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Step:
 
     @property
     def ids(self) -> tuple[SampleId, ...]:
-        """All rows of the step, in id order."""
+        """Ids of all rows of the step, sorted."""
         return tuple(sorted(i for rank in self.micro_batches for batch in rank for i in batch))
 
     def of_rank(self, dp_rank: int) -> tuple[MicroBatchIds, ...]:
@@ -30,11 +30,11 @@ class Step:
 
 
 def plan_batches(ids: Sequence[SampleId], *, global_batch_size: int, micro_batch_size: int, dp_size: int) -> list[Step]:
-    """Cut the rows of a rollout into optimizer steps, and deal each step out to the data parallel ranks.
+    """Cut the rows of a rollout into optimizer steps, and divide each step among the data parallel ranks.
 
-    Rows keep the order of `ids`, and each rank's part of a step is contiguous. So if `ids` go group by group, steps and
-    parts hold complete groups where the sizes allow it. Every rank computes the same plan alone. Sizes are in rows.
-    Raises ValueError when one does not divide another.
+    Rows keep the order of `ids`, and each rank gets contiguous rows of a step. So if `ids` go group by group, steps and
+    ranks get complete groups, if the sizes allow it. Every rank computes the same plan. Sizes are in rows. Raises
+    ValueError if the sizes do not divide.
     """
     if len(set(ids)) != len(ids):
         raise ValueError(f"{len(ids) - len(set(ids))} of {len(ids)} ids occur twice")
@@ -60,15 +60,15 @@ def plan_batches(ids: Sequence[SampleId], *, global_batch_size: int, micro_batch
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Micro-batches bounded by tokens instead of a fixed number of rows."""
+    """How micro-batches are limited by tokens, instead of by a fixed number of rows."""
 
-    tokens: int  # most of a micro-batch, padding included
-    packed: bool = False  # its rows are concatenated without padding
-    multiple: int = 1  # padded lengths are multiples of it
-    rounds_of: int = 1  # the number of micro-batches is a multiple of it (interleaved pipelines)
+    tokens: int  # most tokens of a micro-batch, padding included
+    packed: bool = False  # rows of a micro-batch are concatenated without padding
+    multiple: int = 1  # padded lengths are multiples of this number
+    rounds_of: int = 1  # the number of micro-batches is a multiple of this number (interleaved pipelines)
 
     def cost(self, lengths: Sequence[int]) -> int:
-        """Tokens that the model runs through for rows of these lengths."""
+        """Tokens that the model computes for a micro-batch with rows of these lengths."""
         if self.packed:
             return padded(sum(lengths), self.multiple)
         return len(lengths) * padded(max(lengths), self.multiple)
@@ -84,12 +84,12 @@ def plan_tokens(
 ) -> list[Step]:
     """Divide the rows of each step again: among ranks, balanced by tokens, and into micro-batches within a budget.
 
-    plan: of `plan_batches`; steps keep their rows.
+    plan: result of `plan_batches`; each step keeps its rows.
     lengths: tokens of each row.
-    near: ranks that should get a row.
-    Every rank gets the same number of rows, and of micro-batches: as few as the fullest rank needs. Balance is more
-    important than `near`: the fullest rank has at most SLACK more tokens than without `near`. The result is the same on
-    every rank. Raises ValueError for a row that is larger than the budget.
+    near: ranks that should preferably get a row.
+    Every rank gets the same number of rows, and the same number of micro-batches, the smallest that suffices for all.
+    Balance is more important than `near`: the fullest rank gets at most SLACK more tokens than without `near`. The
+    result is the same on every rank. Raises ValueError for a row that is larger than the budget.
     """
     return [_dealt(step, lengths, budget, near) for step in plan]
 
@@ -103,8 +103,8 @@ def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget, nea
     count = min(-(-count // budget.rounds_of) * budget.rounds_of, len(ranks[0]))
     if count % budget.rounds_of:
         raise ValueError(
-            f"{len(ranks[0])} rows of an optimizer step and rank do not make micro-batches in multiples of "
-            f"{budget.rounds_of} pipeline stages; raise --global-batch-size"
+            f"{len(ranks[0])} rows of an optimizer step on one rank cannot make a number of micro-batches that is a "
+            f"multiple of the {budget.rounds_of} pipeline stages; raise --global-batch-size"
         )
     return Step(tuple(tuple(map(tuple, _split(batches, count, lengths, budget))) for batches in filled))
 
@@ -112,8 +112,8 @@ def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget, nea
 def _balanced(
     rows: Sequence[SampleId], lengths: Mapping[SampleId, int], parts: int, near: Near | None = None
 ) -> list[list[SampleId]]:
-    """Divide rows into parts of equally many rows. Rows are taken by falling length. Each goes to the part with the
-    fewest tokens that has room, preferably one near it."""
+    """Divide rows, longest first, into parts (one per rank) of equally many rows. Each row goes to the part with the
+    fewest tokens that is not full, preferably to one of the parts `near[row]`."""
     limit = len(rows) // parts
     dealt: list[list[SampleId]] = [[] for _ in range(parts)]
     tokens = [0] * parts
@@ -126,9 +126,9 @@ def _balanced(
 
 
 def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: Near) -> list[list[SampleId]]:
-    """Like `plain`, but with more rows in parts near them; the fullest part grows by at most SLACK. At first each row
-    is in a part near it. Then the fullest and the emptiest part swap the two rows that balance them best, until no part
-    is too full."""
+    """Like the parts `plain`, but with more rows in parts that are `near` them. First, rows are divided by `near`. Then
+    the fullest and the emptiest part swap the two rows that balance them best, until no part has more than SLACK more
+    tokens than the fullest part of `plain`; if they cannot, `plain` itself."""
 
     def order(row: SampleId) -> tuple[int, SampleId]:
         return -lengths[row], row
@@ -155,7 +155,7 @@ def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: 
 def _levelling(
     full: Sequence[SampleId], empty: Sequence[SampleId], lengths: Mapping[SampleId, int], gap: int
 ) -> tuple[SampleId, SampleId] | None:
-    """The row of each part whose swap leaves the smallest difference of tokens; None where every swap increases it."""
+    """The row of each part whose swap leaves the smallest difference of tokens; None if no swap reduces it."""
     others = sorted(empty, key=lambda i: (lengths[i], i))
     sizes = [lengths[i] for i in others]
     pairs = []
@@ -168,13 +168,13 @@ def _levelling(
 
 
 def _fill(rows: Sequence[SampleId], lengths: Mapping[SampleId, int], budget: TokenBudget) -> list[list[SampleId]]:
-    """Micro-batches by first fit; rows by falling length."""
+    """Fill micro-batches by first fit. rows: longest first."""
     batches: list[list[SampleId]] = []
     for row in rows:
         if budget.cost([lengths[row]]) > budget.tokens:
             raise ValueError(
-                f"a row of {lengths[row]} tokens is beyond --rl-max-tokens-per-microbatch {budget.tokens}; raise it, "
-                "or lower the length limits"
+                f"a row has {lengths[row]} tokens, more than --rl-max-tokens-per-microbatch {budget.tokens}; raise it, "
+                "or lower the limits of prompt and response"
             )
         fits = (b for b in batches if budget.cost([lengths[i] for i in (*b, row)]) <= budget.tokens)
         batch = next(fits, None)
@@ -188,8 +188,8 @@ def _fill(rows: Sequence[SampleId], lengths: Mapping[SampleId, int], budget: Tok
 def _split(
     batches: list[list[SampleId]], count: int, lengths: Mapping[SampleId, int], budget: TokenBudget
 ) -> list[list[SampleId]]:
-    """The same rows in `count` micro-batches: again and again the most expensive one with several rows is cut in
-    two."""
+    """The same rows in `count` micro-batches: the micro-batch with the highest cost that has several rows is halved
+    until there are enough."""
     batches = [list(batch) for batch in batches]
     while len(batches) < count:
         cut = max(

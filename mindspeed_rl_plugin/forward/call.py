@@ -1,9 +1,9 @@
-"""The model's own forward on a micro-batch: a mask, none, or the boundaries of packed rows.
+"""Calls the model's own forward on a micro-batch, with a mask, with none, or with the boundaries of packed rows.
 
 MindSpeed's ulysses (core/context_parallel/dot_product_attention.py, v2.3.0 and 26.1.0) accepts boundaries, since its
-ranks have complete rows. But Megatron's layers around it would cut rotary embeddings by them, as for a ring, and drop
-the dimension by which ulysses counts heads. So the boundaries are passed through the layers as the mask, also to layers
-that are recomputed in the backward pass, and a hook gives them to the attention.
+ranks have complete rows. But Megatron's layers around it would cut rotary embeddings by the boundaries, as for a ring,
+and drop the dimension in which ulysses counts heads. So the boundaries are passed through the layers in place of the
+mask, also to layers that are recomputed in the backward pass, and a hook gives them to the attention.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def _take_boundaries(model: torch.nn.Module) -> None:
-    """Let the attention of MindSpeed's ulysses read boundaries of packed rows instead of a mask."""
+    """Make the attention of MindSpeed's ulysses read its mask as boundaries of packed rows."""
     for module in model.modules():
         if hasattr(module, "ulysses_comm_para") and _mask_to_boundaries not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_mask_to_boundaries, with_kwargs=True)
 
 
 def _mask_to_boundaries(attention: torch.nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict] | None:
-    """Arguments of the attention with boundaries: query `[S, 1, heads, head_dim]`, key, value, mask, and further
-    ones."""
+    """The attention's arguments with the mask replaced by boundaries; None: no change. given: query
+    `[S, 1, heads, head_dim]`, key, value, mask, and further arguments."""
     query, key, value, mask, *more = given
     if mask is None or mask.dim() != 1:
         return None
@@ -53,15 +53,15 @@ def _mask_to_boundaries(attention: torch.nn.Module, given: tuple, named: dict[st
 def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
     """Within the context, rotary embeddings of packed rows restart with each row, as in the engine.
 
-    Megatron's positions continue over the complete micro-batch. In exact arithmetic this is the same, since attention
-    depends on differences of positions; in float32 an angle at position 10,000 is a thousand times less exact than at
-    10. Attention with boundaries restarts by itself. Multi-latent attention has embeddings of its own, which continue.
+    Megatron's positions continue over the complete micro-batch. In exact arithmetic the result is the same, since
+    attention depends on differences of positions. In float32 an angle at position 10,000 is a thousand times less exact
+    than at 10. With boundaries Megatron's attention restarts by itself. Multi-latent attention always continues.
     """
     rotary = getattr(unwrap(model), "rotary_pos_emb", None)
     if batch.segments is None or rotary is None:
         return contextlib.nullcontext()
     forward = rotary.forward
-    whole = {"packed_seq": True} if batch.ranks > 1 else {}  # embeddings of all positions, not cut among ranks
+    whole = {"packed_seq": True} if batch.ranks > 1 else {}  # embeddings of all positions, also those of other ranks
 
     def restarted(*positional: Any, **named: Any) -> Any:
         embeddings = forward(*positional, **named | whole)
@@ -75,8 +75,8 @@ def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.Abstr
 def packed_seq_params(boundaries: list[int], device: torch.device | str) -> PackedSeqParams:
     """Boundaries of the packed rows for Megatron's attention (the same in core 0.12.1 to 0.19).
 
-    Padding is a row of its own at the end, and there are no gaps between rows. MindSpeed passes the boundaries to the
-    NPU's kernel with the leading 0, which the kernel reads as one more, empty row.
+    Padding is one more row at the end, and there are no gaps between rows. MindSpeed passes the boundaries with the
+    leading 0 to the NPU's kernel, which takes this 0 as one more, empty row.
     """
     longest = max(end - start for start, end in pairwise(boundaries))
     each = torch.tensor(boundaries, dtype=torch.int32, device=device)
@@ -88,7 +88,7 @@ def packed_seq_params(boundaries: list[int], device: torch.device | str) -> Pack
 @contextlib.contextmanager
 def swapped(names: dict[str, Any], **values: Any) -> Iterator[None]:
     """Within the context the names of an object or a module (its `vars`) have these values. Afterwards they have their
-    old ones; names that did not exist are removed."""
+    old values again; names that did not exist are removed."""
     before = {name: names[name] for name in values if name in names}
     names.update(values)
     try:

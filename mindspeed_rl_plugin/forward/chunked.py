@@ -23,23 +23,23 @@ def chunked_token_logps(
     entropy_grad: bool = False,
     accumulate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `token_logps(hidden @ weight.T, ...)`, forward and backward, without storing all logits.
+    """The result and the gradients of `token_logps(hidden @ weight.T, ...)`, without storing all logits.
 
     hidden: `[T, H]`, the same on the ranks of `tp_group`.
     weight: `[V / tp, H]`, this rank's rows of the padded vocabulary.
     labels: `[T]` int64.
-    chunk_tokens: size of each of the one or two buffers, as the logits of so many tokens.
+    chunk_tokens: a buffer has the size of the logits of this many tokens; there are one to three buffers.
     accumulate: add the gradient of the weight to its `main_grad`, as Megatron's gradient accumulation fusion does,
     instead of returning it.
     Returns logp and entropy, `[T]`, float32 (float64 for float64 hidden states).
 
-    The gradient of `hidden` is this rank's part. The layers before must sum it over the group in backward, as
+    The gradient of `hidden` is this rank's part of it. Layers before must sum it over the group in backward, as
     Megatron's `copy_to_tensor_model_parallel_region` and `gather_from_sequence_parallel_region` do.
 
-    The slices run over the vocabulary, not the tokens, so each row of the weight is read once a pass and its gradient
-    is written once. The sums of a token are updated with a running maximum; two all-reduces at the end combine the
-    ranks' sums. The entropy comes from the same sums: H = log Z - sum_j e^(x_j) x_j / Z. Backward computes each slice
-    again.
+    Slices are of the vocabulary, not of the tokens: each row of the weight is read once in a pass, and its gradient is
+    written once. The sums of a token are updated with a running maximum; two all-reduces at the end combine the ranks'
+    sums. The entropy comes from the same sums: H = log Z - sum_j e^(x_j) x_j / Z. Backward computes the logits of each
+    slice again.
     """
     group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
     both = _ChunkedLogps.apply(
@@ -49,7 +49,7 @@ def chunked_token_logps(
 
 
 def kernels_for(hidden: Tensor) -> ModuleType | None:
-    """The Triton kernels where they can run: on CUDA, in float32 or a 16-bit type. None: torch's own operators."""
+    """The Triton kernels if they can run (on CUDA, not in float64). None: torch's own operators are used."""
     if hidden.device.type != "cuda" or hidden.dtype == torch.float64:
         return None
     return _kernels()
@@ -86,7 +86,7 @@ class _ChunkedLogps(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels, peak, total, entropy)
         ctx.settings = (vocab_size, temperature, group, chunk_tokens)
         ctx.entropy_grad = entropy_grad
-        # Not a saved tensor: `main_grad` may change between forward and backward.
+        # Not by `save_for_backward`: `main_grad` may change between forward and backward.
         ctx.main_grad = weight.main_grad if accumulate else None
         return torch.stack([picked - log_total, entropy], 1)
 
@@ -124,8 +124,8 @@ class _ChunkedLogps(torch.autograd.Function):
 
 def _sums(slices: _Slices) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Per token, over this rank's rows of the vocabulary: the largest scaled logit m, sum e^(x-m) and sum e^(x-m) (x-m)
-    of the scaled logits x, and the logit at the label, 0 where another rank holds it."""
-    # It is finite: the difference of two maxima is multiplied by sums that may be 0.
+    of the scaled logits x, and the scaled logit at the label, 0 if another rank has the label."""
+    # Not -inf: differences of maxima are multiplied by sums that may be 0.
     peak = slices.column(torch.finfo(slices.wide).min / 2)
     total, spread, picked = slices.column(0.0), slices.column(0.0), slices.column(0.0)
     kernels = kernels_for(slices.hidden)
@@ -149,7 +149,7 @@ def _sums(slices: _Slices) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _gradients(
     slices: _Slices, peak: Tensor, factor: Tensor, slope: Tensor | None, at_label: Tensor
 ) -> Iterator[tuple[Tensor, slice]]:
-    """Per slice the gradient of its logits `[T, n]` in the dtype of the hidden states, and its rows. The gradient is
+    """Per slice the gradient of its logits `[T, n]` in the dtype of the hidden states, and its rows. This gradient is
     `e^(x-peak) (factor + slope (x-peak))`, plus `at_label` at the label. factor, slope, at_label: `[T, 1]`."""
     kernels = kernels_for(slices.hidden)
     if kernels is not None:
@@ -170,9 +170,9 @@ def _gradients(
 
 
 class _Slices:
-    """Iterates over this rank's rows of the vocabulary without padding. Per slice: the scaled logits `[T, n]` (a buffer
-    that the next slice overwrites), the rows, the labels within the slice `[T, 1]`, and whether a label is in it `[T]`.
-    `products` gives unscaled logits, and labels that may be in other slices."""
+    """Iterates over slices of this rank's rows of the vocabulary, without padding. Each has the scaled logits `[T, n]`
+    (a buffer that the next slice overwrites), the rows, the label's column `[T, 1]`, clamped to the slice, and whether
+    the label is in the slice `[T]`. `products` gives unscaled logits, and columns that are not clamped."""
 
     def __init__(self, hidden, weight, labels, vocab_size, temperature, group, chunk_tokens):
         self.hidden, self.weight, self.temperature = hidden, weight, temperature
@@ -192,7 +192,7 @@ class _Slices:
         return self.hidden.new_full((len(self.hidden),), value, dtype=self.wide)
 
     def scratch(self, like: Tensor) -> Tensor:
-        """A second buffer of the shape of a slice. It is allocated once: new memory pages cost more than the
+        """A second buffer, of the shape of `like`. It is allocated once: new memory pages cost more than the
         arithmetic."""
         if self._scratch is None:
             self._scratch = torch.empty(len(self.hidden) * self.step, dtype=self.wide, device=self.hidden.device)
@@ -223,7 +223,7 @@ class _Slices:
 
 
 def _moved(total: Tensor, spread: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of e^x and e^x x after every x moved by `by`, which is at most 0."""
+    """Sums of e^x and e^x x after `by`, which is at most 0, is added to every x."""
     factor = by.exp()
     return total * factor, factor * (spread + by * total)
 
@@ -237,8 +237,8 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _accumulated(weight: Tensor) -> Tensor | None:
-    """The gradient that autograd returns for a weight whose gradient was added to `main_grad`. By Megatron's convention
-    (core/tensor_parallel/layers.py) DDP's hook expects one, and adds it only with `zero_out_wgrad`."""
+    """The gradient to return for a weight whose gradient was added to `main_grad`. By Megatron's convention
+    (core/tensor_parallel/layers.py) DDP's hook expects a gradient, but only adds it with `zero_out_wgrad`."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

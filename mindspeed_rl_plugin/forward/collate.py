@@ -1,7 +1,7 @@
-"""Rows to padded tensors and back: the one place where columns shift against the logits.
+"""Rows to padded tensors and back: the only place where columns are shifted against the logits.
 
-Logits at position t predict token t + 1. So position t of every per-token tensor of a `MicroBatch` holds
-entry t + 1 of its column, and the last position of each row holds nothing.
+Logits at position t predict token t + 1. So position t of the labels, the mask and all columns of a `MicroBatch` holds
+entry t + 1 of the row's column, and the last position of each row holds 0.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from mindspeed_rl_plugin.rows import Ragged, Rows
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of `mb` rows, padded on the right to S tokens, or packed into one row of S.
+    """One micro-batch: `mb` rows, padded on the right to S tokens, or all rows packed into one row of S tokens.
 
     Since padding is on the right, a causal mask alone keeps real tokens from attending to it.
     """
 
-    index: int  # position among the rank's micro-batches of the pass
+    index: int  # number among the rank's micro-batches of the pass
     tokens: Tensor  # `[mb, S]` int64
     labels: Tensor  # `[mb, S]` int64
     position_ids: Tensor  # `[mb, S]` int64
     explicit_mask: bool  # whether the model gets an attention mask
-    mask: Tensor  # `[mb, S]` bool, True where the predicted token is trained
+    mask: Tensor  # `[mb, S]` bool, whether the predicted token is trained
     lengths: Tensor  # `[mb]` int64 on the host, tokens of each row
     columns: Mapping[str, Tensor]  # further per-token columns `[mb, S]`, shifted like `labels`, 0 on padding
     segments: Tensor | None = None  # packed: `[1, S]` int64, row of each position, `len(lengths)` on padding
     bounded: bool = False  # packed: the model gets row boundaries instead of a mask
-    ranks: int = 1  # over which the sequence is split (context parallel); each holds S of its tokens
+    ranks: int = 1  # number of context parallel ranks over which the rows are split; S are this rank's tokens
 
     @property
     def sequence(self) -> Tensor:
@@ -44,7 +44,7 @@ class MicroBatch:
 
     @property
     def attention_mask(self) -> Tensor | None:
-        """`[1, 1, S, S]` bool, True where attention is forbidden, or None. Made at every call: it is large."""
+        """`[1, 1, S, S]` bool, True: no attention; or None. Each call makes it, since it is too large to keep."""
         if self.bounded:
             return None
         if self.segments is not None:
@@ -54,7 +54,7 @@ class MicroBatch:
 
     @property
     def boundaries(self) -> list[int]:
-        """Where packed rows begin and end: `[0, L_1, L_1 + L_2, ..., S x ranks]`, padding as a row of its own."""
+        """Where packed rows begin and end: `[0, L_1, L_1 + L_2, ..., S x ranks]`; padding is the last row."""
         ends, total = [0, *self.lengths.cumsum(0).tolist()], self.tokens.shape[1] * self.ranks
         return ends if ends[-1] == total else [*ends, total]
 
@@ -69,8 +69,8 @@ class MicroBatch:
 def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: Sequence[str] = ()) -> MicroBatch:
     """Pad and shift one micro-batch.
 
-    rows: `tokens`, and `loss_mask` where only some tokens are trained; without it all are but the first of each row.
-    columns: names of ragged per-token columns to carry. Raises ValueError for a wrong number of rows, a row longer than
+    rows: `tokens` and maybe `loss_mask`: without it all tokens are trained but the first of each row. columns: names of
+    further ragged per-token columns of the micro-batch. Raises ValueError for a wrong number of rows, a row longer than
     the sequence length, or a column that is not aligned with the tokens.
     """
     tokens, packed = rows["tokens"], settings.packed
@@ -78,7 +78,7 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
     if packed:
         length = padded(total, settings.multiple)
     elif settings.max_tokens is None and len(rows) != settings.micro_batch_size:
-        raise ValueError(f"micro-batch of {len(rows)} rows where --micro-batch-size is {settings.micro_batch_size}")
+        raise ValueError(f"a micro-batch has {len(rows)} rows, not --micro-batch-size {settings.micro_batch_size}")
     else:
         length = settings.padded_length(int(lengths.max()))
 
@@ -109,7 +109,7 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
 
 
 def to_rows(values: Tensor, lengths: Tensor, *, packed: bool = False) -> Ragged:
-    """Inverse of the shift: `[mb, S]` by logit position -> ragged `[L]` aligned with the tokens, entry 0 is 0.0.
+    """Inverse of the shift: `[mb, S]` by logit position -> ragged `[L]` aligned with the tokens; entry 0 is 0.0.
 
     packed: values are `[1, S]`, all rows one after the other.
     """
@@ -121,16 +121,16 @@ def to_rows(values: Tensor, lengths: Tensor, *, packed: bool = False) -> Ragged:
 
 
 def causal_mask(length: int, device: torch.device | str = "cpu") -> Tensor:
-    """`[1, 1, S, S]` bool, True above the diagonal, where Megatron masks attention."""
+    """`[1, 1, S, S]` bool, True above the diagonal: Megatron attends where the mask is False."""
     return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None]
 
 
 def _shifted(column: Ragged, tokens: Ragged, name: str) -> Ragged:
-    """Entry t + 1 of each row in the place of entry t; the last one predicts nothing and is 0."""
+    """Entry t + 1 of each row in the place of entry t; the last entry predicts nothing and is 0."""
     if not torch.equal(column.lengths, tokens.lengths):
         raise ValueError(
-            f"column {name!r} has rows of {column.lengths.tolist()} entries for {tokens.lengths.tolist()} tokens; "
-            "per-token columns are aligned with the tokens"
+            f"column {name!r} has rows of {column.lengths.tolist()} entries for {tokens.lengths.tolist()} tokens; give "
+            "one entry for each token"
         )
     values = column.values.roll(-1)
     values[column.offsets[1:][column.lengths > 0] - 1] = 0

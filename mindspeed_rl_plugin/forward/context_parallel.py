@@ -1,7 +1,7 @@
-"""Context parallel ranks: each runs its own positions through the model, and then gets the results of all positions.
+"""Context parallel ranks: each rank runs its own positions through the model, and then gets the results of all ranks.
 
-So losses see complete rows under every layout: ratios and means of sequences, pairs and counts need no sum over ranks.
-Each rank computes the whole loss, and its gradient reaches the weights through its own positions only.
+So losses get complete rows in every layout: ratios and means of sequences, pairs and counts need no sum over ranks.
+Each rank computes the complete loss, and its gradient reaches the weights only through the positions of this rank.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mindspeed_rl_plugin.forward.collate import MicroBatch
 
 
 def positions(length: int, device: torch.device | str = "cpu") -> Tensor | None:
-    """`[S / cp]` int64, positions of this rank in a row of `length`, in its order; None where it holds all.
+    """`[S / cp]` int64, positions of this rank in rows of `length`, in the rank's order; None if it has all positions.
 
-    The training framework's own function splits the positions, as it splits tokens. So the split is the one that
-    attention and rotary embeddings of this job expect: two pieces from both ends of the row in Megatron and in
-    MindSpeed's ring, one piece under its ulysses, a mixture in its hybrid.
+    The training framework's function for tokens splits the positions. So the split is that which attention and rotary
+    embeddings of this job expect: two pieces, one from each end of the row, in Megatron and in MindSpeed's ring, one
+    piece in its ulysses, a mixture of both in its hybrid algorithm.
     """
     if parallel_state.get_context_parallel_world_size() <= 1:
         return None
@@ -36,7 +36,7 @@ def positions(length: int, device: torch.device | str = "cpu") -> Tensor | None:
 
 
 def of_this_rank(batch: MicroBatch) -> MicroBatch:
-    """This rank's part of a micro-batch; the micro-batch itself where the rank holds all positions.
+    """This rank's part of a micro-batch; the micro-batch itself if the rank has all positions.
 
     Columns were shifted before the split, so every label is still the token after its position.
     """
@@ -55,8 +55,8 @@ def of_all_ranks(values: Tensor, batch: MicroBatch) -> Tensor:
     """From values `[mb, S / cp, ...]` of this rank's positions to `[mb, S, ...]`, the same on all context parallel
     ranks.
 
-    batch: before the split. Backward gives each rank the gradient of its own positions, so every rank must compute the
-    same loss.
+    batch: the micro-batch before the split. Backward gives each rank the gradient of its own positions, so every rank
+    must compute the same loss.
     """
     length = batch.tokens.shape[1]
     at = positions(length, values.device)
@@ -79,9 +79,8 @@ class _AllPositions(torch.autograd.Function):
 
 
 def _split() -> Callable[..., dict[str, Tensor]]:
-    """The training framework's function, by the name that scripts import, which MindSpeed and MindSpeed-LLM replace.
-
-    It is looked up at every call, since they may replace it late. After core 0.16 megatron.training lacks the name.
+    """The training framework's function that splits tokens. It is looked up at every call by the name that scripts
+    import, since MindSpeed and MindSpeed-LLM replace it, maybe late. After core 0.16 megatron.training lacks the name.
     """
     from megatron.training import utils as training_utils
 

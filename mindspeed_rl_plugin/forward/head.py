@@ -1,4 +1,4 @@
-"""Log-prob of the label and entropy of the whole distribution, over a vocabulary split between TP ranks."""
+"""Log-prob of the label and entropy of the distribution, over a vocabulary that is split among TP ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def token_logps(
     """`log softmax(logits / temperature)` at the labels, and the distribution's entropy, in nats.
 
     logits: `[..., V / tp]`, this rank's slice of the padded vocabulary; labels: `[...]` int64 global token ids;
-    vocab_size: real tokens, columns beyond it have probability 0; tp_group: ranks that share the vocabulary, None for
-    one rank. Returns logp and entropy `[...]`, float32 (float64 for float64 logits), equal on every rank of the group.
-    The entropy carries a gradient only with `entropy_grad`. Every rank must call backward with the same incoming
-    gradient; each gets its own slice. Source: Megatron's vocab-parallel cross entropy
-    (core/tensor_parallel/cross_entropy.py), which leaves the padded rows inside the softmax.
+    vocab_size: number of real tokens; columns after them get probability 0; tp_group: ranks that share the vocabulary,
+    None for one rank. Returns logp and entropy `[...]`, float32 (float64 for float64 logits), equal on every rank. The
+    entropy only has a gradient with `entropy_grad`. Every rank must call backward with the same incoming gradient, and
+    gets the gradient of its own slice. Source: Megatron's vocab-parallel cross entropy
+    (core/tensor_parallel/cross_entropy.py), which has the padded rows in the softmax.
     """
     if tp_group is not None and dist.get_world_size(tp_group) == 1:
         tp_group = None

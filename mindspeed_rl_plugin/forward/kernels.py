@@ -1,7 +1,7 @@
-"""Triton kernels of the chunked log-probs: they read a slice of logits once, in its own precision; torch reads it
-several times, in float32.
+"""Triton kernels of the chunked log-probs. They read a slice of logits once, in the dtype of the logits; torch's
+operators read it several times, in float32.
 
-Imports triton: only `chunked.kernels_for` imports this file. One program handles one token: its row of the slice.
+Only `chunked.kernels_for` imports this file, which imports triton. One program handles one token: a row of the slice.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048  # columns of the vocabulary at once
+BLOCK = 2048  # columns of the vocabulary that a program handles at once
 WARPS = 8
 
 
 def add_slice(logits: Tensor, label: Tensor, temperature: float, sums: Tensor) -> None:
     """Add a slice of the vocabulary to the running sums of every token, in place.
 
-    logits: `[T, n]`; label: `[T]` int64, column in the slice; outside of 0 to n - 1: in another slice;
-    sums: `[4, T]` float32, contiguous: the largest scaled logit so far, m, then sum e^(x-m), sum e^(x-m) (x-m), and x
-    at the label. It starts as a large negative number and three zeros.
+    logits: `[T, n]`; label: `[T]` int64, column of the label in this slice; below 0 or from n on: in another slice;
+    sums: `[4, T]` float32, contiguous: the largest scaled logit m so far, sum e^(x-m), sum e^(x-m) (x-m), and x at the
+    label. Before the first slice: a large negative number and three zeros.
     """
     tokens, n = logits.shape
     if tokens:
@@ -31,9 +31,9 @@ def add_slice(logits: Tensor, label: Tensor, temperature: float, sums: Tensor) -
 def gradient_of_slice(
     logits: Tensor, label: Tensor, temperature: float, peak: Tensor, factor: Tensor, slope: Tensor, at_label: Tensor
 ) -> Tensor:
-    """`e^(x-peak) (factor + slope (x-peak))` instead of the slice's logits, plus `at_label` at the label.
+    """Replace the slice's logits by `e^(x-peak) (factor + slope (x-peak))`, plus `at_label` at the label.
 
-    logits: `[T, n]`, overwritten and returned; label: as for `add_slice`; the others: `[T]` float32.
+    logits: `[T, n]`, overwritten and returned; label: as in `add_slice`; peak, factor, slope, at_label: `[T]` float32.
     """
     tokens, n = logits.shape
     if tokens:

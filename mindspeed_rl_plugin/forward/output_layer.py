@@ -1,4 +1,4 @@
-"""Log-probs instead of logits from an unmodified Megatron model: during one call its output layer scores the labels."""
+"""Log-probs instead of logits from an unmodified Megatron model: during a call its output layer is replaced."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from mindspeed_rl_plugin.weights.storages import unwrap
 def forward_scored(
     model: torch.nn.Module, batch: MicroBatch, settings: ForwardSettings, *, entropy_grad: bool = False
 ) -> Tensor:
-    """One model chunk on one micro-batch: `[mb, S, 2]` log-prob and entropy on the last stage, 0 where nothing is
-    trained; hidden states on the others.
+    """Run one model chunk on one micro-batch. Returns `[mb, S, 2]` log-prob and entropy on the last stage, 0 where no
+    label is scored; on other stages hidden states.
 
-    During the call, `forward` of the module `output_layer` is replaced by one that takes the hidden states, the weight
-    (tied or not) and this micro-batch's labels. It is still called as a module, so that its hooks run (Megatron's DDP
-    awaits the gather of its parameters in one). Everything around it stays the user's own model: pipeline stages,
-    virtual stages, 16-bit wrappers and schedules. Layers of multi-token prediction are left out
-    (`launch/megatron_setup.py`), so the layer is called once. Raises ValueError for an output layer that cannot be
-    replaced so.
+    During the call, `forward` of the module `output_layer` is replaced by a function that scores the labels with the
+    hidden states and the weight (tied or not). The module itself is still called, so its hooks run: in one of them
+    Megatron's DDP waits for the gather of its parameters. All else is the user's own model: pipeline stages, virtual
+    stages, 16-bit wrappers and schedules. The layer is called once, since layers of multi-token prediction are disabled
+    (`launch/megatron_setup.py`). Raises ValueError for an output layer that cannot be replaced in this way.
     """
     inner = unwrap(model)
     layer = getattr(inner, "output_layer", None)
@@ -44,16 +43,16 @@ def forward_scored(
         output = call_model(model, batch)
     if not scored or not _same(output.detach(), scored[-1].detach().transpose(0, 1)):
         raise ValueError(
-            f"{type(inner).__name__} does not return what its output layer gives, so log-probs cannot be taken there; "
-            "pass --rl-logprob-chunk-tokens 0"
+            f"{type(inner).__name__} changes the result of its output layer, so this layer cannot compute log-probs; "
+            "give --rl-logprob-chunk-tokens 0"
         )
     return output
 
 
 def _same(output: Tensor, given: Tensor) -> bool:
-    """Whether all numbers are equal, with NaN equal to NaN: Megatron reports a run that diverges.
+    """Whether all numbers are equal. NaN equals NaN here: Megatron itself reports a run that diverges.
 
-    The model may have copied them, so a comparison of storages is not enough.
+    Storages cannot be compared instead, since the model may have copied the numbers.
     """
     if (output.shape, output.dtype) != (given.shape, given.dtype):
         return False
@@ -71,14 +70,14 @@ def score(
 ) -> Tensor:
     """Log-prob of each scored label and entropy, `[S, mb, 2]`, from the inputs of a column parallel output layer.
 
-    hidden: `[S, mb, H]`, or `[S / tp, mb, H]` under sequence parallel; layer: the ColumnParallelLinear, whose settings
-    are used. Only the scored rows of the micro-batch are multiplied; the others are 0.
+    hidden: `[S, mb, H]`, or `[S / tp, mb, H]` with sequence parallelism; layer: the ColumnParallelLinear, for its
+    settings. Only positions that are scored are computed; the result at the others is 0.
     """
     if layer.sequence_parallel:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
     else:
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
-    # Not by the mask: tokens that the update drops were scored in earlier passes, so they are scored here, too.
+    # Not `batch.mask`: tokens that the update drops were scored in earlier passes, so they are scored here too.
     scored = batch.columns.get("scored", batch.mask).bool()
     wanted = scored.t().reshape(-1).nonzero()[:, 0]
     logp, entropy = chunked_token_logps(
@@ -107,11 +106,11 @@ def _check(layer: torch.nn.Module) -> None:
     if getattr(layer, "explicit_expert_comm", False):
         unknown.append("expert communication")
     if getattr(layer, "gtp_remat_size", 1) > 1:
-        unknown.append("a weight split for rematerialisation")
+        unknown.append("a weight that is split for rematerialisation")
     if not hasattr(layer, "sequence_parallel") or not hasattr(layer, "gradient_accumulation_fusion"):
         unknown.append("no column parallel linear")
     if unknown:
         raise ValueError(
-            f"the output layer {type(layer).__name__} has {', '.join(unknown)}, which log-probs in chunks do not know; "
-            "pass --rl-logprob-chunk-tokens 0"
+            f"the output layer {type(layer).__name__} has {', '.join(unknown)}, and cannot compute log-probs; "
+            "give --rl-logprob-chunk-tokens 0"
         )

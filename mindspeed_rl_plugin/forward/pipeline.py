@@ -1,4 +1,4 @@
-"""Runs the model by Megatron's own pipeline schedule; also the parts of this that other passes need."""
+"""Forward passes of the model by Megatron's own pipeline schedule, with parts that the update uses too."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Model = Sequence[torch.nn.Module]  # this rank's chunks, as Megatron holds them
 
 
 def data_iterators(batches: Sequence[MicroBatch], chunks: int) -> Any:
-    """An iterator over the micro-batches as Megatron's train_step wants it: one, or a list of one per virtual stage.
+    """The micro-batches as Megatron's train_step needs them: an iterator, or a list with one for each virtual stage.
 
-    They are `RerunDataIterator`s, since Megatron may replay a step from them.
+    `RerunDataIterator`s, since Megatron may replay a step.
     """
     iterators = [RerunDataIterator(iter(batches)) for _ in range(chunks)]
     return iterators[0] if chunks == 1 else iterators
@@ -45,8 +45,8 @@ def micro_batch_count(
     """Within the context Megatron's `train_step` runs `count` micro-batches, whatever number is configured.
 
     Only the schedule uses this count; learning rate and consumed samples still advance by the configured global batch.
-    Yields the arguments for `train_step`. The schedule is looked up in the step's own module (core 0.12) or handed to
-    it as its seventh argument (later).
+    Yields the arguments for `train_step`. `train_step` finds the schedule in its own module (core 0.12), or gets it as
+    seventh argument (later).
     """
 
     def counted(schedule: Callable) -> Callable:
@@ -71,9 +71,9 @@ def micro_batch_count(
 def run_model(
     model: torch.nn.Module, batch: MicroBatch, settings: ForwardSettings | None = None, *, entropy_grad: bool = False
 ) -> Tensor:
-    """One model chunk on one micro-batch: its output for `head_of` on the last stage, hidden states elsewhere.
+    """Run one model chunk on one micro-batch: returns the input of `head_of` on the last stage, else hidden states.
 
-    settings: those given to `head_of`, or None for the model's own output, `[mb, S, V/tp]` logits of a language model.
+    settings: those for `head_of`, or None for the model's own output, `[mb, S, V/tp]` logits of a language model.
     Under context parallelism the output holds this rank's S / cp positions.
     """
     batch = of_this_rank(batch)
@@ -87,8 +87,8 @@ def head_of(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each label and entropy, `[mb, S]` by logit position, under the job's tensor parallel group.
 
-    output: of `run_model` with the same settings. With `chunk_tokens`, positions that are not trained hold 0. Every
-    context parallel rank gets complete rows: collective over these ranks.
+    output: result of `run_model` with the same settings. With `chunk_tokens`, positions that are not scored are 0.
+    Every context parallel rank gets complete rows. Collective over these ranks.
     """
     if settings.chunk_tokens:
         logp, entropy = of_all_ranks(output, batch).unbind(-1)
@@ -110,7 +110,7 @@ def ends_here(model: Model) -> bool:
 
 
 def device_of(model: Model) -> torch.device:
-    """Device of the model's weights; a chunk of layers that do nothing has none."""
+    """Device of the model's weights. Some chunks may have no weights."""
     return next(param for chunk in model for param in chunk.parameters()).device
 
 
@@ -124,9 +124,10 @@ def run_forward_only(
 ) -> list[Any] | None:
     """Forward pass without gradient over all micro-batches, by Megatron's schedule (PP and VPP included).
 
-    model: with complete parameters (`weights.offload.gathered`); it is in eval mode meanwhile. collect: called on the
-    last stage with the model's output and the micro-batch; scored: that output is for `head_of`. Returns its results in
-    micro-batch order on the last stage, None on the others. Collective over the model parallel ranks.
+    model: chunks with complete parameters (`weights.offload.gathered`), in eval mode during the pass. collect: called
+    on the last stage with the output of `run_model` and the micro-batch. scored: whether `collect` calls `head_of`.
+    Returns the results of `collect` in micro-batch order on the last stage, else None. Collective over the model
+    parallel ranks.
     """
     device, count = device_of(model), len(batches)
     # The chunks of MindSpeed's dualpipev: two on each rank, and no virtual stages.
@@ -149,8 +150,8 @@ def run_forward_only(
 
         return output, results
 
-    # Without timers (their names belong to the training step) and without the parameter gather that the interleaved
-    # schedule would start on its own.
+    # Without timers, since their names are those of the training step, and without the gather of parameters that the
+    # interleaved schedule would start.
     plain = swapped(vars(get_model_config(model[0])), timers=None, param_sync_func=None)
     with torch.no_grad(), _evaluating(model), plain, _routed_as_in_training(), _uncounted(model):
         results = schedules.get_forward_backward_func()(
@@ -169,9 +170,9 @@ def run_forward_only(
 def compute_logps(model: Model, micro_batches: Sequence[Rows], settings: ForwardSettings) -> list[Ragged] | None:
     """Log-prob of each trained token, in nats, at the sampling temperature. Collective over the model parallel ranks.
 
-    micro_batches: this data parallel rank's, with `tokens` and `loss_mask`. They are those of the update: equal rows
-    with equal padding give equal results. Returns one ragged column `[L]` float32 for each micro-batch, 0.0 where the
-    mask is 0; None on ranks that are not on the last pipeline stage.
+    micro_batches: those of this data parallel rank, with `tokens` and `loss_mask`. Give those of the update: equal rows
+    with equal padding give equal results. Returns one ragged column `[L]` float32 for each micro-batch, 0.0 if the mask
+    is 0; None on ranks that are not on the last pipeline stage.
     """
     batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
 
@@ -184,7 +185,7 @@ def compute_logps(model: Model, micro_batches: Sequence[Rows], settings: Forward
 
 
 def _free(tensor: Tensor | None) -> None:
-    """Free a tensor of a micro-batch, which the folded schedule would keep until its end for a backward pass."""
+    """Free a tensor of a micro-batch. The folded schedule would keep it until its end, for a backward pass."""
     if tensor is not None:
         tensor.untyped_storage().resize_(0)
 
@@ -203,10 +204,10 @@ def _evaluating(model: Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncounted(model: Model) -> Iterator[None]:
-    """Restores routers' token counts afterwards: the update computes the expert bias from them.
+    """Restores the token counts of routers afterwards, from which the update computes the expert bias.
 
-    Routers count where gradients are computed, and MindSpeed's layers with overlapped communication (a forward pass
-    that makes its own graph, moe_layer_overlap_all2all.py) run the router with gradients everywhere.
+    Routers count if gradients are computed, and MindSpeed's layers with overlapped communication always run the router
+    with gradients (moe_layer_overlap_all2all.py: their forward pass makes its own graph).
     """
     routers = (module for chunk in model for module in chunk.modules())
     counts = [getattr(module, "local_tokens_per_expert", None) for module in routers]
@@ -219,10 +220,10 @@ def _uncounted(model: Model) -> Iterator[None]:
 
 
 def _routed_as_in_training() -> contextlib.AbstractContextManager[None]:
-    """Core 0.19 sorts a token's experts only where gradients are computed, and sums their weights in that order.
+    """Core 0.19 sorts a token's experts only if gradients are computed, and sums their weights in this order.
 
-    Without it log-probs of models with more than two experts per token would differ from the update's own by rounding,
-    and its first ratio from 1. The function gets no tensor that requires a gradient, so no graph is made.
+    Without this context, log-probs of models with more than two experts per token would differ from those of the update
+    by rounding, and the first ratio from 1. The function gets no tensor that requires a gradient, so no graph is made.
     """
     router = sys.modules.get("megatron.core.transformer.moe.router")
     name = "topk_routing_with_score_function"

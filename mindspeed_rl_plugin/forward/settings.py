@@ -1,4 +1,4 @@
-"""Shapes and head of a forward pass, taken once from Megatron's arguments."""
+"""Sizes and options of forward passes, by Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.forward.batching import TokenBudget, padded
 from mindspeed_rl_plugin.layout.parallel import folds
 
-# Bytes of the fp32 logits of one chunk: on an accelerator enough for matrix products at full speed, on a host the size
-# of its caches. At least NARROWEST columns a token, since the host's matrix products are slower otherwise
-# (benchmarks/logprob.py).
+# Bytes of the fp32 logits of a slice of the vocabulary: on an accelerator enough for matrix products at full speed, on
+# a host the size of its caches. A slice has at least NARROWEST columns, since the host's matrix products are slower
+# with fewer (benchmarks/logprob.py).
 CHUNK_BYTES = 128 << 20
 CHUNK_BYTES_ON_HOST = 4 << 20
 NARROWEST = 1024
@@ -19,27 +19,27 @@ NARROWEST = 1024
 
 @dataclass(frozen=True)
 class ForwardSettings:
-    """Settings of all micro-batches of a run. The log-prob pass and the update must share one object."""
+    """Settings of all micro-batches of a run. The log-prob pass and the update must use the same object."""
 
     micro_batch_size: int  # rows
     seq_length: int  # tokens of the longest row
     vocab_size: int  # rows of the embedding that are real tokens; the rest is padding
     temperature: float = 1.0  # logits are divided by it
-    multiple: int = 1  # padded lengths are multiples of it
-    fixed_length: bool = False  # pad to `seq_length` (pipeline transfers have one shape), else to the longest row
-    causal_mask: bool = True  # pass the model an explicit mask; else its attention makes its own
-    # log-probs come from hidden states, with logits of so many tokens at once; 0: from all logits
+    multiple: int = 1  # padded lengths are multiples of this number
+    fixed_length: bool = False  # pad to `seq_length`, since pipeline transfers have one shape; else to the longest row
+    causal_mask: bool = True  # pass the model a mask; else its attention makes one
+    # log-probs are computed in slices of the vocabulary, as large as the logits of this many tokens; 0: from all logits
     chunk_tokens: int = 0
-    max_tokens: int | None = None  # most of a micro-batch of any number of rows; None: `micro_batch_size` rows
+    max_tokens: int | None = None  # limit of a micro-batch of any number of rows; None: `micro_batch_size` rows
     packed: bool = False  # rows are concatenated without padding, under a block-diagonal mask
     bounded: bool = False  # packed rows are separated by their boundaries instead of a mask
-    rounds_of: int = 1  # with `max_tokens`: the number of micro-batches is a multiple of it
+    rounds_of: int = 1  # with `max_tokens` the number of micro-batches is a multiple of this number
 
     def __post_init__(self) -> None:
         if self.seq_length % self.multiple:
             raise ValueError(
                 f"sequence length {self.seq_length} is not a multiple of {self.multiple}, which the parallel sizes "
-                "ask for; change --seq-length"
+                "need; change --seq-length"
             )
 
     @classmethod
@@ -53,8 +53,8 @@ class ForwardSettings:
         max_tokens: int | None = None,
         packed: bool = False,
     ) -> ForwardSettings:
-        """Settings of this job. args: Megatron's, after validation; chunk_tokens: None to choose. Raises ValueError for
-        settings that cannot run; `checks` has checked combinations of flags before."""
+        """Settings of this job. args: Megatron's, validated; chunk_tokens: if None, the default. Raises ValueError for
+        settings that cannot run; `checks` has already checked combinations of flags."""
         return cls(
             micro_batch_size=args.micro_batch_size,
             seq_length=args.seq_length,
@@ -65,7 +65,7 @@ class ForwardSettings:
             fixed_length=args.pipeline_model_parallel_size > 1
             and (folds(args) or not args.variable_seq_lengths)
             and not max_tokens,
-            # Attention over context parallel ranks is causal by itself; no mask could describe its positions.
+            # Attention over context parallel ranks is causal without a mask, and no mask could describe its positions.
             causal_mask=args.context_parallel_size == 1
             and (args.create_attention_mask_in_dataloader or _own_mask_has_one_shape(args)),
             chunk_tokens=_chunk_tokens(args, max_tokens) if chunk_tokens is None else chunk_tokens,
@@ -80,7 +80,7 @@ class ForwardSettings:
 
     @property
     def budget(self) -> TokenBudget | None:
-        """The budget of tokens for micro-batches; None: they have a fixed number of rows."""
+        """The limits of micro-batches by tokens; None: micro-batches have a fixed number of rows."""
         if self.max_tokens is None:
             return None
         return TokenBudget(self.max_tokens, self.packed, self.multiple, self.rounds_of)
@@ -97,22 +97,22 @@ class ForwardSettings:
 
 
 def length_multiple(args: argparse.Namespace) -> int:
-    """Padded lengths are multiples of it: each context parallel rank holds two equally long pieces of a row, and under
-    sequence parallelism each tensor parallel rank an equal part of them."""
+    """The number of which padded lengths are multiples. Each context parallel rank has two equally long pieces of a
+    row; with sequence parallelism each tensor parallel rank has an equal part of the pieces."""
     pieces = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
     return pieces * (args.tensor_model_parallel_size if getattr(args, "sequence_parallel", False) else 1)
 
 
 def default_chunk_tokens(width: int, tokens: int) -> int:
-    """Tokens of one chunk for `width` columns of the vocabulary on this rank and micro-batches of `tokens`."""
+    """Default of `chunk_tokens`. width: columns of the vocabulary on this rank; tokens: of the largest micro-batch."""
     size = CHUNK_BYTES_ON_HOST if get_device().kind == "cpu" else CHUNK_BYTES
     return max(size // (4 * width), NARROWEST * tokens // width, 1)
 
 
 def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None) -> int:
-    """Tokens whose fp32 logits make one chunk, or 0 if those of a complete micro-batch need little more.
+    """Default of `chunk_tokens` in this job; 0 if all logits of a micro-batch are at most twice as large as a slice.
 
-    This depends on sizes of the job only, not of one micro-batch: passes that are compared must use the same method.
+    Only sizes of the job count, not those of one micro-batch: passes that are compared must use the same method.
     """
     largest = (max_tokens or args.micro_batch_size * args.seq_length) // args.context_parallel_size
     tokens = default_chunk_tokens(args.padded_vocab_size // args.tensor_model_parallel_size, largest)
@@ -120,11 +120,11 @@ def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None) -> int:
 
 
 def takes_boundaries(args: argparse.Namespace) -> bool:
-    """How packed rows are separated: True by their boundaries, in Megatron's `PackedSeqParams`, False by a mask.
+    """Whether packed rows are separated by their boundaries, in Megatron's `PackedSeqParams`; else by a mask.
 
     Boundaries: TransformerEngine's attention, and MindSpeed's flash attention
     (core/transformer/flash_attention/flash_attention/adaptor, v2.3.0), which passes them to the NPU's kernel. A mask:
-    Megatron's own attention. Raises ValueError, with the fix, for attention that accepts neither, or was not tested.
+    Megatron's own attention. Raises ValueError, with the fix, for attention that takes neither or was not tested.
     """
     flash, implementation = getattr(args, "use_flash_attn", False), getattr(args, "transformer_impl", "local")
     mindspeed = hasattr(args, "pre_tockens")
@@ -139,26 +139,25 @@ def takes_boundaries(args: argparse.Namespace) -> bool:
         return True
     if implementation != "local" and not mindspeed:
         raise ValueError(
-            f"--rl-pack-sequences was not tried with --transformer-impl {implementation}; give "
+            f"--rl-pack-sequences was not tested with --transformer-impl {implementation}; give "
             "--transformer-impl local, --transformer-impl transformer_engine, or remove it"
         )
     for name, off in (
         ("use_flash_attn", "no --use-flash-attn"),
         ("masked_softmax_fusion", "--no-masked-softmax-fusion"),
     ):
-        if getattr(args, name, False):  # treats any mask as the causal one
+        if getattr(args, name, False):  # takes any mask as a causal mask
             raise ValueError(
-                f"--rl-pack-sequences needs attention that takes a mask of its own, or boundaries: give {off}, or "
-                "remove it"
+                f"--rl-pack-sequences needs attention that reads RL's mask or row boundaries: give {off}, or remove it"
             )
     return False
 
 
 def _own_mask_has_one_shape(args: argparse.Namespace) -> bool:
-    """Whether the attention, given no mask, would make one of `--seq-length` whatever the micro-batch's length.
+    """Whether attention without a given mask makes a mask for --seq-length tokens, whatever the micro-batch's length.
 
-    MindSpeed does (core/transformer/flash_attention/generate_mask, v2.3.0) unless flash attention takes a
-    compressed mask. Only MindSpeed has the argument `pre_tockens`.
+    MindSpeed does so (core/transformer/flash_attention/generate_mask, v2.3.0), unless flash attention uses a compressed
+    mask. Only MindSpeed has the argument `pre_tockens`.
     """
     compressed = getattr(args, "use_flash_attn", False) and not getattr(args, "multi_latent_attention", False)
     return hasattr(args, "pre_tockens") and not compressed

@@ -1,7 +1,7 @@
 """Every advice of a refusal is tried: with what its message says to give, remove or change, the start is not refused.
 
 Advice is read from the message, by the forms in which ours is written; `BY_HAND` has the others. It may lead to the
-next question (`--rl-schedule async`: which ranks generate?), whose advice is then taken. A resume's: tests/loop.
+next question (`--rl-schedule async`: which generators?), whose advice is then taken. A resume's: tests/loop.
 """
 
 import ast

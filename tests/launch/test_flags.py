@@ -29,7 +29,7 @@ CASES = [
     (True, ["--yaml-cfg", "x.yaml"], "ValueError: --yaml-cfg"),
     (True, ["--rl-advantage", "best"], "  - argument --rl-advantage: invalid choice: 'best'"),
     (True, ["--rl-rollout-promts", "4"], "--rl-rollout-promts is unknown; did you mean --rl-rollout-prompts? `python"),
-    (False, ["--rl-xyzzy=1", "--rl-zzzz"], "lists them\n  - --rl-zzzz is unknown; `python -m"),
+    (False, ["--rl-xyzzy=1", "--rl-zzzz"], "lists all flags\n  - --rl-zzzz is unknown; `python -m"),
     (
         True,
         ["--micro-batch-size", "3", "--rl-prompt-data", "nowhere", "--rl-top-p", "2", "--hidden-dropout", "0.1"],
@@ -56,7 +56,7 @@ def test_help_shows_the_groups(parsed):
     for flag in flag_names():
         assert flag in parsed["help"], flag
     text = " ".join(parsed["help"].split())
-    assert "responses sampled for each prompt, the group size N [responses]; at least 1 (default: 8)" in text
+    assert "responses sampled for each prompt (the group size) [responses]; at least 1 (default: 8)" in text
 
 
 def test_every_flag_of_the_installed_megatron_has_a_verdict(parsed):

@@ -76,7 +76,7 @@ def test_every_flag_with_a_reader_of_its_own_is_tried():
 READ_BY = {
     "--rl-schedule async": {"schedule": "async"},
     "--rl-schedule streamed": {"schedule": "streamed"},
-    "--rl-schedule async, or streamed with --rl-carry-unfinished,": {"schedule": "streamed", "carry_unfinished": True},
+    "--rl-schedule async or --rl-carry-unfinished": {"schedule": "streamed", "carry_unfinished": True},
     "--rl-tools or --rl-environment": {"tools": ("a.py:f",)},
 }
 

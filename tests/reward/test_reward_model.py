@@ -257,4 +257,4 @@ def test_another_tokenizer_is_said_at_the_start(decoder, encoder, tmp_path, monk
     assert line.startswith("reward 'encoder' has another tokenizer")
     config = replace(config, episodes=replace(config.episodes, environment="a.py:A"))
     _, line = flag_checks.warnings(SimpleNamespace())
-    assert "leaves out what --rl-environment a.py:A rewards" in line
+    assert "lacks the reward of --rl-environment a.py:A" in line

@@ -39,7 +39,7 @@ def refused(work):
 swap, capture = (lambda: state.offload(["params"])), (lambda: HostWeights.capture([model]))
 for work, lacked in ((swap, 16), (swap, 16), (capture, 64)):
     said = refused(work)
-    assert said and f"the host has no {{lacked << 20}} bytes more for training state" in said, said
+    assert said and f"the host does not have {{lacked << 20}} more bytes for training state" in said, said
     assert "--rl-swap grads,optimizer" in said and not state.off_device
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 assert state.offload(["params"]) == 80 << 20
