@@ -218,7 +218,9 @@ class MonitorConfig:
         least=1,
         pairs=True,
     )
-    eval_prompts: int = flag(0, "evaluate on the first N held-out prompts; 0: on all", unit="prompts", least=0)
+    eval_prompts: int = flag(
+        0, "evaluate on the first N held-out prompts; 0: on all", unit="prompts", least=0, pairs=True
+    )
     eval_pass_k: int = flag(0, "also sample k = N responses per prompt and report pass@k; 0: only greedy", least=0)
     wait_timeout: float = flag(
         1800.0,
