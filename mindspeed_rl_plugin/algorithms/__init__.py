@@ -1,7 +1,7 @@
-"""RL algorithms as rows over pure parts: advantages, policy losses, KL, aggregation, corrections, selection.
+"""RL algorithms. Each is a row of `presets.ALGORITHMS` with the names of its parts (advantage, loss, aggregation ...).
 
-To add an algorithm: write its new part as one function in the module of that part, register it in that
-module's table, and add one row to `presets.ALGORITHMS`. `python -m mindspeed_rl_plugin algorithms` prints them.
+A part is a pure function. To add an algorithm: write its new part in the module of such parts, register it in the table
+of this module, and add a row to `presets.ALGORITHMS`. `python -m mindspeed_rl_plugin algorithms` prints all algorithms.
 """
 
 from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS, Totals

@@ -1,8 +1,8 @@
 """How token losses become one number: a weight for each trained token.
 
-The loss of a step is `sum_t w_t * l_t` over all trained tokens of the global batch. Each aggregation
-is a choice of `w_t`, from counts that are known before the first micro-batch runs. So the
-loss and its gradient are the same sum however the batch is cut into micro-batches, ranks or packs.
+The loss of a step is `sum_t w_t * l_t` over all trained tokens of the global batch. Each aggregation is a choice of
+`w_t`, computed from counts that are known before the first micro-batch runs. So loss and gradient do not depend on how
+the batch is divided into micro-batches, ranks or packs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Totals:
     """Counts over the global batch of one optimizer step, over all micro-batches and data parallel ranks."""
 
     tokens: int  # trained tokens
-    sequences: int  # with at least one trained token
-    norm_length: int | None = None  # tokens, the constant length of `token-sum-norm`; None for other aggregations
+    sequences: int  # sequences with at least one trained token
+    norm_length: int | None = None  # the constant length of `token-sum-norm`, in tokens; None for other aggregations
 
 
 def token_mean(counts: Tensor, totals: Totals) -> Tensor:
@@ -54,8 +54,8 @@ AGGREGATIONS: dict[str, Callable[[Tensor, Totals], Tensor]] = {
 def sequence_weights(name: str, counts: Tensor, totals: Totals) -> Tensor:
     """Weight of every trained token of each sequence, under aggregation `name`.
 
-    counts: `[B]` trained tokens of the sequences at hand (any part of the global batch). Returns `[B]`
-    float64; 0 for a sequence without a trained token, which counts in no denominator either.
+    counts: `[B]`, number of trained tokens of each sequence; the sequences may be any part of the global batch.
+    Returns `[B]` float64. It is 0 for a sequence without a trained token, which `totals.sequences` does not count.
     """
     counts = counts.double()
     return torch.where(counts > 0, AGGREGATIONS[name](counts, totals), 0.0)

@@ -21,18 +21,18 @@ from mindspeed_rl_plugin.rows import Ragged, SampleId
 
 @dataclass(frozen=True)
 class Algorithm(AlgorithmConfig):
-    """The result of `presets.resolve`: all flags, with those of the preset where none was given, and derived
+    """The result of `presets.resolve`: a value for each flag (the preset's if the flag was not given), and derived
     settings."""
 
-    bounds: Bounds = Bounds()  # of the loss: from the flags, else the loss's own
-    # share of the response limit over which the penalty rises, where `overlong_buffer` is None
+    bounds: Bounds = Bounds()  # of the policy loss: from the flags, else the defaults of this loss
+    # if `overlong_buffer` is None: fraction of the response limit over which the length penalty rises
     overlong_share: float = 0.0
-    # whether old log-probs are a column; if not, the update's own log-probs, detached, are the old ones
+    # whether old log-probs are a column; if not, the update uses its own log-probs, detached, instead
     old_logps: bool = True
 
     @property
     def from_pairs(self) -> bool:
-        """Whether it learns from given pairs and samples nothing."""
+        """Whether the algorithm learns from given pairs of responses and samples nothing."""
         return self.loss == "dpo"
 
     @property
@@ -47,12 +47,12 @@ class Algorithm(AlgorithmConfig):
 
     @property
     def loss_spec(self) -> LossSpec:
-        """The row of the policy loss, which says what bounds it has; not for pairs."""
+        """The entry of the policy loss in `LOSSES`, with its default bounds. DPO has none."""
         return LOSSES[self.loss]
 
     @property
     def members(self) -> int:
-        """Fewest responses of a prompt that the advantage can compare."""
+        """Least number of responses to a prompt with which the advantage can be computed."""
         return 1 if self.from_pairs else ADVANTAGES[self.advantage].members
 
     @property
@@ -71,29 +71,30 @@ class Algorithm(AlgorithmConfig):
         return ADVANTAGES[self.advantage].whitened
 
     def buffer(self, limit: int) -> int:
-        """Tokens over which the length penalty rises up to `limit`, the longest response; 0: no penalty."""
+        """Number of tokens before `limit` over which the length penalty rises; 0: no penalty. limit: most tokens of a
+        response."""
         if self.overlong_buffer is not None:
             return self.overlong_buffer
         return max(1, round(self.overlong_share * limit)) if self.overlong_share else 0
 
     def shaped(self, rewards: Tensor, lengths: Tensor, limit: int) -> Tensor:
-        """`[B]` rewards with the length penalty; lengths: `[B]` response tokens; limit: the longest response."""
+        """`[B]` rewards with the length penalty. lengths: `[B]` response tokens; limit: as of `buffer`."""
         return rewards.double() + overlong_penalty(lengths, limit, self.buffer(limit), self.overlong_penalty)
 
     def kl_cost(self, logp_old: Ragged, logp_ref: Ragged, loss_mask: Ragged) -> Ragged:
-        """Reward that the KL to the reference takes from each trained token, ragged `[L]`; 0 where the mask is 0."""
+        """What the KL to the reference subtracts from the reward of each token, ragged `[L]`; 0 on masked tokens."""
         estimate = KL_ESTIMATORS[self.kl_reward_estimator](logp_old.values.double(), logp_ref.values.double())
         return Ragged(self.kl_reward_coef * torch.where(loss_mask.values.bool(), estimate, 0.0), loss_mask.offsets)
 
     def advantages(self, batch: RewardBatch) -> Tensor | Ragged:
-        """Advantages of whole groups, before whitening: `[B]`, or ragged `[L]` where `per_token`."""
+        """Advantages of complete groups, before whitening: `[B]`, or ragged `[L]` if `per_token`."""
         return ADVANTAGES[self.advantage].function(batch, self)
 
     def multiplicity(self, rewards: Tensor, pools: Tensor, ids: Sequence[SampleId], seed: int) -> Tensor:
-        """`[B]` int32, how often each row is trained: as often as resampling its pool with replacement chose it.
+        """`[B]` int32, how often each row is trained. Each pool is resampled with replacement: a pool of n rows has n
+        draws, and a row is trained as often as it was drawn, whatever the order of the rows.
 
-        rewards: `[B]`; pools: `[B]` int64, rows that are resampled together; ids: of the rows; seed: of the choice. Of
-        a pool of n rows n are chosen. Any order of the rows gives each the same number.
+        rewards: `[B]`; pools: `[B]` int64, equal for the rows of a pool; ids: of the rows; seed: of the draws.
         """
         order = torch.tensor(sorted(range(len(ids)), key=ids.__getitem__), dtype=torch.int64)
         draws = uniform_draws(seed, [ids[i] for i in order.tolist()])
@@ -101,7 +102,7 @@ class Algorithm(AlgorithmConfig):
         return torch.bincount(order[chosen], minlength=len(ids)).to(torch.int32)
 
     def policy_terms(self, tokens: TrainedTokens) -> PolicyTerms:
-        """Policy loss, ratio and clip of each trained token, `[T]`."""
+        """Policy loss of each trained token, its ratio, and whether it is clipped; each `[T]`."""
         return LOSSES[self.loss].function(tokens, self.bounds)
 
     def corrected(self, weights: Tensor) -> Tensor | None:
@@ -110,7 +111,7 @@ class Algorithm(AlgorithmConfig):
         return None if function is None else function(weights, self.correction_low, self.correction_high)
 
     def out_of_bounds(self, weights: Tensor) -> Tensor:
-        """`[T]` bool, which importance weights lie outside the correction's bounds; measured when it is off too."""
+        """`[T]` bool, whether an importance weight is outside the bounds of the correction (which may be off)."""
         return (weights < self.correction_low) | (weights > self.correction_high)
 
     def kl(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
@@ -118,5 +119,5 @@ class Algorithm(AlgorithmConfig):
         return KL_ESTIMATORS[self.kl_estimator](logp, logp_ref)
 
     def weights(self, counts: Tensor, totals: Totals) -> Tensor:
-        """Weight of a trained token of each sequence, `[B]` float64, from its trained tokens `counts` `[B]`."""
+        """See `sequence_weights`: `[B]` float64. counts: `[B]`, number of trained tokens of each sequence."""
         return sequence_weights(self.aggregation, counts, totals)

@@ -1,8 +1,8 @@
-"""Off-policy corrections: weights for what an older policy, or an engine that rounds differently, has sampled.
+"""Off-policy corrections: weights of tokens that an older policy sampled, or an engine that rounds differently.
 
-The rollout engine sampled tokens under `logp_rollout`; the update starts from `logp_old`, which the trainer
-computed. The policy loss is multiplied by the weight `exp(logp_old - logp_rollout)`, which has no gradient.
-A token of weight 0 still counts in the denominators: they are fixed before the first micro-batch runs.
+The rollout engine sampled tokens under `logp_rollout`. The trainer computed `logp_old` with the weights at the start of
+the update. The policy loss is multiplied by `exp(logp_old - logp_rollout)`, bounded and without gradient. A token of
+weight 0 is still counted in the denominators, because they are fixed before the first micro-batch runs.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ CORRECTION_LEVELS = ("token", "sequence", "geometric")
 
 
 def importance_weights(logp_old: Tensor, logp_rollout: Tensor, sequence: Tensor, sequences: int, level: str) -> Tensor:
-    """Probability under the trainer's policy / probability under the engine's, of a token or a whole response.
+    """Probability under the trainer's policy / probability under the engine's, of a token or a complete response.
 
-    logp_old, logp_rollout: `[T]`, the latter under the weights that sampled each token, which may differ within a
-    response; sequence: `[T]` int64, row of each token among `sequences`; level: "token", `exp(logp_old -
-    logp_rollout)`, "sequence", the product over the response's trained tokens on each of them, or "geometric", their
-    geometric mean, which does not grow with the length. The logarithm is kept within +-20. Returns `[T]`, detached.
-    Source: token level: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025;
+    logp_old, logp_rollout: `[T]`; tokens of one response may come from several versions of the engine's weights.
+    sequence: `[T]` int64, row of each token, below `sequences`. level: "token", `exp(logp_old - logp_rollout)`;
+    "sequence", each token gets the product of these ratios over its response; "geometric", it gets their geometric
+    mean, which does not grow with the length. Logarithms are clamped to +-20. Returns `[T]`, detached. Source:
+    token level: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025;
     sequence level: ordinary importance sampling, R. Sutton, A. Barto, "Reinforcement learning", 2018, section 5.5;
     geometric: verl's rollout correction (`seq_mean_k1`), AReaL's behaviour weight at its level "sequence".
     """
     gap = (logp_old - logp_rollout).detach()
     if level != "token":
-        whole = gap.new_zeros(sequences).index_add_(0, sequence, gap)
+        sums = gap.new_zeros(sequences).index_add_(0, sequence, gap)
         if level == "geometric":
-            whole = whole / torch.bincount(sequence, minlength=sequences).clamp(min=1)
-        gap = whole[sequence]
+            sums = sums / torch.bincount(sequence, minlength=sequences).clamp(min=1)
+        gap = sums[sequence]
     return gap.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
 
 
@@ -43,7 +43,7 @@ def truncate(weights: Tensor, low: float, high: float) -> Tensor:
 
 
 def mask(weights: Tensor, low: float, high: float) -> Tensor:
-    """`w` within the bounds, 0 outside them; at level geometric whole responses, low 0.999, high 1.001.
+    """`w` within the bounds, else 0. The level "geometric" so drops complete responses (default 0.999 to 1.001).
 
     Source: IcePop, arXiv 2510.18855; geometric: Liu, Li et al., "When speed kills stability", 2025, bounds: verl.
     """
@@ -51,18 +51,18 @@ def mask(weights: Tensor, low: float, high: float) -> Tensor:
 
 
 def decoupled(weights: Tensor, low: float, high: float) -> Tensor:
-    """Decoupled PPO: the weight of the behaviour policy, 0 above its cap, times PPO's ratio.
+    """Decoupled PPO: the importance weight, or 0 if it is above its cap; it multiplies PPO's loss.
 
-    PPO's ratio and clip are taken against `logp_old`, the proximal policy of the update's start. Source: J. Hilton et
-    al., arXiv 2110.00641; AReaL, arXiv 2505.24298, its default cap 5 and mode `token_mask`.
+    PPO's ratio and clip use `logp_old`, the proximal policy (that at the start of the update). Source: J. Hilton et
+    al., arXiv 2110.00641; AReaL, arXiv 2505.24298, mode `token_mask` with its default cap of 5.
     """
     return mask(weights, low, high)
 
 
 def decoupled_clip(weights: Tensor, low: float, high: float) -> Tensor:
-    """Decoupled PPO with the behaviour policy's weight clipped at its cap, so that each token is still trained.
+    """As `decoupled`, but a weight above the cap is set to the cap, so that each token is still trained.
 
-    Otherwise as `decoupled`. Source: AReaL, arXiv 2505.24298, its mode `token_truncate`, cap 5.
+    Source: AReaL, arXiv 2505.24298, mode `token_truncate`, cap 5.
     """
     return truncate(weights, low, high)
 
@@ -75,7 +75,7 @@ class CorrectionSpec:
     function: Callable[[Tensor, float, float], Tensor] | None
     low: float  # least weight
     high: float  # largest weight
-    geometric: tuple[float, float] | None = None  # (low, high) at the geometric level, None: the same
+    geometric: tuple[float, float] | None = None  # (low, high) at the level "geometric"; None: the same bounds
 
     def bounds(self, level: str) -> tuple[float, float]:
         """Default bounds at a level."""

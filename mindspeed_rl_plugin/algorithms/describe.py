@@ -1,4 +1,4 @@
-"""A resolved algorithm as text: for the line at a run's start, run.json, and the command `algorithms`."""
+"""A resolved algorithm as text, for the line at the start of a run, run.json, and the command `algorithms`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mindspeed_rl_plugin.algorithms.algorithm import Algorithm
 
 
 def describe(algorithm: Algorithm) -> str:
-    """One line: what this run computes, flags and preset together."""
+    """One line: what this run computes, by its flags and its preset."""
     a = algorithm
     spec = losses.LOSSES.get(a.loss)
     clipped = f" -{a.bounds.low:g}/+{a.bounds.high:g}" if spec is not None and spec.clip_low is not None else ""
@@ -44,5 +44,5 @@ def further_parts(algorithm: Algorithm) -> Iterable[str]:
 
 
 def coefficient(value: float, estimator: str) -> str:
-    """A coefficient of the KL and its estimator; "-" where it is 0."""
+    """A coefficient of the KL and its estimator; "-" if the coefficient is 0."""
     return f"{value:g} x {estimator}" if value else "-"

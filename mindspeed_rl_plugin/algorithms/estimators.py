@@ -1,9 +1,8 @@
-"""Advantage estimators: from the rewards of whole groups to one number per sample or per token.
+"""Advantage estimators: they compute one number per sample or per token from the rewards of complete groups.
 
-Every estimator takes a `RewardBatch` and the flags, and returns `[B]` (the same advantage on every trained
-token of the sample) or a `Ragged` aligned with the tokens. Groups are distinguished by their id and
-never by position: rows may be filtered, balanced, or arrive in any order. Sums are taken in float64, so
-that the order of the rows cannot be seen in a float32 result.
+Every estimator takes a `RewardBatch` and the flags. It returns `[B]` (the same advantage on every trained token of a
+sample) or a `Ragged` with an entry per token. Rows of a group are found by the group's id, never by their position, so
+rows may be filtered and in any order. Sums are in float64, so that this order does not change a float32 result.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class RewardBatch:
             )
 
     def outcome(self) -> Tensor:
-        """`[B]` float64, R of each response: its reward, less its KL cost summed over tokens."""
+        """`[B]` float64, R of each response: its reward minus the sum of its KL costs."""
         rewards = self.rewards.double()
         return rewards if self.kl_cost is None else rewards - row_sums(self.kl_cost)
 
@@ -57,12 +56,12 @@ class RewardBatch:
 def group_norm(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
     """GRPO: `(R - mean_g) / (std_g + eps)`, sample standard deviation over the group.
 
-    Returns `[B]` float32. A group of one response, or one whose rewards are all equal, gives exactly 0.
+    Returns `[B]` float32, exactly 0 for a group of one response or of equal rewards.
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2.
     """
     groups = _GroupOutcomes(batch)
     variance = groups.sum(groups.centred.square()) / (groups.count - 1).clamp(min=1)
-    # Not 0 / 0 where the rewards are equal and eps is 0.
+    # Avoids 0 / 0 if the rewards are equal and eps is 0.
     return torch.where(
         groups.centred == 0, 0.0, groups.centred / (variance.sqrt()[groups.member] + config.advantage_eps)
     ).float()
@@ -78,7 +77,7 @@ def group_mean(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
 
 
 def rloo(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
-    """RLOO: R less the mean of the other responses of the prompt, `(R - mean_g) * N / (N - 1)`.
+    """RLOO: R minus the mean R of the other responses to the prompt, `(R - mean_g) * N / (N - 1)`.
 
     Returns `[B]` float32. Groups have at least two responses (`AdvantageSpec.members`).
     Source: arXiv 2402.14740.
@@ -88,10 +87,10 @@ def rloo(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
 
 
 def reinforce_plus_plus(batch: RewardBatch, config: AlgorithmConfig) -> Ragged:
-    """REINFORCE++: discounted sum of the token rewards from a token on, `A_t = rho_t + gamma * A_{t+1}`.
+    """REINFORCE++: discounted sum of the rewards of a token and all later ones, `A_t = rho_t + gamma * A_{t+1}`.
 
-    Needs `loss_mask`. Masked tokens take no step of the discount. Returns ragged `[L]` float64, 0 where the
-    mask is 0; to be whitened over the rollout (`whiten`). Source: arXiv 2501.03262.
+    Needs `loss_mask`. Masked tokens are skipped: t + 1 is the next trained token. Returns ragged `[L]` float64, 0 on
+    masked tokens, to be whitened over the rollout (`whiten`). Source: arXiv 2501.03262.
     """
     return _backwards(batch.token_rewards(), batch.loss_mask, config.gamma)
 
@@ -107,9 +106,9 @@ def reinforce_baseline(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
 def gae(batch: RewardBatch, config: AlgorithmConfig) -> Ragged:
     """PPO: `delta_t = rho_t + gamma * V_{t+1} - V_t`, `A_t = delta_t + gamma * lambda * A_{t+1}`.
 
-    Needs `loss_mask` and `values`. Masked tokens are skipped: t + 1 is the next trained token, and after the last one V
-    is 0. Returns ragged `[L]` float64, 0 where the mask is 0, to be whitened over the rollout; `returns` uses them
-    before that. Source: GAE, arXiv 1506.02438, Eq. 16; PPO, arXiv 1707.06347, Eq. 11.
+    Needs `loss_mask` and `values`. Masked tokens are skipped: t + 1 is the next trained token; after the last trained
+    token V is 0. Returns ragged `[L]` float64, 0 on masked tokens. `returns` takes it as it is; for the policy loss it
+    is whitened over the rollout. Source: GAE, arXiv 1506.02438, Eq. 16; PPO, arXiv 1707.06347, Eq. 11.
     """
     trained = batch.loss_mask.values.bool()
     rows = rows_of(batch.loss_mask)[trained]
@@ -136,8 +135,8 @@ class AdvantageSpec:
     function: Callable[[RewardBatch, AlgorithmConfig], Tensor | Ragged]
     per_token: bool = False  # it returns a `Ragged`, one advantage per token
     whitened: bool = False  # its result is whitened over the rollout
-    members: int = 2  # fewest responses of a prompt that it can compare
-    critic: bool = False  # it needs values
+    members: int = 2  # least number of responses to a prompt that it needs
+    critic: bool = False  # it needs a critic's values
 
 
 ADVANTAGES: dict[str, AdvantageSpec] = {
@@ -151,15 +150,15 @@ ADVANTAGES: dict[str, AdvantageSpec] = {
 
 
 class _GroupOutcomes:
-    """Outcome rewards by group. member: `[B]`, number of each row's group; count: `[groups]` float64 rows of each;
-    centred: `[B]` float64, R less its group's mean."""
+    """Outcome rewards by group. member: `[B]`, number of each row's group; count: `[groups]` float64, number of rows of
+    each group; centred: `[B]` float64, R minus the mean of its group."""
 
     def __init__(self, batch: RewardBatch) -> None:
         outcome = batch.outcome()
         names, self.member = batch.groups.unique(return_inverse=True)
         self.count = torch.bincount(self.member, minlength=names.numel()).double()
         centred = outcome - (self.sum(outcome) / self.count)[self.member]
-        # Rounding moves the mean of equal rewards slightly off them, which a small eps would blow up.
+        # Exactly 0 for equal rewards: by rounding their mean may differ from them, and a small eps would magnify this.
         self.centred = torch.where(all_equal(outcome, self.member, names.numel())[self.member], 0.0, centred)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -168,7 +167,7 @@ class _GroupOutcomes:
 
 
 def all_equal(values: Tensor, member: Tensor, groups: int) -> Tensor:
-    """`[groups]` bool: whether the values `[B]` of each group are one and the same number; member: `[B]` int64."""
+    """`[groups]` bool: whether all values of a group are equal. values: `[B]`; member: `[B]` int64, row's group."""
     low = values.new_empty(groups).scatter_reduce_(0, member, values, "amin", include_self=False)
     high = values.new_empty(groups).scatter_reduce_(0, member, values, "amax", include_self=False)
     return low == high

@@ -1,8 +1,8 @@
 """KL of the policy to the frozen reference, estimated from the log-probs of sampled tokens.
 
-With `x = logp_ref - logp`, all estimate KL(policy || reference). Their values agree in expectation (that of k2 nearly);
-as terms of a loss their gradients do not: that of k1 has mean zero, that of k3 belongs to KL(reference || policy), and
-only that of k2 is the gradient of KL(policy || reference). `k3-unbiased` has the value of k3 and the gradient of k2.
+With `x = logp_ref - logp`, all estimate KL(policy || reference): k1 and k3 without bias, k2 with a small bias. As terms
+of a loss their mean gradients differ: that of k1 is zero, that of k3 is the gradient of KL(reference || policy), and
+that of k2 is the gradient of KL(policy || reference). `k3-unbiased` has the value of k3 and the gradient of k2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def k2(logp: Tensor, logp_ref: Tensor) -> Tensor:
 def k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
     """`exp(x) - x - 1`, `[T]`, at most 10. Source: J. Schulman, "Approximating KL divergence", 2020."""
     gap = _gap(logp, logp_ref)
-    # expm1 keeps the small values that exp(x) - 1 would round away.
+    # exp(x) - 1 would round small values to 0, expm1 does not.
     return (torch.expm1(gap) - gap).clamp(max=K3_LIMIT)
 
 

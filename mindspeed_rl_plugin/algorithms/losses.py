@@ -1,7 +1,7 @@
 """Policy losses: one number per trained token, to be minimised.
 
-A loss takes `TrainedTokens` and `Bounds` and returns `PolicyTerms`. It never averages over tokens:
-weights come from `aggregate`. `sg` in formulas stops the gradient; `r = exp(logp - logp_old)`.
+A loss takes `TrainedTokens` and `Bounds` and returns `PolicyTerms`. It never averages over tokens: their
+weights come from `aggregate`. In formulas, `sg` stops the gradient and `r = exp(logp - logp_old)`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class TrainedTokens:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits that a loss puts on the ratio."""
+    """Bounds of the ratio, and temperatures of SAPO."""
 
     low: float = 0.0  # the ratio is clipped to `[1 - low, 1 + high]`
     high: float = 0.0
-    dual: float | None = None  # bound c for negative advantages; None: off
-    tau_positive: float = 1.0  # temperature of SAPO's gate for advantages above 0
-    tau_negative: float = 1.05  # the same for other advantages
+    dual: float | None = None  # c in `clip`, for negative advantages; None: off
+    tau_positive: float = 1.0  # temperature of SAPO's gate if the advantage is above 0
+    tau_negative: float = 1.05  # temperature of SAPO's gate if the advantage is 0 or less
 
 
 @dataclass(frozen=True)
@@ -50,33 +50,33 @@ class PolicyTerms:
 def clip(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
     """PPO's clipped surrogate: `max(-A*r, -A*clip(r, 1-low, 1+high))`.
 
-    With `bounds.dual` = c, where A < 0: `min(that, -c*A)`. Source: arXiv 1707.06347, Eq. 7; two bounds:
-    DAPO, arXiv 2503.14476, Eq. 10; dual clip: arXiv 1912.09729, Eq. 5.
+    With `bounds.dual` = c and A < 0, the loss is at most `-c*A`. Source: arXiv 1707.06347, Eq. 7; two
+    bounds: DAPO, arXiv 2503.14476, Eq. 10; dual clip: arXiv 1912.09729, Eq. 5.
     """
     return _clipped(likelihood_ratio(tokens.logp, tokens.logp_old), tokens.advantages, bounds)
 
 
 def gspo(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
-    """Sequence ratio `s = exp(mean_t (logp - logp_old))` in the place of r in `clip`.
+    """`clip` with the sequence ratio `s = exp(mean_t (logp - logp_old))` instead of r.
 
-    In token form, `sg(s) * exp(logp - sg(logp))`: on each token the value is s, and the gradient is the token's own
-    part, so that advantages may differ between tokens. log s is capped at 10, beyond which no gradient flows. Source:
-    GSPO-token, arXiv 2507.18071, Eq. 13 and 14; cap: verl, compute_policy_loss_gspo.
+    It is computed as `sg(s) * exp(logp - sg(logp))`: for each token its value is s and its gradient is s times that of
+    the token's logp, so advantages may differ between tokens. log s is at most 10; above that the gradient is 0.
+    Source: GSPO-token, arXiv 2507.18071, Eq. 13 and 14; cap: verl, compute_policy_loss_gspo.
     """
     gap = (tokens.logp - tokens.logp_old).detach()
     sums = gap.new_zeros(tokens.sequences).index_add_(0, tokens.sequence, gap)
     counts = torch.bincount(tokens.sequence, minlength=tokens.sequences).clamp(min=1)
     mean = (sums / counts)[tokens.sequence]
-    # In this order: the bracket is exactly 0, while mean + logp would round off digits that bounds of 3e-4 need.
+    # The bracket is exactly 0. Without it, mean + logp would round off digits that bounds of 3e-4 need.
     log_ratio = (mean + (tokens.logp - tokens.logp.detach())).clamp(max=LOG_SEQUENCE_RATIO_LIMIT)
     return _clipped(log_ratio.exp(), tokens.advantages, bounds)
 
 
 def cispo(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
-    """Clipped importance weight, every token keeps its gradient: `-sg(clip(r, 1-low, 1+high)) * A * logp`.
+    """Clipped importance weight; clipped tokens have a gradient too: `-sg(clip(r, 1-low, 1+high)) * A * logp`.
 
-    Other code gives the upper bound itself; `high` here is its offset from 1. low above 1 is no lower bound.
-    Source: MiniMax-M1, arXiv 2506.13585, Eq. 4 and 5.
+    Other code takes the upper bound itself; here `high` is this bound minus 1. With `low` of 1 or more there is no
+    lower bound. Source: MiniMax-M1, arXiv 2506.13585, Eq. 4 and 5.
     """
     ratio = likelihood_ratio(tokens.logp, tokens.logp_old).detach()
     weight = ratio.clamp(1.0 - bounds.low, 1.0 + bounds.high)
@@ -84,9 +84,9 @@ def cispo(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
 
 
 def sapo(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
-    """Soft gate for the clip: `-A * sigmoid(tau*(r - 1)) * 4/tau`, tau by the sign of A.
+    """A soft gate instead of the clip: `-A * sigmoid(tau*(r - 1)) * 4/tau`; tau depends on the sign of A.
 
-    Nothing counts as clipped. Source: SAPO, arXiv 2511.20347.
+    No token counts as clipped. Source: SAPO, arXiv 2511.20347.
     """
     ratio = likelihood_ratio(tokens.logp, tokens.logp_old)
     tau = torch.full_like(ratio, bounds.tau_negative).masked_fill(tokens.advantages > 0, bounds.tau_positive)
@@ -95,7 +95,7 @@ def sapo(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
 
 
 def reinforce(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
-    """Policy gradient: `-A * sg(r) * logp`; r is 1 in a rollout's first step and keeps later ones unbiased.
+    """Policy gradient: `-A * sg(r) * logp`. In the first step on a rollout r is 1; it keeps later steps unbiased.
 
     Source: R. Williams, 1992; RLOO, arXiv 2402.14740.
     """
@@ -108,10 +108,10 @@ class LossSpec:
     """A policy loss, and its default bounds."""
 
     function: Callable[[TrainedTokens, Bounds], PolicyTerms]
-    clip_low: float | None = None  # default bound; None: the loss has none
-    clip_high: float | None = None  # likewise
-    dual: bool = False  # whether it supports dual clip
-    gate: bool = False  # whether it has SAPO's temperatures
+    clip_low: float | None = None  # default bound; None: the loss has no bounds
+    clip_high: float | None = None  # default bound; None: the loss has no bounds
+    dual: bool = False  # whether the loss supports dual clip
+    gate: bool = False  # whether the loss has SAPO's temperatures
 
 
 LOSSES: dict[str, LossSpec] = {
@@ -125,7 +125,7 @@ LOSSES: dict[str, LossSpec] = {
 
 
 def likelihood_ratio(logp: Tensor, logp_old: Tensor) -> Tensor:
-    """`exp(logp - logp_old)`, `[T]`, with the difference kept within +-20 so that it stays finite."""
+    """`exp(logp - logp_old)`, `[T]`. The difference is clamped to +-20, so that the ratio is finite."""
     return (logp - logp_old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 

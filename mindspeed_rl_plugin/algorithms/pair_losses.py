@@ -1,4 +1,4 @@
-"""DPO: losses over pairs of a chosen and a rejected response to one prompt, and what the pairs are made of."""
+"""DPO: losses over pairs of a chosen and a rejected response to one prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 
 @dataclass(frozen=True)
 class PairBatch:
-    """P pairs. Log-probs are sums over trained tokens, `[P]`; those of the policy carry the gradient."""
+    """P pairs. Log-probs are sums over trained tokens, `[P]`; `chosen` and `rejected` (the policy) have gradients."""
 
     chosen: Tensor
     rejected: Tensor
@@ -29,7 +29,7 @@ class PairTerms:
     """What a pair loss returns for each pair."""
 
     loss: Tensor  # `[P]`
-    margin: Tensor  # `[P]`, detached, `beta * h`: the implicit reward of chosen over rejected
+    margin: Tensor  # `[P]`, detached, `beta * h`: implicit reward of chosen minus that of rejected
 
 
 def sigmoid(h: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -47,7 +47,7 @@ def hinge(h: Tensor, config: AlgorithmConfig) -> Tensor:
 
 
 def ipo(h: Tensor, config: AlgorithmConfig) -> Tensor:
-    """`(h - 1 / (2*beta))^2`, `[P]`, of summed log-probs unless `dpo_length_norm`. Source: arXiv 2310.12036, Eq. 17."""
+    """`(h - 1 / (2*beta))^2`, `[P]`. Source: arXiv 2310.12036, Eq. 17."""
     return (h - 1.0 / (2.0 * config.dpo_beta)).square()
 
 
@@ -57,8 +57,8 @@ PAIR_LOSSES: dict[str, Callable[[Tensor, AlgorithmConfig], Tensor]] = {"sigmoid"
 def pair_terms(pairs: PairBatch, config: AlgorithmConfig) -> PairTerms:
     """The loss `dpo_loss` of each pair, from `h = (chosen - rejected) - (ref_chosen - ref_rejected)`.
 
-    With `dpo_length_norm` every log-prob is divided by its response's trained tokens (0 for a response with none).
-    The loss of a step is the mean over the pairs of the global batch. Source: arXiv 2305.18290, Eq. 7.
+    With `dpo_length_norm` each summed log-prob is divided by the number of trained tokens of its response. The loss
+    of a step is the mean over the pairs of the global batch. Source: arXiv 2305.18290, Eq. 7.
     """
     chosen, rejected = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected
     if config.dpo_length_norm:

@@ -1,4 +1,4 @@
-"""`--rl-algorithm`: presets as rows over the parts, and how flags override them."""
+"""`--rl-algorithm`: presets, each of which names the parts of an algorithm, and how flags override them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.algorithms.corrections import CORRECTIONS
 from mindspeed_rl_plugin.algorithms.losses import LOSSES, Bounds
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig, flag_name, limit_problems, unread_flags
 
-PAIRS = "pairs"  # in the place of advantage and aggregation: DPO has pairs instead
+PAIRS = "pairs"  # written as advantage and aggregation of DPO, which has neither
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Preset:
     source: str  # the paper or code that each choice comes from
     kl_loss_coef: float = 0.0
     kl_reward_coef: float = 0.0
-    overlong: float = 0.0  # share of the response limit over which DAPO's length penalty rises; 0: no penalty
+    overlong: float = 0.0  # fraction of the response limit over which DAPO's length penalty rises; 0: no penalty
     dynamic_sampling: bool = False
     filtration: str = "none"  # a name in `FILTRATIONS`, or "none"
     kl_estimator: str = "k3"
@@ -59,9 +59,9 @@ def learns_from_pairs(name: str | None) -> bool:
 
 
 def resolve(config: AlgorithmConfig) -> Algorithm:
-    """Fill every part that the user left open from the preset, and check the result.
+    """The preset, with the parts and values that flags give instead, checked.
 
-    An explicit flag always wins. Bounds follow the loss that is really used. Raises ValueError for an
+    Default bounds are those of the loss that is used, even if the preset has another loss. Raises ValueError for an
     unknown name (listing the known ones), for a value outside its limits, and for flags that contradict each other.
     """
     if problems := limit_problems(config):
@@ -72,20 +72,20 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
 
 
 def unread(config: RLConfig) -> list[str]:
-    """One message for each flag that nothing reads under this algorithm; none for a name that is unknown."""
+    """One message for each flag that nothing reads with this algorithm; no message if a name is unknown."""
     try:
         algorithm = assemble(config.algorithm)
     except ValueError:
-        return []  # reported where the algorithm is resolved
+        return []  # `resolve` reports this
     preset = resolve(AlgorithmConfig(algorithm=config.algorithm.algorithm))
     return list(unread_flags(config, algorithm, preset))
 
 
 def assemble(config: AlgorithmConfig) -> Algorithm:
-    """The parts alone, whatever the numbers say. Raises ValueError for an unknown name."""
+    """As `resolve`, but numbers are not checked. Raises ValueError for an unknown name."""
     preset = ALGORITHMS[_known("algorithm", config.algorithm, ALGORITHMS)]
     parts = vars(config) | {n: _given(getattr(config, n), v) for n, v in vars(preset).items() if hasattr(config, n)}
-    fixed = ("loss", "advantage", "aggregation") if preset.advantage == PAIRS else ()  # no row of exchangeable parts
+    fixed = ("loss", "advantage", "aggregation") if preset.advantage == PAIRS else ()  # flags cannot replace these
     parts |= {name: getattr(preset, name) for name in fixed}
     for field in fields(config):
         if field.metadata["choices"] and field.name not in fixed:

@@ -1,4 +1,4 @@
-"""What shapes the reward before the estimator sees it: KL to the reference, and DAPO's length penalty."""
+"""Changes of the reward before the advantage estimator: KL to the reference, and DAPO's length penalty."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mindspeed_rl_plugin.rows import Ragged
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
     """Soft overlong punishment: 0 up to `limit - buffer` tokens, then falling to `-factor` at `limit`.
 
-    `min(0, -min(len - (L - B), B) / B * f)` is added to the reward. lengths: `[B]` response tokens; limit: L, the
-    longest response; buffer: B, in tokens, 0: no penalty. Returns `[B]` float64, at most 0.
+    `min(0, -min(len - (L - B), B) / B * f)`, to be added to the reward. lengths: `[B]` response tokens; limit: L, most
+    tokens of a response; buffer: B, in tokens, 0: no penalty; factor: f. Returns `[B]` float64.
     Source: DAPO, arXiv 2503.14476, Eq. 13 (L 20480, B 4096, f 1).
     """
     lengths = lengths.double()
@@ -24,11 +24,11 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) ->
 def token_rewards(
     rewards: Tensor, loss_mask: Ragged, kl_cost: Ragged | None = None, turn_rewards: Ragged | None = None
 ) -> Ragged:
-    """Reward of each token: R on the last trained token of the response, minus the KL cost of every trained one.
+    """Reward of each token: R on the last trained token of the response, minus the KL cost of each trained token.
 
-    rewards: `[B]`; loss_mask, kl_cost, turn_rewards: ragged `[L]`; turn_rewards: the part of R that keeps its own
-    token. Returns ragged `[L]` float64, 0 where the mask is 0; the reward of a response without a trained token is
-    dropped. Source: InstructGPT, arXiv 2203.02155, Eq. 2.
+    rewards: `[B]`, R; loss_mask, kl_cost, turn_rewards: ragged `[L]`; turn_rewards: the part of R that stays on the
+    tokens on which it is. Returns ragged `[L]` float64, 0 on masked tokens; the R of a response without a trained token
+    is dropped. Source: InstructGPT, arXiv 2203.02155, Eq. 2.
     """
     rewards = rewards.double()
     trained = loss_mask.values.bool()

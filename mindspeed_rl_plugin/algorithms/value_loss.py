@@ -20,7 +20,7 @@ def value_loss(values: Tensor, values_old: Tensor, returns: Tensor, clip: float 
     """`0.5 * max((v - return)^2, (clip(v, v_old - c, v_old + c) - return)^2)` of each trained token.
 
     values: `[T]`, carries the gradient; values_old: `[T]`, from before the update; clip: c, None: no clipping.
-    Weighted by `aggregate`'s token-mean. Source: PPO2 of OpenAI baselines; arXiv 2006.05990.
+    `aggregate`'s token-mean weighs the tokens. Source: PPO2 of OpenAI baselines; arXiv 2006.05990.
     """
     plain = (values - returns).square()
     if clip is None:
