@@ -18,16 +18,16 @@ from mindspeed_rl_plugin.monitor.run_files import atomic_write, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "rl_state.pt"
-STATE_FORMAT, _APART = 1, 2  # format 2 had the rows of its dock in a file of their own
+STATE_FORMAT, _DOCK_FILE_FORMAT = 1, 2  # 1 is written; some older versions wrote 2: the dock's rows in another file
 CRITIC = "critic"  # folder of PPO's critic inside an iteration folder
-CRITIC_MARK = "rl_value_head"  # empty file in a critic's iteration folder: its output layer is a value head
+CRITIC_MARK = "rl_value_head"  # empty file in an iteration folder: the output layer of this checkpoint is a value head
 
 
 def read_tracker(directory: str | None) -> int | str | None:
     """Iteration that the tracker file names, "release", or None when there is no checkpoint.
 
-    If the tracker file is empty, because Megatron was killed while it wrote it, returns the newest complete checkpoint
-    and prints a line. Raises ValueError if there is none, or for other contents of the file.
+    If the tracker file is empty (Megatron was killed while it wrote the file), returns the newest complete checkpoint
+    and prints a line. Raises ValueError if no checkpoint is complete, or if the file contains something else.
     """
     if directory is None:
         return None
@@ -46,8 +46,8 @@ def read_tracker(directory: str | None) -> int | str | None:
 
 
 def mend_tracker(directory: str) -> None:
-    """Write the result of `read_tracker` into an empty tracker file, since Megatron reads it too. Only for the job that
-    owns the directory."""
+    """Write the result of `read_tracker` into an empty tracker file, since Megatron reads the file too. Only the job
+    whose `--save` is this directory may call it."""
     if is_empty(directory):
         write_text(os.path.join(directory, TRACKER), str(read_tracker(directory)))
 
@@ -60,17 +60,18 @@ def is_empty(directory: str) -> bool:
 
 @functools.cache
 def _newest_whole(directory: str) -> int:
-    """The newest complete checkpoint. Megatron opens the tracker file after all ranks have written; so a truncated file
-    was lost with its machine."""
+    """The newest complete checkpoint. Megatron opens the tracker file after all ranks have written their files; so one
+    of these can be truncated only if its machine failed before the data was on disk."""
     folders = sorted(path for path in Path(directory).glob("iter_*") if path.name.removeprefix("iter_").isdigit())
     whole = next((path for path in reversed(folders) if _is_whole(path)), None)
     if whole is None:
         raise ValueError(
-            f"{directory}/{TRACKER} is empty, and no checkpoint beside it is whole; remove it to start without one"
+            f"{directory}/{TRACKER} is empty, and no checkpoint in this directory is complete; remove the file to "
+            "start without a checkpoint"
         )
     iteration = split_iteration_dir(str(whole))[1]
-    say(f"{directory}/{TRACKER} is empty, as a kill at the end of a save leaves it: {iteration}, the newest checkpoint "
-        "that is whole, is taken")  # fmt: skip
+    say(f"{directory}/{TRACKER} is empty, probably since a job was killed at the end of a save; this run uses "
+        f"iteration {iteration}, the newest complete checkpoint")  # fmt: skip
     return iteration
 
 
@@ -80,7 +81,7 @@ def _is_whole(folder: Path) -> bool:
     if DistFiles.are_in(folder):
         return DistFiles(folder).are_whole()
     files = [*folder.glob("mp_rank_*/*.pt")]
-    return bool(files) and all(map(zipfile.is_zipfile, files))  # the index is at the end of such a file
+    return bool(files) and all(map(zipfile.is_zipfile, files))  # a zip file has its index at its end
 
 
 def iteration_dir(directory: str, iteration: int | str) -> str:
@@ -96,13 +97,13 @@ def split_iteration_dir(path: str) -> tuple[str, int | str]:
 
 
 def critic_source(directory: str) -> str:
-    """Iteration folder of `--rl-critic-load`. Raises ValueError where there is none."""
+    """Iteration folder of `--rl-critic-load`. Raises ValueError if there is none."""
     directory = os.path.abspath(directory)
     tracked = read_tracker(directory)
     if tracked is None:
         raise ValueError(
-            f"--rl-critic-load {directory} holds no checkpoint ({TRACKER} is missing); give the directory of a "
-            f"Megatron checkpoint, of a critic SAVE/iter_0000500/{CRITIC}, or leave the flag out"
+            f"--rl-critic-load {directory} holds no checkpoint ({TRACKER} is missing); give the directory of a Megatron"
+            f" checkpoint (that of a saved critic is SAVE/iter_0000500/{CRITIC}), or leave the flag out"
         )
     folder = iteration_dir(directory, tracked)
     if not os.path.isdir(folder):
@@ -130,17 +131,17 @@ def write_state(directory: str, iteration: int, state: dict[str, Any]) -> None:
 
 
 def read_state(directory: str, iteration: int | str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The RL state of one checkpoint with an `outline` of its dock, for all ranks; and the dock with its rows (or
-    None), for one rank. Loads only tensors and plain values, no arbitrary objects.
+    """Returns the RL state of one checkpoint with an `outline` of its dock, for all ranks; and the dock with its rows
+    (None: no dock), for one rank. Loads only tensors and plain values, no arbitrary objects.
 
     Raises ValueError for an unknown format, and for a missing or damaged file.
     """
     folder = iteration_dir(directory, iteration)
     state = _load(os.path.join(folder, STATE_FILE))
-    if state.get("format") not in (STATE_FORMAT, _APART):
+    if state.get("format") not in (STATE_FORMAT, _DOCK_FILE_FORMAT):
         raise ValueError(
             f"{STATE_FILE} in {folder} has format {state.get('format')}; this version reads {STATE_FORMAT} and "
-            f"{_APART}: resume with the plugin version that wrote it"
+            f"{_DOCK_FILE_FORMAT}: resume with the plugin version that wrote it"
         )
     dock = state.get("loop", {}).get("dock")
     if "dock_file" in state:
@@ -160,7 +161,7 @@ def _load(path: str) -> dict[str, Any]:
 
 
 def outline(dock: dict[str, Any]) -> dict[str, Any]:
-    """A dock's snapshot without rows, for every rank: for each epoch its number, sizes and columns."""
+    """A dock's snapshot without rows: of each epoch its number, its sizes, and the names of columns that have rows."""
     epochs = [
         {
             **{k: epoch[k] for k in ("number", "groups", "members")},

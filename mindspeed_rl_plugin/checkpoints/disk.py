@@ -1,4 +1,4 @@
-"""Free disk space for a run: checked at the start, estimated for a checkpoint, and reported when it is full."""
+"""Disk space of a run: checked at the start, estimated for a checkpoint, and named in the error if a disk is full."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-MIN_FREE_BYTES = 16 << 20  # bytes; with less a disk counts as full
-_OPTIMIZER_BYTES = 12  # bytes of a parameter: its fp32 copy and Adam's two moments
+MIN_FREE_BYTES = 16 << 20  # bytes; a disk with less free space counts as full
+_OPTIMIZER_BYTES = 12  # bytes per parameter: its fp32 copy and Adam's two moments
 
 
 def places(args: Any) -> dict[str, str]:
@@ -19,7 +19,7 @@ def places(args: Any) -> dict[str, str]:
 
 
 def free_bytes(directory: str) -> int:
-    """Bytes that may be written in a directory, which need not exist yet."""
+    """Free bytes on the disk of a directory, which need not exist yet."""
     return shutil.disk_usage(_existing(directory)).free
 
 
@@ -29,16 +29,16 @@ def writable(directory: str) -> bool:
 
 
 def problems(args: Any, config: Any) -> Iterator[str]:
-    """One message for each directory that cannot be written."""
+    """One message for each directory that is not writable, or whose disk is full."""
     for flag, directory in places(args).items():
         if not writable(directory):
-            yield f"{flag} {directory} may not be written: change its permissions, or give another directory"
+            yield f"{flag} {directory} is not writable: change its permissions, or give another directory"
         elif (free := free_bytes(directory)) < MIN_FREE_BYTES:
-            yield f"{flag} {directory}: {free} bytes free; free some, or give a directory on another disk"
+            yield f"{flag} {directory}: {free} bytes free; delete files, or give a directory on another disk"
 
 
 def small_disk(args: Any, parameters: int) -> str | None:
-    """A warning if the next checkpoint may not fit. parameters: of the whole model; the estimate is rough."""
+    """A warning if the next checkpoint may not fit, by a rough estimate. parameters: number in the complete model."""
     if not getattr(args, "save", None):
         return None
     copies = 1 + (getattr(args, "enable_mg2hf_convert", False) and not getattr(args, "hf_save_dir", None))

@@ -1,8 +1,10 @@
 """Reads the files of one checkpoint of `--ckpt-format torch_dist`, without Megatron and without running code in them.
 
-FOLDER/.metadata          every tensor: its whole shape, and which file holds which box of it
+A box is a part of a tensor: a range on each axis.
+
+FOLDER/.metadata          the index. Of every tensor: its complete shape, its boxes, and the file of each box
 FOLDER/__0_0.distcp       the boxes that rank 0 wrote, one after the other, each as torch.save writes it
-FOLDER/common.pt          arguments and counters; from core 0.19 on an entry `common_state` of the others
+FOLDER/common.pt          arguments and counters; from core 0.19 on an entry `common_state/...` of the .distcp files
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ class StoredTensor:
 
     files: DistFiles
     name: str  # of its entry in the index
-    box: Box  # its part of the entry; leading axes of size 1 (a layer, an expert) are no axes of the tensor
-    shape: tuple[int, ...]
+    box: Box  # the part of this entry that is the tensor
+    shape: tuple[int, ...]  # without leading axes of size 1 of the box (of a layer, of an expert)
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """Read the tensor. Raises ValueError where the files lack a part of it."""
+        """Read the tensor. Raises ValueError if the files lack a part of it."""
         out = torch.empty([stop - start for start, stop in self.box], dtype=self.dtype)
         missing = out.numel()
         for entry, (offsets, sizes) in self.files.boxes(self.name, self.box):
@@ -59,11 +61,11 @@ class DistFiles:
 
     @staticmethod
     def are_in(folder: Path) -> bool:
-        """Whether an iteration folder is of this format."""
+        """Whether an iteration folder has this format."""
         return (folder / DCP_INDEX).is_file()
 
     def are_whole(self) -> bool:
-        """Whether the files have the lengths of the index."""
+        """Whether no file is missing, or shorter than the index says."""
         ends: dict[str, int] = {}
         for where in self._index.storage_data.values():
             ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
@@ -82,8 +84,8 @@ class DistFiles:
 
     @cached_property
     def _boxes(self) -> dict[str, dict[tuple[int, int], list[Any]]]:
-        """Stored boxes of each tensor, by start and stop of the first axis: there are tens of thousands for experts,
-        but few for one layer."""
+        """Stored boxes of each tensor, by start and stop on its first axis (often the layer): a tensor of experts has
+        tens of thousands of boxes, but few of one layer."""
         out: dict[str, dict[tuple[int, int], list[Any]]] = {}
         for name in self.tensors():
             sizes = {tuple(c.offsets): tuple(c.sizes) for c in self._index.state_dict_metadata[name].chunks}
@@ -94,29 +96,29 @@ class DistFiles:
         return out
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Whole shape and dtype of each tensor, by name."""
+        """Complete shape and dtype of each tensor, by name."""
         known = ((n, t) for n, t in self._index.state_dict_metadata.items() if hasattr(t, "chunks"))
         return {name: (tuple(t.size), t.properties.state[0]) for name, t in known}
 
     def boxes(self, name: str, box: Box) -> Iterator[tuple[Any, tuple[tuple[int, ...], tuple[int, ...]]]]:
-        """Places of the stored boxes of a tensor that may overlap `box`, with their offsets and sizes."""
+        """Stored boxes of a tensor that overlap `box` on the first axis: (record for `load`, (offsets, sizes))."""
         low, high = box[0] if box else (0, 1)
         for (start, stop), stored in self._boxes.get(name, {}).items():
             if start < high and low < stop:
                 yield from stored
 
     def load(self, where: Any) -> Any:
-        """Load the contents of an entry. Raises ValueError for a missing or truncated file."""
+        """Load what a record of the index points to. Raises ValueError for a missing or truncated file."""
         path = self.folder / where.relative_path
         size = path.stat().st_size if path.is_file() else 0
         if size < where.offset + where.length:
-            raise ValueError(f"{path} is missing or cut short: {size} bytes, {DCP_INDEX} says it has more; put it back")
+            raise ValueError(f"{path} is missing or cut short: {size} bytes, fewer than {DCP_INDEX} says; restore it")
         with open(path, "rb") as file:
             file.seek(where.offset)
             return pickles.load_content(io.BytesIO(file.read(where.length)), path)
 
     def common(self) -> dict[str, Any]:
-        """The values other than tensors: arguments, iteration. Empty if the files have none."""
+        """All that is not a tensor: arguments, iteration. Empty if the files have no such values."""
         if (self.folder / COMMON_FILE).is_file():
             return pickles.load(self.folder / COMMON_FILE)
         names = [name for name in self._entries if name.startswith(_COMMON_ENTRY)] if self.are_in(self.folder) else []

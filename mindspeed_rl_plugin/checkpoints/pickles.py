@@ -1,8 +1,8 @@
 """Reads a file of torch.save without running code that it names: only tensors and plain values, memory-mapped.
 
-A Megatron checkpoint also pickles Megatron's own classes (enums among its arguments, states of random generators).
-Exporting needs none of them, and Megatron need not be installed: every name outside a short list becomes an inert
-object.
+A Megatron checkpoint also has objects of Megatron's own classes (enums among its arguments, states of random
+generators). No caller needs these, and Megatron need not be installed: an inert object replaces each object whose
+class is not in a short list.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALLOWED = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch._utils", "_rebuild_parameter"),
     ("torch", "Size"),
-    ("__builtin__", "set"),  # in Megatron's arguments, by the name of protocol 2
+    ("__builtin__", "set"),  # in Megatron's arguments; pickle's protocol 2 writes this name
 }
 _METADATA = "torch.distributed.checkpoint.metadata"
 _INDEX_CLASSES = {
@@ -32,7 +32,7 @@ _INDEX_CLASSES = {
 
 
 class Inert:
-    """Replaces an object of another class. It accepts any arguments, state and items, and stores none."""
+    """Replaces an object of a class that is not allowed. It accepts and ignores any arguments, state and items."""
 
     def __new__(cls, *args: Any, **named: Any) -> Inert:
         return super().__new__(cls)
@@ -47,7 +47,7 @@ class Inert:
 
 
 class IndexRecord:
-    """Replaces a record in the index of torch's distributed checkpoints, with the fields of its pickle."""
+    """Replaces a record in the index of torch's distributed checkpoints; it has the fields that were pickled."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
@@ -75,7 +75,8 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def load_content(source: str | IO[bytes], path: Path, mmap: bool = False) -> Any:
-    """Load what torch.save wrote to a file, or to bytes in the file `path`. Raises ValueError for other contents."""
+    """Load what torch.save wrote. source: the path of the file, or a stream with a part of the file `path`; mmap: map
+    tensors from the file. Raises ValueError for other contents."""
     try:
         return torch.load(source, map_location="cpu", pickle_module=_MODULE, weights_only=False, mmap=mmap)
     except _DAMAGED as error:
@@ -83,10 +84,8 @@ def load_content(source: str | IO[bytes], path: Path, mmap: bool = False) -> Any
 
 
 def load_index(path: Path) -> IndexRecord:
-    """The index of a distributed checkpoint: the Metadata of torch.distributed.checkpoint, as `IndexRecord` records.
-
-    Raises ValueError for other contents.
-    """
+    """The index of a distributed checkpoint: the Metadata of torch.distributed.checkpoint, made of `IndexRecord`s.
+    Raises ValueError for other contents."""
     try:
         with open(path, "rb") as file:
             index = _Unpickler(file).load()

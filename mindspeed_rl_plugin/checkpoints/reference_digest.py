@@ -11,7 +11,7 @@ from pathlib import Path
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import CRITIC, STATE_FILE
 from mindspeed_rl_plugin.ranks import combine_hashes, gather_all, rank_of_job
 
-# Files that a load of weights does not read, or that we add later. A user may delete all of them.
+# Files that Megatron does not read to load weights, or that RL adds to the folder. A user may delete all of them.
 _NOT_WEIGHTS = (STATE_FILE, "rl_dock", "distrib_optim", "layer_wise_optimizer")
 _CHUNK = 16 << 20  # bytes
 
@@ -19,8 +19,8 @@ _CHUNK = 16 << 20  # bytes
 class CheckpointDigest:
     """SHA-256 over every file that a weights-only load of `folder` may read, read in the background.
 
-    The ranks share the reading, each in a thread, since a large checkpoint takes minutes. The constructor and `result`
-    are collective. Raises ValueError on every rank when no rank sees a file there.
+    Each rank reads a part of the files, in a thread, since a large checkpoint takes minutes. The constructor and
+    `result` are collective. Raises ValueError on every rank if no rank sees a file in `folder`.
     """
 
     def __init__(self, folder: str) -> None:
@@ -34,11 +34,11 @@ class CheckpointDigest:
         self._thread.start()
 
     def result(self, deadline: float) -> str:
-        """Wait at most `deadline` seconds for the digest. Raises ValueError on every rank for a file that has
-        disappeared."""
+        """Wait at most `deadline` seconds for the digest. Raises ValueError on every rank if a file of any rank cannot
+        be read, or is not read in time."""
         self._thread.join(deadline)
         who = f"rank {rank_of_job()}"
-        late = f"{who} has not read its share of {self._folder} within {deadline:g} s (--rl-wait-timeout)"
+        late = f"{who} has not read its files of {self._folder} within {deadline:g} s (--rl-wait-timeout)"
         parts = gather_all(late if self._thread.is_alive() else self._result)
         problems = [part for part in parts if isinstance(part, str)]
         if problems:
@@ -53,21 +53,16 @@ class CheckpointDigest:
 
 
 def weight_files(folder: str) -> dict[str, int]:
-    """Size in bytes of each file that a weights-only load may read, by path relative to `folder`, sorted.
-
-    Without the files of the distributed optimizer, which may be deleted.
-    """
+    """Size in bytes of each file that a weights-only load may read, by path relative to `folder`, sorted."""
     files = (path for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith(_NOT_WEIGHTS))
     sizes = {path.relative_to(folder): path.stat().st_size for path in files}
     return dict(sorted((str(path), size) for path, size in sizes.items() if path.parts[0] != CRITIC))
 
 
 def assign_files(listings: Sequence[dict[str, int]]) -> list[list[str]]:
-    """Which rank hashes which file. listings: files that each rank can see. The largest file comes first, and each goes
-    to the rank with the least bytes.
-
-    Without shared storage a node sees only the files of its own ranks, so a file goes to a rank that lists it.
-    """
+    """For each rank the paths that it hashes. Files are assigned from the largest to the smallest, each to the rank
+    with the fewest bytes so far among those that see the file: without shared storage a node sees only the files of its
+    own ranks. listings: for each rank, the size of each file that it sees."""
     sizes = {path: size for listing in listings for path, size in listing.items()}
     load = [0] * len(listings)
     mine: list[list[str]] = [[] for _ in listings]

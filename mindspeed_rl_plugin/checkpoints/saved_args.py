@@ -1,4 +1,4 @@
-"""Compares a checkpoint with a run's model before the model is built, by the arguments that Megatron saved in it."""
+"""Compares a checkpoint with a run before the model is built, by the arguments that Megatron saved with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.checkpoints import pickles
 from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles
 from mindspeed_rl_plugin.config.flag import spelt
 
-# Arguments that must be equal if both sides have them; the layout only if each rank reads a file of its own.
+# Arguments that must be equal if checkpoint and run have them; _LAYOUT only if each rank reads its own file.
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("group_query_attention", "num_query_groups", "num_experts"),
@@ -21,28 +21,28 @@ _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 def other_sizes(folder: Path, args: Any) -> Iterator[str]:
-    """Each argument in which the model of an iteration folder, or its format, differs from this run's, with both
+    """Each argument of the model, and the format, in which an iteration folder differs from this run, with both
     values."""
     ranks = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
-    # Megatron cannot load a distributed checkpoint then, even with --auto-detect-ckpt-format
+    # With --ckpt-format torch Megatron loads no distributed checkpoint, even with --auto-detect-ckpt-format.
     if not ranks and getattr(args, "ckpt_format", None) == "torch":
-        yield "--ckpt-format is torch_dist there and torch here"
+        yield "--ckpt-format is torch_dist in the checkpoint and torch in this run"
     saved = pickles.load(ranks[0]).get("args") if ranks else _common_args(folder)
     for name in _SIZES + (_LAYOUT if ranks else ()):
         theirs, ours = _value(saved, name), _value(args, name)
         if theirs is not None and ours is not None and theirs != ours:
-            yield f"{spelt(name)} is {theirs} there and {ours} here"
+            yield f"{spelt(name)} is {theirs} in the checkpoint and {ours} in this run"
 
 
 def other_layout(folder: Path, args: Any) -> Iterator[str]:
-    """Each argument in which a resume from a distributed checkpoint has another layout, if its optimizer state cannot
-    be resharded.
+    """Each layout argument in which a distributed checkpoint differs from this run, which resumes from it. Nothing if
+    the saved optimizer state can be resharded; core 0.12 has no flag for this, and --ckpt-fully-parallel-save decides.
 
-    Source: _build_sharded_state_dict_metadata of megatron/training/checkpointing.py; core 0.12 has no flag for it.
+    Source: _build_sharded_state_dict_metadata of megatron/training/checkpointing.py.
     """
     saved = _common_args(folder)
-    changes = getattr(saved, "dist_ckpt_optim_fully_reshardable", getattr(saved, "ckpt_fully_parallel_save", True))
-    if changes or not getattr(saved, "use_distributed_optimizer", False) or getattr(saved, "no_save_optim", False):
+    reshards = getattr(saved, "dist_ckpt_optim_fully_reshardable", getattr(saved, "ckpt_fully_parallel_save", True))
+    if reshards or not getattr(saved, "use_distributed_optimizer", False) or getattr(saved, "no_save_optim", False):
         return
     names = [*_LAYOUT, "expert_model_parallel_size"] if getattr(args, "num_experts", None) else [*_LAYOUT]
     etp, tp = "expert_tensor_parallel_size", "tensor_model_parallel_size"
@@ -51,24 +51,23 @@ def other_layout(folder: Path, args: Any) -> Iterator[str]:
         names.append(etp)
     for name in names:
         if (theirs := getattr(saved, name, None)) not in (None, ours := getattr(args, name)):
-            yield f"{spelt(name)} is {theirs} there and {ours} here"
+            yield f"{spelt(name)} is {theirs} in the checkpoint and {ours} in this run"
 
 
 def other_order(folder: Path, args: Any) -> Iterator[str]:
-    """A message if the schedule of pipeline stages places other layers in the ranks' files of an iteration folder than
-    this run expects; names and sizes may still be the same."""
+    """A message if the ranks' files of an iteration folder have other layers than this run expects, because it has
+    another pipeline schedule. Names and sizes of parameters may be equal nevertheless."""
     for file in sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))[:1]:
         saved = pickles.load(file).get("args")  # MindSpeed-LLM's converter of DeepSeek-V3 writes no arguments
         theirs, ours = (getattr(a, _ORDER, None) for a in (saved, args))
         if saved is not None and theirs != ours:
-            yield f"--schedules-method is {theirs or 'not given'} there and {ours or 'not given'} here"
+            ours, theirs = ours or "not given", theirs or "not given"
+            yield f"--schedules-method is {theirs} in the checkpoint and {ours} in this run"
 
 
 def check_rows(folder: str, vocab: int) -> None:
-    """Raises ValueError where a distributed checkpoint has fewer rows of the embedding than the tokenizer has tokens.
-
-    Megatron fills missing rows with zeros, so that the padding of the vocabulary may change.
-    """
+    """Raises ValueError if a distributed checkpoint has fewer rows of the embedding than the tokenizer has tokens.
+    Megatron itself fills missing rows with zeros, since the padding of the vocabulary may change."""
     rows = getattr(_common_args(Path(folder)), "padded_vocab_size", None)
     if rows is not None and rows < vocab:
         raise ValueError(
@@ -79,13 +78,13 @@ def check_rows(folder: str, vocab: int) -> None:
 
 @cache
 def _common_args(folder: Path) -> Any:
-    """Arguments of a distributed checkpoint. Cached, since its index, with all parts of all tensors, is large."""
+    """Arguments of a distributed checkpoint. Cached, since the index that must be read, with all boxes, is large."""
     return DistFiles(folder).common().get("args")
 
 
 def _value(saved: Any, name: str) -> Any:
-    """Value of a saved argument; None if unknown. Also None for the query groups of a model without grouped attention:
-    Megatron sets their number later."""
+    """Value of an argument; None if there is none. Also None for the query groups of a model without grouped attention,
+    since Megatron sets their number only later."""
     if name == "num_query_groups" and not getattr(saved, "group_query_attention", False):
         return None
     return getattr(saved, name, None)

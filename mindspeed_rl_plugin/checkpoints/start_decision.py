@@ -1,4 +1,4 @@
-"""Where training starts: a pure decision on the arguments and the files of `--save` and `--load`."""
+"""Where training starts, decided from the arguments and the files in `--save` and `--load`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ FULL_STATE = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
 # resume does instead.
 NOT_SAVED = {
     "no_save_optim": ("no_load_optim", "Adam's moments start at zero, the main parameters at the saved weights"),
-    "no_save_rng": ("no_load_rng", "Megatron's random generators start at --seed, which RL does not draw from"),
+    "no_save_rng": ("no_load_rng", "Megatron's random generators, which RL does not use, start at --seed"),
 }
 
 
 def decide(args: Any) -> Start:
     """Look at `--save`, `--load` and `--pretrained-checkpoint`, and say where to start. Reads files, changes nothing.
 
-    Where MindSpeed-LLM converts --load, the start is the checkpoint that the conversion will write. The digest is still
-    None for "pretrained" and "fresh"; for "resume" both reference fields are None until the RL state has been read.
-    Raises ValueError when --save holds a checkpoint without RL state, and when a given --load holds no checkpoint.
+    If MindSpeed-LLM converts --load, the start is the checkpoint that the conversion will write. The digest is still
+    None; for "resume" the reference's path, too, is None until the RL state has been read. Raises ValueError if --save
+    holds a checkpoint without RL state, and if a given --load holds no checkpoint.
     """
     saved = files.read_tracker(args.save)
     if saved is not None:
         if isinstance(saved, int) and files.has_state(args.save, saved):
             return Start("resume", os.path.abspath(args.save), saved, None, None)
         raise ValueError(
-            f"--save {args.save} holds a checkpoint ({saved}) that has no RL state: RL would write over it; "
-            "give --save a directory of its own and name this one with --load"
+            f"--save {args.save} holds a checkpoint ({saved}) that has no RL state: RL would overwrite it; "
+            "give --save another directory, and give this directory as --load"
         )
     source, iteration = _source(args)
     if source is None:
@@ -50,21 +50,21 @@ def not_saved(state: Mapping[str, Any] | None) -> dict[str, bool]:
 
 
 def describe(start: Start, args: Any, absent: Collection[str] = ()) -> str:
-    """The one line that rank 0 prints. absent: of a resume, the arguments of `not_saved`."""
+    """The one line that rank 0 prints. absent: for a resume, the arguments that `not_saved` returns."""
     if start.kind == "fresh":
         return "training starts from random weights: no --load was given"
     if start.kind == "pretrained":
         return (
-            f"training starts from the weights of {start.reference_path} at iteration 0; its optimizer, "
-            "iteration, samples and learning-rate state are not loaded"
+            f"training starts from the weights of {start.reference_path}, at iteration 0; the optimizer, "
+            "iteration, samples and learning-rate state of this checkpoint are not loaded"
         )
     names = [name for name in FULL_STATE if getattr(args, name, False)]
     names += [name for name in ("load", "pretrained_checkpoint", "ckpt_step") if _differs(args, name)]
     aside = ", ".join(spelt(name) for name in names)
-    note = f" ({aside} of the command line: ignored, only the first start takes it)" if aside else ""
+    note = f" ({aside} of the command line: ignored, only the first start uses it)" if aside else ""
     where = f"{start.load_dir} at iteration {start.iteration}"
     last = getattr(args, "train_iters", None)
-    done = f"; all {last} iterations are done, raise --train-iters to go on" if last and start.iteration >= last else ""
+    done = f"; all {last} iterations are done, raise --train-iters for more" if last and start.iteration >= last else ""
     kept = "RL state included" if "no_load_optim" in absent else "optimizer and RL state included"
     without = [f"; {spelt(name)} left a part out: {then}" for name, (load, then) in NOT_SAVED.items() if load in absent]
     return f"training resumes from {where}, {kept}{note}{''.join(without)}{done}"
@@ -82,7 +82,7 @@ def load_arguments(start: Start, args: Any) -> dict[str, Any]:
 def weights_arguments(path: str) -> dict[str, Any]:
     """Arguments as Megatron must see them to load only the weights of the iteration folder `path`.
 
-    Raises ValueError when the tracker file of that checkpoint does not lead Megatron to the folder.
+    Raises ValueError if Megatron would not find this folder by the tracker file of the checkpoint.
     """
     directory, iteration = files.split_iteration_dir(path)
     tracked = files.read_tracker(directory)
@@ -90,7 +90,7 @@ def weights_arguments(path: str) -> dict[str, Any]:
         holds = "is empty" if files.is_empty(directory) else f"holds {tracked!r}"
         raise ValueError(
             f"{os.path.join(directory, files.TRACKER)} {holds}, so Megatron cannot load {path}; "
-            f"put {iteration!r} back into it while this run needs its weights"
+            f"put {iteration!r} back into it for as long as this run needs these weights"
         )
     step = None if iteration == "release" else iteration
     return {"load": directory, "pretrained_checkpoint": None, "ckpt_step": step, **WEIGHTS_ONLY}
@@ -115,7 +115,7 @@ def _source(args: Any) -> tuple[str | None, int | str]:
     if given:
         raise ValueError(
             f"{' and '.join(map(' '.join, given.items()))} holds no checkpoint ({files.TRACKER} is missing); point "
-            "--load at the model to train, or leave it out to train from random weights"
+            "--load at the model to train, or leave --load out to train from random weights"
         )
     return None, 0
 

@@ -21,15 +21,15 @@ class Critic:
     """PPO's value model on this rank."""
 
     def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any, config: Any) -> None:
-        self.model = list(model)  # this rank's chunks, wrapped as the policy's
-        self.optimizer, self.scheduler = optimizer, scheduler  # Megatron's, of its own
+        self.model = list(model)  # this rank's chunks, wrapped as those of the policy
+        self.optimizer, self.scheduler = optimizer, scheduler  # Megatron's; the policy has others
         self.config = config  # of the model, prepared for training
-        self.state = TrainState(self.model, optimizer)  # what is offloaded during generation
+        self.state = TrainState(self.model, optimizer)  # it is offloaded during generation
 
     @torch.no_grad()
     def copy_backbone(self, policy: Sequence[torch.nn.Module]) -> None:
-        """Copy the policy's weights except its output layer; the head stays as it is. Raises ValueError where the two
-        models differ in more than that."""
+        """Copy the policy's weights except its output layer; the value head is not changed. Raises ValueError if the
+        policy lacks another parameter of the critic."""
         for mine, theirs in zip(self.model, policy, strict=True):
             source = dict(unwrap(theirs).named_parameters())
             for name, parameter in unwrap(mine).named_parameters():
@@ -41,7 +41,7 @@ class Critic:
         self.optimizer.reload_model_params()
 
     def reset_head(self) -> None:
-        """Initialise the value head again, whatever was loaded into it."""
+        """Initialise the value head again."""
         for chunk in self.model:
             head = getattr(unwrap(chunk), NAME, None)
             if isinstance(head, ValueHead):
@@ -61,7 +61,7 @@ class Critic:
             return run_forward_only(self.model, batches, settings, collect)
 
     def offload(self, what: Iterable[str]) -> None:
-        """As `TrainState.offload`: free the device memory of the categories, and finish offloads that have begun."""
+        """See `TrainState.offload`: free the device memory of the categories; offloads that have begun end too."""
         with gathered(self.model):
             self.state.offload(what)
 

@@ -1,4 +1,4 @@
-"""The value head: a critic has it instead of the policy's output layer."""
+"""The value head: a critic has it in the place of the policy's output layer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-NAME = "output_layer"  # of the last module that Megatron's GPTModel calls
+NAME = "output_layer"  # attribute of Megatron's GPTModel: the last module that it calls
 
 
 class ValueHead(torch.nn.Module):
     """`[S, mb, H]` hidden states to `[S, mb, 1]` values in float32, called as Megatron calls its output layer.
 
-    config: Megatron's of the model. The weight is `[1, H]`, the same on every tensor parallel rank, and starts with
-    zeros: a new critic gives 0 everywhere, in every layout. Under sequence parallelism the hidden states are gathered
-    first; each rank then computes the same loss, so the gradient is split again and never summed.
+    config: Megatron's config of the model. The weight is `[1, H]`, the same on every tensor parallel rank, and begins
+    as zeros: all values of a new critic are 0, in every layout. With sequence parallelism the hidden states are
+    gathered first. Each rank then computes the same loss, so their gradient is split over the ranks and not summed.
     """
 
     def __init__(self, config: Any) -> None:
@@ -30,14 +30,14 @@ class ValueHead(torch.nn.Module):
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """Values and, as an output layer returns, no bias. weight: of tied embeddings; a critic has none."""
+        """Values, and None in the place of an output layer's bias. weight: of tied embeddings; a critic has none."""
         assert weight is None, "a critic's embeddings are never tied to its head"
         if self.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden.float() @ self.weight.float().t(), None
 
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """Skips a language model's output layer, which has the same name: the head keeps its zeros."""
+        """Ignores the output layer of a language model, which has the same name: then the head keeps its zeros."""
         loaded = state.get(f"{prefix}weight")
         if isinstance(loaded, Tensor) and loaded.shape == self.weight.shape:
             super()._load_from_state_dict(state, prefix, *rest)

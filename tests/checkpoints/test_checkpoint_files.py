@@ -40,7 +40,7 @@ def test_the_newest_checkpoint_that_is_whole_is_taken_where_a_kill_left_the_trac
             last.write_bytes(last.read_bytes()[:-40])
     (tmp_path / files.TRACKER).touch()
     assert files.read_tracker(str(tmp_path)) == files.read_tracker(str(tmp_path)) == 10
-    assert capsys.readouterr().out.count("is empty, as a kill at the end of a save leaves it: 10, the newest") == 1
+    assert capsys.readouterr().out.count("at the end of a save; this run uses iteration 10, the newest") == 1
     args = SimpleNamespace(load=str(tmp_path), save=str(tmp_path / "new"), pretrained_checkpoint=None, ckpt_step=None)
     path = start_decision.decide(args).reference_path
     with pytest.raises(ValueError, match=f"{files.TRACKER} is empty, so Megatron cannot load .*; put 10 back into it"):
@@ -53,7 +53,7 @@ def test_the_newest_checkpoint_that_is_whole_is_taken_where_a_kill_left_the_trac
 def test_an_empty_tracker_without_a_whole_checkpoint_is_refused(tmp_path):
     (tmp_path / files.TRACKER).touch()
     (tmp_path / "iter_0000003").mkdir()
-    with pytest.raises(ValueError, match="is empty, and no checkpoint beside it is whole; remove it"):
+    with pytest.raises(ValueError, match="is empty, and no checkpoint in this directory is complete; remove"):
         files.read_tracker(str(tmp_path))
     files.mend_tracker(str(tmp_path / "nothing"))
 

@@ -58,10 +58,10 @@ def test_what_can_be_converted_is_not_refused(args):
         ({"ckpt_format": "torch_dist"}, "--ckpt-format torch"),
         ({"ckpt_step": 7}, "--ckpt-step 7"),
         ({"num_layers": 5}, "--num-layers 5"),
-        ({"num_layers": 6, "noop_layers": {5}}, "--num-layers 5 without noop layers, there 4"),
-        ({"hidden_size": 128}, "--hidden-size 128, there 64"),
-        ({"num_attention_heads": 8}, "--num-attention-heads 8, there 2"),
-        ({"model_type_hf": "llama2"}, "--model-type-hf llama2, there qwen3: give qwen3"),
+        ({"num_layers": 6, "noop_layers": {5}}, "--num-layers 5 without noop layers, in config.json 4"),
+        ({"hidden_size": 128}, "--hidden-size 128, in config.json 64"),
+        ({"num_attention_heads": 8}, "--num-attention-heads 8, in config.json 2"),
+        ({"model_type_hf": "llama2"}, "--model-type-hf llama2, in config.json qwen3: give qwen3"),
         ({"enable_mg2hf_convert": True, "save": None}, "give --save"),
     ],
 )
@@ -71,7 +71,7 @@ def test_what_cannot_be_converted_is_refused_by_flag_and_value(args, changes, sa
     assert said in line
 
 
-@pytest.mark.parametrize("head_dim, said", [(32, []), (48, ["--model-type-hf llama2, there heads of 48"])])
+@pytest.mark.parametrize("head_dim, said", [(32, []), (48, ["--model-type-hf llama2, in config.json head_dim 48"])])
 def test_mistral_is_converted_as_llama_where_its_heads_are(args, tmp_path, head_dim, said):
     (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG | {"model_type": "mistral", "head_dim": head_dim}))
     args.model_type_hf = "llama2"
@@ -90,14 +90,14 @@ def test_a_folder_that_may_not_be_written_or_is_full_is_answered_with_another(ar
     with monkeypatch.context() as patched:
         patched.setattr(disk.os, "access", lambda path, mode: False)
         (line,) = conversion.problems(args)
-        assert f"--load {args.load} may not be written" in line and "give --mg-save-dir" in line
+        assert f"--load {args.load} is not writable" in line and "give --mg-save-dir" in line
         args.mg_save_dir = "/mg"
         (line,) = conversion.problems(args)
-        assert "--mg-save-dir /mg may not be written" in line
+        assert "--mg-save-dir /mg is not writable" in line
         del args.mg_save_dir
         args.mg_cache_dir = None  # as newer commits of 2.3.0 call it
         (line,) = conversion.problems(args)
-        assert f"--load {args.load} may not be written" in line and "give --mg-cache-dir" in line
+        assert f"--load {args.load} is not writable" in line and "give --mg-cache-dir" in line
         args.mg_cache_dir = "/cache"
         assert conversion.converted_to(args) == "/cache"
         del args.mg_cache_dir

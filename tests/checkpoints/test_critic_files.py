@@ -40,7 +40,7 @@ def test_a_checkpoint_of_the_same_model_is_good_and_a_critic_is_marked(tmp_path)
 def test_another_size_is_refused(tmp_path, name):
     other = False if MODEL[name] is True else 1
     (line,) = problems(tmp_path, **{name: other})
-    assert f"--{name.replace('_', '-')} is {other} there and {MODEL[name]} here" in line
+    assert f"--{name.replace('_', '-')} is {other} in the checkpoint and {MODEL[name]} in this run" in line
     (tmp_path / "iter_0000005/mp_rank_00/model_optim_rng.pt").unlink()
     lines = problems(tmp_path, "common.pt", **{name: other})
     assert lines == ([] if name in LAYOUT else [line]), "the layout of a distributed checkpoint is free"

@@ -133,4 +133,4 @@ def test_space_is_looked_at_before_anything_is_built(monkeypatch, tmp_path):
     assert "0.0 GB free" in disk.small_disk(args, 10**9) and "14.0 GB" in disk.small_disk(args, 10**9)
     monkeypatch.setattr(disk.os, "access", lambda path, mode: False)
     (line,) = disk.problems(args, None)
-    assert line.startswith(f"--save {args.save} may not be written")
+    assert line.startswith(f"--save {args.save} is not writable")

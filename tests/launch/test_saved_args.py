@@ -40,13 +40,13 @@ def test_each_other_size_is_named_with_both_values(saved, build, more):
     lines = list(flag_checks._start(args, None))
     assert len(lines) == len(more) and all(str(folder) in line for line in lines)
     for line, (name, value) in zip(lines, more.items(), strict=True):
-        assert f"--{name.replace('_', '-')} is {value} there and {getattr(args, name)} here" in line
+        assert f"--{name.replace('_', '-')} is {value} in the checkpoint and {getattr(args, name)} in this run" in line
 
 
 def test_a_format_that_megatron_would_not_read_is_refused(saved, build):
     args = build({"load": str(saved().parent), "save": None, "ckpt_format": "torch"})
     (line,) = flag_checks._start(args, None)
-    assert "--ckpt-format is torch_dist there and torch here" in line
+    assert "--ckpt-format is torch_dist in the checkpoint and torch in this run" in line
     args.ckpt_format = "torch_dist"
     assert not list(flag_checks._start(args, None))
 
@@ -67,7 +67,7 @@ def test_a_resume_in_a_layout_that_its_optimizer_state_cannot_take_is_refused(sa
     lines = list(flag_checks._start(build({"save": str(folder.parent)}), None))
     assert len(lines) == refused
     for line in lines:
-        assert "--tensor-model-parallel-size is 4 there and 2 here" in line
+        assert "--tensor-model-parallel-size is 4 in the checkpoint and 2 in this run" in line
         assert "--dist-ckpt-optim-fully-reshardable" in line
     assert not list(flag_checks._start(build({"save": str(folder.parent), "tensor_model_parallel_size": 4}), None))
 
@@ -82,7 +82,7 @@ def test_files_of_another_order_of_layers_are_refused(build, tmp_path, theirs, o
     args = build({"schedules_method": ours})
     args.load, args.save = str(tmp_path), None
     lines = list(flag_checks._start(args, None))
-    shown = f"--schedules-method is {theirs or 'not given'} there and {ours or 'not given'} here"
+    shown = f"--schedules-method is {theirs or 'not given'} in the checkpoint and {ours or 'not given'} in this run"
     assert [shown in line for line in lines] == [True] * (theirs != ours)
     assert len(list(flag_checks.critic_problems(str(tmp_path), args))) == (theirs != ours)
     torch.save({"model": {}}, file)  # as MindSpeed-LLM's converter of DeepSeek-V3 writes it, in the order asked for

@@ -67,7 +67,7 @@ def test_resume_equals_the_uninterrupted_run(megatron, layout, pretrained):
     assert start["weights"] == whole.of("step")[1]["weights"]
     assert resumed.of("step") == whole.of("step")[2:]
     unused = "--finetune, --no-load-optim, --no-load-rng, --load"
-    assert f"({unused} of the command line: ignored, only the first start takes it)" in resumed.log
+    assert f"({unused} of the command line: ignored, only the first start uses it)" in resumed.log
     for name in sorted(str(p.relative_to(folder / out)) for p in (folder / out / "iter_0000004").rglob("*.pt")):
         assert content(folder / out / name) == content(folder / again / name), name
 

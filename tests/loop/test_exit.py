@@ -172,7 +172,7 @@ def test_an_empty_tracker_is_written_anew_and_the_job_goes_on(job):
     tracker.write_text("")
     run.extra = ("--train-iters", "3")
     log = run.run().log
-    assert "is empty, as a kill at the end of a save leaves it: 2, the newest" in log and "at iteration 2, opt" in log
+    assert "this run uses iteration 2, the newest" in log and "at iteration 2, opt" in log
     assert tracker.read_text() == "3"
 
 
