@@ -1,10 +1,10 @@
-"""Model families as tables: every stored parameter, its names on each side, and how it is split.
+"""Model families as tables: every stored parameter, its names in trainer and engine, and how it is split.
 
-A row describes one *stored* parameter (what a Megatron rank or an engine rank holds as one tensor) by
-the *canonical* tensors inside it: those of the Hugging Face checkpoint, unsplit and unpadded. A new family is one entry
-of `FAMILIES`: its rows, its router, and the fields that its config.json leaves out or names otherwise. No other file
-knows a family by name, except `tools/layout_args.py`, which has sizes of published models. `family_table.py` defines
-the types of the table, `ModelShape.size` the names of sizes.
+A row describes one *stored* parameter (one tensor on a Megatron rank or an engine rank) by the *canonical* tensors
+inside it: those of the Hugging Face checkpoint, unsplit and unpadded. A new family is one entry of `FAMILIES`: its
+rows, its router, and the fields that its config.json leaves out or names differently. Other files with names of
+families are `tools/layout_args.py` (sizes of published models) and `checkpoints/conversion.py`. `family_table.py`
+defines the types of the table, `ModelShape._sizes` the names of sizes.
 
 Megatron's flags tell families apart:
 
@@ -14,8 +14,8 @@ Megatron's flags tell families apart:
     GLM-4.5 (355B)                          --add-qkv-bias --qk-layernorm --num-experts
     DeepSeek-V2, DeepSeek-V3, Kimi K2       --qk-layernorm --num-experts --multi-latent-attention
 
-and families with the same flags by --moe-router-score-function, --rotary-percent (Ling), --kv-channels (Seed-OSS) and
---moe-router-load-balancing-type (DeepSeek-V2 with groups of experts).
+Families with the same flags differ in --moe-router-score-function, --rotary-percent (Ling), --kv-channels (Seed-OSS)
+or --moe-router-load-balancing-type (DeepSeek-V2 with groups of experts).
 
 Sources: Megatron core 0.12.1, 0.16.1 and 0.19 (models/gpt/gpt_layer_specs.py, transformer/moe/experts.py,
 shared_experts.py, multi_latent_attention.py), MindSpeed-LLM 2.3.0 and 26.1.0 (tasks/models/spec), vLLM 0.32
@@ -45,10 +45,10 @@ from mindspeed_rl_plugin.layout.family_rows import (
 )
 from mindspeed_rl_plugin.layout.family_table import Family, HfConfig, Router
 
-GROUP_LIMITED = "group_limited_greedy"  # DeepSeek's and MindSpeed-LLM's name for ranking groups by their best expert
+GROUP_LIMITED = "group_limited_greedy"  # groups are ranked by their best expert; a name of DeepSeek and MindSpeed-LLM
 _GROUPS = {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
 _BIASED_ROUTER = Router("sigmoid", bias=True, grouped=True, scaled=True)
-# Names that GLM, Ling and DeepSeek share.
+# Names of fields that GLM, Ling and DeepSeek have in common.
 _OF_DEEPSEEK = HfConfig(
     defaults=_GROUPS,
     written={"num_nextn_predict_layers": 0},
@@ -64,7 +64,7 @@ FAMILIES = {
         "Qwen2ForCausalLM",
         PLAIN_ATTENTION + QKV_BIAS + DENSE_MLP,
         qkv_bias=True,
-        # The bias is in the model's code: config.json has no field for it, or one that no code reads.
+        # The model's code always has the bias; a field of config.json for it, if there is any, is not read.
         hf=HfConfig(code={"attention_bias": True}, own_head_dim=False),
     ),
     "seed_oss": Family(
@@ -74,7 +74,7 @@ FAMILIES = {
         hf=HfConfig(
             fixed={"attention_bias": True, "attention_out_bias": False},
             written={"residual_dropout": 0.0},
-            # Only some versions of vLLM have Seed-OSS; its Llama has the same bias, by a field of InternLM's config.
+            # Only some versions of vLLM have Seed-OSS. vLLM's Llama has the same bias, by a field of InternLM's config.
             engine={"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
             | {"attention_bias": False, "qkv_bias": True},
         ),
@@ -176,7 +176,7 @@ FAMILIES = {
         ),
     ),
 }
-# Others of the same `model_type`: GLM-4.5 (355B), and DeepSeek-V2 (236B), which ranks groups by their best expert.
+# Families with the `model_type` of another one: GLM-4.5 (355B), and DeepSeek-V2 (236B), which has groups of experts.
 FAMILIES["glm4_moe_355b"] = replace(
     FAMILIES["glm4_moe"],
     rows=FAMILIES["glm4_moe"].rows + QK_NORM,
@@ -194,14 +194,14 @@ FAMILIES["deepseek_v2_236b"] = replace(
     ),
     model_type="deepseek_v2",
 )
-# The same models under other names.
+# Other names of the same models.
 FAMILIES["mistral"] = replace(FAMILIES["llama"], hf=HfConfig(window=True), twin="llama")
 FAMILIES["kimi_k2"] = replace(FAMILIES["deepseek_v3"], twin="deepseek_v3")
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """Family of a config.json: among those with its `model_type`, the one whose fixed fields differ least from those
-    that the config has; "" where no family has the type."""
+    """Family of a config.json: of those with its `model_type`, the one with the fewest `fixed` fields that have another
+    value in the config; "" if no family has this type."""
     named = [n for n, f in FAMILIES.items() if (f.model_type or n) == config.get("model_type")]
 
     def differ(name: str) -> int:
@@ -223,9 +223,9 @@ def find_family(
 ) -> str:
     """Name of the one family with these traits.
 
-    score: of the router; partial: whether only a part of a head is rotated; own_head_dim: whether the head's size is
-    another than hidden size / heads; by_best: as in `Router`. These decide between families that are otherwise equal.
-    Raises ValueError when no table has them, or several have.
+    score: of the router; partial: whether only a part of a head is rotated; own_head_dim: whether the head size is not
+    hidden size / heads; by_best: as in `Router`. These four only decide between families that are equal in the rest.
+    Raises ValueError if no family has the traits, or several have them.
     """
     wanted = (qkv_bias, qk_norm, experts, mla)
     alike = [n for n, f in FAMILIES.items() if (f.qkv_bias, f.qk_norm, f.experts, f.mla) == wanted and not f.twin]
@@ -236,7 +236,7 @@ def find_family(
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise ValueError(f"the families {', '.join(fitting)} all have {_traits(*wanted)}: give each a trait of its own")
+        raise ValueError(f"the families {', '.join(fitting)} all have {_traits(*wanted)}: make them differ in a trait")
     if alike:
         traits = _traits(*wanted) + f" and moe_router_score_function={score!r}"
         raise ValueError(f"of the families {', '.join(alike)} none has {traits}")

@@ -1,6 +1,6 @@
-"""Rows of stored parameters, in groups that families are made of: names on each side, and how each is split.
+"""Groups of rows, of which families are made. A row is a stored parameter: its names in trainer and engine, its split.
 
-`family_table.py` has the words of the table, `ModelShape` the names of sizes. Sources: see `families.py`.
+`family_table.py` defines the types of the table, `ModelShape._sizes` the names of sizes. Sources: see `families.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def _row(
     wide: bool = False,
     **more: Any,
 ) -> Row:
-    """A parameter. trainer: its name there; parts: canonical name and sizes of each, "NAME SIZE SIZE"; te: its name
-    where TransformerEngine has another one; engine: its name there, by default that of the first part; sides: those
-    that have it; more: fields of `Row`."""
+    """A stored parameter. trainer: its name in Megatron; parts: the canonical tensors in it, each "NAME SIZE SIZE"; te:
+    its name with TransformerEngine, if that differs; engine: its name in the engine, by default that of the first part;
+    sides: entries of _SIDES that have the parameter; wide: as in `Part`; more: fields of `Row`."""
     in_layer = layer_type not in (LayerType.EMBEDDING, LayerType.OUTPUT)
     before, own = (_CANONICAL, _MEGATRON) if in_layer else ("", "")
     tensors = tuple(Part(before + name, tuple(sizes), wide) for name, *sizes in map(str.split, parts))
@@ -44,8 +44,8 @@ _every, _moe = partial(_row, LayerType.EVERY), partial(_row, LayerType.MOE)
 
 
 def _outer(embedding: str) -> tuple[Row, ...]:
-    """Before the first layer and after the last. With tied embeddings the head's row holds the canonical embedding, and
-    exists only where layout.py says so."""
+    """Rows before the first layer and after the last. With tied embeddings the canonical tensor of the head is the
+    embedding, and layout.py decides which ranks have the head's row."""
     first = "embedding.word_embeddings.weight"
     return (
         _row(LayerType.EMBEDDING, Split.VOCABULARY, first, f"{embedding} vocab hidden"),
@@ -55,7 +55,7 @@ def _outer(embedding: str) -> tuple[Row, ...]:
 
 
 def _qkv(kind: str, size: str = "") -> Row:
-    """kind: "weight" or "bias"; size: behind the rows."""
+    """kind: "weight" or "bias"; size: of axis 1 of a weight."""
     parts = (f"self_attn.{x}_proj.{kind} {'query' if x == 'q' else 'key'} {size}" for x in "qkv")
     trainer, engine = f"self_attention.linear_qkv.{kind}", f"self_attn.qkv_proj.{kind}"
     return _every(Split.QUERY_GROUPS, trainer, *parts, engine=engine)
@@ -76,7 +76,7 @@ def _shared(canonical: str) -> tuple[Row, Row]:
 
 
 def _experts(block: str, canonical: tuple[str, ...], number: int, engine: str, split: Split, *shape: str) -> Row:
-    """linear_fc{number} of one routed expert. The engine, and Megatron's grouped GEMM, stack those of a rank."""
+    """linear_fc{number} of one routed expert. The engine and Megatron's grouped GEMM stack the experts of a rank."""
     stored = (f"local_experts.{{expert}}.linear_fc{number}.weight", f"linear_fc{number}.weight{{expert}}")
     names = {kind: f"{_MEGATRON}mlp.experts.{n}" for kind, n in zip(EXPERTS, (*stored, f"weight{number}"), strict=True)}
     parts = tuple(Part(f"{_CANONICAL}{block}.experts.{{expert}}.{x}.weight", shape) for x in canonical)
@@ -89,8 +89,8 @@ def routed(
     down: str = "down_proj",
     wide: bool = False,
 ) -> tuple[Row, ...]:
-    """Norm, router and routed experts of a layer; block: its MLP's canonical name, gate_up, down: those of a matrix.
-    wide: the engine keeps the router in float32."""
+    """Norm, router and routed experts of a layer. block, gate_up, down: canonical names of the MLP and of an expert's
+    matrices; wide: the engine keeps the router in float32."""
     return (
         _moe(Split.REPLICATED, "pre_mlp_layernorm.weight", "post_attention_layernorm.weight hidden"),
         _moe(Split.REPLICATED, "mlp.router.weight", f"{block}.gate.weight experts hidden", wide=wide),
@@ -100,8 +100,8 @@ def routed(
 
 
 def _router_bias(name: str) -> tuple[Row]:
-    """Updated after every step from the load of the experts, so it travels with the weights although no gradient
-    reaches it."""
+    """The router's expert bias. Every step changes it, by the load of the experts and not by a gradient; so it is sent
+    with the weights."""
     return (_moe(Split.REPLICATED, "mlp.router.expert_bias", f"mlp.gate.{name} experts", wide=True, buffer=True),)
 
 
@@ -115,7 +115,7 @@ QKV_BIAS = (_qkv("bias"),)
 QK_NORM = tuple(
     _every(Split.REPLICATED, f"{_ATTENTION}{x}_layernorm.weight", f"self_attn.{x}_norm.weight head") for x in "qk"
 )
-# One tensor of queries, keys and values.
+# Attention with one canonical tensor of queries, keys and values.
 _STACKED_ATTENTION = (
     _NORM_IN_QKV,
     _every(Split.QUERY_GROUPS, f"{_ATTENTION}linear_qkv.weight", "attention.query_key_value.weight qkv hidden"),
@@ -146,7 +146,7 @@ GATED_EXPERT = (
 _Q = "self_attn.q_proj.weight q_up hidden"
 _DOWN = {"q": "self_attn.q_a_proj.weight q_lora hidden", "kv": "self_attn.kv_a_proj_with_mqa.weight kv_down hidden"}
 _UP = {x: f"self_attn.{x}_b_proj.weight {x}_up {x}_lora" for x in ("q", "kv")}
-# MindSpeed-LLM's split up projections (--mla-mm-split): parts of every head.
+# With --mla-mm-split MindSpeed-LLM splits the up projections: (name, canonical tensor, `Row.of_head`).
 _PARTS_OF_HEADS = (
     ("qk_nope", _UP["q"], ("", "nope")),
     ("qk_rope", _UP["q"], ("nope", "rope")),
@@ -168,7 +168,7 @@ _LATENT_ATTENTION = (
         sides=(*_MINDSPEED, ENGINE),
         unfused=True,
     ),
-    # Without --q-lora-rank queries are not compressed; MindSpeed-LLM stacks them with keys and values, uncut.
+    # Without --q-lora-rank queries are not compressed. MindSpeed-LLM stacks them with keys and values, not split.
     _every(Split.ROWS, f"{_ATTENTION}linear_q_proj.weight", _Q, sides=(*_CORE, ENGINE), without="q_lora"),
     _every(Split.REPLICATED, "", _DOWN["kv"], sides=(ENGINE,), without="q_lora"),
     _every(Split.REPLICATED, f"{_ATTENTION}linear_qkv.weight", _Q, _DOWN["kv"], sides=_MINDSPEED, without="q_lora"),

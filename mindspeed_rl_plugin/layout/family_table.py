@@ -1,4 +1,4 @@
-"""What a family's table is made of: rows of stored parameters, their names and cuts, and what its config.json says."""
+"""The types of a family's table: rows of stored parameters with names and splits, and fields of its config.json."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-# Names that a trainer can have, by who built the model. te_sharded: TransformerEngine up to core 0.12, which
-# cuts MLA's down projections over tensor parallel ranks; mindspeed: the layer specs of MindSpeed-LLM, which with
-# --mla-mm-split also split MLA's up projections.
+# Layer specs, which decide the names of a trainer's parameters. te: TransformerEngine; te_sharded: the same up to core
+# 0.12, which splits MLA's down projections over tensor parallel ranks; mindspeed: MindSpeed-LLM; mindspeed_split:
+# MindSpeed-LLM with --mla-mm-split, which splits MLA's up projections into two parameters each.
 IMPLS = ("local", "te", "te_sharded", "mindspeed", "mindspeed_split")
-# How a trainer stores its experts: one module each; TransformerEngine's grouped GEMM, one parameter each;
-# Megatron's grouped GEMM (core up to 0.16, MindSpeed), one flat parameter with all experts of the rank.
+# How a trainer stores experts. sequential: a module for each; te_grouped: TransformerEngine's grouped GEMM, a parameter
+# for each; grouped: Megatron's grouped GEMM (core up to 0.16, MindSpeed), one flat parameter for all of the rank.
 EXPERTS = ("sequential", "te_grouped", "grouped")
 ENGINE = "engine"
 
@@ -20,15 +20,15 @@ ENGINE = "engine"
 class Split(Enum):
     """How a stored parameter is cut over tensor parallel ranks, in Megatron and in the engine.
 
-    REPLICATED    whole on every rank; several parts are stacked
-    VOCABULARY    rows of the padded vocabulary; each side pads to a size of its own
+    REPLICATED    complete on every rank; several parts are stacked
+    VOCABULARY    rows of the padded vocabulary; trainer and engine pad to different sizes
     ROWS          even shares of axis 0
     COLUMNS       even shares of axis 1
     GATE_UP       every rank stacks its share of gate on its share of up
     QUERY_GROUPS  Megatron interleaves q, k and v per query group and cuts the rows evenly; the engine
                   stacks its shares of q, k and v, and repeats key heads when it has more ranks than groups;
-                  one part has q, k and v stacked
-    HEAD_PART     of the rows of each of a rank's heads only those that `Row.of_head` names
+                  a row with a single part: this canonical tensor has q, k and v stacked
+    HEAD_PART     of each head of a rank, only the rows that `Row.of_head` names
     """
 
     REPLICATED = "replicated"
@@ -41,8 +41,8 @@ class Split(Enum):
 
 
 class LayerType(Enum):
-    """In which layers a parameter lives: before the first, in every one, in those with a dense MLP, in those with
-    experts, in every routed expert of these, after the last."""
+    """Where a parameter is: before the first layer, in every layer, in layers with a dense MLP, in layers with experts,
+    in every routed expert, after the last layer."""
 
     EMBEDDING = "embedding"
     EVERY = "every"
@@ -57,28 +57,28 @@ class Part:
     """One canonical tensor."""
 
     name: str
-    shape: tuple[str, ...]  # names of sizes that `ModelShape.size` resolves
+    shape: tuple[str, ...]  # names of sizes, see `ModelShape._sizes`
     wide: bool = False  # it stays float32 whatever the dtype of the model
 
 
 @dataclass(frozen=True)
 class Row:
-    """One stored parameter, as each side names and splits it.
+    """One stored parameter: how trainer and engine name and split it.
 
-    In names "{layer}" is the global layer number (in Megatron's: the one within its chunk), "{expert}" the expert's
-    number within the rank (in canonical names: the global one).
+    "{layer}" in a name is the global number of the layer; in Megatron's names, its number within the chunk. "{expert}"
+    is the number of the expert within the rank; in canonical names, its global number.
     """
 
     layer_type: LayerType
-    # by an entry of IMPLS (EXPERTS in an expert's row) or ENGINE; a side not named stores the parts in another row
+    # by an entry of IMPLS (for experts: of EXPERTS) or ENGINE; if one is missing, it has the parts in another row
     names: Mapping[str, str]
     split: Split
     parts: tuple[Part, ...]  # the canonical tensors inside, in the order in which the split stacks them
     buffer: bool = False  # in Megatron it is a buffer, no parameter
-    unfused: bool = False  # whether engines that do not fuse the parts have each by its canonical name
-    # sizes, within a head, of what precedes the rows meant ("": nothing) and of these rows
+    unfused: bool = False  # in some engines each part is a parameter, with its canonical name
+    # for HEAD_PART: name of the number of rows of a head before the rows of this part ("": 0), and of their number
     of_head: tuple[str, str] = ("", "")
-    without: str = ""  # a size that must be 0 for a model to have this row
+    without: str = ""  # name of a size; only models in which it is 0 have the row
 
 
 @dataclass(frozen=True)
@@ -86,34 +86,34 @@ class Router:
     """How a family routes tokens to experts, as far as families differ."""
 
     score: str = "softmax"  # "softmax" or "sigmoid" of the logits
-    bias: bool = False  # each expert has a bias, updated from its load, that counts in the choice
-    grouped: bool = False  # groups of experts are chosen first
+    bias: bool = False  # each expert has a bias, updated from its load, that is added to its score for the choice
+    grouped: bool = False  # groups of experts are chosen first, then experts of these groups
     by_best: bool = False  # groups are ranked by their best expert, not by the sum of their best two
-    scaled: bool = False  # a factor multiplies the weights of a token's experts
+    scaled: bool = False  # the weights of a token's experts are multiplied by a factor
 
 
 @dataclass(frozen=True)
 class HfConfig:
-    """What of a family's config.json does not follow from its rows. Keys are fields of config.json."""
+    """What a family's config.json has that does not follow from its rows. Keys are fields of config.json."""
 
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # values where a file leaves them out
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of fields that a file leaves out
     # the only value that this family supports; others are refused
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    code: Mapping[str, Any] = field(default_factory=dict)  # what the engine's code uses whatever a file says
-    written: Mapping[str, Any] = field(default_factory=dict)  # written for the engine too; files may say otherwise
+    code: Mapping[str, Any] = field(default_factory=dict)  # what the engine's code uses, whatever value a file has
+    written: Mapping[str, Any] = field(default_factory=dict)  # in configs that RL writes; files may have other values
     synonyms: Mapping[str, str] = field(default_factory=dict)  # other name of a field -> its name
-    # written instead where the engine runs another family's code
+    # replaces fields in the config for an engine that runs this family with another family's code
     engine: Mapping[str, Any] = field(default_factory=dict)
     experts: str = "num_experts"  # field of the number of routed experts
-    expert_ffn: str = "moe_intermediate_size"  # field of their width
+    expert_ffn: str = "moe_intermediate_size"  # field of the width of a routed expert
     # field of the number of shared experts, or of their width (`shared_expert_intermediate_size`)
     shared: str = "n_shared_experts"
     # field of the layers without experts: a list of numbers (`mlp_only_layers`) or how many come first
     # (`first_k_dense_replace`); "": all layers have experts
     dense: str = "mlp_only_layers"
     own_head_dim: bool = True  # whether the head size may differ from hidden size / heads
-    partial: bool = False  # whether `partial_rotary_factor` says which share of a head is rotated
-    window: bool = False  # `sliding_window` holds by itself, without `use_sliding_window`
+    partial: bool = False  # whether only a part of a head is rotated, by `partial_rotary_factor`
+    window: bool = False  # whether `sliding_window` is in force without `use_sliding_window`
     mtp: str = ""  # field of the number of multi-token prediction layers; "": none
 
 
@@ -121,8 +121,8 @@ class HfConfig:
 class Family:
     """A model family.
 
-    Megatron's flags tell families apart by `qkv_bias`, `qk_norm`, `experts` and `mla`, which say what the rows hold,
-    and where these agree by the router's score.
+    `qkv_bias`, `qk_norm`, `experts` and `mla` say what rows there are. `families.find_family` finds a family by these;
+    if several families are equal in them, by fields of `router` and `hf`.
     """
 
     architecture: str  # its name in a Hugging Face config
@@ -133,8 +133,8 @@ class Family:
     mla: bool = False
     router: Router = Router()
     hf: HfConfig = HfConfig()  # its config.json
-    twin: str = ""  # a family with the same numbers throughout, as which its files are read
-    model_type: str = ""  # of the config, where it is not the key in `families.FAMILIES`
+    twin: str = ""  # a family with equal rows and sizes; files of this family are read as files of that one
+    model_type: str = ""  # `model_type` of config.json, if it is not the key in `families.FAMILIES`
 
     @property
     def embedding(self) -> str:
@@ -143,7 +143,7 @@ class Family:
 
     @property
     def shared_experts(self) -> bool:
-        """Whether it has experts to which all tokens go."""
+        """Whether the family has experts to which all tokens go."""
         return self._has("shared_ffn")
 
     @property

@@ -1,6 +1,6 @@
 """Layouts: every stored parameter of a Megatron or an engine rank as segments of canonical tensors. Pure.
 
-First the cuts: the part of a row of a family's table on one tensor parallel rank; then layouts of ranks.
+First come functions that split a row of a family's table for one tensor parallel rank, then layouts of ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ENGINE_VOCAB_MULTIPLE = 64  # vllm/model_executor/layers/vocab_parallel_embeddin
 
 
 class Segment(NamedTuple):
-    """Slices `[start, start + size)` of a canonical tensor along `axis`, as a parameter stores them."""
+    """Slices `[start, start + size)` of a canonical tensor along `axis`, and their place in a stored parameter."""
 
     name: str  # of the canonical tensor
     axis: int
     start: int
     size: int
     offset: int  # slice of the parameter at which they begin
-    slot: int = -1  # index of the expert where experts are stacked in one parameter; -1: not stacked
+    slot: int = -1  # index of the expert, if experts are stacked in one parameter; -1: not stacked
     transposed: bool = False  # stacked experts: the two last axes are exchanged
     # stacked experts: shape `[experts, ...]` in which the parameter is viewed; None: its own
     grid: tuple[int, ...] | None = None
@@ -50,7 +50,7 @@ Stored = tuple[tuple[Segment, ...], tuple[int, ...]]
 
 
 class Cut(NamedTuple):
-    """One rank's part of a row, of which the segments are asked for."""
+    """A row of the table and a tensor parallel rank: the arguments of a function that splits the row for the rank."""
 
     shape: ModelShape
     row: Row
@@ -62,32 +62,32 @@ class Cut(NamedTuple):
         return self.shape.shape_of(self.row.parts[i])
 
     def share(self, total: int, what: str) -> int:
-        """Even share of a rank. Raises ValueError when there is none."""
+        """`total / tp`. Raises ValueError if that is no whole number."""
         if total % self.tp:
             raise ValueError(f"{what} of {total} do not divide over {self.tp} tensor parallel ranks")
         return total // self.tp
 
 
 def check_heads(shape: ModelShape, tp: int) -> None:
-    """Raise ValueError unless attention divides over tensor parallel ranks: whole heads, and query groups whole or
-    repeated evenly.
+    """Raise ValueError unless tp divides the number of heads, and divides the number of query groups or is a multiple
+    of it (then ranks repeat a group).
 
-    vLLM and Megatron have the same rule, but for core 0.12, which repeats no groups: __post_init__ of
+    This is the rule of vLLM and Megatron, except core 0.12, which does not repeat groups: __post_init__ of
     megatron/core/transformer/transformer_config.py.
     """
     if shape.heads % tp:
         raise ValueError(f"attention heads of {shape.heads} do not divide over {tp} tensor parallel ranks")
     if shape.groups % tp and tp % shape.groups:
         raise ValueError(
-            f"query groups of {shape.groups} do not divide over {tp} tensor parallel ranks, nor can as many ranks "
-            "repeat them evenly"
+            f"query groups of {shape.groups} do not divide over {tp} tensor parallel ranks, and cannot be repeated "
+            f"evenly, since {tp} is no multiple of {shape.groups}"
         )
 
 
 def stack(stored: Sequence[Stored], *, transposed: bool, flat: Split | None = None) -> Stored:
-    """Experts in one parameter `[experts, ...]`. flat: the experts' split, where Megatron keeps it as a matrix:
-    weight1 as `[H, experts x 2F]`, weight2 as `[experts x F, H]`, whose storage is that of `[experts, H, 2F]` and
-    `[experts, F, H]` (GroupedMLP.forward)."""
+    """All experts of a rank in one parameter `[experts, ...]`. flat: the experts' split, if Megatron stores them as a
+    matrix: weight1 as `[H, experts x 2F]`, weight2 as `[experts x F, H]`. The bytes are in the order of
+    `[experts, H, 2F]` and `[experts, F, H]` (GroupedMLP.forward)."""
     one = stored[0][1] if stored else (0, 0)
     grid = (len(stored), *(one[::-1] if transposed else one))
     see = grid if flat else None
@@ -130,7 +130,7 @@ def _vocabulary(padded: Callable[[ModelShape], int]) -> Callable[[Cut], Stored]:
 
 
 def _head_part(cut: Cut) -> Stored:
-    """The rows of a rank's heads that the row is about, head after head."""
+    """Of each head of the rank the rows that `Row.of_head` names, head after head."""
     before, size = (getattr(cut.shape, name) if name else 0 for name in cut.row.of_head)
     heads, each = cut.share(cut.shape.heads, "attention heads"), cut.part()[0] // cut.shape.heads
     first = cut.rank * heads
@@ -178,7 +178,7 @@ def _stacked_qkv(cut: Cut) -> Stored:
 
 
 def _window(segments: Iterable[Segment], low: int, size: int) -> tuple[Segment, ...]:
-    """The parts of segments, which tile a complete parameter, within its slices `[low, low + size)`."""
+    """The parts of segments within slices `[low, low + size)` of a complete parameter, which the segments tile."""
     out = []
     for s in segments:
         first, last = max(s.offset, low), min(s.offset + s.size, low + size)
@@ -207,7 +207,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # parameter name -> shape of the stored 
 
 
 class RankLayout(dict[str, tuple[Segment, ...]]):
-    """The layout of one rank, and the `shapes` of what it stores. Ranks that store the same share one object."""
+    """The layout of one rank, and the `shapes` of its stored tensors. Ranks with equal layouts share one object."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         super().__init__({name: segments for name, (segments, _) in stored.items()})
@@ -219,9 +219,8 @@ def megatron_layout(
 ) -> RankLayout:
     """The layout of one trainer rank.
 
-    impl: an entry of `family_table.IMPLS`, whose names the model has; experts: one of `family_table.EXPERTS`, how it
-    stores them. With several model chunks a name starts with `parallel.chunk_prefix`. Raises ValueError when the sizes
-    do not divide.
+    impl: an entry of `family_table.IMPLS`; experts: an entry of `family_table.EXPERTS`. With several model chunks a
+    name starts with `parallel.chunk_prefix`. Raises ValueError when the sizes do not divide.
     """
     assert impl in IMPLS and experts in EXPERTS, f"unknown storage: {impl}, {experts}"
     at = parallel.coordinates(rank)
@@ -265,7 +264,7 @@ def _megatron(
         if row.layer_type is LayerType.EMBEDDING:
             place = (0, 0) if pp == 0 else None
         elif row.layer_type is LayerType.OUTPUT:
-            # A tied head shares the embedding's storage when both are on one stage, else it is a copy.
+            # A tied head uses the embedding's storage if there is one pipeline stage; else it is a copy.
             shared = row.split is Split.VOCABULARY and shape.tied and parallel.pp == 1
             place = (len(chunks) - 1, 0) if pp == parallel.last_stage and not shared else None
         else:
@@ -300,9 +299,9 @@ def _engine(shape: ModelShape, engine: EngineParallel, rank: int) -> RankLayout:
             stored = stack([CUT_ENGINE[row.split](cut) for cut in cuts], transposed=engine.transposed)
             out[name.format(layer=layer, nested="routed_experts." if engine.nested else "")] = stored
         elif name:
-            apart = row.unfused and not engine.fused_down
+            unfused = row.unfused and not engine.fused_down
             tp = 1 if engine.whole_shared and "shared_ffn" in row.parts[0].shape else engine.tp
-            for only in [replace(row, names={ENGINE: p.name}, parts=(p,)) for p in row.parts] if apart else [row]:
+            for only in [replace(row, names={ENGINE: p.name}, parts=(p,)) for p in row.parts] if unfused else [row]:
                 cut = Cut(shape, only, shape.names_of(only, layer), tp, rank % tp)
                 out[only.names[ENGINE].format(layer=layer)] = CUT_ENGINE[row.split](cut)
     return RankLayout(out)

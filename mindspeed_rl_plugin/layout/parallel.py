@@ -1,5 +1,5 @@
-"""How ranks are divided: `Parallel` as Megatron does it, pipeline chunks too; `EngineParallel` as vLLM does; and the
-flags of Megatron, MindSpeed and MindSpeed-LLM that place layers on pipeline stages, and experts on ranks."""
+"""How a model is divided over ranks: by Megatron (`Parallel`) and by vLLM (`EngineParallel`). Also the flags of
+Megatron, MindSpeed and MindSpeed-LLM that place layers on pipeline stages, and experts on ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mindspeed_rl_plugin.config.flag import spelt
 
-# Flags that lay out pipeline stages in another way than `--schedules-method dualpipev`.
+# Flags that place layers on pipeline stages, and are refused with `--schedules-method dualpipev`.
 _PLACING = (
     *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "num_layer_list"),
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
@@ -22,7 +22,7 @@ _GIVEN_BY = {"virtual_pipeline_model_parallel_size": "--num-layers-per-virtual-p
 
 
 class Coordinates(NamedTuple):
-    """Place of a rank on each axis. Experts have a grid of their own: `etp`, `ep`, `edp`."""
+    """Index of a rank on each parallel axis. Experts have other axes than the rest: `etp`, `ep`, `edp`."""
 
     tp: int
     cp: int
@@ -35,7 +35,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Parallel:
-    """Sizes of every parallel axis. Data parallel sizes follow from the world; they are never given.
+    """Sizes of the parallel axes. Data parallel sizes are computed from the world.
 
     Raises ValueError when the sizes do not divide the world.
     Source: RankGenerator of megatron/core/parallel_state.py, the same in core 0.12.1, 0.16.1 and 0.19.
@@ -49,15 +49,15 @@ class Parallel:
     ep: int = 1
     etp: int | None = None  # tensor parallel size of experts; None: tp
     order: str = "tp-cp-ep-dp-pp"  # Megatron's rank order, fastest axis first
-    first_layers: int | None = None  # layers of the first stage where it differs from the others
-    last_layers: int | None = None  # layers of the last one, likewise
+    first_layers: int | None = None  # number of layers of the first stage, if it differs from the others
+    last_layers: int | None = None  # number of layers of the last stage, if it differs from the others
     embedding_counts: bool = False  # the embedding takes the place of one layer
     loss_counts: bool = False  # the loss takes the place of one layer
-    chunk_layers: tuple[int, ...] | None = None  # layers of every chunk in execution order, where given outright
-    noop: tuple[int, ...] = ()  # numbers of MindSpeed's no-op layers: stages count them, the model has none
+    chunk_layers: tuple[int, ...] | None = None  # number of layers of each chunk in execution order, if a flag lists it
+    noop: tuple[int, ...] = ()  # numbers of MindSpeed's no-op layers; stages count them, `ModelShape.layers` does not
     tp_in_ep: bool = False  # `ep` counts tensor parallel ranks too (MindSpeed's --moe-tp-extend-ep)
-    # MindSpeed's --schedules-method dualpipev: chunks run down the stages and back, so that the first stage has chunks
-    # 0 and 2 x pp - 1 (`vpp` is 2)
+    # MindSpeed's --schedules-method dualpipev: a stage has two chunks (`vpp` is 2). Execution goes from the first stage
+    # to the last and back, so the first stage has chunks 0 and 2 x pp - 1.
     folded: bool = False
 
     def __post_init__(self) -> None:
@@ -74,12 +74,12 @@ class Parallel:
         return self.tp if self.etp is None else self.etp
 
     def in_megatron(self, ep: int) -> int:
-        """An expert parallel size, or rank, as Megatron's own groups have it."""
+        """The expert parallel size or rank in Megatron's own groups, from that of this class."""
         return ep // self.tp if self.tp_in_ep else ep
 
     @property
     def dp(self) -> int:
-        """Data parallel size of everything but the experts."""
+        """Data parallel size of all parameters except those of experts."""
         return self.world // (self.tp * self.pp * self.cp)
 
     @property
@@ -88,7 +88,7 @@ class Parallel:
         return self.world // (self.expert_tp * self.ep * self.pp)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Place of a rank. Raises ValueError outside the world."""
+        """Raises ValueError for a rank outside the world."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is outside the world of {self.world} ranks")
         dense = self._unravel(rank, {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp})
@@ -112,7 +112,7 @@ class Parallel:
         return range(pp_rank, self.pp * self.vpp, self.pp)
 
     def chunk_sizes(self, layers: int) -> tuple[int, ...]:
-        """Layers of each chunk in execution order, those that do nothing among them. layers: of the model.
+        """Number of layers of each chunk in execution order, no-op layers included. layers: `ModelShape.layers`.
 
         Raises ValueError when the layers do not divide. Source: get_num_layers_to_build of
         megatron/core/transformer/transformer_block.py.
@@ -141,10 +141,8 @@ class Parallel:
         return sizes
 
     def stage_layers(self, layers: int, pp_rank: int) -> tuple[dict[int, int], ...]:
-        """Of each chunk of a pipeline stage: the model's layer -> its number within the chunk, where all layers count.
-
-        layers: of the model.
-        """
+        """For each chunk of a pipeline stage: global number of a layer -> its number within the chunk. Only the number
+        within the chunk counts no-op layers. layers: `ModelShape.layers`."""
         sizes, numbers = self.chunk_sizes(layers), count()
         model = [None if i in self.noop else next(numbers) for i in range(sum(sizes))]
         ends = list(accumulate(sizes))
@@ -182,18 +180,19 @@ class Parallel:
 class EngineParallel:
     """One engine of vLLM: `ranks` consecutive ranks, in `ranks / tp` data parallel groups.
 
-    The flags say how its version and platform store experts. Raises ValueError for sizes that vLLM cannot combine.
+    The boolean fields say how this version of vLLM, on this platform, stores parameters. Raises ValueError for sizes
+    that vLLM cannot combine.
     """
 
-    tp: int = 1  # tensor parallel size of all but experts
-    ep: int = 1  # ranks over which whole experts are spread; 1: every rank stores its share of every expert
+    tp: int = 1  # tensor parallel size of all parameters except those of experts
+    ep: int = 1  # number of ranks over which complete experts are spread; 1: each rank stores a part of every expert
     nested: bool = True  # expert parameters are in a module `routed_experts` (vLLM from 0.20 on)
     fused_down: bool = True  # latent attention has one down projection parameter (vLLM from 0.10 on)
     transposed: bool = False  # experts are stored transposed (vllm-ascend)
-    # each rank stores all of the shared experts (vLLM on CUDA and CPU where tensor parallel engines share experts: its
-    # ranks then have different tokens, `use_sequence_parallel_moe`)
+    # each rank stores the complete shared experts: vLLM on CUDA and CPU if 1 < tp < ep, because the ranks of an engine
+    # then have different tokens (`use_sequence_parallel_moe`)
     whole_shared: bool = False
-    own_head: bool = False  # a head is stored even where embeddings are tied
+    own_head: bool = False  # a head is stored although embeddings are tied
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.ep < 1:
@@ -209,21 +208,21 @@ class EngineParallel:
         return max(self.tp, self.ep)
 
     def experts(self, total: int, rank: int) -> range:
-        """Experts of which a rank stores something. Source: determine_expert_map of vllm fused_moe (linear)."""
+        """Experts of which a rank stores a part, or all. Source: determine_expert_map of vllm fused_moe (linear)."""
         each, more = divmod(total, self.ep)
         at = rank if self.ep > 1 else 0
         return range(at * each + min(at, more), (at + 1) * each + min(at + 1, more))
 
 
 def chunk_prefix(chunk: int, chunks: int) -> str:
-    """Prefix of parameter names in one of a rank's model chunks; "" if there is only one."""
+    """Prefix of parameter names in one of a rank's model chunks; "" if the rank has only one chunk."""
     return f"chunk{chunk}." if chunks > 1 else ""
 
 
 def folds(args: argparse.Namespace) -> bool:
     """Whether MindSpeed's `--schedules-method dualpipev` places the layers.
 
-    Raises ValueError for further flags that would place them otherwise, whatever MindSpeed does with them. Source:
+    Raises ValueError for other flags that place layers, even if MindSpeed accepts or ignores them. Source:
     features_manager/pipeline_parallel/dualpipev_feature.py and core/pipeline_parallel/dualpipev of MindSpeed 26.1.0.
     """
     given = getattr(args, "schedules_method", None)
@@ -231,18 +230,20 @@ def folds(args: argparse.Namespace) -> bool:
         return False
     if given != "dualpipev":
         raise ValueError(f"--schedules-method {given}: its placement of layers is unknown; give dualpipev, or none")
-    if beside := [name for name in _PLACING if getattr(args, name, None)]:
-        shown = " and ".join(_GIVEN_BY.get(name) or spelt(name) for name in beside)
-        raise ValueError(f"--schedules-method dualpipev gives every chunk equally many layers; remove {shown}")
+    if others := [name for name in _PLACING if getattr(args, name, None)]:
+        shown = " and ".join(_GIVEN_BY.get(name) or spelt(name) for name in others)
+        raise ValueError(f"--schedules-method dualpipev gives every chunk the same number of layers; remove {shown}")
     if args.pipeline_model_parallel_size == 1:
-        raise ValueError("--schedules-method dualpipev needs --pipeline-model-parallel-size of at least 2; remove one")
+        raise ValueError(
+            "--schedules-method dualpipev needs --pipeline-model-parallel-size of at least 2; remove one of these flags"
+        )
     return True
 
 
 def noop_layers(args: argparse.Namespace) -> tuple[int, ...]:
-    """Numbers of MindSpeed's `--noop-layers`: a text such as "61,62", and a set after its validation.
+    """Numbers of MindSpeed's `--noop-layers`, which is a text such as "61,62", and a set after MindSpeed's validation.
 
-    Raises ValueError for what is no list of layers of the model.
+    Raises ValueError if it is no list of numbers of layers.
     """
     given = getattr(args, "noop_layers", None) or ()
     words = given.split(",") if isinstance(given, str) else given if isinstance(given, Collection) else (given,)
@@ -254,47 +255,47 @@ def noop_layers(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def spread_experts(args: argparse.Namespace) -> int:
-    """Tensor parallel ranks over which MindSpeed's `--moe-tp-extend-ep` spreads whole experts; 1 without it.
+    """The number of tensor parallel ranks over which MindSpeed's `--moe-tp-extend-ep` spreads experts; else 1.
 
-    Rank t of expert parallel rank e then has share e x tp + t of the experts, and tokens go to the experts' tensor and
-    expert parallel group, which has tp x ep ranks only where the experts' own tensor parallel size is tp. Raises
-    ValueError where it is another, and where the dispatcher is one that does not know of it.
-    Source: features_manager/moe/tp_extend_ep.py and moe_feature/tp_extend_ep of MindSpeed 2.3.0.
+    Tensor parallel rank t of expert parallel rank e has part e x tp + t of the experts. Tokens are sent within the
+    experts' tensor and expert parallel group, which must therefore have tp x ep ranks. Raises ValueError for another
+    expert tensor parallel size than tp, and for a dispatcher that does not support the flag. Source:
+    features_manager/moe/tp_extend_ep.py and moe_feature/tp_extend_ep of MindSpeed 2.3.0.
     """
     tp, etp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
     if not getattr(args, "moe_tp_extend_ep", False) or tp == 1:
         return 1
     if etp not in (None, tp):
         raise ValueError(
-            f"--moe-tp-extend-ep with --expert-tensor-parallel-size {etp}: it spreads whole experts over all {tp}"
-            " tensor parallel ranks, and that size takes these out of the group to which tokens are sent; drop"
-            " --expert-tensor-parallel-size, or give --expert-tensor-parallel-size 1 --expert-model-parallel-size"
-            f" {tp * args.expert_model_parallel_size} without --moe-tp-extend-ep"
+            f"--moe-tp-extend-ep with --expert-tensor-parallel-size {etp}: experts would be spread over {tp} tensor"
+            " parallel ranks, but tokens would not be sent to all of them; drop --expert-tensor-parallel-size, or give"
+            f" --expert-tensor-parallel-size 1 --expert-model-parallel-size {tp * args.expert_model_parallel_size}"
+            " without --moe-tp-extend-ep"
         )
     dispatcher = getattr(args, "moe_token_dispatcher_type", "alltoall_seq")
     if dispatcher != "alltoall_seq":
         raise ValueError(
-            f"--moe-tp-extend-ep with --moe-token-dispatcher-type {dispatcher}: MindSpeed spreads experts over tensor "
-            "parallel ranks with one only; give --moe-token-dispatcher-type alltoall_seq, or remove --moe-tp-extend-ep"
+            f"--moe-tp-extend-ep with --moe-token-dispatcher-type {dispatcher}: MindSpeed supports this with only one "
+            "dispatcher; give --moe-token-dispatcher-type alltoall_seq, or remove --moe-tp-extend-ep"
         )
     return tp
 
 
 def count_layers(layout: str) -> tuple[int, ...]:
-    """Layers of every chunk in a `--pipeline-model-parallel-layout` such as "Et*3|(tt|)*2tL": (3, 2, 2, 1)."""
+    """Number of layers of each chunk in `--pipeline-model-parallel-layout`; "Et*3|(tt|)*2tL" gives (3, 2, 2, 1)."""
     flat = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m[1] * int(m[2]), layout.replace(",", ""))
     flat = re.sub(r"(.)\*(\d+)", lambda m: m[1] * int(m[2]), flat)
     if not re.fullmatch(r"E[t|]*L", flat):
-        raise ValueError(f"pipeline layout {layout!r} must hold layers t between the embedding E and the loss L only")
+        raise ValueError(f"pipeline layout {layout!r} may hold only layers t between the embedding E and the loss L")
     return tuple(stage.count("t") for stage in flat.split("|"))
 
 
 def listed_layers(listed: str | Sequence[int], args: argparse.Namespace) -> tuple[int, ...]:
-    """Layers of every stage in MindSpeed-LLM's `--num-layer-list` such as "7,7,8".
+    """Number of layers of every stage in MindSpeed-LLM's `--num-layer-list` such as "7,7,8".
 
-    Raises ValueError for what its own code refuses, and where it would build other dense layers than
-    `--first-k-dense-replace` says: it counts them as if all stages had the same number of layers.
-    Source: features_manager/pipeline_parallel/num_layer_list.py, core/transformer/transformer_block.py of 2.3.0.
+    Raises ValueError if MindSpeed-LLM refuses the list, or if it would build other dense layers than
+    `--first-k-dense-replace` says, because it numbers layers as if all stages had the same number of layers. Source:
+    features_manager/pipeline_parallel/num_layer_list.py, core/transformer/transformer_block.py of 2.3.0.
     """
     words = listed.split(",") if isinstance(listed, str) else [str(n) for n in listed]
     if not all(word.strip().isdigit() for word in words):
@@ -306,7 +307,7 @@ def listed_layers(listed: str | Sequence[int], args: argparse.Namespace) -> tupl
             f"--pipeline-model-parallel-size {stages} (at least 2) and --num-layers {args.num_layers}"
         )
     if getattr(args, "virtual_pipeline_model_parallel_size", None):
-        raise ValueError(f"--num-layer-list {listed}: MindSpeed-LLM has no virtual pipeline stages with it")
+        raise ValueError(f"--num-layer-list {listed}: MindSpeed-LLM has no virtual pipeline stages with this flag")
     dense = getattr(args, "first_k_dense_replace", None) or 0
     every = getattr(args, "moe_layer_freq", None) if dense else 1
     every = every if isinstance(every, int) and every > 0 else 1
@@ -315,8 +316,8 @@ def listed_layers(listed: str | Sequence[int], args: argparse.Namespace) -> tupl
         moe = [[i >= dense and i % every == 0 for i in range(at, at + sizes[stage])] for at in (start, counted)]
         if dense and moe[0] != moe[1]:
             raise ValueError(
-                f"--num-layer-list {listed}: for --first-k-dense-replace {dense} MindSpeed-LLM takes layer {start} for "
-                f"layer {counted}, as if stages were even, and builds other dense layers; choose a list with which "
-                "these are the same"
+                f"--num-layer-list {listed}: MindSpeed-LLM takes layer {start} for layer {counted}, because it counts as"
+                " if all stages had the same number of layers; so it builds other dense layers than "
+                f"--first-k-dense-replace {dense} says; choose a list with which these are the same"
             )
     return sizes

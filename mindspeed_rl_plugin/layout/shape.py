@@ -1,4 +1,4 @@
-"""ModelShape: the sizes of a model, whatever its parallel layout, and how they follow from Megatron's arguments."""
+"""ModelShape: the sizes of a model without its parallel layout, from Megatron's arguments or from a config.json."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Canonical:
     """A canonical tensor."""
 
     shape: tuple[int, ...]
-    axis: int  # along which both sides cut it
+    axis: int  # along which trainer and engine split it
     wide: bool = False  # whether it is always float32
 
     @property
@@ -48,22 +48,22 @@ class ModelShape:
     family: str
     layers: int
     hidden: int
-    heads: int  # query heads
-    groups: int  # key heads
-    head_dim: int  # of one query head
+    heads: int  # number of query heads
+    groups: int  # number of key heads (query groups)
+    head_dim: int  # size of a query head
     ffn: int  # width of the MLP
     vocab: int  # rows of the canonical embedding
-    padded_vocab: int  # rows of Megatron's, on all tensor parallel ranks together
+    padded_vocab: int  # rows of Megatron's embedding on all tensor parallel ranks together
     tied: bool = False  # the head shares the embedding's weight
-    experts: int = 0  # routed experts of a layer
-    expert_ffn: int = 0  # width of each
+    experts: int = 0  # number of routed experts of a layer
+    expert_ffn: int = 0  # width of a routed expert
     shared_ffn: int = 0  # width of the shared experts together
     dense_layers: tuple[int, ...] = ()  # numbers of the layers without experts
     q_lora: int = 0  # rank of latent attention's queries; 0: not compressed
-    kv_lora: int = 0  # rank of its keys and values
-    nope: int = 0  # size of the part of a head without position
-    rope: int = 0  # size of the part with position
-    value: int = 0  # size of a head's value
+    kv_lora: int = 0  # rank of latent attention's keys and values
+    nope: int = 0  # latent attention: size of the part of a head without rotary position
+    rope: int = 0  # latent attention: size of the part of a head with rotary position
+    value: int = 0  # latent attention: size of a head's value
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -92,7 +92,7 @@ class ModelShape:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        """The named sizes of `family_table.Part`: fields, and these."""
+        """Sizes by the names that `family_table.Part` has: the fields, and those below."""
         return vars(self) | {
             "query": self.heads * self.head_dim,
             "key": self.groups * self.head_dim,
@@ -109,27 +109,27 @@ class ModelShape:
         return tuple(self._sizes[name] for name in part.shape)
 
     def names_of(self, row: Row, layer: int, expert: int = 0) -> tuple[str, ...]:
-        """Canonical names of a row's parts at a global layer and expert; a tied head is the embedding."""
+        """Canonical names of a row's parts; that of a tied head is the embedding's. layer, expert: global numbers."""
         names = (self.table.embedding if self.tied and part.name == HEAD_WEIGHT else part.name for part in row.parts)
         return tuple(name.format(layer=layer, expert=expert) for name in names)
 
     def rows(self, layer_type: LayerType) -> tuple[Row, ...]:
-        """Rows of the model in layers of a type."""
+        """Rows that the model has of a type of layer."""
         return tuple(row for row in self.table.rows if row.layer_type is layer_type and self._has(row))
 
     def _has(self, row: Row) -> bool:
-        """Whether the model has a row that depends on the compression of queries."""
+        """Whether the model has a row: some exist only if queries are compressed, some only if they are not."""
         compressed = any("q_lora" in part.shape for part in row.parts)
         return not (compressed and not self.q_lora) and not (row.without and self._sizes[row.without])
 
     def rows_in_order(self) -> Iterator[tuple[Row, int]]:
-        """All rows with the layer that they are in, from the embedding to the head; 0 for what is in no layer."""
+        """All rows with the number of their layer, from the embedding to the head; 0 for rows outside of layers."""
         yield from ((row, 0) for row in self.rows(LayerType.EMBEDDING))
         yield from ((row, layer) for layer in range(self.layers) for row in self.layer_rows(layer))
         yield from ((row, 0) for row in self.rows(LayerType.OUTPUT))
 
     def layer_rows(self, layer: int) -> tuple[Row, ...]:
-        """Rows of a layer by its global number, those of one expert among them."""
+        """Rows of a layer, with the rows of one expert. layer: global number."""
         if not self.table.experts or layer in self.dense_layers:
             return self.rows(LayerType.EVERY) + self.rows(LayerType.DENSE)
         return self.rows(LayerType.EVERY) + self.rows(LayerType.MOE) + self.rows(LayerType.EXPERT)
@@ -138,12 +138,12 @@ class ModelShape:
     def from_megatron_args(cls, args: argparse.Namespace, vocab: int | None = None) -> ModelShape:
         """The shape that Megatron's validated arguments describe.
 
-        vocab: real vocabulary, as the tokenizer or the Hugging Face config says; None takes `--vocab-size`.
-        Raises ValueError with one line per argument that no family expresses.
+        vocab: unpadded size of the vocabulary, of the tokenizer or the Hugging Face config; None: `--vocab-size`.
+        Raises ValueError with one line per argument that no family supports.
         """
         problems = model_refusals(args)
         if problems:
-            raise ValueError("the rollout engine cannot express this model:\n  " + "\n  ".join(problems))
+            raise ValueError("the rollout engine does not support this model:\n  " + "\n  ".join(problems))
         vocab = args.vocab_size if vocab is None else vocab
         if vocab is None:
             raise ValueError("the vocabulary's size is unknown; give --vocab-size or a tokenizer that has one")
@@ -165,7 +165,7 @@ class ModelShape:
         )
         if share != 1.0 and not FAMILIES[family].hf.partial:
             flag = "--partial-rotary-factor" if getattr(args, "partial_rotary_factor", None) else "--rotary-percent"
-            raise ValueError(f"{flag} {share}: family {family} rotates the whole head; leave it out")
+            raise ValueError(f"{flag} {share}: family {family} rotates complete heads; leave the flag out")
         return cls(
             family=family,
             layers=args.num_layers - len(noop_layers(args)),
@@ -173,7 +173,7 @@ class ModelShape:
             heads=heads,
             groups=args.num_query_groups if grouped else heads,
             head_dim=head_dim,
-            # Megatron's own default for gated units: 8/3 of the hidden size, down to a multiple of 64.
+            # Megatron's default for gated units: 8/3 of the hidden size, rounded down to a multiple of 64.
             ffn=args.ffn_hidden_size or int(4 * hidden * 2 / 3 / 64) * 64,
             vocab=vocab,
             padded_vocab=getattr(args, "padded_vocab_size", None) or -(-vocab // multiple) * multiple,
@@ -185,7 +185,7 @@ class ModelShape:
     def from_hf_config(cls, config: Mapping[str, Any], padded_vocab: int | None = None) -> ModelShape:
         """The shape that a Hugging Face config.json describes.
 
-        padded_vocab: rows of Megatron's embedding (None: unpadded). Raises ValueError for a model of no family.
+        padded_vocab: rows of Megatron's embedding; None: unpadded. Raises ValueError for a model of no family.
         """
         family = family_of(config)
         if not family:
@@ -221,7 +221,7 @@ class ModelShape:
 
 
 def same_names(table: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A Hugging Face config with one name for each field, and the fields of published files that are the same model."""
+    """A Hugging Face config with one name for each field, and equal fields for files that describe equal models."""
     out = {name: value for name, value in config.items() if value is not None}
     for other, name in table.hf.synonyms.items():
         if other in out:
@@ -233,14 +233,14 @@ def same_names(table: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         dense = {i for i in range(out.get("num_hidden_layers", 0)) if (i + 1) % step}
         out["mlp_only_layers"] = sorted({*out.get("mlp_only_layers", ()), *dense})
         out["decoder_sparse_step"] = 1
-    if table.mla:  # means nothing under latent attention
+    if table.mla:  # with latent attention these two fields have no meaning
         out["head_dim"] = out.get("qk_rope_head_dim")
         out["num_key_value_heads"] = out.get("num_attention_heads")
     return out
 
 
 def rotated_share(args: argparse.Namespace) -> float:
-    """Share of a head that is rotated: Megatron's --rotary-percent, and MindSpeed-LLM's --partial-rotary-factor."""
+    """Fraction of a head that is rotated: Megatron's --rotary-percent, MindSpeed-LLM's --partial-rotary-factor."""
     return (getattr(args, "rotary_percent", None) or 1.0) * (getattr(args, "partial_rotary_factor", None) or 1.0)
 
 
@@ -259,7 +259,7 @@ def _expert_sizes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _dense_layers(args: argparse.Namespace) -> tuple[int, ...]:
-    """Layers without experts, by their numbers without those that do nothing; Megatron's flags count these too.
+    """Layers without experts. The numbers do not count no-op layers, but Megatron's flags do.
 
     Source: get_gpt_decoder_block_spec; `--first-k-dense-replace` of MindSpeed-LLM.
     """

@@ -1,14 +1,13 @@
 """The plan: which slices every rank copies, sends and receives so that each engine rank holds its weights. Pure.
 
-Source ranks (trainer) and destination ranks (engine) are independent sets: equal, overlapping or
-disjoint. Every rank computes the plan alone from the layouts of all ranks; `TransferPlan.fingerprint` lets
-them check that they agree. Ranks with one layout share one object (layout.py), so that the
-intersection is done once a layout and only the choice of sources once a rank.
+Source ranks (trainer) and destination ranks (engine) are independent sets: equal, overlapping or disjoint. Every rank
+computes the plan alone, from the layouts of all ranks; by `TransferPlan.fingerprint` ranks check that their plans are
+equal. Ranks with equal layouts share one layout object (layout.py): source and destination layouts are intersected once
+per object, and only the choice of a source is made for every rank.
 
-**Buckets.** A move belongs to a numbered bucket. In any bucket no rank sends, or receives, more than
-half of `bucket_bytes`: the executor keeps two buckets in flight, each with a send and a receive
-buffer, two times `bucket_bytes` in all. Both ends know a move's bucket, and every rank works through
-its buckets in rising order, so that ranks need no other agreement and cannot deadlock.
+**Buckets.** Every move is in a numbered bucket. In a bucket no rank sends more than half of `bucket_bytes`, nor
+receives more. Two buckets are in flight, each with a send and a receive buffer: two times `bucket_bytes` in all. Both
+ranks of a move know its bucket, and every rank works through its buckets in rising order, so ranks cannot deadlock.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Slices `[start, start + size)` of a canonical tensor: where a source and where a destination store them."""
+    """Slices `[start, start + size)` of a canonical tensor, with their place on a source and on a destination rank."""
 
     start: int
     size: int
@@ -45,14 +44,14 @@ class Piece(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A piece that a rank takes from itself."""
+    """A piece that a rank copies, from its trainer parameters into its engine parameters."""
 
     rank: int
     piece: Piece
 
 
 class Move(NamedTuple):
-    """A piece that goes from one rank to another, in a bucket."""
+    """A piece that one rank sends to another, in a bucket."""
 
     bucket: int
     source: int
@@ -64,10 +63,10 @@ class Move(NamedTuple):
 class TransferPlan:
     """What `make_plan` returns."""
 
-    copies: tuple[Copy, ...]  # everyone's, or one rank's, in rising bucket order
-    moves: tuple[Move, ...]  # likewise
-    unused: tuple[str, ...]  # canonical tensors of the trainer that no engine rank wants
-    fingerprint: int  # equal on ranks that planned the same
+    copies: tuple[Copy, ...]  # of all ranks, or of one rank
+    moves: tuple[Move, ...]  # of all ranks, or of one rank, by rising bucket
+    unused: tuple[str, ...]  # canonical tensors of the trainer that no engine rank stores
+    fingerprint: int  # equal on ranks with equal plans
 
     def buckets_of(self, rank: int) -> list[list[Move]]:
         """The moves in which a rank takes part, bucket by bucket."""
@@ -75,7 +74,7 @@ class TransferPlan:
         return [list(moves) for _, moves in groupby(mine, key=lambda m: m.bucket)]
 
     def copied(self, rank: int) -> int:
-        """Bytes that a rank takes from itself."""
+        """Bytes that a rank copies instead of receiving them."""
         return sum(copy.piece.nbytes for copy in self.copies if copy.rank == rank)
 
 
@@ -89,14 +88,14 @@ def make_plan(
     rank: int | None = None,
     node_size: int | None = None,
 ) -> TransferPlan:
-    """Plan the way from `sources` to `destinations`, both rank -> layout.
+    """Plan the transfer from `sources` to `destinations`, each rank -> layout.
 
-    tensors: the canonical tensors; itemsize: bytes of an element on the wire; node_size: consecutive ranks that share a
-    node (None: all do); rank: keep only this rank's copies and moves. A rank that holds a slice copies it from itself.
-    Else it comes from a holder on its own node, or, where there is none, from the node whose link to other nodes has
-    sent the least; of several holders there, from the one that has sent the least. Raises ValueError naming tensor,
-    range and rank when a destination slice has no holder or a bucket cannot hold one slice; AssertionError when a
-    layout stores a tensor that the model lacks, or two at one place.
+    tensors: the canonical tensors; itemsize: bytes of an element of a message; node_size: number of consecutive ranks
+    on one node (None: all); rank: keep only this rank's copies and moves. A rank that has a slice in its own trainer
+    parameters copies it. Else a rank of its node sends the slice; if none has it, a rank of the node that has sent the
+    fewest bytes to other nodes. Of several such ranks, the one that has sent the fewest bytes. Raises ValueError if no
+    source has a slice, or half a bucket is smaller than a slice; AssertionError if a layout stores a tensor that the
+    model lacks, or two at one place.
     """
     holders = Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
     wanted = [(_places(layout, ranks[0], tensors), ranks) for layout, ranks in _classes(destinations)]
@@ -125,7 +124,7 @@ def _classes(layouts: Mapping[int, Layout]) -> list[tuple[Layout, tuple[int, ...
 
 
 class _Pool:
-    """Ranks that have one range, each with its place there."""
+    """Ranks that have a range of slices. place: rank -> where it has them; near: node -> its ranks of these."""
 
     def __init__(self, held: Sequence[tuple[Place, tuple[int, ...]]], node_size: int) -> None:
         self.place: dict[int, Place] = {}
@@ -154,11 +153,11 @@ class Holders:
                     place = Place(param, s)
                     places[place] = places.get(place, ()) + ranks
                     depth.setdefault(s.name, position)
-        # Tensors at equal depth of their pipeline stage follow each other, so that all stages send at once.
+        # Tensors at equal depth in their pipeline stages follow each other, so that all stages send at the same time.
         self.order = sorted(self._held, key=lambda name: depth[name])
 
     def find(self, want: Place, who: int) -> list[tuple[int, int, _Pool]]:
-        """`(start, stop, holders)` that tile what `want` asks for, of engine rank `who`."""
+        """`(start, stop, holders)` that tile the slices of `want`, a place on engine rank `who`."""
         s = want.segment
         tiles = self._found.setdefault((s.name, s.start, s.size), [])
         if tiles:
@@ -178,7 +177,7 @@ class Holders:
 
 
 def _places(layout: Layout, rank: int, tensors: Mapping[str, Canonical]) -> dict[str, list[Place]]:
-    """Canonical tensor -> where an engine rank stores slices of it."""
+    """Canonical tensor -> places at which an engine rank stores slices of it."""
     places: dict[str, list[Place]] = {}
     for param, segments in layout.items():
         for s in segments:
@@ -209,7 +208,7 @@ class _Builder:
         self.fingerprint = 0
         self.sent = defaultdict[int, int](int)  # bytes by rank
         self.node_sent = defaultdict[int, int](int)  # bytes by node, to other nodes
-        # Bucket that a rank fills now and the bytes in it, as a sender and as a receiver.
+        # Rank -> [bucket that it fills now, bytes in this bucket], for its sends and for its receives.
         self.sending, self.receiving = (defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2))
 
     def add(self, start: int, stop: int, slice_bytes: int, pool: _Pool, want: Place, ranks: Sequence[int]) -> None:
@@ -226,7 +225,7 @@ class _Builder:
             near = pool.near.get(rank // self.node_size)
             if near:
                 source = min(near, key=self.sent.__getitem__)
-            else:  # where the link to other nodes has sent least
+            else:  # a rank of the node that has sent least to other nodes
                 source = min(pool.ranks, key=lambda r: (self.node_sent[r // self.node_size], self.sent[r]))
                 self.node_sent[source // self.node_size] += nbytes
             place = pool.place[source]
@@ -249,7 +248,7 @@ class _Builder:
     def _move(self, source: int, destination: int, piece: Piece, tag: int) -> None:
         send, receive, nbytes = self.sending[source], self.receiving[destination], piece.nbytes
         bucket = max(send[0], receive[0])
-        # The later of both buckets may be full: then the move begins the next one.
+        # If the later one of the two buckets is full, the move begins the next bucket.
         if (send[0] == bucket and send[1] + nbytes > self.limit) or (
             receive[0] == bucket and receive[1] + nbytes > self.limit
         ):
