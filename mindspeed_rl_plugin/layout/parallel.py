@@ -316,8 +316,8 @@ def listed_layers(listed: str | Sequence[int], args: argparse.Namespace) -> tupl
         moe = [[i >= dense and i % every == 0 for i in range(at, at + sizes[stage])] for at in (start, counted)]
         if dense and moe[0] != moe[1]:
             raise ValueError(
-                f"--num-layer-list {listed}: MindSpeed-LLM takes layer {start} for layer {counted}, because it counts as"
-                " if all stages had the same number of layers; so it builds other dense layers than "
+                f"--num-layer-list {listed}: MindSpeed-LLM takes layer {start} for layer {counted}, because it counts "
+                "as if all stages had the same number of layers; so it builds other dense layers than "
                 f"--first-k-dense-replace {dense} says; choose a list with which these are the same"
             )
     return sizes

@@ -1,20 +1,19 @@
 """The only code that depends on how Megatron scales the result of a loss function.
 
-We want the gradient of `sum_t w_t * l_t` over the whole global batch, where a micro-batch contributes
-its own part of that sum. What Megatron does to that part (core 0.12.1, 0.16.1, 0.19; pipeline_parallel/
-schedules.py and distributed/distributed_data_parallel.py):
+We want the gradient of `sum_t w_t * l_t` over the global batch. A micro-batch computes its part of this sum. What
+Megatron does with the part (core 0.12.1, 0.16.1, 0.19; pipeline_parallel/schedules.py and
+distributed/distributed_data_parallel.py):
 
-* two results `(loss, metrics)`: loss x CP / number of micro-batches; the gradients are then averaged
-  over DP x CP. So the part goes in multiplied by number of micro-batches x DP. The rule is the same
-  in all these versions.
-* three results `(loss, tokens, metrics)` under --calculate-per-token-loss: loss as it is; the gradients are
-  summed over DP x CP and divided by the summed tokens. So the part goes in multiplied by the global
-  number of trained tokens. Without the flag the versions differ, and three results are not used.
-  Core 0.12.1 sums the tokens over DP and later ones over DP x CP, where each is counted CP times; the
-  part is multiplied by as much.
+* The loss function returns `(loss, metrics)`: Megatron takes loss x CP / number of micro-batches, and averages the
+  gradients over DP x CP. So we multiply the part by the number of micro-batches x DP, for all these versions.
+* The loss function returns `(loss, tokens, metrics)`, with --calculate-per-token-loss: Megatron takes the loss as it
+  is, sums the gradients over DP x CP, and divides them by the sum of the tokens. So we multiply the part by the number
+  of trained tokens in the global batch. Core 0.12.1 sums the tokens over DP. Later versions sum them over DP x CP, and
+  so count each token CP times; then we also multiply the part by CP. Without the flag three results mean different
+  things in these versions, and are not used.
 
-Every context parallel rank returns the whole part, and its gradients are those of its own positions
-(`forward.context_parallel`), so their sum over CP is the gradient of the part.
+Every context parallel rank returns the complete part, but computes only the gradients of its own positions
+(`forward.context_parallel`). So the sum of these gradients over CP is the gradient of the part.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class LossScaling:
     dp_size: int  # data parallel ranks, without context parallel ones
     per_token: bool  # Megatron's `calculate_per_token_loss`
     total_tokens: int  # trained tokens of the global batch
-    counted: int = 1  # how often Megatron counts each of them
+    counted: int = 1  # how often Megatron counts each trained token
 
     def result(self, loss: Tensor, trained: Tensor, metrics: Mapping[str, Tensor]) -> tuple:
         """What the loss function returns to Megatron.
 
-        loss: scalar, this micro-batch's part of the global sum; trained: scalar, its trained tokens;
+        loss: scalar, this micro-batch's part of the global sum; trained: scalar, number of its trained tokens;
         metrics: one-element tensors.
         """
         if self.per_token:
@@ -50,7 +49,7 @@ class LossScaling:
 
 def scaling_of_job(micro_batches: int, *, per_token: bool, total_tokens: int) -> LossScaling:
     """The scaling under Megatron's process groups; arguments as the fields."""
-    # Megatron counts over context parallel ranks since it is handed its process groups.
+    # Versions of Megatron with this argument count tokens over context parallel ranks too.
     over_context = "pg_collection" in inspect.signature(distributed.finalize_model_grads).parameters
     return LossScaling(
         micro_batches=micro_batches,

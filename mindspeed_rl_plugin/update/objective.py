@@ -1,4 +1,4 @@
-"""The part of a step's loss from one micro-batch, and its sums for the metrics. Pure tensors."""
+"""What one micro-batch contributes to the loss of a step and to its metrics. Pure functions of tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mindspeed_rl_plugin.algorithms.corrections import CORRECTION_LEVELS, import
 from mindspeed_rl_plugin.algorithms.kl import k3
 from mindspeed_rl_plugin.forward import MicroBatch
 
-# Sums with the weights of the loss; sums over trained tokens, for means over these; over sequences with a trained
-# token, for means over these; maxima. By the names of `monitor.names`.
+# Entries of a tally (sums and maxima for the metrics), by the names of `monitor.names`: sums with the weights of the
+# loss; sums over trained tokens; sums over sequences that have a trained token; maxima.
 WEIGHTED = ("loss", "loss/policy", "loss/kl", "loss/entropy")
 PER_TOKEN = (
     *("ratio/mean", "clip_fraction", "entropy", "kl/ref", "kl/old", "logp_diff/mean"),
@@ -33,15 +33,15 @@ def objective(
     logp: Tensor,
     entropy: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Part of the global loss that this micro-batch contributes, and its tally.
+    """The part of the loss of the step that this micro-batch contributes, and its tally.
 
-    batch: with columns `advantages`, `logp_rollout`, and `logp_old` and `logp_ref` where the algorithm needs them;
-    weights: `[mb]` weight of a trained token of each row; multiplicity: `[mb]` how often a row counts in the tally (its
-    weight includes it already); fresh: `[mb]` bool, rows that the weights of this rollout sampled (only these show
-    whether engine and trainer agree); logp, entropy: `[mb, S]`. Returns the scalar `sum_t w_t * (c_t * policy + kl_coef
-    * KL - entropy_coef * H)` with its gradient, c_t is the off-policy correction, if any; and a detached vector in the
-    order `WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA`. Ratio and importance weights are summed minus 1, so that the
-    mean of ratios of 1 is exactly 1; `ratio/min` is stored as the maximum of its negative.
+    batch: with columns `advantages`, `logp_rollout`, and, if the algorithm needs them, `logp_old` and `logp_ref`.
+    weights: `[mb]`, weight of a trained token of each row. multiplicity: `[mb]`, how often a row counts in the tally
+    (`weights` has this factor already). fresh: `[mb]` bool, rows that the weights of this rollout sampled; only these
+    show whether engine and trainer agree. logp, entropy: `[mb, S]`. Returns the scalar `sum_t w_t * (c_t * policy +
+    kl_coef * KL - entropy_coef * H)` with its gradient (c_t: off-policy correction, or 1), and the tally, a detached
+    vector in the order `WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA`. Of ratios and importance weights 1 is subtracted
+    before they are summed, so that the mean of ratios of 1 is exactly 1; `ratio/min` is the maximum of negative ratios.
     """
     mask = batch.mask
     sequence = batch.sequence
@@ -83,11 +83,11 @@ def objective(
 def _engine_gap(
     algorithm: Algorithm, tokens: TrainedTokens, rollout: Tensor, counted: Tensor, fresh: Tensor
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The correction of the loss for the gap between engine and trainer, `[T]` or None, and its part of the tally."""
+    """The off-policy correction `[T]` (None: off), and metrics of the gap between engine and trainer for the tally."""
     old, sequence, rows = tokens.logp_old, tokens.sequence, tokens.sequences
     by_level = {level: importance_weights(old, rollout, sequence, rows, level) for level in CORRECTION_LEVELS}
     token = by_level["token"]
-    # With 1 / n on each of its n tokens a sequence counts once.
+    # Each of the n tokens of a sequence counts 1 / n, so the sequence counts once.
     once = counted / torch.bincount(sequence, minlength=rows).clamp(min=1)[sequence]
     outside = {level: algorithm.out_of_bounds(weights).float() for level, weights in by_level.items()}
     difference = (old - rollout).abs()

@@ -14,15 +14,15 @@ from mindspeed_rl_plugin.forward.pipeline import head_of
 from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.update.step import MegatronStep
 
-# Sums over pairs; log-probs are summed over a response's trained tokens, in nats.
+# Entries of a tally, summed over pairs; log-probs are sums over a response's trained tokens, in nats.
 TALLY = ("loss", "margin", "accuracy", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "pairs")
 
 
 def pair_objective(algorithm: Algorithm, logp: Tensor, mask: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of the pair losses of a micro-batch with its gradient, and its tally `[len(TALLY)]`, detached.
 
-    logp, mask: `[2 * p, S]`, rows in the order chosen, rejected, chosen, ...; reference: `[2 * p]` log-prob of each
-    response under the reference. The loss of the step is the sum over all pairs / their number.
+    logp, mask: `[2 * p, S]`, rows in the order chosen, rejected, chosen, ...; reference: `[2 * p]`, log-prob of each
+    response under the reference. The loss of the step is the mean over all pairs of the global batch.
     """
     sums = torch.where(mask, logp, 0.0).sum(1)
     counts = mask.sum(1).to(sums)
@@ -45,8 +45,8 @@ def pair_objective(algorithm: Algorithm, logp: Tensor, mask: Tensor, reference: 
 
 
 class PairStep(MegatronStep):
-    """The policy's step on pairs: micro-batches have the two rows of a pair next to each other, chosen first, and the
-    column `reference` (`[B]`). `prepare` raises ValueError for a pair that is cut. pairs: of the global batch."""
+    """The policy's step on pairs. In micro-batches the rejected row of a pair follows the chosen one; there is a column
+    `reference` (`[B]`). `prepare` raises ValueError for other orders. pairs: their number in the global batch."""
 
     def __init__(
         self, algorithm: Algorithm, settings: ForwardSettings, model: Sequence[torch.nn.Module], pairs: int
@@ -56,7 +56,7 @@ class PairStep(MegatronStep):
         self._references: dict[int, Tensor] = {}  # by micro-batch
 
     def metrics(self) -> dict[str, float]:
-        """Means over the pairs of the global batch by the register's names."""
+        """Means over the pairs of the global batch, by the names of `monitor.names`."""
         sums = dict(zip(TALLY, self._reduced(len(TALLY)).tolist(), strict=True))
         assert sums.pop("pairs") == self._pairs
         return {name if name == "loss" else f"dpo/{name}": value / self._pairs for name, value in sums.items()}
@@ -70,7 +70,7 @@ class PairStep(MegatronStep):
     def _collate(self, index: int, rows: Rows) -> MicroBatch:
         ids = rows.ids
         if any(a.member or b != (a.epoch, a.group, 1) for a, b in zip(ids[0::2], ids[1::2], strict=True)):
-            raise ValueError(f"a micro-batch cuts a pair: {[tuple(i) for i in ids[:4]]}")
+            raise ValueError(f"a micro-batch cuts a pair; the ids of its first rows are {[tuple(i) for i in ids[:4]]}")
         if "reference" in rows.columns:
             self._references[index] = rows["reference"].float().to(self._device)
         return super()._collate(index, rows)

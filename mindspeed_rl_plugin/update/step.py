@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.update.tallies import SUM_COUNT, reduce_tallies, summed
 
 
 class MegatronStep:
-    """One optimizer step after the other by Megatron's own `train_step`: `prepare`, `run`, `metrics`, on every rank.
+    """Optimizer steps by Megatron's own `train_step`. For each step every rank calls `prepare`, `run` and `metrics`.
 
     model: this rank's chunks; norm_length: constant of the aggregation `token-sum-norm` [tokens].
     """
@@ -52,16 +52,16 @@ class MegatronStep:
     def prepare(self, micro_batches: Sequence[Rows], version: int = 0) -> None:
         """Take the rows of the next optimizer step.
 
-        micro_batches: this data parallel rank's, in order, each of `micro_batch_size` rows (of any number where the
-        settings have `max_tokens`: then as many micro-batches on every rank) with `tokens`, `loss_mask`, if rows were
-        dropped `valid` (`[B]`, 0: the row is not trained), if they were filtered `multiplicity` (`[B]`, how often a row
-        counts), and on the last pipeline stage the columns of the loss; version: of the weights that the rollout began
-        with. Collective. Raises ValueError for a missing column or a wrong number of micro-batches.
+        micro_batches: those of this data parallel rank, in order. Each has `micro_batch_size` rows; with `max_tokens`
+        it has any number of rows, and every rank has equally many micro-batches. Columns: `tokens`, `loss_mask`;
+        `valid` (`[B]`, 0: not trained) if rows were dropped; `multiplicity` (`[B]`, how often a row counts) if rows
+        were filtered; on the last pipeline stage the columns of the loss. version: of the weights with which the
+        rollout began. Collective. Raises ValueError for a missing column or a wrong number of micro-batches.
         """
         expected = num_microbatches_calculator.get_num_microbatches()
         if self.settings.max_tokens is None and len(micro_batches) != expected:
             raise ValueError(
-                f"{len(micro_batches)} micro-batches prepared where Megatron's step runs {expected}; "
+                f"{len(micro_batches)} micro-batches prepared, but Megatron's step runs {expected}; "
                 "the plan and --global-batch-size disagree"
             )
         rows = [self._checked(part) for part in micro_batches]
@@ -72,7 +72,7 @@ class MegatronStep:
         self._batches = [self._collate(i, part) for i, part in enumerate(rows)]
         self._multiplicity = [k.to(self._device) for k in often]
         self._fresh = [_sampled_by(part, version).to(self._device) for part in rows]
-        # As if each row was in the batch as often as filtration drew it, at the cost of one pass over it.
+        # The same gradient as if each row was in the batch as often as filtration drew it, but it is computed once.
         self._weights = [(self._weigh(n) * k).float().to(self._device) for n, k in zip(counts, often, strict=True)]
         self._tallies: dict[int, Tensor] = {}
 
@@ -107,7 +107,7 @@ class MegatronStep:
         raise NotImplementedError
 
     def _weigh(self, counts: Tensor) -> Tensor:
-        """Weight of a trained token of each row, `[mb]`. counts: of these tokens."""
+        """Weight of a trained token of each row, `[mb]`. counts: `[mb]`, number of trained tokens of each row."""
         return self.algorithm.weights(counts, self._totals)
 
     def _checked(self, rows: Rows) -> Rows:
@@ -133,14 +133,14 @@ class MegatronStep:
         return Totals(tokens, sequences, self.norm_length)
 
     def _result(self, batch: MicroBatch, loss: Tensor, tally: Tensor, name: str = "loss") -> tuple:
-        """The result for Megatron. loss: part of the step's; name: in Megatron's log line."""
+        """The result for Megatron. loss: what the micro-batch adds to that of the step; name: in Megatron's log."""
         self._tallies[batch.index] = tally  # by index, since Megatron may repeat a step to validate its result
         # Megatron averages this over micro-batches of this rank; `metrics` has the exact value.
         seen = (loss.detach() * (self._scaling.micro_batches * self._scaling.dp_size)).view(1)
         return self._scaling.result(loss, self._multiplicity[batch.index][batch.sequence].sum(), {name: seen})
 
     def _reduced(self, sums: int) -> Tensor:
-        """Tally of the global batch, the same on all ranks. Collective. sums: length of the part before the maxima."""
+        """Tally of the global batch, the same on all ranks. Collective. sums: see `reduce_tallies`."""
         ends = ends_here(self.model)
         assert len(self._tallies) == (len(self._batches) if ends else 0), "metrics before the step ran"
         return reduce_tallies(self._tallies.values() if ends else None, sums)
@@ -173,5 +173,5 @@ def _trained(rows: Rows) -> Tensor:
 
 
 def _sampled_by(rows: Rows, version: int) -> Tensor:
-    """`[mb]` bool, rows that weights of this version or newer ones sampled; all rows without a column of versions."""
+    """`[mb]` bool, rows that weights of this version or newer ones sampled; True if there is no column `version`."""
     return rows["version"] >= version if "version" in rows.columns else torch.ones(len(rows), dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Reduces the counts of a step over ranks, each exactly once; all ranks get the same result.
+"""Reduces counts and tallies of a step over the ranks, each exactly once; all ranks get the same result.
 
 Uses gloo on the host, for two reasons. First, --rl-wait-timeout limits its waits (--distributed-timeout-minutes limits
 those of collectives on a device). Second, it has float64, which HCCL does not have.
@@ -23,7 +23,7 @@ SUM_COUNT = len(WEIGHTED) + len(PER_TOKEN) + len(PER_SEQUENCE)
 def of_data_parallel_ranks(value: Any) -> list[Any]:
     """The value of each data parallel rank, in their order, on every rank of the job. Collective.
 
-    value: the same on the model parallel ranks of a data parallel rank, None on ranks without a value.
+    value: equal on all model parallel ranks of a data parallel rank, or None on some of them.
     """
     every = gather_all((parallel_state.get_data_parallel_rank(), value))
     first = {rank: value for rank, value in reversed(every) if value is not None}
@@ -38,9 +38,9 @@ def summed(counts: Tensor) -> list[int]:
 def reduce_tallies(tallies: Iterable[Tensor] | None, sums: int = SUM_COUNT) -> Tensor:
     """One tally of the global batch from those of this rank's micro-batches.
 
-    tallies: vectors `[width]`, of which the first `sums` entries are sums and the others maxima; None on ranks without
-    the end of the model. Returns `[width]` float64 on the host. Collective. Tensor and context parallel ranks have the
-    same tally.
+    tallies: vectors `[width]`, equal on tensor and context parallel ranks; None on ranks without the last layer. The
+    first `sums` entries are summed, of the others the maximum is taken. Returns `[width]` float64 on the host.
+    Collective.
     """
     local = None
     if tallies is not None:
@@ -51,9 +51,9 @@ def reduce_tallies(tallies: Iterable[Tensor] | None, sums: int = SUM_COUNT) -> T
 def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
     """The metrics of a reduced tally, by the names of `monitor.names`.
 
-    `loss` and `loss/*` are aggregated as the loss, the others are means over trained tokens or sequences; `logp_diff/*`
-    over tokens that this rollout's weights sampled. If no token is trained, means are 0 (of ratio and weights 1), and
-    extremes are left out. If this rollout's weights sampled none of the trained tokens, `logp_diff` is left out.
+    `loss` and `loss/*` are aggregated as the loss. The others are means over trained tokens or sequences, `logp_diff/*`
+    only over tokens that this rollout's weights sampled; if there are none, `logp_diff/*` is left out. If no token is
+    trained, means are 0 (those of ratio and importance weights are 1), and maxima and minima are left out.
     """
     named = dict(zip(WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA, tally.tolist(), strict=True))
     metrics = {name: named[name] for name in WEIGHTED}

@@ -1,4 +1,4 @@
-"""The critic's optimizer step: the value loss through Megatron's own train_step, and what is measured of it."""
+"""The critic's optimizer step: the value loss through Megatron's own train_step, and metrics of the critic."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mindspeed_rl_plugin.forward.pipeline import run_model
 from mindspeed_rl_plugin.rows import Rows
 from mindspeed_rl_plugin.update.step import MegatronStep
 
-# Sums over the trained tokens. Errors are those of the values from before the update.
-MEANS = ("critic/loss", "critic/clip_fraction", "critic/value_mean", "critic/return_mean")  # by the register's names
+# Entries of a tally, summed over the trained tokens. Errors are those of the values from before the update.
+MEANS = ("critic/loss", "critic/clip_fraction", "critic/value_mean", "critic/return_mean")  # names of `monitor.names`
 TALLIED = (*MEANS, "return_square", "error", "error_square")
 
 
 class ValueStep(MegatronStep):
-    """The critic's step: micro-batches have the columns `values` (from before the update) and `returns`. The loss is
-    the mean over the trained tokens of the global batch, whatever the policy's aggregation."""
+    """The critic's step. Micro-batches have the columns `values` (from before the update) and `returns`. The loss is
+    the mean over the trained tokens of the global batch, with any aggregation of the policy loss."""
 
     inputs = ("values", "returns", "scored")
 
@@ -50,10 +50,10 @@ class ValueStep(MegatronStep):
 def value_objective(
     batch: MicroBatch, weights: Tensor, multiplicity: Tensor, values: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Part of the global value loss that this micro-batch contributes, and its tally.
+    """The part of the value loss of the step that this micro-batch contributes, and its tally.
 
-    batch: with columns `values` and `returns`; weights, multiplicity: as of `objective`; values: `[mb, S]` of the
-    critic that is trained, `[1, S]` where packed. Returns the scalar with its gradient, and a vector as `TALLIED`.
+    batch: with columns `values` and `returns`; weights, multiplicity: as in `objective`; values: `[mb, S]` (packed:
+    `[1, S]`), of the critic that is trained. Returns a scalar with its gradient, and a vector in the order `TALLIED`.
     """
     mask, sequence = batch.mask, batch.sequence
     old, returns = batch.columns["values"][mask], batch.columns["returns"][mask]
@@ -74,16 +74,16 @@ def value_objective(
 
 
 def value_metrics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-    """The metrics of sums over `tokens` trained tokens, by the register's names (`monitor.names`).
+    """The metrics of sums over `tokens` trained tokens, by the names of `monitor.names`.
 
-    All are means but `critic/explained_variance`, which is `1 - Var(return - value) / Var(return)` with the values from
-    before the update: 1 for a perfect critic, 0 for a constant one; left out where all returns are equal.
+    All are means, except `critic/explained_variance`: `1 - Var(return - value) / Var(return)` with the values from
+    before the update. It is 1 for a perfect critic, 0 for a constant one, and is left out if all returns are equal.
     """
     n = max(tokens, 1)
     mean = {name: value / n for name, value in sums.items()}
     named = {name: mean[name] for name in MEANS}
     spread = mean["return_square"] - mean["critic/return_mean"] ** 2
-    # Below that, the difference of the two sums is their rounding error in float32.
+    # A smaller difference of the two means is only a rounding error of float32.
     if spread > 1e-6 * mean["return_square"]:
         named["critic/explained_variance"] = 1.0 - (mean["error_square"] - mean["error"] ** 2) / spread
     return named

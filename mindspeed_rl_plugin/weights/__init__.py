@@ -1,2 +1,2 @@
-"""Live weights and training state: moves them from the trainer to engines, to the host and back; publishes and pulls
-them."""
+"""Weights and training state: moved from trainer to engine, and to the host and back. Weights also published and
+pulled."""

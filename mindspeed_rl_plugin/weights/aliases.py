@@ -1,8 +1,8 @@
-"""Storages that point into another's memory without owning it, as MindSpeed's `--reuse-fp32-param` makes them.
+"""Aliases: storages that point into the memory of another storage. MindSpeed's `--reuse-fp32-param` makes them.
 
-Its operator `reuse_data_ptr(alias, source, offset)` (mindspeed/ops/csrc/algorithm/algorithm.cpp, alike in 2.3.0 and
-26.1.0) gives the storage of `alias` a raw pointer into that of `source`. When the owner at the end of such a chain is
-resized, the pointers of its aliases become invalid. The same calls, in the same order, set them again.
+Its operator `reuse_data_ptr(alias, source, offset)` (mindspeed/ops/csrc/algorithm/algorithm.cpp, equal in 2.3.0 and
+26.1.0) gives the storage of `alias` a raw pointer into that of `source`, which may be an alias too. When the storage
+that owns the memory is resized, these pointers become invalid. The same calls, in the same order, set them again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _calls: list[_AliasCall] = []  # of this process, in order
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Within the context, every call of the operator is recorded. MindSpeed builds an optimizer in it."""
+    """Within the context, while MindSpeed builds an optimizer, every call of the operator is recorded."""
     builder = importlib.import_module("mindspeed.op_builder.builder").MindSpeedOpBuilder
     original = builder.load
 
@@ -50,7 +50,7 @@ def recording() -> Iterator[None]:
 
 
 class _Recorded:
-    """A module of operators that records each call of `reuse_data_ptr` in `_calls`."""
+    """Replaces MindSpeed's module of operators, and records each call of `reuse_data_ptr` in `_calls`."""
 
     def __init__(self, operators: Any) -> None:
         self._operator = getattr(operators, _OPERATOR)
@@ -61,7 +61,7 @@ class _Recorded:
 
 
 def repoint(revived: Iterable[torch.UntypedStorage]) -> None:
-    """Set the aliases of owners again whose memory is now at another address."""
+    """Set the pointers of aliases again. revived: storages whose memory is now at another address."""
     alive, where = {storage._cdata for storage in revived}, places()
     for call in _calls:
         if where[call.alias.untyped_storage()._cdata][0]._cdata in alive:
@@ -69,8 +69,8 @@ def repoint(revived: Iterable[torch.UntypedStorage]) -> None:
 
 
 def places() -> dict[int, tuple[torch.UntypedStorage, int]]:
-    """Identity of an alias -> the storage that owns its bytes at the end of the chain, and the offset of the first byte
-    in it."""
+    """Identity of an alias's storage -> the storage that owns its bytes, and the offset of its first byte in that
+    storage."""
     out: dict[int, tuple[torch.UntypedStorage, int]] = {}
     for call in _calls:
         source = call.source.untyped_storage()

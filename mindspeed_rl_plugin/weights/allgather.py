@@ -1,11 +1,9 @@
-"""The mode `allgather`, the paper's: every engine rank gathers all shards of the trainer into one temporary buffer.
+"""The mode `allgather`: every engine rank gathers all shards of the trainer into one temporary buffer.
 
-A *shard* is a stored parameter that is the same on some trainer ranks. Each engine rank receives all shards that it
-lacks, bucket by bucket: the model except its own shard. Then it copies the parts that its engine needs out of the
-buffer. `make_plan` plans who sends what, with shards in the place of tensors.
-
-The messages are point to point: shards differ in size (pipelines, experts, vocabularies), and the allgather of gloo,
-nccl and hccl would pad them.
+It is the method of the paper MindSpeed RL, arXiv 2507.19017. A *shard* is a stored parameter; trainer ranks that store
+the same slices have the same shard. Each engine rank receives, bucket by bucket, all shards that it does not store as a
+trainer rank. Then it copies the parts that its engine needs out of the buffer. `make_plan` chooses the senders; it
+takes the shards as its tensors. Messages are point to point, since shards differ in size: collectives would pad them.
 """
 
 from __future__ import annotations
@@ -43,21 +41,21 @@ class AllgatherPlan:
     """What `allgather` moves."""
 
     shards: tuple[Shard, ...]
-    gather: TransferPlan  # brings every shard, by its number, to every engine rank
-    copies: tuple[Copy, ...]  # what this rank's engine takes out of shards, by their numbers; empty without an engine
+    gather: TransferPlan  # sends every shard, by its number, to every engine rank
+    copies: tuple[Copy, ...]  # from shards, by their numbers, into this rank's engine; empty on a rank without engine
     unused: tuple[str, ...]  # canonical tensors of which this rank's engine needs nothing
 
     @property
     def fingerprint(self) -> int:
-        """As in `TransferPlan`, of `gather`."""
+        """That of `gather`."""
         return self.gather.fingerprint
 
     def copied(self, rank: int) -> int:
-        """Bytes that a rank takes from itself."""
+        """Bytes that a rank copies instead of receiving them."""
         return self.gather.copied(rank)
 
     def places(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The place of each shard, by number, in a new buffer for all of them."""
+        """A new buffer for all shards: number of a shard -> the view of its place in the buffer."""
         spans, end = [], 0
         for shard in self.shards:
             nbytes = prod(shard.shape) * shard.dtype(dtype).itemsize
@@ -68,7 +66,7 @@ class AllgatherPlan:
         return {str(i): view for i, view in enumerate(views)}
 
     def stored(self, piece: Piece, source: Mapping[str, Tensor]) -> Tensor:
-        """The shard of a piece of `gather` in the parameters of the rank that it comes from, a view."""
+        """The shard of a piece of `gather`, a view of the parameters `source` of the rank that sends it."""
         shard = self.shards[int(piece.destination.param)]
         return source[piece.source.param][: shard.shape[0]]
 
@@ -83,10 +81,9 @@ def make_allgather_plan(
     rank: int,
     node_size: int | None = None,
 ) -> AllgatherPlan:
-    """Makes the plan, the same on every rank; see `make_plan`. A bucket is larger than `bucket_bytes` where a shard is
-    more than half of it.
+    """See `make_plan`. Buckets are larger than `bucket_bytes` if a shard is larger than half of that.
 
-    Raises ValueError where no shard holds a part that an engine needs.
+    Raises ValueError if no shard has a part that an engine needs.
     """
     shards = _make_shards(sources, tensors)
     numbers = {shard.segments: str(i) for i, shard in enumerate(shards)}
@@ -137,7 +134,7 @@ def allgather(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Carry out the plan on this rank, as `stream` does; temporary memory is the buffer for all shards."""
+    """Carry out the plan on this rank; see `stream`. Temporary memory: the buffer for all shards."""
     places = plan.places(device, dtype) if plan.copies else {}
     for _, piece in plan.gather.copies:
         places[piece.destination.param].copy_(plan.stored(piece, source))
@@ -154,8 +151,8 @@ def post_bucket(
     channel: P2PChannel,
     dtype: torch.dtype,
 ) -> Callable[[], None]:
-    """Post the messages of a bucket; returns a function that waits for them. A shard that arrives is received into its
-    place; one that is sent comes from its place, or from `source` where it has none."""
+    """Post the messages of a bucket; returns a function that waits for them. Shards are received into `places`. They
+    are sent from `places`, or, on a rank without engine, from `source`."""
     sends, receives = [], []
     for m in moves:
         number = m.piece.destination.param

@@ -1,5 +1,5 @@
-"""Host memory for copies of a rank's state: the ranks of a machine reserve it together, and allocate it in powers of
-two. Also a copy of a model's weights there, which can be exchanged with the live ones."""
+"""Host memory for copies of a rank's state: the ranks of a machine first check together that it is free, and allocate
+it in powers of two. Also a copy of a model's weights in it, which can be exchanged with the live weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.device import Device, get_device
 from mindspeed_rl_plugin.weights.p2p import P2PChannel
 from mindspeed_rl_plugin.weights.storages import bytes_of, distinct, keep_wide, weights
 
-GRANULE = 1 << 20  # bytes; requests are rounded up to it, smaller ones to a power of two
+GRANULE = 1 << 20  # bytes; requests are rounded up to a multiple of it, smaller requests to a power of two
 LESS = "offload less (for example --rl-swap grads,optimizer), or run fewer ranks per machine"
 _HOST_ALIGNMENT = 512  # bytes, of a copy on the host
 _SCRATCH = 64 << 20  # bytes of device memory that an exchange of weights uses
@@ -27,7 +27,7 @@ HostCopy = list[Tensor]  # the bytes of a storage on the host, in one piece of m
 class HostMemoryBudget:
     """The host memory of this rank's machine.
 
-    channel: of the ranks of this job on the machine, over gloo; None: this rank reserves alone.
+    channel: of the ranks of this job on the machine, over gloo; None: this rank alone; ranks: number of these ranks.
     """
 
     def __init__(self, device: Device | None = None, channel: P2PChannel | None = None, ranks: int = 1) -> None:
@@ -37,8 +37,8 @@ class HostMemoryBudget:
     def of_machine(cls, ranks: int, deadline: float) -> HostMemoryBudget:
         """The budget of each machine. Collective over the world.
 
-        ranks: consecutive ranks on each machine (if this does not divide the world, each rank reserves alone);
-        deadline: seconds that they wait for each other.
+        ranks: number of consecutive ranks on each machine; if it does not divide the world, each rank has its own
+        budget. deadline: seconds that ranks wait for each other.
         """
         if ranks == 1 or not dist.is_initialized() or dist.get_world_size() % ranks:
             return cls()
@@ -46,8 +46,9 @@ class HostMemoryBudget:
         return cls(None, P2PChannel(dist.get_rank(), group=group, deadline=deadline), ranks)
 
     def reserve(self, nbytes: int, what: str, mend: str = LESS) -> None:
-        """Reserve bytes for this rank. Collective over the machine's ranks, so that all read the free memory before one
-        allocates. Raises MemoryError, on all of them, if less is free than they need together."""
+        """Check that there is free memory before this rank allocates `nbytes`. Collective over the machine's ranks, so
+        that all read the free memory before one allocates. Raises MemoryError, on all of them, if less is free than
+        they need together. what, mend: begin and end of the error."""
         total, free = nbytes, self._device.host_available()
         if self._channel is not None:
             each = self._channel.share("host memory for the offload", (nbytes, free), 2, torch.device("cpu"))
@@ -61,8 +62,8 @@ class HostMemoryBudget:
     def places(
         self, memories: Mapping[str, HostPieces], sizes: Mapping[str, Sequence[int]], what: str
     ) -> dict[str, list[HostCopy]]:
-        """Places for copies of these sizes: in memory that is allocated already, and in new memory if there is enough
-        for all ranks. Collective and raises as `reserve`."""
+        """Memory for copies of these sizes: `memories`, enlarged if they are too small. Is collective and raises as
+        `reserve` does."""
         lacking = {name: memories[name].lacking(each) for name, each in sizes.items()}
         self.reserve(sum(map(sum, lacking.values())), what)
         for name, pieces in lacking.items():
@@ -73,8 +74,8 @@ class HostMemoryBudget:
 class HostPieces:
     """Host memory in several pieces that are used as one.
 
-    The size of each piece is a power of two, since torch rounds every request for pinned memory up to one: a single
-    buffer of 65 GiB would take 128.
+    The size of each piece is a power of two, since torch rounds every request for pinned memory up to a power of two:
+    a single buffer of 65 GiB would take 128 GiB.
     """
 
     def __init__(self, device: Device) -> None:
@@ -86,12 +87,12 @@ class HostPieces:
         return powers_of_two(sum(map(_aligned, sizes)) - sum(piece.numel() for piece in self._pieces))
 
     def take(self, pieces: Sequence[int]) -> None:
-        """Allocate pieces of so many bytes. Raises MemoryError if there is no memory; earlier pieces are kept."""
+        """Allocate pieces of these sizes. If there is no memory for one, raises MemoryError and keeps the others."""
         for nbytes in pieces:
             self._pieces.append(self._device.host_empty((nbytes,), torch.uint8))
 
     def places(self, sizes: Sequence[int]) -> list[HostCopy]:
-        """A place for each copy, in order: its bytes, in one or several pieces."""
+        """Views of the pieces for a copy of each size, in order; a copy may be in several pieces."""
         copies = zip(accumulate(map(_aligned, sizes), initial=0), sizes, strict=False)
         pieces = list(zip(accumulate((p.numel() for p in self._pieces), initial=0), self._pieces, strict=False))
         return [
@@ -113,7 +114,7 @@ class HostWeights:
     ) -> HostWeights:
         """Copy all parameters, buffers and parameter buffers of the chunks to host memory.
 
-        budget: of the machine; then collective over its ranks. Raises MemoryError where it has too little for the copy.
+        budget: of the machine; with it this is collective over the machine's ranks. Raises what its `reserve` raises.
         """
         device = device or get_device()
         keep_wide(model_chunks)
@@ -127,10 +128,10 @@ class HostWeights:
 
     @contextlib.contextmanager
     def swapped_into(self, model_chunks: Sequence[Module]) -> Iterator[None]:
-        """Within the context the live model has these weights; after it, its own again, bitwise equal.
+        """Within the context the live model has these weights; afterwards it has its own weights again, bitwise equal.
 
         The weights are exchanged, so that no second host copy is needed. Do not nest it, nor run the optimizer in it.
-        The chunks are those that were captured, on the device.
+        model_chunks: those of `capture`, on the device.
         """
         self._exchange(model_chunks)
         try:
@@ -173,7 +174,7 @@ def to_host(place: HostCopy, storage: torch.UntypedStorage) -> None:
 
 
 def powers_of_two(nbytes: int) -> list[int]:
-    """Fewest powers of two that add up to so many bytes, rounded up as GRANULE says; the largest first."""
+    """The fewest powers of two whose sum is `nbytes`, rounded up as GRANULE says; the largest first."""
     if nbytes <= 0:
         return []
     if nbytes <= GRANULE:

@@ -1,4 +1,4 @@
-"""Compares live models with the layouts: their tensors by name, and which known way of storage they use."""
+"""Compares live models with layouts: names and shapes of their tensors, and which of the known ways stores them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _MOVED = {"final_layernorm.weight": "decoder.final_layernorm.weight"}
 def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
     """Name -> tensor of all weights of Megatron's chunks, named as `megatron_layout` names them.
 
-    Parameters, and the buffers that a family's table lists (the router's expert bias). Layers for multi-token
-    prediction are left out, with their copy of the embedding on the last pipeline stage: no engine uses them.
+    These are parameters, and buffers that a family's table lists (the router's expert bias). Layers for multi-token
+    prediction are left out, since no engine uses them; so is their copy of the embedding on the last pipeline stage.
     """
     out = {}
     for i, chunk in enumerate(model_chunks):
@@ -73,9 +73,9 @@ def mtp_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
 def trainer_storage(
     shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor], file: str = ""
 ) -> tuple[str, str]:
-    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: of its tensors, for errors.
+    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: which has `live`, for errors.
 
-    Raises ValueError, when none fits, with the differences to the nearest one.
+    Raises ValueError if no such pair fits, with the differences to the pair that fits best.
     """
     kinds = EXPERTS if shape.moe_layers else EXPERTS[:1]
     known = [(impl, kind) for impl in IMPLS for kind in kinds]
@@ -88,10 +88,10 @@ def trainer_storage(
 
 
 def engine_storage(shape: ModelShape, engine: EngineParallel, rank: int, live: Mapping[str, Tensor]) -> EngineParallel:
-    """The engine with its way of storing the head, experts and latent attention, found by names and shapes of the live
-    tensors.
+    """The engine with the fields that say how it stores the head, experts and latent attention. They are found from
+    names and shapes of the live tensors.
 
-    rank: within the engine. Raises ValueError with the differences when no way fits.
+    rank: within the engine. Raises ValueError, with the differences, if no way of storage fits.
     """
     engine = replace(engine, own_head=shape.tied and HEAD_WEIGHT in live)
     if shape.moe_layers:
@@ -103,15 +103,15 @@ def engine_storage(shape: ModelShape, engine: EngineParallel, rank: int, live: M
     ways = [replace(engine, transposed=t, whole_shared=w) for t in transposed for w in whole]
     wrong = {way: differences(engine_layout(shape, way, rank).shapes, sizes_of(live)) for way in ways}
     best = min(ways, key=lambda way: len(wrong[way]))
-    raise_if(wrong[best], f"the engine's parameters on rank {rank} of it are not those of {shape}")
+    raise_if(wrong[best], f"the parameters of engine rank {rank} are not those of {shape}")
     return best
 
 
 def engine_tensors(
     shape: ModelShape, engine: EngineParallel, rank: int, live: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Mapping[str, Canonical]:
-    """The canonical tensors for comparing both sides: a tensor that is float32 in the trainer is not `wide` if an
-    engine of `dtype` stores it in its own dtype. engine: as `engine_storage` returns it.
+    """The canonical tensors for comparing trainer and engine: a tensor that is float32 in the trainer is not `wide` if
+    the engine stores it in `dtype`, the dtype of its other weights. engine: as `engine_storage` returns it.
 
     Raises ValueError for parameters of another dtype.
     """
@@ -122,7 +122,7 @@ def engine_tensors(
         for name, tensor in live.items()
         if tensor.dtype != dtype and not (name in wide and tensor.dtype == torch.float32)
     ]
-    raise_if(problems, f"the engine's parameters on rank {rank} of it are not those of {shape}")
+    raise_if(problems, f"the parameters of engine rank {rank} are not those of {shape}")
     narrow = {s.name for name in wide if live[name].dtype != torch.float32 for s in layout[name]}
     return {**tensors, **{name: replace(tensors[name], wide=False) for name in narrow}}
 
@@ -132,7 +132,7 @@ def sizes_of(live: Mapping[str, Tensor]) -> Shapes:
 
 
 def differences(expected: Shapes, live: Shapes) -> list[str]:
-    """Differences of names and shapes, one a line; empty for none."""
+    """Differences of names and shapes, each as a text."""
     out = [f"{name} {shape} is missing" for name, shape in expected.items() if name not in live]
     out += [f"{name} {shape} is unknown" for name, shape in live.items() if name not in expected]
     both = ((name, shape) for name, shape in expected.items() if name in live and live[name] != shape)

@@ -1,9 +1,9 @@
-"""Reads the bytes of a version once a machine: one process, the reader, reads them, and all others map its memory.
+"""Reads the bytes of a version once per machine: one process, the reader, reads them, and the others map its memory.
 
-The reader is the process that first binds the abstract Unix socket of the key; the others ask it. When it ends, the
-kernel frees the name, and the next process that asks becomes the reader. A reader that lives but does not answer is
-passed over: a process that notices this uses the next name, with buffers of its own. A buffer is not written while a
-process uses it. A process uses the version that it asked for last, until it asks for another one or ends.
+The reader is the process that first binds the abstract Unix socket of the key; the other processes send it requests.
+When the reader ends, the kernel frees the name, and the next process with a request becomes the reader. If the reader
+hangs, a process that notices this uses the next name: then there is another reader, with other buffers. A buffer is not
+written while a process uses it. A process uses the version of its last request until its next request, or its end.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Got = tuple[np.ndarray, bytes, int]  # bytes of a version, its description, byte
 
 
 class _Buffer:
-    """A nameless file. version: its contents, None while it is written; users: processes that use it."""
+    """Memory in a nameless file. version: that it contains, None while it is written; users: processes that use it."""
 
     def __init__(self, nbytes: int) -> None:
-        check_memory(1, nbytes, "start fewer engines here, or cut them into more ranks on more machines")
+        check_memory(1, nbytes, "start fewer engines on this machine, or divide each over more machines")
         self.file = nameless_file(max(nbytes, 1))
         self.memory = mapped(self.file, max(nbytes, 1))[:nbytes]
         self.version: int | None = None
@@ -46,7 +46,7 @@ class _Buffer:
 
 
 class _Reader:
-    """The reader's side. Its `DockServer` calls it, as it calls a core."""
+    """What the reader does. A `DockServer` calls it in the place of a dock's core."""
 
     def __init__(self, nbytes: int, fill: Fill) -> None:
         self.nbytes, self.refused = nbytes, {"stranger": 0, "malformed": 0}
@@ -54,11 +54,12 @@ class _Reader:
         self._reading = threading.Lock()
 
     def give(self, user: str, version: int, seconds: float) -> tuple[_Buffer, int]:
-        """A buffer with the version, and the bytes that were read for this call. The user holds the buffer from now
-        on."""
+        """A buffer with the version, which the user uses from now on, and the number of bytes read for this call."""
         until = time.monotonic() + seconds
         if not self._reading.acquire(timeout=max(seconds, 0.0)):
-            raise TimeoutError(f"version {version} of the weights: another pull of this machine took {seconds:.1f} s")
+            raise TimeoutError(
+                f"version {version} of the weights is not read: another pull on this machine took over {seconds:.1f} s"
+            )
         try:
             self.gone(user)
             buffer = next((b for b in self._buffers if b.version == version), None)
@@ -70,7 +71,7 @@ class _Reader:
             self._reading.release()
 
     def call(self, peer: str, message: m.Message, *_: object) -> BulkAnswer:
-        """The answer to another process."""
+        """The answer to a request of another process."""
         try:
             if not isinstance(message, Seek):
                 raise ValueError(f"{type(message).__name__} is no request to the reader of a machine")
@@ -87,7 +88,7 @@ class _Reader:
             buffer.users.discard(peer)
 
     def close(self) -> None:
-        """Free all memory. Processes that map it, and a running read, keep theirs."""
+        """Free all memory, unless a read is running. Memory that processes map is freed when they unmap it."""
         if self._reading.acquire(blocking=False):
             while self._buffers:
                 os.close(self._buffers.pop().file)
@@ -105,14 +106,14 @@ class _Reader:
 
 
 class Shared:
-    """The bytes of a version for this process; it or another process of its machine reads them.
+    """The bytes of a version for this process. This process, or another one of its machine, reads them.
 
-    me: this process; key: equal for processes that want the same `nbytes`; fill: reads a version.
+    me: this process; key: equal for processes that need the same bytes; fill: reads a version.
     """
 
     def __init__(self, me: Process, key: str, nbytes: int, fill: Fill) -> None:
         self._me = me._replace(name=f"{me.name} {secrets.token_hex(4)}", rank=-1)
-        self._key, self._passed = key, -1  # number of hanging readers that were passed over
+        self._key, self._passed = key, -1  # number of readers that did not answer and were replaced
         self._next_name()
         self._nbytes, self._fill = nbytes, fill
         self._reader: _Reader | None = None
@@ -121,8 +122,8 @@ class Shared:
         self._maps = Maps()
 
     def get(self, version: int, seconds: float) -> Got:
-        """The version; its bytes stay valid until the next call or `close`. While the memory is the same, so is the
-        array. Raises Gone, TimeoutError, and ConnectionError where it cannot be read."""
+        """The bytes of the version, valid until the next call or `close`. The same memory is always the same array.
+        Raises Gone, TimeoutError, and ConnectionError if the version cannot be read."""
         until = time.monotonic() + seconds
         while True:
             left = until - time.monotonic()
@@ -135,14 +136,15 @@ class Shared:
                 self._next_name()
                 say(
                     "warning: the process that reads weights for this machine gives no sign of life for "
-                    f"{ALIVE_SECONDS:g} s: another one reads them now, in memory of its own. If it hangs, end it"
+                    f"{ALIVE_SECONDS:g} s: another process reads them now, into other memory. If the first process "
+                    "hangs, end it"
                 )
             if self._reader is not None:
                 buffer, read = self._reader.give(self._me.name, version, until - time.monotonic())
                 return buffer.memory, buffer.about, read
 
     def close(self) -> None:
-        """Give the buffer back. If this process was the reader, another one replaces it. Idempotent."""
+        """End the use of the buffer. If this process is the reader, another process replaces it. Idempotent."""
         if self._stream is not None:
             self._stream.close()
         if self._server is not None:
@@ -158,7 +160,7 @@ class Shared:
         self._address = m.Address(self._me.node, f"rl-staging-{name}", rank=-1)
 
     def _alive(self) -> None:
-        """Raises `Silent` when the reader hangs. When it has ended, its connection shows this."""
+        """Raises `Silent` if the reader hangs. If it has ended, the open connection to it raises."""
         try:
             connect(self._address, self._me, patience=ALIVE_SECONDS).close()
         except ConnectionError as error:
@@ -182,7 +184,7 @@ class Shared:
             time.sleep(RETRY_SECONDS)
 
     def _asked(self, version: int, seconds: float) -> Got | None:
-        """The reader's answer; None where it has ended."""
+        """The reader's answer; None if the reader has ended."""
         if self._stream is None:
             return None
         try:

@@ -1,8 +1,8 @@
-"""Offload: training state leaves the device and returns, by resizing storages, so that every view stays valid.
+"""Offload: training state is copied to the host, its device memory is freed, and later it is restored.
 
-Megatron keeps many views of the same memory: parameters, buckets, gradients, shards of main parameters. Moving tensors
-would break them. A storage that is resized to zero bytes frees its memory. When it is resized again, all its views see
-the restored bytes.
+Megatron keeps many views of the same memory: parameters, buckets, gradients, shards of main parameters. New tensors
+would break them. So storages are resized: a storage that is resized to zero bytes frees its memory. When it is resized
+again, all its views see the restored bytes.
 
 Copies overlap other work (`Device.copier`): `start_offload` and `start_onload` only begin them. Between `start_offload`
 and `finish_offload` the state may be read but not written. Between `start_onload` and `wait` it may be neither read nor
@@ -42,15 +42,15 @@ class _Saved:
     digests: Tensor | None  # of its bytes; None: not verified
 
 
-_Underway = tuple[list[_Saved], Copying]  # storages of a category, and the copies of them that run
+_Underway = tuple[list[_Saved], Copying]  # storages of a category, and their running copies
 
 
 class TrainState:
-    """The state that a training rank keeps on its device, by CATEGORIES. Memory on the host is kept for the next time.
+    """The state that a training rank has on its device, by CATEGORIES. Host memory is kept for the next offload.
 
     params: parameters, buffers and Megatron's parameter buffers.
     optimizer: main parameters and moments that do not share memory with params.
-    grads: freed without a copy; they come back as zeros.
+    grads: freed without a copy; when restored, they are zeros.
     budget: host memory of the machine; with it `start_offload` is collective over the machine's ranks.
     verify: compare the restored bytes with the offloaded ones, bit by bit.
     """
@@ -79,7 +79,7 @@ class TrainState:
         return frozenset(self._offloaded) | frozenset(self._onloading)
 
     def offload(self, what: Iterable[str] = CATEGORIES) -> int:
-        """Free the device memory of categories. Returns its bytes. Raises what `start_offload` does."""
+        """Free the device memory of categories. Returns its bytes. Raises what `start_offload` raises."""
         self.start_offload(what)
         return self.finish_offload()
 
@@ -87,8 +87,8 @@ class TrainState:
     def start_offload(self, what: Iterable[str] = CATEGORIES) -> None:
         """Begin to copy categories to the host, except those whose copy has begun already. `start_onload` cancels this.
 
-        None of them may be offloaded already. Raises MemoryError where the host has no memory for the copies; then
-        nothing has changed.
+        None of them may be offloaded already. Raises MemoryError if the host has no memory for the copies; then no copy
+        has begun.
         """
         names = _ordered(set(what) - set(self._offloading))
         assert not {*names} & {*self._offloaded}, f"of {names} some are offloaded already"
@@ -109,10 +109,10 @@ class TrainState:
             self._offloading[name] = parts, self._copier.start(lambda parts=parts: _to_host(parts))
 
     def finish_offload(self) -> int:
-        """Free what `start_offload` began to copy. Returns its bytes."""
+        """Wait for the copies of `start_offload`, and free their device memory. Returns its bytes."""
         total = 0
         if self._offloading:
-            self.device.synchronize()  # MindSpeed's --swap-optimizer copies on streams of its own
+            self.device.synchronize()  # MindSpeed's --swap-optimizer copies on other streams
         for name, (parts, copies) in self._offloading.items():
             copies.synchronize()
             self._offloaded[name] = parts
@@ -134,7 +134,7 @@ class TrainState:
         """Begin to restore categories (None: all that are offloaded), parameters first. Returns the bytes that are
         copied.
 
-        All of them must be offloaded, or their offload must have begun; in the latter case it is cancelled.
+        Each must be offloaded, or its offload must have begun; an offload that has only begun is cancelled.
         """
         away, total = {*self._offloaded, *self._offloading}, 0
         names = _ordered(away if what is None else what)
@@ -153,9 +153,9 @@ class TrainState:
         return total
 
     def wait(self, what: Iterable[str] | None = None) -> None:
-        """Let later work wait until categories (None: all that `start_onload` began) are restored.
+        """Let later work on the device wait until categories (None: all that `start_onload` began) are restored.
 
-        Raises WeightMismatch, naming tensors, rank and range, where `verify` finds other bytes than were offloaded.
+        Raises WeightMismatch, naming tensors, rank and range, if `verify` finds other bytes than were offloaded.
         """
         for name in _ordered(self._onloading if what is None else what):
             if name in self._onloading:
@@ -166,7 +166,7 @@ class TrainState:
                         self._compare(name, part)
 
     def discard(self) -> None:
-        """Free the device memory of all state without a copy, at the end of a run."""
+        """At the end of a run: free the device memory of all state, without copies."""
         for _, copies in (*self._offloading.values(), *self._onloading.values()):
             copies.synchronize()
         self._offloading, self._onloading = {}, {}
@@ -197,8 +197,8 @@ class TrainState:
         named = storages.optimizer_state(self.chunks, self.optimizer)
         tensors = storages.gradients(self.chunks) if name == "grads" else (tensor for _, tensor in named)
         state = storages.distinct(tensors)
-        # Main parameters may be views of the parameter buffer, and gradients may share its storage. State
-        # that an optimizer keeps on the host anyway (CPU offload) stays there.
+        # Main parameters may be views of the parameter buffer, and gradients may share its storage. An optimizer may
+        # have state on the host (CPU offload); this state is left out.
         return {k: s for k, s in state.items() if k not in params and s.device.type == self.device.kind}
 
 
@@ -228,12 +228,12 @@ def _revive(storage: torch.UntypedStorage, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def gathered(model_chunks: Sequence[Module]) -> Iterator[None]:
-    """Within the context all parameters of the chunks are complete, to export, offload or score them. Collective over
-    data parallel ranks.
+    """Within the context all parameters of the chunks are up to date, to export them, offload them, or run a forward
+    pass. Collective over data parallel ranks.
 
-    Megatron's distributed optimizer with --overlap-param-gather leaves parameters stale until the next forward pass
-    gathers them in a pre-hook. Here the hooks are removed, which gathers at once, and restored at the end. In the first
-    iteration of a process Megatron itself has removed them, and parameters are just as stale after its step.
+    After a step of Megatron's distributed optimizer with --overlap-param-gather, parameters are stale until pre-hooks
+    of the next forward pass gather them. Here the hooks are removed, which gathers at once, and restored at the end. In
+    the first iteration of a process Megatron itself has removed the hooks; then the gathering is called.
     """
     gathering = [chunk for chunk in model_chunks if getattr(chunk, "use_forward_hook", False)]
     hooked = [chunk for chunk in gathering if chunk.remove_forward_pre_hook_handles]

@@ -1,4 +1,4 @@
-"""Point-to-point messages of a reshard on one rank: sent in batches, with a deadline, and counted."""
+"""Messages between ranks, sent in batches with a deadline; bytes of point-to-point messages are counted."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TensorMessage = tuple[Tensor, int, int]  # contiguous tensor, peer, tag
 class P2PChannel:
     """Sends and receives messages of one rank, and counts their bytes.
 
-    sent, received: bytes of the messages that were posted since the P2PChannel was made; group: of the ranks; deadline:
-    seconds that a batch may take.
+    sent, received: bytes of the messages of all calls of `post`; group: of the ranks; deadline: seconds that a batch
+    may take.
     """
 
     def __init__(self, rank: int, *, group: dist.ProcessGroup | None = None, deadline: float = 600.0) -> None:
@@ -27,10 +27,10 @@ class P2PChannel:
         self.sent = self.received = 0
 
     def post(self, what: str, sends: Sequence[TensorMessage], receives: Sequence[TensorMessage]) -> MessageBatch:
-        """Start the messages together; `what` names them in errors. On nccl and hccl, where tags mean nothing, both
-        ends must list the messages between them in one order."""
+        """Start the messages together; `what` names them in errors. nccl and hccl ignore tags: with them, two ranks
+        must list the messages between them in the same order."""
         for tensor, _, _ in sends:
-            # so that the transport need not copy it: the batch keeps its tensors until the wait
+            # The transport need not copy the tensor, since the batch keeps it until `wait` returns.
             tensor.outlives_send = True
         ops = [dist.P2POp(dist.isend, t, peer, self.group, tag=tag) for t, peer, tag in sends]
         ops += [dist.P2POp(dist.irecv, t, peer, self.group, tag=tag) for t, peer, tag in receives]
@@ -40,8 +40,8 @@ class P2PChannel:
         return MessageBatch(self, what, {op.peer for op in ops}, start, [op.tensor for op in ops])
 
     def share(self, what: str, mine: Sequence[int], length: int, device: torch.device) -> list[list[int]]:
-        """Rows of all ranks, in rank order: at most `length` 64-bit integers each, padded with 0. Not counted.
-        Collective. Raises what `MessageBatch.wait` does."""
+        """The rows of all ranks, in rank order. mine: row of this rank, 64-bit integers; length: to which rows are
+        padded with 0. The bytes are not counted. Collective. Raises what `MessageBatch.wait` raises."""
         row = torch.zeros(length, dtype=torch.int64, device=device)
         row[: len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
@@ -66,8 +66,8 @@ class MessageBatch:
         self._works = self._guard(start)
 
     def wait(self) -> None:
-        """Wait until all messages have arrived. Raises TimeoutError after the deadline, ConnectionError where a peer is
-        lost; both name the batch and its peers."""
+        """Wait until all messages have arrived. Raises TimeoutError after the deadline, ConnectionError if a peer is
+        lost; these errors name the batch and its peers."""
         here = all(tensor.is_cpu for tensor in self._tensors)
         for work in self._works:
             if self._guard(partial(_arrive if here else _arrive_on_device, work, self._channel.deadline)) is False:
@@ -79,18 +79,17 @@ class MessageBatch:
         try:
             return call()
         except RuntimeError as error:
-            # gloo raises the same type for a peer that closed its connection and for one that is late.
+            # gloo raises the same type if a peer has closed its connection and if a peer is late.
             if time.monotonic() - begin >= self._channel.deadline * 0.99:
                 raise TimeoutError(self._late()) from error
             raise ConnectionError(
-                f"reshard: rank {self._channel.rank} lost one of ranks {self._peers} in {self._what}: "
-                f"{str(error).splitlines()[0][:200]}; the weights of the engine are incomplete, resume from the last "
-                "checkpoint"
+                f"rank {self._channel.rank} lost one of ranks {self._peers} in {self._what}: "
+                f"{str(error).splitlines()[0][:200]}; resume from the last checkpoint"
             ) from error
 
     def _late(self) -> str:
         return (
-            f"reshard: rank {self._channel.rank} waited {self._channel.deadline:.0f} s for {self._what} "
+            f"rank {self._channel.rank} waited {self._channel.deadline:.0f} s for {self._what} "
             f"from or to ranks {self._peers}"
         )
 
@@ -100,8 +99,8 @@ def _arrive(work: dist.Work, seconds: float) -> bool:
 
 
 def _arrive_on_device(work: dist.Work, seconds: float) -> bool:
-    """Whether the work ends within the time. nccl and hccl ignore the limit of `wait`, which only makes the current
-    stream wait (ProcessGroupNCCL.cpp and ProcessGroupHCCL.cpp, `synchronizeInternal` without blocking wait)."""
+    """Whether the work ends within the time. Polls, since `wait` of nccl and hccl has no time limit: it only makes the
+    current stream wait (ProcessGroupNCCL.cpp, ProcessGroupHCCL.cpp, `synchronizeInternal` without blocking wait)."""
     end, pause = time.monotonic() + seconds, 2e-5
     while not work.is_completed():
         if time.monotonic() > end:

@@ -1,11 +1,12 @@
 """Publishes a trainer's weights for engines on other ranks: as a copy on the host, under a version.
 
-One rank publishes each slice of a canonical tensor, even if others have it, too: so the job's host memory holds one
-model for each version. Memory is packed in blocks of canonical slices, in the engine's dtype. If weights are verified,
-the digests of the slices follow each block. Other processes plan their reads from the trainer's description alone.
+Each slice of a canonical tensor is published by exactly one of the ranks that have it. So the host memory of all ranks
+together has one model for each version. The *share* of a rank is what it publishes: blocks of canonical slices, in the
+engine's dtype. If weights are verified, the digests of its slices follow each block. Other processes plan their reads
+from the trainer's description alone.
 
 Training waits only while a rank copies its share. The trainer does not wait for readers: a version is overwritten when
-its memory is needed for a newer one.
+its memory is needed for a newer version.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class PublishedBlock(NamedTuple):
     """Slices of a canonical tensor in host memory. Digests are int64 `[tables, slices]`."""
 
     segment: Segment  # the slices
-    shape: tuple[int, ...]  # of its elements, in slices
+    shape: tuple[int, ...]  # of its elements, in canonical orientation
     dtype: torch.dtype  # of its elements
     at: int  # byte offset of its elements
     digests: int  # byte offset of its digests; 0: none
@@ -103,7 +104,7 @@ class Packed:
     def of(
         cls, ranges: Iterable[tuple[str, int, int]], tensors: Mapping[str, Canonical], dtype: torch.dtype, verify: bool
     ) -> Packed:
-        """Blocks for slices `[start, stop)` of tensors, by (name, start, stop); dtype: of the engine."""
+        """One block for each range of slices (tensor's name, start, stop). dtype: of the engine."""
         blocks, end = [], 0
         for name, start, stop in ranges:
             tensor, size = tensors[name], stop - start
@@ -125,12 +126,12 @@ class Share(Packed):
 
 @dataclass(frozen=True)
 class TrainerWeights:
-    """The description of a trainer by which another process plans its pull."""
+    """The description of a trainer from which another process plans its pull."""
 
     shape: ModelShape
     parallel: Parallel
     kinds: tuple[tuple[str, str], ...]  # how each rank stores the model, see `live.trainer_storage`
-    dtype: str  # of published weights: the engine's
+    dtype: str  # name of the dtype of published weights, that of the engine
     verify: bool = False  # whether digests are published too
 
     @classmethod
@@ -144,7 +145,7 @@ class TrainerWeights:
         gather: Gather,
         verify: bool = False,
     ) -> TrainerWeights:
-        """The description of a live trainer; collective over its ranks by `gather`. Raises ValueError where the model
+        """The description of a live trainer; collective over its ranks by `gather`. Raises ValueError if the model
         differs from the shape."""
         mine = trainer_storage(shape, parallel, rank, stored_parameters(model_chunks))
         kinds = tuple(tuple(kind) for kind in gather(mine))
@@ -178,7 +179,7 @@ class TrainerWeights:
 
     @cached_property
     def shares(self) -> tuple[Share, ...]:
-        """The share of each rank: together every slice once, with about equal bytes."""
+        """The share of each rank. They have about equal bytes; each slice is in exactly one."""
         parts = _deal(self.layouts, self.tensors, self.engine_dtype.itemsize)
         return tuple(self._share(parts[rank]) for rank in self.layouts)
 
@@ -205,7 +206,7 @@ def _deal(
         tensor, chosen = tensors[name], dict[tuple[int, ...], int]()
         everything = Place(name, Segment(name, tensor.axis, 0, tensor.slices, 0))
         for start, stop, pool in holders.find(everything, 0):
-            same = tuple(pool.ranks)  # one of them publishes all common slices of a tensor, in one block
+            same = tuple(pool.ranks)  # one of these ranks publishes all slices of the tensor that they have in common
             if same not in chosen:
                 chosen[same] = min(same, key=load.__getitem__)
             rank = chosen[same]
@@ -230,8 +231,8 @@ class Published:
 class Publisher:
     """Publishes this rank's share of the weights.
 
-    offer: (bytes, versions) -> memory for so many versions of so many bytes; versions: at least 2, so that one can be
-    read while the next one is written; gather: over all trainer ranks.
+    offer: (bytes of a version, number of versions) -> memory for them; versions: at least 2, so that one can be read
+    while the next one is written; gather: over all trainer ranks.
     """
 
     def __init__(
@@ -252,8 +253,8 @@ class Publisher:
     def publish(self, model_chunks: Sequence[Module], version: int) -> Published:
         """Copy this rank's share under `version`. Collective over the trainer's ranks; the chunks are on the device.
 
-        Raises ValueError where the model differs from its description, and BrokenWeights, on all ranks, where a weight
-        is not finite. Then nothing is published.
+        Raises ValueError if the model differs from its description, and BrokenWeights if a weight is not finite. All
+        ranks raise the same, and nothing is published.
         """
         begin = time.perf_counter()
         with gathered(model_chunks):
@@ -268,13 +269,13 @@ class Publisher:
         return Published(version, time.perf_counter() - begin, self.share.nbytes)
 
     def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
-        """Raises as `publish` does. Collective. Called before a checkpoint, since weights are only published at the end
-        of a rollout."""
+        """Raises what `publish` raises. Collective. Called before a checkpoint, since weights are published only at the
+        end of a rollout."""
         with gathered(model_chunks):
             self._check(stored_parameters(model_chunks), "before a checkpoint")
 
     def _check(self, source: dict[str, Tensor], when: str) -> None:
-        """Raises the same on all ranks: if one stopped alone, the others would wait for it."""
+        """Raises the same on all ranks: if one rank stopped alone, the others would wait for it."""
         changed, broken, layouts = self._changed(source), 0, self.weights.layouts
         if not changed:
             broken = first_broken(source[name] for name in layouts[self.rank])
@@ -284,13 +285,13 @@ class Publisher:
         refuse_broken([broken for _, broken in found], layouts, when)
 
     def _changed(self, source: dict[str, Tensor]) -> str:
-        """How this rank's model differs from its description."""
+        """How this rank's model differs from its description; empty if it does not."""
         try:
             kinds = trainer_storage(self.weights.shape, self.weights.parallel, self.rank, source)
         except ValueError as error:
             return str(error)
         described = self.weights.kinds[self.rank]
-        changed = f"rank {self.rank} stores the model as {kinds}, and was described as {described}"
+        changed = f"rank {self.rank} stores the model as {kinds}, but its description says {described}"
         return "" if kinds == described else changed
 
     def _copy(self, source: dict[str, Tensor], memory: Tensor) -> None:
@@ -299,8 +300,8 @@ class Publisher:
             for (param, segment), start, stop in parts:
                 live, at = segment.view(source[param], start, stop - start), start - block.segment.start
                 place = values.narrow(axis, at, stop - start)
-                # torch_npu 2.7.1 copies through host memory if it converts dtypes or the target has gaps, and does not
-                # wait for it.
+                # If it converts dtypes or the target has gaps, torch_npu 2.7.1 copies by way of other host memory; with
+                # non_blocking it reads that memory before it is filled.
                 place.copy_(live, non_blocking=place.is_contiguous() and place.dtype == live.dtype)
                 if self.weights.verify:
                     kinds = (torch.float32, self.weights.engine_dtype)[-block.tables :]
@@ -310,7 +311,7 @@ class Publisher:
                         row[at : at + stop - start].copy_(digests)
 
     def _about(self, memory: Tensor) -> bytes:
-        """Digest of each block, int64; empty where weights are not verified."""
+        """Digest of each block, int64; empty if weights are not verified."""
         if not self.weights.verify:
             return b""
         return np.array([int(block.table(memory)[0].sum()) for block in self.share.blocks], np.int64).tobytes()

@@ -1,9 +1,9 @@
-"""Bytes under a version that a rank publishes for processes outside of the job: its share of the weights.
+"""The bytes that a rank publishes for processes outside of the job, by version: its share of the weights.
 
-The rank writes the next version over its oldest one and waits for no reader. Readers on its machine map the memory;
-others ask for spans of it. At the end of a read, both ask whether the version still exists: a version that was
-overwritten meanwhile is never taken for complete. The dock's server passes their requests on, and does not hold the
-lock of its rows while they are served.
+The rank writes the next version over its oldest one and does not wait for readers. Readers on its machine map the
+memory; other readers ask for spans of it. At the end of a read, each reader asks whether the version still exists: so
+it notices if the version was overwritten meanwhile. The dock's server receives these requests, and does not hold the
+lock of its rows while it answers.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from mindspeed_rl_plugin.dock.core import BulkAnswer
 from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 from mindspeed_rl_plugin.dock.messages import Address, Message, Ok
 
-QUESTION_SECONDS = 1.0  # at most, that a server waits for a version before it answers a question
-LEAST_SECONDS = 0.1  # for an answer; waits end so long before the deadline
-TAKE_BYTES = 256 << 20  # of one answer
+QUESTION_SECONDS = 1.0  # longest time that a server waits for a version before it answers
+LEAST_SECONDS = 0.1  # left for the answer: a server ends its wait this long before the deadline
+TAKE_BYTES = 256 << 20  # largest size of one answer
 
-ByteSpan = Sequence[int]  # byte offset, rows, bytes of a row, bytes from one row to the next
+ByteSpan = Sequence[int]  # byte offset, number of rows, bytes of a row, bytes from one row to the next
 
 
 class Seek(Message):
-    """Asks where a version lies."""
+    """Asks for the memory of a version."""
 
     version: int  # -1: the newest
-    wait: float  # seconds, where the version does not exist yet
+    wait: float  # seconds to wait if the version does not exist yet
 
 
 class Found(Message):
-    """Where a version lies."""
+    """The memory of a version."""
 
     version: int
-    about: bytes  # what its publisher says of it
+    about: bytes  # the publisher's description of the version
     path: str  # file of its bytes, which a process of the same machine maps
     nbytes: int
-    read: int = 0  # bytes that the reader of its machine had to read for this answer
+    read: int = 0  # bytes that the reader of a machine (`machine_staging`) had to read for this answer
 
 
 class Missed(Message):
     """The rank does not have the version."""
 
-    newest: int  # version of this rank, -1 before the first
+    newest: int  # newest version of this rank; -1: none yet
 
 
 class ListVersions(Message):
-    """Asks which versions there are."""
+    """Asks which versions a rank has."""
 
 
 class VersionList(Message):
-    """The versions that a rank holds, by rising number."""
+    """The versions that a rank has, by rising number."""
 
     versions: list[int]
 
 
 class Take(Message):
-    """Asks for n spans of a version, as bulk, one after the other."""
+    """Asks for n spans of a version; the answer has their bytes as bulk, one span after the other."""
 
     version: int
     spans: np.ndarray  # `[n, 4]`, each a `ByteSpan`
@@ -73,7 +73,8 @@ messages.add(Seek, Found, Missed, ListVersions, VersionList, Take)
 
 
 def check_memory(count: int, nbytes: int, mend: str) -> None:
-    """Raise MemoryError where so many versions do not fit into the free host memory of this machine."""
+    """Raise MemoryError if `count` versions of `nbytes` do not fit into the free host memory of this machine. mend: end
+    of the error."""
     if count * nbytes > (left := host_available()):
         raise MemoryError(
             f"{count} versions of {nbytes} bytes of weights do not fit into the host memory of this machine, where "
@@ -82,8 +83,7 @@ def check_memory(count: int, nbytes: int, mend: str) -> None:
 
 
 class PublishedMemory:
-    """Memory of this rank for `count` versions of `nbytes`, in nameless files. Raises MemoryError where the machine has
-    too little."""
+    """Memory of this rank for `count` versions of `nbytes`, in nameless files. Raises what `check_memory` raises."""
 
     def __init__(self, nbytes: int, count: int) -> None:
         self.nbytes = nbytes
@@ -95,7 +95,7 @@ class PublishedMemory:
         self._writing, self.newest = 0, -1
 
     def begin(self, version: int) -> np.ndarray:
-        """`[nbytes]` uint8 to write a version into, in the place of the oldest. Raises ValueError for one that is not
+        """`[nbytes]` uint8 to write a version into, which replaces the oldest. Raises ValueError if the version is not
         newer than all before."""
         with self._changed:
             if version <= self.newest:
@@ -111,7 +111,7 @@ class PublishedMemory:
             self._changed.notify_all()
 
     def seek(self, message: Seek) -> Message:
-        """The place of a version (-1: the newest); waits a little if it does not exist yet."""
+        """Answers `Seek`: Found or Missed. Waits at most QUESTION_SECONDS if the version does not exist yet."""
         wanted = message.version
         with self._changed:
             self._changed.wait_for(lambda: self.newest >= max(wanted, 0), min(message.wait, QUESTION_SECONDS))
@@ -127,7 +127,7 @@ class PublishedMemory:
             return VersionList(sorted(held[0] for held in self._held if held))
 
     def take(self, message: Take) -> BulkAnswer:
-        """Spans of a version, one after the other. Raises ValueError for spans outside of it, or too many."""
+        """Answers `Take`. Raises ValueError for spans outside of the version, or more than TAKE_BYTES in all."""
         with self._changed:
             slot = self._slot(message.version)
             if slot < 0:
@@ -140,7 +140,7 @@ class PublishedMemory:
         return Ok(), [np.ascontiguousarray(view(self._memory[slot], span)).reshape(-1) for span in spans]
 
     def close(self) -> None:
-        """Close the memory; it is freed when no process maps it any more. Idempotent."""
+        """Close the files; their memory is freed when no process maps it any more. Idempotent."""
         while self._files:
             os.close(self._files.pop())
         self._memory.clear()
@@ -151,8 +151,8 @@ class PublishedMemory:
 
 
 def publish_memory(dock: Dock, nbytes: int, versions: int) -> PublishedMemory:
-    """Memory of this rank for so many versions of so many bytes. Processes outside of the job read it through the
-    dock's server, until the dock is closed. Raises ValueError outside of the job, and as `PublishedMemory`."""
+    """`PublishedMemory` of this rank, which processes outside of the job read through the dock's server until the dock
+    is closed. Raises ValueError in a process that is no rank of the job."""
     if (core := dock.calls.core) is None:
         raise ValueError("only a rank of the job can publish its weights")
     store = PublishedMemory(nbytes, versions)
@@ -169,14 +169,14 @@ def publish_memory(dock: Dock, nbytes: int, versions: int) -> PublishedMemory:
 
 
 class Maps:
-    """Files of another process of this machine. Each is mapped once, since setting up page tables takes longer than a
-    small read."""
+    """Mapped files of other processes of this machine. Each file is mapped only once, since setting up page tables
+    takes longer than a small read."""
 
     def __init__(self) -> None:
         self._arrays: dict[int, np.ndarray] = {}  # by inode, which is unique while the file is mapped
 
     def map(self, path: str, nbytes: int, write: bool = False) -> np.ndarray:
-        """`[nbytes]` uint8, a complete file. write: map it writable, since torch requires that; nothing writes."""
+        """`[nbytes]` uint8, the complete file. write: map it writable, as torch requires; nobody writes into it."""
         with open(path, "r+b" if write else "rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             array = self._arrays.get(inode)
@@ -186,8 +186,8 @@ class Maps:
 
 
 class VersionSource:
-    """Reads the versions of one rank from another process, for one thread at a time. Each call raises TimeoutError
-    after `seconds`, ConnectionError where the rank is lost, and Gone where the version is overwritten."""
+    """In another process: reads the versions of one rank, for one thread at a time. Each call raises TimeoutError after
+    `seconds`, ConnectionError if the rank is lost, and Gone if the version was overwritten."""
 
     def __init__(self, calls: Calls, address: Address) -> None:
         self._calls, self.address = calls, address
@@ -196,8 +196,8 @@ class VersionSource:
     def seek(
         self, version: int | None, seconds: float, alive: Callable[[], object] = lambda: None
     ) -> tuple[int, bytes]:
-        """Wait for a version (None: any), and choose the newest. Returns its number, and its publisher's description.
-        alive: called about once a second; it may raise to end the wait."""
+        """Wait until a version exists (None: any version; then take the newest). Returns its number and its publisher's
+        description. alive: called about once a second; it may raise to end the wait."""
         until = time.monotonic() + seconds
         while True:
             alive()
@@ -238,7 +238,7 @@ class VersionSource:
             at += there.size
 
     def check(self, version: int, seconds: float) -> None:
-        """Raise Gone where the version has been overwritten since `seek`."""
+        """Raise Gone if the version was overwritten since `seek`."""
         answer = self._ask(Seek(version, 0.0), seconds)
         if not isinstance(answer, Found):
             raise Gone(version, answer.newest)
@@ -248,18 +248,18 @@ class VersionSource:
 
 
 def sources_of(dock: Dock) -> list[VersionSource]:
-    """The published versions of each rank of the job, for a process outside of it."""
+    """A source for each rank of the job, in a process outside of the job."""
     return [VersionSource(dock.calls, address) for address in dock.calls.directory.ranks]
 
 
 def view(memory: np.ndarray, span: ByteSpan) -> np.ndarray:
-    """`[rows, bytes]` of a span."""
+    """`[rows, bytes]`, the view of a span."""
     offset, rows, nbytes, stride = span
     return np.lib.stride_tricks.as_strided(memory[offset:], (rows, nbytes), (stride, 1))
 
 
 def check_span(span: ByteSpan, nbytes: int) -> None:
-    """Raise ValueError for a span that is not inside of `nbytes`, or whose rows overlap."""
+    """Raise ValueError if a span is not inside of `nbytes`, or if its rows overlap."""
     offset, rows, size, stride = span
     inside = offset >= 0 and rows > 0 and 0 < size <= stride and (rows - 1) * stride + size <= nbytes - offset
     if not inside:

@@ -1,8 +1,8 @@
-"""The engine's side of published weights: pull what this machine's engine ranks need, and apply it between two steps.
+"""The engine's part in published weights: pull what this machine's engine ranks need, and apply it between two steps.
 
-A pull is no collective. It reads only host memory, of trainer ranks into this machine's staging, and may overlap the
-engine's steps; `apply` then copies the staging into the live parameters. Both sides plan alone, from the trainer's
-description.
+A pull is not collective. It copies host memory of trainer ranks into this machine's *staging* (host memory for the
+slices that its engine ranks need), and may overlap the engine's steps. `apply` then copies the staging into the live
+parameters. Trainer and engine make their plans without messages, from the trainer's description.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mindspeed_rl_plugin.weights.publish import Packed, PublishedBlock, TrainerW
 from mindspeed_rl_plugin.weights.published_memory import ByteSpan, VersionSource, view
 from mindspeed_rl_plugin.weights.verify import WeightMismatch, segment_digest, slice_digests, weights_digest
 
-READ_BYTES = 32 << 20  # bytes of a read; between two of them the deadline is looked at
-THREADS = 8  # that read from as many trainer ranks at once
+READ_BYTES = 32 << 20  # bytes of a read; the deadline is checked between two reads
+THREADS = 8  # number of trainer ranks that are read at the same time
 _WRAP = 1 << 64
 
 
@@ -37,27 +37,27 @@ class Pulled(NamedTuple):
 
     version: int
     seconds: float  # of this call
-    nbytes: int  # that this process read; 0 where another process of its machine did
+    nbytes: int  # that this process read; 0 if another process of its machine read them
 
 
 class Applied(NamedTuple):
     """A version that the engine now has."""
 
     version: int
-    seconds: float  # for which the engine stood still
-    digest: str | None  # of the whole model, where weights are verified
+    seconds: float  # that the engine waited
+    digest: str | None  # of the complete model; None: weights are not verified
 
 
 class SliceReader:
-    """Reads slices of published weights into packed memory. ranges: (tensor, start, stop) of the slices; sources: of
-    each trainer rank."""
+    """Reads slices of published weights into packed memory. ranges: (tensor, start, stop) of the slices; sources: one
+    for each trainer rank."""
 
     def __init__(
         self, weights: TrainerWeights, ranges: Iterable[tuple[str, int, int]], sources: Sequence[VersionSource]
     ) -> None:
         self.weights, self._sources = weights, sources
         self.staging = Packed.of(ranges, weights.tensors, weights.engine_dtype, weights.verify)
-        here = weights.parallel.world  # in the plan, the staging is a further rank after the trainer's
+        here = weights.parallel.world  # in the plan, the staging is one more rank, after those of the trainer
         plan = make_plan(
             {rank: share.layout for rank, share in enumerate(weights.shares)},
             {here: self.staging.layout},
@@ -85,7 +85,7 @@ class SliceReader:
         return self._digest([one.result() for one in work]).encode() if self.weights.verify else b""
 
     def end(self) -> None:
-        """End a read in other threads."""
+        """End a read that runs in other threads."""
         self._until = 0.0
 
     def _read(self, rank: int, version: int, memory: np.ndarray) -> bytes:
@@ -127,17 +127,17 @@ class _Taken(NamedTuple):
 
 
 class Puller:
-    """Brings published weights into the parameters of one engine rank.
+    """Copies published weights into the parameters of one engine rank.
 
     weights: the trainer's description.
     engine: sizes of this engine.
     parameters: name -> live tensor, to find how this version of the engine stores them.
-    sources: of each trainer rank.
+    sources: one for each trainer rank.
     rank: of this process within its engine.
-    ranks: of the engine on this machine.
+    ranks: all ranks of the engine on this machine.
     deadline: seconds of a pull.
     sharing: makes the staging, which processes of one machine with the same key may share.
-    Raises ValueError where the parameters are not those of the model.
+    Raises ValueError if the parameters are not those of the model.
     """
 
     def __init__(
@@ -170,13 +170,13 @@ class Puller:
         self._held: tuple[int, Tensor, bytes] | None = None
 
     def pull(self, version: int) -> Pulled:
-        """Read a version into the staging; waits until it is published.
+        """Read a version into the staging; waits until the version is published.
 
-        Raises as `VersionSource` does; then the staging is empty. May overlap the engine's steps, but not `apply`.
+        Raises what `VersionSource` raises; then no version is staged. May overlap the engine's steps, but not `apply`.
         """
         begin, self._held = time.perf_counter(), None
         array, about, nbytes = self._shared.get(version, self.deadline)
-        if self._device.type != "cpu":  # a new thread uses the first device
+        if self._device.type != "cpu":  # in a new thread the current device is the first one
             get_device().api.set_device(self._device)
         get_device().page_lock(array)
         self._held = version, torch.from_numpy(array), about
@@ -184,7 +184,7 @@ class Puller:
 
     @torch.no_grad()
     def apply(self, parameters: Mapping[str, Tensor]) -> Applied:
-        """Write the last pulled version into the engine's parameters, in place, between two of its steps.
+        """Write the last pulled version into the engine's parameters, in place, between two steps of the engine.
 
         Raises ValueError if none was pulled, and WeightMismatch, naming the tensor, if the engine's weights then differ
         from the published ones.
@@ -204,7 +204,7 @@ class Puller:
     def close(self) -> None:
         """Free the staging, and end a pull in another thread. Idempotent."""
         self._held = None
-        self._shared.close()  # first, so that processes that share it do not take this end for an error
+        self._shared.close()  # before the next line, so that processes that share the staging get no error from it
         self._reader.end()
 
     def _verify(self, live: Mapping[str, Tensor], memory: Tensor) -> None:
@@ -227,8 +227,8 @@ def pull_tensors(
     names: Sequence[str] | None = None,
     deadline: float = 600.0,
 ) -> tuple[int, dict[str, Tensor]]:
-    """Complete tensors of a version (None: the newest) by their Hugging Face names, in the engine's dtype, on the host;
-    and the version. Waits until it is published.
+    """Returns the version, and its complete tensors by their Hugging Face names, in the engine's dtype, on the host.
+    Waits until the version is published. version: None: the newest.
 
     Raises ValueError for names that the model does not have, WeightMismatch, and errors of `VersionSource`.
     """
@@ -239,7 +239,7 @@ def pull_tensors(
         )
     wanted = tensors if names is None else names
     reader = SliceReader(weights, [(name, 0, tensors[name].slices) for name in wanted], sources)
-    end = time.monotonic() + deadline  # from now on it waits for other processes
+    end = time.monotonic() + deadline  # waits for other processes begin here
     if version is None:
         version, _ = sources[0].seek(None, deadline)
     memory = torch.empty(reader.staging.nbytes, dtype=torch.uint8)
@@ -250,13 +250,13 @@ def pull_tensors(
         if weights.verify and not slice_digests(values, segment, tensors[segment.name], block.dtype).equal(
             block.table(memory)[0]
         ):
-            raise WeightMismatch(f"{segment.name}: what was read of version {version} is not what was published")
+            raise WeightMismatch(f"{segment.name} of version {version}: the values read are not those published")
         out[segment.name] = values
     return version, out
 
 
 def union(segments: Iterable[Segment]) -> list[tuple[str, int, int]]:
-    """(name, start, stop) of all slices in the segments, each once, those of a tensor by rising start."""
+    """Ranges (name, start, stop) that have all slices of the segments, each slice once; sorted."""
     out: list[tuple[str, int, int]] = []
     for name, start, stop in sorted({(s.name, s.start, s.stop) for s in segments}):
         if out and out[-1][0] == name and start <= out[-1][2]:

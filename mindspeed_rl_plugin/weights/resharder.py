@@ -1,7 +1,7 @@
 """Resharder: moves the weights from the live trainer into the live engine, in one of MODES.
 
-Engine replica e has world ranks [e x g, (e + 1) x g), if an engine has g ranks (`EngineParallel.ranks`); the rank
-within it is `rank % g`.
+If an engine has g ranks (`EngineParallel.ranks`), world ranks [e x g, (e + 1) x g) are engine e, and `rank % g` is a
+rank's number in its engine.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ MODES = {"stream": (make_plan, stream), "allgather": (make_allgather_plan, allga
 class Transfer:
     """Bytes and seconds of one reshard on this rank."""
 
-    copied: int  # bytes that the rank took from itself, by the plan
-    sent: int  # bytes of its messages
-    received: int  # bytes of its messages
-    temporary: int  # most memory in addition to the weights of both sides, measured
+    copied: int  # bytes that the rank copied instead of receiving them, by the plan
+    sent: int  # bytes of messages that it sent
+    received: int  # bytes of messages that it received
+    temporary: int  # measured peak of memory, in bytes, in addition to the weights of trainer and engine
     seconds: float
-    digest: str | None  # of the weights, if they were verified
+    digest: str | None  # of the weights; None: not verified
 
 
 class Resharder:
@@ -71,10 +71,11 @@ class Resharder:
     engine: sizes of the engine.
     engine_dtype: dtype of its weights and of messages.
     mode: one of MODES.
-    node_size: consecutive ranks on one node.
-    verify: compare digests of both sides after each transfer.
-    deadline: seconds one bucket may take.
-    Every method is collective over `group` (None: the world), and raises ValueError when the layouts cannot be built.
+    node_size: number of consecutive ranks on one node.
+    verify: compare digests of trainer and engine after each transfer.
+    deadline: seconds that one bucket may take.
+    `to_engine` and `refuse_broken` are collective over `group` (None: the world), and raise ValueError if the layouts
+    cannot be built.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Resharder:
         self._make_plan, self._carry_out = MODES[mode]
         self.plan: TransferPlan | AllgatherPlan | None = None
         self._exported: list[int] = []
-        self._compared = canonical_tensors(shape)  # for comparing both sides: wide if the engine has them wide
+        self._compared = canonical_tensors(shape)  # for digests; `_bind` replaces it by `engine_tensors`
         self._temporary = get_device().temporary()
         self._sources: dict[int, RankLayout] = {}
         self._destinations: dict[int, RankLayout] = {}
@@ -110,10 +111,10 @@ class Resharder:
     ) -> Transfer:
         """Write the trainer's weights into the engine's parameters, in place.
 
-        model_chunks: Megatron's, complete (`offload.gathered`) and on the device; engine_parameters: name ->
-        live tensor of this rank's engine. Raises ValueError where names, shapes or dtypes are not what
-        the layouts say, BrokenWeights where a weight is not finite, WeightMismatch when verification fails,
-        TimeoutError past the deadline, ConnectionError where a rank is lost.
+        model_chunks: Megatron's, up to date (`offload.gathered`) and on the device; engine_parameters: name -> live
+        tensor of this rank's engine. Raises ValueError if names, shapes or dtypes differ from the layouts,
+        BrokenWeights if a weight is not finite, WeightMismatch if verification fails, TimeoutError after the deadline,
+        ConnectionError if a rank is lost.
         """
         begin = time.perf_counter()
         source = self._stored(model_chunks)
@@ -134,9 +135,9 @@ class Resharder:
         return Transfer(copied, channel.sent, channel.received, self._temporary.peak, seconds, digest)
 
     def check_return(self, model_chunks: Sequence[Module]) -> None:
-        """After generation: check that the trainer still has the weights that it exported, bit by bit in its own dtype,
-        also if they were not offloaded. Not collective; does nothing unless `verify`. Raises WeightMismatch naming
-        parameter, rank and tensors."""
+        """After generation: check that this rank still has the weights that it exported, bit by bit in the trainer's
+        dtype, even if they were not offloaded. Not collective; does nothing unless `verify`. Raises WeightMismatch
+        naming parameter, rank and tensors."""
         if not self._exported:
             return
         now = self._as_stored(stored_parameters(model_chunks))
@@ -149,7 +150,7 @@ class Resharder:
                 )
 
     def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
-        """Before a checkpoint: raises BrokenWeights on every rank when any rank's weights hold NaN or infinity."""
+        """Before a checkpoint: raises BrokenWeights on every rank if weights of any rank hold NaN or infinity."""
         self._refuse_broken(self._stored(model_chunks), "before a checkpoint")
 
     def _stored(self, model_chunks: Sequence[Module]) -> dict[str, Tensor]:
@@ -178,12 +179,12 @@ class Resharder:
                 rank=self.rank,
                 node_size=self.node_size,
             )
-            assert not self.plan.unused, f"the engine has no place for {self.plan.unused[:LISTED_DIFFERENCES]}"
-            # On nccl and hccl this also opens the communicator for all ranks.
+            assert not self.plan.unused, f"the engine does not store {self.plan.unused[:LISTED_DIFFERENCES]}"
+            # With nccl and hccl, this collective also opens the communicator of all ranks.
             mine = self.plan.fingerprint, sum(tensor.wide for tensor in tensors.values())
             prints = self._share(mine, 2, "the comparison of plans")
             if any(row != prints[0] for row in prints):
-                raise RuntimeError(f"ranks planned differently, by fingerprint: {dict(enumerate(prints))}")
+                raise RuntimeError(f"ranks made different plans; fingerprints by rank: {dict(enumerate(prints))}")
         return self.plan
 
     def _refuse_broken(self, source: Mapping[str, Tensor], when: str) -> None:

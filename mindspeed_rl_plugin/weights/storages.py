@@ -1,4 +1,4 @@
-"""What a training rank holds on its device: storages of parameters, gradients and optimizer state, with names."""
+"""The storages that a training rank has on its device (parameters, gradients, optimizer state), with names."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ def unwrap(chunk: Module) -> Module:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """`[nbytes]` uint8, all of a storage."""
+    """`[nbytes]` uint8, a view of the complete storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def distinct(tensors: Iterable[Tensor]) -> Storages:
-    """The distinct storages that are not empty; for an alias, its owner's. They are compared by identity, since freed
-    memory has no address.
-    """
+    """The distinct storages that are not empty; of an alias (`aliases.py`), the storage that owns its bytes. Storages
+    are compared by identity, since a freed storage has no address."""
     out, owners = Storages(), places()
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -70,7 +69,7 @@ def gradients(chunks: Sequence[Module]) -> Iterator[Tensor]:
 
 
 def drop_grads(chunks: Sequence[Module], optimizer: Any) -> None:
-    """Drop every `.grad`. Megatron sets it again in each step; until then one outside its buffers would own memory."""
+    """Drop every `.grad`: one that is not in Megatron's buffers would keep memory. Megatron sets them in each step."""
     for chunk in chunks:
         for param in chunk.parameters():
             param.grad = None
@@ -88,7 +87,7 @@ def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:
-    """Megatron's optimizers: those of a chain, which may hold chains, or the single one."""
+    """Megatron's optimizers: a single one, or those of a chain, which may itself contain chains."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         yield optimizer
@@ -100,7 +99,7 @@ def _parts(optimizer: Any) -> Iterator[Any]:
 def optimizer_state(chunks: Sequence[Module], optimizer: Any) -> NamedTensors:
     """Main parameters, the part of them that --reuse-fp32-param stores outside of the weights, and moments.
 
-    Parameters of an optimizer are shards without a name: they have numbers.
+    Parameters of an optimizer are shards without names, so they are numbered.
     """
     for part in _parts(optimizer):
         for i, residual in enumerate(getattr(part, "shard_main_param_res_buffers", ())):
@@ -136,10 +135,10 @@ def names_within(named: NamedTensors, storage: torch.UntypedStorage, low: int, h
 
 
 def keep_wide(chunks: Iterable[Module]) -> None:
-    """Make every router's expert bias float32 now, as Megatron does later, so that the final tensor is offloaded.
+    """Make the expert bias of every router float32 now, so that the final tensor is offloaded.
 
-    Megatron casts the bias with the model. It replaces it by a float32 tensor in the first forward pass (core 0.12), or
-    while it builds the model (later cores).
+    Megatron casts the bias with the model, and later replaces it by a float32 tensor: in the first forward pass (core
+    0.12), or while it builds the model (later cores).
     """
     for chunk in chunks:
         for module in chunk.modules():

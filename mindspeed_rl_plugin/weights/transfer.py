@@ -1,8 +1,8 @@
 """Carries out a plan in the mode `stream`: local copies, then buckets of messages, straight into the engine's
 parameters.
 
-Works with gloo, nccl and hccl, since it only uses batched point-to-point messages: in each bucket at most one from one
-rank to another. Two buckets are in flight, so that packing one overlaps the other's transfer.
+Works with gloo, nccl and hccl, since it only uses batched point-to-point messages: in each bucket, a rank sends at most
+one message to each other rank. Two buckets are in flight, so that one is packed while the other is sent.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def stream(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Carry out this rank's share of the plan. Collective over all ranks that the plan names.
+    """Carry out this rank's part of the plan. Collective over all ranks that the plan names.
 
-    source, destination: stored parameters of this rank by name; either may be empty.
-    dtype: of the messages, with the plan's itemsize. Values are converted to it before they are sent, and from it on
-    arrival.
-    Temporary memory: four buffers of at most half of the plan's `bucket_bytes`. Raises what `MessageBatch.wait` does.
+    source, destination: stored parameters of this rank by name; each may be empty.
+    dtype: of the messages, with the itemsize of the plan. Values are converted to it before they are sent, and to the
+    parameter's dtype on arrival.
+    Temporary memory: four buffers of at most half of the plan's `bucket_bytes`. Raises what `MessageBatch.wait` raises.
     """
     rank = channel.rank
     copy_pieces((copy for copy in plan.copies if copy.rank == rank), source, destination)
@@ -43,14 +43,14 @@ def stream(
 
 
 def copy_pieces(copies: Iterable[Copy], source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
-    """Write pieces that this rank has into its engine's parameters."""
+    """Copy pieces from this rank's trainer parameters into its engine parameters."""
     for _, piece in copies:
         piece.inside(destination, piece.destination).copy_(piece.inside(source, piece.source))
 
 
 def in_turn(buckets: Iterable[list[Move]], start: Callable[[list[Move]], Callable[[], None]]) -> None:
-    """Start every bucket, and finish it once the next one has started. start: returns the function that finishes a
-    bucket."""
+    """Start every bucket, and finish it after the next one has started. start: starts a bucket; returns the function
+    that finishes it."""
     finish = None
     for moves in buckets:
         before, finish = finish, start(moves)
@@ -106,7 +106,7 @@ class _Buffers:
 def _slots(
     buffer: Tensor, pieces: Sequence[tuple[int, int, Tensor]], tag: int
 ) -> tuple[list[tuple[Tensor, Tensor]], list[TensorMessage]]:
-    """Each view with its slot in the buffer, and the messages, one per peer. pieces: (peer, bytes, view)."""
+    """Each view with its slot in the buffer, and one message per peer. pieces: (peer, bytes, view of a parameter)."""
     slots, messages, at = [], [], 0
     for peer, theirs in groupby(sorted(pieces, key=itemgetter(0)), key=itemgetter(0)):
         begin = at
@@ -126,7 +126,7 @@ def _pack(values: Tensor, slot: Tensor) -> None:
 
 
 def _unpack(slot: Tensor, values: Tensor) -> None:
-    """The inverse of `_pack`. A wide slot is cloned, since float32 values need an aligned address."""
+    """The inverse of `_pack`. The slot of a wide tensor is cloned, since float32 values need an aligned address."""
     if slot.numel() == values.numel():
         values.copy_(slot.view(values.shape))
     else:

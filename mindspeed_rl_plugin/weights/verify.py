@@ -1,8 +1,8 @@
-"""Digests of weights that do not depend on how they are split, and the comparison of both sides.
+"""Digests of weights, which do not depend on how the weights are split, and comparison of trainer and engine.
 
-The digest of a slice is a sum, modulo 2**64, over its elements of (bits + c) x w(i), where i is the element's index in
-the *canonical* tensor and w mixes it. Therefore sums over the parts of any split add up to the same number, and a value
-at a wrong place changes it. The check uses only the layout tables, not the plan, so it finds errors of the plan.
+The digest of a slice is the sum, modulo 2**64, of (bits + c) x w(i) over its elements; i is the element's index in the
+*canonical* tensor, and w mixes its bits. So the digests of the parts of any split have the same sum, and a value at a
+wrong place changes this sum. Digests are computed by the layouts, not by the plan, so they find errors of the plan.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mindspeed_rl_plugin.weights.storages import bytes_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD, _MIX, _SHIFT = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 29
-_DIGESTED_AT_ONCE = 1 << 20  # elements with int64 temporaries at the same time
+_DIGESTED_AT_ONCE = 1 << 20  # number of elements that have int64 temporaries at the same time
 _WRAP = 1 << 64
-BLOCK_BYTES = 4 << 20  # bytes of a storage with one digest
+BLOCK_BYTES = 4 << 20  # bytes of a storage that have one digest
 
 
 class WeightMismatch(RuntimeError):
@@ -35,7 +35,7 @@ class BrokenWeights(RuntimeError):
 
 
 class RankDigests(NamedTuple):
-    """One rank's segments of its layout, in order, with their digests."""
+    """The layout of a rank, and the digests of its segments in their order."""
 
     rank: int
     layout: Layout
@@ -44,9 +44,9 @@ class RankDigests(NamedTuple):
 
 @torch.no_grad()
 def slice_digests(values: Tensor, segment: Segment, tensor: Canonical, dtype: torch.dtype) -> Tensor:
-    """`[slices]` int64: digest of each slice of a segment that a rank stores, on the tensor's device.
+    """`[slices]` int64: digest of each slice of a segment that a rank stores, on the device of `values`.
 
-    values: the slices in canonical orientation, 1-D or 2-D; dtype: the dtype in which bits are compared.
+    values: the slices in canonical orientation, 1-D or 2-D; dtype: to which they are converted before bits are read.
     """
     columns = tensor.shape[1] if len(tensor.shape) == 2 else 1
     row0, column0 = (segment.start, 0) if segment.axis == 0 else (0, segment.start)
@@ -72,7 +72,7 @@ def segment_digest(values: Tensor, segment: Segment, tensor: Canonical, dtype: t
 
 @torch.no_grad()
 def storage_digests(storage: torch.UntypedStorage) -> Tensor:
-    """`[blocks]` int64: a digest of the bits of each BLOCK_BYTES of a storage, on its device."""
+    """`[blocks]` int64: a digest of each BLOCK_BYTES bytes of a storage, on its device."""
     kind = torch.int32 if storage.nbytes() % 4 == 0 else torch.uint8
     blocks = bytes_of(storage).view(kind).split(BLOCK_BYTES // kind.itemsize)
     size = len(blocks[0])
@@ -83,7 +83,8 @@ def storage_digests(storage: torch.UntypedStorage) -> Tensor:
 def layout_digests(
     params: Mapping[str, Tensor], layout: Layout, tensors: Mapping[str, Canonical], dtype: torch.dtype | None
 ) -> list[int]:
-    """Digest of every segment of a rank's layout, in its order; dtype None: of the bits as they are stored."""
+    """Digest of every segment of a rank's layout, in order. dtype: of the digests of tensors that are not wide; None:
+    each parameter's own dtype."""
     out = []
     for name, segments in layout.items():
         for s in segments:
@@ -96,7 +97,7 @@ def layout_digests(
 def compare(
     sources: Sequence[RankDigests], destinations: Sequence[RankDigests], tensors: Mapping[str, Canonical]
 ) -> dict[str, int]:
-    """Digest of every canonical tensor of the sources, after checking that all replicas and both sides agree.
+    """Digest of every canonical tensor of the sources. Checks that replicas are equal, and destinations equal sources.
 
     Raises WeightMismatch naming tensor, ranks and range.
     """
@@ -111,7 +112,7 @@ def compare(
 
 
 def weights_digest(totals: Mapping[str, int]) -> str:
-    """16 hexadecimal digits for a whole model; equal for equal weights however they were split."""
+    """16 hexadecimal digits for a complete model; equal for equal weights, however they are split."""
     text = "\n".join(f"{name} {totals[name]:016x}" for name in sorted(totals))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -153,7 +154,7 @@ def _compare_tensor(name: str, ours: Mapping[ElementRange, int], spans: RangeDig
             wrong = [rank for rank, digest in held if digest != expected]
             if wrong:
                 raise _mismatch(name, span, tensor, wrong)
-    # If the engine cuts finer than the trainer, only ranges between common edges can be compared.
+    # If the engine splits finer than the trainer, only ranges between common edges can be compared.
     theirs = {span: _agreed(name, span, held, "engine") for span, held in spans.items()}
     for low, high in pairwise(sorted(edges & {edge for span in theirs for edge in span})):
         if _sum_of(ours, low, high, name) != _sum_of(theirs, low, high, name):
@@ -168,9 +169,9 @@ def _mismatch(name: str, span: ElementRange, tensor: Canonical, ranks: Sequence[
 
 @torch.no_grad()
 def first_broken(tensors: Iterable[Tensor]) -> int:
-    """Place of the first tensor that holds NaN or infinity, counted from 1; 0 without.
+    """Number of the first tensor that holds NaN or infinity, counted from 1; 0 if there is none.
 
-    Reads everything once and waits once for the device. Needs extra memory only where minimum and maximum ignore NaN.
+    Reads each tensor once, and waits for the device once. Needs extra memory only if minimum and maximum ignore NaN.
     """
     ends = [_ends(t) if t.numel() else torch.zeros(2, device=t.device) for t in tensors]
     if not ends:
@@ -180,7 +181,7 @@ def first_broken(tensors: Iterable[Tensor]) -> int:
 
 
 def _ends(t: Tensor) -> Tensor:
-    """`[2]` fp32, finite if all of t is."""
+    """`[2]` fp32, finite if all elements of t are finite."""
     if _carries_nan(t.device, t.dtype):
         return torch.stack(torch.aminmax(t)).float()
     return torch.where(t.isfinite().all(), 0.0, torch.inf).expand(2)
@@ -194,15 +195,15 @@ def _carries_nan(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def refuse_broken(firsts: Sequence[int], layouts: Mapping[int, Layout], when: str) -> None:
-    """Raises BrokenWeights where the weights of a trainer rank hold NaN or infinity. firsts: `first_broken` of each
-    rank's weights, in the order of its layout."""
+    """Raises BrokenWeights if the weights of a trainer rank hold NaN or infinity. firsts: for each rank the result of
+    `first_broken` for its weights, in the order of its layout."""
     for rank, broken in enumerate(firsts):
         if broken:
             name = list(layouts[rank])[broken - 1]
             raise BrokenWeights(
-                f"{name} of trainer rank {rank} holds NaN or infinity {when} ({tensors_in(layouts[rank], name)}); they "
-                "go neither to the engine nor into a checkpoint; resume from the last one, with a smaller --lr or "
-                "--clip-grad"
+                f"{name} of trainer rank {rank} holds NaN or infinity {when} ({tensors_in(layouts[rank], name)}); the "
+                "engine does not get these weights, and they are not saved; resume from the last checkpoint, with a "
+                "smaller --lr or --clip-grad"
             )
 
 

@@ -80,7 +80,7 @@ def test_the_rows_of_an_engine_that_hangs_go_to_another(job, joined, nothing_lef
     running.until("engines at work: 2")
     os.kill(first, signal.SIGSTOP)
     running.until("no report for 20 s (half of --rl-wait-timeout) from joined engine, process ")
-    running.until(lambda: "another one reads them now" in engines.said())
+    running.until(lambda: "another process reads them now" in engines.said())
     os.kill(first, signal.SIGCONT)
     running.more(20)
     assert all(engine.poll() is None for engine in engines.engines), engines.said()[-3000:]

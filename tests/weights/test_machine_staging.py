@@ -143,7 +143,7 @@ def test_a_reader_that_is_stopped_is_passed_over(machine, hanging, monkeypatch, 
         got = [wait.result(timeout=15) for wait in waits]
     assert time.monotonic() - begin < 25, "and not the 30 s that they may take"
     assert sorted(read for *_, read in got) == [0, 0, NBYTES] and machine.read == [1]
-    assert capfd.readouterr().out.count("gives no sign of life for 0.5 s: another one reads them now") == 3
+    assert capfd.readouterr().out.count("gives no sign of life for 0.5 s: another process reads them now") == 3
     os.kill(hanging.pid, signal.SIGCONT)
     assert all((memory == 1).all() for memory, *_ in got)
     assert all((other.get(2, 20)[0] == 2).all() for other in others) and machine.read == [1, 2]

@@ -165,7 +165,7 @@ def changed(rows, how):
 def refuses_bad_input(update, mine):
     """What a caller can get wrong is named before anything runs."""
     if update.settings.max_tokens is None:
-        few = f"{len(mine) - 1} micro-batches prepared where Megatron's step runs {len(mine)}"
+        few = f"{len(mine) - 1} micro-batches prepared, but Megatron's step runs {len(mine)}"
         refuses(update, mine[:-1], few)
         if ends_here(update.model):
             bare = [Rows(part.ids, {name: part[name] for name in ("tokens", "loss_mask")}) for part in mine]
