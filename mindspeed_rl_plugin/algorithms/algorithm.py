@@ -71,8 +71,8 @@ class Algorithm(AlgorithmConfig):
         return ADVANTAGES[self.advantage].whitened
 
     def buffer(self, limit: int) -> int:
-        """Number of tokens before `limit` over which the length penalty rises; 0: no penalty. limit: most tokens of a
-        response."""
+        """Number of tokens before `limit` over which the length penalty rises; 0: no penalty. limit: largest number of
+        tokens of a response."""
         if self.overlong_buffer is not None:
             return self.overlong_buffer
         return max(1, round(self.overlong_share * limit)) if self.overlong_share else 0

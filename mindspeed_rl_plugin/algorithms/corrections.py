@@ -43,7 +43,7 @@ def truncate(weights: Tensor, low: float, high: float) -> Tensor:
 
 
 def mask(weights: Tensor, low: float, high: float) -> Tensor:
-    """`w` within the bounds, else 0. The level "geometric" so drops complete responses (default 0.999 to 1.001).
+    """`w` within the bounds, else 0. With level "geometric" this drops complete responses (bounds 0.999 and 1.001).
 
     Source: IcePop, arXiv 2510.18855; geometric: Liu, Li et al., "When speed kills stability", 2025, bounds: verl.
     """

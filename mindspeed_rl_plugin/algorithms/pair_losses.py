@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.config import AlgorithmConfig
 
 @dataclass(frozen=True)
 class PairBatch:
-    """P pairs. Log-probs are sums over trained tokens, `[P]`; `chosen` and `rejected` (the policy) have gradients."""
+    """P pairs. Log-probs are sums over trained tokens, `[P]`; `chosen`, `rejected` (of the policy) have gradients."""
 
     chosen: Tensor
     rejected: Tensor
@@ -47,7 +47,7 @@ def hinge(h: Tensor, config: AlgorithmConfig) -> Tensor:
 
 
 def ipo(h: Tensor, config: AlgorithmConfig) -> Tensor:
-    """`(h - 1 / (2*beta))^2`, `[P]`. Source: arXiv 2310.12036, Eq. 17."""
+    """`(h - 1 / (2*beta))^2`, `[P]`; h of summed log-probs, or of means. Source: IPO, arXiv 2310.12036, Eq. 17."""
     return (h - 1.0 / (2.0 * config.dpo_beta)).square()
 
 

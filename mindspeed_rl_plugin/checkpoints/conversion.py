@@ -51,7 +51,7 @@ def converted_to(args: Any) -> str:
 
 
 def problems(args: Any) -> Iterator[str]:
-    """Reasons why MindSpeed-LLM cannot convert. Called before its own validation, whose assertions name no flags."""
+    """Reasons why MindSpeed-LLM cannot convert. Called before MindSpeed-LLM's own validation, which only asserts."""
     if getattr(args, "enable_mg2hf_convert", False) and not args.save:
         yield "--enable-mg2hf-convert converts the checkpoints in --save, which is not given: give --save"
     if not converts(args):

@@ -28,8 +28,8 @@ class Critic:
 
     @torch.no_grad()
     def copy_backbone(self, policy: Sequence[torch.nn.Module]) -> None:
-        """Copy the policy's weights except its output layer; the value head is not changed. Raises ValueError if the
-        policy lacks another parameter of the critic."""
+        """Copy the policy's weights except its output layer; the value head is not changed. Raises ValueError if a
+        parameter of the critic, other than the head, is missing in the policy or has another shape there."""
         for mine, theirs in zip(self.model, policy, strict=True):
             source = dict(unwrap(theirs).named_parameters())
             for name, parameter in unwrap(mine).named_parameters():
@@ -61,7 +61,7 @@ class Critic:
             return run_forward_only(self.model, batches, settings, collect)
 
     def offload(self, what: Iterable[str]) -> None:
-        """See `TrainState.offload`: free the device memory of the categories; offloads that have begun end too."""
+        """See `TrainState.offload`: free the device memory of categories; offloads that have begun are finished too."""
         with gathered(self.model):
             self.state.offload(what)
 

@@ -1,1 +1,1 @@
-"""Which rank stores which slice of which parameter, on each side, and the plan that joins both. Pure."""
+"""Which slices of which parameters each rank of trainer and engine stores, and the plan of a transfer. Pure."""

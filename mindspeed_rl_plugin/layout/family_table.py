@@ -70,13 +70,13 @@ class Row:
     """
 
     layer_type: LayerType
-    # by an entry of IMPLS (for experts: of EXPERTS) or ENGINE; if one is missing, it has the parts in another row
+    # entry of IMPLS (for experts: of EXPERTS) or ENGINE -> name; without an entry, the parts are in another row
     names: Mapping[str, str]
     split: Split
     parts: tuple[Part, ...]  # the canonical tensors inside, in the order in which the split stacks them
     buffer: bool = False  # in Megatron it is a buffer, no parameter
     unfused: bool = False  # in some engines each part is a parameter, with its canonical name
-    # for HEAD_PART: name of the number of rows of a head before the rows of this part ("": 0), and of their number
+    # for HEAD_PART, names of two sizes: rows of a head before those of this parameter ("": 0), and rows of these
     of_head: tuple[str, str] = ("", "")
     without: str = ""  # name of a size; only models in which it is 0 have the row
 

@@ -18,7 +18,7 @@ _PLACING = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-_GIVEN_BY = {"virtual_pipeline_model_parallel_size": "--num-layers-per-virtual-pipeline-stage"}  # Megatron derives it
+_GIVEN_BY = {"virtual_pipeline_model_parallel_size": "--num-layers-per-virtual-pipeline-stage"}  # argument -> flag
 
 
 class Coordinates(NamedTuple):
@@ -74,7 +74,7 @@ class Parallel:
         return self.tp if self.etp is None else self.etp
 
     def in_megatron(self, ep: int) -> int:
-        """The expert parallel size or rank in Megatron's own groups, from that of this class."""
+        """The size or rank in Megatron's own expert parallel groups for a size or rank `ep` of this class."""
         return ep // self.tp if self.tp_in_ep else ep
 
     @property
@@ -151,7 +151,7 @@ class Parallel:
 
     @classmethod
     def from_megatron_args(cls, args: argparse.Namespace) -> Parallel:
-        """The layout that Megatron's validated arguments describe. Raises ValueError for what it cannot express."""
+        """The layout that Megatron's validated arguments describe. Raises ValueError for one that is not supported."""
         folded = folds(args)
         layout = getattr(args, "pipeline_model_parallel_layout", None)
         listed = getattr(args, "num_layer_list", None)

@@ -124,7 +124,7 @@ def _classes(layouts: Mapping[int, Layout]) -> list[tuple[Layout, tuple[int, ...
 
 
 class _Pool:
-    """Ranks that have a range of slices. place: rank -> where it has them; near: node -> its ranks of these."""
+    """Ranks that have a range of slices. place: rank -> where it has them; near: node -> those ranks that are on it."""
 
     def __init__(self, held: Sequence[tuple[Place, tuple[int, ...]]], node_size: int) -> None:
         self.place: dict[int, Place] = {}

@@ -1,4 +1,4 @@
-"""Compares live models with layouts: names and shapes of their tensors, and which of the known ways stores them."""
+"""Compares live models with layouts: names and shapes of their tensors, and which known way of storage they have."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def mtp_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
 def trainer_storage(
     shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor], file: str = ""
 ) -> tuple[str, str]:
-    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: which has `live`, for errors.
+    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: that `live` is from, for errors.
 
     Raises ValueError if no such pair fits, with the differences to the pair that fits best.
     """

@@ -34,7 +34,7 @@ Got = tuple[np.ndarray, bytes, int]  # bytes of a version, its description, byte
 
 
 class _Buffer:
-    """Memory in a nameless file. version: that it contains, None while it is written; users: processes that use it."""
+    """Memory in a nameless file. version: what it contains, None while it is written; users: processes that use it."""
 
     def __init__(self, nbytes: int) -> None:
         check_memory(1, nbytes, "start fewer engines on this machine, or divide each over more machines")

@@ -40,8 +40,8 @@ class P2PChannel:
         return MessageBatch(self, what, {op.peer for op in ops}, start, [op.tensor for op in ops])
 
     def share(self, what: str, mine: Sequence[int], length: int, device: torch.device) -> list[list[int]]:
-        """The rows of all ranks, in rank order. mine: row of this rank, 64-bit integers; length: to which rows are
-        padded with 0. The bytes are not counted. Collective. Raises what `MessageBatch.wait` raises."""
+        """The rows of all ranks, in rank order. mine: row of this rank, 64-bit integers; length: number of integers to
+        which rows are padded with 0. Bytes are not counted. Collective. Raises what `MessageBatch.wait` raises."""
         row = torch.zeros(length, dtype=torch.int64, device=device)
         row[: len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
