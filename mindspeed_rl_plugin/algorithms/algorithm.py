@@ -78,7 +78,7 @@ class Algorithm(AlgorithmConfig):
         return max(1, round(self.overlong_share * limit)) if self.overlong_share else 0
 
     def shaped(self, rewards: Tensor, lengths: Tensor, limit: int) -> Tensor:
-        """`[B]` rewards with the length penalty. lengths: `[B]` response tokens; limit: as of `buffer`."""
+        """`[B]` rewards with the length penalty. lengths: `[B]` response tokens; limit: as in `buffer`."""
         return rewards.double() + overlong_penalty(lengths, limit, self.buffer(limit), self.overlong_penalty)
 
     def kl_cost(self, logp_old: Ragged, logp_ref: Ragged, loss_mask: Ragged) -> Ragged:

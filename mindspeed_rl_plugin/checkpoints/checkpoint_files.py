@@ -39,7 +39,7 @@ def read_tracker(directory: str | None) -> int | str | None:
     if text == "release":
         return text
     if not text:
-        return _newest_whole(directory)
+        return _newest_complete(directory)
     if not text.isdigit():
         raise ValueError(f"{path} holds {text!r}; expected an iteration number or 'release'")
     return int(text)
@@ -59,23 +59,23 @@ def is_empty(directory: str) -> bool:
 
 
 @functools.cache
-def _newest_whole(directory: str) -> int:
+def _newest_complete(directory: str) -> int:
     """The newest complete checkpoint. Megatron opens the tracker file after all ranks have written their files; so one
     of these can be truncated only if its machine failed before the data was on disk."""
     folders = sorted(path for path in Path(directory).glob("iter_*") if path.name.removeprefix("iter_").isdigit())
-    whole = next((path for path in reversed(folders) if _is_whole(path)), None)
-    if whole is None:
+    newest = next((path for path in reversed(folders) if _is_complete(path)), None)
+    if newest is None:
         raise ValueError(
             f"{directory}/{TRACKER} is empty, and no checkpoint in this directory is complete; remove the file to "
             "start without a checkpoint"
         )
-    iteration = split_iteration_dir(str(whole))[1]
+    iteration = split_iteration_dir(str(newest))[1]
     say(f"{directory}/{TRACKER} is empty, probably since a job was killed at the end of a save; this run uses "
         f"iteration {iteration}, the newest complete checkpoint")  # fmt: skip
     return iteration
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles  # imports torch
 
     if DistFiles.are_in(folder):

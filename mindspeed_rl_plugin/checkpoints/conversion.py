@@ -100,9 +100,9 @@ def needless(args: Any) -> str | None:
     if saved is None or not files.has_state(args.save, saved):
         return None
     reference = files.read_state(args.save, saved)[0]["reference"]["path"]
-    gone = reference is not None and not os.path.isdir(reference)
-    again = files.iteration_dir(os.path.abspath(converted_to(args)), ITERATION)
-    if gone and reference == again:
+    removed = reference is not None and not os.path.isdir(reference)
+    converted = files.iteration_dir(os.path.abspath(converted_to(args)), ITERATION)
+    if removed and reference == converted:
         return None
     return f"{args.save} holds a checkpoint to resume from: --load {args.load} is not converted"
 

@@ -74,7 +74,7 @@ def assign_files(listings: Sequence[dict[str, int]]) -> list[list[str]]:
 
 
 def hash_file(path: str) -> str:
-    """SHA-256 of a file's whole content, streamed."""
+    """SHA-256 of a file, read in chunks."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):

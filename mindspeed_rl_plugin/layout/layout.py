@@ -28,7 +28,7 @@ class Segment(NamedTuple):
     offset: int  # slice of the parameter at which they begin
     slot: int = -1  # index of the expert, if experts are stacked in one parameter; -1: not stacked
     transposed: bool = False  # stacked experts: the two last axes are exchanged
-    # stacked experts: shape `[experts, ...]` in which the parameter is viewed; None: its own
+    # stacked experts: shape `[experts, ...]` in which the parameter is viewed; None: its stored shape
     grid: tuple[int, ...] | None = None
 
     @property

@@ -89,7 +89,7 @@ def make_allgather_plan(
     numbers = {shard.segments: str(i) for i, shard in enumerate(shards)}
     slices = {numbers[s.segments]: Canonical((1, prod(s.shape)), 0, s.wide) for s in shards}
     whole = {number: (Segment(number, 0, 0, 1, 0),) for number in slices}
-    alike = {id(layout): layout for layout in sources.values()}  # ranks with one layout share one object here too
+    alike = {id(layout): layout for layout in sources.values()}  # ranks with equal layouts share one object
     held = {k: {name: whole[numbers[s]] for name, s in layout.items() if s} for k, layout in alike.items()}
     gather = make_plan(
         {r: held[id(layout)] for r, layout in sources.items()},
