@@ -28,7 +28,7 @@ IDS = "ids"  # name of the ids in a TensorDict
 
 
 class VersionBound(NamedTuple):
-    """Versions of the weights that may sample the rows of an epoch: `oldest` and newer ones, up to `newest`."""
+    """Versions of the weights that may sample the rows of an epoch (rollout or evaluation): `oldest` to `newest`."""
 
     oldest: int = -1  # -1: no limit
     newest: int = -1  # -1: no limit
@@ -56,7 +56,7 @@ class ColumnSpec:
     level: str
     ragged: bool  # True: cells are `[L_i, *trailing]`, packed; False: `[*trailing]`
     trailing: tuple[int, ...] = ()
-    longest: int | None = None  # most entries of a ragged cell; None: memory is reserved for a sample's tokens
+    longest: int | None = None  # most entries of a ragged cell; None: the reserve has `DockLimits.max_tokens` entries
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -119,7 +119,7 @@ class Moved(NamedTuple):
     way: str  # "read" or "written"
     state: str  # worker state, "put" for a producer, "read" for a read without a lease
     column: str
-    where: str  # "local": in this machine's warehouse, "remote": in that of another machine
+    where: str  # "local": the cell is stored on this machine, "remote": on another one
     nbytes: int
 
 

@@ -22,7 +22,7 @@ Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` wareh
 
 @dataclass
 class Epoch:
-    """An open epoch."""
+    """An open epoch: the ids of one rollout or evaluation."""
 
     shape: m.Shape
     owner: np.ndarray  # `[groups]` warehouse of each group, -1: unknown
@@ -134,7 +134,7 @@ class Calls:
         self.directory, self.me, self.core, self.warehouse = directory, me, core, warehouse
         self.lease_seconds, self._lost = lease_seconds, lost
         self.epochs, self.traffic = Epochs(owners), Traffic()
-        self.after: dict[int, int] = {}  # warehouse -> number of the newest record that this process caused
+        self.after: dict[int, int] = {}  # warehouse -> number of its newest record that this process knows of
         self.held: dict[tuple[str, int], np.ndarray] = {}  # ids of live leases of this process, by state and token
         self.segments = Segments(self._find)
         self._idle: defaultdict[m.Address, list[Stream]] = defaultdict(list)
@@ -160,7 +160,7 @@ class Calls:
         return answer if got is None else got
 
     def hear(self, after: Mapping[int, int]) -> None:
-        """Remember the newest records that this process or a peer has caused. after: as `self.after`."""
+        """Remember the newest records that this process or a peer knows of. after: as `self.after`."""
         with self._hearing:
             for warehouse, seq in after.items():
                 self.after[warehouse] = max(self.after.get(warehouse, 0), seq)

@@ -1,7 +1,7 @@
 """Moves cells into and out of the dock: rows to the warehouses that own their groups, columns into the reader's memory.
 
-Cells of this machine are copied through shared memory (a small put is sent in its message); cells of another machine
-are sent in one message.
+Cells of this machine are copied through shared memory (a put that is small, or from outside of the job, is sent in its
+message); cells of another machine are sent in one message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.dock.places import ids_array, runs
 from mindspeed_rl_plugin.dock.storage import as_column, layout
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 
-INLINE = 128 << 10  # bytes; a smaller put is sent in its message, a larger one is written into the warehouse's memory
+INLINE = 128 << 10  # bytes; a larger put of this machine is written into the warehouse's memory, not into its message
 NO_ROWS = np.empty(0, np.int64)
 
 Picked = list[tuple[Column, np.ndarray | None]]  # (column, indices of its rows; None: all rows)
@@ -36,9 +36,9 @@ class Writer:
     def write(
         self, rows: Rows | None, state: str | None, acked: np.ndarray | None = None, *, checked: bool = True
     ) -> None:
-        """Send rows to the warehouses that own them, and acknowledge rows there. state: that writes, None: a producer;
-        acked: `[n, 3]` ids to acknowledge, None: nothing; checked: whether these must have all columns that the state
-        writes."""
+        """Send rows to the warehouses that own them, and acknowledge rows there. state: the state that writes, None: a
+        producer; acked: `[n, 3]` ids to acknowledge, None: nothing; checked: whether acknowledged rows must have all
+        columns that the state writes."""
         call, epochs = "put" if state is None else f"commit of state {state!r}", self._calls.epochs
         wanted = ids_array(() if rows is None else rows.ids)
         done = wanted[:0] if acked is None else acked
@@ -146,7 +146,7 @@ def gather(
     places: Sequence[np.ndarray],
 ) -> dict[str, Column]:
     """Columns of B rows, packed in their order. owner: `[B]` warehouses; places: segment, offset and length `[C, B]`;
-    state: under which `Traffic` counts the bytes, None: they are not counted."""
+    state: the `Moved.state` of the bytes, None: they are not counted."""
     segment, offset, length = places
     nbytes = length * items(specs, names)
     begin = np.cumsum(nbytes, 1) - nbytes

@@ -136,8 +136,8 @@ class Controller:
     # looking
 
     def look(self, ids: np.ndarray | None, done: bool) -> Grant:
-        """Ids and owners of the acknowledged rows (done), or of the rows that are not acknowledged, leased or not (not
-        done); among `ids`, or among all rows. Cleared rows are left out."""
+        """Ids and owners of the acknowledged rows if `done`, else of the other rows, leased ones included; among `ids`,
+        or among all rows. Cleared rows are left out."""
         masks = {n: view.done() if done else view.undone() for n, view in sorted(self._epochs.items())}
         if ids is None:
             rows = [(number, mask.nonzero()[0]) for number, mask in masks.items()]
@@ -226,7 +226,7 @@ def rows_of(epochs: Mapping[int, EpochView], ids: np.ndarray) -> PickedRows:
 
 
 def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows:
-    """Rows that can be leased, by epoch. With a share: its rows, once all that are not acknowledged can be leased."""
+    """Rows that can be leased, by epoch; with `ask.share` those of the part, once all its undone rows can be leased."""
     out: PickedRows = []
     for number, epoch in sorted(epochs.items()):
         rows = epoch.available().nonzero()[0]

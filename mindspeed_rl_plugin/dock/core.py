@@ -208,7 +208,7 @@ class Core:
             self._changed[state + ANY].notify()
 
     def _behind(self, query: m.Query, waited: float) -> bool:
-        """Whether the controller still lacks records that the asker caused."""
+        """Whether the controller still lacks records that the asker knows of."""
         controller = self.controllers[query.state]
         for number, shape in query.epochs:
             controller.open(number, shape)

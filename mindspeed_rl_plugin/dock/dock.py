@@ -98,7 +98,7 @@ class Dock:
 
     def put(self, rows: Rows | None) -> None:
         """Commit cells as a producer; waits while the dock is full. rows: None if this rank writes nothing. The cells
-        of an epoch on one machine become visible at once; the machines are written one after the other.
+        of an epoch on one machine become visible together; the machines are written one after the other.
 
         Cells already committed keep their value. A group column needs one row per group, of any member. Rows of
         cleared groups are ignored: a late repeat is harmless.
@@ -158,12 +158,12 @@ class Dock:
         """Wait for ready rows and lease them, with all columns that the state reads, or with those in `columns`.
 
         ids: exactly these rows, in this order, once all are ready (plain triples or a `[B, 3]` tensor are allowed).
-        None: the rows that are ready, at most `max_rows`, by rising id, rows of this machine first; only complete
-        groups if the state needs them. An empty lease means that every row is acknowledged; with deadline 0 (no wait)
-        it can also mean that no row is ready.
+        None: the rows that are ready, at most `max_rows`, by rising epoch and id, in each epoch those of this machine
+        first; only complete groups if the state needs them. An empty lease means that every row is acknowledged; with
+        deadline 0 (no wait) it can also mean that no row is ready.
 
-        share: (i, n): part i (0..n-1) of n equal parts of an epoch's rows, once all its rows that are not acknowledged
-        are ready.
+        share: (i, n): the rows in part i (0..n-1) of n equal parts of an epoch, once all of them that are not
+        acknowledged are ready.
         version: of the asker's weights. Rows are leased in order, up to the first epoch whose `version_bound` does not
         allow this version. If this is the epoch of the first row, the lease is empty and has the bound in `needs`.
         """
@@ -240,7 +240,7 @@ class Dock:
             self.calls.held.pop((lease.state, lease.token), None)
 
     def remaining(self, state: str, ids: Sequence[SampleId] | Tensor | None = None) -> int:
-        """Rows of all open epochs, or of `ids`, that the state has not acknowledged, leased ones included."""
+        """Number of rows (of all open epochs, or of `ids`) that the state has not acknowledged; leased ones count."""
         refuse("undeclared state", [state], self.states)
         return len(self._undone(state, None if ids is None else ids_array(ids)))
 

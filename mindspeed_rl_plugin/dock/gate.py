@@ -48,7 +48,7 @@ class Gate:
 
     def _check_put(self, put: m.Put, bulk: np.ndarray | None, house: Warehouse) -> None:
         if put.producer or put.reserve or put.extent is not None or len(put.parts) > 1:
-            raise ValueError("put: a process outside of the job may only commit rows of its leases, with their cells")
+            raise ValueError("put: outside of the job, commit only leased rows, and send the cells in the same message")
         put.checked = True
         if (tables := house.opened(put.epoch, put.shape)) is None:
             return  # a late repeat is harmless

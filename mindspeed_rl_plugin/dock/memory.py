@@ -6,7 +6,7 @@ written.
 
 A segment is a nameless file (memfd), whose memory is freed once no process maps it. Processes of the same machine open
 it through /proc. Its pages are touched when it is made, since the first touch takes ten times as long as a copy. An
-extent is a range in a segment, in complete cache lines. It is freed at once or range by range; neighbouring free ranges
+extent is a range in a segment, in complete cache lines. It is freed as a whole or by ranges; neighbouring free ranges
 become one. The owner (the warehouse) allocates and frees; writers and readers only map.
 """
 
@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.messages import Extent
 
 LINE = 64  # bytes, granularity of extents
-SEGMENT_DIVISOR = 64  # a new segment has at least 1/64 of the limit, so that a full warehouse makes few of them
+SEGMENT_DIVISOR = 64  # near the limit, a new segment has at least 1/64 of it, or segment_bytes, so segments stay few
 
 Range = tuple[int, int]  # offset, bytes
 SEGMENT_BYTES = 64 << 20
@@ -130,7 +130,7 @@ def rounded(nbytes: Any) -> Any:
 
 
 class Segments:
-    """Segments of a warehouse as uint8 arrays, mapped at their first use; each time, removed segments are unmapped.
+    """Segments of a warehouse as uint8 arrays. A segment is mapped at its first use; then removed ones are unmapped.
     find: number -> file and bytes of a segment, and the numbers of all segments that exist."""
 
     def __init__(self, find: Callable[[int], tuple[str, int, list[int]]]) -> None:
@@ -167,7 +167,7 @@ class Slabs(Segments):
         self.segment_bytes, self.limit = rounded(segment_bytes), limit
         self._files: dict[int, tuple[int, int]] = {}  # segment -> descriptor, bytes
         self._free: dict[int, list[Range]] = {}  # segment -> free ranges, by offset
-        self._next = 0  # no number is used twice: a process may still map a removed segment by its number
+        self._next = 0  # no number is used twice: a process may still have mapped a removed segment
         self.used = self._most = 0  # bytes in use, now and at most
 
     @property

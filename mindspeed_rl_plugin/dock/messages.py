@@ -81,7 +81,7 @@ class Query(Message):
 
     state: str
     epochs: list[tuple[int, Shape]]  # open epochs that the asker knows
-    # warehouse -> number of its newest record that the asker caused; the controller answers once it has this record
+    # warehouse -> number of its newest record that the asker knows; the controller answers once it has this record
     after: dict[int, int]
 
 

@@ -43,7 +43,7 @@ class GroupPeers(Peers):
 
 
 def make_peers(job: Peers, division: Any, group: dist.ProcessGroup | None, seconds: float) -> Peers:
-    """Ranks of `job` with an equal division are one consumer; a rank with None is a consumer alone. Collective over
+    """Ranks of `job` with an equal division are one consumer; a rank with None is a one-rank consumer. Collective over
     `group`, the job's group. seconds: the longest wait of a lease."""
     every: Sequence[Any] = job.gather(None if division is None else tuple(division))
     limit, mine = timedelta(seconds=2 * seconds + 60), Peers()

@@ -144,8 +144,8 @@ def rows_of_groups(groups: np.ndarray, members: int) -> np.ndarray:
 
 
 def runs(nbytes: np.ndarray, same: np.ndarray, *begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Join neighbouring cells in each row of `nbytes` `[C, n]` into runs, with equal values in `same` and consecutive
-    in each of `begins`, to copy them at once. Returns the flat index of each run's first cell, and the run's bytes."""
+    """Join neighbours in each row of `nbytes` `[C, n]` into runs that one copy can move: cells with equal `same`
+    and without a gap in all `begins`. Returns the flat index of each run's first cell, and the run's bytes."""
     breaks = np.ones(nbytes.shape, bool)
     breaks[:, 1:] = same[:, 1:] != same[:, :-1]
     for begin in begins:

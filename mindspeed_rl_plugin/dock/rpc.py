@@ -2,9 +2,9 @@
 
     magic "MSTD" | version | 3 zero bytes | head bytes (uint32) | bulk bytes (uint64) | head | bulk
 
-The head is a message. Cells are sent as bulk, which neither side copies. Processes of one machine use abstract Unix
-sockets, which have no file and accept only processes of the same user; processes of different machines use TCP. Both
-sides prove that they know the job's secret before anything else is read.
+The head is a message. Cells are sent as bulk; neither side copies bulk of 64 KiB or more. Processes of one machine use
+abstract Unix sockets, which have no file and accept only processes of the same user or root; processes of different
+machines use TCP. Both sides prove that they know the job's secret before anything else is read.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Closed(ConnectionError):
 
 
 class Oversized(ValueError):
-    """A message with more bytes of cells than its sender may send at once."""
+    """A message with more bytes of cells than its sender may put into one message."""
 
 
 class Stream:
@@ -197,7 +197,7 @@ def connect(address: Address, me: Process, *, watch: bool = False, patience: flo
 
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[Stream, Hello]:
-    """The server's part of the handshake. Raises PermissionError for a process of another user or without the secret;
+    """The server's part of the handshake. Raises PermissionError for another user (not root), or without the secret;
     EOFError, OSError or FrameError if the handshake breaks."""
     stream = Stream(connection)
     if connection.family == socket.AF_UNIX:

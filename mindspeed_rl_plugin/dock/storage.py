@@ -1,6 +1,6 @@
-"""Cells of one machine: lends memory, commits, looks up, clears. It uses no sockets; the caller serialises the calls.
+"""Warehouse: the cells of one machine. It lends memory, commits, looks up and clears; the caller serialises the calls.
 
-A commit makes all its cells visible at once and is described by one `Record`. The first commit of a cell wins. A writer
+A commit makes all its cells visible together; one `Record` describes it. The first commit of a cell wins. A writer
 on this machine borrows memory: it maps and fills it, and then commits; nobody reads it before. The columns of a commit
 follow each other in memory; each begins at a cache line.
 """
@@ -102,7 +102,7 @@ class Warehouse:
 
     def taken(self) -> dict[str, int]:
         """What counts against the limits: rows of admitted groups, and bytes. Each of these rows counts with its full
-        reserve; memory that states have already written back from this reserve does not count again."""
+        reserve; memory of this reserve into which states have already written does not count again."""
         tables = self._epochs.values()
         rows = sum(int(t.admitted.sum()) * t.shape.members for t in tables)
         kept = [block for t in tables for block in t.blocks if block.promised]

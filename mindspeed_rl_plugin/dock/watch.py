@@ -1,10 +1,10 @@
 """Fail-stop: the ranks of a job watch each other. When a rank is lost, all end, each with a line that names that rank.
 
-A torchrun job cannot continue without one of its ranks. So a process ends at once when a link to another rank breaks,
-or is silent for a heartbeat (a machine without power breaks no connection), even if its main thread hangs in a
+A torchrun job cannot continue without one of its ranks. So a process ends immediately when a link to another rank
+breaks, or is silent for a heartbeat (a machine without power breaks no connection), even if its main thread hangs in a
 collective. Each rank is linked to the lowest rank of its machine, these lowest ranks to rank 0, and every warehouse to
 the controllers. Generators of the launcher, the ranks after the trainers, are linked to rank 0, which expects them. A
-rank that stops sends over its links which rank was the cause. A rank that leaves in order first sends this; then the
+rank that stops sends over its links which rank was the cause. A rank that leaves in order says so first; then the
 other ranks continue.
 """
 
@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.dock.rpc import Stream, frame, thread
 from mindspeed_rl_plugin.environment import flush_output, last_words
 
 PINGS_PER_HEARTBEAT = 4  # signs of life that a rank sends in one heartbeat
-SLOW_READER_SECONDS = 5.0  # that a rank waits, when it leaves, until slow readers have taken its notes
+SLOW_READER_SECONDS = 5.0  # most time that a leaving rank waits for slow readers to take its notes
 STATUS = 1  # exit status of a rank that stops
 HEARTBEATS = 10  # number of heartbeats in the time that ranks wait for each other
 HEARTBEAT = 30.0  # least seconds of a heartbeat, so that a busy rank does not count as lost
@@ -47,7 +47,7 @@ class Link(Stream):
         self._writer: threading.Thread | None = None
 
     def note(self, message: Message) -> None:
-        """Send a note after the earlier ones: at once as far as the socket accepts it, the rest in a thread."""
+        """Send a note after the earlier ones: what the socket accepts now, the rest in a thread."""
         data = frame(message)[0]
         with self._more:
             if not self._left:
@@ -136,7 +136,8 @@ class Watch:
                 self.stop(rank, f"it should generate, but did not connect within {self.heartbeat:g} s; see its output")
 
     def stop(self, rank: int, why: str, node: str = "") -> None:
-        """End this process because another rank, on machine `node`, is lost. Returns only if `end` returns."""
+        """End this process because a rank, on machine `node`, is lost. Returns only if `end` returns, or if the rank is
+        this one, for which nothing is done."""
         if rank == self.rank:  # this rank was the cause: it has told another rank, which tells all
             return None
         if not self._stopping.acquire(blocking=False):

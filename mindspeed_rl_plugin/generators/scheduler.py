@@ -45,8 +45,7 @@ class Scheduler:
     replicas: number of engines that share experts and work as one; 1: the engine shares none.
     share: (i, n): under a strict order this engine samples part i of n of each rollout.
     leaving: set when the engine must leave.
-    counts: since the engine joined: responses, tokens, seconds of work, seconds without work by cause, and costs of
-    weights.
+    counts: since the engine joined: responses, tokens, seconds of work, idle seconds by cause, and costs of weights.
     spans: when the engine worked, had no work, or pulled.
     """
 
