@@ -88,7 +88,7 @@ class Client:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended, as of the last call. Then calls return nothing, or raise ConnectionError."""
+        """Whether a call has found that the job has ended. Then calls return nothing, or raise ConnectionError."""
         return self.dock.ended
 
     @property
@@ -119,7 +119,7 @@ class Client:
 
     def metrics(self, deadline: float = 0.0) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl since the last call; at the first call those since the job's start (the job keeps
-        1000 lines). Waits at most `deadline` seconds until there is a line."""
+        the last 1000). Waits at most `deadline` seconds until there is a line."""
         try:
             told = self.dock.records(self._records, deadline)
         except ConnectionError:
@@ -170,8 +170,8 @@ class Client:
         several versions sampled a response, "segments" `[S, 2]` instead of "version": (its first token in the response,
         version) of each part. "finish" `[B]`: 0 if an end token or string ended the response, 1 if the limit did;
         default: by the last token. Raises ValueError for invalid rows, or rows that were not taken. Rows are written in
-        parts: those of one `take` on one machine, at most 64 MiB of cells. Of a part with an error nothing is written,
-        and its rows stay taken: give them again, or `release` them. Earlier parts are written.
+        parts: those of one `take`, rollout and machine, at most 64 MiB of cells. Of a part with an error nothing is
+        written, and its rows stay taken: give them again, or `release` them. Earlier parts are written.
         """
         given = from_tensordict(rows)
         self._check(given)
@@ -192,9 +192,9 @@ class Client:
         self._taken.clear()
 
     def report(self, counts: Mapping[str, float]) -> None:
-        """Report this engine's counts since it joined, for the job's metrics: "seconds", of these "back-pressure" (it
-        waited for prompts) and "version" (it waited for weights); "responses" and "tokens". An engine that has reported
-        seconds and is then silent for half of --rl-wait-timeout counts as hanging: other engines get its rows."""
+        """Report this engine's counts since it joined, for the job's metrics: "seconds", "back-pressure" (seconds of
+        waiting for prompts), "version" (seconds of waiting for weights), "responses" and "tokens". If an engine that
+        has reported seconds sends no other counts for half of --rl-wait-timeout, other engines get its rows."""
         self._reported = True
         self.dock.report(counts)
 
@@ -208,7 +208,7 @@ class Client:
         none. It accepts none while too many offered rows wait (each publication of weights admits a rollout), or before
         it has read its checkpoint: then this waits, and raises TimeoutError after `deadline` seconds. Raises ValueError
         for rows that would be wrong in the data too, for a prompt that is too long, for rows of more than four rollouts
-        at once, and for a job with --rl-async-order strict.
+        in one call, and for a job with --rl-async-order strict.
         """
         if self._job.strict:
             raise ValueError(

@@ -87,5 +87,5 @@ def weights_of(dock: GuestDock) -> TrainerWeights:
 
 
 def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Make tuples of JSON's lists, but not of lists inside of the config, which is a dict."""
+    """Make tuples of JSON's lists, but not of lists inside a dict (the model's config.json)."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -25,7 +25,7 @@ class EngineState:
     """The state of an engine. Versions: -1 if there is none. A pull ends in another thread, which sets `pulled` before
     `pulling`; so readers read `pulling` first."""
 
-    slots: int = 1  # most rows that are sampled at once
+    slots: int = 1  # most rows that are sampled at the same time
     drain: bool = False  # whether running rows must end before the weights change
     strict: bool = False  # weights change only for rows that pin a version; a rollout ends before the next begins
     version: int = -1  # of the engine's weights

@@ -1,5 +1,5 @@
-"""Engines that are no ranks of the launcher. The first trainer writes the file with the secret with which they join. It
-also runs a process that supervises Ray's engines, and a process for each server of the user. If a server fails, only
+"""Engines that are no ranks of the launcher. The first trainer writes the secret file that they need to join. It also
+runs a process that supervises Ray's engines, and a process for each server of the user. If a server fails, only
 its unfinished responses are lost: it is tried again as long as the job runs."""
 
 from __future__ import annotations

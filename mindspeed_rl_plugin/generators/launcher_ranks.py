@@ -32,7 +32,7 @@ from mindspeed_rl_plugin.environment import (
 
 KEY, ENDED, START_NAME = "dock", "ended", "start"  # keys in the launcher's store
 KEY_LOOK_SECONDS = 0.1  # between two looks for a key
-BEGIN_SECONDS = 600.0  # most time between the starts of the first and the last rank
+BEGIN_SECONDS = 600.0  # most time from the start of rank 0 to that of another rank, or the reverse
 WATCH_SECONDS = 1.0  # between two checks whether another rank was started again
 _over = threading.Event()  # set when this process ends
 _own_store: dist.Store | None = None  # the store of this start, held by rank 0
@@ -110,15 +110,15 @@ def part(split: RankSplit) -> int | None:
 
 
 def store() -> dist.Store:
-    """The launcher's store, which trainers and generators share; only keys of this start of the job."""
+    """The launcher's store, shared by trainers and generators; after `begin`, with only the keys of this start."""
     host, port, start = launcher_store()
     return dist.PrefixStore(f"mindspeed_rl/{start}", dist.TCPStore(host, port, None, False, wait_for_workers=False))
 
 
 def begin() -> None:
-    """If the launcher may restart its ranks, let them connect with a new store for this start, at rank 0's address. The
-    launcher's store still has the addresses of dead ranks, and MASTER_ADDR may forward no port but MASTER_PORT (in
-    Kubernetes). Raises TimeoutError."""
+    """If the launcher may restart its ranks, let them connect with a new store for this start, at rank 0's address: the
+    launcher's store still has addresses of dead ranks, and the host MASTER_ADDR may forward only MASTER_PORT (in
+    Kubernetes), so the new store cannot be there. Raises TimeoutError if rank 0 does not start."""
     global _own_store
     if not may_restart() or launcher_store()[2]:
         return

@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.processes import scratch
 from mindspeed_rl_plugin.service.invitation import read_secret
 
 RESOURCES = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}  # kind of device -> name of Ray's resource
-PAUSE = 1.0  # seconds before the first restart of an engine; doubled at each further restart
+PAUSE = 1.0  # seconds before the first restart of an engine; doubled at each further failure in a row
 MAX_FAILURES = 5  # in a row, after which the engine is not started again
 GOOD_SECONDS = 600.0  # of work, after which earlier failures of an engine no longer count
 SAY_SECONDS = 60.0  # between two lines about engines that wait for resources
@@ -65,7 +65,7 @@ async def keep(cluster: OnRay, number: int, say: Callable[[str], None], waiting:
 
 
 async def keep_all(cluster: OnRay, count: int, say: Callable[[str], None]) -> int:
-    """Run all engines to their end. Returns the exit status: 1 if one failed too often."""
+    """Run all engines until the job ends. Returns the exit status: 1 as soon as an engine has failed too often."""
     waiting: set[int] = set()
     told = asyncio.ensure_future(tell(cluster, say, waiting))
     for ended in asyncio.as_completed([keep(cluster, number, say, waiting) for number in range(count)]):

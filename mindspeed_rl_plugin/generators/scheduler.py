@@ -67,7 +67,7 @@ class Scheduler:
         self._writing: Future[None] | None = None
         self._pulled = threading.Event()
         self._began = self._pull_began = time.monotonic()
-        self._reported = -REPORT_SECONDS  # so it reports at once, and a hang in the first step is noticed
+        self._reported = -REPORT_SECONDS  # so that it reports before the first step, and a hang there is noticed
         self._news = 0  # number of the last announcement
 
     # what comes next
@@ -168,7 +168,7 @@ class Scheduler:
         return Action(end=True)
 
     def _take(self, most: int) -> tuple[tuple[int, GenerateRequest], ...]:
-        """Requests for new rows that these weights may sample, each to the replica with the most free slots."""
+        """(replica, request) of new rows that these weights may sample; the replica has the most free slots."""
         running, began = self.state.running, time.monotonic()
         lease = self._leased(most, 0.0 if running else ROWS_SECONDS)
         self.state.needs = lease.needs
@@ -176,7 +176,7 @@ class Scheduler:
         if error is not None and lease.needs is not None and lease.needs.newest == lost:
             raise error
         if not running and not len(lease) and lease.needs is None:
-            if time.monotonic() - began < EMPTY_SECONDS:  # all rows are done: the dock has answered at once
+            if time.monotonic() - began < EMPTY_SECONDS:  # all rows are done: the dock has answered immediately
                 time.sleep(EMPTY_SECONDS)
             self.spend("back-pressure", began)
         requests = requests_of(lease.rows, self.job.sampling, self.job.seed)

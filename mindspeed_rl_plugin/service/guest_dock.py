@@ -1,5 +1,5 @@
 """The dock for a process outside of the job: rows of the states that are open to it, and the job's news. Also `linked`,
-with which a generator of the job's launcher ends with the job."""
+by which a rank that generates and the ranks of the dock end when one of them is lost."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mindspeed_rl_plugin.dock.watch import Watch
 from mindspeed_rl_plugin.service.invitation import PRINTED, parse_address, read_secret
 from mindspeed_rl_plugin.service.notes import Announced, Follow, News, Report, SubmitPrompts, Told
 
-LEAVE_SECONDS = 5.0  # most time between the first and the last rank of a job that leaves
+LEAVE_SECONDS = 5.0  # at the end of a job: most seconds from its first rank's `close` to its last rank's
 
 
 class GuestDock(Dock):
-    """Leases ready rows, reads, commits and releases. A lease ends when its time is over, or with the connection. Then
+    """Leases ready rows, reads, commits and releases. A lease ends when its time is over, or the connection ends. Then
     its rows are leased again to others; the first commit of a cell wins. When the job has left the dock, `lease`
     returns the empty lease."""
 
@@ -94,12 +94,12 @@ class GuestDock(Dock):
 
     @property
     def ended(self) -> bool:
-        """Whether the job has left the dock, as of the last call."""
+        """Whether a call has found that the job has left the dock."""
         return self.calls.ended
 
     def has_left(self) -> bool:
-        """Whether the job has left the dock, asked now. A connection may have broken because the job is about to leave,
-        so it waits up to LEAVE_SECONDS for this."""
+        """Ask whether the job has left the dock. After a connection broke, the job may be about to leave: this waits up
+        to LEAVE_SECONDS until it has left."""
         with contextlib.suppress(ConnectionError, TimeoutError):
             if not self.ended:
                 self.news(sys.maxsize, LEAVE_SECONDS, patience=LEAVE_SECONDS)

@@ -48,7 +48,7 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_address(address: str) -> tuple[str, str, int]:
-    """Name of a Unix socket of this machine ("" if it is another address), host and port. Raises ValueError for an
+    """Name of a Unix socket of this machine ("" for HOST:PORT), host and port. Raises ValueError for an
     address that is neither "unix:NAME" nor "HOST:PORT"."""
     kind, _, name = address.partition(":")
     if kind == "unix":

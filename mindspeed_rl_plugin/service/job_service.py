@@ -87,7 +87,7 @@ class JobService:
 
     def reclaim(self, state: str, name: str) -> None:
         """End the leases of a state that a process outside of the job holds, so that other processes get its rows. A
-        later commit of this process is harmless. name: as in `reports`."""
+        later commit of that process is harmless. name: as in `reports`."""
         self._dock.calls.query(Reclaim, state, name)
 
     def take_spans(self) -> list[tuple[str, str, float, float]]:

@@ -28,7 +28,7 @@ class Follow(Message):
 
 
 class Told(Message):
-    """Records of the job."""
+    """Records of the job: lines of metrics.jsonl."""
 
     first: int  # number of the first line, from 1; older records are not kept
     lines: list[str]  # JSON
