@@ -127,7 +127,7 @@ def record_failure(reason: str, later: int = 0) -> None:
     """Write the reason of this rank's end for torchrun's summary, the last lines of a job; only the first reason is
     kept.
 
-    later: seconds added to the time if another rank's end is the cause: torchrun reports the earliest one as the cause.
+    later: seconds added to the time if another rank's end is the cause: torchrun calls the earliest failure the cause.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": reason, "timestamp": str(int(time.time()) + later)}

@@ -24,7 +24,7 @@ INTERRUPT_SECONDS = 3.0  # in which the main thread should handle SIGINT; torchr
 
 
 def began(process: int) -> int | None:
-    """When a process began, in the kernel's ticks; number and begin identify a process. None if it has ended."""
+    """When a process began, in the kernel's ticks; its number and this time identify it. None if it has ended."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             state, *fields = file.read().rpartition(")")[2].split()

@@ -143,7 +143,7 @@ class Collectives:
     def barrier(self, what: str) -> None:
         """Wait for all ranks before `what`, since later collectives wait with Megatron's own, shorter limit.
 
-        Raises TimeoutError that names missing ranks.
+        Raises TimeoutError; on rank 0 it names the first missing rank.
         """
         if self.world == 1:
             return
@@ -170,7 +170,7 @@ class HardDeadline:
 
     @contextlib.contextmanager
     def over(self, what: str) -> Iterator[None]:
-        """Limit the wait within the context; what: completes "rank N waited in"."""
+        """Limit the wait within the context. what: end of the message "rank N waited 9 s (--rl-wait-timeout) in"."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, daemon=True)
             self._thread.start()

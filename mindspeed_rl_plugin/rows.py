@@ -127,7 +127,7 @@ class Rows:
 
 
 def joined(columns: Sequence[Column]) -> Column:
-    """One column with the rows of all `columns`, at least one."""
+    """One column with the rows of all `columns`. There must be at least one column."""
     if isinstance(columns[0], Ragged):
         return Ragged.from_rows([row for column in columns for row in column.rows()])
     return torch.cat(list(columns))
@@ -171,7 +171,7 @@ def digest_number(digest: str | None) -> int:
 class Prompt:
     """One prompt, ready for the engine."""
 
-    tokens: tuple[int, ...]  # P token ids (chat template applied when asked)
+    tokens: tuple[int, ...]  # P token ids (with --rl-apply-chat-template: of the rendered prompt)
     text: str  # text of the prompt for graders
     answer: str  # ground truth, "" when the data has none
     row: int  # index in the data, negative for a prompt that another process has offered

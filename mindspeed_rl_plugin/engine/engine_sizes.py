@@ -96,7 +96,7 @@ def _expert_problems(shape: ModelShape, tp: int, ep: int, world: int) -> Iterato
     elif ep > tp and world % ep:
         yield f"{flag} does not divide the world of {world} ranks"
     elif ep > tp and not engines_share_experts():
-        yield f"{flag}: in this vLLM engines cannot share experts (in 0.11 they can); give {tp}, or 1"
+        yield f"{flag}: engines of this vLLM cannot share experts (from 0.11 on they can); give {tp}, or 1"
     elif ep == 1 and shape.expert_ffn % tp:
         yield f"--rl-generate-tp {tp} does not divide --moe-ffn-hidden-size {shape.expert_ffn}"
 

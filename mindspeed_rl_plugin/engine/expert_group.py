@@ -29,8 +29,8 @@ class ExpertGroup:
     def any_works(self, works: bool) -> bool:
         """Whether an engine of the group has unfinished responses, or had some at the last agreement.
 
-        Every rank calls this before every step. works: whether this rank's engine has unfinished responses. If it is
-        true on any rank, all engines run AGREE_EVERY steps. Raises TimeoutError if a rank of the group is lost or late.
+        Every rank calls this before every step. works: whether this engine has unfinished responses. If it is true on
+        any rank at an agreement, all engines run AGREE_EVERY steps. Raises TimeoutError if a rank is late or lost.
         """
         agreed = self._steps % AGREE_EVERY != 0 or self._agree(works)
         self._steps = self._steps + 1 if agreed else 0

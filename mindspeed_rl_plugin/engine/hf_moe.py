@@ -1,7 +1,7 @@
 """The fields of a config.json that only models with experts, or with latent attention, have.
 
 Differences between families are in their tables (`layout.families`). `routing_problems` names arguments with which
-trainer and engine would differ; `ModelShape` refuses the rest. Sources: Megatron's router
+trainer and engine would differ; `ModelShape` refuses other arguments that no family has. Sources: Megatron's router
 (topk_routing_with_score_function) and MLA (multi_latent_attention.py), transformers' modeling_qwen3_moe.py and
 modeling_deepseek_v3.py, vLLM's qwen3_moe.py and deepseek_v2.py.
 """
@@ -48,7 +48,7 @@ def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
 
 
 def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
-    """One line for each argument with which trainer and engine would send tokens to different experts."""
+    """One line for each argument with which trainer and engine compute experts or latent attention differently."""
     yield from refusals(args, ROUTING)
     yield from _balancing_problems(args, shape)
     yield from _router_problems(args, shape)
@@ -192,7 +192,7 @@ def _routing(args: Namespace) -> dict[str, Any]:
         out["norm_topk_prob"] = args.moe_router_topk > 1
     if out["n_group"] == 1:
         out["topk_group"] = 1
-    if kinds == ["aux_loss"] and normalize:  # weights are normalized after the scaling, so it has no effect
+    if kinds == ["aux_loss"] and normalize:  # weights are normalized after the scaling, so scaling has no effect
         out |= {"norm_topk_prob": True, "routed_scaling_factor": 1.0}
     if kinds == [GROUP_LIMITED]:  # weights are scaled only if they are not normalized
         summed = bool(normalize and args.moe_router_topk > 1)

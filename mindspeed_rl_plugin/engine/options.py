@@ -30,7 +30,7 @@ class VllmOptions:
     # ranks over which complete experts are spread (of several engines if they share experts); 1: each expert is split
     expert_parallel: int = 1
     dtype: str = "float32"  # "float32" | "bfloat16" | "float16"
-    max_running: int = 256  # most sequences decoded at once
+    max_running: int = 256  # most sequences decoded in one step
     kv_cache_bytes: int = 1 << 30  # of each rank; only used on a CPU
     # share of an accelerator's memory; None: `free_share` when the engine is built
     memory_utilization: float | None = None
@@ -39,10 +39,10 @@ class VllmOptions:
     trust_remote_code: bool = False  # whether code that comes with the tokenizer may run
     sleep_mode: bool = True  # whether `sleep` frees memory
     graph_sizes: tuple[int, ...] = ()  # batch sizes of an accelerator's graphs; empty: vLLM's default sizes
-    # True: each request has its own random generator, even if this costs kernels per request and step. False: only on a
-    # CPU, and if vLLM samples for all requests in one kernel; there it costs nothing
+    # True: each request has its own random generator, even if vLLM then launches kernels for each request in each step.
+    # False: only where this costs nothing: on a CPU, and if one kernel of vLLM samples for all requests
     request_seeds: bool = False
-    # seconds that ranks wait for each other in a step, and while the engine is built, until vLLM's own limits apply
+    # seconds that ranks wait for each other in a step, and at the start of the build (vLLM's part has its own limits)
     deadline: float = 1800.0
 
     @property
@@ -103,7 +103,7 @@ def engine_arguments(options: VllmOptions, kind: str, directory: str) -> dict[st
 
 
 def sampling_fields(request: GenerateRequest, eos: Sequence[int], seeded: bool) -> dict[str, Any]:
-    """Fields of vLLM's SamplingParams for the remaining tokens of a response; no default of a server is in force.
+    """Fields of vLLM's SamplingParams for the remaining tokens of a response. They override a server's defaults.
 
     eos: `VllmOptions.eos_token_ids`, since vLLM without a tokenizer knows none. seeded: whether the request has its own
     random generator.

@@ -48,12 +48,11 @@ class ResponseKind:
         return None
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
-        """Raises ValueError if a row lacks a field that a response needs. rows: place in the data -> the row's
-        fields."""
+        """Raises ValueError if a row lacks a field that a response needs. rows: file and line -> the row's fields."""
 
     def try_once(self, meta: Mapping[str, Any], base: int, where: str) -> None:
-        """Begin a response as a trial, before training. meta: of its prompt; base: as in `response_seed`; where: the
-        prompt's place in the data. Collective. Raises ValueError if the response cannot begin."""
+        """Begin a response as a trial, before training. meta: of its prompt; base: as in `response_seed`; where:
+        the prompt's file and line. Collective. Raises ValueError if the response cannot begin."""
 
     def grade_fields(self, prompt: Prompt) -> Mapping[str, Any]:
         """The fields `graded` of a trial response whose text is the prompt's answer."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling, Task
 
 ENGINE_PARTS = ("weights", "kv_cache")
-# Evaluations have negative epochs; in seeds they all have this one. Ids: (epoch, index of the prompt, attempt).
+# Evaluations have negative epochs; all their seeds are made from this one. Ids: (epoch, index of the prompt, attempt).
 EPOCH = -1
 OF_GROUP = -1  # replaces the member in a seed that all members of a group share
 

@@ -35,7 +35,7 @@ OPTIONAL_ARGUMENTS = (
 # Kernels that read expert weights in the order that vLLM declares. "OOT" are vllm-ascend's: the shapes of the weights
 # show whether it has transposed them.
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU", "OOT")
-_CHOSEN_KERNEL = re.compile(r"\w*(flashinfer|aiter)\w*_enabled")  # names of kernels in versions before 0.14
+_CHOSEN_KERNEL = re.compile(r"\w*(flashinfer|aiter)\w*_enabled")  # flags of kernels, before 0.14
 
 
 def build(arguments: dict[str, Any]) -> Any:
@@ -53,7 +53,7 @@ def build(arguments: dict[str, Any]) -> Any:
     gc.freeze()  # vLLM runs the garbage collector several times while it builds; frozen objects are skipped
     shared = arguments.get("data_parallel_size", 1) > 1
     engine = _sharing_experts(LLMEngine, given) if shared else LLMEngine.from_engine_args(given)
-    # From 0.2x on an engine, when it is collected, destroys torch's default process group, which is the trainer's.
+    # Newer versions (0.32) destroy torch's default process group, the trainer's, when an engine is garbage-collected.
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()

@@ -134,8 +134,8 @@ class VllmEngine:
         for name, request in zip(names, requests, strict=True):
             params = vllm_api.sampling_params(request, self.options.eos_token_ids, self._request_seeds)
             # Prefixes that were cached before a change of weights must not be used after it, so each change has its own
-            # salt. It is not the version: an engine may get an old version again, while responses in flight still fill
-            # blocks under the salt of their start.
+            # salt. A version as salt would not do: an engine may get an old version again, while responses in flight
+            # still fill blocks under the salt of their start.
             prompt = {"prompt_token_ids": prompt_of(request), "cache_salt": str(self._changes)}
             self._engine.add_request(name, prompt, params)
             self._running[name] = Running.of(request)

@@ -5,7 +5,7 @@ collectives.py    gloo for code that asks for nccl or hccl
 optimizer.py      an Adam that the distributed optimizer can save and resume; copies of loaded state
 megatron_gaps.py  what Megatron lacks without TransformerEngine, Apex and a GPU, as data
 npu.py            the replacement of torch_npu and torchair, with which MindSpeed's adaptor can be imported
-npu_ops.py        fused operators of the NPU in torch; those that MindSpeed compiles: also grouped_matmul.py, reuse.py
+npu_ops.py        fused operators of the NPU in torch; more of them are in grouped_matmul.py and reuse.py
 vllm_live.py      vLLM on a CPU with weights that can be updated in place
 on_import.py      runs an action when a module is imported
 streams.py        streams and events of the replaced devices

@@ -60,7 +60,7 @@ def all_to_all_single(
 ) -> Any:
     """Convert split sizes to Python ints, which gloo needs; Megatron does that only on a GPU.
 
-    An asynchronous call is also finished when it returns. MindSpeed's overlapped experts free tensors during the send:
+    Even an asynchronous call is finished when it returns. MindSpeed's overlapped experts free tensors during the send:
     on a stream this is safe, but gloo reads the tensors in another thread.
     """
     sizes = (kwargs.pop("output_split_sizes", output_sizes), kwargs.pop("input_split_sizes", input_sizes))

@@ -1,7 +1,7 @@
 """The replacement of torch.cuda: code that asks for a GPU gets the CPU.
 
 Every name is replaced explicitly; other names still fail, so that a missing name is noticed. Streams and events do
-nothing, since an operator on the CPU has finished when it returns. Sizes of memory are those of the process
+nothing, since an operator on the CPU has finished when it returns. Memory in use is that of the process
 (`device.ProcessMeter`). The random generator of the "device" is torch's default generator of the CPU.
 """
 

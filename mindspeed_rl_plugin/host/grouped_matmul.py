@@ -17,8 +17,8 @@ from torch import Tensor
 def grouped_matmul(
     xs: Sequence[Tensor], ws: Sequence[Tensor], bias: Sequence[Tensor], groups: Any, group_type: int, counts: int
 ) -> list[Tensor]:
-    """x `[T, K]` and w `[experts, K, N]` to `[T, N]`: each expert's tokens by its matrix. group_type 2: x `[K, T]` and
-    w `[T, N]` to `[experts, K, N]`. groups: end of each expert's tokens, or their number if counts is not 0."""
+    """x `[T, K]` and w `[experts, K, N]` to `[T, N]`: each expert's tokens times its matrix. group_type 2: x `[K, T]`
+    and w `[T, N]` to `[experts, K, N]`. groups: end of each expert's tokens, or their number if counts is not 0."""
     if bias:
         raise ValueError("npu_gmm on a host: a bias is not supported; give --disable-bias-linear")
     x, w, spans = xs[0], ws[0], _spans(groups, counts)

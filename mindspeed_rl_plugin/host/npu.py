@@ -1,8 +1,8 @@
 """The replacement of torch_npu and torchair, with which MindSpeed's adaptor can be imported on a CPU.
 
 It is installed only when mindspeed or mindspeed_llm is imported: other libraries would conclude from a torch_npu that
-there is an NPU. Its names are listed one by one. In a module with every name MindSpeed would also find all functions
-that it patches, and add more and more names.
+there is an NPU. Its names are listed one by one: a module that makes any name on demand would get more and more names,
+since MindSpeed looks up the names that it patches in every loaded module.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _after: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
 def before_import(name: str, action: Callable[[], None]) -> None:
-    """Call `action` once, just before module `name` is first imported; at once if `name` is imported already."""
+    """Call `action` once, just before module `name` is first imported; call it now if `name` is imported already."""
     if name in sys.modules:
         action()
         return
@@ -26,7 +26,7 @@ def before_import(name: str, action: Callable[[], None]) -> None:
 
 
 def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call `action(module)` each time module `name` has been executed; also at once if `name` is imported already."""
+    """Call `action(module)` each time module `name` has been executed; also now, if `name` is imported already."""
     module = sys.modules.get(name)
     if module is not None:
         action(module)

@@ -84,8 +84,8 @@ class HostAdam(torch.optim.Optimizer):
 
 
 def own_loaded_state() -> None:
-    """From now on every optimizer copies loaded state whose memory cannot be resized, such as that of `torch.load`: the
-    swap could not free it."""
+    """From now on every optimizer copies loaded state whose memory cannot be resized, such as that of `torch.load`:
+    --rl-swap could not free that memory."""
     load = torch.optim.Optimizer.load_state_dict
 
     @functools.wraps(load)

@@ -47,7 +47,7 @@ def _point_into() -> ctypes._CFuncPtr:
 
 
 def _library() -> Path:
-    """The compiled function for this torch. If several processes compile it at once, the last file is kept."""
+    """The compiled function for this torch. If several processes compile it at the same time, the last file is kept."""
     from torch.utils import cpp_extension  # slow to import, and rarely needed
 
     digest = hashlib.blake2b(f"{torch.__version__} {_SOURCE}".encode(), digest_size=8).hexdigest()

@@ -93,7 +93,7 @@ def _rotary_by_heads() -> None:
     """Rotate `[T, heads, D]` in torch.
 
     vLLM's kernel for the CPU expects `[T, heads x D]`: it always uses the second-last stride as that of tokens. Latent
-    attention passes `[T, heads, D]`, and slices of wider rows, of which the kernel would rotate only the first tokens.
+    attention passes `[T, heads, D]`, also as slices of wider rows; of such tensors it rotates only the first tokens.
     """
     from vllm.model_executor.layers.rotary_embedding import base
 

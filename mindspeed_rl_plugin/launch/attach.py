@@ -1,4 +1,4 @@
-"""Chooses when to apply the patches: at once, or right after the import of Megatron or of MindSpeed's adaptor.
+"""Chooses when to apply the patches: immediately, or right after the import of Megatron or of MindSpeed's adaptor.
 
 `attach` may be called before the script's own imports. MindSpeed must patch Megatron first, so Megatron cannot be
 imported here. Instead the patches are applied at the end of the import of MindSpeed's adaptor (which imports Megatron)

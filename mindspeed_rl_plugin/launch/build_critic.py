@@ -95,7 +95,7 @@ def learning_rate(args: Any, lr: float | None) -> dict[str, Any]:
 
 
 def _source(start: Start, load: str | None, absent: Mapping[str, Any]) -> tuple[dict[str, Any], str, bool]:
-    """Arguments that load the critic's weights, the source of the weights as text, and whether it has a value head.
+    """Arguments that load the critic's weights, the weights' source as text, and whether the source has a value head.
     load: --rl-critic-load."""
     nothing = {"load": None, "pretrained_checkpoint": None, "ckpt_step": None}
     if start.kind == "resume":

@@ -1,6 +1,6 @@
 """The hooks of the patch table: called instead of Megatron's functions, with the original as first argument.
 
-Without `--rl-algorithm` each hook only calls the original. Hooks are small; the work is in `launch.launch`.
+Without `--rl-algorithm` they call the originals, add the `--rl-*` flags, and report such flags if unknown or unused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def validate_args(original: Callable, args: Any, *rest: Any, **named: Any) -> An
 
 def under_rl(name: str) -> Callable:
     """A hook that, with RL, calls the function of this name in `launch.launch` (imported only then) with Megatron's
-    arguments, the original, and the call's arguments; without RL only the original."""
+    arguments, the original, and the call's arguments; without RL it only calls the original."""
 
     def hook(original: Callable, *positional: Any, **named: Any) -> Any:
         from megatron.training import get_args

@@ -21,7 +21,7 @@ FLAG_OF = {name: spelt(name) for name in _SAME_NAME} | {
     "start_weight_decay": "--weight-decay or --start-weight-decay",
     "end_weight_decay": "--weight-decay or --end-weight-decay",
 }
-# Arguments that are only in the optimizer's groups of parameters, and the fields by which Megatron identifies a group.
+# Arguments that are only in the optimizer's parameter groups. Below: a group's rates, and the fields that identify it.
 _OF_GROUPS = {"decoupled_lr", "decoupled_min_lr", "rl_critic_lr", "adam_beta1", "adam_beta2", "adam_eps"}
 FLAG_OF |= {name: spelt(name) for name in sorted(_OF_GROUPS)}
 _GROUP_RATES = ("max_lr", "min_lr", "betas", "eps")

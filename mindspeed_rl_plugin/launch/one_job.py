@@ -62,7 +62,7 @@ def _wait_for_its_end(path: Path, owner: dict[str, Any], me: dict[str, Any]) -> 
     probe.unlink()
     sign = f"last sign of life {age:.0f} s ago"
     if (left := DEAD_SECONDS - age) > 0:
-        say(f"--save {save} is owned by {_text(owner)}, {sign}; without another in {left:.0f} s this job takes it over")
+        say(f"--save {save} is owned by {_text(owner)}, {sign}; if none follows in {left:.0f} s this job takes it over")
     end = time.monotonic() + left
     while time.monotonic() < end:
         time.sleep(min(1.0, left))

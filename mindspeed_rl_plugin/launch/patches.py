@@ -18,7 +18,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.training.arguments.validate_args",
         hook=hooks.validate_args,
         leading=("args",),
-        why="refuses what cannot work before process groups, model or data are built",
+        why="refuses arguments that cannot work, before process groups, model or data are built",
         versions="0.12.1 arguments.py:276, 0.16.1 :293, 0.18.0 :399, 0.19.0 :388",
         remove_when="Megatron offers a validation hook",
     ),

@@ -127,7 +127,7 @@ def _graders(inputs: Inputs) -> RewardPool:
 
 
 def _own_stages(inputs: Inputs, graders: int, end_tokens: Sequence[int]) -> tuple[tuple[StageSpec, Any], ...]:
-    """A user's stages. Before, other instances of these stages are tried on the first row of the data; the row's answer
+    """A user's stages. First, other instances of these stages are tried on the first row of the data; the row's answer
     is used as the response of every sample."""
     rollout, words, row = inputs.config.rollout, inputs.config.reward.stage, inputs.data.at(0)
     response = [*inputs.tokenizer.encode(row.answer, add_special_tokens=False), *end_tokens[:1]] or [0]

@@ -69,7 +69,7 @@ def test_of_another_machine_the_heartbeat_tells(save, monkeypatch, capsys) -> No
     beats.start()
     with pytest.raises(ValueError, match="process 1 on node7 since yesterday, which runs"):
         one_job.own(str(save))
-    assert "last sign of life 0 s ago; without another in 2 s this job takes it over" in capsys.readouterr().out
+    assert "last sign of life 0 s ago; if none follows in 2 s this job takes it over" in capsys.readouterr().out
     one_job.own(str(save))
     assert owner(save) == os.getpid(), "it was silent"
     owned(save, 1, "another")
