@@ -112,8 +112,8 @@ def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, tra
 def derive(
     config: RLConfig, world: int, *, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int
 ) -> Arithmetic:
-    """The sizes of an algorithm that samples responses, with the default of --rl-rollout-prompts. world: number of
-    ranks that train; other sizes: values of Megatron's flags. Raises ValueError with value, limit and fix."""
+    """The sizes if responses are sampled; by default a rollout has `global_batch` samples. world: number of ranks that
+    train; the other sizes: values of Megatron's flags. Raises ValueError with value, limit and fix."""
     members, prompts = config.rollout.samples_per_prompt, config.rollout.rollout_prompts
     of_prompt = valued(config.rollout, "samples_per_prompt")
     if prompts is None:
@@ -175,7 +175,7 @@ def _near(prompts: int, members: int, global_batch: int) -> str:
 
 
 def reads_old_logps(config: RLConfig, algorithm: Algorithm) -> bool:
-    """Whether something other than the loss reads old log-probs. If nothing does, and a rollout has one optimizer step,
-    the update's own forward pass gives them, also for a correction of samples from older weights."""
+    """Whether old log-probs need their own pass even if a rollout has one optimizer step: a KL reward or a dump reads
+    them, or --rl-old-logprobs is pass. Else the update's forward pass gives them, even for rows of older weights."""
     dumped = config.monitor.dump_dir is not None
     return config.forward.old_logprobs != "auto" or algorithm.kl_reward_coef != 0 or dumped

@@ -78,8 +78,8 @@ def limits(config: RLConfig) -> DockLimits:
 
 
 class DockSize:
-    """Refuses a dock that is too small, before a stage would wait for space in it. rounds: of dynamic sampling for a
-    rollout, 0 without it; ahead: number of rollouts that are sampled ahead, and number of groups of an evaluation."""
+    """Refuses a dock that is too small, before a stage would wait for space in it. rounds: most rounds of dynamic
+    sampling, 0 without it; ahead: number of rollouts that are sampled ahead, and of groups for an evaluation."""
 
     def __init__(
         self,
@@ -112,6 +112,6 @@ class DockSize:
 
     def _check_round(self, most: int) -> None:
         """most: groups of a round on one machine. With dynamic sampling the machine may also hold groups of earlier
-        rounds: at most `most` of each round, and at most one group less than a rollout has."""
+        rounds: at most `most` of each round, and fewer in all than a rollout has."""
         rollouts, groups = self.ahead
         self._fits(groups=most * (1 + rollouts) + groups + min(self.sizes.prompts - 1, self.rounds * most))

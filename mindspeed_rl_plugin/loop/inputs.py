@@ -104,7 +104,7 @@ class Inputs:
         return DockSize(config, self.table(), self.sizes, self.dynamic_rounds, ahead)
 
     def host_memory_budget(self) -> HostMemoryBudget:
-        """The budget of this machine's host memory, for offloaded state of its ranks. Collective over all ranks."""
+        """The budget of this machine's host memory, for weights and state that its ranks keep there. Collective."""
         return HostMemoryBudget.of_machine(launch_env()["local_world_size"], self.config.monitor.wait_timeout)
 
     @property

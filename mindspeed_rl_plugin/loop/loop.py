@@ -50,7 +50,7 @@ class Loop:
         with self.job.monitor.stage("update"):
             if self.colocation is not None:
                 self.colocation.onload()
-            version = done - taken  # of the weights that sampled the rollout
+            version = done - taken  # of the trainer's weights before the rollout's first step
             result, metrics = self.update.run(batches, call, done=done, version=version, last_pass=last_pass)
             self.trained |= done >= self.warmup
             if not plan.steps:

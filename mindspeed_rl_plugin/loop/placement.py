@@ -4,7 +4,7 @@ A group is stored on a machine of the data parallel rank that trains the group's
 parallel rank is on several machines, its groups are distributed over them. Compared with storage on the machine of the
 last pipeline stage, this moves a few percent more bytes, but uses the memory and the links of all these machines. It is
 only a few percent because every pipeline stage reads the tokens of all rows. If possible, engines and ranks on the
-machine of a group sample and grade it. Every engine gets an equal number of rows, and every rank of groups.
+machine of a group sample and grade it. All engines get equally many rows, and all ranks equally many groups.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Placement:
         return [frozenset(d for d, machines in places if n in machines) for n in range(self.machines)]
 
     def owners(self, plan: Sequence[Step], groups: int) -> np.ndarray:
-        """`[groups]` machine of each group of a rollout that is trained by `plan`: of the machines of its data
-        parallel rank, the machine with the fewest groups so far for its number of ranks."""
+        """`[groups]` machine of each group of a rollout that is trained by `plan`: of the machines of the data parallel
+        rank that trains the group's first row, the one with the fewest groups per rank so far."""
         first: dict[int, tuple[int, int]] = {}
         for step in plan:
             for dp_rank, batches in enumerate(step.micro_batches):

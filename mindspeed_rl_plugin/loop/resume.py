@@ -107,8 +107,8 @@ def check_columns(
     left: int,
     until: int,
 ) -> None:
-    """Refuse rows that lack a column of the update whose stage has run already. held: columns of each epoch of the
-    rollout; before: `choices` of the run that sampled it, if the checkpoint has them. Raises ValueError."""
+    """Refuse rows without a column that the update reads: the stage that writes it does not run again. held: columns of
+    each epoch of the rollout; before: `choices` of the run that sampled it, if recorded. Raises ValueError."""
     (reads,) = (spec.reads for spec in table if spec.name == "update")
     lacking = [c for c in reads if not all(c in have for have in held)]
     if not lacking:

@@ -1,11 +1,12 @@
 """RL in this process, from the first check to the end of the job. `launch` calls the methods of `Run` in this order.
 
-before_model(inputs)                        once, before Megatron builds anything
-on_reference_loaded(model)                  only if a reference is used: the model holds its weights
-check_state(state), load_state_dict(state)  only at a resume, check_state before Megatron builds anything
-on_critic_built(critic)                     only if the advantage needs a critic
+before_model(inputs)             once, before Megatron builds anything
+check_state(state, iteration)    only at a resume, also before Megatron builds anything
+on_reference_loaded(model)       only if a reference is used: the model holds its weights
+on_critic_built(critic)          only if the advantage needs a critic
+load_state_dict(state)           only at a resume
 on_checkpoint_loaded(model, optimizer, start)   the model holds the actor's weights
-train_step(...), state_dict()               once per iteration, once per checkpoint
+train_step(...), state_dict()    once per iteration, once per checkpoint
 """
 
 from __future__ import annotations
@@ -77,10 +78,8 @@ class Run:
             resume.check_ahead(state, self._cut(), self.inputs.config.schedule, iteration, algorithm.dynamic_sampling)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the RL state of a checkpoint, checked already, until the loop is built.
-
-        Its `dock` is an outline; on the leader `rows` has the complete snapshot.
-        """
+        """Keep the RL state of a checkpoint, checked already, until the loop is built. Its `dock` is an outline
+        (without rows); on the leader the state's `rows` has the dock's complete snapshot."""
         self._restored = state
 
     def on_checkpoint_loaded(self, model: Any, optimizer: Any, start: Start) -> None:
@@ -155,7 +154,7 @@ class Run:
         if not self.inputs.algorithm.dynamic_sampling:  # then deferred groups are no longer used
             job.plan.deferred = ()
         kept = (*used, *job.plan.deferred, *resume.ahead(state))
-        job.forget(resume.gone(rounds, kept))  # on all ranks; `restore` did it on the leader alone
+        job.forget(resume.gone(rounds, kept))  # on all ranks: `restore` clears groups on the leader only
         self.loop.schedule.load(state)
         job.plan.resume(left)
         if state["rollout"] is not None:

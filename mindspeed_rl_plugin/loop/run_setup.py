@@ -18,7 +18,7 @@ class Setup:
 
     sizes: Arithmetic  # with `data_parallel` trainers and `engines`
     schedule: str = "sync"
-    slots: int = 256  # sequences that an engine decodes at once
+    slots: int = 256  # sequences that an engine decodes at the same time
     graders: int = 2  # reward workers, of all ranks
     staleness: int = 1
     order: str = "free"
@@ -28,7 +28,7 @@ class Setup:
     rounds: int = 0  # of dynamic sampling, 0 without it
     trainer_ranks: int = 1  # of one trainer
     engine_ranks: int = 1  # of one engine
-    old_read: bool = False  # whether something other than the loss reads old log-probs
+    old_read: bool = False  # result of `reads_old_logps`
     ruled_out: Mapping[str, str] = field(default_factory=dict)  # schedules that other flags exclude, each with the flag
 
     @classmethod

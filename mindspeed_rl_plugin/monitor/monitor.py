@@ -35,7 +35,7 @@ EVALUATED = METRIC_PREFIX + "eval/iteration"  # the axis of evaluations in W&B, 
 DOCK_FILE = "dock-rank{rank}.jsonl"
 PAGE = "docs/when-something-goes-wrong.md#it-runs-but-does-not-learn"
 LATEST, IDLE = 10, 8  # number of last rollouts, and how many of them without differing rewards cause a warning
-FAR = 0.5  # nats per token that the policy may move in an iteration without a warning
+FAR = 0.5  # nats per token that the policy may move in a rollout without a warning
 
 
 class Monitor:
@@ -185,7 +185,7 @@ class Monitor:
             step = max(self._step, self._evaluated)
             step = max(step, self.clock.iteration) if step == self._evaluated else step
             if step == self._evaluated:  # a run that ends in the middle of a rollout, during an evaluation
-                write_line(f"[rl] W&B lacks the evaluation before that of {iteration}; see {METRICS_FILE}", sys.stdout)
+                write_line(f"[rl] W&B lacks an evaluation before iteration {iteration}; see {METRICS_FILE}", sys.stdout)
             self._evaluated = step
             self._wandb.log(numbers | {EVALUATED: iteration}, step)
 
@@ -216,4 +216,4 @@ class LearningWatch:
         moved = max(0.0 if before is None else self._kl - before, metrics.get("kl/old", 0.0))
         if moved > FAR and not self._far:
             self._far = True
-            yield f"the policy moved by {moved:.2g} nats per token at once (limit {FAR:g}); lower --lr; see {PAGE}"
+            yield f"the policy moved by {moved:.2g} nats per token in a rollout (limit {FAR:g}); lower --lr; see {PAGE}"

@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.rows import FINISH, Rows
 
 
 def rollout_metrics(rows: Rows, solved: Sequence[bool]) -> dict[str, float]:
-    """Metrics of a complete rollout, from its columns reward, response_length, finish and version, `[B]` each.
+    """Metrics of a rollout's valid rows, from their columns reward, response_length, finish and version, `[B]` each.
 
     solved: whether each of the B responses is solved. A group, given by (epoch, group) of its ids, is informative if
     its rewards differ. Raises ValueError without rows.
@@ -54,8 +54,8 @@ def filtration_metrics(multiplicity: Tensor, reward: Tensor) -> dict[str, float]
 def throughput(tokens: int, *, devices: int, seconds: float) -> dict[str, float]:
     """Tokens per second, per device and of all devices, of one rollout whose iterations took `seconds` end to end.
 
-    tokens: prompt and response tokens of the rollout. Equation 5 of the paper (MindSpeed RL, arXiv 2507.19017) is
-    T = G*N*(PL + SL) / ND / ETE, with a fixed length of all samples; here the real tokens are counted.
+    tokens: prompt and response tokens of the rollout. Equation 5 of the paper (MindSpeed RL, arXiv 2507.19017) has
+    fixed lengths: T = G*N*(PL + SL) / ND / ETE for G prompts, N responses of each, ND devices; here real tokens count.
     """
     return {"tokens_per_second": tokens / devices / seconds, "tokens_per_second_total": tokens / seconds}
 

@@ -68,7 +68,7 @@ def dump_file(dump_dir: str | os.PathLike[str], done: int) -> Path:
 
 
 def dump_files(dump_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """Iterations before a rollout -> its dump, in order; empty if the directory does not exist."""
+    """Number of iterations before a rollout -> its dump, in order; empty if the directory does not exist."""
     return _numbered(dump_dir, r"rollout-(\d+)\.parquet") if Path(dump_dir).is_dir() else {}
 
 
@@ -132,8 +132,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def to_json(value: Mapping[str, Any], indent: int = 0) -> str:
-    """One JSON object and a newline: NaN and infinities become null, one-element tensors and numpy scalars numbers,
-    paths texts. indent: 0 for one line."""
+    """One JSON object and a newline: NaN and infinities become null, one-element tensors and numpy scalars become
+    numbers, and paths become texts. indent: 0 for one line."""
 
     def plain(other: Any) -> str | float:
         return os.fspath(other) if isinstance(other, os.PathLike) else float(other)

@@ -99,7 +99,7 @@ class StageClock:
 
 
 def drop_foreign_events(run_dir: str | os.PathLike[str], world_size: int, resume_iteration: int) -> None:
-    """Trim (or without a resume rename) the files of ranks that this run does not have, so that a run on fewer ranks
+    """Trim (or, without a resume, rename) the files of ranks that this run does not have, so that a run on fewer ranks
     shows no old events."""
     for rank, path in event_files(run_dir).items():
         if rank >= world_size and resume_iteration:

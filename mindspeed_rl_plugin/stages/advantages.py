@@ -21,7 +21,7 @@ def column_name(algorithm: Algorithm) -> str:
 
 
 def spec(algorithm: Algorithm, kind: ResponseKind = ONE_TURN) -> StageSpec:
-    """The stage. It reads token columns only if the estimator needs them. kind: of the responses."""
+    """The stage. It reads token columns only if the algorithm needs them. kind: of the responses."""
     reads = ("reward", "valid", "response_length")
     reads += kind.limited if algorithm.buffer(1) else ()  # for the length penalty
     if algorithm.per_token or algorithm.kl_reward_coef:

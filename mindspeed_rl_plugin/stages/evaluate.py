@@ -56,8 +56,8 @@ class Evaluate:
         monitor.log_held_out(done, sorted(itertools.chain(*ranks.gather(shown))))
 
     def _rows(self) -> Rows:
-        """Responses to this engine's share of the prompts: to each one greedy response, and `samples` with the run's
-        sampling. No rows except on the first rank of an engine.
+        """Responses to this engine's share of the prompts: a greedy one to each prompt, and `samples` with the
+        run's sampling. No rows except on the first rank of an engine.
 
         Every rank of every engine calls it; prompt i goes to engine i modulo the number of engines. Responses do not
         depend on that number, up to floating point.

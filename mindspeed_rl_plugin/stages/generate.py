@@ -99,13 +99,13 @@ SPEC = StageSpec(
     reads=("prompt",),
     writes=(
         ColumnSpec("tokens", torch.int32, "token", ragged=True),  # P prompt + R response ids
-        ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),  # 1 on response tokens
+        ColumnSpec("loss_mask", torch.uint8, "token", ragged=True),  # 1 on tokens that the model sampled
         ColumnSpec("logp_rollout", torch.float32, "token", ragged=True),  # 0.0 on the prompt
         ColumnSpec("length", torch.int64, "sample", ragged=False),  # L = P + R
         ColumnSpec("response_length", torch.int64, "sample", ragged=False),
         ColumnSpec("finish", torch.int8, "sample", ragged=False),  # index into FINISH
         ColumnSpec("version", torch.int64, "sample", ragged=False),  # of the oldest weights that sampled a token of it
-        ColumnSpec("weights_digest", torch.int64, "sample", ragged=False),  # of these weights, by `rows.digest_number`
+        ColumnSpec("weights_digest", torch.int64, "sample", ragged=False),  # of the weights, as a number; 0 if several
         # (first token, version of the weights) of each part of the response that the same weights sampled
         ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,), longest=64),
     ),
@@ -122,7 +122,7 @@ def spec(kind: ResponseKind = ONE_TURN) -> StageSpec:
 def requests_of(
     rows: Rows, sampling: Sampling, seed: int, begun: Mapping[SampleId, Completion] | None = None
 ) -> list[GenerateRequest]:
-    """The requests for B >= 0 rows of what the stage reads. begun: row -> its unfinished response, if any."""
+    """Requests for B >= 0 rows with the columns that the stage reads. begun: row -> its unfinished response, if any."""
     if not len(rows):
         return []
     prompts, begun = [prompt.tolist() for prompt in rows["prompt"].rows()], begun or {}

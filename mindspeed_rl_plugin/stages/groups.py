@@ -143,7 +143,7 @@ class Rounds:
         self.wanted, self.dynamic, self.limit, self.plan = wanted, bool(limit), limit or PLAIN_ROUNDS, plan
         self.selection, self.resumed = Selection(deferred=tuple(deferred)), len(deferred)
         self.steps: list[Step] = []  # of the last round's selection
-        self.dropped: str | None = None  # why all groups of the last round are sampled again
+        self.dropped: str | None = None  # why the last round is dropped; new prompts follow
         self._kept: dict[Group, GroupStats] = {}
         # rounds, groups, groups with signal, samples with errors
         self.rounds = self.sampled = self.signal = self.errors = 0

@@ -67,7 +67,7 @@ class Measure(Stage):
         """Measure a rollout that is ready to train on, and dump it if asked. Collective.
 
         done: iterations before this rollout.
-        transfer: of the weights to the engine before it, on this rank; None if other processes generate.
+        transfer: this rank's part in the copy of weights to the engine; None if other processes generate.
         sampling: metrics of sampling and selecting its groups.
         """
         ranks, leader = self.context.ranks, self.context.leader

@@ -114,7 +114,7 @@ class PairScorer:
 
 def share_of_rank(count: int, in_batch: int, dp_rank: int, dp_size: int) -> list[list[int]]:
     """Pairs that a rank scores, `in_batch` per micro-batch. Every rank runs the same number of micro-batches, so the
-    last pairs of the data may be scored several times."""
+    last pair of the data may be scored several times."""
     batches = -(-count // (in_batch * dp_size))
     first = dp_rank * batches * in_batch
     places = [min(first + i, count - 1) for i in range(batches * in_batch)]

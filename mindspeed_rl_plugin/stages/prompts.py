@@ -42,7 +42,7 @@ class Prompts:
         return rows
 
     def compute(self, epoch: int, groups: int, order: Order, offered: Sequence[Prompt]) -> Rows:
-        """The next groups, `SPEC.writes` of each."""
+        """The next groups, with the columns `SPEC.writes`."""
         return prompt_rows(epoch, order(epoch, [*offered, *self.data.next(groups - len(offered))]))
 
 

@@ -118,7 +118,7 @@ class Stage:
         return lease.rows if written is None else lease.rows.with_columns(**written.columns)
 
     def look(self, ids: Sequence[SampleId]) -> Rows:
-        """The columns that the stage reads, of complete rows, without a lease."""
+        """The columns that the stage reads, without a lease; all of them must be committed already."""
         stored = {self.spec.stored.get(name, name): name for name in self.spec.reads}
         return _renamed(self.dock.read(ids, list(stored)), stored)
 

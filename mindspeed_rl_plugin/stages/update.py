@@ -58,8 +58,8 @@ class Update(Stage):
     ) -> Stepped:
         """One optimizer step on this data parallel rank's micro-batches.
 
-        done: iterations before this one; version: of the weights that sampled the rollout; last_pass: whether this is
-        the last pass over these rows. The last pass acknowledges the rows, an earlier pass gives them back.
+        done: iterations before this one; version: of the weights before the rollout's first step; last_pass: whether
+        this is the last pass over these rows. The last pass acknowledges the rows, an earlier pass gives them back.
         """
         needed = [name for name in self.spec.reads if self.context.last_stage or name in FEEDS]
         lease = self.lease([i for ids in batches for i in ids], needed)
@@ -83,7 +83,7 @@ class CriticUpdate(Update):
         self.value_step = value_step
 
     def optimize(self, parts: Sequence[Rows], call: TrainStep, done: int, version: int) -> Stepped:
-        """Megatron's step of the critic, then of the policy, unless the critic warms up alone."""
+        """Megatron's step of the critic, then of the policy; during `critic_warmup` only the critic's."""
         critic, lr = self.context.critic, learning_rate(call.args[OPTIMIZER])
         mine = (critic.model, critic.optimizer, critic.scheduler, critic.config)
         own = replace(call, args=(*call.args[:2], *mine, *call.args[MODEL_CONFIG + 1 :]))

@@ -53,7 +53,7 @@ def test_an_evaluation_that_is_late_is_logged_too(tmp_path, capsys):
     check_board(tmp_path / "board", metrics, evaluations)
     rows = check_wandb(tmp_path, metrics, [e for e in evaluations if e["iteration"] != 4])
     assert [rows[step]["learning-rate"] for step in range(1, 6)] == [0.5] * 5
-    assert "[rl] W&B lacks the evaluation before that of 5; see metrics.jsonl" in capsys.readouterr().out
+    assert "[rl] W&B lacks an evaluation before iteration 5; see metrics.jsonl" in capsys.readouterr().out
 
 
 def check_wandb(folder: Path, metrics: list[dict], evaluations: list[dict]) -> dict[int, dict]:

@@ -45,7 +45,7 @@ class Admission:
         return min(self.allowed, self.rollout)
 
     def next_number(self, version: int) -> int:
-        """Number of the first publication after a start: that of the last one again if the weights are the same."""
+        """Number of the first publication after a start: the last number again if the weights are still the same."""
         return self.published + (self.versions.get(self.published) != version)
 
     def begin(self, number: int, deferred: int) -> None:

@@ -100,7 +100,7 @@ class AsyncSchedule(RolloutSchedule):
 
     def evaluate(self, done: int) -> None:
         """In the middle of a rollout, let the next publication be evaluated. After the last step of the run there is no
-        next one: then these weights are published at once, with the number of the last publication."""
+        next one: then these weights are published now, with the number of the last publication."""
         self.evaluations.postpone(done)
         if self.evaluations.overdue and done == self.job.plan.sizes.train_iters:
             self._publish(done, self.admission.published)

@@ -46,7 +46,7 @@ class InFlight:
         self.versions = [*self.versions, version][-(self.staleness + 1) :]
 
     def wanted(self, rollouts: int | None) -> int:
-        """Number of groups to start now. rollouts: of the rest of the run, this one included; None: groups may be
+        """Number of groups to start now. rollouts: how many the run still has, with this one; None: groups may be
         unfinished at the end of the run."""
         most = self.most if rollouts is None else min(self.most, rollouts * self.prompts)
         return max(most - len(self.started), 0)

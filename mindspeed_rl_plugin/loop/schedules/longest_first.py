@@ -12,7 +12,7 @@ class LongestFirst:
     """Sorts the prompts of an epoch by the mean length of their earlier responses, longest first. A prompt without
     earlier responses counts as the mean of all, and so does every offered prompt, since it does not come again. Pure.
 
-    step: complete groups of an optimizer step. Prompts only move within a step; each step trains on the same prompts.
+    step: complete groups of an optimizer step. Prompts only move within a step, so every step keeps its prompts.
     """
 
     def __init__(self, step: int) -> None:

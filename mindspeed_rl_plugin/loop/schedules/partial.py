@@ -49,7 +49,7 @@ class PartialSchedule(SyncSchedule):
         self.steps = min(max(longest // WINDOWS, 1), MOST_STEPS)
         self.grader = GradingThread(stages["reward"], job.plan.sizes.members)
         self._wait = GradeWait(job.ranks, stages["reward"], self.grader)
-        self._rollouts: int | None = None  # rest of the run with this one, for `InFlight.wanted`
+        self._rollouts: int | None = None  # rollouts that the run still has; for `InFlight.wanted`
         self._sampled: dict[SampleId, int] = {}  # tokens of each response that has finished in this round
         self._dropped: list[int] = []  # tokens of each response that this rollout dropped
 

@@ -1,5 +1,5 @@
 """The base of all schedules: the job, its stages, and how rounds of a rollout are admitted, selected and prepared. Also
-the schedules with engines on the ranks that train: `sync`, one stage after the other; `streamed`, grading during
+two schedules with engines on the ranks that train: `sync`, one stage after the other; `streamed`, which grades during
 generation."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Schedule:
         """Called after the last step of a rollout. done: iterations so far; last: whether that step ends the run."""
 
     def settle(self) -> None:
-        """Called before a checkpoint. Raises if the checkpoint would be incomplete."""
+        """Called before a checkpoint. Raises if the checkpoint would be incomplete or contain NaN or infinity."""
 
     def state(self) -> dict[str, Any]:
         """The schedule's state for a checkpoint."""
@@ -170,7 +170,7 @@ class RolloutSchedule(Schedule):
 
 
 class SyncSchedule(RolloutSchedule):
-    """One stage after the other; the engine is awake for the stages that need it. evaluation: evaluates it."""
+    """One stage after the other; the engine is awake for the stages that need it. evaluation: evaluates its weights."""
 
     def __init__(
         self, job: Job, stages: Stages, rounds: int, *, colocation: Colocation, evaluation: Evaluate | None
