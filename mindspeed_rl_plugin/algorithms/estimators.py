@@ -48,20 +48,20 @@ class RewardBatch:
         return rewards if self.kl_cost is None else rewards - row_sums(self.kl_cost)
 
     def token_rewards(self) -> Ragged:
-        """Ragged `[L]` float64: each turn's reward at its last token, the rest of R on the last trained token, minus
-        each token's KL cost."""
+        """Ragged `[L]` float64: each turn's reward at its last token, the rest of the response's reward on the last
+        trained token, minus each token's KL cost."""
         return token_rewards(self.rewards, self.loss_mask, self.kl_cost, self.turn_rewards)
 
 
 def group_norm(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
     """GRPO: `(R - mean_g) / (std_g + eps)`, sample standard deviation over the group.
 
-    Returns `[B]` float32, exactly 0 for a group of one response or of equal rewards.
+    Returns `[B]` float32, exactly 0 for a group of one response or of equal R.
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2.
     """
     groups = _GroupOutcomes(batch)
     variance = groups.sum(groups.centred.square()) / (groups.count - 1).clamp(min=1)
-    # Avoids 0 / 0 if the rewards are equal and eps is 0.
+    # Avoids 0 / 0 if all R of a group are equal and eps is 0.
     return torch.where(
         groups.centred == 0, 0.0, groups.centred / (variance.sqrt()[groups.member] + config.advantage_eps)
     ).float()
@@ -70,7 +70,7 @@ def group_norm(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
 def group_mean(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
     """Dr.GRPO: `R - mean_g`, no division by the standard deviation.
 
-    Returns `[B]` float32, exactly 0 for a group of one response or of equal rewards.
+    Returns `[B]` float32, exactly 0 for a group of one response or of equal R.
     Source: arXiv 2503.20783, section 3.2.
     """
     return _GroupOutcomes(batch).centred.float()
@@ -87,7 +87,7 @@ def rloo(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
 
 
 def reinforce_plus_plus(batch: RewardBatch, config: AlgorithmConfig) -> Ragged:
-    """REINFORCE++: discounted sum of the rewards of a token and all later ones, `A_t = rho_t + gamma * A_{t+1}`.
+    """REINFORCE++: discounted sum of the rewards rho of a token and all later ones, `A_t = rho_t + gamma * A_{t+1}`.
 
     Needs `loss_mask`. Masked tokens are skipped: t + 1 is the next trained token. Returns ragged `[L]` float64, 0 on
     masked tokens, to be whitened over the rollout (`whiten`). Source: arXiv 2501.03262.
@@ -106,9 +106,9 @@ def reinforce_baseline(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
 def gae(batch: RewardBatch, config: AlgorithmConfig) -> Ragged:
     """PPO: `delta_t = rho_t + gamma * V_{t+1} - V_t`, `A_t = delta_t + gamma * lambda * A_{t+1}`.
 
-    Needs `loss_mask` and `values`. Masked tokens are skipped: t + 1 is the next trained token; after the last trained
-    token V is 0. Returns ragged `[L]` float64, 0 on masked tokens. `returns` takes it as it is; for the policy loss it
-    is whitened over the rollout. Source: GAE, arXiv 1506.02438, Eq. 16; PPO, arXiv 1707.06347, Eq. 11.
+    Needs `loss_mask` and `values`; rho: `token_rewards`. Masked tokens are skipped: t + 1 is the next trained token;
+    after the last one V is 0. Returns ragged `[L]` float64, 0 on masked tokens. `returns` takes it as it is; for the
+    policy loss it is whitened over the rollout. Source: GAE, arXiv 1506.02438, Eq. 16; PPO, arXiv 1707.06347, Eq. 11.
     """
     trained = batch.loss_mask.values.bool()
     rows = rows_of(batch.loss_mask)[trained]
@@ -158,7 +158,7 @@ class _GroupOutcomes:
         names, self.member = batch.groups.unique(return_inverse=True)
         self.count = torch.bincount(self.member, minlength=names.numel()).double()
         centred = outcome - (self.sum(outcome) / self.count)[self.member]
-        # Exactly 0 for equal rewards: by rounding their mean may differ from them, and a small eps would magnify this.
+        # Exactly 0 for equal R: by rounding their mean may differ from them, and a small eps would magnify this.
         self.centred = torch.where(all_equal(outcome, self.member, names.numel())[self.member], 0.0, centred)
 
     def sum(self, values: Tensor) -> Tensor:

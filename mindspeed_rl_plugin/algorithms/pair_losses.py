@@ -47,7 +47,7 @@ def hinge(h: Tensor, config: AlgorithmConfig) -> Tensor:
 
 
 def ipo(h: Tensor, config: AlgorithmConfig) -> Tensor:
-    """`(h - 1 / (2*beta))^2`, `[P]`; h of summed log-probs, or of means. Source: IPO, arXiv 2310.12036, Eq. 17."""
+    """`(h - 1 / (2*beta))^2`, `[P]`; h: of sums or means, see `pair_terms`. Source: IPO, arXiv 2310.12036, Eq. 17."""
     return (h - 1.0 / (2.0 * config.dpo_beta)).square()
 
 

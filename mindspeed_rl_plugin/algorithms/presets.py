@@ -82,7 +82,7 @@ def unread(config: RLConfig) -> list[str]:
 
 
 def assemble(config: AlgorithmConfig) -> Algorithm:
-    """As `resolve`, but numbers are not checked. Raises ValueError for an unknown name."""
+    """As `resolve`, but only names are checked. Raises ValueError for an unknown name."""
     preset = ALGORITHMS[_known("algorithm", config.algorithm, ALGORITHMS)]
     parts = vars(config) | {n: _given(getattr(config, n), v) for n, v in vars(preset).items() if hasattr(config, n)}
     fixed = ("loss", "advantage", "aggregation") if preset.advantage == PAIRS else ()  # flags cannot replace these

@@ -26,8 +26,8 @@ def token_rewards(
 ) -> Ragged:
     """Reward of each token: R on the last trained token of the response, minus the KL cost of each trained token.
 
-    rewards: `[B]`, R; loss_mask, kl_cost, turn_rewards: ragged `[L]`; turn_rewards: the part of R that stays on the
-    tokens on which it is. Returns ragged `[L]` float64, 0 on masked tokens; the R of a response without a trained token
+    rewards: `[B]`, R; loss_mask, kl_cost, turn_rewards: ragged `[L]`; turn_rewards: parts of R that stay on the
+    tokens where they are. Returns ragged `[L]` float64, 0 on masked tokens; the R of a response without a trained token
     is dropped. Source: InstructGPT, arXiv 2203.02155, Eq. 2.
     """
     rewards = rewards.double()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of the values of some trained tokens. `Moments()` is that of no tokens; a rank without trained tokens
+    """Moments of the values of some trained tokens. `Moments()` stands for no tokens; a rank without trained tokens
     sends it, since the exchange is collective."""
 
     count: int = 0  # tokens
@@ -22,7 +22,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor, counts: Tensor) -> Moments:
-        """values: `[n]`; counts: `[n]`, number of trained tokens that have each value (a mask, if n is of tokens)."""
+        """values: `[n]`; counts: `[n]`, number of trained tokens with each value (0 or 1 if values are of tokens)."""
         seen = counts > 0
         values, counts = values[seen].double(), counts[seen].double()
         if not values.numel():
@@ -48,7 +48,7 @@ class Moments:
 
 
 def whiten(values: Tensor, moments: Moments, eps: float = 1e-8) -> Tensor:
-    """`(A - mean) / sqrt(variance + eps)`, sample variance; exactly 0 if all tokens of the rollout have one value.
+    """`(A - mean) / sqrt(variance + eps)`, sample variance; exactly 0 if all tokens of the rollout have the same value.
 
     values: any shape; moments: of the rollout on all ranks. Returns float64 of the same shape; the caller sets
     masked tokens to 0. Source: REINFORCE++, arXiv 2501.03262; for PPO: arXiv 2006.05990.

@@ -36,7 +36,7 @@ def other_sizes(folder: Path, args: Any) -> Iterator[str]:
 
 def other_layout(folder: Path, args: Any) -> Iterator[str]:
     """Each layout argument in which a distributed checkpoint differs from this run, which resumes from it. Nothing if
-    the saved optimizer state can be resharded; core 0.12 has no flag for this, and --ckpt-fully-parallel-save decides.
+    the saved optimizer state can be resharded (in core 0.12: if it was saved with --ckpt-fully-parallel-save).
 
     Source: _build_sharded_state_dict_metadata of megatron/training/checkpointing.py.
     """

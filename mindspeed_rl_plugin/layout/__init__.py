@@ -1,1 +1,1 @@
-"""Which slices of which parameters each rank of trainer and engine stores, and the plan of a transfer. Pure."""
+"""Which slices of which parameters each rank of trainer and engine stores, and the plan of a transfer."""

@@ -194,7 +194,7 @@ FAMILIES["deepseek_v2_236b"] = replace(
     ),
     model_type="deepseek_v2",
 )
-# Other names of the same models.
+# Families with the rows of another one, and their own `model_type`.
 FAMILIES["mistral"] = replace(FAMILIES["llama"], hf=HfConfig(window=True), twin="llama")
 FAMILIES["kimi_k2"] = replace(FAMILIES["deepseek_v3"], twin="deepseek_v3")
 

@@ -24,7 +24,7 @@ class Split(Enum):
     VOCABULARY    rows of the padded vocabulary; trainer and engine pad to different sizes
     ROWS          even shares of axis 0
     COLUMNS       even shares of axis 1
-    GATE_UP       every rank stacks its share of gate on its share of up
+    GATE_UP       every rank stacks its share of the rows of gate, then that of up
     QUERY_GROUPS  Megatron interleaves q, k and v per query group and cuts the rows evenly; the engine
                   stacks its shares of q, k and v, and repeats key heads when it has more ranks than groups;
                   a row with a single part: this canonical tensor has q, k and v stacked

@@ -1,4 +1,5 @@
-"""Layouts: every stored parameter of a Megatron or an engine rank as segments of canonical tensors. Pure.
+"""Layouts: every stored parameter of a Megatron or an engine rank as segments of canonical tensors: those of the
+Hugging Face checkpoint, unsplit and unpadded. Nothing here reads or writes a tensor's values.
 
 First come functions that split a row of a family's table for one tensor parallel rank, then layouts of ranks.
 """
@@ -178,7 +179,7 @@ def _stacked_qkv(cut: Cut) -> Stored:
 
 
 def _window(segments: Iterable[Segment], low: int, size: int) -> tuple[Segment, ...]:
-    """The parts of segments within slices `[low, low + size)` of a complete parameter, which the segments tile."""
+    """The parts of segments within slices `[low, low + size)` of a complete (not split) parameter."""
     out = []
     for s in segments:
         first, last = max(s.offset, low), min(s.offset + s.size, low + size)
@@ -229,8 +230,7 @@ def megatron_layout(
 
 
 def engine_layout(shape: ModelShape, engine: EngineParallel, rank: int) -> RankLayout:
-    """The layout of one rank of an engine (vLLM); rank: within the engine. Raises ValueError when the sizes do not
-    divide."""
+    """The layout of one rank of an engine (vLLM); rank: within the engine. Raises ValueError if sizes do not divide."""
     if not 0 <= rank < engine.ranks:
         raise ValueError(f"engine rank {rank} is outside an engine of {engine.ranks}")
     return _engine(shape, engine, rank)

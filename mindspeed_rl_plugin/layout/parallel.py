@@ -208,7 +208,7 @@ class EngineParallel:
         return max(self.tp, self.ep)
 
     def experts(self, total: int, rank: int) -> range:
-        """Experts of which a rank stores a part, or all. Source: determine_expert_map of vllm fused_moe (linear)."""
+        """Experts that a rank stores, complete or in part. Source: determine_expert_map of vllm fused_moe (linear)."""
         each, more = divmod(total, self.ep)
         at = rank if self.ep > 1 else 0
         return range(at * each + min(at, more), (at + 1) * each + min(at + 1, more))
@@ -229,7 +229,7 @@ def folds(args: argparse.Namespace) -> bool:
     if given is None:
         return False
     if given != "dualpipev":
-        raise ValueError(f"--schedules-method {given}: its placement of layers is unknown; give dualpipev, or none")
+        raise ValueError(f"--schedules-method {given} places layers in an unknown way; give dualpipev, or remove it")
     if others := [name for name in _PLACING if getattr(args, name, None)]:
         shown = " and ".join(_GIVEN_BY.get(name) or spelt(name) for name in others)
         raise ValueError(f"--schedules-method dualpipev gives every chunk the same number of layers; remove {shown}")

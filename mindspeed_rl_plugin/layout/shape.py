@@ -27,7 +27,7 @@ LATENT_FIELDS = {
 
 @dataclass(frozen=True)
 class Canonical:
-    """A canonical tensor."""
+    """A canonical tensor: one of the Hugging Face checkpoint, unsplit and unpadded."""
 
     shape: tuple[int, ...]
     axis: int  # along which trainer and engine split it

@@ -1,4 +1,4 @@
-"""The plan: which slices every rank copies, sends and receives so that each engine rank holds its weights. Pure.
+"""The plan: which slices every rank copies, sends and receives so that each engine rank holds its weights.
 
 Source ranks (trainer) and destination ranks (engine) are independent sets: equal, overlapping or disjoint. Every rank
 computes the plan alone, from the layouts of all ranks; by `TransferPlan.fingerprint` ranks check that their plans are
@@ -94,8 +94,8 @@ def make_plan(
     on one node (None: all); rank: keep only this rank's copies and moves. A rank that has a slice in its own trainer
     parameters copies it. Else a rank of its node sends the slice; if none has it, a rank of the node that has sent the
     fewest bytes to other nodes. Of several such ranks, the one that has sent the fewest bytes. Raises ValueError if no
-    source has a slice, or half a bucket is smaller than a slice; AssertionError if a layout stores a tensor that the
-    model lacks, or two at one place.
+    source has a needed slice, or half a bucket is smaller than a slice; AssertionError if a layout stores a tensor that
+    the model lacks, or if segments of an engine's parameter overlap.
     """
     holders = Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
     wanted = [(_places(layout, ranks[0], tensors), ranks) for layout, ranks in _classes(destinations)]

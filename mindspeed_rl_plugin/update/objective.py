@@ -40,8 +40,8 @@ def objective(
     (`weights` has this factor already). fresh: `[mb]` bool, rows that the weights of this rollout sampled; only these
     show whether engine and trainer agree. logp, entropy: `[mb, S]`. Returns the scalar `sum_t w_t * (c_t * policy +
     kl_coef * KL - entropy_coef * H)` with its gradient (c_t: off-policy correction, or 1), and the tally, a detached
-    vector in the order `WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA`. Of ratios and importance weights 1 is subtracted
-    before they are summed, so that the mean of ratios of 1 is exactly 1; `ratio/min` is the maximum of negative ratios.
+    vector in the order `WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA`. Ratios and importance weights are
+    summed as `x - 1`, so that the mean of ratios of 1 is exactly 1; `ratio/min` is the maximum of negative ratios.
     """
     mask = batch.mask
     sequence = batch.sequence

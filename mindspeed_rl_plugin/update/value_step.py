@@ -22,7 +22,7 @@ TALLIED = (*MEANS, "return_square", "error", "error_square")
 
 class ValueStep(MegatronStep):
     """The critic's step. Micro-batches have the columns `values` (from before the update) and `returns`. The loss is
-    the mean over the trained tokens of the global batch, with any aggregation of the policy loss."""
+    the mean over the trained tokens of the global batch, however the policy loss is aggregated."""
 
     inputs = ("values", "returns", "scored")
 

@@ -2,8 +2,8 @@
 
 It is the method of the paper MindSpeed RL, arXiv 2507.19017. A *shard* is a stored parameter; trainer ranks that store
 the same slices have the same shard. Each engine rank receives, bucket by bucket, all shards that it does not store as a
-trainer rank. Then it copies the parts that its engine needs out of the buffer. `make_plan` chooses the senders; it
-takes the shards as its tensors. Messages are point to point, since shards differ in size: collectives would pad them.
+trainer rank. Then it copies the parts that its engine needs out of the buffer. `make_plan` chooses the senders: for it,
+each shard is a tensor. Messages are point to point, since shards differ in size: collectives would pad them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def make_allgather_plan(
 ) -> AllgatherPlan:
     """See `make_plan`. Buckets are larger than `bucket_bytes` if a shard is larger than half of that.
 
-    Raises ValueError if no shard has a part that an engine needs.
+    Raises ValueError if this rank's engine needs slices that no shard has.
     """
     shards = _make_shards(sources, tensors)
     numbers = {shard.segments: str(i) for i, shard in enumerate(shards)}

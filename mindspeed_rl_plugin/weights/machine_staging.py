@@ -1,8 +1,8 @@
 """Reads the bytes of a version once per machine: one process, the reader, reads them, and the others map its memory.
 
-The reader is the process that first binds the abstract Unix socket of the key; the other processes send it requests.
-When the reader ends, the kernel frees the name, and the next process with a request becomes the reader. If the reader
-hangs, a process that notices this uses the next name: then there is another reader, with other buffers. A buffer is not
+The reader is the process that first binds the abstract Unix socket of `Shared`'s key; the others send it requests. When
+the reader ends, the kernel frees the name, and the next process with a request becomes the reader. If a reader hangs, a
+process that notices this uses the key's next name: then there is another reader, with other buffers. A buffer is not
 written while a process uses it. A process uses the version of its last request until its next request, or its end.
 """
 
@@ -122,7 +122,7 @@ class Shared:
         self._maps = Maps()
 
     def get(self, version: int, seconds: float) -> Got:
-        """The bytes of the version, valid until the next call or `close`. The same memory is always the same array.
+        """The bytes of the version, valid until the next call or `close`. One buffer is always the same array.
         Raises Gone, TimeoutError, and ConnectionError if the version cannot be read."""
         until = time.monotonic() + seconds
         while True:

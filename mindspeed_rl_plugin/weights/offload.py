@@ -52,7 +52,7 @@ class TrainState:
     optimizer: main parameters and moments that do not share memory with params.
     grads: freed without a copy; when restored, they are zeros.
     budget: host memory of the machine; with it `start_offload` is collective over the machine's ranks.
-    verify: compare the restored bytes with the offloaded ones, bit by bit.
+    verify: compare digests of the restored bytes with those of the offloaded ones.
     """
 
     def __init__(
@@ -232,8 +232,8 @@ def gathered(model_chunks: Sequence[Module]) -> Iterator[None]:
     pass. Collective over data parallel ranks.
 
     After a step of Megatron's distributed optimizer with --overlap-param-gather, parameters are stale until pre-hooks
-    of the next forward pass gather them. Here the hooks are removed, which gathers at once, and restored at the end. In
-    the first iteration of a process Megatron itself has removed the hooks; then the gathering is called.
+    of the next forward pass gather them. Here the hooks are removed, which gathers them, and restored at the end. In
+    the first iteration of a process Megatron itself has removed the hooks; then `start_param_sync` gathers.
     """
     gathering = [chunk for chunk in model_chunks if getattr(chunk, "use_forward_hook", False)]
     hooked = [chunk for chunk in gathering if chunk.remove_forward_pre_hook_handles]

@@ -18,8 +18,8 @@ TensorMessage = tuple[Tensor, int, int]  # contiguous tensor, peer, tag
 class P2PChannel:
     """Sends and receives messages of one rank, and counts their bytes.
 
-    sent, received: bytes of the messages of all calls of `post`; group: of the ranks; deadline: seconds that a batch
-    may take.
+    sent, received: bytes of the messages of all calls of `post`; group: of the ranks; deadline: seconds that `wait`
+    waits for each message.
     """
 
     def __init__(self, rank: int, *, group: dist.ProcessGroup | None = None, deadline: float = 600.0) -> None:

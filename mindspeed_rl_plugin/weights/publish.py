@@ -1,9 +1,9 @@
 """Publishes a trainer's weights for engines on other ranks: as a copy on the host, under a version.
 
-Each slice of a canonical tensor is published by exactly one of the ranks that have it. So the host memory of all ranks
-together has one model for each version. The *share* of a rank is what it publishes: blocks of canonical slices, in the
-engine's dtype. If weights are verified, the digests of its slices follow each block. Other processes plan their reads
-from the trainer's description alone.
+Each slice of a canonical tensor (complete, as in Hugging Face) is published by exactly one of the ranks that have it:
+the host memory of all ranks together has one model for each version. The *share* of a rank is what it publishes: blocks
+of slices in the engine's dtype (`wide` tensors: float32). If weights are verified, each block is followed by digests of
+its slices. Other processes plan their reads from the trainer's description alone.
 
 Training waits only while a rank copies its share. The trainer does not wait for readers: a version is overwritten when
 its memory is needed for a newer version.
@@ -131,7 +131,7 @@ class TrainerWeights:
     shape: ModelShape
     parallel: Parallel
     kinds: tuple[tuple[str, str], ...]  # how each rank stores the model, see `live.trainer_storage`
-    dtype: str  # name of the dtype of published weights, that of the engine
+    dtype: str  # name of the engine's dtype, in which all but `wide` tensors are published
     verify: bool = False  # whether digests are published too
 
     @classmethod
@@ -165,7 +165,7 @@ class TrainerWeights:
 
     @property
     def engine_dtype(self) -> torch.dtype:
-        """Dtype of published weights."""
+        """Dtype of published weights, except `wide` tensors, which are float32."""
         return getattr(torch, self.dtype)
 
     @property
@@ -179,7 +179,7 @@ class TrainerWeights:
 
     @cached_property
     def shares(self) -> tuple[Share, ...]:
-        """The share of each rank. They have about equal bytes; each slice is in exactly one."""
+        """The share of each rank. Each slice is in exactly one share."""
         parts = _deal(self.layouts, self.tensors, self.engine_dtype.itemsize)
         return tuple(self._share(parts[rank]) for rank in self.layouts)
 
@@ -269,8 +269,8 @@ class Publisher:
         return Published(version, time.perf_counter() - begin, self.share.nbytes)
 
     def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
-        """Raises what `publish` raises. Collective. Called before a checkpoint, since weights are published only at the
-        end of a rollout."""
+        """Raises what `publish` raises. Collective. Called before a checkpoint, which may be in the middle of a
+        rollout, with weights that are not published."""
         with gathered(model_chunks):
             self._check(stored_parameters(model_chunks), "before a checkpoint")
 
@@ -300,8 +300,8 @@ class Publisher:
             for (param, segment), start, stop in parts:
                 live, at = segment.view(source[param], start, stop - start), start - block.segment.start
                 place = values.narrow(axis, at, stop - start)
-                # If it converts dtypes or the target has gaps, torch_npu 2.7.1 copies by way of other host memory; with
-                # non_blocking it reads that memory before it is filled.
+                # torch_npu 2.7.1 copies by way of other host memory if dtypes differ or the target has gaps. With
+                # non_blocking, that memory is read before it is filled.
                 place.copy_(live, non_blocking=place.is_contiguous() and place.dtype == live.dtype)
                 if self.weights.verify:
                     kinds = (torch.float32, self.weights.engine_dtype)[-block.tables :]

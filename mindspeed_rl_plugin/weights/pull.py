@@ -36,8 +36,8 @@ class Pulled(NamedTuple):
     """A version that was read from the trainers."""
 
     version: int
-    seconds: float  # of this call
-    nbytes: int  # that this process read; 0 if another process of its machine read them
+    seconds: float  # that `pull` took
+    nbytes: int  # read for this call; 0 if this machine had the version already
 
 
 class Applied(NamedTuple):
@@ -227,7 +227,7 @@ def pull_tensors(
     names: Sequence[str] | None = None,
     deadline: float = 600.0,
 ) -> tuple[int, dict[str, Tensor]]:
-    """Returns the version, and its complete tensors by their Hugging Face names, in the engine's dtype, on the host.
+    """Returns the version, and its complete tensors by their Hugging Face names, in the published dtype, on the host.
     Waits until the version is published. version: None: the newest.
 
     Raises ValueError for names that the model does not have, WeightMismatch, and errors of `VersionSource`.

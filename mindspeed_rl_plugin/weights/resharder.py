@@ -73,7 +73,7 @@ class Resharder:
     mode: one of MODES.
     node_size: number of consecutive ranks on one node.
     verify: compare digests of trainer and engine after each transfer.
-    deadline: seconds that one bucket may take.
+    deadline: seconds to wait for each message.
     `to_engine` and `refuse_broken` are collective over `group` (None: the world), and raise ValueError if the layouts
     cannot be built.
     """
@@ -135,9 +135,9 @@ class Resharder:
         return Transfer(copied, channel.sent, channel.received, self._temporary.peak, seconds, digest)
 
     def check_return(self, model_chunks: Sequence[Module]) -> None:
-        """After generation: check that this rank still has the weights that it exported, bit by bit in the trainer's
-        dtype, even if they were not offloaded. Not collective; does nothing unless `verify`. Raises WeightMismatch
-        naming parameter, rank and tensors."""
+        """After generation: check by digests, in the trainer's dtype, that this rank still has the weights that it
+        exported. Also checks weights that were not offloaded. Not collective; does nothing unless `verify`. Raises
+        WeightMismatch naming parameter, rank and tensors."""
         if not self._exported:
             return
         now = self._as_stored(stored_parameters(model_chunks))

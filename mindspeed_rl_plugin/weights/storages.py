@@ -28,8 +28,8 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def distinct(tensors: Iterable[Tensor]) -> Storages:
-    """The distinct storages that are not empty; of an alias (`aliases.py`), the storage that owns its bytes. Storages
-    are compared by identity, since a freed storage has no address."""
+    """The distinct storages that are not empty. An alias (`aliases.py`) counts as the storage that owns its bytes.
+    Storages are compared by identity, since a freed storage has no address."""
     out, owners = Storages(), places()
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -31,9 +31,9 @@ def stream(
     """Carry out this rank's part of the plan. Collective over all ranks that the plan names.
 
     source, destination: stored parameters of this rank by name; each may be empty.
-    dtype: of the messages, with the itemsize of the plan. Values are converted to it before they are sent, and to the
-    parameter's dtype on arrival.
-    Temporary memory: four buffers of at most half of the plan's `bucket_bytes`. Raises what `MessageBatch.wait` raises.
+    dtype: of the messages, with the itemsize of the plan. Values are converted to it before they are sent (those of
+    wide tensors stay float32, see `_pack`), and to the parameter's dtype on arrival.
+    Temporary memory: four buffers, each of at most half of `bucket_bytes`. Raises what `MessageBatch.wait` raises.
     """
     rank = channel.rank
     copy_pieces((copy for copy in plan.copies if copy.rank == rank), source, destination)

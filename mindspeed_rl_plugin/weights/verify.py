@@ -1,8 +1,8 @@
 """Digests of weights, which do not depend on how the weights are split, and comparison of trainer and engine.
 
 The digest of a slice is the sum, modulo 2**64, of (bits + c) x w(i) over its elements; i is the element's index in the
-*canonical* tensor, and w mixes its bits. So the digests of the parts of any split have the same sum, and a value at a
-wrong place changes this sum. Digests are computed by the layouts, not by the plan, so they find errors of the plan.
+*canonical* tensor (the complete one), and w mixes its bits. So the digests of the parts of any split have the same sum,
+and a value at a wrong place changes it. Digests follow from the layouts, not the plan, so they find errors of the plan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_BYTES = 4 << 20  # bytes of a storage that have one digest
 
 
 class WeightMismatch(RuntimeError):
-    """Engine and trainer, or two replicas of one of them, hold different weights."""
+    """Weights that should be equal differ: of engine and trainer, of replicas, or before and after an offload."""
 
 
 class BrokenWeights(RuntimeError):
