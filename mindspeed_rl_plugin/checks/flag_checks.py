@@ -2,7 +2,7 @@
 
 The limits of single flags are defined in `config`, refused upstream flags in `refused_flags`; they are checked here.
 `CHECKS` are conditions over several arguments, or over files: functions that read Megatron's arguments and the RL
-config, and yield a message for each problem (value, limit, fix), or raise a ValueError. All are reported at once.
+config, and yield a message for each problem (value, limit, fix), or raise a ValueError. One error reports all problems.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def check_args(args: Any) -> None:
 
 def check_unvalidated(args: Any) -> None:
     """The checks before Megatron's validation: the model's family, flags that were taken over too late, MindSpeed-LLM's
-    conversion of weights, and whether sizes and batch divide. Raises ValueError; if something does not divide, with all
-    other problems that can be found before the validation."""
+    conversion of weights, and whether sizes and batch divide. Raises ValueError; if something does not divide, it
+    also lists all other problems that can be found before the validation."""
     config = RLConfig.from_args(args)
     if not learns_from_pairs(config.algorithm.algorithm) and (problem := unbuilt_family(args)):
         raise Refusal.of_arguments([problem])

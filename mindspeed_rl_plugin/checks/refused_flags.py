@@ -63,7 +63,7 @@ def model_refusals(args: Any) -> list[str]:
 
 
 def _rows(about: str, *groups: tuple) -> list[UpstreamFlag]:
-    """Rows of a scope. groups: (reason, names of attributes, accepted values), by default the values OFF."""
+    """Rows of a scope. groups: (reason, names of attributes, accepted values); without the last one: OFF."""
     return [UpstreamFlag(name, why, *fine, about=about) for why, names, *fine in groups for name in names.split()]
 
 
@@ -259,6 +259,6 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("routing is random with it; leave it out", "moe_router_force_load_balancing", (False, None)),
         ("routing is random with it; leave it out", "moe_router_force_biased", (None,)),
         ("it replaces the router's choice of experts; leave it out", "fix_router"),
-        ("the engine weights experts' outputs; leave it out", "moe_apply_probs_on_input", (False, None)),
+        ("the engine scales experts' outputs, not inputs; leave it out", "moe_apply_probs_on_input", (False, None)),
     ),
 )

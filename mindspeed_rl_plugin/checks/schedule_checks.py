@@ -29,7 +29,7 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
     if config.rollout.stop and going_on:
         yield (
             f"--rl-stop with {going_on}: a stop string that begins with old weights and ends with new ones would not "
-            "be found; give --rl-stop-token-ids instead of --rl-stop, or remove one of the two"
+            f"be found; give --rl-stop-token-ids instead of --rl-stop, or remove {going_on}"
         )
     if flags.apart:
         yield from _apart(config)
@@ -107,4 +107,7 @@ def _apart(config: RLConfig) -> Iterator[str]:
         )
     joining = schedule.engine_url or (schedule.generators and not schedule.generator_ranks)
     if schedule.async_order == "strict" and joining:
-        yield "--rl-async-order strict needs a fixed number of engines; give --rl-generators N alone, or remove it"
+        yield (
+            "--rl-async-order strict needs a fixed number of engines; give --rl-generators N without --rl-engine-url, "
+            "or --rl-async-order free"
+        )

@@ -84,7 +84,7 @@ def context_parallel(args: Any, config: RLConfig) -> Iterator[str]:
         yield (
             f"--rl-pack-sequences with {given}: only MindSpeed's ulysses with its local attention has complete rows; "
             "others would split each packed row, which RL does not support; give --context-parallel-algo "
-            "ulysses_cp_algo and --transformer-impl local, or remove one of them"
+            "ulysses_cp_algo and --transformer-impl local, or remove --rl-pack-sequences"
         )
     if algorithm not in (None, *CONTEXT_ALGORITHMS):
         why = _NO_CONTEXT_ALGORITHMS.get(algorithm, "is not known under RL")
@@ -130,8 +130,8 @@ def flash_attention(args: Any, config: RLConfig) -> Iterator[str]:
         return
     if getattr(args, "apply_query_key_layer_scaling", False):
         yield (
-            "--apply-query-key-layer-scaling with --use-flash-attn: scores are divided by the layer's number, and not "
-            "multiplied by it again, as in Megatron's own attention; leave it out"
+            "--apply-query-key-layer-scaling with --use-flash-attn: scores are divided by the layer's number, and only "
+            "Megatron's own attention multiplies them by it again; leave it out"
         )
     latent, window = getattr(args, "multi_latent_attention", False), args.pre_tockens
     if latent and getattr(args, "next_tockens", 0) < 0:
@@ -176,7 +176,7 @@ def folded_pipeline(args: Any, config: RLConfig) -> Iterator[str]:
     if budget is not None:
         yield (
             f"--rl-max-tokens-per-microbatch {budget} with {given}: its stages only pass micro-batches of one length; "
-            "remove one of them"
+            "remove one of the two flags"
         )
     if (ckpt_format := getattr(args, "ckpt_format", "torch")) != "torch":
         yield (

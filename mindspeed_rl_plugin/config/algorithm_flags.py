@@ -63,13 +63,13 @@ class AlgorithmConfig:
         None, "temperature of the gate of sapo for other advantages (default: 1.05)", above=0, reader=_SAPO
     )
     kl_loss_coef: float | None = flag(
-        None, "weight of the KL to the reference, which is added to the loss (default: the preset's)", least=0
+        None, "N times the KL to the reference is added to the loss (default: the preset's)", least=0
     )
     kl_estimator: str | None = flag(
         None, "KL estimator of the loss (default: the preset's)", choices=_KL, reader=_REFERENCE
     )
     kl_reward_coef: float | None = flag(
-        None, "weight of the KL to the reference, which is subtracted from the reward (default: the preset's)", least=0
+        None, "N times the KL to the reference is subtracted from the reward (default: the preset's)", least=0
     )
     kl_reward_estimator: str | None = flag(
         None, "KL estimator of the reward (default: the preset's)", choices=_KL, reader=_KL_REWARD
@@ -83,8 +83,8 @@ class AlgorithmConfig:
     )
     critic_load: str | None = flag(
         None,
-        "checkpoint from which the critic starts, of the policy's architecture: a critic's (SAVE/iter_*/critic), or a "
-        "language model's, which then gets a new value head (default: the policy's weights and a new value head)",
+        "checkpoint, of the policy's architecture, from which the critic starts: that of a critic (SAVE/iter_*/critic) "
+        "or of a language model, with a new value head (default: the policy's weights and a new value head)",
         reader=_CRITIC_ONLY,
     )
     critic_lr: float | None = flag(
@@ -168,4 +168,4 @@ class AlgorithmConfig:
         reader=DPO_ONLY,
         pairs=True,
     )
-    ppo_epochs: int = flag(1, "how often the update trains on each response of a rollout", unit="epochs", least=1)
+    ppo_epochs: int = flag(1, "number of times that the update trains on a rollout", unit="epochs", least=1)

@@ -29,8 +29,8 @@ class EpisodeConfig:
     )
     max_observation_length: int | None = _of_episodes(
         None,
-        "longest observation, which a tool or an environment gives the model at once; longer observations are cut "
-        "(default: a quarter of --rl-max-response-length)",
+        "longest observation, one message in the answer of tools or an environment to a turn; longer observations are "
+        "cut (default: a quarter of --rl-max-response-length)",
         unit="tokens",
         least=1,
     )
@@ -49,7 +49,7 @@ class EpisodeConfig:
         2, "processes in which an engine runs its tools and environments", unit="processes", least=1
     )
     environment_timeout: float = _of_episodes(
-        30.0, "longest call of a tool or an environment; then its process is killed", unit="seconds", above=0
+        30.0, "time limit of a tool's or environment's call; then its process is killed", unit="seconds", above=0
     )
     environment_on_error: str = _of_episodes(
         "stop",

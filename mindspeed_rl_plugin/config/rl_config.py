@@ -1,5 +1,5 @@
 """RLConfig, all groups of flags: adds them to an argparse parser, reads them from Megatron's parsed arguments, and
-checks each flag alone."""
+checks the limits of each flag."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def limit_problems(*groups: Any) -> list[str]:
 def unread_flags(config: RLConfig, algorithm: Any, preset: Any) -> Iterator[str]:
     """One message for each flag that nothing in this run reads: no flag is ignored without a message.
 
-    algorithm: the run's `Algorithm`; preset: that of --rl-algorithm alone; its values may always be given.
+    algorithm: the run's `Algorithm`; preset: that of --rl-algorithm without other flags; its values are never reported.
     """
     why = f", and {config.algorithm.algorithm} generates nothing" if algorithm.from_pairs else ""
     for f, value in given(config):

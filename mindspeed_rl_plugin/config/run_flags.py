@@ -30,7 +30,7 @@ class DataConfig:
         1024, "longest prompt; longer prompts are dropped, and counted", unit="tokens", least=1, pairs=True
     )
     tokenizer: str | None = flag(
-        None, "directory of a Hugging Face tokenizer (default: --rl-hf-model, else --tokenizer-model)", pairs=True
+        None, "directory of a Hugging Face tokenizer (default: --rl-hf-model, else the script's tokenizer)", pairs=True
     )
     smaller_tokenizer: bool = flag(
         False, "accept a tokenizer that leaves more than a tenth of the model's vocabulary without a token", pairs=True
@@ -50,7 +50,7 @@ class RolloutConfig:
     )
     samples_per_prompt: int = flag(8, "responses sampled for each prompt (the group size)", unit="responses", least=1)
     max_response_length: int = flag(
-        1024, "longest response; it is cut there (dpo drops pairs with longer ones)", unit="tokens", least=1, pairs=True
+        1024, "longest response; longer responses are cut (dpo drops their pairs)", unit="tokens", least=1, pairs=True
     )
     temperature: float = flag(1.0, "temperature of sampling and of all log-probs", least=LOWEST_TEMPERATURE, pairs=True)
     top_p: float = flag(1.0, "bound of nucleus sampling; below 1 the update's ratio is biased", above=0, most=1)
@@ -84,7 +84,7 @@ class RolloutConfig:
     device_memory_utilization: float | None = flag(
         None,
         "share of the device's memory that the engine may use while the trainer is offloaded (default: the share that "
-        "is free then, minus 0.1; 0.6 with --rl-reward-model-device accelerator)",
+        "is free then, minus 0.1 or 2 GiB, whichever is more; 0.6 with --rl-reward-model-device accelerator)",
         above=0,
         most=1,
     )
@@ -94,9 +94,9 @@ class RolloutConfig:
     )
     request_seeds: bool = flag(
         False,
-        "each response has its own random generator, so that it does not depend on the other responses in the batch; "
-        "costs three kernel launches per sequence and step (default: only on a CPU, and if one kernel of vLLM samples "
-        "a batch with one seed per response; else one generator per engine)",
+        "each response has its own random generator, so that it does not depend on the other responses in the batch. "
+        "Always so on a CPU, and if one kernel of vLLM samples a batch with a seed for each response; elsewhere this "
+        "costs three kernel launches per sequence and step (default there: one generator per engine)",
     )
 
 
@@ -108,11 +108,11 @@ class RewardConfig:
         (),
         "graders: math, exact, regex, environment, path/to/file.py:function or model:DIR (a reward model), each with "
         "an optional =WEIGHT; a response is solved if every grader with a positive weight gives at least 1 (default: "
-        "environment, if there is one)",
+        "environment, if --rl-environment is given)",
     )
     reward_model_device: str = flag(
         "host",
-        "where each grader process runs reward models: host, or accelerator (of its rank, which the engine uses too)",
+        "where each grader process runs reward models: host, or accelerator (that of its rank, shared with the engine)",
         choices=("host", "accelerator"),
     )
     reward_regex: str | None = flag(
@@ -120,7 +120,7 @@ class RewardConfig:
     )
     reward_timeout: tuple[float, ...] = flag(
         (10.0,),
-        "longest grading call: one number for all graders, or one for each of --rl-reward; then the worker is killed",
+        "time limit of a grading call, after which its process is killed (one for all graders, or one for each)",
         unit="seconds",
     )
     reward_workers: int = flag(2, "grader processes on each rank that grades", unit="processes", least=1)
@@ -150,9 +150,9 @@ class ForwardConfig:
     )
     logprob_chunk_tokens: int | None = flag(
         None,
-        "compute log-probs in slices of the vocabulary, in backward too, each with as many logits as N tokens have; 0: "
-        "all logits at once (default: N so that a slice has 128 MiB of fp32 logits on a rank, 4 MiB without "
-        "accelerator, and at least 1024 columns of the vocabulary; 0 if a micro-batch has at most 2 N tokens)",
+        "compute log-probs, and their backward, for one slice of the vocabulary after the other; a slice has as many "
+        "logits as N tokens with the complete vocabulary; 0: no slices (default: 128 MiB of fp32 logits on a rank, 4 "
+        "MiB without accelerator, but at least 1024 columns; 0 if two slices hold all logits of each micro-batch)",
         unit="tokens",
         least=0,
         pairs=True,
@@ -225,7 +225,7 @@ class MonitorConfig:
     wait_timeout: float = flag(
         1800.0,
         "longest wait for another rank (also while its stage runs) and for the engine's next response. Nine tenths of "
-        "it limit all grading of a rank (streamed: of one batch) and the start of its graders, tools and environments. "
+        "it limit all grading of a rank (streamed, async: of a batch), and the start of graders, tools, environments. "
         "Collectives in Megatron's forward and backward have the limit --distributed-timeout-minutes",
         unit="seconds",
         above=0,

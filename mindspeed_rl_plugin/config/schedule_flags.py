@@ -50,14 +50,14 @@ class ScheduleConfig:
     schedule: str = flag(
         "sync",
         "sync: one stage after the other; streamed: each response is graded when it is finished, while the engine "
-        "generates other responses (same results as sync, bit for bit, if all responses are finished); async: "
-        "engines in other processes (--rl-generators) generate the next rollouts while this one is trained",
+        "generates others (same results as sync, bit for bit, unless --rl-carry-unfinished or --rl-oversample-drop is "
+        "given); async: engines in other processes (--rl-generators) generate the next rollouts during training",
         choices=("sync", "streamed", "async"),
     )
     generators: str | None = flag(
         None,
         "with async: what generates. N: the last N ranks of the job (the others are the Megatron job that trains); "
-        "0: only engines that join the job (`python -m mindspeed_rl_plugin generate`); "
+        "0: no ranks, engines join the job (`python -m mindspeed_rl_plugin generate`); "
         "ray:N[,tp=T][,device=cpu|cuda|npu]: N engines of T ranks, which Ray places on its cluster",
         form=Generators.parse,
         reader=_ASYNC,
@@ -71,7 +71,7 @@ class ScheduleConfig:
     max_staleness: int = flag(
         1,
         "with async or --rl-carry-unfinished: the weights that sampled a token are at most N publications (one per "
-        "rollout) older than the weights that it trains; prompts wait if needed; above 0 needs a --rl-correction",
+        "rollout) older than the weights that are trained with it; above 0 needs a --rl-correction",
         unit="publications",
         least=0,
         reader=_STALENESS,
@@ -85,15 +85,15 @@ class ScheduleConfig:
     )
     async_order: str = flag(
         "free",
-        "with async: free (an engine takes a prompt when it has a free slot) or strict (engines get equal parts, and "
-        "exactly publication max(0, e - --rl-max-staleness) samples rollout e: every run has the same results)",
+        "with async: free (an engine takes a prompt when it has a free slot) or strict (each engine gets an equal part "
+        "of rollout e, and samples it with publication max(0, e - --rl-max-staleness): all runs have equal results)",
         choices=("free", "strict"),
         reader=_ASYNC,
     )
     exact_resume: bool = flag(
         False,
-        "with async: a checkpoint waits until all prompts that engines got are answered and graded (strict always "
-        "waits); without this flag, a resumed run samples unfinished prompts again",
+        "with async: a checkpoint waits until all prompts that engines have or may take are answered and graded "
+        "(strict always waits); without this flag, a resumed run samples unfinished prompts again",
         reader=_ASYNC,
     )
     carry_unfinished: bool = flag(
@@ -105,7 +105,7 @@ class ScheduleConfig:
     oversample: float | None = flag(
         None,
         "with --rl-carry-unfinished or --rl-oversample-drop: a rollout works on N times the prompts that it needs; "
-        "with --rl-carry-unfinished at most --rl-max-staleness + 1 (default: 1.25)",
+        "N is at most --rl-max-staleness + 1 with --rl-carry-unfinished (default: 1.25)",
         least=1.0,
         reader=_STREAMED,
     )
@@ -136,7 +136,7 @@ class ScheduleConfig:
         return self.carry_unfinished or self.oversample_drop
 
     def in_the_making(self, prompts: int) -> int:
-        """Groups that are generated at the same time. prompts: groups of a rollout."""
+        """Number of groups that are generated at the same time. prompts: groups of a rollout."""
         factor = (OVERSAMPLE if self.oversample is None else self.oversample) if self.partial else 1.0
         return math.ceil(round(factor * prompts, 6))
 

@@ -182,8 +182,7 @@ class DeviceMeter:
 
 
 class AllocatorMeter:
-    """Bytes of live tensors in torch's caching allocator of the current device, without blocks that it keeps for
-    reuse."""
+    """Bytes of live tensors in torch's caching allocator of the current device, without blocks kept for reuse."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Divides rows among optimizer steps, ranks and micro-batches, by ids and lengths alone."""
+"""Divides rows among optimizer steps, ranks and micro-batches, by ids, lengths and machines of rows, not by values."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Step:
 def plan_batches(ids: Sequence[SampleId], *, global_batch_size: int, micro_batch_size: int, dp_size: int) -> list[Step]:
     """Cut the rows of a rollout into optimizer steps, and divide each step among the data parallel ranks.
 
-    Rows keep the order of `ids`, and each rank gets contiguous rows of a step. So if `ids` go group by group, steps and
-    ranks get complete groups, if the sizes allow it. Every rank computes the same plan. Sizes are in rows. Raises
-    ValueError if the sizes do not divide.
+    Rows keep the order of `ids`, and each rank gets contiguous rows of a step. So if `ids` go group by group, and sizes
+    are multiples of a group, steps and ranks get complete groups. Every rank computes the same plan. Sizes are in rows.
+    Raises ValueError if the sizes do not divide, or if an id occurs twice.
     """
     if len(set(ids)) != len(ids):
         raise ValueError(f"{len(ids) - len(set(ids))} of {len(ids)} ids occur twice")
@@ -87,9 +87,9 @@ def plan_tokens(
     plan: result of `plan_batches`; each step keeps its rows.
     lengths: tokens of each row.
     near: ranks that should preferably get a row.
-    Every rank gets the same number of rows, and the same number of micro-batches, the smallest that suffices for all.
-    Balance is more important than `near`: the fullest rank gets at most SLACK more tokens than without `near`. The
-    result is the same on every rank. Raises ValueError for a row that is larger than the budget.
+    Every rank gets the same number of rows, and the same number of micro-batches: the smallest multiple of `rounds_of`
+    that suffices for all ranks. Balance is more important than `near`: the fullest rank gets at most SLACK more tokens
+    than without `near`. All ranks get the same result. Raises ValueError for a row above the budget, or too few rows.
     """
     return [_dealt(step, lengths, budget, near) for step in plan]
 
@@ -188,8 +188,7 @@ def _fill(rows: Sequence[SampleId], lengths: Mapping[SampleId, int], budget: Tok
 def _split(
     batches: list[list[SampleId]], count: int, lengths: Mapping[SampleId, int], budget: TokenBudget
 ) -> list[list[SampleId]]:
-    """The same rows in `count` micro-batches: the micro-batch with the highest cost that has several rows is halved
-    until there are enough."""
+    """The same rows in `count` micro-batches: repeatedly halves the costliest micro-batch that has several rows."""
     batches = [list(batch) for batch in batches]
     while len(batches) < count:
         cut = max(

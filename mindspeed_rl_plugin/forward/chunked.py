@@ -33,7 +33,7 @@ def chunked_token_logps(
     instead of returning it.
     Returns logp and entropy, `[T]`, float32 (float64 for float64 hidden states).
 
-    The gradient of `hidden` is this rank's part of it. Layers before must sum it over the group in backward, as
+    For `hidden`, backward gives this rank's summand of the gradient. Layers before must sum it over the group, as
     Megatron's `copy_to_tensor_model_parallel_region` and `gather_from_sequence_parallel_region` do.
 
     Slices are of the vocabulary, not of the tokens: each row of the weight is read once in a pass, and its gradient is
@@ -192,8 +192,7 @@ class _Slices:
         return self.hidden.new_full((len(self.hidden),), value, dtype=self.wide)
 
     def scratch(self, like: Tensor) -> Tensor:
-        """A second buffer, of the shape of `like`. It is allocated once: new memory pages cost more than the
-        arithmetic."""
+        """A second buffer, of the shape of `like`, allocated once: new pages cost more than the arithmetic."""
         if self._scratch is None:
             self._scratch = torch.empty(len(self.hidden) * self.step, dtype=self.wide, device=self.hidden.device)
         return self._scratch[: like.numel()].view_as(like)

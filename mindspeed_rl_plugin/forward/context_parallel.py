@@ -1,6 +1,6 @@
 """Context parallel ranks: each rank runs its own positions through the model, and then gets the results of all ranks.
 
-So losses get complete rows in every layout: ratios and means of sequences, pairs and counts need no sum over ranks.
+So losses get complete rows in every layout, and need no sum over ranks for a sequence's ratio or mean, or for a pair.
 Each rank computes the complete loss, and its gradient reaches the weights only through the positions of this rank.
 """
 
@@ -52,8 +52,7 @@ def of_this_rank(batch: MicroBatch) -> MicroBatch:
 
 
 def of_all_ranks(values: Tensor, batch: MicroBatch) -> Tensor:
-    """From values `[mb, S / cp, ...]` of this rank's positions to `[mb, S, ...]`, the same on all context parallel
-    ranks.
+    """From values `[mb, S / cp, ...]` of this rank's positions to `[mb, S, ...]`, equal on all context parallel ranks.
 
     batch: the micro-batch before the split. Backward gives each rank the gradient of its own positions, so every rank
     must compute the same loss.

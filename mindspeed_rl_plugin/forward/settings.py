@@ -140,7 +140,7 @@ def takes_boundaries(args: argparse.Namespace) -> bool:
     if implementation != "local" and not mindspeed:
         raise ValueError(
             f"--rl-pack-sequences was not tested with --transformer-impl {implementation}; give "
-            "--transformer-impl local, --transformer-impl transformer_engine, or remove it"
+            "--transformer-impl local, --transformer-impl transformer_engine, or remove --rl-pack-sequences"
         )
     for name, off in (
         ("use_flash_attn", "no --use-flash-attn"),
@@ -148,7 +148,8 @@ def takes_boundaries(args: argparse.Namespace) -> bool:
     ):
         if getattr(args, name, False):  # takes any mask as a causal mask
             raise ValueError(
-                f"--rl-pack-sequences needs attention that reads RL's mask or row boundaries: give {off}, or remove it"
+                f"--rl-pack-sequences needs attention that reads RL's mask or row boundaries: give {off}, or remove "
+                "--rl-pack-sequences"
             )
     return False
 

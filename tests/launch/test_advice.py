@@ -31,7 +31,7 @@ BY_HAND = {
     "leave out that flag and": {"--n-shared-experts": None},
     "give jsonl": {"--rl-prompt-data": __file__},
     "give a hugging face tokenizer": {"--rl-tokenizer": str(Path(__file__).parent)},
-    "give --rl-generators N alone": {"--rl-async-order": None},
+    "give --rl-generators N without": {"--rl-async-order": None},
     "give --rl-generators N": {"--rl-generators": 0},
     "give --rl-stop-token-ids": {"--rl-stop-token-ids": 5, "--rl-stop": None},
     "give --rl-max-tokens-per-microbatch too": {"--rl-max-tokens-per-microbatch": 64},
