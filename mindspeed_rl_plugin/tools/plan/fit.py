@@ -63,7 +63,7 @@ class Observed:
     @property
     def calls(self) -> tuple[float, float] | None:
         """Seconds of the calls that grade a response, and number of concurrent calls in a reward worker; None if no
-        response was graded. Runs of older versions have only one of these metrics, and made one call at a time."""
+        response was graded. Older runs have only call_seconds or worker_seconds, and made one call at a time."""
         calls, worker = self.mean("reward/call_seconds"), self.mean("reward/worker_seconds")
         if calls is None and worker is None:
             return None
