@@ -21,7 +21,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generators.join", "one more engine for a running job of --rl-schedule async"),
     "import": ("tools.convert.to_megatron", "a Hugging Face model as a Megatron checkpoint"),
     "patch": ("tools.patch", "check, apply or revert the one-line patch of a checkout"),
-    "plan": ("tools.plan.plan", "memory, bytes, seconds of a reshard (--dock: a rollout; --schedule: an iteration)"),
+    "plan": ("tools.plan.plan", "a reshard's memory and time; --dock: a rollout's bytes; --schedule: iteration times"),
     "rehearse": ("tools.rehearse.rehearse", "run an Ascend launch script here, shrunk, for one RL iteration"),
     "report": ("tools.report.report", "one HTML file of a run: curves, timeline, memory, samples"),
     "tasks": ("tools.tasks", "the tasks of a `verifiers` environment as a data file"),

@@ -38,7 +38,7 @@ WORD` prints the flags with a word in their name or text. All other flags are th
 
 
 def main(argv: list[str]) -> int:
-    """Print the flags. Returns 1 if no flag has the word."""
+    """Print the flags. Returns 1 if neither a flag nor FLAGS_ELSEWHERE has the word."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_rl_plugin flags", description=__doc__.splitlines()[0])
     parser.add_argument("word", nargs="?", default="", help="show only flags with this word in their name or text")
     parser.add_argument("--markdown", action="store_true", help="print docs/flags.md")

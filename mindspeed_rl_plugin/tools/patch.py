@@ -1,6 +1,6 @@
 """`python -m mindspeed_rl_plugin patch`: check, apply or revert the import line in an upstream checkout.
 
-`patches/` has a diff without context lines for each row of `TREES`, for `git apply --unidiff-zero` (a test compares).
+`patches/` has a diff without context lines for each row of `TREES`, for `git apply --unidiff-zero`; a test checks it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         description="Check, add or remove one line in pretrain_gpt.py of Megatron-LM or MindSpeed-LLM, without git.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", metavar="DIR", help="exit status: 0 if DIR has the line, 1 if not, 2 if it is unknown")
+    what.add_argument("--check", metavar="DIR", help="exit status: 0 if DIR has the line, 1 if not; 2: unknown DIR")
     what.add_argument("--apply", metavar="DIR", help="add the line")
     what.add_argument("--revert", metavar="DIR", help="remove the line")
     options = parser.parse_args(argv)
@@ -80,7 +80,7 @@ def apply_to(directory: str, revert: bool = False) -> None:
 def inspect(directory: str) -> tuple[bool, str, int]:
     """Recognise the tree in `directory` and look for `IMPORT_LINE`, without git. Returns whether the script has it, a
     sentence that says so, and the number, from 1, of this line, or of `ANCHOR` if the script does not have it. Raises
-    ValueError for an unknown tree, and if the script does not have `ANCHOR` exactly once."""
+    ValueError for an unknown tree, and for a script that has neither this line nor `ANCHOR` exactly once."""
     kind, version = _release(Path(directory))
     script = Path(directory, SCRIPT)
     if not script.is_file():

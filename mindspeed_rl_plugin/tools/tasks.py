@@ -1,6 +1,6 @@
 """`python -m mindspeed_rl_plugin tasks verifiers:ID`: writes the tasks of a `verifiers` environment to a data file.
 
-Each line has `answer`, `verifiers` (the task, which is rendered) and `prompt` (for readers and length limits).
+Each line has `answer`, `verifiers` (the task, which verifiers renders) and `prompt` (to read, and for length limits).
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 def write(environment: str, python: str | None, path: str, most: int | None) -> int:
-    """Write the file atomically. Returns the number of rows. Raises ValueError for an environment that cannot be
-    used."""
+    """Write the file atomically. Returns the number of rows. Raises ValueError if this is not possible."""
     count = 0
 
     def fill(part: Path) -> None:

@@ -120,7 +120,7 @@ def test_calls_at_once_are_modelled_and_a_model_that_misses_a_run_says_so(tmp_pa
     out = said("--from", folder)
     judged = f"the model gives {judged.format(table(out)[0][1])}"
     assert f"measured 13.50 s an iteration, sync; {judged}" in out
-    assert f"grading a response takes 2 s, {4 * together} at once" in out
+    assert f"grading a response takes 2 s, {4 * together} at the same time" in out
     assert all(judged in said("--from", folder, cost, 60) for cost in ("--step-ms", "--grade-s", "--reshard-s"))
 
 

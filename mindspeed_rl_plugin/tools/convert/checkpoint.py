@@ -60,9 +60,9 @@ def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
 
 
 class Checkpoint:
-    """A checkpoint on disk. args: Megatron's arguments as saved; parallel: its layout. iteration: of the checkpoint
-    (None: that of the tracker file). Raises ValueError if there is no checkpoint of a known format, or if it was saved
-    without arguments."""
+    """A checkpoint on disk. args: Megatron's arguments as saved; parallel: layout of its files (torch_dist: of one
+    rank). iteration: None: that of the tracker file. Raises ValueError if there is no checkpoint of a known format, or
+    if it was saved without arguments."""
 
     def __init__(self, directory: Path, iteration: int | str | None = None) -> None:
         iteration = read_tracker(str(directory)) if iteration is None else iteration
@@ -153,8 +153,8 @@ def whole_model(files: DistFiles) -> dict[str, StoredTensor]:
     """Tensors of `--ckpt-format torch_dist` as one rank with the complete model has them: parameter name of the
     implementation `local` with experts `sequential` -> tensor, whose values are read at their use.
 
-    An entry of the files is not cut: [gate; up], query groups one after the other, the embedding with its padding.
-    Sources, equal in this in core 0.12.1, 0.16.1 and 0.19: sharded_state_dict of transformer_block.py, mlp.py and
+    The files have complete tensors: [gate; up], query groups one after the other, the embedding with its padding.
+    Sources (core 0.12.1, 0.16.1 and 0.19 do the same here): sharded_state_dict of transformer_block.py, mlp.py and
     moe/experts.py.
     """
     return dict(_each(files))

@@ -38,7 +38,7 @@ _MTP = "model.layers.{}.eh_proj.weight"  # every layer for multi-token predictio
 def main(argv: list[str]) -> int:
     """Run `import`. Returns 0, or 1 with a message."""
     parser = make_parser("import", "directory of a Hugging Face model", "Megatron checkpoint of weights, iteration 0")
-    sizes = "trainer's layout, as tp2,pp2, of: tp pp vpp cp ep etp, and first, last (layers of the first, last stage)"
+    sizes = "trainer's layout, such as tp2,pp2: tp pp vpp cp ep etp, and first, last (layers of the first, last stage)"
     parser.add_argument("--train", required=True, help=sizes)
     parser.add_argument("--noop-layers", metavar="61,62", help="numbers of layers that do nothing, as in MindSpeed")
     folded = "two model chunks on each pipeline stage, placed as MindSpeed's dualpipev does"

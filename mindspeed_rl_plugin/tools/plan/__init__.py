@@ -1,1 +1,1 @@
-"""Plans of a reshard without any accelerator: memory per device, bytes per rank and link, seconds."""
+"""`plan`: computes a reshard's memory and time, a rollout's bytes, and times of schedules, without an accelerator."""

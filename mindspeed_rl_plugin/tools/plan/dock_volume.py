@@ -113,7 +113,7 @@ def record_bytes(load: Load, columns: Sequence[ColumnSpec], states: Sequence[Sta
 
 
 def listeners_elsewhere(states: int, nodes: Sequence[int]) -> float:
-    """Number of processes on other machines that get the record of a commit, mean of machines. nodes: one per rank."""
+    """Number of processes on other machines that get a record of a commit, mean over machines. nodes: of each rank."""
     holders = {controller_rank(i, states, len(nodes)) for i in range(states)}
     machines = set(nodes)
     return sum(nodes[rank] != machine for machine in machines for rank in holders) / len(machines)

@@ -1,4 +1,4 @@
-"""Estimate: traffic and memory of a reshard in each mode, computed from layouts, and a run's host memory. Pure.
+"""Estimate: traffic and memory of a reshard in each mode, computed from layouts, and a run's host memory.
 
 For devices it counts weights, gradients and optimizer state of the fullest device, without activations and KV cache.
 """
@@ -109,7 +109,8 @@ class Estimate:
 
     @property
     def reference(self) -> int:
-        """Most bytes of the reference on the host: the weights; twice if main parameters share their memory."""
+        """Most bytes of the reference on the host: the weights; twice if they lie in the memory of complete main
+        parameters (--reuse-fp32-param, and optimizer state that is not spread over ranks)."""
         train = self.run.train
         alone = train.dp * train.cp == 1 or (self.run.shape.experts and train.edp == 1)
         return self.policy.weights * (2 if self.run.reused and (alone or not self.run.distributed) else 1)

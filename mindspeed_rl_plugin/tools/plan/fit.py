@@ -1,7 +1,7 @@
 """Fits the costs of the model to measured runs, by their run.json and metrics.jsonl.
 
 The measured seconds of a stage are divided by its amount of work (tokens of the fullest rank, decode steps of the
-slowest engine). This amount is the time of a simulated run of this kind in which only this work costs time, 1 s a unit.
+slowest engine). This amount is the time of a simulated rollout of the run in which only this work costs time, 1 s each.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mindspeed_rl_plugin.monitor.run_files import read_metrics, read_run
 from mindspeed_rl_plugin.tools.plan.simulate import WARM_UP, simulate
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal, sigma_of
 
-# Assumed ratio of the seconds that a sequence adds to a decode step to the step's fixed seconds, if rollouts are too
-# similar to measure it. It is small: on an accelerator a step's time is mostly that of reading the weights, once.
+# Assumed Costs.sequence / Costs.step, if rollouts are too similar to measure both, or if all runs are async. It is
+# small: on an accelerator a step's time is mostly that of reading the weights, once.
 USUAL_RATIO = 0.02
-OLD_SHARE = 1 / 3  # assumed time of the pass for old log-probs / time of the update, if no run has this pass
+OLD_SHARE = 1 / 3  # assumed Costs.old_token / Costs.token, if no run has a pass for old log-probs
 NOTICE = 0.05  # assumed `Costs.notice`, in seconds
 TOKEN_STAGES = ("update", "logp_ref", "values")
 ONCE = ("reshard", "swap_back")
@@ -38,7 +38,7 @@ NEEDED = (
     "seconds/update",
     "tokens_per_second_total",
 )
-COUNTED = 6  # rollouts that are simulated for a number
+COUNTED = 6  # rollouts that are measured in each simulated run
 OF_APART = {"publish": "seconds/publish", "pull": "weights/pull_seconds", "apply": "weights/pause_seconds"}
 COLLINEAR = 1e-3  # squared sine between the vectors of steps and of sequences; below it their costs cannot be separated
 
@@ -63,7 +63,7 @@ class Observed:
     @property
     def calls(self) -> tuple[float, float] | None:
         """Seconds of the calls that grade a response, and number of concurrent calls in a reward worker; None if no
-        response was graded. Runs of older versions have one of the two metrics, and made one call at a time."""
+        response was graded. Older runs have only call_seconds or worker_seconds, and made one call at a time."""
         calls, worker = self.mean("reward/call_seconds"), self.mean("reward/worker_seconds")
         if calls is None and worker is None:
             return None
@@ -82,7 +82,7 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
     lines, run = read_metrics(run_dir), read_run(run_dir)
     if SETUP not in run:
         raise ValueError(
-            f"{run_dir}: run.json has no {SETUP!r}, as of an older version, DPO or partial rollouts; give another run"
+            f"{run_dir}: run.json has no {SETUP!r}: it is of an old version, DPO or partial rollouts; give another run"
         )
     known = {field.name for field in dataclasses.fields(Setup)}
     stored = {name: value for name, value in run[SETUP].items() if name in known}  # other versions stored more

@@ -1,6 +1,6 @@
 """Computes the bytes of a reshard per rank and link without a plan of it: from cells that ranks have and need.
 
-A cell is a range of a canonical tensor that no rank's layout cuts. With arrays over cells, a model of 671 B parameters
+A cell is a range of a complete tensor that no rank's layout cuts. With arrays over cells, a model of 671 B parameters
 on hundreds of ranks takes seconds. Received bytes, also those between nodes, are exactly those of `make_plan`. For sent
 bytes all sources of a cell are assumed to send equal parts.
 """
@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.layout.layout import Canonical, Layout
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes of a reshard per rank, `[ranks]` int or float64. Ranks that only fill the last node move nothing."""
+    """Bytes of a reshard per rank, `[ranks]` int or float64; 0 for missing ranks of the last node."""
 
     received: np.ndarray  # from other ranks
     received_far: np.ndarray  # part of `received`, from other nodes

@@ -63,8 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("script", nargs="?", type=Path, help="launch script (bash) whose arguments describe the trainer")
     add("--model", help="published model by name, or a Hugging Face config.json, instead of a script")
-    add("--train", help="trainer, as tp4,pp2,ep8, of: tp pp vpp cp ep etp dp first last")
-    add("--generate", help="engines, as tp2,ep8, of: tp ep dp (default: the script's)")
+    add("--train", help="trainer's layout, such as tp4,pp2,ep8: tp pp vpp cp ep etp dp first last")
+    add("--generate", help="engines' layout, such as tp2,ep8: tp ep dp (default: the script's)")
     add("--world", type=int, help="ranks of the trainer (default: tp x pp x cp x dp)")
     add("--vocab", type=int, help="size of the vocabulary (default: the script's)")
     add("--generate-world", type=int, help="ranks of all engines (default: as many as train)")
@@ -257,7 +257,8 @@ class _Shown:
         whole, stream = (self.plan.flows[mode].received.sum() for mode in FLOW_MODES)
         return [
             *aligned(rows, 1),
-            "received, sent: of one rank; node in, out: of the busiest node; s: the longer of s in node, s between",
+            "received, sent: of one rank (mean: of ranks that receive); node in, out: of the busiest node; s: the "
+            "longer of s in node, s between",
             f"offload of the weights: {self.plan.policy.weights / self.plan.run.host:.2f} s, and as much back again",
             f"stream receives {whole / stream:.1f} times fewer bytes than allgather"
             if stream

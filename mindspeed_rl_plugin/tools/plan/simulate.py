@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.rows import Group, Prompt, SampleId
 from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Decoder, Graders, Responses
 
-WARM_UP = 2  # rollouts at the start that are not counted; in async `ahead` more, and `ahead` at the end
+WARM_UP = 2  # rollouts at the start that are not counted; in async staleness + 1 more, and as many at the end
 # Seconds of decode steps after which an engine looks for rows and new weights, as in generators.engine_loop. A real
 # engine without a free slot hears of weights by its reports, up to 0.5 s later than in this model.
 POLL_SECONDS = 0.2

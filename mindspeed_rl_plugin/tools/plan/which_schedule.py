@@ -39,7 +39,7 @@ ASSUMED = {
 }
 ROWS = 100  # rows of each file whose prompts are rendered
 PROMPTS = f"mean {{}} tokens, of at most the first {ROWS} rows of each file of --rl-prompt-data"
-GENERATOR_COUNTS = 8  # most numbers of generators to try, evenly spread over the possible numbers
+GENERATOR_COUNTS = 8  # at most so many numbers of generators are tried, evenly spread over the possible ones
 WORTH = 1.02  # factor; with a smaller gain the simpler schedule is advised
 MISS = 1.25  # factor between the times of model and run; above it the advice is marked as doubtful
 MISSES = ": THE MODEL MISSES THIS RUN, so its advice may be wrong"
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("script", nargs="?", type=Path, help="launch script (bash) with the RL flags; default: the flags of the run")
     add("--from", dest="runs", action="append", type=Path, default=[], metavar="RUN_DIR", help="directory (SAVE/rl) "
-        "of a run whose costs are used, best one of --rl-schedule sync; repeat --from for more runs")  # fmt: skip
+        "of a run whose costs are used, preferably of --rl-schedule sync; repeat --from for more runs")  # fmt: skip
     add("--world", type=int, help="ranks in all (default: those of the script or run)")
     add("--node", type=int, default=8, help="ranks of a machine (default: %(default)s)")
     add("--staleness", type=int, help="--rl-max-staleness (default: that of the script or run)")
@@ -287,7 +287,7 @@ def _responses(
     grade, together = measured or (0.0, 1.0)
     grade = grade if options.grade_s is None else options.grade_s
     together = together if options.grade_together is None else options.grade_together
-    grading = f"; grading a response takes {grade:.2g} s, {max(setup.graders * together, 1):.4g} at once"
+    grading = f"; grading a response takes {grade:.2g} s, {max(setup.graders * together, 1):.4g} at the same time"
     by_hand = options.response_tokens is not None or options.tail is not None
     assumed = {} if measured or options.grade_s is not None else {"grade_s": grade}
     assumed |= {"grade_together": together} if grade and not measured and options.grade_together is None else {}

@@ -103,8 +103,8 @@ def _missing_module(module: str, traceback: list[str]) -> str:
 
 
 def iterations(done: Done, rl: bool) -> list[str]:
-    """Megatron's lines of iterations, and the plugin's own lines, also of evaluations; empty if no iteration (of RL or
-    pretraining) was logged."""
+    """Megatron's lines of iterations, and the plugin's own lines, also of evaluations; empty if the process failed or
+    logged no iteration (rl: of RL; else of pretraining)."""
     lines = [line for line in done.lines if line.startswith("[rl]") and "RL is attached" not in line]
     rounds = [line for line in done.lines if _RL_ITERATION.match(line)]
     logged = [re.sub(r"\s+", " ", line[line.index("iteration") :]) for line in done.lines if _LOG_LINE.search(line)]
@@ -126,7 +126,7 @@ def not_exercised(
     operators = "fused operators ran as plain torch operators on a CPU" if entry.mindspeed else "none"
     rl = "--rl-algorithm" in flags
     lines = [
-        (True, "memory, speed and numerics at the real sizes (everything in the table above was made smaller)"),
+        (True, "memory, speed and numerics at the real sizes (the table above has what was made smaller)"),
         (True, f"HCCL, and {launch.world} ranks on {launch.nnodes} node(s): {ranks} ranks used gloo"),
         (True, f"NPU kernels: {operators}"),
         (kernels, f"switched off, since they need an accelerator: {' '.join(kernels)}"),

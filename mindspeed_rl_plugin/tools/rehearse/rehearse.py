@@ -2,9 +2,9 @@
 
 The script runs up to its torchrun. Commands that delete, copy, kill, log in or install are listed, not run. All other
 commands run; if the kernel has Landlock (Linux 5.13), they can write only in the rehearsal's folders. The arguments,
-for the world as written, go through the parsers and the validation of MindSpeed, Megatron and the plugin. Before this,
-files and folders are replaced (without MindSpeed also flags). Then world, model and batches are made smaller, and one
-iteration is trained on CPU: of RL, with evaluation, dump, save and resume, if --rl-algorithm is given; else of
+for the script's number of ranks, go through the parsers and the validation of MindSpeed, Megatron and the plugin,
+after files and folders are replaced (without MindSpeed-LLM also flags). Then ranks, model and batches become smaller,
+and one iteration is trained on CPU: of RL, with evaluation, dump, save and resume, if --rl-algorithm is given; else of
 pretraining. Checkpoints to load are generated. Python modules that MindSpeed lacks here get stand-ins.
 Changed arguments are printed with the reason, and everything that was not tested. Words after -- are added to the
 training arguments, for example --rl-* flags. MEGATRON_LM_PATH (one folder or more, separated by colons), MINDSPEED_PATH

@@ -10,8 +10,8 @@ MEMBERS = 4
 _SMALL, _FEWER_RANKS, _ONE_ITERATION, _BATCHES = "smaller model", "fewer ranks", "one iteration", "smaller batches"
 _SHORT, _NO_EVALUATION = "shorter sequences", "no evaluation set"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
-# Rules of `Flags.apply`: layers {0}, key heads {1}, heads {2}, hidden size {3}, experts {4}. Latent sizes do not
-# change: vLLM on a CPU only supports DeepSeek's (`engine_sizes.CPU_LATENT_SIZE`).
+# Rules of `Flags.apply`: layers {0}, key heads {1}, heads {2}, hidden size {3}, experts {4}. The latent size of keys
+# and values does not change: vLLM on a CPU only supports DeepSeek's (`engine_sizes.CPU_LATENT_SIZE`).
 MODEL_RULES = """
     --num-layers={0} --num-query-groups<={1} --num-attention-heads={2} --hidden-size={3} --ffn-hidden-size<=256
     --moe-ffn-hidden-size<=64 --moe-shared-expert-intermediate-size<=64 --q-lora-rank<=64 --kv-channels<=32
@@ -19,7 +19,7 @@ MODEL_RULES = """
     --first-k-dense-replace<=1 --recompute-num-layers<=1
     --num-virtual-stages-per-pipeline-rank<=2 --num-layers-per-virtual-pipeline-stage<=1
 """
-# Flags that depend on the original number of layers or batches; --num-layer-list is kept with a pipeline.
+# Flags that depend on the original number of layers or batches. --num-layer-list, which does too, has its own rule.
 LAID_OUT = """
     --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout --pipeline-model-parallel-split-rank
     --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
@@ -60,7 +60,7 @@ PLAIN_MEGATRON = {
     "TransformerEngine is not installed": "--transformer-impl=local",
     "no engine has this norm of TransformerEngine, so RL refuses it": "--apply-layernorm-1p",
 }
-# Reason -> prefix of a flag of MindSpeed-LLM, and the rule.
+# Reason -> begin of a "FLAG VALUE" that only MindSpeed-LLM accepts, and the rule that replaces it.
 MINDSPEED_LLM_FLAGS = {
     "a layer spec of MindSpeed-LLM": ("--spec mindspeed", "--spec"),
     "alltoall_seq is MindSpeed's": ("--moe-token-dispatcher-type alltoall_seq", "--moe-token-dispatcher-type=alltoall"),

@@ -1,7 +1,7 @@
-# Every bash reads this file before a script (BASH_ENV). capture.py writes the lines before these.
+# Every bash reads this file before a script (BASH_ENV). capture.py puts lines before these, which set variables.
 # A launch is recorded and not made, whatever path its launcher has and wherever its output goes. Commands that delete,
-# copy, kill, log in or install are listed and not run. But rm, mkdir, touch, cp and mv run if all their paths are in the
-# script's own folder, which the rehearsal made.
+# copy, kill, log in or install are listed and not run. But rm, rmdir, mkdir, touch, cp and mv run if all their paths
+# are in the script's own folder, which the rehearsal made.
 
 rehearse_wrappers=" exec nohup time env numactl taskset nice timeout stdbuf setsid "
 rehearse_word="([^[:space:]\"'\\\\<>]|\\\\.|'[^']*'|\"([^\"\\\\]|\\\\.)*\")*"
@@ -33,10 +33,10 @@ rehearse_skip() { # $1: name of a command; then its arguments
     printf '%s\n' "${words% }" >> "$rehearse_record/skipped"
 }
 
-# $1: a simple command as bash prints it, redirections last; then the script's own arguments, which its words may name.
+# $1: a simple command as bash prints it, redirections last; then the script's own arguments, which the command may use.
 # Returns 1 if the command was recorded: bash then does not run it.
 rehearse_command() {
-    shopt -s extdebug # makes 1 skip the command; not set earlier, since bash would look for its debugger at its start
+    shopt -s extdebug # so that 1 skips the command; not set earlier, since bash would look for its debugger at start
     local rehearse_text="$1" rehearse_set="" rehearse_name rehearse_i
     local -a rehearse_words
     shift

@@ -12,7 +12,7 @@ const SAMPLE_COLUMNS = [
   { label: "advantage", key: (r) => r[ADVANTAGE], num: true },
   { label: "tokens", key: (r) => r[LENGTH], num: true, hint: "response tokens" },
   { label: "finish", key: (r) => r[FINISH], show: (r) => r[FINISH] ?? "–" },
-  { label: "version", key: (r) => r[VERSION], num: true, hint: "weight version that sampled the response" },
+  { label: "version", key: (r) => r[VERSION], num: true, hint: "version of the oldest weights that sampled it" },
   { label: "Δlogp", key: (r) => r[LOGP], num: true, hint: "largest |engine − trainer| log-prob of the response, nats" },
 ];
 

@@ -24,9 +24,9 @@ MESSAGE_SIZE = 64  # characters that a message adds to its text in the page
 def find_dumps(
     run_dir: str | os.PathLike[str], run: dict[str, Any], dump_dir: str | os.PathLike[str] | None
 ) -> tuple[dict[int, Path], list[Path]]:
-    """Iterations before a dump -> its file, and the folder of the dumps; without dumps, all folders that were searched.
-    Only `dump_dir` is searched if it is given; else the folder in run.json, then dump/ in the run directory, then the
-    run directory. Raises ValueError if `dump_dir` does not exist."""
+    """Number of iterations before a dump -> its file, and the folder of the dumps; without dumps, all folders that were
+    searched: only `dump_dir` if it is given; else the folder in run.json, then dump/ in the run directory, then the run
+    directory. Raises ValueError if `dump_dir` does not exist."""
     if dump_dir is not None and not Path(dump_dir).is_dir():
         raise ValueError(f"--dump-dir {dump_dir} is not a directory; give the --rl-dump-dir of the run")
     recorded = [Path(run["dump_dir"])] if run.get("dump_dir") else []
@@ -72,8 +72,8 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
 
 
 def _plan(dumps: dict[int, Path], limit: int) -> dict[int, int]:
-    """Iterations before a rollout -> number of rows to take from its begin: complete groups of evenly spaced rollouts,
-    including the first and the last."""
+    """Number of iterations before a rollout -> number of its first rows to take: complete groups of evenly spaced
+    rollouts, including the first and the last."""
     import pyarrow.parquet as pq
 
     rollouts = list(dumps)
@@ -123,8 +123,8 @@ def _turns(
     """Turns of the model and observations, together cut at `text_limit` characters.
 
     Each is [role or tool, text, sampled tokens, trained tokens, reward, seconds of the environment]. The seconds are
-    those of a reply: with its first message; with the model's turn if the reply has no message; or with "reset". The
-    rewards are those that are trained: 0 if the environment failed.
+    the time of a reply: in the entry of its first message; if it has no message, in the entry before; for the reply to
+    reset, in an entry "reset". The rewards are those that are trained: 0 if the environment failed.
     """
     rewards, room = iter(record["turn_reward"]), text_limit
     shown = [["reset", "", None, None, None, m["seconds"]] for m in asked[-1:] if "seconds" in m]

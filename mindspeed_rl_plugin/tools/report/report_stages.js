@@ -84,7 +84,7 @@ class Timeline {
   note() {
     const { ranks, ranks_total: total, iterations_left_out: left } = data.timeline;
     let text = "Wall clock of every rank, one bar per stage; clocks of different machines may differ.";
-    if (data.timeline.processes.length) text += " Below the ranks: generators, and engines that joined; the ranks wait for their responses in generate. Dashed lines: weights are published.";
+    if (data.timeline.processes.length) text += " Below the ranks: generators, and engines that joined; in the stage generate, ranks wait for responses of these. Dashed lines: weights are published.";
     if (ranks.length < total) text += ` ${ranks.length} of ${total} ranks are shown.`;
     if (left) text += ` The first ${left} iterations are left out to keep the file small.`;
     return text;
