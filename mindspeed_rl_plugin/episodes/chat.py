@@ -1,8 +1,8 @@
 """Encodes the messages of an episode: by the tokenizer's chat template (`ChatFormat`), or as plain text (`RawFormat`).
 
 Sampled tokens are never changed; only the messages after them are rendered and appended. An observation (a text of a
-tool or an environment) never gets a *control token* (`control_tokens`): if it has the text of one, this text is encoded
-as ordinary tokens.
+tool or an environment) never gets a *control token* (a special token, or another added token that the template writes):
+if it has the text of a control token, this text is encoded as ordinary tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CUT = "\n[cut]"  # end of an observation that was cut
 
 
 class RawFormat:
-    """Encodes messages and decodes turns, for models without a chat template. A prompt is the text of the last message,
-    encoded like the prompts of the data; observations are appended as plain text.
+    """Encodes messages and decodes turns without a chat template. A prompt is the text of the last message, encoded as
+    the prompts of the data are; observations are appended as plain text.
 
     most_calls: how many calls the chat template can write in one turn, None: no limit; close: id of the token that ends
-    a turn in the chat template, None: there is no template.
+    a turn in the chat template, None: no template is used.
     """
 
     most_calls: int | None = None
@@ -130,7 +130,7 @@ class ChatFormat(RawFormat):
         return render_chat(self._tokenizer, messages, self._tools)
 
     def _observed(self, message: ChatMessage) -> ChatMessage:
-        """Mark control tokens in all texts of a message; the model may have written even the name of a tool."""
+        """Mark the text of control tokens in all fields: even the name of a tool may be a text of the model."""
         return {k: self._marked(v) if k != "role" and isinstance(v, str) else v for k, v in message.items()}
 
     def _tail(self, messages: Iterable[ChatMessage], before: Sequence[ChatMessage] = (QUESTION,)) -> str:

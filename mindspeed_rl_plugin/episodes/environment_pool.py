@@ -35,7 +35,7 @@ from mindspeed_rl_plugin.workers.pool_worker import GRACE, WorkerCall
 from mindspeed_rl_plugin.workers.process import LATE, Program
 
 MAX_COROUTINES = 256  # most unfinished coroutines in a process
-KILL_SECONDS = 5.0  # for the keeper of a worker to kill all processes of a user's code
+KILL_SECONDS = 5.0  # for a worker's keeper (its parent process) to kill all processes of a user's code
 SERVES = Program(
     "mindspeed_rl_plugin.episodes.environment_process:main",
     Offer | None,
@@ -58,10 +58,10 @@ class _EnvironmentFailed(Exception):
 
 
 class EnvironmentPool:
-    """`Environments` of a user's files, in `workers` processes. `replay`: what happens if one ends. Not thread-safe.
+    """`Environments` of a user's files, in `workers` processes. If a process ends, see `replay`. Not thread-safe.
 
-    tools, environment: values of --rl-tools and --rl-environment; parser: of --rl-tool-parser if it is a user's
-    function; timeout: limit of one call [seconds]; wait_timeout: how long other ranks wait for this rank [seconds].
+    tools, environment: values of --rl-tools and --rl-environment; parser: a user's function in --rl-tool-parser, or
+    None; timeout: limit of one call [seconds]; wait_timeout: how long other ranks wait for this rank [seconds].
 
     Raises EpisodeError for code that cannot be loaded.
     """
@@ -125,7 +125,7 @@ class EnvironmentPool:
         opened = self._opened.pop(episode, None)
         if opened is None:
             return
-        # else a call is running: `_take` ends the environment after the call
+        # `_take` ends the environment of a running call, after the call
         if opened.call is None or self._pool.withdraw(opened.call):
             self._pool.end(opened)
         self._give()
@@ -267,7 +267,7 @@ class EnvironmentPool:
         self._give()
 
     def _go_on(self, opened: EnvironmentInstance, result: Answer | None) -> None:
-        """Make the next call for a reply; without one the reply is finished. result: of the former call, or None."""
+        """Make a reply's next call; if there is none, the reply is finished. result: of the former call, or None."""
         reply = opened.reply
         try:
             message = opened.making.send(result)

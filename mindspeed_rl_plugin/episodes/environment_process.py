@@ -1,9 +1,9 @@
 """The process in which tools and environments run: it receives calls, and answers each.
 
-The first message is (tools, environment, parser, limit of one call [seconds]): a list of `UserCode`, and two of
-`UserCode` or None. The answer is (`Offer`, None) or (None, error). Then calls `(kind, *arguments)` follow; `Desk` has a
-method for each kind. The parent enforces the time limit: it kills this process and all processes that it has started.
-This module does not import torch, so that it starts fast.
+The first message is (tools, environment, parser, limit of one call [seconds]). tools: a list of `UserCode`;
+environment, parser: `UserCode` or None. The answer is (`Offer`, None) or (None, error). Then calls `(kind, *arguments)`
+follow; `Desk` has a method for each kind. At the limit a coroutine is cancelled here; if the call still runs then, the
+parent kills this process and its descendants. This module does not import torch, so that it starts fast.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ UNREAD = MalformedCall("the call cannot be read")
 class Unread:
     """A turn in which a user's parser has still to find the calls."""
 
-    text: str  # of the turn, with special tokens except the last one
+    text: str  # of the turn, with special tokens except the one that ended it
     most: int | None  # how many calls the chat template can write in one turn, None: no limit
 
 
@@ -103,9 +103,9 @@ class Environments(Protocol):
     tools: Sequence[Mapping[str, Any]]
     """JSON schemas of the tools, as chat templates take them; () if there are none."""
     begins: bool
-    """Whether there is a reply to `begin`, maybe with messages; if not, the first turn can start at once."""
+    """Whether there is a reply to `begin`, maybe with messages; if not, the first turn need not wait."""
     pending: bool
-    """Whether `poll` has not yet returned all replies."""
+    """Whether replies are due that `poll` has not returned yet."""
     answered: int
     """Number of finished calls of a user's code, repeated calls included. If it rises, there is progress."""
 

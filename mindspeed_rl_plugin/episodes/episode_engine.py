@@ -82,7 +82,7 @@ class EpisodeEngine:
 
     def step_along(self, steps: int) -> list[Completion]:
         """Run `steps` steps of the engine; see `Engine`. If all episodes wait for environments, and the engine shares
-        no experts, each step waits for them for BETWEEN_SECONDS."""
+        no experts, each step waits at most BETWEEN_SECONDS for a reply."""
         done = []
         for _ in range(steps):
             done += self._follow(self._after(self._engine.step_along(1), time.monotonic() + BETWEEN_SECONDS))
@@ -153,8 +153,8 @@ class EpisodeEngine:
         return live.completion("abort")
 
     def _end_others(self, known: Set[SampleId]) -> None:
-        """End interrupted episodes that are not in `known`, the next requests. Requests of an evaluation, which may
-        come before these, do not count."""
+        """End interrupted episodes that are not in `known`, the ids of the next requests. Requests of an evaluation,
+        which may come before the next rollout's, end no episode."""
         if all(sample.epoch < 0 for sample in known):
             return
         for sample in [sample for sample in self._paused if sample not in known]:

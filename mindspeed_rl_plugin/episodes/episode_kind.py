@@ -35,8 +35,8 @@ from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId
 
 
 class EpisodeKind(ResponseKind):
-    """setup: the same as in engines; tools, check_fields: of the environments, known on every rank; environments: those
-    of this rank, or None; apart: whether engines run in other processes, which start their own environments."""
+    """setup: settings, the same for all engines; tools, check_fields: of the environments, known on every rank;
+    environments: those of this rank, or None; apart: whether engines and their environments run in other processes."""
 
     reads, dumped = ("meta",), DUMPED
     limited = ("length", "prompt_length")
@@ -150,8 +150,8 @@ def response_kind(config: RLConfig, tokenizer_path: str, tokenizer: Any, run: st
 def with_environments(
     engine: Engine, described: Mapping[str, Any] | None, tokenizer: str | None, run: str, peers: Callable[[], Peers]
 ) -> Engine:
-    """The engine in this process, which is no trainer's, with episodes on top if the job has them. Environments end
-    with this process at the latest, also after an error.
+    """An engine in a process that is no rank of the trainer; with episodes on top if the job has episodes. Environments
+    end with this process at the latest, also after an error.
 
     described: see `ResponseKind`; tokenizer: its directory here; peers: returns the ranks of the engine. Collective.
     """

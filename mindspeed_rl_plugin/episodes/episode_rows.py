@@ -25,7 +25,7 @@ special token; milliseconds: time of the user's code."""
 
 MEASURED = ("prompt_length", "turns", "environment_failed", "episode_counts", "tool_calls")
 DUMPED = ("turn_reward", "conversation")
-FAILING = 16  # the run stops if a tool failed in every call of so many episodes
+FAILING = 16  # the run stops if a tool failed in every call of the last FAILING episodes that called it
 
 
 def episode_columns(tools: int, turns: int) -> tuple[ColumnSpec, ...]:
@@ -34,7 +34,7 @@ def episode_columns(tools: int, turns: int) -> tuple[ColumnSpec, ...]:
         ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with the environment's first messages
         # 1: the environment changed the prompt of the data
         ColumnSpec("environment_began", torch.int8, "sample", ragged=False),
-        # [first token, end) of each turn of the model
+        # [first token, end) of each turn of the model, as indices of the row's `tokens`
         ColumnSpec("turns", torch.int64, "sample", ragged=True, trailing=(2,), longest=turns),
         ColumnSpec("turn_reward", torch.float32, "sample", ragged=True, longest=turns),  # by the environment
         ColumnSpec("conversation", torch.uint8, "sample", ragged=True),  # JSON: chat messages
@@ -64,7 +64,7 @@ def episode_row(
     rewards: of the environment, one for each turn.
     conversation: chat messages (JSON values), with the environment's last reply, which the model never sees. Messages
     of the model also have `turn`, the turn's [first, end) in response tokens, and `reward`. `seconds`, the time of the
-    environment's reply, are in its first message or, if it has none, in the message before.
+    environment's reply, are in the reply's first message or, if the reply has none, in the message before.
     counts: by the names in `EPISODE_COUNTS`.
     tools: for each tool, number of its calls, and of those that failed.
     """
@@ -151,7 +151,7 @@ class EpisodeMeter:
     def __init__(self, tools: Sequence[str]) -> None:
         # tool -> number of episodes that called it, since a call of it last worked
         self.failing = dict.fromkeys(tools, 0)
-        self._called = True  # whether the last rollout had calls
+        self._called = True  # whether the last rollout, if any, had calls
 
     def __call__(self, rows: Rows) -> dict[str, float]:
         """Metrics of B episodes. Raises EpisodeError if the environment failed in all of them, because then no reward
@@ -193,7 +193,7 @@ class EpisodeMeter:
                 )
 
     def _look_for_calls(self, totals: Mapping[str, int], count: int) -> None:
-        """Warn if this rollout has no calls, but the last one had."""
+        """Warn of a rollout without calls; once, until a rollout has calls again."""
         before, self._called = self._called, any(totals[n] for n in ("calls", "malformed", "unknown", "arguments"))
         if before and not self._called:
             say(

@@ -125,7 +125,7 @@ class EpisodeState:
 class Plan:
     """What all ranks of the engine do next."""
 
-    # prompts of episodes that do not begin with the prompt of the data
+    # (episode, token ids of its prompt), if the environment has written or extended the prompt of the data
     prompts: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)
     observations: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)  # tokens after the last turn
     due: list[SampleId] = field(default_factory=list)  # episodes whose next turn is submitted, in this order
@@ -145,8 +145,8 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def _joined(segments: Sequence[tuple[int, int]], start: int, more: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Append the segments of a turn that begins at response token `start`. Only a change of the version adds an entry,
-    so tokens between two turns have the version of the first of them."""
+    """Append the segments (first token, version) of a turn that begins at response token `start`. Only a change of the
+    version adds an entry, so tokens between two turns have the version of the token before them."""
     joined = list(segments)
     for first, version in more:
         if not joined or joined[-1][1] != version:

@@ -33,7 +33,7 @@ class EpisodeLimits:
     turns: int  # most turns of an episode
     observation: int  # longest observation [tokens]
     prompt: int  # longest prompt, with the environment's first messages [tokens]
-    lockstep: bool = False  # begin turn t + 1 of all episodes, by rising id, when turn t of all has ended
+    lockstep: bool = False  # begin turn t + 1 of all episodes, by rising id, after all replies to turn t
     on_error: str = "stop"  # or "zero", "drop": what to do if an environment fails
 
 
@@ -83,7 +83,7 @@ class Lead:
         self.environments.close()
 
     def turn(self, state: EpisodeState, turn: Completion) -> None:
-        """Take an ended turn of the model, which `state` has already."""
+        """Take an ended turn of the model; `state` already has its tokens."""
         sample, text = state.request.id, self.format.text(turn.tokens)
         state.rewards.append(0.0)
         state.conversation.append({"role": "assistant", "content": text, "turn": list(state.turns[-1]), "reward": 0.0})
@@ -151,8 +151,8 @@ class Lead:
         self.environments.finish(state.request.id, cut)
 
     def _fail(self, state: EpisodeState, why: str) -> None:
-        """End the episode after a failure. If the environment could not begin, the model still has one turn, which
-        nothing answers, because a response needs a token. Raises EpisodeError if the run stops."""
+        """End the episode after a failure. A response needs a token: if the environment could not begin, the model has
+        one turn, which gets no answer. Raises EpisodeError if the run stops."""
         sample = state.request.id
         if self.limits.on_error == "stop":
             raise EpisodeError(
@@ -216,8 +216,8 @@ class Lead:
             return tuple(form(*arguments))
         except TEMPLATE_ERRORS as error:
             raise EpisodeError(
-                f"the chat template raised {type(error).__name__}: {error}\n  for messages of the environment "
-                f"of {place(sample)}; let it return one text at a time, or give a tokenizer whose template fits"
+                f"the chat template raised {type(error).__name__}: {error}\n  in {place(sample)}, for messages of the "
+                "environment; let the environment return one message a turn, or give a tokenizer whose template fits"
             ) from error
 
     def _shortened(self, state: EpisodeState, reply: Reply) -> list[dict[str, Any]]:

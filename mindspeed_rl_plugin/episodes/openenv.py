@@ -1,7 +1,7 @@
 """`--rl-environment openenv:URL`: a session of an OpenEnv server for each episode, as a class with `reset` and `step`.
 
 Implements the protocol of the client in openenv 0.10: JSON over a WebSocket at /ws, schemas at /schema. The package
-itself is not imported, since it requires another huggingface_hub and many other packages.
+itself is not imported, since it requires another version of huggingface_hub and many packages.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class OpenEnv:
     def _send(self, message: Mapping[str, Any]) -> None:
         from websockets.exceptions import ConnectionClosed
 
-        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session says so before it closes
+        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session has sent why; `_ask` reads it
             self._socket.send(json.dumps(message))
 
 
@@ -133,7 +133,7 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(observation: Any) -> str:
-    """An observation as text: its only field if this is a text, else all fields as JSON."""
+    """An observation as text: without `metadata`; its only field if this is a text, else all fields as JSON."""
     if isinstance(observation, Mapping):
         observation = {name: value for name, value in observation.items() if name != "metadata"}
         if len(observation) == 1 and isinstance(only := next(iter(observation.values())), str):

@@ -129,7 +129,7 @@ def is_own(name: str) -> bool:
 def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:
     """Name of the parser that reads calls in the form in which the chat template writes them."""
     question = {"role": "user", "content": "question"}
-    for arguments in ({"key": 1}, '{"key": 1}') if tokenizer.chat_template else ():  # the text is DeepSeek's
+    for arguments in ({"key": 1}, '{"key": 1}') if tokenizer.chat_template else ():  # the string is for DeepSeek
         call = {"type": "function", "function": {"name": "probe", "arguments": arguments}}
         try:
             text = render_chat(tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], ())

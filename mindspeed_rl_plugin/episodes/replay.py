@@ -63,7 +63,7 @@ class EnvironmentInstance(Session):
             self.known += 1
             return None
         error = (
-            f"cannot be made: its environment gives other answers to repeated calls. A process ended; in a new one "
+            f"cannot be made: its environment gives other answers to repeated calls. When it was made again, "
             f"{former.message[0]} gave {_shown(answer)}, but {_shown(before)} before; let answers depend only on seed, "
             "data row and calls"
         )

@@ -2,7 +2,7 @@
 
 `reset` may have the parameters `seed` (32 bits, the same for all episodes of a prompt), `prompt`, `answer`, `messages`,
 `record` (all other fields of the data row), single fields of the record, and `**record`. It returns the environment's
-first text or None, or a pair (text or None, info).
+first text, messages of the role user, or None, or a pair (one of these, info).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def reset_arguments(reset: Callable[..., Any], task: Mapping[str, Any], seed: in
 
 
 def read_reset(value: Any) -> Answer:
-    """Read the result of `reset`. Raises ValueError for results without a text, messages or None."""
+    """Read the result of `reset`: a text, messages, None, or one of these with info. Raises ValueError for others."""
     return Answer(_texts(value[0] if isinstance(value, tuple) and len(value) == 2 else value))
 
 

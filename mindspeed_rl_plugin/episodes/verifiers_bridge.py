@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
 MAX_ROLLOUTS = 64  # most rollouts of a process at a time in training; an evaluation in between may have as many
-AWAY_SECONDS = 1.0  # if the pipe was not read for longer, it may have been full
+AWAY_SECONDS = 1.0  # if the pipe was not read for longer, it may have been full: limits of replies are extended
 STOP_SECONDS = 20.0  # in which a rollout that is given up must stop
 END_SECONDS = 15.0  # in which a process must release the resources of its rollouts and end
 
@@ -254,7 +254,7 @@ class VerifiersEnvironments:
     # limits
 
     def _excuse(self, gap: float) -> None:
-        """Extend all deadlines by the time in which this process did not read. gap: this time [seconds]."""
+        """Extend limits of replies by `gap`, the seconds without a read, if these are more than AWAY_SECONDS."""
         for rollout in self._known.values() if gap > AWAY_SECONDS else ():
             if rollout.due is not None:
                 rollout.due += gap

@@ -47,8 +47,8 @@ def task_of(loaded: Loaded, data: dict[str, Any]) -> Any:
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Send the rows of an environment. The first message is (environment, most rows or None); the answer is "", or an
-    error. Each further message is answered with the next rows, or with an empty list after the last row."""
+    """Send the rows of an environment. The first message is (environment, most rows or None); the answer is
+    ("", None) or (None, error). Each further message is answered by (next rows, None), at the end ([], None)."""
     parent = Parent(connection, lifeline)
     environment, most = parent.receive()
     rows = parent.load("", _rows, environment, most)
@@ -116,7 +116,7 @@ def _rows(environment: str, most: int | None) -> Any:
 
 
 def _row(data: Any) -> dict[str, Any]:
-    """The field `prompt` is only shown; verifiers renders the model's prompt from the field `verifiers`."""
+    """The field `prompt` is for display and the length limit; verifiers renders the model's prompt from `verifiers`."""
     text = data.prompt_text or data.description or data.name or f"task {data.idx}"
     fields = data.model_dump(mode="json", exclude_defaults=True)
     answer = fields.get("answer")

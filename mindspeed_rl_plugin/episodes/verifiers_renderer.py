@@ -72,8 +72,8 @@ class AppendingRenderer(DefaultRenderer):
         return ids
 
     def _marked(self, value: Any) -> Any:
-        """A message with marks around the text of control tokens, in all its texts: the model may have written even the
-        name of a tool."""
+        """A message with the text of control tokens marked in all fields, so that `encode` makes ordinary tokens of it:
+        the model may have written this text, even as the name of a tool."""
         if isinstance(value, str):
             return self._control.marked(value)
         if isinstance(value, Mapping):

@@ -2,9 +2,9 @@
 
 verifiers has control: its environment runs a rollout and requests each turn of the model at a token-level endpoint
 (`POST /inference/v1/generate` with token ids), which this process serves on loopback. A request waits until the
-engine's turn comes through the pipe. The first message is (environment, tokenizer, whether to run the tokenizer's
-code); the answer is (version of verifiers, None) or (None, error). Then each message to this process is a call of a
-method of `Rollouts`, and each message from it a `verifiers_bridge.RolloutReport`; both come at any time.
+turn that the engine sampled comes through the pipe. The first message is (environment, tokenizer, whether to run the
+tokenizer's code); the answer is (version of verifiers, None) or (None, error). Then each message to this process is a
+call of a method of `Rollouts`, and each message from it a `verifiers_bridge.RolloutReport`; both come at any time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.workers.child import Parent, describe, why_not_loaded
 from mindspeed_rl_plugin.workers.keeper import keep
 
 CLEAN_UP_SECONDS = 10.0  # for verifiers to clean up after the job has ended
-CONVERSATION = "X-Session-ID"  # header of verifiers' requests: the id of a trace
+CONVERSATION = "X-Session-ID"  # header of verifiers' requests: the id of a trace (its record of a conversation)
 
 
 def main(connection: int, lifeline: int) -> None:
@@ -75,7 +75,7 @@ async def _endpoint(stack: AsyncExitStack, rollouts: Rollouts) -> int:
 
 
 async def _models(_: Any) -> Any:
-    """Names no longest context of a model, because the engine enforces the job's limits."""
+    """Lists no model, so that verifiers finds no maximum context length: the engine enforces the job's limits."""
     return _answer({"data": []})
 
 
@@ -90,7 +90,7 @@ def _client(loaded: Loaded, port: int, tokenizer: str) -> Any:
 
 
 async def _warm(client: Any) -> None:
-    """Load the tokenizer now, so that its errors are reported at once; the client uses the loaded tokenizer."""
+    """Load the tokenizer now, so that its errors are reported at the start; the client uses the loaded tokenizer."""
     from verifiers.v1.clients.train import ElasticRendererPool
 
     tokenizer = client.renderer_model_name
@@ -188,7 +188,7 @@ class Rollouts:
 
     async def _turn(self, number: int, rollout: RunningRollout, prompt: list[int]) -> Any:
         rollout.asks = asyncio.get_running_loop().create_future()
-        # The job's data row has the text of the first prompt.
+        # No messages for the first turn: the job's data row has the text of the first prompt.
         messages = [_message(message) for message in rollout.trace.pending] if rollout.trace.nodes else []
         self._tell(number, rollout, prompt=prompt, messages=messages)
         try:
@@ -222,9 +222,9 @@ def _refusal(rollout: RunningRollout, trace: Any) -> str | None:
         return (
             f"the rollout asks for a turn in a second conversation, of agent {trace.agent.name!r}; only the "
             f"conversation of agent {rollout.trace.agent.name!r} is trained: give other agents their "
-            "own client and model, and no retries"
+            "own client and model, and turn retries off"
         )
-    return None if rollout.asks is None else "the rollout asks for two turns at once; it must ask for one after another"
+    return None if rollout.asks is None else "the rollout asks for two turns together; it must wait for the first"
 
 
 def _result(rollout: RunningRollout, episode: Any) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Offers:
         return numbers
 
     def _why_not(self, count: int, seconds: float) -> str:
-        """Why so many prompts were not taken within `seconds`, and what to do."""
+        """Why `count` prompts were not accepted within `seconds`, and what to do."""
         if not self._opened:
             return (
                 f"the job was still reading its checkpoint, whose prompts come first, after {seconds:g} s; offer "

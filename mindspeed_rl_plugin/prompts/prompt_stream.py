@@ -18,7 +18,7 @@ class PromptStream:
     """Prompts of one or several paths, concatenated; each epoch goes through all of them in a new order.
 
     The order depends only on the seed and the number of prompts, so it is the same on every rank. All rows are read and
-    tokenized once at the start. Rows longer than `max_length` tokens are dropped; `dropped` is their number. `len()` is
+    tokenized at the start. Prompts longer than `max_length` tokens are dropped; `dropped` is their number. `len()` is
     the number of kept rows, `rows` are their places in the data, rising, and `fingerprint` is a digest of their tokens
     and answers.
 

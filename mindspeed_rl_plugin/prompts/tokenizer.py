@@ -84,7 +84,7 @@ def model_vocabulary(
     args: Any, tokenizer: PreTrainedTokenizerBase, reference: Mapping[str, Any] | None = None, smaller: bool = False
 ) -> int:
     """Number of rows of the embedding that are tokens: `vocab_size` of `reference` (config.json of --rl-hf-model), else
-    the highest id of the prompts' tokenizer + 1, because some ids may have no token.
+    the highest id of the prompts' tokenizer + 1 (more than its number of tokens if some ids have none).
 
     Raises ValueError if the tokenizer has more ids than the model or, unless `smaller`, far fewer ids. Called after
     Megatron is initialised, which sets `padded_vocab_size`.

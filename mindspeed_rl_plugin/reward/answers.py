@@ -32,7 +32,7 @@ WORDS = re.compile(r"(?!sqrt|.*infinity)[A-Za-z]{4,}(?: [A-Za-z]+)*\.?")
 SAID = re.compile(r"^(?!sqrt|sin|cos|tan|log|ln|exp|minus|negative)[A-Za-z]{2,}[ ,:]|\b(?:is|are|equals)\b")
 COUNT = re.compile(r"\d +(?!sqrt)[A-Za-z]{2}|\b(?:is|are|equals)\b")  # words around a number
 HEDGED = re.compile(rf"{NUMBER}\W{{0,4}}? or \W{{0,4}}?{NUMBER}\D*\Z")
-LAST = re.compile(r"(?:^|\n)[ \t]*####[ \t]*((?![A-Za-z]{2})\S[^\n]*)\Z")  # no heading, which begins with a word
+LAST = re.compile(r"(?:^|\n)[ \t]*####[ \t]*((?![A-Za-z]{2})\S[^\n]*)\Z")  # `#### answer`; a heading begins with a word
 REPLACEMENTS = [  # (pattern, replacement), applied in this order
     (BOX, r"\\boxed{"),
     (re.compile("答案"), " answer "),  # math-verify looks first after this word
@@ -51,8 +51,8 @@ REPLACEMENTS = [  # (pattern, replacement), applied in this order
 
 
 def graded_part(response: str) -> str | None:
-    """The part of a response that math-verify is to read. None if the response ends inside its last box or answer tag,
-    if that tag is empty, or if `or` joins its last two numbers."""
+    """The part of a response that math-verify is to read. None if its last box is not closed, if its last answer tag is
+    empty or, after a closed one, not closed, or if `or` joins its last two numbers without tag, box and ####."""
     text = response.rpartition("</think>")[2].strip() or response
     before, tag, inside = text.rpartition("<answer>")
     if "</answer>" in inside:
@@ -78,7 +78,7 @@ def is_number(answer: str) -> bool:
 
 
 def expression(answer: str) -> str:
-    """An answer alone, put in a box; otherwise math-verify would take only the first number in it."""
+    """An answer without other text, in a box or LaTeX marks; without these math-verify takes only its first number."""
     text = _plain(answer).strip()
     marked = any(mark in text for mark in ("\\boxed", "$", "\\(", "\\["))
     if VALUE.fullmatch(text) is None and marked:

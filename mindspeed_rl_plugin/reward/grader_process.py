@@ -2,8 +2,8 @@
 
 The first message is (specs, limit of a call of each grader [seconds], regex of the regex grader, device of reward
 models, whether their code may run). The answer is (`Kind` of each grader, None) or (None, error). Then calls `(grader,
-items)` follow. The parent enforces the time limit: it kills this process group. This module does not import torch, so
-that it starts fast.
+items)` follow. At the limit a coroutine is cancelled here; if the call still runs then, the parent kills this process
+group. This module does not import torch, so that it starts fast.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ class RewardPool:
     """Graders in `workers` processes, which make one call at a time, or several asynchronous calls. Not thread-safe.
 
     `submit` takes a batch of responses, and `poll` returns batches as they are finished. So several batches are graded
-    at once, and a slow batch does not delay others. `grade` waits for a single batch.
+    together, and a slow batch does not delay others. `grade` waits for a single batch.
 
     specs: as in `specs.parse_specs`; `calling.py` defines how a function is called.
     device: of reward models.
     trust_remote_code: whether code of reward models may run.
     regex: pattern of the regex grader.
     timeout: limit of one grading call [seconds], one for all graders or one for each.
-    wait_timeout: seconds that other ranks wait for this rank; a batch, and loading, may take SHARE_OF_WAIT of it.
+    wait_timeout: seconds that other ranks wait for this rank; a batch may take SHARE_OF_WAIT of it, and so may loading.
     on_error: "stop" raises RewardError; "zero" makes the failed part 0.0; "drop" also marks the sample dropped. A
     failure of math, exact or regex is always "zero": ground truths were checked, so the response is the cause.
     names, weights: of the graders, in the order of `Grade.parts`.
@@ -69,7 +69,7 @@ class RewardPool:
         self.weights = tuple(s.weight for s in self._specs)
         self._device = device
         self._failures: dict[str, str] = {}
-        self._said: set[str] = set()  # graders whose failures are returned once, and were returned
+        self._said: set[str] = set()  # graders (math, exact, regex) whose first failure was returned
         self._closed = False
         self._spent = [0.0, 0.0, 0]  # since `take_seconds`: its two sums, and number of graded responses
         self._batches: dict[Batch, None] = {}  # unfinished ones, in the order of their deadlines
@@ -150,7 +150,7 @@ class RewardPool:
 
     @property
     def wanted(self) -> int:
-        """How many further responses keep the workers busy. If pools share responses, each takes only so many."""
+        """How many further responses keep the workers busy; a rank that takes only these leaves work to other ranks."""
         together = [1 if k.batch else _together(k) for k in self._kinds]
         waiting = sum(1 / together[_grader(call)] for call in self._pool.waiting)
         return max(0, math.ceil((len(self._pool.workers) - waiting) * min(together)))
@@ -165,8 +165,8 @@ class RewardPool:
         return max(0, int(len(self._pool.workers) * left / each))
 
     def take_seconds(self) -> tuple[float, float] | None:
-        """Means over the responses graded since the last call: sum of the seconds of a response's grading calls, and
-        seconds of workers that it used (of concurrent calls a share). None if no response was graded."""
+        """Means over the responses graded since the last call: seconds of a response's grading calls; and the same with
+        each call divided by its responses and by the calls that may run together. None if no response was graded."""
         (calls, worker, responses), self._spent = self._spent, [0.0, 0.0, 0]
         return (calls / responses, worker / responses) if responses else None
 

@@ -47,7 +47,7 @@ def parse_specs(texts: Sequence[str], regex: str | None) -> list[Spec]:
     names = [s.name for s in specs]
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
-        raise ValueError(f"rewards {twice} are given twice; each reward must have another name")
+        raise ValueError(f"rewards {twice} are given twice; no two rewards may have the same name")
     if not any(s.weight > 0 for s in specs):
         raise ValueError(
             f"the weights of {', '.join(f'{s.name}={s.weight:g}' for s in specs)} are all <= 0, so nothing says when a "
@@ -83,7 +83,7 @@ def time_limits(timeout: float | Sequence[float], graders: int, wait_timeout: fl
         raise ValueError(
             f"one grading call may take {max(given):g} s (--rl-reward-timeout), which is more than the "
             f"{SHARE_OF_WAIT * wait_timeout:g} s for all grading of a rank ({SHARE_OF_WAIT} of --rl-wait-timeout "
-            f"{wait_timeout:g}); lower the first or raise the second"
+            f"{wait_timeout:g}); lower --rl-reward-timeout or raise --rl-wait-timeout"
         )
     return given * graders if len(given) == 1 else given
 
@@ -111,7 +111,7 @@ def _parse(text: str) -> Spec:
 
 
 def locate(given: str, what: str, kind: str = "function") -> tuple[str, str] | None:
-    """(file, name) of a text path/to/file.py:NAME; None for other texts. what: begin of errors, which names the text;
+    """(file, name) of a text path/to/file.py:NAME; None for other texts. what: begin of errors, before the text;
     kind: a key of `KINDS`. Raises ValueError for a missing file or an invalid name; the file is not executed."""
     if given.endswith(".py") and Path(given).is_file():
         names = re.findall(KINDS[kind], Path(given).read_text(encoding="utf-8"), re.MULTILINE)

@@ -1,8 +1,8 @@
 """A parent process (keeper) of a worker whose code may start processes in other sessions, which a kill of the worker's
 process group does not reach.
 
-It adopts orphaned descendants of the worker, and ends all descendants when the worker ends, or the process that started
-it. Imports only the standard library.
+It adopts orphaned descendants of the worker, and ends all descendants when the worker or the keeper's parent process
+ends. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ADOPT, DIE = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG of prctl(2)
 def keep(connection: int, lifeline: int, patience: float) -> None:
     """Fork: the worker continues after this call in the child, and the calling process becomes its keeper. connection,
     lifeline: file descriptors, as `process.Worker` passes them; patience: seconds between SIGTERM to a worker whose
-    parent has ended, and SIGKILL to all remaining processes. On SIGTERM the keeper kills all processes at once."""
+    parent has ended, and SIGKILL to all remaining processes. On SIGTERM the keeper kills them immediately."""
     killed: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: killed.append(number))
     prctl = ctypes.CDLL(None, use_errno=True).prctl

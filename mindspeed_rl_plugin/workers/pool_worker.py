@@ -46,7 +46,7 @@ class WorkerCall:
     message: tuple  # what the process gets
     seconds: float  # its time limit
     concurrent: bool  # whether it is a coroutine
-    most: int  # how many coroutines may run in the process while this one runs
+    most: int  # how many coroutines, with this one, may run in the process while it runs
     owner: Any = None  # for the pool's user: where the answer goes; None: the pool itself made the call
     session: Session | None = None  # its session, if any
     grace: float = 0.0  # seconds between the limit, at which a coroutine is cancelled, and the kill of its process
@@ -147,7 +147,7 @@ class PoolWorker(Worker):
 
     def _ended(self, how: Any) -> Iterator[tuple[WorkerCall, Any]]:
         """Answers for the calls of a process that ended. how: how it ended, as a text; any other value is an answer to
-        no call."""
+        an unknown call, and the process is killed."""
         if not isinstance(how, str):
             self.close()
             how = WROTE

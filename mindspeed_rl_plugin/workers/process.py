@@ -101,8 +101,8 @@ class Worker:
             self._taken = False
 
     def answer(self) -> Any:
-        """The answer to the running call; a text if the call took too long, or the process ended (then it is killed);
-        None: no answer yet. If the process ended before it read the call, `unread` increases."""
+        """The answer to the running call; None: no answer yet; a text if the call took too long, the process ended, or
+        wrote no valid answer (its group is killed). If the process ended before it read the call, `unread` rises."""
         ended = self._process.poll() is not None  # checked before its last message is read
         answer = None
         try:
@@ -185,7 +185,7 @@ class Worker:
 
 
 def wait_for(workers: Iterable[Worker], end: float) -> bool:
-    """Wait for an answer, at most SILENCE_LOOK_SECONDS. Returns whether it is earlier than `end` (monotonic clock)."""
+    """Wait for an answer, at most SILENCE_LOOK_SECONDS. Returns whether the time is before `end` (monotonic clock)."""
     busy = [worker for worker in workers if worker.until is not None]
     seconds = min([end, *(worker.until for worker in busy)]) - time.monotonic()
     wait([worker._connection for worker in busy], max(0.0, min(seconds, SILENCE_LOOK_SECONDS)))
