@@ -51,7 +51,7 @@ def test_what_a_built_in_grader_cannot_grade_in_time_is_wrong_and_said_once() ->
     hangs, once = items("\\boxed{9^{9^{9^{9}}}}", answer="\\frac{1}{7}"), items("1", answer="1")
     with closing(RewardPool(["math", own("length")], workers=1, timeout=1.5)) as pool:
         wrong, fine = pool.grade(hangs + once)
-        assert "reward 'math' ran longer than 1.5 s" in wrong.error and "reward/errors counts it" in wrong.error
+        assert "reward 'math' ran longer than 1.5 s" in wrong.error and "reward/errors counts the error" in wrong.error
         assert (wrong.parts, wrong.dropped) == ((0.0, 21.0), False)
         assert fine.parts == (1.0, 1.0) and fine.error is None
         assert list(pool.take_failures()) == ["math"]
