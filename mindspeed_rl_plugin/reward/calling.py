@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.workers.call_loop import is_async
 
 SINGLE = ("prompt", "response", "answer", "record")
 BATCH = ("prompts", "responses", "answers", "records")
-ANSWERED = ("conversation", "environment")  # parameters of episodes only
+ANSWERED = ("conversation", "environment")  # parameters for samples with tools or an environment
 CONVERSATIONS = "conversations"
 CHAT = "messages"  # further parameter of batch graders of this package: chat messages of the data
 # Names of these parameters in other libraries (verl's compute_score, TRL's reward functions).

@@ -63,8 +63,8 @@ def same_tokenizer(path: str, policy: str) -> bool:
 
 
 class RewardModel:
-    """A batch grader: the checkpoint's score of each response after its prompt; of an episode, the score of the
-    complete conversation.
+    """A batch grader: the checkpoint's score of each response after its prompt; with an environment, the score
+    of the complete conversation.
 
     device: "cpu" (then in float32) or that of an accelerator (then in the checkpoint's dtype). If the tokenizer has a
     chat template, it renders the conversation, or the response as the assistant's message after the chat messages of
