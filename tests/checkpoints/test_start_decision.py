@@ -61,7 +61,7 @@ def test_weights_of_load_or_pretrained_checkpoint(disk, flags, expected, step):
     start, folder = decide(args), disk.path / expected
     assert start == Start("pretrained", str(folder.parent), 0, str(folder), None)
     assert load_arguments(start, args) == {"load": str(folder.parent), "ckpt_step": step, **WEIGHTS_ONLY}
-    assert f"{expected} at iteration 0" in describe(start, args)
+    assert f"{expected}, at iteration 0" in describe(start, args)
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def test_rows_of_a_consumer_outside_come_again_when_it_is_killed(
     assert sorted([*done, *held, *mine]) == list(ids(6, 1))
     assert job[1].call("lease", "generate", None, 0.0)[1] == [], "nothing is left"
     first_read = first.call("where")
-    with pytest.raises(RuntimeError, match="commit only leased rows"):
+    with pytest.raises(RuntimeError, match="only the rows of its leases"):
         first.call("read", mine)
     first.kill()
     second = start.outside(address, secret, node)

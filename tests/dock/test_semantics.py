@@ -443,7 +443,7 @@ def test_peers_share_one_lease_and_its_end(members, nodes: list[str]) -> None:
     assert [len(row) for row in mixed[2].rows["prompt"].rows()] == [1, 1, 2, 2]
     asked = [[sid(0, 0)], [sid(0, 0)], [sid(0, 1)]]
     error = together(3, lambda r: caught(lambda: docks[r].lease("logp", ids=asked[r], deadline=5)))
-    assert error[:2] == ["", ""] and "lease alike" in error[2]
+    assert error[:2] == ["", ""] and "must ask for the same ids" in error[2]
     error = together(3, lambda r: caught(lambda: docks[r].lease("update", ids=[(0, 0, 0), (0, 0, 1)], deadline=0.1)))
     assert len(set(error)) == 1 and "'logp'" in error[0]
 

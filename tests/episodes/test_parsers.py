@@ -160,7 +160,7 @@ def test_no_text_breaks_a_parser(parser, parts):
 
 
 def test_a_parser_whose_tokens_the_tokenizer_lacks_is_refused():
-    with pytest.raises(ValueError, match="no token '<｜tool▁calls▁begin｜>', .*; give hermes, llama3"):
+    with pytest.raises(ValueError, match="no token '<｜tool▁calls▁begin｜>', .*; give .*hermes, llama3"):
         make_parser("deepseek", tokenizer_of("qwen2_5"))
     assert make_parser("deepseek", tokenizer_of("deepseekv3")) is PARSERS["deepseek"]
 

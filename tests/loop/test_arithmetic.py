@@ -73,5 +73,5 @@ def test_table():
     for part in ("128  16 prompts x 8 responses", "12  128 / 32 x 3 epochs", "optimizer steps / 12, 4 for the last"):
         assert part in text, text
     cut = sizes(max_tokens=4096).table()
-    assert "tokens per micro-batch, at most 4096 out of 8 rows" in " ".join(cut.split())
+    assert "tokens per micro-batch, at most 4096 for 8 rows" in " ".join(cut.split())
     assert "micro-batches per step" not in cut

@@ -19,12 +19,12 @@ HF = {"vocab_size": 478}
 @pytest.mark.parametrize(
     ("sizes", "reference", "ids", "named"),
     [
-        ({"padded_vocab_size": 128}, None, 129, "129 ids, the padded model 128: .* correct --rl-tokenizer$"),
-        ({"padded_vocab_size": 256, "vocab_size": 200}, None, 201, "201 ids, --vocab-size 200: "),
-        ({"padded_vocab_size": 512}, HF, 479, "479 ids, --rl-hf-model 478: "),
-        ({"padded_vocab_size": 512, "vocab_size": 478}, None, 97, "97 ids, --vocab-size 478: .* --rl-smaller"),
-        ({"padded_vocab_size": 512}, HF, 97, "97 ids, --rl-hf-model 478: .*, or give --rl-smaller-tokenizer"),
-        ({"padded_vocab_size": 512}, None, 97, "97 ids, the padded model 512: .*, or give --rl-smaller-tokenizer"),
+        ({"padded_vocab_size": 128}, None, 129, "129 ids, the padded model 128, .* correct --rl-tokenizer$"),
+        ({"padded_vocab_size": 256, "vocab_size": 200}, None, 201, "201 ids, --vocab-size 200, "),
+        ({"padded_vocab_size": 512}, HF, 479, "479 ids, --rl-hf-model 478, "),
+        ({"padded_vocab_size": 512, "vocab_size": 478}, None, 97, "97 ids, --vocab-size 478, .* --rl-smaller"),
+        ({"padded_vocab_size": 512}, HF, 97, "97 ids, --rl-hf-model 478, .*, or give --rl-smaller-tokenizer"),
+        ({"padded_vocab_size": 512}, None, 97, "97 ids, the padded model 512, .*, or give --rl-smaller-tokenizer"),
         ({"padded_vocab_size": 128, "vocab_size": None}, None, 128, None),
         ({"padded_vocab_size": 256}, None, 97, None),  # --make-vocab-size-divisible-by 128 under TP 2
         ({"padded_vocab_size": 102400}, {"vocab_size": 102400}, 100015, None),  # DeepSeek's

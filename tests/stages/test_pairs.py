@@ -39,7 +39,7 @@ def test_names_with_dots_are_inside_objects(stream):
 
 def test_a_template_that_writes_another_prompt_behind_it_is_refused(stream, monkeypatch):
     monkeypatch.setattr(TOKENIZER, "chat_template", "{{ messages | length }}")
-    with pytest.raises(ValueError, match="line 1: .* once '4' follows it"):
+    with pytest.raises(ValueError, match="line 1: .* when '4' follows it"):
         stream(GOOD, chat_template=True)
 
 
@@ -47,14 +47,14 @@ def test_what_is_too_long_or_teaches_nothing_is_left_out_and_counted(stream):
     same = {**GOOD, "rejected": "4"}
     pairs = stream(GOOD, same, {**GOOD, "prompt": "1" * 17}, {**GOOD, "rejected": "1" * 16}, {**GOOD, "chosen": "4."})
     assert len(pairs) == 2 and pairs.dropped == 3 and pairs.rows == [0, 4] and pairs.at(1).row == 4
-    with pytest.raises(ValueError, match="no pair .* of 2: in 1 both"):
+    with pytest.raises(ValueError, match="all 2 pairs are left out: 1 have equal answers"):
         stream(same, {**GOOD, "prompt": "1" * 17})
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "1", "chosen": "2"}, "'rejected' is empty"),
+        ({"prompt": "1", "chosen": "2"}, "'rejected' of the rejected answer is empty"),
         ({**GOOD, "rejected": None}, "--rl-rejected-key, or correct or remove the row"),
         ({**GOOD, "chosen": 4}, "assistant message, but '4'"),
         ({**GOOD, "chosen": [{"role": "assistant", "content": "4"}]}, "holds a chat message; add --rl-apply-chat"),

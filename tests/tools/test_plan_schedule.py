@@ -165,7 +165,7 @@ def test_what_is_assumed_is_said_at_the_advice_and_what_is_given_or_measured_is_
     if assumed:
         assert f"\nASSUMED, NOT MEASURED: {assumed}\nif these values are right: use " in out
     else:
-        assert "ASSUMED" not in out and "\ntake " in out
+        assert "ASSUMED" not in out and "\nuse " in out
 
 
 def test_prompts_of_a_script_are_as_long_as_a_run_renders_them(tmp_path, said, monkeypatch):

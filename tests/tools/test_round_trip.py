@@ -164,7 +164,7 @@ def test_damaged_checkpoints_are_named(convert, tmp_path):
     convert.change("mp_rank_01_002", lambda s: s["model"].pop(norm))
     convert.exported(refused=f"mp_rank_01_002 is not what its arguments say:\n  {norm} (32,) is missing")
     convert.change("mp_rank_00_000", lambda s: s.pop("model"))
-    convert.exported(refused="mp_rank_00_000/model_optim_rng.pt holds no")
+    convert.exported(refused="mp_rank_00_000/model_optim_rng.pt does not hold")
     (convert.ckpt / "release" / "mp_rank_00_000" / MODEL_FILE).unlink()
     convert.exported(refused="mp_rank_00_000/model_optim_rng.pt is missing")
     convert.change("mp_rank_00_001", lambda s: s.pop("args"))
@@ -248,7 +248,7 @@ def test_layouts_that_only_some_versions_build_and_a_head_that_repeats_the_tied_
     weights = convert.make("qwen2")  # which has no experts to cut
     save_file({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, convert.hf / "head.safetensors")
     said = convert.imported("tp4,etp2")
-    assert "2 query groups are fewer than tp4: Megatron core 0.12 and MindSpeed refuse" in said
+    assert "2 query groups are fewer than tp4: Megatron core 0.12 and MindSpeed do not accept" in said
 
 
 @pytest.mark.parametrize("train, last, moved", [("pp3", "mp_rank_00_002", True), ("tp1", "mp_rank_00", False)])

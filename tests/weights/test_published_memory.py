@@ -119,7 +119,7 @@ def test_a_rank_that_publishes_nothing_says_so(tmp_path: Path) -> None:
     (rank,) = make_members(COLUMNS, STATES, ["a"])
     address = JobService(rank.dock()).invite(tmp_path / "secret")
     outside = GuestDock.join(address, tmp_path / "secret", node="a")
-    with pytest.raises(ValueError, match="Seek is no request that this process answers"):
+    with pytest.raises(ValueError, match="Seek is not a request that this process answers"):
         sources_of(outside)[0].seek(0, 5)
     with pytest.raises(ValueError, match="only a rank of the job"):
         publish_memory(outside, 1, 2)
