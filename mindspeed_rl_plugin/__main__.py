@@ -22,7 +22,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "import": ("tools.convert.to_megatron", "a Hugging Face model as a Megatron checkpoint"),
     "patch": ("tools.patch", "check, apply or revert the one-line patch of a checkout"),
     "plan": ("tools.plan.plan", "a reshard's memory and time; --dock: a rollout's bytes; --schedule: iteration times"),
-    "rehearse": ("tools.rehearse.rehearse", "run an Ascend launch script here, shrunk, for one RL iteration"),
+    "rehearse": ("tools.rehearse.rehearse", "run an Ascend launch script here, shrunk, for one iteration"),
     "report": ("tools.report.report", "one HTML file of a run: curves, timeline, memory, samples"),
     "tasks": ("tools.tasks", "the tasks of a `verifiers` environment as a data file"),
 }

@@ -25,11 +25,11 @@ from mindspeed_rl_plugin.tools.text_table import aligned
 FORMULA_LEGEND = """\
 [T]: one number per trained token. [P]: one number per pair.
 R: reward of a response, minus its KL cost. N: responses to its prompt; mean_g, std_g: over these.
-rho_t: reward of token t, minus its KL cost. Only the last of a response (or turn) has a reward.
+rho_t: reward of token t, minus its KL cost. Only the last token of a response (or turn) has a reward.
 V_t: the critic's value before token t. v: this value now; v_old: in the rollout.
 A: advantage. sg(y): y without gradient.
 r: exp(logp - logp_old). logp_old: log-prob by the policy at the start of the update.
-low, high: bounds; with a loss they are shown as -low/+high (--rl-clip-low, --rl-clip-high).
+low, high: bounds; those of a loss are --rl-clip-low and --rl-clip-high, shown as -low/+high.
 c: --rl-dual-clip; in the value loss --rl-value-clip.
 x: logp_ref - logp, so k1 is logp - logp_ref. w: exp(logp_old - logp_rollout).
 constant length: --rl-max-response-length.

@@ -88,14 +88,14 @@ def engine_layout_of(text: str, world: int) -> tuple[EngineParallel, int]:
         raise ValueError(f"--generate {text}: {world} ranks are no multiple of the {engine.ranks} ranks of an engine")
     if dp is not None and dp not in (world // engine.ranks, world // engine.tp):
         raise ValueError(
-            f"--generate {text}: dp{dp} is wrong; {world} ranks: give the number of engines, {world // engine.ranks}, "
-            f"or the number of their data parallel ranks of tp{engine.tp}, {world // engine.tp}"
+            f"--generate {text}: dp{dp} is wrong; {world} ranks: give {world // engine.ranks}, the number of engines, "
+            f"or {world // engine.tp}, the data parallel size of all engines ({world} ranks / tp{engine.tp})"
         )
     return engine, world // engine.ranks
 
 
 def check_experts(shape: ModelShape, text: str, flag: str) -> None:
-    """Raise ValueError if the layout in `text`, such as tp4,ep8, has ep and the model has no experts."""
+    """Raise ValueError if the layout in `text`, such as tp4,ep8, has ep above 1 and the model has no experts."""
     spread = re.search(r"\bep([2-9]|[1-9]\d+)\b", text)
     if spread and not shape.experts:
         raise ValueError(f"{flag}: leave {spread[0]} out; a model of family {shape.family} has no experts")

@@ -60,9 +60,9 @@ def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
 
 
 class Checkpoint:
-    """A checkpoint on disk. args: Megatron's arguments as saved; parallel: layout of its files (torch_dist: of one
-    rank). iteration: None: that of the tracker file. Raises ValueError if there is no checkpoint of a known format, or
-    if it was saved without arguments."""
+    """A checkpoint on disk. args: Megatron's arguments as saved; parallel: layout of its files (torch_dist: that of a
+    run with one rank). iteration: None: that of the tracker file. Raises ValueError if there is no checkpoint of a
+    known format, or if it was saved without arguments."""
 
     def __init__(self, directory: Path, iteration: int | str | None = None) -> None:
         iteration = read_tracker(str(directory)) if iteration is None else iteration
@@ -151,7 +151,7 @@ def _holds_weights(folder: Path) -> bool:
 
 def whole_model(files: DistFiles) -> dict[str, StoredTensor]:
     """Tensors of `--ckpt-format torch_dist` as one rank with the complete model has them: parameter name of the
-    implementation `local` with experts `sequential` -> tensor, whose values are read at their use.
+    implementation `local` with experts `sequential` -> tensor, whose values are read when they are used.
 
     The files have complete tensors: [gate; up], query groups one after the other, the embedding with its padding.
     Sources (core 0.12.1, 0.16.1 and 0.19 do the same here): sharded_state_dict of transformer_block.py, mlp.py and

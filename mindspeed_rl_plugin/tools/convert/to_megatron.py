@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     folded = "two model chunks on each pipeline stage, placed as MindSpeed's dualpipev does"
     parser.add_argument("--schedules-method", choices=("dualpipev",), help=folded)
     parser.add_argument("--impl", choices=IMPLS, default="local", help="layer specs of the run (default: local)")
-    parser.add_argument("--experts", choices=EXPERTS, default="sequential", help="their storage (default: sequential)")
+    parser.add_argument("--experts", choices=EXPERTS, default="sequential", help="expert storage (default: sequential)")
     parser.add_argument("--pad", type=int, default=128, help="--make-vocab-size-divisible-by (default: 128)")
     return run(parser, argv, import_)
 
@@ -98,8 +98,8 @@ def _noop_layers(text: str | None, layers: int) -> tuple[int, ...]:
 
 def _left_out(source: Mapping[str, Any], shape: ModelShape, mtp: int) -> list[str]:
     """Tensors in the files that are left out, since they do not change the model. mtp: number of layers for multi-token
-    prediction in config.json. Raises ValueError if weights are quantised, or if the other tensors differ from the
-    model's in names or shapes."""
+    prediction in config.json. Raises ValueError if weights are quantised, or if the other tensors are not those of
+    the model: in names, shapes, or the values of a tied head."""
     if quantised := [name for name in source if name.endswith(("_scale_inv", "_scale", "qweight"))]:
         raise ValueError(f"the weights are quantised ({quantised[0]}); convert them to bf16 first")
     expected = {name: tensor.shape for name, tensor in canonical_tensors(shape).items()}

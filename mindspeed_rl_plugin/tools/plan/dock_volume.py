@@ -1,6 +1,6 @@
 """`python -m mindspeed_rl_plugin plan --dock`: computes the bytes that a rollout's samples move, without a device.
 
-Computed by the equations of the MindSpeed RL paper (arXiv 2507.19017), by default for its Table 1, and for this dock.
+The columns up to Eq. 4 are by the MindSpeed RL paper (arXiv 2507.19017), the others are for this plugin's dock.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 GIB = 2**30
-# Bytes in the record that a warehouse (the dock's storage on a machine) sends of a commit. SLOT: number of a row whose
-# columns are written together; CELL: offset and length of a cell; ACK: number of a row that a state has finished.
+# Bytes in the record that a warehouse (the dock's storage on a machine) sends of a commit. SLOT: index of a row whose
+# columns are written together; CELL: offset and length of a cell; ACK: index of a row that a state has finished.
 SLOT, CELL, ACK = 4, 8 + 4, 4
 # Table 1 of the paper: G, N, PL, SL, n, M.
 TABLE_1 = (
@@ -38,8 +38,8 @@ Per rollout: G prompts, N responses of each, PL and SL tokens of the longest pro
 of SL tokens and M single numbers. Equations and Table 1: MindSpeed RL (arXiv 2507.19017).
 Eq. 2: all samples through one buffer. Eq. 4: through each of S warehouses. Both count padding, and each item 3 times.
 here: this dock, with GRPO and a reference, without padding, all machines together. Every cell is written once and read
-by each state that declares it (more often than the 3 times of the equations), in the memory of the machine that
-samples and trains the row.
+by each stage that needs it (more often than the 3 times of the equations), in the memory of the machine that samples
+and trains the row.
 between: bytes between machines: prompts, which one rank writes, and metrics, which one rank reads. There are more if a
 pipeline has ranks on several machines, with --rl-max-tokens-per-microbatch, or with dynamic sampling.
 records: messages to controllers on other machines about every cell and every finished row. The last column has the
@@ -65,8 +65,8 @@ class Load:
 
 
 def padded_gib(load: Load, warehouses: int = 1, controllers: int = 0) -> float:
-    """GiB by Eq. 2: volume of a central replay buffer, padded, 4 bytes per entry. With warehouses and controllers by
-    Eq. 4: volume of each of S warehouses, with metadata for C controllers."""
+    """GiB by Eq. 2: volume of a central replay buffer, padded, 4 bytes per entry. If warehouses and controllers are
+    given, by Eq. 4: volume of each of S warehouses, and metadata for C controllers."""
     metadata = 8 * (controllers + 1) * load.scalars
     return load.rows * 4 * (2 * load.prompt + 3 * load.items * load.response + metadata) / warehouses / GIB
 
@@ -122,8 +122,8 @@ def listeners_elsewhere(states: int, nodes: Sequence[int]) -> float:
 def _row_bytes(column: ColumnSpec, load: Load) -> float:
     """Mean bytes of one row of a column; a group's cell is shared by its members."""
     entry = column.dtype.itemsize * math.prod(column.trailing)
-    if not column.ragged or column.level == "sample":  # ragged, such as segments by weight version: mostly one entry
-        return entry
+    if not column.ragged or column.level == "sample":
+        return entry  # ragged columns of samples, such as `segments`, have mostly one entry
     prompt, response = load.fill * load.prompt, load.fill * load.response
     return entry * (prompt / load.members if column.level == "group" else prompt + response)
 

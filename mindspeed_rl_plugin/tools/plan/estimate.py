@@ -94,7 +94,7 @@ class Estimate:
         return self.policy.device + self.critic.device
 
     def peak(self, mode: str) -> int:
-        """Peak bytes on a device with an engine in the reshard. Of the trainer only the policy's weights are there."""
+        """Peak bytes of the reshard on a device with an engine. Of the trainer only the policy's weights are there."""
         return self.generate + self.policy.weights * self.shared + {"allgather": self.whole}.get(mode, self.in_flight)
 
     @property

@@ -1,7 +1,7 @@
-"""Fits the costs of the model to measured runs, by their run.json and metrics.jsonl.
+"""Fits the costs of the simulation (simulate.py) to measured runs, by their run.json and metrics.jsonl.
 
 The measured seconds of a stage are divided by its amount of work (tokens of the fullest rank, decode steps of the
-slowest engine). This amount is the time of a simulated rollout of the run in which only this work costs time, 1 s each.
+slowest engine). This amount is the time of a simulated rollout of the run, if a token or step costs 1 s and all else 0.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Observed:
 
     @property
     def iteration(self) -> float:
-        """Mean seconds of an optimizer step."""
+        """Mean seconds of a rollout / its optimizer steps."""
         return self.seconds("iteration") / self.setup.sizes.steps
 
 
@@ -111,8 +111,8 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
 
 
 def fit(runs: Sequence[Observed]) -> Costs:
-    """The costs with which the model fits the runs best. Costs that no run has measured are derived from others, by the
-    constants of this module."""
+    """The costs with which the simulation fits the runs best. Costs that no run has measured are derived from others,
+    by the constants of this module."""
     apart = {cost: _mean([run.mean(name) for run in runs]) for cost, name in OF_APART.items()}
     passes = [run for run in runs if run.setup.old_logps and run.mean("seconds/logp_old") is not None]
     reshard = _mean([run.seconds(*ONCE) for run in runs if run.setup.schedule != "async"]) or 0.0

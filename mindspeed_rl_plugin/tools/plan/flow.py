@@ -34,9 +34,9 @@ class Flow:
 
 
 class FlowCells:
-    """Both sides of a reshard as booleans `[nodes, ranks per node, cells]`. sources, destinations: rank -> layout, of
-    all ranks, so that every cell has a source; itemsize: bytes of an element; node_size: number of consecutive ranks
-    on a node."""
+    """Both sides of a reshard as booleans `[nodes, ranks per node, cells]`. sources: rank -> layout of all
+    trainer ranks, so that every cell has a source; destinations: the same of engine ranks; itemsize: bytes of an
+    element; node_size: number of consecutive ranks on a node."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Reads the arguments of a launch script for a plan, without starting anything or importing Megatron."""
+"""Reads the arguments of a launch script for a plan, without starting its training or importing Megatron."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def launched(path: Path) -> CapturedLaunch:
 
 
 def read_script(path: Path, vocab: int | None = None) -> PlannedRun:
-    """Run the script up to its torchrun and read the arguments. vocab: as in `read_arguments`. Raises ValueError for
+    """Run the script without its training, and read the arguments. vocab: as in `read_arguments`. Raises ValueError for
     wrong arguments and for a model of an unknown family."""
     launch = launched(path)
     try:

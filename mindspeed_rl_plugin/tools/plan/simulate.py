@@ -1,4 +1,4 @@
-"""Simulates a run in virtual time, with the job's own code for plans, admission, selection and choices of engines."""
+"""Simulates a run in virtual time, with the job's code for rollout plans, admission, selection and engines' actions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from mindspeed_rl_plugin.rows import Group, Prompt, SampleId
 from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Decoder, Graders, Responses
 
-WARM_UP = 2  # rollouts at the start that are not counted; in async staleness + 1 more, and as many at the end
+WARM_UP = 2  # rollouts at the start that are not measured; `simulate` adds more for async
 # Seconds of decode steps after which an engine looks for rows and new weights, as in generators.engine_loop. A real
-# engine without a free slot hears of weights by its reports, up to 0.5 s later than in this model.
+# engine without a free slot learns of new weights only by the job's answer to its reports: up to 0.5 s later than here.
 POLL_SECONDS = 0.2
 
 
@@ -35,10 +35,10 @@ class Outcome:
     responses or grades), "version" (waits for weights), "back-pressure" (waits for admission)."""
 
     rollout: float  # seconds from the end of a rollout to the end of the next one
-    iteration: float  # seconds of an optimizer step
+    iteration: float  # `rollout` / optimizer steps of a rollout
     trainers: Mapping[str, float]  # shares, see above
     engines: Mapping[str, float]  # shares, see above
-    lag: float  # mean number of publications since the weights that began a response
+    lag: float  # mean number of publications after the weights that began a response, until its training
     tokens: float  # response tokens per second
 
 
@@ -46,7 +46,7 @@ def simulate(setup: Setup, costs: Costs, responses: Responses, rollouts: int = 1
     """Simulate a run, and measure `rollouts` of it. Raises RuntimeError if a response is older than the bound."""
     if setup.schedule != "async":
         job, ahead = _Colocated(setup, costs, responses, WARM_UP + rollouts), 0
-    else:  # the last rollouts are not measured: no rollout is sampled ahead during them
+    else:  # not measured: `ahead` more rollouts at the start, and the last `ahead`, when none is sampled ahead
         ahead = setup.staleness + 1
         job = _Async(setup, costs, responses, WARM_UP + rollouts + 2 * ahead)
     job.run()
@@ -54,7 +54,7 @@ def simulate(setup: Setup, costs: Costs, responses: Responses, rollouts: int = 1
 
 
 class _Simulation:
-    """The base of both simulations: the plan of the rollout in use, the data, and the costs of training."""
+    """The base of both simulations: the plan of the current rollout, the data, and the costs of training."""
 
     def __init__(self, setup: Setup, costs: Costs, responses: Responses, rollouts: int) -> None:
         self.setup, self.costs, self.responses, self.rollouts = setup, costs, responses, rollouts
@@ -102,7 +102,7 @@ class _Simulation:
         return [Prompt((), "", "", next(self._data)) for _ in range(count)]
 
     def _sample(self, epoch: int, prompts: Sequence[Prompt]) -> list[SampleId]:
-        """The rows of an epoch, with the lengths of their responses."""
+        """Draw the lengths of the responses of an epoch. Returns the ids of its rows."""
         ids = self.plan.ids(of_epoch(epoch, len(prompts)))
         for i in ids:
             self.lengths[i] = self.responses.length(prompts[i.group].row, i.member, self._random)
@@ -199,7 +199,7 @@ class _Colocated(_Simulation):
 
 
 class AdmittedRow(NamedTuple):
-    """An admitted prompt."""
+    """An admitted prompt, for one of its responses."""
 
     id: SampleId
     bound: VersionBound  # versions that may sample it
@@ -257,13 +257,13 @@ class ModelEngine:
         if state.running:
             self.due = min(decoder.next_end, self._hears(self._pull_end))
         elif not action.wait and state.needs is not None:
-            self.due = job.now  # acts again at once: `needs` has changed
+            self.due = job.now  # acts again now: `needs` has changed
         else:
             self._cause, self._since = "version" if action.wait else "back-pressure", job.now
             self.due = self._pull_end
 
     def _hears(self, when: float) -> float:
-        """Time at which the engine sees news of the time `when`: at once if it waits, else at its next look."""
+        """Time at which the engine sees news of the time `when`: `when` if it waits, else its next look."""
         if self._cause or when == math.inf:
             return when
         polls = math.ceil((when - self._looked) / POLL_SECONDS)

@@ -1,9 +1,9 @@
-"""Runs a launch script up to the point where it would start training, and records that command.
+"""Runs a launch script, and records the command by which it would start training.
 
 The script runs in bash, in the current directory, with the stand-ins of `standins.sh`. A launch is recorded and starts
-nothing. Commands with effects outside the rehearsal's folder are listed and not run. A `source` or `cd` to a missing
-path is recorded and skipped. All other commands run. If the kernel has Landlock (`confine.py`), they can change no
-file outside of the rehearsal; without it only `>` is limited: it replaces no existing file.
+nothing. Commands with effects outside the rehearsal's folder are listed and not run. A missing path of a `source` or
+`cd` is recorded; `source` is then skipped, and `cd` goes to an empty folder. All other commands run. With Landlock
+(`confine.py`) they can change no file outside of the rehearsal; without it only `>` is limited: it replaces no file.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def run(
 
 
 def _stand_ins(record: Path, own: Path, confined: bool) -> dict[str, str]:
-    """Write the stand-ins into the folder of `record`. Returns the environment for a script with them."""
+    """Write the stand-ins next to `record`. Returns the environment for a script with them."""
     shims, prelude = record.with_name("bin"), record.with_name("standins.sh")
     path = os.environ.get("PATH", os.defpath)
     for each in (record, own, shims):
@@ -180,7 +180,7 @@ def _no_launch(script: Path, done: Done, skipped: Sequence[str]) -> str:
 
 def _torchrun_arguments(argv: list[str], path: Path) -> argparse.Namespace:
     """torchrun's own arguments. Raises ValueError, with the script's name, for arguments that torchrun refuses, and for
-    a module other than the runner."""
+    a module other than `mindspeed_rl_plugin`."""
 
     def fail(message: str) -> NoReturn:
         raise ValueError(

@@ -67,8 +67,8 @@ class Flags:
 
     def apply(self, why: str, rules: str, *values: object) -> None:
         """Change flags by rules, separated by spaces. For a flag that was given, FLAG removes it, FLAG~VALUE changes
-        its value, FLAG<=N lowers a larger value to N; `*` in FLAG matches any text. FLAG=VALUE sets the flag in any
-        case, FLAG= as a switch. `{0}` in a rule is replaced by the first of `values`."""
+        its value, FLAG<=N lowers a larger value to N; `*` in FLAG matches any text. FLAG=VALUE sets the flag, given
+        or not; FLAG= sets it as a switch. `{0}` in a rule is replaced by the first of `values`."""
         for pattern, sign, value in (_RULE.fullmatch(rule).groups() for rule in rules.split()):
             value = value.format(*values)
             for flag in [pattern] if sign == "=" else fnmatch.filter(self.values, pattern):

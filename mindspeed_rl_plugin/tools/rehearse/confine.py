@@ -1,9 +1,9 @@
 """Runs a command that may only write in some folders: `python confine.py FOLDER... -- COMMAND...`.
 
 Linux's Landlock (5.13 and later, no privileges needed) refuses to this process and its children every change of
-files outside the folders; from 6.7 on also TCP, from 6.12 on signals to other processes. It does not restrict changes
-of modes, owners and times of files, nor Unix sockets. Constants: linux/landlock.h. Standard library only: capture.py
-runs this file by `python -IS`.
+files outside the folders; from 6.7 on also TCP, from 6.12 on signals to all other processes. It does not restrict
+changes of modes, owners and times of files, nor Unix sockets. Constants: linux/landlock.h. Standard library only:
+capture.py runs this file by `python -IS`.
 """
 
 from __future__ import annotations

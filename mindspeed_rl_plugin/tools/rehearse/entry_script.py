@@ -59,7 +59,7 @@ def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> En
     megatrons, mindspeed, llm = map(_checkouts, ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH"))
     patched = [folder for folder in megatrons if (core_version(folder) or ())[:2] == MINDSPEED_CORE]
     extra = [*_folders(launch.env.get("PYTHONPATH", "")), *mindspeed]
-    # MindSpeed-LLM is in its variable's folder or, for a launch script among its examples, in a parent folder of it.
+    # MindSpeed-LLM is in its variable's folder or, if the launch script is its example, in a folder above the script.
     own, *others = (folder / launch.script for folder in (launch.cwd, *llm, *launch_script.resolve().parents))
     there = [own] if own.is_file() else [path for path in others if path.is_file() and _imports(path)]
     why = f"{launch.script} is not here"

@@ -52,8 +52,8 @@ def shown(name: str, lines: Iterable[str], flags: Flags) -> list[str]:
 
 
 def removed(flags: Flags) -> list[str]:
-    """Flags of the script that are not tested: removed flags (except those that RL removes itself, or that generated
-    files replace), and parallel sizes that became 1, since the rehearsal has too few ranks."""
+    """Flags of the script that are not tested: removed flags (except those of trackers, those that RL removes
+    itself, and those that generated files replace), and parallel sizes that became 1."""
     ours = {flag for row in TAKEN_OVER.values() for flag in row.split()} if "--rl-algorithm" in flags else set()
     lost = [c for c in flags.changes if c.old is not None and not c.why.startswith(("here: ", "nothing is reported"))]
     return [c.flag for c in lost if c.new is None and c.flag not in ours or c.new == "1" and "-parallel-" in c.flag]

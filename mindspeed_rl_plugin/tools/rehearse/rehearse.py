@@ -1,14 +1,14 @@
 """Rehearse an Ascend launch script: run it on this machine, shrunk, for one iteration.
 
-The script runs up to its torchrun. Commands that delete, copy, kill, log in or install are listed, not run. All other
-commands run; if the kernel has Landlock (Linux 5.13), they can write only in the rehearsal's folders. The arguments,
-for the script's number of ranks, go through the parsers and the validation of MindSpeed, Megatron and the plugin,
-after files and folders are replaced (without MindSpeed-LLM also flags). Then ranks, model and batches become smaller,
-and one iteration is trained on CPU: of RL, with evaluation, dump, save and resume, if --rl-algorithm is given; else of
-pretraining. Checkpoints to load are generated. Python modules that MindSpeed lacks here get stand-ins.
-Changed arguments are printed with the reason, and everything that was not tested. Words after -- are added to the
-training arguments, for example --rl-* flags. MEGATRON_LM_PATH (one folder or more, separated by colons), MINDSPEED_PATH
-and MINDSPEED_LLM_PATH name checkouts that are not installed.
+The script runs, but its torchrun is only recorded. Commands that delete, copy, kill, log in or install are listed, not
+run. All other commands run; with Landlock (Linux 5.13) they can write only in the rehearsal's folders. Files and
+folders in the arguments are replaced; if MindSpeed or MindSpeed-LLM is not used, flags that need it are replaced or
+removed, too. Then the arguments, for the script's number of ranks, go through the parsers and the validation of
+MindSpeed, Megatron and the plugin. Then ranks, model and batches become smaller, and one iteration is trained on CPU:
+of RL, with evaluation, dump, save and resume, if --rl-algorithm is given; else of pretraining. Checkpoints to load are
+generated. Python modules that MindSpeed lacks here get stand-ins. Changed arguments are printed with the reason, and
+everything that was not tested. Words after -- are added to the training arguments, such as --rl-* flags.
+MEGATRON_LM_PATH (folders separated by colons), MINDSPEED_PATH and MINDSPEED_LLM_PATH name checkouts to use.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ class _Rehearsal:
         if not entry.mindspeed_llm:
             replace_mindspeed_llm(flags)
         if not entry.mindspeed:
-            # Without context parallelism there are fewer ranks, so that the data parallel size stays the same and still
-            # divides the batch.
+            # `remove_unavailable` makes the context parallel size 1. The number of ranks becomes smaller by the same
+            # factor: so the data parallel size stays the same, and still divides the batch.
             world //= flags.number("--context-parallel-size", 1)
             remove_unavailable(flags, mindspeed=False)
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": self.launch.nproc}
         ranks |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-        # On a host the KV cache's size is only a limit; a large one, so that no length of the script is refused.
+        # This process builds no engine, so the KV cache's size only limits lengths; 1e6 GiB allow every length.
         cache = ["--rl-kv-cache-gb", "1e6"] if "--rl-algorithm" in flags else []
         options = ["--accept"] if entry.mindspeed_llm else ["--accept", "--any-flag"]
         command = ["-m", absent_modules.__name__, *options, str(entry.script)]
@@ -170,7 +170,7 @@ class _Rehearsal:
         shutil.rmtree(load)
         tokenizer = ["--tokenizer", str(self.scratch / "tokenizer")]
         export = ["-m", "mindspeed_rl_plugin", "export", "--load", str(saved), "--out", str(load), *tokenizer]
-        made = self._show("the Hugging Face model to convert, exported from it", self._run("export", export), True)
+        made = self._show("this checkpoint as a Hugging Face model, to be converted", self._run("export", export), True)
         self.facts.shown += ["conversion"] if made else []
         return made
 
@@ -187,7 +187,7 @@ class _Rehearsal:
         return done.ok
 
     def _train(self, name: str, flags: Flags, script: Path | None = None) -> Done:
-        """Run the entry script, or `script`, on a few processes, with the runner."""
+        """Run the entry script, or `script`, on `--ranks` processes by the plugin (MindSpeed: by `absent_modules`)."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.options.ranks}"]
         module = absent_modules.__name__ if self.entry.mindspeed else "mindspeed_rl_plugin"
         return self._run(name, [*torchrun, "-m", module, str(script or self.entry.script), *flags.argv()])

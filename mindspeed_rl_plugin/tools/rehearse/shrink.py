@@ -1,5 +1,5 @@
-"""The changes of a rehearsal: removes flags of accelerators and of other Megatron versions, and makes world, model and
-batches smaller. Parallel sizes above 1 stay above 1, as far as the number of ranks allows."""
+"""The changes of a rehearsal: removes flags that need an accelerator, replaces values that only MindSpeed-LLM knows,
+and makes world, model and batches smaller. Parallel sizes above 1 stay above 1, as far as the ranks allow."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def replace_mindspeed_llm(flags: Flags) -> None:
 
 
 def ranks_of_split(flags: Flags) -> int:
-    """Number of processes of the rehearsal: 4 if the script has several parallel sizes above 1, since each of them
-    becomes 2; else 2."""
+    """Number of processes of the rehearsal: 4 if the script has several parallel sizes above 1, so that two of them
+    can be 2; else 2."""
     sizes = ("tensor-model", "context", "pipeline-model", "expert-model")
     return 2 if sum(flags.number(f"--{size}-parallel-size", 1) > 1 for size in sizes) < 2 else 4
 

@@ -86,7 +86,7 @@ def headline(rows: list[JsonObject], run: JsonObject, summary: JsonObject) -> li
         tile("Held-out accuracy", f"{before:.1%}", "greedy, one evaluation so far")
     if summary["reward_before"] is not None:
         held_out = (summary[f"reward_{when}"] for when in ("before", "after"))
-        tile("Held-out reward", " → ".join(f"{r:.3f}" for r in held_out if r is not None), "mean of evaluations")
+        tile("Held-out reward", " → ".join(f"{r:.3f}" for r in held_out if r is not None), "mean of each evaluation")
     rewards = column(rows, "reward/mean")
     if len(rewards) == 1:
         tile("Reward", f"{rewards[0]:.3f}", "mean of the one rollout so far")
@@ -130,7 +130,7 @@ _LIMITS = (
 
 
 def remarks(rows: list[JsonObject], run: JsonObject, ranks: list[int]) -> list[str]:
-    """Sentences on what is unusual in the run; each names its threshold."""
+    """Sentences on what is unusual in the run, with the threshold if there is one."""
     late = rows[-max(1, len(rows) // 10) :]
     watched = ("entropy", *(name for name, *_ in _LIMITS))
     recent = {name: statistics.fmean(values) for name in watched if (values := column(late, name))}

@@ -73,7 +73,7 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
 
 def _plan(dumps: dict[int, Path], limit: int) -> dict[int, int]:
     """Number of iterations before a rollout -> number of its first rows to take: complete groups of evenly spaced
-    rollouts, including the first and the last."""
+    rollouts, including the first and the last; if `limit` allows only one rollout, the last."""
     import pyarrow.parquet as pq
 
     rollouts = list(dumps)
@@ -111,7 +111,7 @@ def _row(record: dict[str, Any], prompts: dict[str, int], text_limit: int) -> li
 
 
 def _asked(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The prompt of an episode, with first messages of the environment, which are not in the data."""
+    """The prompt of an episode, with the environment's first messages, which the data file does not have."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

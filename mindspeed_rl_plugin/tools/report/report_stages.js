@@ -1,5 +1,5 @@
 "use strict";
-// When each stage ran on every rank, the time and the memory of each.
+// Stages: when each ran on every rank, its time, and its memory.
 
 const stageNames = data.stages.names;
 const stageColor = (k) => (stageNames[k] === "between stages" ? "var(--idle)" : `var(--c${k % 10})`);
