@@ -108,8 +108,8 @@ def sized(options: VllmOptions, ranks: int) -> VllmOptions:
 
 
 def tokenizer_here(job: Description, options: VllmOptions, url: str, given: str | None) -> str | None:
-    """The directory of the tokenizer that this process needs; None: it needs none (a server at `url` has its own,
-    for --rl-stop). Raises ValueError if `given` has no use, or if the tokens are not those of the job's tokenizer."""
+    """The directory of the tokenizer that this process needs; None: it needs none (a server at `url` has its own).
+    Raises ValueError if `given` has no use beside the server, or if the tokens are not those of the job's tokenizer."""
     if url and job.tokenizer is None:
         if given is not None:
             raise ValueError(
