@@ -81,7 +81,7 @@ class Client:
         return over
 
     def close(self) -> None:
-        """Leave the job; other engines get the taken rows without a response. Idempotent."""
+        """Leave the job; other engines get the taken rows that have no response yet. Idempotent."""
         self.dock.close()
 
     # the job
@@ -186,15 +186,15 @@ class Client:
                 del self._taken[request.id]
 
     def release(self) -> None:
-        """Give taken rows without a response back, so that other engines get them."""
+        """Give back the taken rows that have no response yet, so that other engines get them."""
         for lease in {lease.token: lease for lease, _ in self._taken.values()}.values():
             self.dock.release(lease)
         self._taken.clear()
 
     def report(self, counts: Mapping[str, float]) -> None:
         """Report this engine's counts since it joined, for the job's metrics: "seconds", "back-pressure" (seconds of
-        waiting for prompts), "version" (seconds of waiting for weights), "responses" and "tokens". If an engine that
-        has reported seconds sends no other counts for half of --rl-wait-timeout, other engines get its rows."""
+        waiting for prompts), "version" (seconds of waiting for weights), "responses" and "tokens". If the counts of
+        an engine that reports seconds do not change for half of --rl-wait-timeout, other engines get its rows."""
         self._reported = True
         self.dock.report(counts)
 

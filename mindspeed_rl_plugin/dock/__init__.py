@@ -1,4 +1,4 @@
-"""Transfer dock: the stages of the loop pass rows to each other through it, exactly once per worker state."""
+"""Transfer dock: through it the stages of the loop pass rows to each other; a stage finishes each row exactly once."""
 
 from mindspeed_rl_plugin.dock.api import (
     ColumnSpec,

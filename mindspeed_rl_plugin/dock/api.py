@@ -2,8 +2,8 @@
 
 A dock knows nothing about algorithms: its users declare columns and worker states. A worker state is a name with the
 columns that it reads and writes. A row is *ready* for a state when all columns that the state reads are committed; each
-ready row is delivered to the state exactly once: `lease`, then `commit` (write back and acknowledge) or `release` (give
-back, to be delivered again). The first commit of a cell wins; repeats change nothing.
+ready row is acknowledged by the state exactly once: `lease`, then `commit` (write back and acknowledge) or `release`
+(give the row back, so that it is leased again). The first commit of a cell wins; repeats change nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class VersionBound(NamedTuple):
 
     @property
     def pinned(self) -> bool:
-        """Whether there is a `newest`, as under a strict order or in an evaluation."""
+        """Whether `newest` is a limit, as with --rl-async-order strict or in an evaluation."""
         return self.newest >= 0
 
     def allows(self, version: int) -> bool:
@@ -56,7 +56,7 @@ class ColumnSpec:
     level: str
     ragged: bool  # True: cells are `[L_i, *trailing]`, packed; False: `[*trailing]`
     trailing: tuple[int, ...] = ()
-    longest: int | None = None  # most entries of a ragged cell; None: the reserve has `DockLimits.max_tokens` entries
+    longest: int | None = None  # most entries of a ragged cell; None: memory is reserved for `DockLimits.max_tokens`
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:

@@ -142,7 +142,7 @@ class Calls:
         self._hearing = threading.Lock()
 
     def query(self, kind: type[m.Query], state: str, *what: Any) -> Any:
-        """Ask the controller of a state. It answers once it knows all commits of this process."""
+        """Ask the controller of a state. It answers once it has all records that this process knows of."""
         opened = [(n, e.shape) for n, e in list(self.epochs.known.items()) if self.epochs.owners is not None]
         message = kind(state, opened, dict(self.after), *what)  # a copy, since other threads change `after`
         return self._ask(self.directory.controllers[state], message, None)[0]

@@ -1,8 +1,8 @@
 """The controller of one worker state: knows which rows are ready, leased and done. Metadata only, no sockets, no clock.
 
 It learns of cells from the records of the warehouses. Rows are given out under a lease. A lease ends when its holder
-releases it, when its rows are acknowledged or cleared, when its time is over, or when its holder has ended. Then rows
-that are not acknowledged are given out again.
+releases it, when its rows are acknowledged or cleared, when its time is over, when its holder has ended, or when the
+job takes it back (`Reclaim`). Then rows that are not acknowledged are given out again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Controller:
         touched = [record.rows] if mine else []
         if record.cleared is not None:
             touched.append(rows_of_groups(record.cleared, view.shape.members))
-        for token in np.unique(view.lease[np.concatenate([EMPTY, *touched])]).tolist():  # only these leases
+        for token in np.unique(view.lease[np.concatenate([EMPTY, *touched])]).tolist():  # these may end now
             if token in self._leases and self._settled(self._leases[token]):
                 self._end(self._leases[token])
         if not view.alive.any():
@@ -137,7 +137,7 @@ class Controller:
 
     def look(self, ids: np.ndarray | None, done: bool) -> Grant:
         """Ids and owners of the acknowledged rows if `done`, else of the other rows, leased ones included; among `ids`,
-        or among all rows. Cleared rows are left out."""
+        or among all rows. Rows of cleared and retired groups are left out."""
         masks = {n: view.done() if done else view.undone() for n, view in sorted(self._epochs.items())}
         if ids is None:
             rows = [(number, mask.nonzero()[0]) for number, mask in masks.items()]
@@ -226,7 +226,7 @@ def rows_of(epochs: Mapping[int, EpochView], ids: np.ndarray) -> PickedRows:
 
 
 def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows:
-    """Rows that can be leased, by epoch; with `ask.share` those of the part, once all its undone rows can be leased."""
+    """Rows that can be leased, by epoch; with `ask.share` those of that part, if all its undone rows can be leased."""
     out: PickedRows = []
     for number, epoch in sorted(epochs.items()):
         rows = epoch.available().nonzero()[0]

@@ -1,7 +1,7 @@
-"""Serves the part of the dock that a process has: the warehouse of its machine, the controllers of some states, or
-both. It has no sockets and no threads. Requests about rows run under one lock; `Core.serve` adds other requests.
+"""`Core` serves the part of the dock that a process has: the warehouse of its machine, the controllers of some states,
+or both. It has no sockets and no threads. Requests about rows run under one lock; `Core.serve` adds other requests.
 
-A commit goes to the warehouse, which sends its record to every controller before it answers.
+A commit goes to the warehouse, which sends a record of the commit to every controller before it answers the writer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.gate import Gate
 from mindspeed_rl_plugin.dock.storage import Warehouse
 
-BEHIND_SECONDS = 60.0  # within which a controller must learn of the commits of a process that asks it
+BEHIND_SECONDS = 60.0  # within which a controller must get the records that the process that asks it knows of
 RECHECK_SECONDS = 1.0  # between two checks of a waiting request: its deadline, and whether the asker lives
 OUTSIDE = "outside"  # names of processes outside of the job begin with it
 AFTER, MEMORY = "(records)", "(memory)"  # keys of `Core.wake`, in addition to the names of states
@@ -129,7 +129,7 @@ class Core:
             close()
 
     def gone(self, peer: str) -> None:
-        """A process outside of the job has ended: its leases are given out again."""
+        """A process outside of the job has ended: its leased rows are given out again."""
         with self.lock:
             for forget in self.at_gone:
                 forget(peer)
@@ -188,7 +188,7 @@ class Core:
         )
 
     def apply(self, record: m.Record) -> None:
-        """Tell the controllers of this process of a commit."""
+        """Let the controllers of this process learn the record of a commit."""
         with self.lock:
             for state, controller in self.controllers.items():
                 if controller.apply(record):
@@ -215,7 +215,7 @@ class Core:
         late = {w: seq for w, seq in query.after.items() if controller.applied.get(w, 0) < seq}
         if late and waited >= BEHIND_SECONDS:
             raise TimeoutError(
-                f"state {query.state!r} has not received records up to {late} (by warehouse) for {waited:.0f} s"
+                f"the controller of state {query.state!r} waited {waited:.0f} s for records (warehouse: number) {late}"
             )
         return bool(late)
 

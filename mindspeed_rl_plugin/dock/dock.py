@@ -37,7 +37,7 @@ class Dock:
     deadline: seconds to wait for other processes.
     """
 
-    piece_bytes: int | None = None  # most bytes of cells in one message, None: no limit
+    piece_bytes: int | None = None  # most bytes of cells in one message of `commit_part`, None: no limit
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Dock:
     # ids
 
     def open(self, epoch: int, groups: int, members: int, version_bound: VersionBound = ANY_VERSION) -> None:
-        """Declare the ids (epoch, 0..groups-1, 0..members-1) of one rollout; every rank calls it. Epoch numbers rise
-        (below 0 they fall) and are never reused. Processes outside of the job learn an epoch from their first lease of
-        its rows. A repeat changes nothing."""
+        """Declare the ids (epoch, 0..groups-1, 0..members-1) of a rollout or evaluation; every rank calls it. Epochs of
+        rollouts are >= 0 and rise, those of evaluations are < 0 and fall; none is reused. Processes outside of the job
+        learn an epoch from their first lease of its rows. A repeat changes nothing."""
         if groups < 1 or members < 1:
             raise ValueError(f"open({epoch=}, {groups=}, {members=}): groups and members must be at least 1")
         epochs, shape = self.calls.epochs, m.Shape(groups, members, version_bound)

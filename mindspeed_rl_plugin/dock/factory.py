@@ -48,7 +48,7 @@ def make_docks(
     group: all ranks, with host memory (gloo); None for a job of one process.
     deadline: seconds that the ranks wait for each other. If a rank sends nothing for a tenth of this time (at least
     30 s), it counts as lost and the job ends.
-    owners: (epoch, groups) -> `[groups]` machine of each group; machines are numbered by their lowest rank.
+    owners: (epoch, groups) -> `[groups]` machine of each group; machines are numbered in order of their lowest ranks.
     Raises ValueError, on every rank, if one of several machines has no address that the others can reach.
     """
     job, host = Peers() if group is None else GroupPeers(group), own_address()

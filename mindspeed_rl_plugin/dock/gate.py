@@ -64,7 +64,7 @@ def rows_of(put: m.Put, bulk: np.ndarray, house: Warehouse, tables: EpochTables)
     and columns."""
     every = len(tables.alive) * tables.shape.members
     if len(put.rows) and not 0 <= put.rows.min() <= put.rows.max() < every:
-        raise ValueError(f"put: rows {put.rows.min()} to {put.rows.max()} are not all of epoch {put.epoch}")
+        raise ValueError(f"put: epoch {put.epoch} has rows 0 to {every - 1}, not {put.rows.min()} to {put.rows.max()}")
     if not put.parts:
         return Rows(())
     (part,) = put.parts

@@ -20,7 +20,7 @@ def machine() -> str:
 
 
 def own_address() -> str:
-    """This machine's address on the job's interface: the one from which it reaches the job's master."""
+    """The address from which this machine reaches the job's master; "" without torchrun."""
     host, port = master_address()
     if not host:
         return ""

@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.dock.api import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.messages import Extent
 
 LINE = 64  # bytes, granularity of extents
-SEGMENT_DIVISOR = 64  # near the limit, a new segment has at least 1/64 of it, or segment_bytes, so segments stay few
+SEGMENT_DIVISOR = 64  # near the limit, a new segment has at least min(limit / 64, segment_bytes), so segments stay few
 
 Range = tuple[int, int]  # offset, bytes
 SEGMENT_BYTES = 64 << 20

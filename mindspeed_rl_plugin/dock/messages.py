@@ -122,7 +122,7 @@ class Release(Query):
 
 
 class Reclaim(Query):
-    """Ends the leases of a process outside of the job that still lives, so that other processes can get its rows."""
+    """Ends the leases of a process outside of the job, although it still lives, so that others can get its rows."""
 
     holder: str
 
@@ -213,7 +213,7 @@ class Hello(Message):
 
     name: str  # of the sender
     rank: int  # of the job, -1 outside of it
-    watch: bool = False  # each side stops when the other ends
+    watch: bool = False  # each side stops when the other is lost
     node: str = ""  # the sender's machine
 
 

@@ -25,7 +25,7 @@ class Peers:
 
 
 class GroupPeers(Peers):
-    """Over a process group of torch with host memory (gloo)."""
+    """Several ranks, which share values through a process group of torch with host memory (gloo)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -43,8 +43,8 @@ class GroupPeers(Peers):
 
 
 def make_peers(job: Peers, division: Any, group: dist.ProcessGroup | None, seconds: float) -> Peers:
-    """Ranks of `job` with an equal division are one consumer; a rank with None is a one-rank consumer. Collective over
-    `group`, the job's group. seconds: the longest wait of a lease."""
+    """The consumer of this rank: the ranks of `job` with an equal `division` (a tuple that names the consumer); None:
+    only this rank. Collective over `group`, the job's group. seconds: the longest wait of a lease."""
     every: Sequence[Any] = job.gather(None if division is None else tuple(division))
     limit, mine = timedelta(seconds=2 * seconds + 60), Peers()
     # Every rank makes every group, since torch numbers the groups and the numbers must be equal on all ranks.

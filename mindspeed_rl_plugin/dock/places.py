@@ -117,11 +117,11 @@ class EpochView(Places):
         return np.repeat(mask.reshape(-1, members).all(1), members) if self.spec.whole_groups else mask
 
     def done(self) -> np.ndarray:
-        """`[rows]` bool: acknowledged rows."""
+        """`[rows]` bool: acknowledged rows of groups that are not cleared or retired."""
         return (self.status == DONE) & self._open()
 
     def undone(self) -> np.ndarray:
-        """`[rows]` bool: rows that are not acknowledged yet."""
+        """`[rows]` bool: rows that are not acknowledged yet, of groups that are not cleared or retired."""
         return (self.status < DONE) & self._open()
 
     def _open(self) -> np.ndarray | bool:
@@ -145,7 +145,7 @@ def rows_of_groups(groups: np.ndarray, members: int) -> np.ndarray:
 
 def runs(nbytes: np.ndarray, same: np.ndarray, *begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Join neighbours in each row of `nbytes` `[C, n]` into runs that one copy can move: cells with equal `same`
-    and without a gap in all `begins`. Returns the flat index of each run's first cell, and the run's bytes."""
+    and without a gap in any of `begins`. Returns the flat index of each run's first cell, and the run's bytes."""
     breaks = np.ones(nbytes.shape, bool)
     breaks[:, 1:] = same[:, 1:] != same[:, :-1]
     for begin in begins:

@@ -49,7 +49,7 @@ class Process(NamedTuple):
 
 
 class Silent(ConnectionError):
-    """The other side accepts a connection, but does not answer."""
+    """A connection was not made in time: the other side may hang."""
 
 
 class Lost(ConnectionError):

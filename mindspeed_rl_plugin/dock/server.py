@@ -95,7 +95,7 @@ class DockServer:
             return connection.close()
         name = hello.name if hello.rank >= 0 or hello.name.startswith(OUTSIDE) else f"{OUTSIDE} {hello.name}"
         self._streams[stream] = name
-        if self._closed.is_set():  # closed since it was accepted
+        if self._closed.is_set():  # this server was closed after it had accepted the connection
             stream.leave(self._last)
         try:
             return self._converse(stream, name)

@@ -1,7 +1,7 @@
 """Warehouse: the cells of one machine. It lends memory, commits, looks up and clears; the caller serialises the calls.
 
 A commit makes all its cells visible together; one `Record` describes it. The first commit of a cell wins. A writer
-on this machine borrows memory: it maps and fills it, and then commits; nobody reads it before. The columns of a commit
+on this machine may borrow memory, fill it and then commit; nobody reads it before the commit. The columns of a commit
 follow each other in memory; each begins at a cache line.
 """
 
@@ -37,9 +37,9 @@ class Block:
     """Memory of one commit."""
 
     segment: int
-    rest: list[Range]  # ranges of its segment that are in use
+    rest: list[Range]  # ranges of the segment that the block still uses
     groups: np.ndarray  # groups whose cells are in it
-    promised: bool  # whether states wrote all of it back, into memory that was reserved for this
+    promised: bool  # whether all its columns are ones that states write, for which memory was reserved
     beyond: int  # bytes above what was reserved
 
 
@@ -85,7 +85,7 @@ class Warehouse:
         """Admit a producer's groups, or return why the producer must wait. Raises ValueError if even an empty warehouse
         is too small."""
         unlimited = self.limits.capacity is None and self.limits.rows is None
-        if unlimited or put.epoch in self._gone:  # a late repeat, which changes nothing
+        if unlimited or put.epoch in self._gone:  # cleared: a late repeat
             return None
         tables = self._tables(put.epoch, put.shape)
         touched = np.unique(np.concatenate([tables.groups_of(part) for part in put.parts]))

@@ -1,11 +1,11 @@
 """Fail-stop: the ranks of a job watch each other. When a rank is lost, all end, each with a line that names that rank.
 
 A torchrun job cannot continue without one of its ranks. So a process ends immediately when a link to another rank
-breaks, or is silent for a heartbeat (a machine without power breaks no connection), even if its main thread hangs in a
-collective. Each rank is linked to the lowest rank of its machine, these lowest ranks to rank 0, and every warehouse to
-the controllers. Generators of the launcher, the ranks after the trainers, are linked to rank 0, which expects them. A
-rank that stops sends over its links which rank was the cause. A rank that leaves in order says so first; then the
-other ranks continue.
+breaks, or brings nothing for `heartbeat` seconds (a machine without power breaks no connection), even if its main
+thread hangs in a collective. Each rank is linked to the lowest rank of its machine, these lowest ranks to rank 0, and
+every warehouse to the controllers. Generators of the launcher, the ranks after the trainers, are linked to rank 0,
+which expects them. A rank that stops sends over its links which rank was the cause. A rank that leaves in order says so
+first; then the other ranks continue.
 """
 
 from __future__ import annotations

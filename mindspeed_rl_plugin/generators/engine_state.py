@@ -80,7 +80,7 @@ def _may_apply(state: EngineState, wanted: int) -> bool:
 def _may_take(state: EngineState) -> bool:
     """Whether to lease rows. An engine does not lease while newer weights wait until its running rows end, or if it has
     no running rows and may not sample the dock's next rows. With running rows it asks the dock again, since other
-    engines may have taken those next rows."""
+    engines may have taken those next rows (but under a strict order it never leases with running rows)."""
     if state.strict:
         return not state.running and state.needs is None and max(state.version, state.announced) >= 0
     draining = state.drain and state.pulled > state.version

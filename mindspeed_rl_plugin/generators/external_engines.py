@@ -70,7 +70,7 @@ def check_servers(config: RLConfig, model: Mapping[str, Any], dtype: str) -> Ite
 class _Supervisor:
     """A process that supervises engines."""
 
-    without: str  # begin of the message when the process has failed
+    without: str  # beginning of the message when the process has failed
     log: Path  # file with the output
     command: Sequence[str]
     again: bool  # whether the process is started again after a failure
@@ -133,7 +133,7 @@ class ExternalEngines:
         return "".join(f"; {one.said}" for one in self._supervisors if one.said)
 
     def close(self) -> None:
-        """From now on no engine can join. Idempotent."""
+        """End the supervisors; from now on no engine can join. Idempotent."""
         self.secret_file.unlink(missing_ok=True)
         running = [one.process for one in self._supervisors if one.process.poll() is None]
         for process in running:

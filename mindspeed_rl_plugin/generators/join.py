@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     parser.add_argument("--join", required=True, metavar="HOST:PORT", help="the job's address, printed at its start")
-    parser.add_argument("--secret-file", required=True, help="file with the job's secret, of mode 600; also printed")
+    parser.add_argument("--secret-file", required=True, help="the job's secret file, of mode 600; its path is printed")
     parser.add_argument("--engine-url", metavar="URL", help="generate with this `vllm serve`, see docs/schedules.md")
     parser.add_argument("--max-running", type=int, help="most sequences decoded at once (default: the job's)")
     parser.add_argument("--kv-cache-gb", type=float, help="KV cache of one rank on a host without accelerator")

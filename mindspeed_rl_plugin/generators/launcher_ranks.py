@@ -116,9 +116,9 @@ def store() -> dist.Store:
 
 
 def begin() -> None:
-    """If the launcher may restart its ranks, let them connect with a new store for this start, at rank 0's address: the
-    launcher's store still has addresses of dead ranks, and the host MASTER_ADDR may forward only MASTER_PORT (in
-    Kubernetes), so the new store cannot be there. Raises TimeoutError if rank 0 does not start."""
+    """If the launcher may restart its ranks, let them connect with a new store for this start, since the launcher's
+    store still has addresses of dead ranks. The store is at rank 0's address, not at MASTER_ADDR: that host may forward
+    only MASTER_PORT (in Kubernetes). Raises TimeoutError if rank 0 does not start."""
     global _own_store
     if not may_restart() or launcher_store()[2]:
         return

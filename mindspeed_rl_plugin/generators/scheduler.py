@@ -23,7 +23,7 @@ NEWS_SECONDS = 1.0  # longest single wait for weights
 LEASE_SECONDS = 86400.0  # long: a lost engine is noticed by its connection, and a response may take long
 REPORT_SECONDS = 0.5  # between two reports of counts
 ROWS_SECONDS = 0.25  # longest single wait for rows
-EMPTY_SECONDS = 0.02  # pause before the next question for rows if all rows are done
+EMPTY_SECONDS = 0.02  # pause before the next question for rows if the dock has given none and did not wait
 Span = tuple[str, float, float]  # (what, begin, end), seconds since 1970
 GAP_SECONDS = 0.02  # most time between two spans of one kind that are joined
 LONGEST_SECONDS = 4.0  # a span that has lasted longer is reported, and its rest is a new span
@@ -176,7 +176,7 @@ class Scheduler:
         if error is not None and lease.needs is not None and lease.needs.newest == lost:
             raise error
         if not running and not len(lease) and lease.needs is None:
-            if time.monotonic() - began < EMPTY_SECONDS:  # all rows are done: the dock has answered immediately
+            if time.monotonic() - began < EMPTY_SECONDS:  # without a wait: the job has left the dock
                 time.sleep(EMPTY_SECONDS)
             self.spend("back-pressure", began)
         requests = requests_of(lease.rows, self.job.sampling, self.job.seed)

@@ -1,7 +1,7 @@
 """The extension of the workers of vLLM's own server: `vllm serve --worker-extension-cls` names `ServerWorker`.
 
-A worker imports this module before it loads its model. Its methods are called by `/collective_rpc` between two steps,
-and answer {"value": ..., "refused": ""}: vLLM would end a worker whose method raises.
+A worker imports this module before it loads its model. `/collective_rpc` calls methods of `ServerWorker` between two
+steps. They return {"value": ..., "refused": ""}, and never raise, since vLLM would then end the worker.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def _at_url(
 
 
 def sized(options: VllmOptions, ranks: int) -> VllmOptions:
-    """Options of an engine on `ranks` ranks. Tensor parallelism is over all ranks; engines that share experts must have
-    as many ranks as the job says. Raises ValueError, also for a KV cache that is larger than this host's memory."""
+    """Options of an engine on `ranks` ranks. Tensor parallelism is over all ranks; but engines that share experts have
+    the job's sizes, which `ranks` must fit. Raises ValueError, also for a KV cache above this host's memory."""
     for problem in kv_cache_problems(options.kv_cache_bytes / 2**30, launch_env()["local_world_size"]):
         raise ValueError(problem)
     if options.sharing == 1:
@@ -108,8 +108,8 @@ def sized(options: VllmOptions, ranks: int) -> VllmOptions:
 
 
 def tokenizer_here(job: Description, options: VllmOptions, url: str, given: str | None) -> str | None:
-    """The directory of the tokenizer that this process needs; None: it needs none, since a server at `url` has a
-    tokenizer for --rl-stop. Raises ValueError if the tokens are not those of the job's tokenizer."""
+    """The directory of the tokenizer that this process needs; None: it needs none (a server at `url` has its own).
+    Raises ValueError if `given` has no use beside the server, or if the tokens are not those of the job's tokenizer."""
     if url and job.tokenizer is None:
         if given is not None:
             raise ValueError(

@@ -28,9 +28,9 @@ LEAVE_SECONDS = 5.0  # at the end of a job: most seconds from its first rank's `
 
 
 class GuestDock(Dock):
-    """Leases ready rows, reads, commits and releases. A lease ends when its time is over, or the connection ends. Then
-    its rows are leased again to others; the first commit of a cell wins. When the job has left the dock, `lease`
-    returns the empty lease."""
+    """Leases ready rows, reads, commits and releases. A lease ends when its time is over, when the job takes it back,
+    or when the connection ends. Then its rows are leased again to others; the first commit of a cell wins. When the
+    job has left the dock, `lease` returns the empty lease."""
 
     piece_bytes = MOST_BYTES // 2  # so that the job's gate accepts each message
 

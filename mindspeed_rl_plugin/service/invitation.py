@@ -56,6 +56,6 @@ def parse_address(address: str) -> tuple[str, str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(
-            f"address {address!r} of a job is neither HOST:PORT (port 1 to 65535) nor unix:NAME; give that {PRINTED}"
+            f"address {address!r} of a job is neither HOST:PORT (port 1 to 65535) nor unix:NAME; give the one {PRINTED}"
         )
     return "", host, int(port)
