@@ -130,7 +130,7 @@ class ChatFormat(RawFormat):
         return render_chat(self._tokenizer, messages, self._tools)
 
     def _observed(self, message: ChatMessage) -> ChatMessage:
-        """Mark the text of control tokens in all fields: even the name of a tool may be a text of the model."""
+        """Mark the text of control tokens in all fields but the role: the model may have written even a tool's name."""
         return {k: self._marked(v) if k != "role" and isinstance(v, str) else v for k, v in message.items()}
 
     def _tail(self, messages: Iterable[ChatMessage], before: Sequence[ChatMessage] = (QUESTION,)) -> str:

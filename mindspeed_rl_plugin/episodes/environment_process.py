@@ -72,7 +72,7 @@ def describe_tools(connection: int, lifeline: int) -> None:
 def _loaded(connection: int, lifeline: int) -> tuple[Parent, Desk, CallLoop]:
     """Load the user's code. Ends this process if it cannot be loaded."""
     keep(connection, lifeline, CLOSE_SECONDS)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # sent by the keeper; a running call may finish
+    signal.signal(signal.SIGTERM, lambda *_: None)  # `keep` sends it after the parent's end; a running call may finish
     parent = Parent(connection, None)
     calls = CallLoop(parent)
     tools, environment, parser, seconds = parent.receive()

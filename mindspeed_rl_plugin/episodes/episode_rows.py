@@ -21,7 +21,7 @@ EPISODE_COUNTS = (
 """Numbers that are counted in an episode. calls: calls that were made; malformed: calls that cannot be read; unknown:
 calls of unknown tools; arguments: calls with wrong arguments; raised: calls that failed; observation_tokens: tokens
 between turns; cut: observations that were cut to --rl-max-observation-length; special: observations with the text of a
-special token; milliseconds: time of the user's code."""
+control token (see `chat`); milliseconds: time of the user's code."""
 
 MEASURED = ("prompt_length", "turns", "environment_failed", "episode_counts", "tool_calls")
 DUMPED = ("turn_reward", "conversation")
@@ -155,7 +155,7 @@ class EpisodeMeter:
 
     def __call__(self, rows: Rows) -> dict[str, float]:
         """Metrics of B episodes. Raises EpisodeError if the environment failed in all of them, because then no reward
-        is real, and if a tool never works."""
+        is real, and if a tool always fails (see FAILING)."""
         count, turns = len(rows), rows["turns"].lengths.double()
         totals = dict(zip(EPISODE_COUNTS, rows["episode_counts"].sum(0).tolist(), strict=True))
         if rows["environment_failed"].all():

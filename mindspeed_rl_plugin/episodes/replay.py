@@ -53,7 +53,7 @@ class EnvironmentInstance(Session):
         return call if known == len(self.asked) else self.asked[known][0]
 
     def answered(self, call: WorkerCall, answer: Answer) -> Answer | None:
-        """The result of a call; None if the answer is to a repeated call."""
+        """The result of a call; None if it was repeated with the former answer, an error if the answers differ."""
         if self.complete:
             self.asked.append((call, answer))
             self.known += 1

@@ -148,7 +148,7 @@ def schema_of(flag: str, name: str, function: Callable[..., Any]) -> dict[str, A
 
 
 def reset_arguments(reset: Callable[..., Any], task: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """The arguments for `reset`: those fields of the task, and the seed, that its signature has."""
+    """The arguments for `reset`: of the seed and the fields of task and record, those that its signature has."""
     names = {p.name for p in _parameters(reset) if p.kind in _BY_NAME}
     record = task["record"]
     given = {**record, **{k: task.get(k) for k in RESET}, "seed": seed % SEEDS}

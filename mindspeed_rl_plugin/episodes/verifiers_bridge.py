@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.episodes.verifiers_load import ROW
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
-MAX_ROLLOUTS = 64  # most rollouts of a process at a time in training; an evaluation in between may have as many
+MAX_ROLLOUTS = 64  # most rollouts of a process at a time in training; an evaluation in between may add as many
 AWAY_SECONDS = 1.0  # if the pipe was not read for longer, it may have been full: limits of replies are extended
 STOP_SECONDS = 20.0  # in which a rollout that is given up must stop
 END_SECONDS = 15.0  # in which a process must release the resources of its rollouts and end
@@ -64,7 +64,7 @@ class RolloutRecord:
     sample: SampleId
     data: Any  # row of verifiers
     process: VerifiersProcess | None = None  # None before it begins
-    due: float | None = None  # time since which its reply is due; None during the model's turn
+    due: float | None = None  # time since which its reply is due; None: it has not begun, or the model has its turn
     early: Reply | None = None  # its last reply, if it ended during the model's turn
     ending: float | None = None  # deadline to stop; None: it is not given up
 
@@ -107,8 +107,8 @@ class VerifiersEnvironments:
         loads = VERIFIERS + environment
         self._processes = [VerifiersProcess(Worker(program, setup, loads, wait)) for _ in range(workers)]
         self._numbers = itertools.count()
-        self._rollouts: dict[int, RolloutRecord] = {}  # all in a process, also those that are given up
-        self._known: dict[SampleId, RolloutRecord] = {}  # all that are not given up
+        self._rollouts: dict[int, RolloutRecord] = {}  # all that run in a process, also those that are given up
+        self._known: dict[SampleId, RolloutRecord] = {}  # all that have given no last reply and are not given up
         self._queue: deque[RolloutRecord] = deque()  # all that have not begun
         self._replies: list[Reply] = []
         self._heard = time.monotonic()  # time of the last read

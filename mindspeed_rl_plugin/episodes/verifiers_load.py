@@ -47,7 +47,7 @@ def task_of(loaded: Loaded, data: dict[str, Any]) -> Any:
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Send the rows of an environment. The first message is (environment, most rows or None); the answer is
+    """Send the rows of an environment. The first message is (environment, limit of rows or None); the answer is
     ("", None) or (None, error). Each further message is answered by (next rows, None), at the end ([], None)."""
     parent = Parent(connection, lifeline)
     environment, most = parent.receive()
@@ -105,11 +105,11 @@ def _complete(vf: Any, config: Any) -> None:
 
 
 def _rows(environment: str, most: int | None) -> Any:
-    """An iterator over rows of the fields prompt, answer and verifiers."""
+    """An iterator over rows with the fields prompt, answer and verifiers."""
     env = load(environment).env
     kind = type(env.taskset).task_type().data_type()
     if hidden := [name for name, field in kind.model_fields.items() if field.exclude]:
-        raise ValueError(f"its rows have {', '.join(hidden)}, which {kind.__name__} writes to no file (exclude=True)")
+        raise ValueError(f"no row can hold {', '.join(hidden)}, left out of JSON by {kind.__name__} (exclude=True)")
     if most is None and not env.taskset.bounded:
         raise ValueError("it has no last task; give --limit")
     return (_row(task.data) for task in itertools.islice(env.taskset, most))

@@ -22,8 +22,8 @@ PLACEHOLDER = "uiweahfskdj"  # content of an assistant's message, to find it in 
 
 
 class AppendingRenderer(DefaultRenderer):
-    """`renderers.Renderer` for any chat template in which a turn ends with a control token. Templates that write a date
-    (Llama 3.2) get `DATE`, as in the job's own prompts."""
+    """`renderers.Renderer` for any chat template in which a turn ends with a control token. Templates that write
+    today's date (Llama 3.2) get a fixed date, as in the job's own prompts."""
 
     config_class = DefaultRendererConfig
 
@@ -72,8 +72,8 @@ class AppendingRenderer(DefaultRenderer):
         return ids
 
     def _marked(self, value: Any) -> Any:
-        """A message with the text of control tokens marked in all fields, so that `encode` makes ordinary tokens of it:
-        the model may have written this text, even as the name of a tool."""
+        """A message with the text of control tokens marked in all fields but role and type. So `encode` makes ordinary
+        tokens of this text, which the model may have written, even as the name of a tool."""
         if isinstance(value, str):
             return self._control.marked(value)
         if isinstance(value, Mapping):

@@ -155,7 +155,7 @@ class Rollouts:
             rollout.answer((tokens, logps, True))
 
     def finish(self, number: int, cut: tuple[Sequence[int], Sequence[float]] | None) -> None:
-        """End a rollout without a further turn; verifiers scores it. cut: the turn that it waits for, if it was cut."""
+        """End a rollout without a further turn; verifiers scores it. cut: the awaited turn, if a limit cut it."""
         if rollout := self._rollouts.get(number):
             rollout.over = True
             rollout.answer((*cut, False) if cut else None)

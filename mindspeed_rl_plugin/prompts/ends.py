@@ -41,9 +41,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str,
 def response_ends(
     tokenizer: PreTrainedTokenizerBase, chat: bool, hf_model: str | None, vocab: int, tools: Sequence[Any] | None = None
 ) -> dict[int, str]:
-    """Id that ends a response -> the files or template that name it, the tokenizer's first. chat: whether prompts have
-    the form of the chat template; hf_model: folder whose generation_config.json may list more ids; vocab: number of
-    ids. Raises ValueError for an id that is not below `vocab`."""
+    """Id that ends a response -> what names it (tokenizer, chat template, generation_config.json). The tokenizer's id
+    is first. chat: whether prompts have the form of the chat template; hf_model: folder whose generation_config.json
+    may list more ids; vocab: number of ids. Raises ValueError for an id that is not below `vocab`."""
     close = end_of_turn(tokenizer, tools) if chat and tokenizer.chat_template else None
     listed = config_tokens(Path(hf_model) / GENERATION).get("eos_token_id") if hf_model else None
     named = [(tokenizer.eos_token_id, "tokenizer"), (close and tokenizer.convert_tokens_to_ids(close), "chat template")]

@@ -35,9 +35,9 @@ class Renderer:
     `text_tokens`, and messages are refused, because no model knows their plain concatenation. With `chat_template` a
     string is one user message, and transformers' `apply_chat_template` makes the tokens; the template writes all
     special tokens. Content is a string, or a list of text parts, which are joined. In an assistant's message it may be
-    null if there are other fields, and missing if there are `tool_calls`. Other null fields count as missing. In
-    Parquet files and saved datasets, which add fields of other rows as null, this also holds inside objects. The last
-    message may have any role except the assistant's.
+    null if there are fields other than `role` and `name`, and missing if there are `tool_calls`. Other null fields
+    count as missing. In Parquet files and saved datasets, which add fields of other rows as null, this also holds
+    inside objects. The last message may have any role except the assistant's.
 
     Each kind of repair is logged once, with its first row. Raises ValueError, with file, line, value and what to do,
     for any other row and for half of a surrogate pair; also if the tokenizer lacks the chat template.
@@ -183,8 +183,8 @@ def render_chat(
     the end of the last message.
 
     tools: JSON schemas of functions for the model; (): an environment without tools answers the model; None: nothing
-    answers the model. If not None, templates that write a date (Llama 3.2) get `DATE`, so that prompts are the same
-    every day.
+    answers the model. If not None, templates that write today's date (Llama 3.2) get a fixed date, so that prompts are
+    the same every day.
     """
     more: dict[str, Any] = {}
     if tools is not None:

@@ -1,8 +1,8 @@
 """Rows of prompt files, each as the dictionary that the file holds.
 
-Parquet files and saved dataset directories store types. JSON does not, and a reader that infers types makes a date of
-"2020-01-01", and 1.0 of a 1 in a column with a 2.5, so that the ground truth is wrong. Therefore each line of JSONL is
-parsed separately; then an error can also name its line.
+Parquet files and saved dataset directories store types. JSON does not, and a reader that infers types turns
+"2020-01-01" into a date, and 1 into 1.0 if another row has 2.5, so that the ground truth is wrong. Therefore each line
+of JSONL is parsed separately; then an error can also name its line.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Source:
 def open_source(path: str) -> Source:
     """Open a JSONL, JSON or Parquet file or a saved dataset directory.
 
-    Raises ValueError, with the file and if possible the line: unknown kind, empty, not UTF-8, not JSON.
+    Raises ValueError, with the file and if possible the line, if it is none of these, empty, not UTF-8 or not JSON.
     """
     place = Path(path)
     if place.is_dir():

@@ -44,7 +44,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def vocabulary_digest(path: str, trust_remote_code: bool = False) -> str:
-    """A digest of all tokens with their ids, equal for tokenizers that give the same tokens. Raises ValueError as
+    """A digest of all tokens with their ids; the rules by which a text is cut are not in it. Raises ValueError as
     `load_tokenizer` does, and if `path` is no directory."""
     if not Path(path).is_dir():
         raise ValueError(f"no tokenizer can be loaded from {path!r}: there is no such directory here")

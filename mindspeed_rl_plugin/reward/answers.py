@@ -51,8 +51,8 @@ REPLACEMENTS = [  # (pattern, replacement), applied in this order
 
 
 def graded_part(response: str) -> str | None:
-    """The part of a response that math-verify is to read. None if its last box is not closed, if its last answer tag is
-    empty or, after a closed one, not closed, or if `or` joins its last two numbers without tag, box and ####."""
+    """The part of a response that math-verify is to read. None if its last box is not closed; if its last <answer> is
+    empty, or open after a closed one; or, without closed <answer>, box and ####, if `or` joins its last two numbers."""
     text = response.rpartition("</think>")[2].strip() or response
     before, tag, inside = text.rpartition("<answer>")
     if "</answer>" in inside:

@@ -54,7 +54,7 @@ class Grader:
         self.fields = tuple(ANSWERED[0] if name == CONVERSATIONS else name for name in sorted(needed))
 
     def single(self, item: dict[str, Any]) -> Any:
-        """Call with one sample. Raises ValueError for a parameter that is neither in the sample nor in the record."""
+        """Call with one sample. Raises ValueError for a required parameter that sample and record lack."""
         given = {**item["record"], **{k: item[k] for k in SINGLE}}
         given |= {k: item[k] for k in ANSWERED if item.get(k) is not None}
         missing = sorted(self.required - set(given))

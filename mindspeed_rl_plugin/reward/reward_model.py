@@ -63,7 +63,7 @@ def same_tokenizer(path: str, policy: str) -> bool:
 
 
 class RewardModel:
-    """A batch grader: the checkpoint's score of each response after its prompt; with an environment, the score
+    """A batch grader: the checkpoint's score of each response after its prompt; with tools or an environment, the score
     of the complete conversation.
 
     device: "cpu" (then in float32) or that of an accelerator (then in the checkpoint's dtype). If the tokenizer has a

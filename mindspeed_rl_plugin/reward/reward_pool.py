@@ -90,8 +90,8 @@ class RewardPool:
         """Call each grader once on a data row, with the row's answer as the response; a batch grader on `members`
         copies. Reward models on an accelerator are not called: they would take its memory before the policy does.
 
-        where: the row's place in the data; more: further fields of the item. Returns the failures; raises RewardError
-        if `on_error` is "stop".
+        where: the row's place in the data; more: further fields of the item. Returns the failures; if `on_error` is
+        "stop", raises RewardError for the first one.
         """
         from mindspeed_rl_plugin.rows import SampleId
 
@@ -165,14 +165,14 @@ class RewardPool:
         return max(0, int(len(self._pool.workers) * left / each))
 
     def take_seconds(self) -> tuple[float, float] | None:
-        """Means over the responses graded since the last call: seconds of a response's grading calls; and the same with
-        each call divided by its responses and by the calls that may run together. None if no response was graded."""
+        """Means over the responses graded since this was last called: seconds of a response's grading calls; and the
+        same with each call / its responses / the calls that may run together. None if no response was graded."""
         (calls, worker, responses), self._spent = self._spent, [0.0, 0.0, 0]
         return (calls / responses, worker / responses) if responses else None
 
     def take_failures(self) -> dict[str, str]:
-        """Grader -> message of its first failure since the last call. A failure of math, exact or regex is returned
-        only once in a run, because the model's response causes it."""
+        """Grader -> message of its first failure since `take_failures` was last called. Of math, exact and regex, whose
+        failures are caused by responses, only the first failure of each in a run is returned."""
         taken = {name: self._failures.pop(name) for name in list(self._failures)}
         new = {name: text for name, text in taken.items() if name not in self._said}
         self._said |= {spec.name for spec in self._specs if spec.compares and spec.name in taken}

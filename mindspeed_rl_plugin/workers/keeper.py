@@ -21,8 +21,8 @@ ADOPT, DIE = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG of prctl(2)
 
 def keep(connection: int, lifeline: int, patience: float) -> None:
     """Fork: the worker continues after this call in the child, and the calling process becomes its keeper. connection,
-    lifeline: file descriptors, as `process.Worker` passes them; patience: seconds between SIGTERM to a worker whose
-    parent has ended, and SIGKILL to all remaining processes. On SIGTERM the keeper kills them immediately."""
+    lifeline: file descriptors, as `process.Worker` passes them; patience: seconds from SIGTERM, which the worker gets
+    when the keeper's parent has ended, to SIGKILL to all processes. On SIGTERM the keeper kills them immediately."""
     killed: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: killed.append(number))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -50,8 +50,8 @@ def keep(connection: int, lifeline: int, patience: float) -> None:
 
 
 def _watch(worker: int, lifeline: int, patience: float, killed: Sequence[int]) -> int:
-    """Wait until the worker has ended, or a signal is in `killed`, or `patience` has passed after the parent's end.
-    Returns the worker's exit code (-signal if a signal ended it); 1 if it has not ended."""
+    """Wait until the worker has ended, or a signal is in `killed`, or `patience` has passed since the keeper's parent
+    ended. Returns the worker's exit code (-signal if a signal ended it); 1 if it has not ended."""
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     code = None

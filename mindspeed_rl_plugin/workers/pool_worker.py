@@ -21,7 +21,7 @@ class Session:
     at a time.
 
     key: its number, in messages.
-    worker: its worker, None before the first call and after the end of the process.
+    worker: its worker, None before the first call and after the end of the session or of its process.
     """
 
     _keys = itertools.count()
@@ -78,7 +78,7 @@ class PoolWorker(Worker):
         self.calls: dict[int, WorkerCall] = {}
         self.sessions: set[Session] = set()
         self.closing: list[int] = []
-        self._begun, self._most = 0, 1
+        self._begun, self._most = 0, 1  # calls begun since no call was running; most that may run together now
         super().__init__(*given)
 
     @property

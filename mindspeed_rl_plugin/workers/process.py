@@ -21,8 +21,8 @@ import msgspec
 
 import mindspeed_rl_plugin
 
-# Arguments of a worker: sys.path of this interpreter, or None for another interpreter, which can import only this
-# package; the package's file; the function to call; the file descriptors for it.
+# Arguments of a worker: sys.path of this interpreter, or None for another interpreter, which keeps its own sys.path and
+# gets only this package; the package's file; the function to call; the file descriptors for it.
 BOOT = """
 import importlib, importlib.util, json, sys
 path, package, main, descriptors = json.loads(sys.argv[1])
@@ -38,7 +38,7 @@ getattr(importlib.import_module(module), function)(*descriptors)
 SHARE_OF_WAIT = 0.9  # of --rl-wait-timeout that one rank may take, so that its error comes before the timeout of others
 LATE = "ran longer than"
 MAX_ANSWER_BYTES = 1 << 26  # bytes of an answer
-STALLED = 60  # seconds without a byte within a message
+STALLED = 60  # seconds without a byte within a message, after which reading or writing the message fails
 WROTE = "wrote into the pipe of its worker, which was killed"
 SILENCE_LOOK_SECONDS = 1.0  # seconds between checks of a silent process: its children may keep its pipe open
 

@@ -31,7 +31,7 @@ class UserFileFinder:
 def load_function(file: str, function: str) -> Callable[..., Any]:
     """A function or class of a user's file. The file is executed as a module that can import files of its folder.
 
-    Raises ValueError if the file has no such name. Errors of the file itself are not caught.
+    Raises ValueError if the file has no such function or class. Errors of the file itself are not caught.
     """
     if str(Path(file).parent) not in sys.path:
         sys.path.insert(0, str(Path(file).parent))
