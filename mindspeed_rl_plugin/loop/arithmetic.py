@@ -1,4 +1,4 @@
-"""Batch sizes that follow from the flags: prompts, samples, optimizer steps, micro-batches, rollouts. Pure."""
+"""Batch sizes that follow from the flags: prompts, samples, optimizer steps, micro-batches, rollouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Arithmetic:
     epochs: int  # passes over a rollout
     micro_batch: int  # sequences of one forward
     data_parallel: int  # data parallel size of training
-    engines: int | None  # number of rollout engines, None for pairs
+    engines: int | None  # rollout engines on ranks of the launcher (with async others may join); None for pairs
     train_iters: int  # optimizer steps of the whole run
     max_tokens: int | None = None  # of a micro-batch, if micro-batches are limited by tokens
 
@@ -40,7 +40,7 @@ class Arithmetic:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one optimizer step on each data-parallel rank."""
+        """Micro-batches of one optimizer step on each data-parallel rank, if tokens do not limit them."""
         return self.global_batch // (self.micro_batch * self.data_parallel)
 
     @property
@@ -86,9 +86,9 @@ class Arithmetic:
 
 
 def check_batch(args: argparse.Namespace, trainers: str = "") -> None:
-    """Check that --global-batch-size divides, before Megatron validates its arguments. Missing or invalid sizes are
-    left to Megatron's check. trainers: text for the error, which explains the number of data parallel ranks. Raises
-    ValueError with value, limit and fix."""
+    """Check, before Megatron validates its arguments, that --global-batch-size is a multiple of --micro-batch-size x
+    data parallel ranks. Missing or invalid sizes are left to Megatron's check. trainers: text for the error, which
+    explains the number of these ranks. Raises ValueError with value, limit and fix."""
     across = math.prod(
         getattr(args, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
     )
@@ -99,7 +99,7 @@ def check_batch(args: argparse.Namespace, trainers: str = "") -> None:
 
 
 def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int) -> Arithmetic:
-    """The sizes for pairs. Raises ValueError, with value, limit and fix, if a size does not divide or cuts a pair."""
+    """Sizes for pairs. Raises ValueError, with value, limit and fix, if a batch cannot be divided or cuts a pair."""
     if micro_batch % 2:
         raise ValueError(
             f"--micro-batch-size {micro_batch} cuts a pair: it counts sequences, and a micro-batch holds the chosen "

@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.weights.resharder import Resharder, Transfer
 
 
 class Colocation:
-    """model: this rank's chunks; state: training state; offloaded: categories of training state that are on the host
+    """model: this rank's chunks; state: training state; offloaded: categories of training state that leave the device
     during generation; stage: measures the time of a stage."""
 
     def __init__(
@@ -101,9 +101,8 @@ class Colocation:
         self.state.start_onload(self.offloaded & {"optimizer"})
 
     def start_offload(self) -> None:
-        """Begin to copy to the host all that the transfer of weights does not read: gradients and optimizer state, also
-        of the critic. Parts that are being copied already are skipped. The state may still be read, for a
-        checkpoint."""
+        """Begin to offload what --rl-swap names and the transfer of weights does not read, also of the critic: drop
+        gradients, copy optimizer state to the host (unless begun already). A checkpoint may still read the state."""
         for state in self._states:
             state.start_offload(self.offloaded - {"params"})
 

@@ -79,7 +79,7 @@ def limits(config: RLConfig) -> DockLimits:
 
 class DockSize:
     """Refuses a dock that is too small, before a stage would wait for space in it. rounds: most rounds of dynamic
-    sampling, 0 without it; ahead: number of rollouts that are sampled ahead, and of groups for an evaluation."""
+    sampling, 0 without it; ahead: number of rollouts that are sampled ahead, number of groups of an evaluation."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Checks at a resume: whether the present flags fit the checkpoint's rollout in use and its deferred groups."""
+"""Checks at a resume: whether the present flags fit the checkpoint's rollout in use and its groups for later ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check(
     iteration: int,
     own: Sequence[str] = (),
 ) -> None:
-    """Refuse a state of `Run.state_dict` (with the dock's outline) that these flags cannot continue.
+    """Refuse a state of `Run.state_dict` (its dock may lack the rows) that these flags cannot continue.
 
     now: `cut` of the present flags; iteration: of the checkpoint; own: columns that a user's stages write, and columns
     of stages before them that are stored as `name@stage`. Raises ValueError, the same on every rank.

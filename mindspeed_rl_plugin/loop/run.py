@@ -104,8 +104,8 @@ class Run:
         return self.loop.train_step(TrainStep(original, args, kwargs))
 
     def state_dict(self) -> dict[str, Any]:
-        """RL state of a checkpoint: the data's cursor, the rollout in use and the deferred groups with their rows, and
-        the metrics."""
+        """RL state of a checkpoint: the data's cursor, the rollout in use with its metrics, the deferred groups, the
+        schedule's state and, on the leader, the dock with its rows."""
         loop = self.loop
         loop.schedule.settle()
         return {

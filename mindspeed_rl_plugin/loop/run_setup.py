@@ -16,7 +16,7 @@ SETUP = "setup"  # key of `Setup` in run.json
 class Setup:
     """The flags on which a run's time depends."""
 
-    sizes: Arithmetic  # with `data_parallel` trainers and `engines`
+    sizes: Arithmetic  # a trainer is a data parallel rank; `engines`: all engines that the flags name
     schedule: str = "sync"
     slots: int = 256  # sequences that an engine decodes at the same time
     graders: int = 2  # reward workers, of all ranks
@@ -33,7 +33,7 @@ class Setup:
 
     @classmethod
     def of(cls, config: RLConfig, sizes: Arithmetic, ranks: int) -> Setup:
-        """From the flags of a job. ranks: of its trainers."""
+        """From the flags of a job. ranks: number of ranks that train."""
         schedule, tp, algorithm = config.schedule, config.rollout.generate_tp, resolve(config.algorithm)
         who = schedule.who_generates
         engines = sizes.engines + (who.engines + len(schedule.engine_url) if schedule.apart else 0)

@@ -51,7 +51,7 @@ def dump_rollout(
 
 
 def read_rollout(path: str | os.PathLike[str]) -> Rows:
-    """The rows of a dump, as they were in the dock; per-token columns are 0 on prompt tokens."""
+    """The rows of a dump with their main columns of the dock; per-token columns are 0 on prompt tokens."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(path)

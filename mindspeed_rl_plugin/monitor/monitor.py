@@ -209,7 +209,7 @@ class LearningWatch:
             if (idle := sum(self._idle)) >= IDLE:
                 seen, self._idle = len(self._idle), None
                 yield (
-                    f"in {idle} of the last {seen} rollouts the responses of a prompt all got one reward (differ 0, "
+                    f"in {idle} of the last {seen} rollouts the responses of every prompt had equal rewards (differ 0, "
                     f"solved {metrics['groups/solved']:.2f}): the run learns nothing from them; see {PAGE}"
                 )
         before, self._kl = self._kl, metrics.get("kl/ref", self._kl)

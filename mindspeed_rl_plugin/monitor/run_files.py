@@ -13,6 +13,7 @@ A run directory holds
                            "failed": the error's name if the stage raised
     events-apart.jsonl     one object per line: {"iteration", "process", "stage", "start", "end"}, of engines that are
                            no ranks; with process WEIGHTS_PROCESS: stage PUBLISHED + the version that was published
+    dock-rank{r}.jsonl     one object per rollout: the rank's traffic with the dock (docs/dock.md)
 
 and, if a dump directory is set, `rollout-{done:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run
 that wrote them by its directory and its id in run.json. No torch in here: the report reads a run without it.
@@ -90,8 +91,8 @@ def run_id(run_dir: str | os.PathLike[str]) -> str | None:
 
 def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str], *, resumed: bool) -> None:
     """Refuse to mix the dumps of two runs: raises ValueError if `dump_dir` has dumps of another run than `run_dir`'s.
-    Dumps of a run whose directory was moved have its id, but another directory. A resumed run may also
-    have dumps from a version without ids: they name no run, or a directory that does not exist any more."""
+    Dumps of a run whose directory was moved have its id, but another directory. A resumed run may also have dumps of
+    an older version of the plugin, without ids: they name no run, or a directory that does not exist any more."""
     dumps = dump_files(dump_dir)
     if not dumps:
         return

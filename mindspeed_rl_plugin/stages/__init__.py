@@ -1,1 +1,1 @@
-"""One file per stage: its name, the columns that it reads and writes, and one function from rows to rows."""
+"""The stages. The file of a stage has its name, the columns that it reads and writes, and what it does with rows."""

@@ -50,7 +50,7 @@ class Advantages(Stage):
         """Advantages of this rank's groups; None without groups. Collective if advantages are whitened."""
         context, algorithm, values, moments = self.context, self.context.algorithm, None, None
         if len(rows):
-            # One of the graders may return the environment's reward.
+            # Turn rewards have the weight of the grader that returns the environment's reward; 0 without it.
             weights = dict(zip(context.graders.names, context.graders.weights, strict=True))
             values, counts = _estimated(rows, algorithm, context.longest, weights.get(ENVIRONMENT, 0.0))
         if algorithm.whitened:  # over the complete rollout, whose groups are on all ranks

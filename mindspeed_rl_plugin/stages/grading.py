@@ -114,8 +114,8 @@ class GradingThread:
                 self._commit(batch)
 
     def _take(self) -> bool:
-        """Lease ready responses and begin to grade them. False: none is ready; then all rows are graded, unless some
-        are being graded here."""
+        """Lease ready responses and begin to grade them. False: the lease is empty; then all rows are graded, unless
+        some are being graded here."""
         # A larger lease, if the graders had nothing left to do before it and more rows may be ready.
         self._times = min(4 * self._times, MOST_TIMES) if self._more and not self._leases else 1
         pool, unit = self.stage.graders, self.members if self.stage.spec.whole_groups else 1

@@ -2,7 +2,7 @@
 
 A rollout is sampled in rounds; each round is one epoch of the dock. Without dynamic sampling the first round that can
 be trained on is the rollout. With it, groups without signal (equal rewards) are replaced: rounds follow until enough
-groups have signal, and surplus groups are deferred to the next rollout. Pure, except the stage `Groups`.
+groups have signal, and surplus groups are deferred to the next rollout. Only the stage `Groups` uses the dock.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GroupStats:
     """Statistics of one group."""
 
     broken: bool  # a grade failed
-    signal: bool  # its task rewards differ
+    signal: bool  # its task rewards differ, and it is not `idle`
     reward: float  # mean of its task rewards
     lengths: tuple[int, ...] = ()  # tokens of each sample, by member
     errors: int = 0  # samples on which a grader failed
@@ -103,8 +103,8 @@ def choose(
     sampled: groups of the round.
     wanted: groups of a rollout.
     dynamic: whether groups without signal are replaced.
-    last: whether this is the last round. Then groups without signal fill the rollout, spread evenly over it, and count
-    in no loss; if there are too few of them, they are kept for the next round.
+    last: whether groups without signal may fill the rollout, spread evenly over it; they count in no loss. If there are
+    too few of them (after a small round), they are kept, and one more round follows.
     Source: DAPO, arXiv 2503.14476, section 3.2 and Algorithm 1. There, surplus groups are not deferred.
     """
     order = sorted(sampled)

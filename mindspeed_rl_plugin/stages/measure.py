@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.weights.resharder import Transfer
 def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = (), kind: ResponseKind = ONE_TURN) -> StageSpec:
     """dump: whether rollouts are written to files; own: columns of a user's stages, which are dumped too; kind: of the
     responses."""
-    # One rank reads these columns of all rows, so they have one number for each row, and no tokens.
+    # One rank reads these columns of all rows, so none of them has a value per token.
     reads = ("length", "response_length", "finish", "version", "weights_digest", "reward", "reward_parts", "valid")
     if_written, own = ("multiplicity", *kind.measured), tuple(name for name in own if name not in reads)
     if dump:
@@ -84,7 +84,7 @@ class Measure(Stage):
         return Rollout(*ranks.broadcast(measured))
 
     def metrics(self, rows: Rows) -> dict[str, Metric]:
-        """Metrics of the valid rows, and the share of the other rows."""
+        """Metrics of the valid rows (of filtration and episodes: of all rows), and the share of the other rows."""
         valid = rows["valid"].nonzero().flatten().tolist()
         parts = rows["reward_parts"][valid]
         graders = self.context.graders

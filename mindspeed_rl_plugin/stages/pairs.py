@@ -81,7 +81,7 @@ class PairScorer:
     monitor: Monitor
     dp_rank: int  # of this rank
     dp_size: int
-    writer: bool  # whether this rank writes for its pipeline
+    writer: bool  # whether this rank hands over what its data parallel rank computed
 
     def __len__(self) -> int:
         return sum(map(len, self.data))

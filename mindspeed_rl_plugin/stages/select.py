@@ -53,11 +53,11 @@ class Select(Stage):
         return Rows(rows.ids, columns) if len(rows) else None
 
     def _multiplicity(self, rows: Rows, valid: Tensor, steps: Sequence[Step]) -> Tensor:
-        """`[B]` int32, how often each row is trained. Only valid rows are drawn: n times from a pool of n."""
+        """`[B]` int32, how often each row is trained: n draws from each pool of n valid rows. A pool is a group; if
+        filtration draws from complete batches, the rows of an optimizer step, from all ranks."""
         kept = valid.nonzero().flatten().tolist()
         ids, reward = [rows.ids[i] for i in kept], rows["reward"][kept] if kept else torch.empty(0)
         pools = group_index(ids) if ids else torch.empty(0, dtype=torch.int64)
-        # a pool has all valid rows of an optimizer step, from all ranks
         if self.context.algorithm.filtration_whole_batch:
             parts = list(self.context.ranks.gather((ids, reward.tolist())))
             ids = [i for theirs, _ in parts for i in theirs]

@@ -1,4 +1,4 @@
-"""Admission: how far generation may run ahead of training. Pure counters, the same on every rank."""
+"""Admission: how far generation may run ahead of training. Only counters, the same on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class Admission:
-    """Bounds the lag of every trained token to `staleness` publications; no sample is discarded for its age.
+    """Bounds the lag of every trained token to k = `staleness` publications; no sample is discarded for its age.
 
     Publication p is the weights that rollout p starts from; publication 0 is the weights before the first update.
     Groups are trained in the order of their admission; groups that selection drops do not count. A group admitted when
@@ -18,11 +18,11 @@ class Admission:
     in rollout p + k at latest, right before publication p + k + 1. No weights older than publication p may sample it.
 
     rollout: groups of a rollout.
-    staleness: k.
+    staleness: k, the largest lag.
     rollouts: number of rollouts of the run.
     published: number of the newest publication, -1 before the first.
     admitted, dropped: numbers of groups so far.
-    versions: number of a publication -> its weight version, for publications that sampled rows in use.
+    versions: number of a publication -> its weight version, for the newest `staleness` + 1 publications.
     """
 
     rollout: int

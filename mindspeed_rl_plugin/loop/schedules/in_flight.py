@@ -1,5 +1,5 @@
-"""Which groups are in flight, when enough of them are finished for a rollout, and how old they are. Pure; the same on
-every rank."""
+"""Which groups are in flight, when enough of them are finished for a rollout, and how old they are. `InFlight`
+depends only on its calls, which are the same on every rank."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Engines:
         return [name for name, (_, heard) in self._heard.items() if now - heard > seconds]
 
     def metrics(self) -> dict[str, float]:
-        """The number of engines, and means of their reports since the last rollout, named as in `monitor.names`."""
+        """Number of engines, and their work since the last rollout: per engine second, per response, per pause."""
         self.look()
         now = dict(self._reports())
         sums: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.rows import Group, Prompt
 
 class LongestFirst:
     """Sorts the prompts of an epoch by the mean length of their earlier responses, longest first. A prompt without
-    earlier responses counts as the mean of all, and so does every offered prompt, since it does not come again. Pure.
+    earlier responses counts as the mean of all, and so does every offered prompt, since it does not come again.
 
     step: complete groups of an optimizer step. Prompts only move within a step, so every step keeps its prompts.
     """
@@ -21,7 +21,7 @@ class LongestFirst:
         self._lengths: dict[int, float] = {}  # row of the data -> mean tokens of a response
 
     def order(self, epoch: int, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of an epoch in the order of its groups."""
+        """The prompts of an epoch, sorted: prompt i of the result becomes group i."""
         usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
         ordered: list[Prompt] = []
         for first in range(0, len(prompts), self.step):
@@ -33,6 +33,6 @@ class LongestFirst:
     def finished(self, lengths: Mapping[Group, Sequence[int]]) -> None:
         """Learn from sampled groups. lengths: tokens of their rows, with the prompts."""
         for group, of_rows in lengths.items():
-            row, prompt = self._rows.pop(group, (-1, 0))  # row below 0: the group is from an earlier start, or offered
+            row, prompt = self._rows.pop(group, (-1, 0))  # row below 0: ordered before a resume, or offered
             if row >= 0 and of_rows:
                 self._lengths[row] = sum(of_rows) / len(of_rows) - prompt

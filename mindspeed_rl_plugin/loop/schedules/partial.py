@@ -25,8 +25,8 @@ from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.stage import Stages
 from mindspeed_rl_plugin.weights.resharder import Transfer
 
-WINDOWS = 64  # checks for finished groups during the longest response
-MOST_STEPS = 16  # steps of an engine between two checks
+WINDOWS = 64  # wanted number of checks for finished groups during the longest response
+MOST_STEPS = 16  # most steps of an engine between two checks; so a long response has more checks than WINDOWS
 
 
 class PartialSchedule(SyncSchedule):
