@@ -52,7 +52,7 @@ class Algorithm(AlgorithmConfig):
 
     @property
     def members(self) -> int:
-        """Least number of responses to a prompt with which the advantage can be computed."""
+        """Least number of responses to a prompt that the advantage needs."""
         return 1 if self.from_pairs else ADVANTAGES[self.advantage].members
 
     @property

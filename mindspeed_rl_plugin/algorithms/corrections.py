@@ -1,4 +1,4 @@
-"""Off-policy corrections: weights of tokens that an older policy sampled, or an engine that rounds differently.
+"""Off-policy corrections: weights of tokens sampled by an older policy, or by an engine that rounds differently.
 
 The rollout engine sampled tokens under `logp_rollout`. The trainer computed `logp_old` with the weights at the start of
 the update. The policy loss is multiplied by `exp(logp_old - logp_rollout)`, bounded and without gradient. A token of
@@ -51,7 +51,7 @@ def mask(weights: Tensor, low: float, high: float) -> Tensor:
 
 
 def decoupled(weights: Tensor, low: float, high: float) -> Tensor:
-    """Decoupled PPO: the importance weight, or 0 if it is above its cap; it multiplies PPO's loss.
+    """Decoupled PPO: the importance weight, or 0 if it is outside the bounds; it multiplies PPO's loss.
 
     PPO's ratio and clip use `logp_old`, the proximal policy (that at the start of the update). Source: J. Hilton et
     al., arXiv 2110.00641; AReaL, arXiv 2505.24298, mode `token_mask` with its default cap of 5.
@@ -60,7 +60,7 @@ def decoupled(weights: Tensor, low: float, high: float) -> Tensor:
 
 
 def decoupled_clip(weights: Tensor, low: float, high: float) -> Tensor:
-    """As `decoupled`, but a weight above the cap is set to the cap, so that each token is still trained.
+    """As `decoupled`, but a weight outside the bounds is set to the nearer bound, so that each token is trained.
 
     Source: AReaL, arXiv 2505.24298, mode `token_truncate`, cap 5.
     """

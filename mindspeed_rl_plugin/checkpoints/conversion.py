@@ -1,4 +1,4 @@
-"""MindSpeed-LLM's conversions: from Hugging Face weights in `--load` before a start, and to them after a save.
+"""MindSpeed-LLM's conversions: of Hugging Face weights in `--load`, before a start; to Hugging Face, after a save.
 
 MindSpeed-LLM converts `--load` whenever it initialises process groups, also for a resume, which does not need these
 weights; so our hook checks `needless` first. Sources: features_manager/convert_checkpoint, training/initialize.py and

@@ -13,7 +13,7 @@ _OPTIMIZER_BYTES = 12  # bytes per parameter: its fp32 copy and Adam's two momen
 
 
 def places(args: Any) -> dict[str, str]:
-    """Flag -> directory, for all directories that the run writes to."""
+    """Flag -> directory, for each of --save, --rl-run-dir and --rl-dump-dir that is given."""
     names = {"--save": "save", "--rl-run-dir": "rl_run_dir", "--rl-dump-dir": "rl_dump_dir"}
     return {flag: path for flag, name in names.items() if (path := getattr(args, name, None))}
 

@@ -34,7 +34,7 @@ class StoredTensor:
     files: DistFiles
     name: str  # of its entry in the index
     box: Box  # the part of this entry that is the tensor
-    shape: tuple[int, ...]  # without leading axes of size 1 of the box (of a layer, of an expert)
+    shape: tuple[int, ...]  # of the box, without its leading axes of layer and expert, which have size 1
     dtype: torch.dtype
 
     def read(self) -> Tensor:

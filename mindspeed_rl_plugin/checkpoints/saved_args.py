@@ -36,9 +36,9 @@ def other_sizes(folder: Path, args: Any) -> Iterator[str]:
 
 def other_layout(folder: Path, args: Any) -> Iterator[str]:
     """Each layout argument in which a distributed checkpoint differs from this run, which resumes from it. Nothing if
-    the saved optimizer state can be resharded (in core 0.12: if it was saved with --ckpt-fully-parallel-save).
-
-    Source: _build_sharded_state_dict_metadata of megatron/training/checkpointing.py.
+    the checkpoint has no optimizer state, or one that can be resharded: that of an optimizer that is not distributed,
+    or saved with --dist-ckpt-optim-fully-reshardable (in core 0.12: --ckpt-fully-parallel-save). Source:
+    _build_sharded_state_dict_metadata of megatron/training/checkpointing.py.
     """
     saved = _common_args(folder)
     reshards = getattr(saved, "dist_ckpt_optim_fully_reshardable", getattr(saved, "ckpt_fully_parallel_save", True))

@@ -28,7 +28,7 @@ class Critic:
 
     @torch.no_grad()
     def copy_backbone(self, policy: Sequence[torch.nn.Module]) -> None:
-        """Copy the policy's weights except its output layer; the value head is not changed. Raises ValueError if a
+        """Copy the policy's parameters except its output layer; the value head is not changed. Raises ValueError if a
         parameter of the critic, other than the head, is missing in the policy or has another shape there."""
         for mine, theirs in zip(self.model, policy, strict=True):
             source = dict(unwrap(theirs).named_parameters())

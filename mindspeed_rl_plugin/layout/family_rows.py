@@ -168,7 +168,7 @@ _LATENT_ATTENTION = (
         sides=(*_MINDSPEED, ENGINE),
         unfused=True,
     ),
-    # Without --q-lora-rank queries are not compressed. MindSpeed-LLM stacks them with keys and values, not split.
+    # Without --q-lora-rank there is no q_a_proj. MindSpeed-LLM stacks q_proj and kv_a_proj, complete on every rank.
     _every(Split.ROWS, f"{_ATTENTION}linear_q_proj.weight", _Q, sides=(*_CORE, ENGINE), without="q_lora"),
     _every(Split.REPLICATED, "", _DOWN["kv"], sides=(ENGINE,), without="q_lora"),
     _every(Split.REPLICATED, f"{_ATTENTION}linear_qkv.weight", _Q, _DOWN["kv"], sides=_MINDSPEED, without="q_lora"),

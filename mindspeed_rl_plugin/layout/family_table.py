@@ -20,14 +20,14 @@ ENGINE = "engine"
 class Split(Enum):
     """How a stored parameter is cut over tensor parallel ranks, in Megatron and in the engine.
 
-    REPLICATED    complete on every rank; several parts are stacked
+    REPLICATED    complete on every rank; if a `Row` has several canonical tensors, they are stacked
     VOCABULARY    rows of the padded vocabulary; trainer and engine pad to different sizes
     ROWS          even shares of axis 0
     COLUMNS       even shares of axis 1
     GATE_UP       every rank stacks its share of the rows of gate, then that of up
-    QUERY_GROUPS  Megatron interleaves q, k and v per query group and cuts the rows evenly; the engine
-                  stacks its shares of q, k and v, and repeats key heads when it has more ranks than groups;
-                  a row with a single part: this canonical tensor has q, k and v stacked
+    QUERY_GROUPS  q, k and v; a `Row` has a canonical tensor for each, or one in which they are stacked. Megatron
+                  interleaves them per query group, and cuts the rows evenly. An engine rank stacks its shares of q, k
+                  and v; with more ranks than groups, several ranks have the same key and value head
     HEAD_PART     of each head of a rank, only the rows that `Row.of_head` names
     """
 
@@ -54,7 +54,7 @@ class LayerType(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """One canonical tensor."""
+    """One canonical tensor inside a stored parameter: a tensor of the Hugging Face checkpoint, unsplit and unpadded."""
 
     name: str
     shape: tuple[str, ...]  # names of sizes, see `ModelShape._sizes`
@@ -70,13 +70,13 @@ class Row:
     """
 
     layer_type: LayerType
-    # entry of IMPLS (for experts: of EXPERTS) or ENGINE -> name; without an entry, the parts are in another row
+    # member of IMPLS (for experts: of EXPERTS) or ENGINE -> name; members not listed have the parts in other rows
     names: Mapping[str, str]
     split: Split
     parts: tuple[Part, ...]  # the canonical tensors inside, in the order in which the split stacks them
     buffer: bool = False  # in Megatron it is a buffer, no parameter
     unfused: bool = False  # in some engines each part is a parameter, with its canonical name
-    # for HEAD_PART, names of two sizes: rows of a head before those of this parameter ("": 0), and rows of these
+    # for HEAD_PART, names of two sizes: rows of each head to skip ("": none), and rows after them that are stored
     of_head: tuple[str, str] = ("", "")
     without: str = ""  # name of a size; only models in which it is 0 have the row
 

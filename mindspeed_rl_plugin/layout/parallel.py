@@ -178,7 +178,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class EngineParallel:
-    """One engine of vLLM: `ranks` consecutive ranks, in `ranks / tp` data parallel groups.
+    """One engine of vLLM: `ranks` consecutive ranks. Its data parallel size is `ranks / tp`.
 
     The boolean fields say how this version of vLLM, on this platform, stores parameters. Raises ValueError for sizes
     that vLLM cannot combine.
@@ -222,8 +222,8 @@ def chunk_prefix(chunk: int, chunks: int) -> str:
 def folds(args: argparse.Namespace) -> bool:
     """Whether MindSpeed's `--schedules-method dualpipev` places the layers.
 
-    Raises ValueError for other flags that place layers, even if MindSpeed accepts or ignores them. Source:
-    features_manager/pipeline_parallel/dualpipev_feature.py and core/pipeline_parallel/dualpipev of MindSpeed 26.1.0.
+    Raises ValueError for another method, for one pipeline stage, and for other flags that place layers, even if
+    MindSpeed accepts or ignores these. Source: dualpipev_feature.py and core/pipeline_parallel/dualpipev of 26.1.0.
     """
     given = getattr(args, "schedules_method", None)
     if given is None:

@@ -1,7 +1,7 @@
 """The plan: which slices every rank copies, sends and receives so that each engine rank holds its weights.
 
 Source ranks (trainer) and destination ranks (engine) are independent sets: equal, overlapping or disjoint. Every rank
-computes the plan alone, from the layouts of all ranks; by `TransferPlan.fingerprint` ranks check that their plans are
+computes the plan itself, from the layouts of all ranks; by `TransferPlan.fingerprint` ranks check that their plans are
 equal. Ranks with equal layouts share one layout object (layout.py): source and destination layouts are intersected once
 per object, and only the choice of a source is made for every rank.
 

@@ -1,1 +1,1 @@
-"""The policy update: the inputs of Megatron's own train_step, and the metrics of the step (`step.PolicyStep`)."""
+"""Optimizer steps of policy and critic: inputs of Megatron's own train_step, and metrics (`step.MegatronStep`)."""

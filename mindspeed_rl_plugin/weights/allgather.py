@@ -1,9 +1,9 @@
 """The mode `allgather`: every engine rank gathers all shards of the trainer into one temporary buffer.
 
 It is the method of the paper MindSpeed RL, arXiv 2507.19017. A *shard* is a stored parameter; trainer ranks that store
-the same slices have the same shard. Each engine rank receives, bucket by bucket, all shards that it does not store as a
-trainer rank. Then it copies the parts that its engine needs out of the buffer. `make_plan` chooses the senders: for it,
-each shard is a tensor. Messages are point to point, since shards differ in size: collectives would pad them.
+the same slices of the same Hugging Face tensors have the same shard. Each engine rank receives, bucket by bucket, all
+shards that it does not store as a trainer rank. Then it copies what it needs out of the buffer. `make_plan` chooses the
+senders: for it, each shard is a tensor. Messages are point to point: collectives would pad shards to one size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AllgatherPlan:
     shards: tuple[Shard, ...]
     gather: TransferPlan  # sends every shard, by its number, to every engine rank
     copies: tuple[Copy, ...]  # from shards, by their numbers, into this rank's engine; empty on a rank without engine
-    unused: tuple[str, ...]  # canonical tensors of which this rank's engine needs nothing
+    unused: tuple[str, ...]  # canonical tensors of which this engine rank stores nothing
 
     @property
     def fingerprint(self) -> int:

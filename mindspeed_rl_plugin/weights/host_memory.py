@@ -47,7 +47,7 @@ class HostMemoryBudget:
 
     def reserve(self, nbytes: int, what: str, mend: str = LESS) -> None:
         """Check that there is free memory before this rank allocates `nbytes`. Collective over the machine's ranks, so
-        that all read the free memory before one allocates. Raises MemoryError, on all of them, if less is free than
+        that all read the free memory before any allocates. Raises MemoryError, on all of them, if less is free than
         they need together. what, mend: begin and end of the error."""
         total, free = nbytes, self._device.host_available()
         if self._channel is not None:

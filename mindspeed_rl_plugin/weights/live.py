@@ -73,7 +73,7 @@ def mtp_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
 def trainer_storage(
     shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor], file: str = ""
 ) -> tuple[str, str]:
-    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: that `live` is from, for errors.
+    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: if given, `live` is from it.
 
     Raises ValueError if no such pair fits, with the differences to the pair that fits best.
     """
@@ -88,8 +88,8 @@ def trainer_storage(
 
 
 def engine_storage(shape: ModelShape, engine: EngineParallel, rank: int, live: Mapping[str, Tensor]) -> EngineParallel:
-    """The engine with the fields that say how it stores the head, experts and latent attention. They are found from
-    names and shapes of the live tensors.
+    """Returns `engine` with the fields that say how it stores the head, experts and latent attention, found from names
+    and shapes of the live tensors.
 
     rank: within the engine. Raises ValueError, with the differences, if no way of storage fits.
     """

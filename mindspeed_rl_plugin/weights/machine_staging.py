@@ -1,9 +1,9 @@
 """Reads the bytes of a version once per machine: one process, the reader, reads them, and the others map its memory.
 
-The reader is the process that first binds the abstract Unix socket of `Shared`'s key; the others send it requests. When
-the reader ends, the kernel frees the name, and the next process with a request becomes the reader. If a reader hangs, a
-process that notices this uses the key's next name: then there is another reader, with other buffers. A buffer is not
-written while a process uses it. A process uses the version of its last request until its next request, or its end.
+The reader is the process that first binds the abstract Unix socket named by `Shared`'s key and a number; the others ask
+it. When the reader ends, the kernel frees the name, and the next process with a request becomes the reader. If a reader
+hangs, a process that notices this takes the next number: then there is another reader, with other buffers. A buffer is
+not written while a process uses it: from its request for a version to its next request, or to its end.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Shared:
         self._maps = Maps()
 
     def get(self, version: int, seconds: float) -> Got:
-        """The bytes of the version, valid until the next call or `close`. One buffer is always the same array.
-        Raises Gone, TimeoutError, and ConnectionError if the version cannot be read."""
+        """The bytes of the version, valid until the next call or `close`. A buffer is the same array object in every
+        call, since this is page-locked. Raises Gone, TimeoutError, MemoryError, and ConnectionError if a read fails."""
         until = time.monotonic() + seconds
         while True:
             left = until - time.monotonic()

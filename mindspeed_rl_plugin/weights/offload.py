@@ -124,7 +124,7 @@ class TrainState:
         return total
 
     def onload(self, what: Iterable[str] | None = None) -> int:
-        """Restore categories (None: all that are offloaded) and wait for them. Returns their bytes."""
+        """Restore categories (None: all that are offloaded) and wait for them. Returns what `start_onload` returns."""
         total = self.start_onload(what)
         self.wait(what)
         return total
@@ -132,7 +132,7 @@ class TrainState:
     @torch.no_grad()
     def start_onload(self, what: Iterable[str] | None = None) -> int:
         """Begin to restore categories (None: all that are offloaded), parameters first. Returns the bytes that are
-        copied.
+        allocated again.
 
         Each must be offloaded, or its offload must have begun; an offload that has only begun is cancelled.
         """
@@ -232,8 +232,8 @@ def gathered(model_chunks: Sequence[Module]) -> Iterator[None]:
     pass. Collective over data parallel ranks.
 
     After a step of Megatron's distributed optimizer with --overlap-param-gather, parameters are stale until pre-hooks
-    of the next forward pass gather them. Here the hooks are removed, which gathers them, and restored at the end. In
-    the first iteration of a process Megatron itself has removed the hooks; then `start_param_sync` gathers.
+    of the next forward pass gather them. Here the hooks are removed, which gathers the parameters, and set again at the
+    end. In the first iteration of a process Megatron itself has removed the hooks; then `start_param_sync` gathers.
     """
     gathering = [chunk for chunk in model_chunks if getattr(chunk, "use_forward_hook", False)]
     hooked = [chunk for chunk in gathering if chunk.remove_forward_pre_hook_handles]

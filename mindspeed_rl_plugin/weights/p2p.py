@@ -52,7 +52,7 @@ class P2PChannel:
 
 
 class MessageBatch:
-    """Messages in flight. tensors: their data, kept until they are sent."""
+    """Messages in flight. tensors: their data, kept until `wait` returns."""
 
     def __init__(
         self,

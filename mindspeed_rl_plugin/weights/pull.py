@@ -33,7 +33,7 @@ _WRAP = 1 << 64
 
 
 class Pulled(NamedTuple):
-    """A version that was read from the trainers."""
+    """A version that is now in the staging."""
 
     version: int
     seconds: float  # that `pull` took
@@ -135,7 +135,7 @@ class Puller:
     sources: one for each trainer rank.
     rank: of this process within its engine.
     ranks: all ranks of the engine on this machine.
-    deadline: seconds of a pull.
+    deadline: most seconds of a pull.
     sharing: makes the staging, which processes of one machine with the same key may share.
     Raises ValueError if the parameters are not those of the model.
     """
@@ -239,7 +239,7 @@ def pull_tensors(
         )
     wanted = tensors if names is None else names
     reader = SliceReader(weights, [(name, 0, tensors[name].slices) for name in wanted], sources)
-    end = time.monotonic() + deadline  # waits for other processes begin here
+    end = time.monotonic() + deadline  # the planning above does not count
     if version is None:
         version, _ = sources[0].seek(None, deadline)
     memory = torch.empty(reader.staging.nbytes, dtype=torch.uint8)

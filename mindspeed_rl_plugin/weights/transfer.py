@@ -1,5 +1,5 @@
-"""Carries out a plan in the mode `stream`: local copies, then buckets of messages, straight into the engine's
-parameters.
+"""Carries out a plan in the mode `stream`: local copies, then buckets of messages. What arrives is written into
+the engine's parameters bucket by bucket.
 
 Works with gloo, nccl and hccl, since it only uses batched point-to-point messages: in each bucket, a rank sends at most
 one message to each other rank. Two buckets are in flight, so that one is packed while the other is sent.
@@ -31,7 +31,7 @@ def stream(
     """Carry out this rank's part of the plan. Collective over all ranks that the plan names.
 
     source, destination: stored parameters of this rank by name; each may be empty.
-    dtype: of the messages, with the itemsize of the plan. Values are converted to it before they are sent (those of
+    dtype: of the messages; its itemsize is that of the plan. Values are converted to it before they are sent (those of
     wide tensors stay float32, see `_pack`), and to the parameter's dtype on arrival.
     Temporary memory: four buffers, each of at most half of `bucket_bytes`. Raises what `MessageBatch.wait` raises.
     """
