@@ -1,5 +1,5 @@
-"""Reads the launcher's environment variables, and sets those for a user's code. Only this file, device/, host/, tools/
-and generators/on_ray.py use the process environment."""
+"""Reads the launcher's environment variables, sets those for a user's code, prints [rl] lines, records why a rank ends.
+Only this file, device/, host/, tools/ and generators/on_ray.py use the process environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-SPEAK_SECONDS = 20.0  # how long a machine's other ranks wait until its first rank has reported and all ranks are ended
+SPEAK_SECONDS = 20.0  # how long a machine's other ranks wait: its first rank reports, and the launcher ends all ranks
 FLUSH_SECONDS = 1.0
 _PART, _START = "MINDSPEED_RL_PART", "MINDSPEED_RL_START"
 _before_log: list[str] = []

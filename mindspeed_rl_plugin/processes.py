@@ -1,4 +1,4 @@
-"""Whether a process of this machine still runs; ending this process while its main thread hangs; work in a thread."""
+"""When a process began; temporary folders; ending this process while its main thread hangs; work in a thread."""
 
 from __future__ import annotations
 

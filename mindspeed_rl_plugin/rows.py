@@ -145,7 +145,7 @@ def unpack_json(column: Ragged) -> list[object]:
 
 
 def group_index(ids: Sequence[SampleId]) -> Tensor:
-    """`[B]` int64, one number for each (epoch, group) among `ids`."""
+    """`[B]` int64: for each id the number of its group, counted from 0 in the order of `ids`."""
     seen: dict[tuple[int, int], int] = {}
     numbers = [seen.setdefault((sample.epoch, sample.group), len(seen)) for sample in ids]
     return torch.tensor(numbers, dtype=torch.int64)

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.layout.families import GROUP_LIMITED
 from mindspeed_rl_plugin.layout.shape import ModelShape
 
 CPU_LOWEST_HEAD_DIM = 32
-CPU_LATENT_SIZE = 576  # the only size that vllm/v1/attention/backends/mla/cpu_mla.py supports
+CPU_LATENT_SIZE = 576  # numbers per token: vllm/v1/attention/backends/mla/cpu_mla.py supports only this size
 
 
 def engine_problems(

@@ -15,8 +15,8 @@ AGREE_EVERY = 16
 class ExpertGroup:
     """The consecutive ranks over which the experts of this rank's engine are spread.
 
-    size: number of ranks; deadline: seconds that a rank waits for the others before a step. The constructor is
-    collective over the world; `size` must divide it.
+    size: number of ranks; deadline: seconds that a rank waits for the others at an agreement. The constructor is
+    collective over the world; `size` must divide the number of its ranks.
     """
 
     def __init__(self, size: int, deadline: float) -> None:
@@ -27,7 +27,7 @@ class ExpertGroup:
         self.ranks, self._handle = groups[rank // size], handles[rank // size]
 
     def any_works(self, works: bool) -> bool:
-        """Whether an engine of the group has unfinished responses, or had some at the last agreement.
+        """Whether an engine of the group had unfinished responses at the last agreement, which may be in this call.
 
         Every rank calls this before every step. works: whether this engine has unfinished responses. If it is true on
         any rank at an agreement, all engines run AGREE_EVERY steps. Raises TimeoutError if a rank is late or lost.

@@ -148,7 +148,7 @@ def for_engine(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(config: Mapping[str, Any], directory: str | Path) -> None:
-    """Write config.json into an existing directory. Processes that write at the same time need different ones."""
+    """Write config.json into an existing directory. Processes that write at the same time need a directory each."""
     (Path(directory) / "config.json").write_text(json.dumps(config, indent=1))
 
 

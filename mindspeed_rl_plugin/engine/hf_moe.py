@@ -18,8 +18,8 @@ from mindspeed_rl_plugin.layout.shape import LATENT_FIELDS, ModelShape
 
 
 def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
-    """Fields of a family with experts. Raises ValueError that lists all arguments with which the engine would route
-    tokens differently than the trainer."""
+    """Fields of a family with experts. Raises ValueError that lists the problems of `routing_problems`, and ValueError
+    if --moe-router-topk is missing."""
     problems = list(routing_problems(args, shape))
     if problems:
         raise ValueError("the rollout engine cannot express this model:\n  " + "\n  ".join(problems))

@@ -20,7 +20,7 @@ YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # defaults for a config.json
 def rope_scaling(args: Namespace) -> dict[str, Any] | None:
     """`rope_scaling` of the model that Megatron's arguments describe; None for plain rope.
 
-    Raises ValueError for a kind that the engine cannot compute.
+    Raises ValueError for a kind that no supported family has, and for YaRN with missing or unsupported values.
     """
     kind = getattr(args, "rope_scaling_type", None)  # MindSpeed-LLM
     if kind not in (None, "llama3", "yarn"):

@@ -83,7 +83,7 @@ def engine_arguments(options: VllmOptions, kind: str, directory: str) -> dict[st
         "generation_config": "vllm",
         "enable_sleep_mode": options.sleep_mode and not on_cpu,
         "logprobs_mode": PROCESSED,
-        # After a part of a prompt vLLM resets the request's generator to an offset, which a CPU's generator cannot do.
+        # With a split prompt vLLM sets the request's generator to an offset, which a CPU's generator does not have.
         **({"kv_cache_memory_bytes": options.kv_cache_bytes, "enable_chunked_prefill": False} if on_cpu else {}),
         # Only complete blocks of a prefix are cached, and many turns are shorter than vLLM's CPU block of 128 tokens.
         **({"block_size": CPU_BLOCK} if on_cpu and not latent else {}),

@@ -18,9 +18,9 @@ from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.rows import Completion, Prompt, Rows
 
 Checks = Iterator[tuple[Any, ...]]
-"""Tuples (of, bad, text, *values) about N entries (rows, tokens or turns). of: row of each entry; bad: whether it is
-wrong; text: of the error, in which {} stands for values; values: each a sequence of N, or a function of an entry's
-number. A tuple with a wrong entry raises its error before the next tuple is made."""
+"""Tuples (of, bad, text, *values) about N entries (rows, tokens or turns). of: row of each entry; bad: whether the
+entry is wrong; text: of the error, in which {} stands for values; values: each a sequence of N, or a function of an
+entry's number. A tuple with a wrong entry raises its error before the next tuple is made."""
 
 
 class ResponseKind:
@@ -48,11 +48,11 @@ class ResponseKind:
         return None
 
     def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
-        """Raises ValueError if a row lacks a field that a response needs. rows: file and line -> the row's fields."""
+        """Raises ValueError if a row of the data lacks a field that a response needs. rows: file and line -> fields."""
 
     def try_once(self, meta: Mapping[str, Any], base: int, where: str) -> None:
         """Begin a response as a trial, before training. meta: of its prompt; base: as in `response_seed`; where:
-        the prompt's file and line. Collective. Raises ValueError if the response cannot begin."""
+        the prompt's file and line. Collective. Raises ValueError if it cannot begin and errors must stop the run."""
 
     def grade_fields(self, prompt: Prompt) -> Mapping[str, Any]:
         """The fields `graded` of a trial response whose text is the prompt's answer."""
@@ -76,7 +76,7 @@ class ResponseKind:
         yield from ()
 
     def check_rest(self, rows: Rows) -> Checks:
-        """Check the other columns; the tokens of the rows are valid."""
+        """Check the other columns; called after all checks of the rows' tokens have passed."""
         yield from ()
 
     def meter(self) -> Callable[[Rows], Mapping[str, float]]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling, Task
 
 ENGINE_PARTS = ("weights", "kv_cache")
-# Evaluations have negative epochs; all their seeds are made from this one. Ids: (epoch, index of the prompt, attempt).
+# Evaluations have negative epochs; their seeds are made with EPOCH. Their ids: (epoch, index of the prompt, attempt).
 EPOCH = -1
 OF_GROUP = -1  # replaces the member in a seed that all members of a group share
 
@@ -36,7 +36,7 @@ class Engine(Protocol):
     replica: int  # number of this engine, from 0
     replicas: int  # number of engines in the world
     leader: bool  # whether this rank is the first of its engine
-    version: int  # of the weights with which it generates, -1 before the first ones
+    version: int  # of the weights with which it generates; -1: none yet, or none since `sleep`
     digest: str | None  # of these weights, 16 hexadecimal digits; None: not verified
     shares_experts: bool  # whether it steps together with other engines
     progress: float  # `time.monotonic()` when a response, a turn or an answer to a turn was last finished

@@ -38,7 +38,7 @@ def grouped_matmul_backward(
 def grouped_matmul_backward_fusion(
     dys: Sequence[Tensor], ws: Sequence[Tensor], groups: Any, counts: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The gradient of x and two empty lists: `add_grouped_matmul` adds w's gradient to the optimizer's gradient."""
+    """The gradient of x and two empty lists: `add_grouped_matmul` adds the gradient of w to Megatron's `main_grad`."""
     return grouped_matmul(dys, [ws[0].mT], (), groups, 0, counts), [], []
 
 

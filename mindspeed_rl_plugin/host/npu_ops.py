@@ -21,7 +21,7 @@ MANY = 2**31 - 1  # a number of tokens that means: all tokens
 
 
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """(x / rms(x) * gamma, 1 / rms(x)) over the last dimension, computed in fp32."""
+    """(x / rms(x) * gamma, 1 / rms(x)); rms is over the last dimension, in fp32."""
     scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
     return (x.float() * scale).type_as(x) * gamma, scale
 
@@ -140,8 +140,8 @@ def _causal(mask: Tensor | None, sparse_mode: int, lengths: tuple[Any, Any], bef
     """Whether attention is causal. Raises ValueError for any other mask.
 
     Modes 0 and 1 take a mask of all pairs of tokens, 2 and 3 a triangle `[2048, 2048]`. lengths: numbers of queries and
-    of keys; in the layout TND (only modes 2 and 3) the ends of all sequences. before, after: how many tokens before and
-    after its own a query sees in mode 0.
+    of keys; in the layout TND (only modes 2 and 3) the ends of all sequences. before, after: in mode 0, the number of
+    tokens that a query sees before and after its own token.
     """
     name = "npu_fusion_attention on a host"
     if sparse_mode not in (0, 1, 2, 3):

@@ -1,7 +1,7 @@
 """Runs an action when other code imports a module. The module is not imported here.
 
-Host mode must be active before Megatron and MindSpeed are imported, but must not import them: MindSpeed's adaptor must
-be imported first, and would remove changes of Megatron that were made before.
+Host mode (see `host`) must be active before Megatron and MindSpeed are imported, but must not import them: MindSpeed's
+adaptor must be imported first, and would remove earlier changes to Megatron.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Adam for Megatron without TransformerEngine and Apex.
 
-Megatron falls back to torch's AdamW, which has a step counter in the state of every parameter. The distributed
-optimizer saves a counter of the parameter *group*, and cannot resume without this counter (KeyError 'step').
-`HostAdam` has it, as Apex's FusedAdam does. In addition, every optimizer copies loaded state that cannot be resized.
+Megatron falls back to torch's AdamW, which counts steps in the state of every parameter. The distributed optimizer
+saves a counter of the parameter *group*, and cannot resume without it (KeyError 'step'). `HostAdam` has this counter.
+`own_loaded_state` makes every optimizer of torch copy loaded state whose memory cannot be resized.
 """
 
 from __future__ import annotations

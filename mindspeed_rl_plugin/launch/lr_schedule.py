@@ -1,6 +1,6 @@
-"""The learning-rate and weight-decay schedule of a run: it is compared at a resume, as by Megatron's scheduler.
+"""The learning-rate and weight-decay schedule of a run. A resume compares it with that of the checkpoint.
 
-Megatron compares it only while the optimizer is loaded, after the model is built, and Megatron's error names no flag.
+Megatron does so only while the optimizer is loaded, after the model is built, and Megatron's error names no flag.
 Source: OptimizerParamScheduler.load_state_dict of megatron/core/optimizer_param_scheduler.py and
 get_optimizer_param_scheduler of megatron/training/training.py, alike in core 0.12.1, 0.16.1 and 0.19.
 """
@@ -145,7 +145,7 @@ def share_rates(saved: Sequence[dict], groups: Sequence[dict], override: bool) -
     """With override, copy the rates of the optimizer's parameter groups to those of a checkpoint; without, in the other
     direction.
 
-    Groups with equal keys (--decoupled-lr from core 0.16 on) are in the same order in optimizer and checkpoint.
+    From core 0.16 on --decoupled-lr makes groups with equal keys: optimizer and checkpoint have them in the same order.
     """
     ours = list(groups)
     for theirs in saved:

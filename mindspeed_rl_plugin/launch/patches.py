@@ -28,7 +28,7 @@ PATCHES: tuple[Patch, ...] = (
         leading=(),
         why="decides where training starts: it is the only caller of load_checkpoint before the first step, "
         "and the only function that gets the model provider (core <= 0.18) or the model config (0.19)",
-        versions="0.12.1 training.py:1105, 0.16.1 :1438, 0.18.0 :1938, 0.19.0 :2008",
+        versions="0.12.1 training.py:1105, 0.16.1 :1438, 0.18.0 :1938, 0.19.0 :2017",
         remove_when="pretrain() takes a callback between initialisation and model building",
     ),
     Patch(
@@ -71,7 +71,7 @@ OF_MINDSPEED_LLM: tuple[Patch, ...] = (
         hook=hooks.under_rl("convert_weights"),
         leading=("args", "shared"),
         why="a resume needs no weights of --load, but they would be converted again; and its errors name no flag",
-        versions="MindSpeed-LLM 2.3.0 training/checkpointing.py:310, 26.1.0 :464",
+        versions="MindSpeed-LLM 2.3.0 training/checkpointing.py:310, 26.1.0 :421",
         remove_when="it converts only weights that are not converted yet",
     ),
 )

@@ -102,7 +102,7 @@ def _to_sample(inputs: Inputs, ends: Mapping[int, str]) -> Inputs:
 
 
 def _graders(inputs: Inputs) -> RewardPool:
-    """The graders, checked against the fields of all rows, and each called once."""
+    """The graders: checked against fields and answers of the data, and tried on a row (`RewardPool.try_once`)."""
     reward = inputs.config.reward
     graders = RewardPool(
         inputs.config.graders,
