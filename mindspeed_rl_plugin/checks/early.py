@@ -38,7 +38,7 @@ _usual = gc.get_threshold()
 
 
 def check_flags() -> None:
-    """If --rl-algorithm (maybe misspelt) is given, print the job's first line, and check the `--rl-*` flags of the
+    """If --rl-algorithm is given (then the job's first line is printed) or misspelt, check the `--rl-*` flags of the
     command line and the files that they name. Problems are printed, and end the process. Files are not checked yet if
     this rank reads none, or if the script may change the directory or write the file. Idempotent."""
     global _args

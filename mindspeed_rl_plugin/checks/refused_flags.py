@@ -55,7 +55,7 @@ def refusals(args: Any, *about: str) -> list[str]:
 
 
 def model_refusals(args: Any) -> list[str]:
-    """One message for each argument with which no family of the engine has the model."""
+    """One message for each argument with which the model would be of no family of the engine."""
     about = [WHOLE, MODEL]
     about += [MOE] if getattr(args, "num_experts", None) else []
     about += [LATENT] if getattr(args, "multi_latent_attention", None) else []

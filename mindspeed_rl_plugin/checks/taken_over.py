@@ -46,7 +46,7 @@ TAKEN_OVER = {
         --ep-overlap-early-attn-memory-release --mla-swap-core-attn-out
     """,
 }
-# MindSpeed accepts flags that begin with the third only together with the first or the second.
+# MindSpeed accepts flags that begin with NEED_ONE only together with BY_EXPERTS or OVERLAPPED.
 BY_EXPERTS, OVERLAPPED, NEED_ONE = "--moe-fb-overlap", "--moe-alltoall-overlap-comm", "--moe-zero-memory"
 BATCH_SCHEDULES = ("--step-batch-size-schedule", "--rampup-batch-size")
 IN_SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples", "--lr-wsd-decay-samples")

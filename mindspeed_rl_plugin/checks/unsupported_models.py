@@ -16,7 +16,7 @@ _GEMMA = "norm weights stored minus one, norms after its blocks too, GELU, cappe
 _DELTA = ("Qwen3-Next", "gated delta nets instead of attention in most layers")
 _PLM = ("PLM", "multi-latent attention without experts, squared ReLU; vLLM has no such model")
 _SPARSE = ("DeepSeek-V3.2 or GLM-5", "an indexer that chooses the keys of each query")
-# By module of MindSpeed-LLM's --spec, or by argument and value: name and these parts.
+# Module of MindSpeed-LLM's --spec (MODEL_FLAGS: argument and value) -> name of the family, and its special parts.
 SPECS = {
     "gemma2_spec": ("Gemma 2", _GEMMA),
     "phi35_moe_spec": ("Phi-3.5-MoE", "LayerNorm, biases in attention, a router with noise"),

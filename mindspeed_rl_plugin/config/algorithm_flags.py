@@ -52,7 +52,7 @@ class AlgorithmConfig:
     )
     dual_clip: float | None = flag(
         None,
-        "dual clip: the loss of an advantage A < 0 is at most -N A; usually 3 (default: off)",
+        "dual clip: the loss of a token with an advantage A < 0 is at most -N A; usually 3 (default: off)",
         above=1,
         reader=_DUAL,
     )
@@ -66,7 +66,7 @@ class AlgorithmConfig:
         None, "N times the KL to the reference is added to the loss (default: the preset's)", least=0
     )
     kl_estimator: str | None = flag(
-        None, "KL estimator of the loss (default: the preset's)", choices=_KL, reader=_REFERENCE
+        None, "KL estimator of the loss and the metric kl/ref (default: the preset's)", choices=_KL, reader=_REFERENCE
     )
     kl_reward_coef: float | None = flag(
         None, "N times the KL to the reference is subtracted from the reward (default: the preset's)", least=0
@@ -75,7 +75,7 @@ class AlgorithmConfig:
         None, "KL estimator of the reward (default: the preset's)", choices=_KL, reader=_KL_REWARD
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", least=0)
-    advantage_eps: float = flag(1e-6, "added to the standard deviation of a group", least=0, reader=_GROUP_NORM)
+    advantage_eps: float = flag(1e-6, "added to the std by which group-norm divides", least=0, reader=_GROUP_NORM)
     gamma: float = flag(1.0, "discount of the reward per token (reinforce++ and gae)", least=0, most=1, reader=_GAMMA)
     gae_lambda: float = flag(1.0, "lambda of gae", least=0, most=1, reader=_GAE)
     value_clip: float = flag(
@@ -83,8 +83,8 @@ class AlgorithmConfig:
     )
     critic_load: str | None = flag(
         None,
-        "checkpoint, of the policy's architecture, from which the critic starts: that of a critic (SAVE/iter_*/critic) "
-        "or of a language model, with a new value head (default: the policy's weights and a new value head)",
+        "checkpoint from which the critic starts: a critic (SAVE/iter_*/critic) or a language model of the policy's "
+        "architecture; a language model gets a new value head (default: the policy's weights and a new value head)",
         reader=_CRITIC_ONLY,
     )
     critic_lr: float | None = flag(
@@ -98,8 +98,8 @@ class AlgorithmConfig:
     )
     correction: str = flag(
         "off",
-        "importance weights that correct the difference between the policy that sampled a token and the policy from "
-        "which the update starts; off: these weights are only logged",
+        "factor of a token's policy loss: its importance weight (probability when the update starts / when sampled). "
+        "Out of bounds it becomes the bound (truncate, decoupled-clip) or 0 (mask, decoupled). off: it is only logged",
         choices=("off", "truncate", "mask", "decoupled", "decoupled-clip"),
     )
     correction_level: str = flag(

@@ -29,8 +29,8 @@ class EpisodeConfig:
     )
     max_observation_length: int | None = _of_episodes(
         None,
-        "longest observation, one message in the answer of tools or an environment to a turn; longer observations are "
-        "cut (default: a quarter of --rl-max-response-length)",
+        "longest observation (a message with which tools or an environment answer a turn); longer observations are cut "
+        "(default: a quarter of --rl-max-response-length)",
         unit="tokens",
         least=1,
     )

@@ -15,7 +15,7 @@ class DataConfig:
     """Prompts: where they come from and how they become tokens."""
 
     prompt_data: tuple[str, ...] = flag(
-        (), "prompts: one or more JSONL, JSON or Parquet files, or directories of saved datasets", pairs=True
+        (), "prompts: JSONL, JSON or Parquet files, or directories of saved Hugging Face datasets", pairs=True
     )
     prompt_key: str = flag("prompt", "field that holds the prompt: a string, or a list of chat messages", pairs=True)
     chosen_key: str = flag(
@@ -95,8 +95,8 @@ class RolloutConfig:
     request_seeds: bool = flag(
         False,
         "each response has its own random generator, so that it does not depend on the other responses in the batch. "
-        "Always so on a CPU, and if one kernel of vLLM samples a batch with a seed for each response; elsewhere this "
-        "costs three kernel launches per sequence and step (default there: one generator per engine)",
+        "Without this flag, responses have their own generators only on a CPU, and if one kernel of vLLM samples for "
+        "all; elsewhere an engine has one generator, and this flag costs three kernel launches per sequence and step",
     )
 
 
@@ -120,7 +120,7 @@ class RewardConfig:
     )
     reward_timeout: tuple[float, ...] = flag(
         (10.0,),
-        "time limit of a grading call, after which its process is killed (one for all graders, or one for each)",
+        "time limit of a grading call, after which its process is killed (one limit for all graders, or one for each)",
         unit="seconds",
     )
     reward_workers: int = flag(2, "grader processes on each rank that grades", unit="processes", least=1)
@@ -151,8 +151,8 @@ class ForwardConfig:
     logprob_chunk_tokens: int | None = flag(
         None,
         "compute log-probs, and their backward, for one slice of the vocabulary after the other; a slice has as many "
-        "logits as N tokens with the complete vocabulary; 0: no slices (default: 128 MiB of fp32 logits on a rank, 4 "
-        "MiB without accelerator, but at least 1024 columns; 0 if two slices hold all logits of each micro-batch)",
+        "logits as N tokens with the complete vocabulary; 0: no slices (default: slices of 128 MiB of fp32 logits on "
+        "a rank, 4 MiB without accelerator, but with at least 1024 vocabulary entries; no slices if two would do)",
         unit="tokens",
         least=0,
         pairs=True,
@@ -225,8 +225,8 @@ class MonitorConfig:
     wait_timeout: float = flag(
         1800.0,
         "longest wait for another rank (also while its stage runs) and for the engine's next response. Nine tenths of "
-        "it limit all grading of a rank (streamed, async: of a batch), and the start of graders, tools, environments. "
-        "Collectives in Megatron's forward and backward have the limit --distributed-timeout-minutes",
+        "it are the limit of all grading of a rank (streamed, async: of a batch), and of the start of graders, tools, "
+        "environments. Collectives in Megatron's forward and backward have the limit --distributed-timeout-minutes",
         unit="seconds",
         above=0,
         pairs=True,

@@ -28,7 +28,7 @@ class Generators:
     text: str  # the flag's value as given
     ranks: int = 0
     engines: int = 0
-    tp: int = 1  # ranks of an engine
+    tp: int = 1  # ranks of an engine that Ray places
     device: str = ""  # "": the kind of the trainers' devices
 
     @classmethod

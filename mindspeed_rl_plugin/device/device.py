@@ -156,8 +156,8 @@ def _torch_npu() -> ModuleType:
 
 
 class DeviceMeter:
-    """Bytes in use on the current device: tensors, blocks that torch keeps for reuse, graphs, buffers of communicators.
-    torch's own counters omit graphs and communicators, and still count memory that a sleeping engine has freed.
+    """Bytes in use on the current device, also by other processes: tensors, blocks that torch keeps for reuse, graphs,
+    communicators. torch's counters omit graphs and communicators, and still count what a sleeping engine has freed.
 
     The peak is the largest value at a call of this meter. That is enough: torch keeps the memory of a stage's peak.
     """

@@ -1,4 +1,4 @@
-"""Divides rows among optimizer steps, ranks and micro-batches, by ids, lengths and machines of rows, not by values."""
+"""Divides rows among optimizer steps, ranks and micro-batches, only by the rows' ids, lengths and machines."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def _balanced(
 
 def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: Near) -> list[list[SampleId]]:
     """Like the parts `plain`, but with more rows in parts that are `near` them. First, rows are divided by `near`. Then
-    the fullest and the emptiest part swap the two rows that balance them best, until no part has more than SLACK more
-    tokens than the fullest part of `plain`; if they cannot, `plain` itself."""
+    the fullest and the emptiest part swap the two rows that balance them best, until no part has more than (1 + SLACK)
+    x the tokens of the fullest part of `plain`. If no swap helps before, the result is `plain`."""
 
     def order(row: SampleId) -> tuple[int, SampleId]:
         return -lengths[row], row

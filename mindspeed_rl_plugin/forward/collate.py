@@ -35,7 +35,7 @@ class MicroBatch:
     columns: Mapping[str, Tensor]  # further per-token columns `[mb, S]`, shifted like `labels`, 0 on padding
     segments: Tensor | None = None  # packed: `[1, S]` int64, row of each position, `len(lengths)` on padding
     bounded: bool = False  # packed: the model gets row boundaries instead of a mask
-    ranks: int = 1  # number of context parallel ranks over which the rows are split; S are this rank's tokens
+    ranks: int = 1  # number of context parallel ranks over which the rows are split; S counts this rank's tokens
 
     @property
     def sequence(self) -> Tensor:

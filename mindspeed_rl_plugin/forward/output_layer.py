@@ -108,7 +108,7 @@ def _check(layer: torch.nn.Module) -> None:
     if getattr(layer, "gtp_remat_size", 1) > 1:
         unknown.append("a weight that is split for rematerialisation")
     if not hasattr(layer, "sequence_parallel") or not hasattr(layer, "gradient_accumulation_fusion"):
-        unknown.append("no column parallel linear")
+        unknown.append("no settings of a column parallel linear")
     if unknown:
         raise ValueError(
             f"the output layer {type(layer).__name__} has {', '.join(unknown)}, and cannot compute log-probs; "
