@@ -43,7 +43,7 @@ class AllgatherPlan:
     shards: tuple[Shard, ...]
     gather: TransferPlan  # sends every shard, by its number, to every engine rank
     copies: tuple[Copy, ...]  # from shards, by their numbers, into this rank's engine; empty on a rank without engine
-    unused: tuple[str, ...]  # canonical tensors of which this engine rank stores nothing
+    unused: tuple[str, ...]  # canonical tensors that no engine rank stores
 
     @property
     def fingerprint(self) -> int:
@@ -100,11 +100,14 @@ def make_allgather_plan(
         rank=rank,
         node_size=node_size,
     )
+    engines = {id(layout): layout for layout in destinations.values()}.values()
+    stored = {segment.name for layout in engines for segments in layout.values() for segment in segments}
+    unused = tuple(name for name in tensors if name not in stored)
     if rank not in destinations:
-        return AllgatherPlan(shards, gather, (), ())
+        return AllgatherPlan(shards, gather, (), unused)
     buffer = {rank: {str(i): shard.segments for i, shard in enumerate(shards)}}
     taken = make_plan(buffer, {rank: destinations[rank]}, tensors, itemsize=itemsize, bucket_bytes=bucket_bytes)
-    return AllgatherPlan(shards, gather, taken.copies, taken.unused)
+    return AllgatherPlan(shards, gather, taken.copies, unused)
 
 
 def _make_shards(sources: Mapping[int, RankLayout], tensors: Mapping[str, Canonical]) -> tuple[Shard, ...]:

@@ -150,6 +150,7 @@ CASES = {
     "PP2-to-TP2EP2": experts(f"{PP2} {SPREAD2}"),
     "TP2EP2ETP1PP2-to-TP2EP2": experts(f"{FOUR_HEADS} {TP2SP} {EP2} {PP2} {ETP1} {SPREAD2}", 4),
     "TP2EP2ETP2DP2-to-TP4EP4": experts(f"{FOUR_HEADS} {TP2SP} {EP2} {SPREAD4}", 4),
+    "TP2ETP2-to-TP2EP2-by-allgather": experts(f"{TP2SP} {SPREAD2} --rl-reshard allgather"),
     "EP2PP2-to-TP2": experts(f"{FOUR_HEADS} {EP2} {PP2} {CUT2}", 4),
     "EP4-to-EP4": experts(f"{FOUR_HEADS} {EP4} {SHARED4}", 4),
     "EP2-to-TP2EP4": experts(f"{FOUR_HEADS} {EP2} {CUT2} {SHARED4}", 4),

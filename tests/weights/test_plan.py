@@ -19,6 +19,7 @@ from mindspeed_rl_plugin.layout.layout import (
     megatron_layout,
 )
 from mindspeed_rl_plugin.layout.transfer_plan import make_plan
+from mindspeed_rl_plugin.weights.allgather import make_allgather_plan
 
 
 @settings(max_examples=80, deadline=None)
@@ -29,6 +30,16 @@ def test_both_sides_store_what_their_layouts_say(case):
         holds(params, sources[r], weights)
     for r, params in case.engines(weights).items():
         holds(params, wanted[r], weights)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_both_modes_leave_out_the_same_tensors(case):
+    """Also where each rank of an engine stores some of the experts."""
+    given = case.sources(), case.destinations(), canonical_tensors(case.shape)
+    unused = make_plan(*given, itemsize=4, bucket_bytes=4096).unused
+    for rank in given[1]:
+        assert make_allgather_plan(*given, itemsize=4, bucket_bytes=4096, rank=rank).unused == unused
 
 
 @settings(max_examples=60, deadline=None)
