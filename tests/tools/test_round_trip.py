@@ -170,7 +170,7 @@ def test_damaged_checkpoints_are_named(convert, tmp_path):
     convert.change("mp_rank_00_001", lambda s: s.pop("args"))
     convert.exported(refused="has no arguments of Megatron")
     (convert.ckpt / "iter_0000007").mkdir()
-    convert.exported("--iteration", 7, refused=".metadata: checkpoints of --ckpt-format")
+    convert.exported("--iteration", 7, refused=".metadata: only checkpoints of --ckpt-format")
     convert.exported("--iteration", 3, refused=f"iter_0000003; iterations in {convert.ckpt}: release")
     convert.exported("--load", convert.hf, refused="there is no latest_checkpointed_iteration.txt")
     convert.exported("--load", tmp_path / "no", refused="is no directory")
