@@ -202,9 +202,10 @@ def test_the_advice_is_what_helps_this_algorithm(job, monkeypatch, capsys, algor
         assert done.start.reference_path.endswith("base/iter_0000500"), "it is not touched"
         assert [e[1] for e in done.events if e[0] == "load"] == [4]
     assert str(other.value).endswith(f"resume with the same --seed and parallel sizes{advice}")
-    assert str(changed.value).endswith(f"; restore the reference{advice}") and str(gone.value).endswith(f": restore it{advice}")
+    assert str(changed.value).endswith(f"; restore the reference{advice}")
+    assert str(gone.value).endswith(f": restore it{advice}")
     assert str(unknown.value).endswith(f"; start a new run{advice}")
-    assert f"can use it: start a new run from it{advice}\n" in said
+    assert f"reference: start a new run from this checkpoint{advice}\n" in said
 
 
 def test_a_random_reference_is_rebuilt_and_without_kl_not_needed(job):
