@@ -55,7 +55,8 @@ class ControlTokens:
         tokens = self._tokenizer.encode(control, add_special_tokens=False, split_special_tokens=True)
         if self.ids.isdisjoint(tokens):
             return tokens
-        return self._plain(control[:1]) + self._plain(control[1:])  # the tokenizer splits only special tokens itself
+        # split_special_tokens splits special tokens only, so other control tokens are split after their first character
+        return self._plain(control[:1]) + self._plain(control[1:])
 
 
 def whole(text: str) -> str:

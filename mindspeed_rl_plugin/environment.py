@@ -11,7 +11,8 @@ import threading
 import time
 from pathlib import Path
 
-SPEAK_SECONDS = 20.0  # how long a machine's other ranks wait: its first rank reports, and the launcher ends all ranks
+# After an error on all ranks: how long ranks wait, while the machine's first rank reports and the launcher ends all.
+SPEAK_SECONDS = 20.0
 FLUSH_SECONDS = 1.0
 _PART, _START = "MINDSPEED_RL_PART", "MINDSPEED_RL_START"
 _before_log: list[str] = []
@@ -124,8 +125,7 @@ def master_address() -> tuple[str, int]:
 
 
 def record_failure(reason: str, later: int = 0) -> None:
-    """Write the reason of this rank's end for torchrun's summary, the last lines of a job; only the first reason is
-    kept.
+    """Write the reason of this rank's end for torchrun's summary, the last lines of a job; the first reason is kept.
 
     later: seconds added to the time if another rank's end is the cause: torchrun calls the earliest failure the cause.
     """
@@ -157,7 +157,7 @@ def flush_output() -> None:
 
 
 def leave_to_first_rank() -> None:
-    """Called before an error that all ranks have is reported. The first rank of a machine reports it, and the launcher
-    ends the other ranks, which wait here. If only this rank has the error, it reports the error after the wait."""
+    """Called before an error is reported that all ranks should have. The first rank of a machine reports it, and the
+    launcher ends the other ranks, which wait here. If only this rank has the error, its report follows the wait."""
     if launch_env()["local_rank"]:
         time.sleep(SPEAK_SECONDS)

@@ -72,8 +72,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 
 def _attend(heard: socket.socket, above: int | None, since: int | None, interrupted: Callable[[], bool]) -> None:
-    """heard: receives the numbers of signals; above: process of the launcher, which began at `since`; None if it is not
-    torchrun."""
+    """heard: receives numbers of signals; above: process of torchrun, or None; since: when that process began."""
     number = 0
     while number != signal.SIGINT or signal.getsignal(signal.SIGINT) is not _hear:
         if above and began(above) != since:
@@ -90,8 +89,7 @@ def _attend(heard: socket.socket, above: int | None, since: int | None, interrup
 
 
 def in_background(name: str, work: Callable[[], Result]) -> Future[Result]:
-    """Run `work` in a thread called `name`, and return a future of its result. The thread does not keep the process
-    from ending."""
+    """Run `work` in a thread `name`, which does not keep the process from ending. Returns a future of the result."""
     future: Future[Result] = Future()
 
     def run() -> None:

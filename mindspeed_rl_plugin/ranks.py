@@ -20,7 +20,8 @@ from mindspeed_rl_plugin.environment import flush_output, last_words
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
-    """Result of `function`, which only rank 0 calls. If it raises ValueError or OSError, all ranks raise ValueError."""
+    """Result of `function`, which only rank 0 calls. If it raises ValueError or OSError, all ranks raise ValueError; if
+    there is only one rank, it raises the original error."""
     if not _many():
         return function()
     world, box = _world(), [None, None]
@@ -103,7 +104,7 @@ class Collectives:
     """Collectives of all ranks over gloo, with our own deadline. Collectives of nccl and hccl are ended by their
     watchdogs after Megatron's --distributed-timeout-minutes.
 
-    group: all ranks; deadline: most seconds of each wait; later the methods raise TimeoutError.
+    group: all ranks; deadline: most seconds of each wait; after these the methods raise TimeoutError.
     """
 
     def __init__(self, deadline: float) -> None:

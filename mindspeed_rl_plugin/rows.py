@@ -91,7 +91,7 @@ Column = Ragged | Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """Some columns of some samples; the dock moves data in this form."""
+    """Some columns of some samples; the dock, through which stages pass rows, moves data in this form."""
 
     ids: tuple[SampleId, ...]  # of B samples
     # name -> `Ragged` of B rows, or tensor `[B, *trailing]`
@@ -200,7 +200,7 @@ class Completion:
     tokens: tuple[int, ...]  # R response ids, with the stop token if one was sampled
     logps: tuple[float, ...]  # R log-probs after temperature, top-p and top-k; 0.0 for a token that was not sampled
     finish: str  # of `FINISH`
-    # (first response token, weight version) of each part, in order; the first part begins at token 0
+    # (first response token, weight version) of each part sampled by one version; the first part begins at token 0
     segments: tuple[tuple[int, int], ...]
     prompt: tuple[int, ...] = ()  # token ids before the response; (): those of the request
     # (first, end) of each turn of the model, in response tokens; tokens between turns were not sampled; None: one turn

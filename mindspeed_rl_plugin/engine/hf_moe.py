@@ -18,8 +18,7 @@ from mindspeed_rl_plugin.layout.shape import LATENT_FIELDS, ModelShape
 
 
 def expert_config(args: Namespace, shape: ModelShape) -> dict[str, Any]:
-    """Fields of a family with experts. Raises ValueError that lists the problems of `routing_problems`, and ValueError
-    if --moe-router-topk is missing."""
+    """Fields of a family with experts. Raises ValueError for `routing_problems` and for a missing --moe-router-topk."""
     problems = list(routing_problems(args, shape))
     if problems:
         raise ValueError("the rollout engine cannot express this model:\n  " + "\n  ".join(problems))

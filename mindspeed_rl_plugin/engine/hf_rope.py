@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # defaults for a config.json
+YARN_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}  # YaRN's defaults, if a config.json or the arguments lack them
 
 
 def rope_scaling(args: Namespace) -> dict[str, Any] | None:

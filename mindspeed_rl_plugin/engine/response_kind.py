@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.rows import Completion, Prompt, Rows
 Checks = Iterator[tuple[Any, ...]]
 """Tuples (of, bad, text, *values) about N entries (rows, tokens or turns). of: row of each entry; bad: whether the
 entry is wrong; text: of the error, in which {} stands for values; values: each a sequence of N, or a function of an
-entry's number. A tuple with a wrong entry raises its error before the next tuple is made."""
+entry's number. The error of a tuple is raised before the next tuple is made."""
 
 
 class ResponseKind:

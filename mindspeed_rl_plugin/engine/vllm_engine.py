@@ -316,8 +316,8 @@ class VllmEngine:
 
 
 def _say_graphs(count: int) -> None:
-    """Print the number of captured graphs, one for each size and part of the model. Without graphs the engine is only
-    slow."""
+    """Print the number of captured graphs, one for each size and part of the model. Without graphs the engine works,
+    but slowly."""
     none = "no graphs: decoding is several times slower; look for warnings of vLLM above"
     say(f"the engine captured {f'{count} graphs' if count else none}")
 

@@ -10,6 +10,8 @@ vllm_live.py      vLLM on a CPU with weights that can be updated in place
 on_import.py      runs an action when a module is imported
 streams.py        streams and events of the replaced devices
 spawn.py          host mode in spawned processes; spawned.py is their main module
+
+Also in this folder, for every device: engine_env.py (variables that vLLM needs) and torch_originals.py.
 """
 
 from __future__ import annotations

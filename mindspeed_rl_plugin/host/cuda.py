@@ -1,8 +1,8 @@
 """The replacement of torch.cuda: code that asks for a GPU gets the CPU.
 
-Every name is replaced explicitly; other names still fail, so that a missing name is noticed. Streams and events do
-nothing, since an operator on the CPU has finished when it returns. Memory in use is that of the process
-(`device.ProcessMeter`). The random generator of the "device" is torch's default generator of the CPU.
+Names of torch.cuda are replaced one by one; all others still fail, so that a missing one is noticed. Streams and events
+have nothing to wait for, since an operator on the CPU has finished when it returns. Memory in use is that of the
+process (`device.ProcessMeter`). The random generator of the "device" is torch's default generator of the CPU.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _namespace() -> dict[str, Any]:
 
 
 def _returning(value: Any) -> Callable[..., Any]:
-    """A function that returns `value`; a new one for each name, since torch.compile's tables need different objects."""
+    """A function that returns `value`; a new one for each name: torch.compile has a table with these as keys."""
     return lambda *args, **kwargs: value
 
 
@@ -132,7 +132,8 @@ def _redirect_factories() -> None:
 
 
 def _redirected(function: Callable[..., Any], place: int | None = None) -> Callable[..., Any]:
-    """`function` with the CPU as its device, which is passed by name or as the argument with index `place`."""
+    """`function` with the CPU in place of an accelerator, and without pinned memory. The device is passed by name, or
+    as the argument with index `place`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

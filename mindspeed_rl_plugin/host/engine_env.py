@@ -18,7 +18,7 @@ REQUIRED = {
 REQUIRED_NPU = {
     "VLLM_ASCEND_ENABLE_NZ": ("0", "weights in FRACTAL_NZ format cannot be written again after a wake"),
     "VLLM_ASCEND_ENABLE_FUSED_MC2": ("0", "it casts expert weights to FRACTAL_NZ even with VLLM_ASCEND_ENABLE_NZ=0"),
-    # vllm-ascend 0.26 on A5 makes such copies of unquantized weights, too.
+    # With 1, vllm-ascend 0.26 copies weights of latent attention on A5 even if they are not quantized.
     "VLLM_ASCEND_ENABLE_MLAPO": ("0", "latent attention would use copies of weights that are never updated"),
 }
 # name -> value; a value that the user has set is kept. On a CPU vLLM prints about 20 useless warnings on each rank.

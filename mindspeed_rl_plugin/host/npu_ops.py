@@ -91,8 +91,7 @@ def _fused_adamw_v2(
     amsgrad: bool,
     maximize: bool,
 ) -> None:
-    """`npu_apply_fused_adamw_v2` of MindSpeed: AdamW's step in place, by the function that MindSpeed's AdamW also
-    calls."""
+    """`npu_apply_fused_adamw_v2` of MindSpeed: AdamW's step in place, by torch's fused function."""
     rates = dict(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps)
     most = [highest] if amsgrad else []
     torch._fused_adamw_([param], [grad], [average], [square], most, [step], amsgrad=amsgrad, maximize=maximize, **rates)

@@ -1,4 +1,4 @@
-"""From checked arguments to the first step: build the model, load the reference, the actor and the RL state.
+"""What the hooks call under RL: build the model, load reference, actor and RL state, save checkpoints, run steps.
 
 `loop.run` describes what the loop is given, in which order.
 """
@@ -47,10 +47,10 @@ class _ProcessStart:
     loop: Any
     args: Any  # Megatron's
     algorithm: Algorithm
-    digest: CheckpointDigest | None = None  # of the reference, until it is in a checkpoint
+    digest: CheckpointDigest | None = None  # of a pretrained reference; None once the digest is saved
     loading: bool = True  # the policy is not loaded yet
     critic: Any = None
-    schedule: Mapping[str, Any] | None = None  # learning-rate schedule of the checkpoint from which it resumes
+    schedule: Mapping[str, Any] | None = None  # learning-rate schedule, if a complete checkpoint is resumed
 
 
 _launch: _ProcessStart | None = None
@@ -181,7 +181,7 @@ def build_train_valid_test_data_iterators(args: Any, original: Callable, positio
 
 
 def train_step(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """Run a rollout if one is due, then Megatron's own step on rows of the dock."""
+    """Run a rollout if one is due, then Megatron's own step on rows of the dock, which stores them."""
     # With do_train MindSpeed-LLM's group_limited_greedy logs a balance loss, which a pass without gradients lacks.
     with stopping(args), overridden(args, {"do_train": False}):
         return run.current().train_step(original, positional, named)
@@ -246,7 +246,7 @@ def _decide(args: Any, loop: Any, vocab: int, critic: bool) -> tuple[Start, dict
 
 
 def _untrained(state: Mapping[str, Any] | None) -> dict[str, bool]:
-    """As `not_saved`, for the policy's optimizer: it is not saved while only the critic has been trained."""
+    """As `not_saved`: omits the policy's optimizer, which is not saved while only the critic has been trained."""
     return {"no_load_optim": True} if state is not None and not state["loop"].get(TRAINED, True) else {}
 
 

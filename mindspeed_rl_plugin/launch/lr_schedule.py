@@ -115,8 +115,8 @@ def check(
 
 @contextmanager
 def loading(optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """Within the context, this optimizer and the checkpoint that it loads have the same rates: those of the flags, or
-    of the checkpoint.
+    """Within the context, this optimizer and the checkpoint that it loads have the same rates: those of the flags if
+    --override-opt_param-scheduler is in effect, else those of the checkpoint.
 
     Megatron's optimizer loads the rates of a parameter group from the checkpoint, and its scheduler uses them: so
     --override-opt_param-scheduler has no effect in core 0.12 to 0.18. Core 0.19 identifies a group by its rates, and

@@ -1,6 +1,6 @@
 """Calls Megatron's `setup_model_and_optimizer` with temporary arguments, or with changed chunks.
 
-The order of the function's parameters differs between versions, so arguments are passed by name. Layers of multi-token
+The order of the function's parameters differs between versions, so arguments are found by name. Layers of multi-token
 prediction (MTP) stay in the model and in its checkpoints, frozen. They are not run, since no engine and no RL loss uses
 them; Megatron would need labels for them, which an RL step does not have.
 """

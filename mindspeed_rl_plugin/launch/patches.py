@@ -64,7 +64,7 @@ PATCHES: tuple[Patch, ...] = (
         remove_when="Megatron calls a user function before each step",
     ),
 )
-# Functions with which MindSpeed-LLM replaces Megatron's.
+# Functions of MindSpeed-LLM; patched if their module is imported.
 OF_MINDSPEED_LLM: tuple[Patch, ...] = (
     Patch(
         target="mindspeed_llm.training.initialize._convert_weights_if_needed",

@@ -95,7 +95,7 @@ def apply(patches: tuple[Patch, ...]) -> None:
 
 
 def revert() -> None:
-    """Restore the originals on plain Megatron.
+    """Restore each original whose outermost wrapper is ours.
 
     MindSpeed's adaptor replaces functions when it is imported, and may drop unknown wrappers. So our wrappers are
     removed before the import, and applied again after it.

@@ -28,8 +28,7 @@ _MEND = (
 
 @contextmanager
 def must_fit(chunks: Sequence[torch.nn.Module], where: str, free: str = _EXTRA) -> Iterator[None]:
-    """Within the context, `load_state_dict` of these chunks raises ValueError for weights that are not exactly the
-    model's.
+    """Within the context, `load_state_dict` of these chunks raises ValueError if names or sizes are not the model's.
 
     ValueError is also raised instead of Megatron's exit with status 0 for an unreadable file, and instead of its error
     for a distributed checkpoint of another model. where: names what is loaded, in messages; free: suffix of names that
