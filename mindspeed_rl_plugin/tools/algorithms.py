@@ -25,7 +25,7 @@ from mindspeed_rl_plugin.tools.text_table import aligned
 FORMULA_LEGEND = """\
 [T]: one number per trained token. [P]: one number per pair.
 R: reward of a response, minus its KL cost. N: responses to its prompt; mean_g, std_g: over these.
-rho_t: reward of token t, minus its KL cost. Only a response's (or turn's) last token has a reward.
+rho_t: reward of token t minus its KL cost. Only a response's (or turn's) last token has a reward.
 V_t: the critic's value before token t. v: this value now; v_old: in the rollout.
 A: advantage. sg(y): y without gradient.
 r: exp(logp - logp_old). logp_old: log-prob by the policy at the start of the update.
