@@ -1,7 +1,7 @@
 """The import line: `import mindspeed_rl_plugin.adaptor` attaches RL to a Megatron entry script.
 
 If the script has `import mindspeed.megatron_adaptor`, put this line before it: MindSpeed's adaptor reads flags that RL
-must remove first. The import registers the plugin's flags and applies the patch table; without `--rl-algorithm` on the
+must remove first. The import adds the plugin's flags and its patches to Megatron; without `--rl-algorithm` on the
 command line nothing changes. In a job with `--rl-generators` the last ranks generate inside this import, until the job
 ends. If the runner or a patch from `patches/` has imported this module before, the line has no effect.
 """

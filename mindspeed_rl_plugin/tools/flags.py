@@ -1,6 +1,6 @@
 """`python -m mindspeed_rl_plugin flags [WORD]`: only the plugin's flags, while --help of a script prints 4,000 lines.
 
-`--markdown` prints docs/flags.md, which is generated from the same fields.
+`--markdown` prints docs/flags.md. All texts are those of the dataclasses in `config`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _groups() -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def _spelt(f: dataclasses.Field) -> str:
-    """The flag with its value: N (a number), the choices, or a word; `...` if it takes several values."""
+    """The flag with its value: N (a number), the choices, or a word; `...` for several. A switch has no value."""
     name, choices = flag_name(f.name), f.metadata["choices"]
     if isinstance(f.default, bool) or f.type == "bool | None":
         return name if f.default is False else f"{name}, --no-{name[2:]}"

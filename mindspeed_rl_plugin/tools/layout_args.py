@@ -53,7 +53,7 @@ def check_least(options: Namespace, least: int, *names: str) -> None:
 
 
 def parse_sizes(text: str, known: tuple[str, ...], flag: str) -> dict[str, int]:
-    """Sizes by name, from a text such as "tp4,pp2". Raises ValueError for an unknown name."""
+    """Sizes by name, from a text such as "tp4,pp2". Raises ValueError for an unknown or repeated name, or no size."""
     sizes: dict[str, int] = {}
     for word in filter(None, re.split(r"[,\s]+", text)):
         match = re.fullmatch(r"([a-z]+)(\d+)", word)
@@ -79,8 +79,8 @@ def train_layout(text: str, world: int | None) -> Parallel:
 
 
 def engine_layout_of(text: str, world: int) -> tuple[EngineParallel, int]:
-    """Layout of one engine, and number of engines. dp in `text` is only checked: it must be the number of engines, or
-    of data parallel ranks in all of them."""
+    """Layout of one engine, and number of engines on `world` ranks. dp in `text` is only checked: it must be the number
+    of engines, or of data parallel ranks in all of them."""
     sizes = parse_sizes(text, _ENGINE_SIZES, "--generate")
     dp = sizes.pop("dp", None)
     engine = EngineParallel(**sizes)
@@ -102,7 +102,7 @@ def check_experts(shape: ModelShape, text: str, flag: str) -> None:
 
 
 def check_train(shape: ModelShape, train: Parallel, flag: str) -> None:
-    """Raise ValueError, with the flag and working values, if the trainer's layout does not divide the model."""
+    """Raise ValueError if the trainer's layout does not divide the model; for a wrong tp it names those that work."""
     check_experts(shape, f"ep{train.ep}", flag)
 
     def cut(tp: int) -> None:

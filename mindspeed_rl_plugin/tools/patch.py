@@ -1,6 +1,6 @@
 """`python -m mindspeed_rl_plugin patch`: check, apply or revert the import line in an upstream checkout.
 
-`patches/` has a diff without context lines for each row of `TREES`, for `git apply --unidiff-zero`; a test checks it.
+`patches/` has a diff without context lines for each row of `TREES`, for `git apply --unidiff-zero`; a test checks each.
 """
 
 from __future__ import annotations

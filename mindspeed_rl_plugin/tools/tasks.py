@@ -1,6 +1,6 @@
 """`python -m mindspeed_rl_plugin tasks verifiers:ID`: writes the tasks of a `verifiers` environment to a data file.
 
-Each line has `answer`, `verifiers` (verifiers makes the prompt of it) and `prompt` (for display and length limits).
+Each line has `answer`, `verifiers` (the task, which verifiers renders) and `prompt` (for display and length limits).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOAD_SECONDS = 3600.0  # limit for loading the tasks, which may include a downlo
 
 
 def main(argv: list[str]) -> int:
-    """Write the file. Returns 1 if the environment cannot be used."""
+    """Write the file. Returns 0, or 1 after an error message."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_rl_plugin tasks", description=__doc__.splitlines()[0])
     parser.add_argument("environment", help=f"{VERIFIERS}ID or {VERIFIERS}FILE.toml, as for --rl-environment")
     parser.add_argument("--python", help="Python in which verifiers is installed (default: this one)")
@@ -63,8 +63,8 @@ def write(environment: str, python: str | None, path: str, most: int | None) -> 
 
 
 def rows(environment: str, python: str | None, most: int | None) -> Iterator[dict[str, Any]]:
-    """Rows of the data file. A process of the Python in which verifiers is installed reads them. Raises ValueError for
-    an environment that cannot be used."""
+    """Rows to write to the data file, from a process of the Python in which verifiers is installed. Raises ValueError
+    for an environment that cannot be used."""
     main = "mindspeed_rl_plugin.episodes.verifiers_load:main"
     then = tuple[list[dict[str, Any]] | None, str | None]
     program = Program(main, str | None, then, "verifiers' process", ValueError, interpreter(python))

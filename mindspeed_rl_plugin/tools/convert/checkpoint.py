@@ -61,7 +61,7 @@ def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
 
 class Checkpoint:
     """A checkpoint on disk. args: Megatron's arguments as saved; parallel: layout of its files (torch_dist: that of a
-    run with one rank). iteration: None: that of the tracker file. Raises ValueError if there is no checkpoint of a
+    run with one rank). iteration: if None, that of the tracker file. Raises ValueError if there is no checkpoint of a
     known format, or if it was saved without arguments."""
 
     def __init__(self, directory: Path, iteration: int | str | None = None) -> None:
@@ -87,7 +87,7 @@ class Checkpoint:
         self.parallel = Parallel(1) if self._whole else Parallel.from_megatron_args(args)
 
     def tensors(self, folder: str, first_stage: bool) -> Mapping[str, Tensor | StoredTensor]:
-        """The model's tensors in one file (torch_dist: in all). first_stage: is it of the first pipeline stage?"""
+        """The model's tensors in one file (torch_dist: in all). first_stage: whether it is of pipeline stage 0."""
         if self._whole:
             return {name: t for name, t in whole_model(self._whole).items() if not _OTHER.match(name)}
         path = self.folder / folder / MODEL_FILE

@@ -107,7 +107,7 @@ def _tokens(
 
 
 def _vocabulary(args: argparse.Namespace, options: argparse.Namespace, described: int | None) -> tuple[int, str]:
-    """Number of embedding rows that are tokens, and a line if it is unknown. described: that of --config."""
+    """Number of embedding rows that are tokens; if unknown, of all rows, and a note. described: size by --config."""
     padded = args.padded_vocab_size
     if known := options.vocab or described or args.vocab_size:
         return known, ""

@@ -91,7 +91,7 @@ def _layout(text: str, folded: bool) -> Parallel:
 
 
 def _noop_layers(text: str | None, layers: int) -> tuple[int, ...]:
-    """Numbers of the noop layers. layers: number of the model's layers."""
+    """Numbers of the noop layers in `text`. layers: number of the model's layers without them."""
     given = len(set(text.split(","))) if text else 0
     return noop_layers(argparse.Namespace(noop_layers=text, num_layers=layers + given))
 

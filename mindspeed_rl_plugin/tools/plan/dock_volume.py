@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 GIB = 2**30
-# Bytes in the record that a warehouse (the dock's storage on a machine) sends of a commit. SLOT: index of a row whose
+# Bytes in the record of a commit, which a warehouse (the dock's storage on a machine) sends. SLOT: index of a row whose
 # columns are written together; CELL: offset and length of a cell; ACK: index of a row that a state has finished.
 SLOT, CELL, ACK = 4, 8 + 4, 4
 # Table 1 of the paper: G, N, PL, SL, n, M.
@@ -75,7 +75,7 @@ def packed_gib(
     load: Load, warehouses: int, columns: Sequence[ColumnSpec], states: Sequence[StateSpec], anywhere: str = "measure"
 ) -> tuple[float, float, float]:
     """GiB that this dock moves on all machines together: written, read, and the part of these between machines. Every
-    cell is written once and read once by each state that declares it, without padding.
+    cell is written once and read once by each state (of a stage) that declares it, without padding.
 
     anywhere: the state whose reader may be on another machine than the row; other states read the shared memory of
     their machine. One process writes the columns of groups. Columns that no state reads or writes do not count.
@@ -113,7 +113,7 @@ def record_bytes(load: Load, columns: Sequence[ColumnSpec], states: Sequence[Sta
 
 
 def listeners_elsewhere(states: int, nodes: Sequence[int]) -> float:
-    """Number of processes on other machines that get a record of a commit, mean over machines. nodes: of each rank."""
+    """Number of processes on other machines that get a machine's records, mean over machines. nodes: node per rank."""
     holders = {controller_rank(i, states, len(nodes)) for i in range(states)}
     machines = set(nodes)
     return sum(nodes[rank] != machine for machine in machines for rank in holders) / len(machines)

@@ -130,8 +130,8 @@ class Estimate:
 
 def estimate(run: PlannedRun, engine: EngineParallel, engines: int, first: int = 0) -> Estimate:
     """Figures of all modes. The engines are on ranks [first, first + engines x engine.ranks). In `allgather` every
-    engine rank receives the complete model except its own part; in `stream` only what it lacks. Raises ValueError if
-    sizes do not divide."""
+    engine rank receives all weights that it does not have as a trainer, in `stream` only those of them that its engine
+    needs. Raises ValueError if sizes do not divide."""
     shape, train, itemsize = run.shape, run.train, run.engine_itemsize
     ranks = range(first, first + engines * engine.ranks)
     sources = {r: megatron_layout(shape, train, r) for r in range(train.world)}

@@ -111,8 +111,8 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
 
 
 def fit(runs: Sequence[Observed]) -> Costs:
-    """The costs with which the simulation fits the runs best. Costs that no run has measured are derived from others,
-    by the constants of this module."""
+    """The costs with which the simulation fits the runs best. A cost that no run has measured is derived from another
+    cost (publish from reshard, old_token from token), or is NOTICE, or 0."""
     apart = {cost: _mean([run.mean(name) for run in runs]) for cost, name in OF_APART.items()}
     passes = [run for run in runs if run.setup.old_logps and run.mean("seconds/logp_old") is not None]
     reshard = _mean([run.seconds(*ONCE) for run in runs if run.setup.schedule != "async"]) or 0.0
@@ -164,7 +164,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _units(run: Observed, **cost: float) -> float:
-    """Seconds of a simulated rollout of such a run with only this cost; at a cost of 1 it is the number of units."""
+    """Seconds of a simulated rollout of such a run with only this cost; for a cost of 1 s, its number of units."""
     return simulate(run.setup, Costs(**cost), run.responses, COUNTED).rollout
 
 
@@ -188,7 +188,7 @@ def _decode(runs: Sequence[Observed]) -> dict[str, float]:
             continue
         steps, sequences = _units(run, step=1.0), _units(run, sequence=1.0)
         longest, mean = run.mean("response/length_max"), run.mean("response/length_mean")
-        # as many steps as the longest response has tokens
+        # no response waits for a slot: as many steps as the longest response has tokens
         if run.setup.sizes.samples <= run.setup.slots * run.setup.sizes.engines:
             steps = longest
         for rollout in run.rollouts:

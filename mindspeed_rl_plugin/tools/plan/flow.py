@@ -1,8 +1,8 @@
-"""Computes the bytes of a reshard per rank and link without a plan of it: from cells that ranks have and need.
+"""Computes the bytes of a reshard per rank and node from the cells that ranks have and need.
 
 A cell is a range of a complete tensor that no rank's layout cuts. With arrays over cells, a model of 671 B parameters
-on hundreds of ranks takes seconds. Received bytes, also those between nodes, are exactly those of `make_plan`. For sent
-bytes all sources of a cell are assumed to send equal parts.
+on hundreds of ranks takes seconds. Received bytes, also those between nodes, are exactly those by `make_plan` (in
+`layout.transfer_plan`), which a run uses. For sent bytes all sources of a cell are assumed to send equal parts.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Flow:
 
 
 class FlowCells:
-    """Both sides of a reshard as booleans `[nodes, ranks per node, cells]`. sources: rank -> layout of all
-    trainer ranks, so that every cell has a source; destinations: the same of engine ranks; itemsize: bytes of an
+    """Both sides of a reshard, `has` and `wants`: booleans `[nodes, ranks per node, cells]`. sources: rank -> layout of
+    all trainer ranks, so that every cell has a source; destinations: the same of engine ranks; itemsize: bytes of an
     element; node_size: number of consecutive ranks on a node."""
 
     def __init__(
@@ -75,7 +75,7 @@ class FlowCells:
         """Bytes if every destination gets the cells that it needs and lacks; everything: all cells that it lacks. A
         cell comes from ranks of the same node if any of them has it; all ranks that can send it send equal parts."""
         lacks = ~self.has & (self.wants.any(2, keepdims=True) if everything else self.wants)
-        holders = self.has.sum(1)  # [nodes, cells], as the next arrays: ranks of the node that have the cell
+        holders = self.has.sum(1)  # [nodes, cells], as the next arrays: number of the node's ranks that have it
         far = holders == 0
         asked = lacks.sum(1) * self.nbytes
         received, received_far = lacks @ self.nbytes, (lacks & far[:, None]) @ self.nbytes

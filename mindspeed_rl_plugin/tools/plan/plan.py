@@ -1,5 +1,5 @@
-"""`python -m mindspeed_rl_plugin plan`: computes the traffic and memory of a reshard, and host memory, without a
-device.
+"""`python -m mindspeed_rl_plugin plan`: computes, without a device, the traffic and memory of a reshard (which moves
+weights from trainer to engines), and host memory.
 
     python -m mindspeed_rl_plugin plan --model qwen2.5-32b --train tp8,dp2 --generate tp4,dp4
     python -m mindspeed_rl_plugin plan SCRIPT.sh --generate tp2,ep8
@@ -7,7 +7,7 @@ device.
     python -m mindspeed_rl_plugin plan --schedule ...  seconds of an iteration under each schedule (which_schedule.py)
 
 GB: 1e9 bytes; MB, for models of less than 1 GB: 1e6; MiB: 2**20. Activations and the KV cache are not counted. The plan
-assumes that gradients and optimizer state are offloaded before a reshard.
+assumes that of the trainer a device has only the policy's weights during a reshard.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mindspeed_rl_plugin.tools.plan.script_args import read_script
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 GB = 1e9
-RUN_DEFAULT = "tp1"  # engines of a run without --rl-generate-tp
+RUN_DEFAULT = "tp1"  # engines of a run without --rl-generate-tp and --rl-generate-ep
 
 
 def main(argv: list[str]) -> int:
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def report(options: argparse.Namespace) -> list[str]:
-    """Lines of the plan. Raises ValueError if the layouts do not fit together."""
+    """Lines of the plan. Raises ValueError for a wrong option, and if the layouts do not fit together."""
     _check_numbers(options)
     run = _run(options)
     engine, engines, notes = _engines(options, run)

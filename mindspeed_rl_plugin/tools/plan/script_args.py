@@ -89,7 +89,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
     if args.mtp_num_layers:
         notes.append(f"--mtp-num-layers {args.mtp_num_layers}: the engine has no such layers; not counted")
     if "--rl-swap" in flags and set(config.reshard.swap_names) != {"params", "grads", "optimizer"}:
-        notes.append(f"--rl-swap {flags.get('--rl-swap')}: the plan offloads params, grads and optimizer")
+        notes.append(f"--rl-swap {flags.get('--rl-swap')}: not planned; the plan assumes params,grads,optimizer")
     pieces = (args.swap_optimizer_times or _SWAP_TIMES) if args.swap_optimizer else None
     if pieces:
         notes.append(f"--swap-optimizer: optimizer state is on the host, and 1/{pieces} of it at a time on a device")
@@ -107,7 +107,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
         train=Parallel.from_megatron_args(args),
         itemsize=itemsize,
         engine_itemsize=_ENGINE_BYTES.get(config.rollout.engine_dtype, itemsize),
-        reused=2 * bool(args.reuse_fp32_param),  # half of a main parameter
+        reused=2 * bool(args.reuse_fp32_param),  # bytes of a float32 main parameter that its weight stores
         distributed=bool(args.use_distributed_optimizer),
         pieces=pieces,
         generate=f"tp{config.rollout.generate_tp},ep{config.rollout.generate_ep}" if engines else None,
@@ -187,8 +187,8 @@ def _pattern(text: str) -> list[int]:
 
 
 def _vocabulary(flags: Flags, folder: Path) -> int | None:
-    """Size of the vocabulary by config.json of --rl-hf-model, as in a run, else by the first tokenizer.json; None
-    if neither exists. Raises ValueError if this tokenizer.json has no vocabulary."""
+    """Size of the vocabulary by config.json of --rl-hf-model, as in a run, else by the first tokenizer.json in the
+    folders of TOKENIZER_FLAGS; None if neither exists. Raises ValueError if this tokenizer.json has no vocabulary."""
     model = folder / (flags.get("--rl-hf-model") or "")
     if "--rl-hf-model" in flags and (model / "config.json").is_file():
         return load_reference(str(model))["vocab_size"]

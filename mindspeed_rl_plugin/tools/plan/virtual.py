@@ -115,7 +115,7 @@ class Decoder:
         return self.at + math.ceil((when - self.at) / self.seconds - 1e-9) * self.seconds
 
     def advance(self, to: float) -> list[SampleId]:
-        """Run steps until `to`, a time between two steps, or until `next_end`. Returns the ended sequences."""
+        """Run steps until `to`, a time between two steps, but at most until `next_end`. Returns the ended sequences."""
         if not self._running:
             self.at = max(self.at, to)
             return []

@@ -110,7 +110,7 @@ def report(options: argparse.Namespace) -> list[str]:
 
 def script_setup(path: Path, prompts: bool = False) -> Setup:
     """The setup of a launch script. prompts: also read the mean length of its prompts. Raises ValueError for a script
-    without RL flags, for sizes that do not divide, and for a row of data that a run refuses."""
+    that samples no responses or has partial rollouts, for sizes that do not divide, and for data that a run refuses."""
     launch = launched(path)
     flags = Flags.parse(launch.arguments)
     config, algorithm, _ = rl_flags(flags)
@@ -141,8 +141,8 @@ def script_setup(path: Path, prompts: bool = False) -> Setup:
 
 
 def prompt_tokens(flags: Flags, config: RLConfig, folder: Path) -> int:
-    """Mean tokens of a prompt in the first rows of each file, rendered as in a run; 0 if the files or the tokenizer are
-    missing, and for episodes, whose tools are not known yet."""
+    """Mean tokens of prompts (without those that are too long) in the first rows of each file, rendered as in a run; 0
+    if the files or the tokenizer are missing, and for episodes, whose tools are not known yet."""
     data, files = config.data, [folder / path for path in config.data.prompt_data]
     tokenizer = next((folder / path for path in map(flags.get, TOKENIZER_FLAGS) if path), None)
     here = tokenizer is not None and tokenizer.is_dir() and all(file.exists() for file in files)
@@ -264,8 +264,8 @@ def _in_use(name: str, costs: Costs) -> float:
 
 
 def _compared(folders: Sequence[Path], runs: Sequence[fit.Observed]) -> Iterator[str]:
-    """Notes on each run: its measured time, and the time by the fitted model, without costs from options; also the
-    number of engines in the model, if it changed in the run."""
+    """Notes on each run: its measured seconds of an iteration, and those by the fitted model, without costs from
+    options; also the numbers of engines, if the number at work changed in the run."""
     costs = fit.fit(runs) if runs else Costs()
     for folder, run in zip(folders, runs, strict=True):
         line = f"note    {folder} measured {run.iteration:.2f} s an iteration, {run.setup.schedule}"

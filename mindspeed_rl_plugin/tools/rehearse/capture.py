@@ -3,7 +3,7 @@
 The script runs in bash, in the current directory, with the stand-ins of `standins.sh`. A launch is recorded and starts
 nothing. Commands with effects outside the rehearsal's folder are listed and not run. A missing path of a `source` or
 `cd` is recorded; `source` is then skipped, and `cd` goes to an empty folder. All other commands run. With Landlock
-(`confine.py`) they can change no file outside of the rehearsal; without it only `>` is limited: it replaces no file.
+(`confine.py`) they can change no file outside of the rehearsal; without it the only limit is that `>` replaces none.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def run(
 ) -> Done:
     """Run a command with its output in `log`. Its processes are killed when it ends, at the latest after `timeout`
     seconds. until: whether work that it left in the background is done; after a successful end this is awaited for
-    IN_BACKGROUND seconds."""
+    at most IN_BACKGROUND seconds, before the processes are killed."""
     streams, began = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}, time.monotonic()
     with open(log, "wb") as out:
         process = subprocess.Popen(command, env=env, cwd=cwd, stdout=out, start_new_session=True, **streams)

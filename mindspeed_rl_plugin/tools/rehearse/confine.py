@@ -29,7 +29,7 @@ def version() -> int:
 
 
 def confine(folders: list[str]) -> None:
-    """From now on this process and its children can only change files in `folders`. Raises OSError."""
+    """From now on the process and its children can only change _DEVICE_FILES and files in `folders`. Raises OSError."""
     known = version()
     changes = _CHANGES | (_REFER if known >= 2 else 0) | (_TRUNCATE if known >= 3 else 0)
     rules = [changes] + [_TCP] * (known >= 4) + [_SIGNALS] * (known >= 6)  # files, network, scope

@@ -35,7 +35,7 @@ class Facts:
 
     # which of these worked: iteration, evaluation, dump, save, resume, conversion
     shown: list[str] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)  # removed flags, which were not tested
+    removed: list[str] = field(default_factory=list)  # flags that were not tested, see `removed` below
     modules: list[str] = field(default_factory=list)  # Python modules with a stand-in
     seconds: dict[str, float] = field(default_factory=dict)  # of each process
     failed: list[str] = field(default_factory=list)  # lines with the reason of an early end
@@ -75,8 +75,8 @@ def _cut(text: str, width: int) -> str:
 
 
 def tail(done: Done, count: int = 25) -> str:
-    """The lines with the reason of a failure: a refusal, a missing module, the end of a traceback, else the last lines
-    of the ranks."""
+    """The lines with the reason of a failure: the deadline, a refusal, a missing module, the end of a traceback, else
+    the last lines of the ranks."""
     if done.code is None:
         return f"{done.name}: ended at its deadline after {done.seconds:.0f} s; last line: {(done.lines or [''])[-1]}"
     lines = [re.sub(r"^\[rank.*?\]: ", "", line) for line in done.lines]

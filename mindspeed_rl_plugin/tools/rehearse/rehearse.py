@@ -127,7 +127,7 @@ class _Rehearsal:
         return self._show(f"arguments as written, for {self.launch.world} ranks", done, ACCEPTED in done.lines)
 
     def trained(self) -> bool:
-        """Train one iteration. If the script loads a checkpoint, a run before it makes that checkpoint."""
+        """Train one iteration and, for RL with --save, resume for one more. A checkpoint to load is made before."""
         flags, rl = self.flags, "--rl-algorithm" in self.flags
         if "--save" in flags:
             flags.apply("so that saving is rehearsed", "--save-interval=1")

@@ -100,7 +100,7 @@ function hideTip() {
   byId("tip").hidden = true;
 }
 
-// Draws now and again whenever the width of `node` changes.
+// Draws immediately, and again whenever the width of `node` changes.
 function redrawOnResize(node, draw) {
   let width = 0;
   const update = () => {

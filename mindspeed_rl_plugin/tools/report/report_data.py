@@ -55,9 +55,9 @@ def collect(
 
 
 def metric_series(rows: list[JsonObject]) -> dict[str, Any]:
-    """All iterations; of each metric {"x": iterations that have it, "y": values, None for those that are not finite};
-    its unit and meaning. A curve has a gap at None, but not at an iteration without a value, since some metrics are
-    measured once per rollout."""
+    """All iterations; for each metric of numbers {"x": iterations that have it, "y": values, None for those that are
+    not finite}, and [unit, meaning]. A curve has a gap at None, but not at an iteration without a value, since some
+    metrics are measured once per rollout."""
     names = dict.fromkeys(k for r in rows for k in r if k not in ("iteration", "time"))
     numbers = [n for n in names if all(isinstance(r.get(n), (int, float, type(None))) for r in rows)]
 
@@ -107,7 +107,7 @@ def headline(rows: list[JsonObject], run: JsonObject, summary: JsonObject) -> li
     return tiles
 
 
-# Metric, side, limit, and the remark if the mean of its latest values is above (side 1) or below (side -1) the limit.
+# Metric, side, limit, and the remark if the mean over the last tenth of the run is above (1) or below (-1) the limit.
 _LIMITS = (
     ("response/truncated", 1, 0.1, "{:.0%} of the latest responses are cut at the length limit (more than 10%)."),
     ("groups/informative", -1, 0.1, "Only {:.0%} of the latest groups have rewards that differ (under 10%)."),

@@ -1,5 +1,5 @@
-"""Samples of the report: complete groups of evenly spaced rollouts. Long texts are cut. The response of an episode is a
-list of turns."""
+"""Samples of the report: complete groups of evenly spaced rollouts (part of a group, if --samples is below its size).
+Long texts are cut. The response of an episode is a list of turns."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MESSAGE_SIZE = 64  # characters that a message adds to its text in the page
 def find_dumps(
     run_dir: str | os.PathLike[str], run: dict[str, Any], dump_dir: str | os.PathLike[str] | None
 ) -> tuple[dict[int, Path], list[Path]]:
-    """Number of iterations before a dump -> its file, and the folder of the dumps; without dumps, all folders that were
-    searched: only `dump_dir` if it is given; else the folder in run.json, then dump/ in the run directory, then the run
-    directory. Raises ValueError if `dump_dir` does not exist."""
+    """Number of iterations before a dump -> its file, and the folder of the dumps. Without dumps, the folders that were
+    searched: `dump_dir` or, if it is None, the folder in run.json, dump/ in the run directory, and the run directory.
+    Raises ValueError if `dump_dir` does not exist."""
     if dump_dir is not None and not Path(dump_dir).is_dir():
         raise ValueError(f"--dump-dir {dump_dir} is not a directory; give the --rl-dump-dir of the run")
     recorded = [Path(run["dump_dir"])] if run.get("dump_dir") else []
@@ -72,8 +72,8 @@ def sample_data(dumps: dict[int, Path], *, limit: int, text_limit: int = 20_000)
 
 
 def _plan(dumps: dict[int, Path], limit: int) -> dict[int, int]:
-    """Number of iterations before a rollout -> number of its first rows to take: complete groups of evenly spaced
-    rollouts, including the first and the last; if `limit` allows only one rollout, the last."""
+    """Number of iterations before a rollout -> number of its first rows to take. The rollouts are evenly spaced, with
+    the first and the last, or only the last. The rows are complete groups (part of one, if `limit` is less)."""
     import pyarrow.parquet as pq
 
     rollouts = list(dumps)
@@ -122,9 +122,9 @@ def _turns(
 ) -> list[list[Any]]:
     """Turns of the model and observations, together cut at `text_limit` characters.
 
-    Each is [role or tool, text, sampled tokens, trained tokens, reward, seconds of the environment]. The seconds are
-    the time of a reply: in the entry of its first message; if it has no message, in the entry before; for the reply to
-    reset, in an entry "reset". The rewards are those that are trained: 0 if the environment failed.
+    Each entry is [role or tool, text, sampled tokens, trained tokens, reward, seconds of the environment]. The seconds
+    of a reply are in the entry of its first message or, if the reply has no message, in the entry before; those of
+    `reset` are in an entry "reset". The rewards are those that are trained: 0 if the environment failed.
     """
     rewards, room = iter(record["turn_reward"]), text_limit
     shown = [["reset", "", None, None, None, m["seconds"]] for m in asked[-1:] if "seconds" in m]
@@ -152,5 +152,5 @@ def _clip(text: str, limit: int) -> str:
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits; None for a number that is not finite, since JSON has none."""
+    """Six digits; None for a number that is not finite, since JSON has no such numbers."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

@@ -57,7 +57,7 @@ def stage_data(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, limit: int = 40_000) -> dict[str, Any]:
     """Events for the timeline: [rank, stage index, iteration, start, seconds, peak bytes] in time order. Starts count
     from `origin` (Unix time). With more than `limit` events, only 16 evenly spaced ranks are kept; if that is not
-    enough, the earliest iterations are left out. ranks_total and iterations_left_out count this."""
+    enough, the earliest iterations are left out. ranks_total: number of all ranks."""
     ranks = sorted({e["rank"] for e in events})
     kept, shown = list(events), ranks
     if len(kept) > limit and len(ranks) > 16:
