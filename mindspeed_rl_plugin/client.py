@@ -88,7 +88,7 @@ class Client:
 
     @property
     def ended(self) -> bool:
-        """Whether a call has found that the job has ended. Then calls return nothing, or raise ConnectionError."""
+        """Whether a call has found that the job has ended. Then calls have empty results, or raise ConnectionError."""
         return self.dock.ended
 
     @property
@@ -171,7 +171,7 @@ class Client:
         version) of each part. "finish" `[B]`: 0 if an end token or string ended the response, 1 if the limit did;
         default: by the last token. Raises ValueError for invalid rows, or rows that were not taken. Rows are written in
         parts: those of one `take`, rollout and machine, at most 64 MiB of cells. Of a part with an error nothing is
-        written, and its rows stay taken: give them again, or `release` them. Earlier parts are written.
+        written; all given rows of its `take` stay taken: give them again, or `release` them. Earlier parts are written.
         """
         given = from_tensordict(rows)
         self._check(given)
@@ -192,9 +192,9 @@ class Client:
         self._taken.clear()
 
     def report(self, counts: Mapping[str, float]) -> None:
-        """Report this engine's counts since it joined, for the job's metrics: "seconds", "back-pressure" (seconds of
-        waiting for prompts), "version" (seconds of waiting for weights), "responses" and "tokens". If the counts of
-        an engine that reports seconds do not change for half of --rl-wait-timeout, other engines get its rows."""
+        """Report this engine's counts since it joined, for metrics: "seconds" (in all), "back-pressure" (seconds of
+        waiting for prompts), "version" (seconds of waiting for weights), "responses" and "tokens". If the counts of an
+        engine that reports "seconds" do not change for half of --rl-wait-timeout, other engines get its rows."""
         self._reported = True
         self.dock.report(counts)
 
@@ -205,7 +205,7 @@ class Client:
         of a row of the data: prompt (a string, or messages), answer and others, all of types that JSON has.
 
         Returns a number below 0 for each row: "row" in the column `meta` of its responses. The job accepts all rows or
-        none. It accepts none while too many offered rows wait (each publication of weights admits a rollout), or before
+        none. It accepts none while too many offered rows wait (rollouts take them when weights are published), or until
         it has read its checkpoint: then this waits, and raises TimeoutError after `deadline` seconds. Raises ValueError
         for rows that would be wrong in the data too, for a prompt that is too long, for rows of more than four rollouts
         in one call, and for a job with --rl-async-order strict.
@@ -257,8 +257,8 @@ class Client:
     # an observer
 
     def finished(self, stage: str = "reward") -> Tensor:
-        """`[n, 3]` ids of the rows that a stage has finished and the job still has (until their last optimizer step).
-        Rows of an evaluation have a rollout number below 0. Raises ValueError for an unknown stage."""
+        """`[n, 3]` ids of the rows that a stage has finished and the job still has (until the last optimizer step of
+        the rollout). Rows of an evaluation have a rollout number below 0. Raises ValueError for an unknown stage."""
         if stage not in self.stages:
             raise ValueError(f"finished: no stage {stage!r}; this job has stages {', '.join(sorted(self.stages))}")
         return torch.tensor(self.dock.finished(stage), dtype=torch.int64).reshape(-1, 3)
@@ -285,7 +285,7 @@ class Client:
         return Lease(0, SPEC.name, Rows((), {"prompt": Ragged.from_rows([], torch.int32)}))
 
     def _check(self, given: Rows) -> None:
-        """Raise ValueError for columns from which rows cannot be made. The job itself checks the values."""
+        """Raise ValueError for rows that are not taken, and for columns of a wrong form. The job checks the values."""
         names = set(given.columns)
         needed = {"response", "logps", "segments" if "segments" in names else "version"}
         if not needed <= names <= {*GIVEN}:

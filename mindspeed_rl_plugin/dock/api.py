@@ -1,9 +1,9 @@
 """The types of a dock's interface: columns, worker states, leases, counts of moved bytes, and TensorDicts.
 
 A dock knows nothing about algorithms: its users declare columns and worker states. A worker state is a name with the
-columns that it reads and writes. A row is *ready* for a state when all columns that the state reads are committed; each
-ready row is acknowledged by the state exactly once: `lease`, then `commit` (write back and acknowledge) or `release`
-(give the row back, so that it is leased again). The first commit of a cell wins; repeats change nothing.
+columns that it reads and writes. A row is *ready* for a state when all columns that the state reads are committed. The
+state takes ready rows by `lease`. It acknowledges (finishes) each row exactly once, by `commit`, which also writes
+columns; `release` gives rows back, to be leased again. The first commit of a cell wins; repeats change nothing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ColumnSpec:
             raise ValueError(f"column {self.name!r}: a token column has one entry per token; declare it ragged=True")
 
     def describe(self) -> str:
-        """One line; equal lines mean that the cells of both declarations are interchangeable."""
+        """One line; if the lines of two declarations are equal, their cells are interchangeable."""
         form = "ragged" if self.ragged else "dense"
         return f"{self.level} {form} {str(self.dtype).removeprefix('torch.')} {list(self.trailing)}"
 

@@ -31,7 +31,7 @@ class Epoch:
 
 class Epochs:
     """The epochs that this process knows. first, last: lowest and highest number ever opened; owners: None outside of
-    the job, where only leases tell which warehouse has a group."""
+    the job, where only grants (see `learn`) tell which warehouse has a group."""
 
     def __init__(self, owners: Owners | None) -> None:
         self.owners, self.known, self.first, self.last = owners, dict[int, Epoch](), 0, -1
@@ -44,8 +44,8 @@ class Epochs:
         self.first, self.last = min(self.first, number), max(self.last, number)
 
     def learn(self, grant: m.Grant) -> None:
-        """Learn epochs from a lease, in a process outside of the job. Nobody tells this process when epochs are
-        cleared, so it forgets the oldest epochs."""
+        """Learn epochs from the answer to `Ask` or `Look`, in a process outside of the job. Nobody tells this process
+        when epochs are cleared, so it forgets the oldest epochs."""
         for number, shape in grant.shapes:
             if number not in self.known:
                 self.add(number, shape)
@@ -79,7 +79,7 @@ class Epochs:
     def owned(self, call: str, ids: np.ndarray, leased: bool = False) -> dict[tuple[int, int], np.ndarray]:
         """(epoch, warehouse) -> indices into `ids` of the rows there. Rows of cleared epochs are left out, but not if
         they are leased: this rank may know an epoch as cleared while the leader, which clears for all ranks, waits for
-        the lease. Outside of the job: raises ValueError for rows that this process has not leased."""
+        the lease. Outside of the job: raises ValueError for rows of groups that no grant has named."""
         out = {}
         for number, index in by_value(ids[:, 0]):
             epoch = self.opened(call, number) or (self._cleared.get(number) if leased else None)

@@ -91,8 +91,7 @@ class Writer:
 
 
 def pieces(rows: Rows, most: int | None) -> Iterator[Rows]:
-    """Divide rows, in their order, into pieces of at most `most` bytes of cells (None: no limit) and at least one
-    row."""
+    """Divide rows, in order, into pieces of at most `most` bytes of cells (None: no limit), each of one row or more."""
     nbytes, first = np.zeros(len(rows), np.int64), 0  # of the cells of each row
     for column in rows.columns.values():
         values = column.values if isinstance(column, Ragged) else column

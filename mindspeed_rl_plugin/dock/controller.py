@@ -81,8 +81,8 @@ class Controller:
 
     def take(self, ask: Ask, holder: Hashable, expires: float) -> Grant | None:
         """Lease rows. The grant has token 0 if every row is acknowledged, or if the asker needs other weights. None if
-        no row is ready; for a process outside of the job also if every row is acknowledged. Raises ValueError for ids
-        that cannot be leased."""
+        the asker must wait: until its rows are ready or, outside of the job, for new rows if every row is acknowledged.
+        Raises ValueError for ids that cannot be leased."""
         for number in set() if ask.ids is None else sorted({*ask.ids[:, 0].tolist()}):
             if number in self._gone:
                 raise ValueError(f"state {self.spec.name!r}: epoch {number} is cleared, its cells no longer exist")

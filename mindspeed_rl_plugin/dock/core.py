@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.gate import Gate
 from mindspeed_rl_plugin.dock.storage import Warehouse
 
-BEHIND_SECONDS = 60.0  # within which a controller must get the records that the process that asks it knows of
+BEHIND_SECONDS = 60.0  # most time for a controller to get the newest records that the sender of a query knows of
 RECHECK_SECONDS = 1.0  # between two checks of a waiting request: its deadline, and whether the asker lives
 OUTSIDE = "outside"  # names of processes outside of the job begin with it
 AFTER, MEMORY = "(records)", "(memory)"  # keys of `Core.wake`, in addition to the names of states
@@ -82,7 +82,7 @@ class Core:
         self, peer: str, message: m.Message, bulk: np.ndarray | None = None, ended: Callable[[], bool] | None = None
     ) -> BulkAnswer:
         """Wait for the answer to a request, with its bulk. ended: whether the asker has ended; None: the asker is this
-        process itself. Then an error of the code is raised as it is, and not reported as a malformed message."""
+        process itself. Then an error that would count as a malformed message is raised as it is."""
         request = Request(peer, message, bulk, 0.0, ended)
         handler, locked = self._handlers.get(type(message), (_no_request, True))
         if not locked:

@@ -31,7 +31,7 @@ class Dock:
     A wrong call raises ValueError, which names the columns, states or ids. A wait that is too long raises TimeoutError
     with the state, the missing columns and ids, and the state that should have written them.
 
-    member: the process of the job that this view belongs to (`factory.Member`); None outside of the job.
+    member: the process (`factory.Member`) that this view belongs to; None outside of the job and for `for_thread`.
     peers: the ranks of this view's consumer, which make the same calls of `lease`, `commit` and `release`.
     leader: whether this rank acts for the job in `clear`, `snapshot` and `restore`.
     deadline: seconds to wait for other processes.
@@ -67,7 +67,7 @@ class Dock:
     def open(self, epoch: int, groups: int, members: int, version_bound: VersionBound = ANY_VERSION) -> None:
         """Declare the ids (epoch, 0..groups-1, 0..members-1) of a rollout or evaluation; every rank calls it. Epochs of
         rollouts are >= 0 and rise, those of evaluations are < 0 and fall; none is reused. Processes outside of the job
-        learn an epoch from their first lease of its rows. A repeat changes nothing."""
+        learn an epoch when they first lease or list (`finished`) its rows. A repeat changes nothing."""
         if groups < 1 or members < 1:
             raise ValueError(f"open({epoch=}, {groups=}, {members=}): groups and members must be at least 1")
         epochs, shape = self.calls.epochs, m.Shape(groups, members, version_bound)
@@ -79,7 +79,8 @@ class Dock:
 
     def clear(self, epoch: int, groups: Iterable[int] | None = None) -> bool:
         """Forget groups of an epoch (None: all) and free their memory. Idempotent. Returns whether no group remains.
-        It first stops new leases of the groups and waits until the running leases end, then frees the cells."""
+        The leader first stops new leases of the groups and waits until the running leases end, then frees the cells;
+        the other ranks do not wait."""
         calls = self.calls
         if (known := calls.epochs.opened("clear", epoch)) is None:
             return True
@@ -182,7 +183,7 @@ class Dock:
         return Lease(grant.token, state, rows, grant.needs)
 
     def version_bound(self, epoch: int) -> VersionBound:
-        """Bound of an open epoch. A process outside of the job must have leased rows of this epoch."""
+        """Bound of an open epoch. A process outside of the job must have learned the epoch, see `open`."""
         return self.calls.epochs.shape(epoch).bound
 
     def commit(self, lease: Lease, rows: Rows | None = None) -> None:

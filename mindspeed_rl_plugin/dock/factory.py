@@ -152,7 +152,7 @@ class Member:
         self.directory.controllers.update({name: self._addresses[rank] for name, rank in self._held_by.items()})
 
     def _link(self, nodes: Sequence[str]) -> None:
-        """Link to the lowest rank of this machine, or from that rank to rank 0; a warehouse also to all controllers."""
+        """Link this rank to the lowest of its machine, that rank to rank 0, and each warehouse to all controllers."""
         links, rank = {}, self.peers.rank
         if rank:
             lead = nodes.index(nodes[rank])
@@ -182,5 +182,5 @@ def contiguous(machines: int, epoch: int, groups: int) -> np.ndarray:
 
 def controller_rank(index: int, controllers: int, world: int) -> int:
     """Rank that holds the controller of state `index`. If there are enough ranks, each state has a different rank,
-    spread evenly. Else the states go in turn to ranks 1, 2, ..., and last to rank 0, which holds a warehouse."""
+    spread evenly. Else the states go in turn to ranks 1, 2, ..., 0, 1, ...: rank 0, with a warehouse, comes last."""
     return (index * world // controllers if world >= controllers else index + 1) % world

@@ -37,7 +37,7 @@ def reachable_address() -> str:
 
 
 def check_addresses(places: Sequence[tuple[str, str]]) -> None:
-    """Raise ValueError if ranks of several machines cannot reach each other. places: (machine, own address) by rank."""
+    """With several machines, raise ValueError if an address is "" or loopback. places: (machine, address) by rank."""
     if len({name for name, _ in places}) == 1:
         return
     for rank, (name, host) in enumerate(places):

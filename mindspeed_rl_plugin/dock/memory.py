@@ -1,8 +1,8 @@
-"""Memory of a warehouse: how much it may hold, and the segments that it consists of.
+"""Memory of a warehouse: how much the warehouse may hold, and of which segments its memory consists.
 
-Producers wait for memory; write-backs of states never wait. An admitted row reserves memory for all cells that states
-will write into it, at their maximum length. For cells without a maximum, bytes above the reserve count when they are
-written.
+Producers wait until their rows are admitted; write-backs of states never wait. An admitted row reserves memory for all
+cells that states will write into it, at their maximum length. For cells without a maximum, bytes above the reserve
+count when they are written.
 
 A segment is a nameless file (memfd), whose memory is freed once no process maps it. Processes of the same machine open
 it through /proc. Its pages are touched when it is made, since the first touch takes ten times as long as a copy. An
@@ -105,7 +105,7 @@ class DockLimits:
             )
 
     def missing(self, wanted: Mapping[str, int], taken: Mapping[str, int], groups: int) -> str | None:
-        """Why a put of `groups` must wait; None: it need not wait. Raises ValueError if it is too large even for an
+        """Why a put of `groups` groups must wait; None: it need not. Raises ValueError if it is too large even for an
         empty warehouse. wanted: what the put needs, with its reserve; taken: what is used or reserved; both by unit
         ("bytes", "rows")."""
         limited = {u: limit for u, limit in (("bytes", self.capacity), ("rows", self.rows)) if limit is not None}
@@ -130,8 +130,8 @@ def rounded(nbytes: Any) -> Any:
 
 
 class Segments:
-    """Segments of a warehouse as uint8 arrays. A segment is mapped at its first use; then removed ones are unmapped.
-    find: number -> file and bytes of a segment, and the numbers of all segments that exist."""
+    """Segments of a warehouse as uint8 arrays. A segment is mapped at its first use; those that the warehouse
+    has removed are unmapped then. find: number -> file and bytes of a segment, and numbers of all that exist."""
 
     def __init__(self, find: Callable[[int], tuple[str, int, list[int]]]) -> None:
         self._find = find

@@ -218,7 +218,7 @@ class Hello(Message):
 
 
 class Record(Message):
-    """One commit of a warehouse."""
+    """One commit or one clearing in a warehouse."""
 
     warehouse: int
     seq: int  # running number, from 1

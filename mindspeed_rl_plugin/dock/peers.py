@@ -1,4 +1,4 @@
-"""The ranks of one consumer: its first rank leases and shares the grant, and acknowledges when all have written."""
+"""The ranks of a consumer, which get equal rows: the first leases them, and acknowledges when all have written."""
 
 from __future__ import annotations
 

@@ -144,8 +144,9 @@ def rows_of_groups(groups: np.ndarray, members: int) -> np.ndarray:
 
 
 def runs(nbytes: np.ndarray, same: np.ndarray, *begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Join neighbours in each row of `nbytes` `[C, n]` into runs that one copy can move: cells with equal `same`
-    and without a gap in any of `begins`. Returns the flat index of each run's first cell, and the run's bytes."""
+    """Join neighbours in each row of `nbytes` `[C, n]` into runs that one copy can move. Two cells are joined if their
+    `same` (such as the segment) is equal and, in each of `begins` (such as offsets at source and target), the second
+    begins where the first ends. Returns the flat index of each run's first cell, and the run's bytes."""
     breaks = np.ones(nbytes.shape, bool)
     breaks[:, 1:] = same[:, 1:] != same[:, :-1]
     for begin in begins:

@@ -1,4 +1,4 @@
-"""The content of a dock, without evaluations, as plain tensors. Earlier versions of the dock wrote format 1 too."""
+"""The content of a dock, without evaluations, as plain tensors. Snapshots of earlier versions can be restored."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FORMAT = 1
 
 
 def check(state: Mapping[str, Any], columns: Mapping[str, ColumnSpec]) -> None:
-    """Raise ValueError unless a dock with these columns can restore a snapshot. Columns and states that are not
-    declared here are dropped."""
+    """Raise ValueError unless a dock with these columns can restore a snapshot. `write` drops columns and states
+    that the dock does not declare."""
     if state.get("format") != FORMAT:
         raise ValueError(f"the dock snapshot has format {state.get('format')!r}, but this dock reads format {FORMAT}")
     declared = {n: c.describe() for n, c in columns.items()}

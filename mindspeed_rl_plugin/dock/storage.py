@@ -170,8 +170,8 @@ class Warehouse:
         return cells, tables.groups_of(part)[new.any(0)]
 
     def _promised(self, put: Put) -> tuple[bool, int]:
-        """Whether states write back all columns of a put, and how many of its bytes are above the reserve. Raises
-        ValueError for a cell that is longer than its bound."""
+        """Whether states write back all columns of a put (without a capacity: False), and how many bytes of the put are
+        above the reserve. Raises ValueError for a cell that is longer than its maximum."""
         every, beyond = True, 0
         for part in put.parts if self.write_backs else ():
             for name, nbytes in zip(part.names, part.length * items(self.columns, part.names), strict=True):

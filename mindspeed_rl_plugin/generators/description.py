@@ -1,4 +1,4 @@
-"""The description of a job for its engines, as JSON in the dock's directory."""
+"""The description of a job for its engines, as JSON in the field `about` of the message `dock.messages.Directory`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.weights.publish import TrainerWeights
 
-JOB, TRAINER_WEIGHTS = "job", "weights"  # keys in the dock's directory
+JOB, TRAINER_WEIGHTS = "job", "weights"  # keys of the JSON object in `about`
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Description:
     sampling: Sampling  # of a rollout's responses
     seed: int  # base of their seeds
     inflight: str  # what new weights do to unfinished responses: keep, recompute or drain
-    strict: bool  # whether one version samples each rollout, and each engine an equal part of it
+    strict: bool  # whether one version samples each rollout, and each engine samples an equal part of it
     deadline: float  # most seconds of a wait
     vocabulary: str = ""  # `vocabulary_digest` of the tokenizer; "": engines need no tokenizer
     run: str = ""  # directory of the run

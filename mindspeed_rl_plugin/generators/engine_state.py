@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.rows import GenerateRequest, SampleId
 
 
 class Action(NamedTuple):
-    """What all ranks of an engine do next: one of these fields, or only steps of the engine."""
+    """What all ranks of an engine do before its next steps. At most one field is set; with `take` also `requests`."""
 
     apply: int = -1  # version to put into the engine; -1: none
     pull: int = -1  # version to pull during the engine's steps; -1: none
@@ -71,16 +71,16 @@ def _wanted(state: EngineState) -> int:
 
 def _may_apply(state: EngineState, wanted: int) -> bool:
     """Whether to apply the pulled version now: if it is the wanted version or, if the newest is wanted, newer than the
-    engine's; and if running rows allow it."""
+    engine's; and if the running rows allow it (with `drain`: if there are none)."""
     fits = state.pulled == wanted or (wanted == state.announced and state.pulled > state.version)
     waits = state.drain and state.running
     return fits and not waits and all(row.bound.allows(state.pulled) for row in state.running.values())
 
 
 def _may_take(state: EngineState) -> bool:
-    """Whether to lease rows. An engine does not lease while newer weights wait until its running rows end, or if it has
-    no running rows and may not sample the dock's next rows. With running rows it asks the dock again, since other
-    engines may have taken those next rows (but under a strict order it never leases with running rows)."""
+    """Whether to lease rows. An engine does not lease without weights, while newer weights wait until its running rows
+    end, or if it has no running rows and may not sample the dock's next rows. With running rows it asks the dock again,
+    since other engines may have taken those next rows (but under a strict order it never leases with running rows)."""
     if state.strict:
         return not state.running and state.needs is None and max(state.version, state.announced) >= 0
     draining = state.drain and state.pulled > state.version

@@ -84,7 +84,7 @@ class _Supervisor:
             self.process, self.due, self.began = subprocess.Popen(self.command, **how), 0.0, time.monotonic()
 
     def look(self) -> None:
-        """Start the process again if it has ended. Raises RuntimeError if it must not be started again."""
+        """Start the process again AGAIN_SECONDS after its end. Raises RuntimeError if it must not be started again."""
         if self.process.poll() is None or time.monotonic() < self.due:
             return
         if self.due:
@@ -102,8 +102,8 @@ class _Supervisor:
 class ExternalEngines:
     """Supervisors of Ray's engines and of the user's servers, on the leader.
 
-    secret_file: with which engines join, until `close`; ended: to be called when the job has ended in order; ray:
-    engines that Ray places, None: none; urls: of servers that generate; folder: of the run.
+    secret_file: with which engines join, until `close`; ended: the schedule calls it when the job has ended in order;
+    ray: engines that Ray places, None: none; urls: of servers that generate; folder: of the run.
     """
 
     def __init__(

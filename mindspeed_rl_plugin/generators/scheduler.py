@@ -73,8 +73,7 @@ class Scheduler:
     # what comes next
 
     def next(self) -> Action:
-        """What all ranks do next; waits a moment if there is nothing to do. Raises ConnectionError if the job is
-        lost."""
+        """What all ranks do next; waits a moment if there is no work. Raises ConnectionError if the job is lost."""
         try:
             return self._leave() if self.leaving.is_set() or self.dock.ended else self._next()
         except ConnectionError:
@@ -201,8 +200,7 @@ class Scheduler:
             return Lease(0, SPEC.name, Rows((), {}))
 
     def _wait(self, pulling: bool) -> None:
-        """Wait a moment until the running pull ends, or newer weights are announced. Meanwhile no response is
-        sampled."""
+        """Wait a moment for the running pull's end, or for newer weights. Meanwhile no response is sampled."""
         began = time.monotonic()
         if pulling:
             self._pulled.wait(NEWS_SECONDS)

@@ -38,7 +38,7 @@ def serve(
     """Generate for the job at `address` until it leaves the dock. Collective over the ranks of the engine.
 
     secret: of the job, or path of a file with it.
-    share: (i, n): under a strict order this engine samples part i of n of each rollout; None: another order.
+    share: (i, n): under a strict order this engine samples part i of n of each rollout; None: the order is free.
     leaving: set when the engine must leave.
     who: name of the engine in the job's log.
     url: of a server that samples; "": the engine is built here.
@@ -71,8 +71,8 @@ def serve(
 
 
 def _built(dock: GuestDock, job: Description, options: VllmOptions, team: Team) -> tuple[Engine, Puller, int]:
-    """An engine on the ranks of the team, the puller of its weights, and the most responses that each of the engines
-    samples at once."""
+    """An engine on the ranks of the team, the puller of its weights, and the most responses that an engine samples at
+    once (of engines that share experts: each)."""
     options = sized(options, team.size)
     engine = VllmEngine(options)
     parallel = EngineParallel(options.tensor_parallel, options.expert_parallel)

@@ -14,7 +14,7 @@ from mindspeed_rl_plugin.dock.messages import Reclaim
 from mindspeed_rl_plugin.service.invitation import write_secret
 from mindspeed_rl_plugin.service.notes import Announced, Follow, News, PromptNumbers, Report, SubmitPrompts, Told
 
-RECORDS = 1000  # records of the job that are kept
+RECORDS = 1000  # records (lines of metrics.jsonl) that are kept
 SPANS = 20_000  # spans of processes outside of the job that are kept until `take_spans`
 NEWS, TOLD = "(news)", "(told)"  # keys of `Core.wake`
 
@@ -56,7 +56,7 @@ class JobService:
         return address
 
     def guard(self, open: Mapping[str, Opening]) -> None:
-        """From now on processes outside of the job may only lease and commit rows of these states, as each `Opening`
+        """From now on processes outside of the job may lease and commit rows of these states only, as each `Opening`
         allows. Called on every rank, since each rank checks the requests that it gets."""
         self._core.gate = Gate(open)
 

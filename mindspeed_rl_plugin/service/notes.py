@@ -21,7 +21,7 @@ class Announced(Message):
 
 
 class Follow(Message):
-    """Asks for the job's records after the first `after` records. After `deadline` seconds the answer has none."""
+    """Asks for the job's records after the first `after` ones. If none come in `deadline` s, the answer is empty."""
 
     after: int
     deadline: float
