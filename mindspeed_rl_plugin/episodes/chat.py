@@ -69,8 +69,8 @@ class RawFormat:
         if len(tokens) <= limit:
             return text, False
         mark = CUT if self._length(CUT) < limit else ""
-        most = max(len(self._tokenizer.decode(tokens[:limit])), 1)
-        while most < len(start) and self._length(start[:most] + mark) <= limit:  # a normaliser may make text shorter
+        most = max(len(self._tokenizer.decode(tokens[:limit])), 1)  # too few, if a normaliser makes text shorter
+        while most < len(start) and self._length(start[:most] + mark) <= limit:
             most *= 2
         sizes = range(1, min(most, len(start)) + 1)
         size = bisect.bisect_right(sizes, limit, key=lambda size: self._length(start[:size] + mark))
@@ -94,7 +94,7 @@ class ChatFormat(RawFormat):
 
     `close` is appended to a turn that ended with another token.
 
-    Raises ValueError for a template that cannot be used; its text is the rest of a sentence, see `make_format`.
+    Raises ValueError for a template that cannot be used; `make_format` completes the error's text to a sentence.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> None:

@@ -125,8 +125,8 @@ class Environments(Protocol):
         or for an unknown episode; then it does nothing."""
 
     def poll(self, seconds: float) -> list[Reply]:
-        """The finished replies. If any is due, waits for one, at most `seconds`. Raises EpisodeError to stop the
-        run."""
+        """The finished replies. If there are none yet, but some are due, waits for one, at most `seconds`. Raises
+        EpisodeError to stop the run."""
 
     def close(self) -> None:
         """End all environments and processes. Idempotent."""

@@ -93,7 +93,7 @@ class EpisodeEngine:
         for turn in self._engine.abort():
             self._live[turn.id].partial = turn if turn.tokens else None
             self._sampling.remove(turn.id)
-        # The next poll returns a turn that a server has just finished; its episode is not interrupted.
+        # A server may have just finished a turn: the next poll returns it, and its episode is not interrupted.
         return [self._pause(sample) for sample in [*self._live] if sample not in self._sampling]
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
@@ -110,7 +110,7 @@ class EpisodeEngine:
 
     @property
     def _waiting(self) -> bool:
-        """Whether replies of environments are due."""
+        """Whether an episode waits for its environment or, in lockstep, for other episodes."""
         return len(self._sampling) < len(self._live)
 
     def _sample(self, due: Iterable[EpisodeState]) -> None:

@@ -20,8 +20,8 @@ EPISODE_COUNTS = (
 )
 """Numbers that are counted in an episode. calls: calls that were made; malformed: calls that cannot be read; unknown:
 calls of unknown tools; arguments: calls with wrong arguments; raised: calls that failed; observation_tokens: tokens
-between turns; cut: observations that were cut to --rl-max-observation-length; special: observations with the text of a
-control token (see `chat`); milliseconds: time of the user's code."""
+between turns; cut: observations that were cut to --rl-max-observation-length; special: messages of the environment
+with the text of a control token (see `chat`); milliseconds: time of the user's code."""
 
 MEASURED = ("prompt_length", "turns", "environment_failed", "episode_counts", "tool_calls")
 DUMPED = ("turn_reward", "conversation")
@@ -149,7 +149,7 @@ class EpisodeMeter:
     """Metrics of rollouts, named as in `monitor.names`. tools: names of the tools."""
 
     def __init__(self, tools: Sequence[str]) -> None:
-        # tool -> number of episodes that called it, since a call of it last worked
+        # tool -> number of episodes that called it, since the last rollout in which a call of it worked
         self.failing = dict.fromkeys(tools, 0)
         self._called = True  # whether the last rollout, if any, had calls
 

@@ -27,7 +27,7 @@ class EpisodeState:
     turns: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
     partial: Completion | None = None  # the interrupted turn, if any
 
-    asked: Sequence[Mapping[str, Any]] = ()  # messages of the data
+    asked: Sequence[Mapping[str, Any]] = ()  # messages of the data, or its prompt as a user's message
     conversation: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # of the turns
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EPISODE_COUNTS, 0))

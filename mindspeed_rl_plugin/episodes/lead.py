@@ -221,8 +221,7 @@ class Lead:
             ) from error
 
     def _shortened(self, state: EpisodeState, reply: Reply) -> list[dict[str, Any]]:
-        """The messages of a reply. Observations are cut to their limit; first messages are not: the prompt's limit
-        holds for them."""
+        """The messages of a reply. Observations are cut to their limit; for first messages the prompt's limit holds."""
         messages = []
         for message in reply.messages:
             content, cut = message["content"], False

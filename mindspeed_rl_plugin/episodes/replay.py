@@ -1,8 +1,7 @@
-"""Makes environments again after their process has ended: repeats all calls that they had answered; the answers must be
-the same.
+"""Makes environments again after their process has ended: repeats all answered calls; the answers must be the same.
 
-Then the environment of a lost call is as it was before this call. Environments are also made again after a coroutine
-was cancelled at its limit, although this ends no process.
+After this, an environment whose process ended during a call is as it was before that call. Environments are also made
+again after a coroutine was cancelled at its limit, although this ends no process.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class EnvironmentInstance(Session):
     making: the generator that makes this reply.
     call: the call for which the reply waits, or None.
     asked: answered calls of the environment, with the answers.
-    known: how many of these the present process has answered (if there is none: the last process).
+    known: how many of these its process has answered; if it has none now: its last process.
     """
 
     def __init__(self, sample: SampleId) -> None:
@@ -53,7 +52,7 @@ class EnvironmentInstance(Session):
         return call if known == len(self.asked) else self.asked[known][0]
 
     def answered(self, call: WorkerCall, answer: Answer) -> Answer | None:
-        """The result of a call; None if it was repeated with the former answer, an error if the answers differ."""
+        """The result of `call`; None if an earlier call was repeated instead, an error if that gave another answer."""
         if self.complete:
             self.asked.append((call, answer))
             self.known += 1
@@ -63,22 +62,23 @@ class EnvironmentInstance(Session):
             self.known += 1
             return None
         error = (
-            f"cannot be made: its environment gives other answers to repeated calls. When it was made again, "
-            f"{former.message[0]} gave {_shown(answer)}, but {_shown(before)} before; let answers depend only on seed, "
-            "data row and calls"
+            "cannot be called: its environment was lost, and gives other answers when its calls are repeated. This "
+            f"time {former.message[0]} gave {_shown(answer)}, but {_shown(before)} before; let answers depend only on "
+            "seed, data row and calls"
         )
         return Answer(error=error, seconds=answer.seconds, unmade=True)
 
 
 def result_of(call: WorkerCall, answer: Answer | str) -> Answer | None:
-    """The result of an ended call; None if the call must be made again, because another call was repeated first.
-    answer: a text if the call is lost."""
-    environment = call.session
+    """The result of an ended call; None if an earlier call was repeated in its place, so that `call` goes back into
+    the queue. answer: a text if the call is lost."""
+    session = call.session
     if isinstance(answer, Answer):
-        return answer if environment is None else environment.answered(call, answer)
-    unmade = environment is not None and not environment.complete
-    error = f"{answer} when it was repeated" if unmade else answer
-    return Answer(error=error, seconds=time.monotonic() - call.began, unmade=unmade)
+        return answer if session is None else session.answered(call, answer)
+    unmade = session is not None and not session.complete
+    if unmade:
+        answer += f" when {session.asked[session.known][0].message[0]} was repeated to make the environment again"
+    return Answer(error=answer, seconds=time.monotonic() - call.began, unmade=unmade)
 
 
 def _comparable(answer: Answer) -> Answer:

@@ -63,7 +63,7 @@ class EpisodeSetup:
         return cls(**{**fields, "flags": EpisodeConfig(**flags)})
 
     def environments(self) -> Environments:
-        """Start the environments. Raises ValueError if they cannot be loaded; of verifiers, `poll` raises it later."""
+        """Start the environments. Raises ValueError if they cannot be loaded; with verifiers, `poll` raises it."""
         flags = self.flags
         name_to_users("RUN", self.run)
         if flags.foreign:

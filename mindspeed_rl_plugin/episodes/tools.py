@@ -1,6 +1,6 @@
 """Loads a user's tools (functions) and environments (classes), see docs/episodes.md, and checks the model's calls.
 
-`reset` may have the parameters `seed` (32 bits, the same for all episodes of a prompt), `prompt`, `answer`, `messages`,
+`reset` may have the parameters `seed` (32 bits, the same for all episodes of a group), `prompt`, `answer`, `messages`,
 `record` (all other fields of the data row), single fields of the record, and `**record`. It returns the environment's
 first text, messages of the role user, or None, or a pair (one of these, info).
 """
@@ -148,7 +148,7 @@ def schema_of(flag: str, name: str, function: Callable[..., Any]) -> dict[str, A
 
 
 def reset_arguments(reset: Callable[..., Any], task: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """The arguments for `reset`: of the seed and the fields of task and record, those that its signature has."""
+    """The arguments for `reset`: those that its signature takes, from the seed and the fields of task and record."""
     names = {p.name for p in _parameters(reset) if p.kind in _BY_NAME}
     record = task["record"]
     given = {**record, **{k: task.get(k) for k in RESET}, "seed": seed % SEEDS}

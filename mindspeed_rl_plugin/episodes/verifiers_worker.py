@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.episodes.verifiers_load import Loaded, load, task_of
 from mindspeed_rl_plugin.workers.child import Parent, describe, why_not_loaded
 from mindspeed_rl_plugin.workers.keeper import keep
 
-CLEAN_UP_SECONDS = 10.0  # for verifiers to clean up after the job has ended
+CLEAN_UP_SECONDS = 10.0  # for verifiers to clean up after the parent has closed the lifeline or ended
 CONVERSATION = "X-Session-ID"  # header of verifiers' requests: the id of a trace (its record of a conversation)
 
 

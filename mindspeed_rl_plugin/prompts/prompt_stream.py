@@ -57,7 +57,7 @@ class PromptStream:
         return [self._prompt(row) for row in self.rows]
 
     def at(self, place: int) -> Prompt:
-        """The kept prompt at a place in the order of the data; the cursor does not move."""
+        """Kept prompt number `place`, from 0 on, in the order of the data; the cursor does not move."""
         return self._prompt(self.rows[place])
 
     def where(self, place: int) -> str:
@@ -78,11 +78,11 @@ class PromptStream:
         return prompts
 
     def kinds_of_rows(self) -> dict[str, frozenset[str]]:
-        """Place of a kept row -> fields of its record, for the first row with these fields."""
+        """File and line of a kept row -> fields of its record, for the first row with exactly these fields."""
         return {self._where(row): fields for fields, row in self._kinds.items()}
 
     def answers(self) -> dict[str, str]:
-        """Place of a kept row -> its answer, for the first row with this answer."""
+        """File and line of a kept row -> its answer, for the first row with this answer."""
         return {self._where(row): answer for answer, row in self._answers.items()}
 
     def state(self) -> dict[str, Any]:

@@ -235,7 +235,7 @@ def _filled(value: Any) -> Any:
 
 
 def is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether the text has the control token with which the chat template begins a user's message."""
+    """Whether the text has the control token (not BOS) that the chat template writes last before a user's text."""
     return any(mark in text for mark in _marks(tokenizer))
 
 

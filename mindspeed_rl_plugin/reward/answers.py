@@ -51,8 +51,9 @@ REPLACEMENTS = [  # (pattern, replacement), applied in this order
 
 
 def graded_part(response: str) -> str | None:
-    """The part of a response that math-verify is to read. None if its last box is not closed; if its last <answer> is
-    empty, or open after a closed one; or, without closed <answer>, box and ####, if `or` joins its last two numbers."""
+    """The part of a response that math-verify is to read. None: the last box in this part is not closed; the
+    last <answer> is empty, or is not closed though an earlier one is; or there is no closed <answer>, no box and no
+    last line with ####, and `or` joins the last two numbers."""
     text = response.rpartition("</think>")[2].strip() or response
     before, tag, inside = text.rpartition("<answer>")
     if "</answer>" in inside:
@@ -78,7 +79,7 @@ def is_number(answer: str) -> bool:
 
 
 def expression(answer: str) -> str:
-    """An answer without other text, in a box or LaTeX marks; without these math-verify takes only its first number."""
+    """Puts an answer in a box, unless it has LaTeX marks: without both math-verify takes only its first number."""
     text = _plain(answer).strip()
     marked = any(mark in text for mark in ("\\boxed", "$", "\\(", "\\["))
     if VALUE.fullmatch(text) is None and marked:

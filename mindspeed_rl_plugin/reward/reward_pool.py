@@ -112,7 +112,7 @@ class RewardPool:
         """Grades in the order of `items`.
 
         Raises RewardError if a grader fails and `on_error` is "stop"; with any `on_error`, if the batch takes longer
-        than other ranks would wait.
+        than SHARE_OF_WAIT of `wait_timeout`.
         """
         batch = Batch(items, self.names, self.weights, self._on_errors, self._failures)
         self._complete(batch, self._calls(batch))
@@ -165,8 +165,8 @@ class RewardPool:
         return max(0, int(len(self._pool.workers) * left / each))
 
     def take_seconds(self) -> tuple[float, float] | None:
-        """Means over the responses graded since this was last called: seconds of a response's grading calls; and the
-        same with each call / its responses / the calls that may run together. None if no response was graded."""
+        """Means over the responses graded since this was last called: seconds of all calls for a response; and seconds
+        of a worker for it (a call's seconds / its responses / calls that may run together). None without responses."""
         (calls, worker, responses), self._spent = self._spent, [0.0, 0.0, 0]
         return (calls / responses, worker / responses) if responses else None
 

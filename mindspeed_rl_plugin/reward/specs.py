@@ -69,8 +69,8 @@ def model_specs(texts: Sequence[str]) -> list[Spec]:
 
 
 def time_limits(timeout: float | Sequence[float], graders: int, wait_timeout: float) -> tuple[float, ...]:
-    """Limits of one call of each grader [seconds]. timeout: one for all graders, or one for each. Raises ValueError for
-    another number of values, a value <= 0, or one above SHARE_OF_WAIT x `wait_timeout`, the wait of other ranks."""
+    """Limits of one call of each grader [seconds]. timeout: one for all or one for each; wait_timeout: how long other
+    ranks wait. Raises ValueError for another number of values, and for one <= 0 or > SHARE_OF_WAIT x `wait_timeout`."""
     given = (timeout,) if isinstance(timeout, (int, float)) else tuple(timeout)
     if len(given) not in (1, graders):
         raise ValueError(

@@ -61,7 +61,7 @@ class CallLoop:
                 self._loop.remove_reader(self._parent.fileno())
 
     def finish(self, last: Coroutine[Any, Any, Any]) -> None:
-        """After the parent has ended: finish all calls, and then make this last one."""
+        """After the parent has closed the connection: finish all calls, and then make this last one."""
         self._wait()
         with contextlib.suppress(OSError):
             self._begin(-1, last)

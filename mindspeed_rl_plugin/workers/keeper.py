@@ -1,8 +1,8 @@
 """A parent process (keeper) of a worker whose code may start processes in other sessions, which a kill of the worker's
 process group does not reach.
 
-It adopts orphaned descendants of the worker, and ends all descendants when the worker or the keeper's parent process
-ends. Imports only the standard library.
+It adopts orphaned descendants of the worker, and ends all descendants when the worker ends, or when the keeper's parent
+ends or closes the lifeline. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ADOPT, DIE = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG of prctl(2)
 def keep(connection: int, lifeline: int, patience: float) -> None:
     """Fork: the worker continues after this call in the child, and the calling process becomes its keeper. connection,
     lifeline: file descriptors, as `process.Worker` passes them; patience: seconds from SIGTERM, which the worker gets
-    when the keeper's parent has ended, to SIGKILL to all processes. On SIGTERM the keeper kills them immediately."""
+    when the lifeline is closed, to SIGKILL to all processes. If the keeper gets SIGTERM, it kills them immediately."""
     killed: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: killed.append(number))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -50,8 +50,8 @@ def keep(connection: int, lifeline: int, patience: float) -> None:
 
 
 def _watch(worker: int, lifeline: int, patience: float, killed: Sequence[int]) -> int:
-    """Wait until the worker has ended, or a signal is in `killed`, or `patience` has passed since the keeper's parent
-    ended. Returns the worker's exit code (-signal if a signal ended it); 1 if it has not ended."""
+    """Wait until the worker has ended, or a signal is in `killed`, or `patience` has passed since the lifeline was
+    closed. Returns the worker's exit code (-signal if a signal ended it); 1 if it has not ended."""
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     code = None

@@ -212,7 +212,7 @@ def test_an_environment_that_differs_under_replay_fails(started) -> None:
     act(pool, 0, "one")
     assert act(pool, 2, "ends").failure
     failure = act(pool, 0, "two").failure
-    assert "Fickle.step cannot be made: its environment gives other answers to repeated calls" in failure
+    assert "Fickle.step cannot be called: its environment was lost, and gives other answers when its calls " in failure
     assert "step gave '1 one 0.324 in " in failure and ", but '1 one 0.324 in " in failure
     assert contents(act(pool, 1, "one")), "it has answered nothing that could differ"
 
@@ -230,7 +230,8 @@ def test_a_fault_in_replay_is_that_of_its_environment(started, tmp_path: Path) -
     answered = pool.answered
     failure = act(pool, 0, "two").failure
     assert pool.answered == answered + 2, "its reset, and the call that was lost"
-    assert failure == f"failed: Count.step ran longer than 0.5 s and was killed when it was repeated{LIMIT}"
+    lost = "ran longer than 0.5 s and was killed when step was repeated to make the environment again"
+    assert failure == f"failed: Count.step {lost}{LIMIT}"
     assert contents(act(pool, 1, "one"))[0].startswith("1 one")
 
 
