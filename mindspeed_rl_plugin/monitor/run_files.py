@@ -91,8 +91,8 @@ def run_id(run_dir: str | os.PathLike[str]) -> str | None:
 
 def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str], *, resumed: bool) -> None:
     """Refuse to mix the dumps of two runs: raises ValueError if `dump_dir` has dumps of another run than `run_dir`'s.
-    Dumps of a run whose directory was moved have its id, but another directory. A resumed run may also have dumps of
-    an older version of the plugin, without ids: they name no run, or a directory that does not exist any more."""
+    Dumps of a run whose directory was moved have its id, but another directory. A resumed run may also have
+    dumps that name no run (those of an older version of the plugin), or a directory that does not exist any more."""
     dumps = dump_files(dump_dir)
     if not dumps:
         return
