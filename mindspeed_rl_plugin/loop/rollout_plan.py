@@ -46,7 +46,7 @@ class RolloutPlan:
     sizes: of a rollout.
     placement: which ranks work on which rows.
     budget: limit of the tokens of a micro-batch; None: a micro-batch has a fixed number of rows.
-    near: whether micro-batches go to ranks near their rows; for rollouts with groups of several rounds.
+    near: whether micro-batches go to ranks near their rows, as always with `budget`; for rollouts of several rounds.
     """
 
     def __init__(

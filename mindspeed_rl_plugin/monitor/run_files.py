@@ -11,8 +11,8 @@ A run directory holds
                            response, answer, reward], ...]}, for the first prompts
     events-rank{r}.jsonl   one object per line: {"iteration", "stage", "rank", "start", "end", "peak_bytes"}, and
                            "failed": the error's name if the stage raised
-    events-apart.jsonl     one object per line: {"iteration", "process", "stage", "start", "end"}, of engines that are
-                           no ranks; with process WEIGHTS_PROCESS: stage PUBLISHED + the version that was published
+    events-apart.jsonl     one object per line: {"iteration", "process", "stage", "start", "end"}, of engines in
+                           processes that do not train; process WEIGHTS_PROCESS: stage PUBLISHED + the published version
     dock-rank{r}.jsonl     one object per rollout: the rank's traffic with the dock (docs/dock.md)
 
 and, if a dump directory is set, `rollout-{done:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run
