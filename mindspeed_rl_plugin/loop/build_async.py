@@ -112,8 +112,8 @@ def make_publisher(at: RankParts, model: Sequence[Any]) -> Publisher:
 def _invite(
     job: Job, service: JobService, about: dict[str, str], schedule: ScheduleConfig, strict: bool
 ) -> ExternalEngines | None:
-    """Let engines join from now on. Gives the address to the engines of the launcher, and starts engines on Ray.
-    Returns the supervisors of external engines on the leader, None elsewhere."""
+    """Let engines join from now on. Gives the address to the engines of the launcher, and makes the supervisors of
+    Ray's engines and of the user's servers. Returns these supervisors on the leader, None elsewhere."""
     folder, ranks = Path(job.monitor.run_dir).absolute(), schedule.generator_ranks
     secret_file = folder / "secret"
     address = service.invite(secret_file, own_address(), json.dumps(about))

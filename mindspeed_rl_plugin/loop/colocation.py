@@ -22,8 +22,8 @@ from mindspeed_rl_plugin.weights.resharder import Resharder, Transfer
 
 
 class Colocation:
-    """model: this rank's chunks; state: training state; offloaded: categories of training state that leave the device
-    during generation; stage: measures the time of a stage."""
+    """model: this rank's chunks; state: the policy's training state; offloaded: categories of training state that leave
+    the device during generation; stage: measures the time of a stage."""
 
     def __init__(
         self,
@@ -101,13 +101,13 @@ class Colocation:
         self.state.start_onload(self.offloaded & {"optimizer"})
 
     def start_offload(self) -> None:
-        """Begin to offload what --rl-swap names and the transfer of weights does not read, also of the critic: drop
-        gradients, copy optimizer state to the host (unless begun already). A checkpoint may still read the state."""
+        """Begin to offload what --rl-swap names, except weights, of policy and critic: drop gradients, copy optimizer
+        state to the host (unless begun already). Until `finish_offload` a checkpoint may still read the latter."""
         for state in self._states:
             state.start_offload(self.offloaded - {"params"})
 
     def onload(self) -> None:
-        """Wait until all training state is on the device."""
+        """Wait until all training state of the policy is on the device; `awake` restores that of the critic."""
         self.state.onload()
 
     def refuse_save(self) -> None:

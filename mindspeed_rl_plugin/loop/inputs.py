@@ -77,7 +77,7 @@ class Inputs:
         )
 
     def settled(self) -> Inputs:
-        """The same inputs, with a pass for old log-probs only if the update's own pass cannot give them."""
+        """The same inputs; `algorithm.old_logps` is true if a rollout has several steps, or if `reads_old_logps` is."""
         old_logps = self.sizes.steps > 1 or reads_old_logps(self.config, self.algorithm)
         return replace(self, algorithm=replace(self.algorithm, old_logps=old_logps))
 

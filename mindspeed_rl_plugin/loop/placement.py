@@ -1,10 +1,10 @@
-"""Which ranks work on which rows, so that a row stays near the rank that trains it: pure functions of ids and lengths.
+"""Which ranks work on which rows, so that a row stays near the rank that trains it. Each rank computes the same.
 
 A group is stored on a machine of the data parallel rank that trains the group's first row. If the pipeline of this data
 parallel rank is on several machines, its groups are distributed over them. Compared with storage on the machine of the
 last pipeline stage, this moves a few percent more bytes, but uses the memory and the links of all these machines. It is
 only a few percent because every pipeline stage reads the tokens of all rows. If possible, engines and ranks on the
-machine of a group sample and grade it. All engines get equally many rows, and all ranks equally many groups.
+machine of a group sample and grade it. Engines get equally many rows, and ranks equally many groups (or one more).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Placement:
         return [frozenset(d for d, machines in places if n in machines) for n in range(self.machines)]
 
     def owners(self, plan: Sequence[Step], groups: int) -> np.ndarray:
-        """`[groups]` machine of each group of a rollout that is trained by `plan`: of the machines of the data parallel
-        rank that trains the group's first row, the one with the fewest groups per rank so far."""
+        """`[groups]` machine of each group of a rollout that `plan` trains: a machine of the data parallel rank that
+        trains the group's first row. If there are several: that with the fewest groups so far, divided by its ranks."""
         first: dict[int, tuple[int, int]] = {}
         for step in plan:
             for dp_rank, batches in enumerate(step.micro_batches):

@@ -38,7 +38,7 @@ def choices(algorithm: Algorithm) -> dict[str, float | str]:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], flags: Iterable[str]) -> list[str]:
-    """The flags whose values differ, as a text for an error."""
+    """For each of `flags` whose value differs, a text for an error."""
     changed = (flag for flag in flags if before.get(flag) != now[flag])
     return [f"{flag} was {before.get(flag, 'not recorded')}, now {now[flag]}" for flag in changed]
 

@@ -42,11 +42,11 @@ class RolloutPlan:
     deferred: groups that are sampled, graded and kept in the dock for the next rollout.
     lengths: group -> tokens of each of its rows, with the prompt; of `groups`, `deferred` and groups just graded.
     steps: remaining optimizer steps.
-    rounds: epoch -> number of its groups, only for epochs of another size than a rollout.
+    rounds: epoch -> number of its groups; an epoch that is missing here has as many as a rollout.
     sizes: of a rollout.
     placement: which ranks work on which rows.
     budget: limit of the tokens of a micro-batch; None: a micro-batch has a fixed number of rows.
-    near: whether micro-batches go to ranks near their rows; for rollouts with groups of several rounds.
+    near: whether micro-batches go to ranks near their rows, as always with `budget`; for rollouts of several rounds.
     """
 
     def __init__(

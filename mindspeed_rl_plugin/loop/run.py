@@ -55,7 +55,7 @@ class Run:
         atexit.register(self.close)
 
     def on_reference_loaded(self, model: Any) -> None:
-        """Copy the reference's weights, which the model has now. For pairs, log-probs on disk replace the copy."""
+        """Copy the reference's weights, which the model has. For pairs, log-probs on disk, if any, replace the copy."""
         if self.inputs.algorithm.from_pairs:
             self._reference = Reference.of_model(self.inputs, model)
         else:

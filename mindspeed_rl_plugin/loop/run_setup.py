@@ -23,7 +23,7 @@ class Setup:
     staleness: int = 1
     order: str = "free"
     inflight: str = "keep"
-    prompt_tokens: int = 0  # of a prompt
+    prompt_tokens: int = 0  # mean of the prompts; 0: not known
     limit: int = 2**20  # most tokens of a response
     rounds: int = 0  # of dynamic sampling, 0 without it
     trainer_ranks: int = 1  # of one trainer

@@ -11,8 +11,8 @@ TRAINED = "policy_trained"  # key of the RL state: whether the policy's optimize
 class Start:
     """Where training starts.
 
-    kind: "resume" (the full state of an RL checkpoint in --save), "pretrained" (weights of --load only) or "fresh"
-    (random weights).
+    kind: "resume" (the full state of an RL checkpoint in --save), "pretrained" (weights of --load, no other state)
+    or "fresh" (random weights).
     load_dir: directory from which Megatron loads, None if fresh.
     iteration: Megatron's iteration after which training continues; 0 unless resumed.
     reference_path: iteration folder of the checkpoint with which RL began, None for random weights.

@@ -17,7 +17,7 @@ class Topology:
     last_stage: whether this rank holds the end of the model.
     writer: whether this rank writes what its data parallel rank computed: the first tensor and context parallel rank of
         those that hold the end of the model.
-    engine, engines: index of this rank's rollout engine, and number of engines.
+    engine, engines: index of this rank's rollout engine, and number of engines; without any: `rank` and `world`.
     """
 
     rank: int

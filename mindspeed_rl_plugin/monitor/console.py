@@ -79,7 +79,7 @@ def _derived(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         out["logp_diff"] = f"{short_float(mean)}/{short_float(metrics['logp_diff/max'])}"
     if "lag/mean" in metrics:
         out["lag"] = f"{metrics['lag/mean']:.2f}/{metrics['lag/token_mean']:.2f}"
-        # Left out in runs without lag: there Δlogp is over all tokens.
+        # The mismatch is left out in runs without lag: there Δlogp is over all tokens.
         out |= {"mismatch": short_float(metrics["rollout/kl"])} if "rollout/kl" in metrics else {}
     named = {"errors": "reward/errors", "dropped": "groups/dropped"}
     return out | {name: metrics[metric] for name, metric in named.items() if metrics.get(metric)}

@@ -128,7 +128,7 @@ class Monitor:
             self._other(APART_FILE).append(record)
 
     def close(self) -> None:
-        """Close this rank's files. The writers are Megatron's to close."""
+        """Close this rank's files. Megatron closes the writers."""
         self.clock.close()
         self._dock.close()
         for file in (*self._others.values(), *([self._metrics] if self._metrics else [])):

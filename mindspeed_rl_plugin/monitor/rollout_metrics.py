@@ -55,7 +55,8 @@ def throughput(tokens: int, *, devices: int, seconds: float) -> dict[str, float]
     """Tokens per second, per device and of all devices, of one rollout whose iterations took `seconds` end to end.
 
     tokens: prompt and response tokens of the rollout. Equation 5 of the paper (MindSpeed RL, arXiv 2507.19017) has
-    fixed lengths: T = G*N*(PL + SL) / ND / ETE for G prompts, N responses of each, ND devices; here real tokens count.
+    fixed lengths: T = G*N*(PL + SL) / ND / ETE: G prompts of PL tokens, N responses of SL tokens to each, ND devices,
+    ETE seconds. Here real tokens count.
     """
     return {"tokens_per_second": tokens / devices / seconds, "tokens_per_second_total": tokens / seconds}
 

@@ -11,8 +11,8 @@ A run directory holds
                            response, answer, reward], ...]}, for the first prompts
     events-rank{r}.jsonl   one object per line: {"iteration", "stage", "rank", "start", "end", "peak_bytes"}, and
                            "failed": the error's name if the stage raised
-    events-apart.jsonl     one object per line: {"iteration", "process", "stage", "start", "end"}, of engines that are
-                           no ranks; with process WEIGHTS_PROCESS: stage PUBLISHED + the version that was published
+    events-apart.jsonl     one object per line: {"iteration", "process", "stage", "start", "end"}, of engines in
+                           processes that do not train; process WEIGHTS_PROCESS: stage PUBLISHED + the published version
     dock-rank{r}.jsonl     one object per rollout: the rank's traffic with the dock (docs/dock.md)
 
 and, if a dump directory is set, `rollout-{done:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run
@@ -91,8 +91,8 @@ def run_id(run_dir: str | os.PathLike[str]) -> str | None:
 
 def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str], *, resumed: bool) -> None:
     """Refuse to mix the dumps of two runs: raises ValueError if `dump_dir` has dumps of another run than `run_dir`'s.
-    Dumps of a run whose directory was moved have its id, but another directory. A resumed run may also have dumps of
-    an older version of the plugin, without ids: they name no run, or a directory that does not exist any more."""
+    Dumps of a run whose directory was moved have its id, but another directory. A resumed run may also have
+    dumps that name no run (those of an older version of the plugin), or a directory that does not exist any more."""
     dumps = dump_files(dump_dir)
     if not dumps:
         return

@@ -78,8 +78,8 @@ class StageClock:
     def metrics(self) -> dict[str, float]:
         """seconds/<stage> and peak_bytes/<stage> of the current iteration on this rank, and seconds/iteration.
 
-        seconds/iteration is the wall time since `begin` without evaluation: ETE of `throughput`. For a stage that
-        ran several times: the sum, and the largest peak. Stages inside an evaluation only count for the evaluation.
+        seconds/iteration is the wall time since `begin` without evaluation. A stage that ran several times has the
+        sum of its times, and its largest peak. Stages inside an evaluation only count for the evaluation.
         """
         out = {f"seconds/{k}": v for k, v in self._seconds.items()}
         out |= {f"peak_bytes/{k}": v for k, v in self._peaks.items()}

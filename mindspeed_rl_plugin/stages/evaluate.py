@@ -180,8 +180,8 @@ def scored_rows(
 
 
 SUMS = ("prompts", "solved", "reward", "tokens", "truncated", "pass_1", "pass_k", "errors", "environment_failed")
-"""Number of prompts, and sums over them: of the greedy response whether it is solved, reward, tokens, whether it is
-cut; pass@1 and pass@k. Last, numbers of responses whose grader failed, and whose environment failed."""
+"""Number of prompts; sums over the greedy responses, from solved to truncated (cut at the length limit); sums of pass@1
+and pass@k over prompts; numbers of responses, greedy or sampled, whose grader failed and whose environment failed."""
 
 
 def sums_of(scored: Sequence[Scored], samples: int) -> list[float]:

@@ -105,7 +105,7 @@ SPEC = StageSpec(
         ColumnSpec("response_length", torch.int64, "sample", ragged=False),
         ColumnSpec("finish", torch.int8, "sample", ragged=False),  # index into FINISH
         ColumnSpec("version", torch.int64, "sample", ragged=False),  # of the oldest weights that sampled a token of it
-        ColumnSpec("weights_digest", torch.int64, "sample", ragged=False),  # digest of the weights; 0: several, or none
+        ColumnSpec("weights_digest", torch.int64, "sample", ragged=False),  # 0: several weights, or not verified
         # (first token, version of the weights) of each part of the response that the same weights sampled
         ColumnSpec("segments", torch.int64, "sample", ragged=True, trailing=(2,), longest=64),
     ),

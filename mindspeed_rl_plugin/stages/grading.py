@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.stages.reward import Reward
 
 IDLE_SECONDS = 0.5  # time that a lease waits for responses when none is being graded
 PACE_SECONDS = 0.05  # first pause between two leases that do not wait: each lease takes time from the engine
-MOST_TIMES = 64  # limit of a lease, in multiples of the rows that keep the graders busy: other ranks grade, too
+MOST_TIMES = 64  # limit of a lease, in multiples of the rows that keep the graders busy: leaves rows to other ranks
 THREAD_STOP_SECONDS = 10.0  # time for the thread to end; it may be in a call of the dock
 
 

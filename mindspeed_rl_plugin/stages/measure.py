@@ -84,7 +84,7 @@ class Measure(Stage):
         return Rollout(*ranks.broadcast(measured))
 
     def metrics(self, rows: Rows) -> dict[str, Metric]:
-        """Metrics of the valid rows (of filtration and episodes: of all rows), and the share of the other rows."""
+        """Metrics of valid rows, and the share of the others. Metrics of filtration and of episodes count all rows."""
         valid = rows["valid"].nonzero().flatten().tolist()
         parts = rows["reward_parts"][valid]
         graders = self.context.graders
@@ -111,7 +111,7 @@ class Measure(Stage):
 
 
 def transfer_metrics(transfers: Sequence[Transfer]) -> dict[str, Metric]:
-    """Bytes of one reshard summed over ranks, seconds of the slowest rank, and the digest if weights were verified."""
+    """Bytes of a reshard, summed over ranks; largest temporary bytes and seconds of a rank; digest, if verified."""
     result: dict[str, Metric] = {
         "reshard/bytes_copied": sum(t.copied for t in transfers),
         "reshard/bytes_sent": sum(t.sent for t in transfers),
@@ -142,9 +142,8 @@ class IterationLog:
         self.monitor, self.ranks, self.dock = monitor, ranks, dock
 
     def write(self, number: int, rollout: Rollout, update: Mapping[str, float], *, last_step: bool) -> None:
-        """Log an iteration: the update's metrics; at a rollout's first step its metrics, at its last step its speed.
-
-        The time of a stage is that of the slowest rank. Collective.
+        """Log an iteration: the update's metrics; at a rollout's first step its metrics, at its last step its speed and
+        the dock's traffic. The time of a stage is that of the slowest rank. Collective.
         """
         moved = self.dock.traffic.take() if last_step else []
         every = self.ranks.gather((dict(update), self.monitor.stage_metrics(), _totals(moved)))
@@ -171,8 +170,8 @@ def _totals(moved: Sequence[Moved]) -> dict[str, int]:
 
 
 def prepare_dumps(dump_dir: str, run_dir: Any, done: int, resumed: bool) -> None:
-    """At a resume after `done` iterations, remove the dumps that the run will make again. At a start without a
-    checkpoint, rename earlier dumps to `.old`, like earlier metrics. Dumps of another run were refused already
+    """At a resume after `done` iterations, remove the dumps that the run will make again. At a start that is no
+    resume, rename earlier dumps to `.old`, like earlier metrics. Dumps of another run were refused already
     (`checks.flag_checks`)."""
     if resumed:
         discard_dumps_after(dump_dir, done)

@@ -27,7 +27,7 @@ def spec(graders: int, by_group: bool = True) -> StageSpec:
         writes=(
             REWARD,
             ColumnSpec("reward_parts", torch.float32, "sample", ragged=False, trailing=(graders,)),
-            # 0: a grader or the environment failed, and the sample is dropped
+            # 0: a grader or the environment failed, so that the sample's group is not trained
             ColumnSpec("graded", torch.int8, "sample", ragged=False),
             ColumnSpec("grader_error", torch.int8, "sample", ragged=False),  # 1: a grader failed
         ),

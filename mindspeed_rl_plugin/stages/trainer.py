@@ -25,11 +25,11 @@ class Trainer(Protocol):
 
     def publish(self, version: int) -> Published:
         """Copy this rank's shard into host memory, for other processes to read. version: number of optimizer steps so
-        far, higher than before. Returns seconds and bytes. Raises ValueError, on all ranks, for weights that are
-        not finite, or that differ from the plan."""
+        far, higher than before. Returns seconds and bytes. Raises, on all ranks, BrokenWeights for weights that are
+        not finite, ValueError for weights that differ from the plan."""
 
     def refuse_broken(self) -> None:
-        """Before a checkpoint: raise ValueError, on all ranks, for weights that are not finite."""
+        """Before a checkpoint: raise BrokenWeights, on all ranks, for weights that are not finite."""
 
     def forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
         """Log-probs of trained tokens, in nats at the sampling temperature: for each micro-batch (`tokens`,

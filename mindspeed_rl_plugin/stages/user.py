@@ -1,4 +1,4 @@
-"""A user's own stages (`--rl-stage path.py:Class`): after reward, before select, on TensorDicts.
+"""A user's own stages (`--rl-stage path.py:Class`): after reward, before groups, on TensorDicts.
 
 docs/stages.md has an example. A stage may write `reward`, `valid` (int8, 0: the row is not trained) and columns of its
 own, declared as `ColumnSpec`. Later stages and the dumps read these.

@@ -54,7 +54,7 @@ class Admission:
         self.admitted, self.dropped = number * self.rollout + deferred, 0
 
     def publish(self, version: int, number: int) -> None:
-        """Publication `number` holds the weights of `version`. After a resume, a number may come again."""
+        """Publication `number` holds the weights of `version`. A resume, and the end of a run, may repeat a number."""
         assert number in (self.published, self.published + 1), (number, self.published)
         # Version 0: groups that a synchronous run deferred count as sampled by the first publication.
         first = self.published < 0
@@ -64,7 +64,7 @@ class Admission:
         self.versions = kept | {number: 0 if first else version}
 
     def lag(self, version: int) -> int:
-        """Number of publications after the one with `version`."""
+        """Number of publications after the one with `version`; `len(versions)` if it is older than all of these."""
         numbers = sorted(self.versions)
         at = bisect_right([self.versions[n] for n in numbers], version)
         return self.published - numbers[at - 1] if at else self.published - numbers[0] + 1

@@ -75,7 +75,7 @@ class AsyncSchedule(RolloutSchedule):
         self._wait = GradeWait(job.ranks, stages["reward"], self.grader, self._look_at_engines, self._who_generates)
         self.evaluations = Evaluations(job, evaluate, self._wait)
         self._closing = threading.Event()
-        self._settled = -1  # the last iteration after which a checkpoint was written
+        self._settled = -1  # the last iteration after which a checkpoint was begun
         self._collected = time.monotonic()  # when the last rollout was ready
         self._starved = 0.0  # seconds since then without rows to train on
 

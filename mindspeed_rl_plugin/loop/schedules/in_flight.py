@@ -17,8 +17,8 @@ class InFlight:
     Rollout number r trains the `prompts` oldest finished groups. A group that began in rollout s is trained
     in rollout s + staleness at latest. So after rollout r at most d x prompts of the remaining groups may be due by
     rollout r + d, for each d below `staleness`. For d = staleness this always holds: at most `most` groups are in
-    flight, and `most` is at most (staleness + 1) x prompts. With staleness 0 unfinished groups are not continued, so
-    the rollout waits for none of them.
+    flight, and `most` is at most (staleness + 1) x prompts. With staleness 0 `most` may be larger: unfinished groups
+    are dropped, so no rollout waits for them.
 
     prompts: groups of a rollout.
     members: rows of a group.

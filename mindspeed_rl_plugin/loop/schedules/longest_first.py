@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.rows import Group, Prompt
 
 class LongestFirst:
     """Sorts the prompts of an epoch by the mean length of their earlier responses, longest first. A prompt without
-    earlier responses counts as the mean of all, and so does every offered prompt, since it does not come again.
+    earlier responses counts as the mean of all; so does a prompt from another program, since it does not come again.
 
     step: complete groups of an optimizer step. Prompts only move within a step, so every step keeps its prompts.
     """

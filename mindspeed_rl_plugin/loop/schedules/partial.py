@@ -1,7 +1,7 @@
 """Partial rollouts: generation stops when enough groups are finished, even if others are still in flight.
 
-Each rollout begins with more groups than it needs. Unfinished groups continue in the next rollout, with new
-weights, or are dropped. All engines stop after the same number of steps, so that a run does not depend on clocks.
+Each rollout begins with more groups than it needs. Unfinished groups continue in the next rollout, with new weights,
+or are dropped. All engines stop after the same number of engine steps, so that a run does not depend on clocks.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Publications:
     def add(self, version: int, number: int, evaluated: Collection[int]) -> None:
         """Publish the trainer's weights of `version` as publication `number`. evaluated: versions under evaluation,
         whose rows may still come. Collective."""
-        self.readable.add(version)  # first: engines use it as soon as one rank has published it
+        self.readable.add(version)  # before `publish`: engines may use it as soon as one rank has published it
         self.nbytes = self.trainer.publish(version).nbytes
         self.admission.publish(version, number)
         self.versions = [*self.versions[1 - self.kept :], version]
