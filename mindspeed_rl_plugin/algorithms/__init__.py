@@ -1,7 +1,7 @@
 """RL algorithms. Each is a row of `presets.ALGORITHMS` with the names of its parts (advantage, loss, aggregation ...).
 
 A part is a pure function. To add an algorithm: write its new part in the module of such parts, register it in the table
-of this module, and add a row to `presets.ALGORITHMS`. `python -m mindspeed_rl_plugin algorithms` prints all algorithms.
+of that module, and add a row to `presets.ALGORITHMS`. `python -m mindspeed_rl_plugin algorithms` prints all algorithms.
 """
 
 from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS, Totals

@@ -39,7 +39,7 @@ def seq_mean_token_sum(counts: Tensor, totals: Totals) -> Tensor:
 
 
 def token_sum_norm(counts: Tensor, totals: Totals) -> Tensor:
-    """Sum / (sequences x a constant length). Source: Dr.GRPO, arXiv 2503.20783, section 3.2."""
+    """Sum of all token losses / (sequences x a constant length). Source: Dr.GRPO, arXiv 2503.20783, section 3.2."""
     return torch.full_like(counts, 1.0 / (max(totals.sequences, 1) * totals.norm_length))
 
 

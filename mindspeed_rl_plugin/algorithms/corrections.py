@@ -1,8 +1,8 @@
 """Off-policy corrections: weights of tokens sampled by an older policy, or by an engine that rounds differently.
 
 The rollout engine sampled tokens under `logp_rollout`. The trainer computed `logp_old` with the weights at the start of
-the update. The policy loss is multiplied by `exp(logp_old - logp_rollout)`, bounded and without gradient. A token of
-weight 0 is still counted in the denominators, because they are fixed before the first micro-batch runs.
+the update. The policy loss is multiplied by an importance weight (level "token": `exp(logp_old - logp_rollout)`),
+bounded and without gradient. A token of weight 0 still counts in the divisors, fixed beforehand (see `aggregate`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every estimator takes a `RewardBatch` and the flags. It returns `[B]` (the same advantage on every trained token of a
 sample) or a `Ragged` with an entry per token. Rows of a group are found by the group's id, never by their position, so
-rows may be filtered and in any order. Sums are in float64, so that this order does not change a float32 result.
+groups may be left out, and rows be in any order. Sums are in float64, so that order does not change float32 results.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """MindSpeed-LLM's conversions: of Hugging Face weights in `--load`, before a start; to Hugging Face, after a save.
 
-MindSpeed-LLM converts `--load` whenever it initialises process groups, also for a resume, which does not need these
+MindSpeed-LLM converts `--load` whenever it initialises process groups, also for a resume, which seldom needs these
 weights; so our hook checks `needless` first. Sources: features_manager/convert_checkpoint, training/initialize.py and
 training/checkpointing.py of MindSpeed-LLM 2.3.0 and 26.1.0.
 """

@@ -1,4 +1,4 @@
-"""The digest of the reference's checkpoint: SHA-256 over its files, read by all ranks in the background."""
+"""The digest of the reference's checkpoint: SHA-256 over its files of weights, read by all ranks in the background."""
 
 from __future__ import annotations
 

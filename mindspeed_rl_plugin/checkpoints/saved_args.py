@@ -21,8 +21,8 @@ _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 def other_sizes(folder: Path, args: Any) -> Iterator[str]:
-    """Each argument of the model, and the format, in which an iteration folder differs from this run, with both
-    values."""
+    """Each argument of the model (and of the layout, if each rank reads its own file), and the format, in which an
+    iteration folder differs from this run, with both values."""
     ranks = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
     # With --ckpt-format torch Megatron loads no distributed checkpoint, even with --auto-detect-ckpt-format.
     if not ranks and getattr(args, "ckpt_format", None) == "torch":
@@ -55,8 +55,8 @@ def other_layout(folder: Path, args: Any) -> Iterator[str]:
 
 
 def other_order(folder: Path, args: Any) -> Iterator[str]:
-    """A message if the ranks' files of an iteration folder have other layers than this run expects, because it has
-    another pipeline schedule. Names and sizes of parameters may be equal nevertheless."""
+    """A message if the ranks' files of an iteration folder were saved with another --schedules-method: then they have
+    other layers than this run expects. Names and sizes of parameters may be equal nevertheless."""
     for file in sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))[:1]:
         saved = pickles.load(file).get("args")  # MindSpeed-LLM's converter of DeepSeek-V3 writes no arguments
         theirs, ours = (getattr(a, _ORDER, None) for a in (saved, args))

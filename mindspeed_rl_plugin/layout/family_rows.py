@@ -55,7 +55,7 @@ def _outer(embedding: str) -> tuple[Row, ...]:
 
 
 def _qkv(kind: str, size: str = "") -> Row:
-    """kind: "weight" or "bias"; size: of axis 1 of a weight."""
+    """kind: "weight" or "bias"; size: name of the size of a weight's axis 1; "" for a bias."""
     parts = (f"self_attn.{x}_proj.{kind} {'query' if x == 'q' else 'key'} {size}" for x in "qkv")
     trainer, engine = f"self_attention.linear_qkv.{kind}", f"self_attn.qkv_proj.{kind}"
     return _every(Split.QUERY_GROUPS, trainer, *parts, engine=engine)

@@ -12,7 +12,7 @@ from typing import Any
 # MindSpeed-LLM with --mla-mm-split, which splits MLA's up projections into two parameters each.
 IMPLS = ("local", "te", "te_sharded", "mindspeed", "mindspeed_split")
 # How a trainer stores experts. sequential: a module for each; te_grouped: TransformerEngine's grouped GEMM, a parameter
-# for each; grouped: Megatron's grouped GEMM (core up to 0.16, MindSpeed), one flat parameter for all of the rank.
+# for each; grouped: Megatron's grouped GEMM (core up to 0.16, MindSpeed), one matrix for all experts of the rank.
 EXPERTS = ("sequential", "te_grouped", "grouped")
 ENGINE = "engine"
 
@@ -28,7 +28,7 @@ class Split(Enum):
     QUERY_GROUPS  q, k and v; a `Row` has a canonical tensor for each, or one in which they are stacked. Megatron
                   interleaves them per query group, and cuts the rows evenly. An engine rank stacks its shares of q, k
                   and v; with more ranks than groups, several ranks have the same key and value head
-    HEAD_PART     of each head of a rank, only the rows that `Row.of_head` names
+    HEAD_PART     of each head of a rank, only the rows that `Row.of_head` chooses
     """
 
     REPLICATED = "replicated"
@@ -58,7 +58,7 @@ class Part:
 
     name: str
     shape: tuple[str, ...]  # names of sizes, see `ModelShape._sizes`
-    wide: bool = False  # it stays float32 whatever the dtype of the model
+    wide: bool = False  # it is sent and converted as float32, whatever the dtype of the model
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Row:
     """
 
     layer_type: LayerType
-    # member of IMPLS (for experts: of EXPERTS) or ENGINE -> name; members not listed have the parts in other rows
+    # entry of IMPLS (of EXPERTS for experts) or ENGINE -> name; if an entry is missing, other rows have its parts
     names: Mapping[str, str]
     split: Split
     parts: tuple[Part, ...]  # the canonical tensors inside, in the order in which the split stacks them
@@ -97,10 +97,9 @@ class HfConfig:
     """What a family's config.json has that does not follow from its rows. Keys are fields of config.json."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values of fields that a file leaves out
-    # the only value that this family supports; others are refused
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # the only value that this family supports
     code: Mapping[str, Any] = field(default_factory=dict)  # what the engine's code uses, whatever value a file has
-    written: Mapping[str, Any] = field(default_factory=dict)  # in configs that RL writes; files may have other values
+    written: Mapping[str, Any] = field(default_factory=dict)  # values that RL writes; a file that it reads may differ
     synonyms: Mapping[str, str] = field(default_factory=dict)  # other name of a field -> its name
     # replaces fields in the config for an engine that runs this family with another family's code
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -133,7 +132,7 @@ class Family:
     mla: bool = False
     router: Router = Router()
     hf: HfConfig = HfConfig()  # its config.json
-    twin: str = ""  # a family with equal rows and sizes; files of this family are read as files of that one
+    twin: str = ""  # a family with equal rows and sizes; files of this family are read as files of the twin
     model_type: str = ""  # `model_type` of config.json, if it is not the key in `families.FAMILIES`
 
     @property

@@ -1,5 +1,5 @@
-"""Layouts: every stored parameter of a Megatron or an engine rank as segments of canonical tensors: those of the
-Hugging Face checkpoint, unsplit and unpadded. Nothing here reads or writes a tensor's values.
+"""Layouts: every stored parameter of a Megatron rank or an engine rank as segments of canonical tensors. Canonical
+tensors are those of the Hugging Face checkpoint, unsplit and unpadded. Nothing here reads or writes a tensor's values.
 
 First come functions that split a row of a family's table for one tensor parallel rank, then layouts of ranks.
 """
@@ -29,15 +29,15 @@ class Segment(NamedTuple):
     offset: int  # slice of the parameter at which they begin
     slot: int = -1  # index of the expert, if experts are stacked in one parameter; -1: not stacked
     transposed: bool = False  # stacked experts: the two last axes are exchanged
-    # stacked experts: shape `[experts, ...]` in which the parameter is viewed; None: its stored shape
-    grid: tuple[int, ...] | None = None
+    grid: tuple[int, ...] | None = None  # stacked experts: shape in which the parameter is viewed; None: as stored
 
     @property
     def stop(self) -> int:
         return self.start + self.size
 
     def of(self, param: Any) -> Any:
-        """The view of a stored tensor in which `offset` counts slices along `axis`, in canonical orientation."""
+        """The part of a stored parameter to which `axis` and `offset` refer: of stacked experts the matrix of expert
+        `slot`, transposed back if it is stored transposed."""
         if self.slot >= 0:
             param = (param.view(self.grid) if self.grid else param)[self.slot]
         return param.t() if self.transposed else param
@@ -86,8 +86,8 @@ def check_heads(shape: ModelShape, tp: int) -> None:
 
 
 def stack(stored: Sequence[Stored], *, transposed: bool, flat: Split | None = None) -> Stored:
-    """All experts of a rank in one parameter `[experts, ...]`. flat: the experts' split, if Megatron stores them as a
-    matrix: weight1 as `[H, experts x 2F]`, weight2 as `[experts x F, H]`. The bytes are in the order of
+    """All experts of a rank in one parameter `[experts, ...]`. flat: `Row.split`, if Megatron stores all these experts
+    in one matrix: weight1 as `[H, experts x 2F]`, weight2 as `[experts x F, H]`. The bytes are in the order of
     `[experts, H, 2F]` and `[experts, F, H]` (GroupedMLP.forward)."""
     one = stored[0][1] if stored else (0, 0)
     grid = (len(stored), *(one[::-1] if transposed else one))
@@ -131,7 +131,7 @@ def _vocabulary(padded: Callable[[ModelShape], int]) -> Callable[[Cut], Stored]:
 
 
 def _head_part(cut: Cut) -> Stored:
-    """Of each head of the rank the rows that `Row.of_head` names, head after head."""
+    """For each head of the rank in order, the rows that the two sizes of `Row.of_head` choose."""
     before, size = (getattr(cut.shape, name) if name else 0 for name in cut.row.of_head)
     heads, each = cut.share(cut.shape.heads, "attention heads"), cut.part()[0] // cut.shape.heads
     first = cut.rank * heads
@@ -220,8 +220,8 @@ def megatron_layout(
 ) -> RankLayout:
     """The layout of one trainer rank.
 
-    impl: an entry of `family_table.IMPLS`; experts: an entry of `family_table.EXPERTS`. With several model chunks a
-    name starts with `parallel.chunk_prefix`. Raises ValueError when the sizes do not divide.
+    impl: an entry of `family_table.IMPLS`; experts: an entry of `family_table.EXPERTS`. If a
+    rank has several chunks, names start with the text of `chunk_prefix`. Raises ValueError if sizes do not divide.
     """
     assert impl in IMPLS and experts in EXPERTS, f"unknown storage: {impl}, {experts}"
     at = parallel.coordinates(rank)

@@ -37,7 +37,7 @@ class Coordinates(NamedTuple):
 class Parallel:
     """Sizes of the parallel axes. Data parallel sizes are computed from the world.
 
-    Raises ValueError when the sizes do not divide the world.
+    Raises ValueError if they do not divide the world, and for several virtual stages with a single pipeline stage.
     Source: RankGenerator of megatron/core/parallel_state.py, the same in core 0.12.1, 0.16.1 and 0.19.
     """
 

@@ -31,7 +31,7 @@ class Canonical:
 
     shape: tuple[int, ...]
     axis: int  # along which trainer and engine split it
-    wide: bool = False  # whether it is always float32
+    wide: bool = False  # whether it is sent and converted as float32, see `Part`
 
     @property
     def slices(self) -> int:
@@ -92,7 +92,7 @@ class ModelShape:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        """Sizes by the names that `family_table.Part` has: the fields, and those below."""
+        """Sizes by the names that `family_table.Part` has: the fields, and those below (`value`: of all heads)."""
         return vars(self) | {
             "query": self.heads * self.head_dim,
             "key": self.groups * self.head_dim,

@@ -1,4 +1,4 @@
-"""The plan: which slices every rank copies, sends and receives so that each engine rank holds its weights.
+"""The plan: which slices of the weights every rank copies, sends and receives so that each engine rank gets its part.
 
 Source ranks (trainer) and destination ranks (engine) are independent sets: equal, overlapping or disjoint. Every rank
 computes the plan itself, from the layouts of all ranks; by `TransferPlan.fingerprint` ranks check that their plans are

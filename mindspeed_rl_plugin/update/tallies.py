@@ -51,9 +51,10 @@ def reduce_tallies(tallies: Iterable[Tensor] | None, sums: int = SUM_COUNT) -> T
 def to_metrics(tally: Tensor, totals: Totals) -> dict[str, float]:
     """The metrics of a reduced tally, by the names of `monitor.names`.
 
-    `loss` and `loss/*` are sums with the weights of the loss. The others are means over trained tokens or sequences, or
-    maxima and minima; `logp_diff/*` are of tokens that this rollout's weights sampled (left out if all are older). If
-    no token is trained, means are 0 (of ratios and importance weights: 1), and maxima and minima are left out.
+    `loss` and `loss/*` are sums with the weights of the loss. The others are means over trained tokens or sequences,
+    maxima, minima, or counts (`trained/*`); `logp_diff/*` are of tokens that this rollout's weights sampled (left out
+    if all are older). If no token is trained, means are 0 (of ratios and importance weights: 1), and maxima and minima
+    are left out.
     """
     named = dict(zip(WEIGHTED + PER_TOKEN + PER_SEQUENCE + MAXIMA, tally.tolist(), strict=True))
     metrics = {name: named[name] for name in WEIGHTED}

@@ -29,7 +29,7 @@ class Shard(NamedTuple):
 
     segments: tuple[Segment, ...]
     shape: tuple[int, ...]  # without the padding behind the segments
-    wide: bool  # whether it is float32 whatever the model's dtype
+    wide: bool  # whether it is sent as float32 whatever the model's dtype
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which the shard is sent, for a model of `dtype`."""

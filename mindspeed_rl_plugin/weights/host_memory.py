@@ -62,8 +62,8 @@ class HostMemoryBudget:
     def places(
         self, memories: Mapping[str, HostPieces], sizes: Mapping[str, Sequence[int]], what: str
     ) -> dict[str, list[HostCopy]]:
-        """Memory for copies of these sizes: `memories`, enlarged if they are too small. Is collective and raises as
-        `reserve` does."""
+        """For each name, places in `memories[name]` for copies of these sizes; memory that is too small is enlarged
+        first. Is collective and raises as `reserve` does."""
         lacking = {name: memories[name].lacking(each) for name, each in sizes.items()}
         self.reserve(sum(map(sum, lacking.values())), what)
         for name, pieces in lacking.items():

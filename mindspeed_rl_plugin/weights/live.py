@@ -110,8 +110,8 @@ def engine_storage(shape: ModelShape, engine: EngineParallel, rank: int, live: M
 def engine_tensors(
     shape: ModelShape, engine: EngineParallel, rank: int, live: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Mapping[str, Canonical]:
-    """The canonical tensors for comparing trainer and engine: a tensor that is float32 in the trainer is not `wide` if
-    the engine stores it in `dtype`, the dtype of its other weights. engine: as `engine_storage` returns it.
+    """The canonical tensors for comparing trainer and engine: a `wide` tensor counts as not wide if the engine stores
+    it in `dtype`, the dtype of its other weights. engine: as `engine_storage` returns it.
 
     Raises ValueError for parameters of another dtype.
     """

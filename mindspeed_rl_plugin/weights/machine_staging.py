@@ -123,7 +123,7 @@ class Shared:
 
     def get(self, version: int, seconds: float) -> Got:
         """The bytes of the version, valid until the next call or `close`. A buffer is the same array object in every
-        call, since this is page-locked. Raises Gone, TimeoutError, MemoryError, and ConnectionError if a read fails."""
+        call, to be page-locked once. Raises Gone, TimeoutError, MemoryError, and ConnectionError if a read fails."""
         until = time.monotonic() + seconds
         while True:
             left = until - time.monotonic()

@@ -109,7 +109,7 @@ class TrainState:
             self._offloading[name] = parts, self._copier.start(lambda parts=parts: _to_host(parts))
 
     def finish_offload(self) -> int:
-        """Wait for the copies of `start_offload`, and free their device memory. Returns its bytes."""
+        """Wait for the copies of `start_offload`, and free the device memory of the categories. Returns its bytes."""
         total = 0
         if self._offloading:
             self.device.synchronize()  # MindSpeed's --swap-optimizer copies on other streams

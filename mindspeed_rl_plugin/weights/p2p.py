@@ -30,7 +30,7 @@ class P2PChannel:
         """Start the messages together; `what` names them in errors. nccl and hccl ignore tags: with them, two ranks
         must list the messages between them in the same order."""
         for tensor, _, _ in sends:
-            # The transport need not copy the tensor, since the batch keeps it until `wait` returns.
+            # Tells `host.collectives.isend` that no copy is needed: the batch keeps the tensor until `wait` returns.
             tensor.outlives_send = True
         ops = [dist.P2POp(dist.isend, t, peer, self.group, tag=tag) for t, peer, tag in sends]
         ops += [dist.P2POp(dist.irecv, t, peer, self.group, tag=tag) for t, peer, tag in receives]

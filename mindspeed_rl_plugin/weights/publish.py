@@ -1,4 +1,4 @@
-"""Publishes a trainer's weights for engines on other ranks: as a copy on the host, under a version.
+"""Publishes a trainer's weights for engines in other processes: as a copy on the host, under a version.
 
 Each slice of a canonical tensor (complete, as in Hugging Face) is published by exactly one of the ranks that have it:
 the host memory of all ranks together has one model for each version. The *share* of a rank is what it publishes: blocks
@@ -62,7 +62,7 @@ class PublishedBlock(NamedTuple):
     dtype: torch.dtype  # of its elements
     at: int  # byte offset of its elements
     digests: int  # byte offset of its digests; 0: none
-    tables: int  # 2 for a tensor that is always float32 (digests in float32 and in the engine's dtype), else 1
+    tables: int  # 2 for a `wide` tensor (digests in float32 and in the engine's dtype), else 1
 
     def values(self, memory: Tensor) -> Tensor:
         """The block's elements in canonical orientation, a view of the bytes `memory`."""

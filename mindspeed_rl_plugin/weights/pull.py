@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.weights.publish import Packed, PublishedBlock, TrainerW
 from mindspeed_rl_plugin.weights.published_memory import ByteSpan, VersionSource, view
 from mindspeed_rl_plugin.weights.verify import WeightMismatch, segment_digest, slice_digests, weights_digest
 
-READ_BYTES = 32 << 20  # bytes of a read; the deadline is checked between two reads
+READ_BYTES = 32 << 20  # a read ends when it has this many bytes or more; the deadline is checked between two reads
 THREADS = 8  # number of trainer ranks that are read at the same time
 _WRAP = 1 << 64
 
@@ -269,7 +269,7 @@ def union(segments: Iterable[Segment]) -> list[tuple[str, int, int]]:
 def _chunks(
     pieces: Iterable[Piece], theirs: Sequence[PublishedBlock], mine: Sequence[PublishedBlock]
 ) -> Iterator[tuple[list[ByteSpan], list[ByteSpan]]]:
-    """Spans to read and their targets, in portions of about READ_BYTES bytes."""
+    """Spans to read and their targets, in portions: one for each read (READ_BYTES)."""
     spans: list[ByteSpan] = []
     into: list[ByteSpan] = []
     nbytes = 0
