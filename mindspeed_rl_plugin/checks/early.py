@@ -69,7 +69,8 @@ def given_config() -> RLConfig | None:
 def check_rows() -> None:
     """Check that small JSON files of prompts can be read and (not for pairs) that their rows have the needed fields.
     Runs after the import of torch and before that of Megatron. Does not read Parquet files and saved datasets, since
-    their readers import modules that MindSpeed must patch first. Reads nothing if the script's text names our flags."""
+    their readers import modules that MindSpeed must patch first, nor files that `check_flags` does not check yet.
+    Reads nothing if the script's text names our flags, since the script may change them."""
     config = given_config()
     if config is None or not _reads(config) or OURS.search(_text(Path(sys.argv[0]))):
         return
@@ -108,8 +109,8 @@ def ready() -> float:
 def refuse_misspelt(
     parser: argparse.ArgumentParser, passed: Callable[[str, Sequence[str]], bool] = lambda *_: False
 ) -> argparse.ArgumentParser:
-    """Let the parser end the process at an unknown `--rl-*` flag, which scripts may ignore; the message names the most
-    similar flag. passed: (unknown flag, known flags) -> whether to accept the unknown flag all the same."""
+    """Let the parser end the process at an unknown `--rl-*` flag, and name the most similar flag; many scripts ignore
+    unknown flags. passed: (unknown flag, known flags) -> whether to accept the unknown flag all the same."""
     parse, refuse = parser.parse_known_args, parser.error
 
     def stop(problems: Iterable[str]) -> None:
@@ -135,7 +136,7 @@ def refuse_misspelt(
 
 def _perhaps_not_ours(script: str) -> Callable[[str, Sequence[str]], bool]:
     """A function (unknown flag, known flags) -> whether the flag may be one of Megatron, the script or a module in the
-    script's folder. Megatron's parser decides later."""
+    script's folder. A flag that resembles no known flag always may. Megatron's parser decides later."""
     megatrons = {spelt(flag.name) for flag in OWN_RL}
 
     def perhaps(flag: str, known: Sequence[str]) -> bool:

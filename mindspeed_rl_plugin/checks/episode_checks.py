@@ -70,7 +70,7 @@ def _foreign(config: RLConfig) -> Iterator[str]:
             f"--rl-max-observation-length {flags.max_observation_length} {where}: verifiers renders observations and "
             "cuts none; remove this flag"
         )
-    if not config.data.apply_chat_template and flags.observation != "chat":  # reported by `_format`
+    if not config.data.apply_chat_template and flags.observation != "chat":  # `_format` reports "chat"
         yield (
             f"--rl-environment {flags.environment}: verifiers renders prompts by the chat template, which says how "
             "a turn ends; give --rl-apply-chat-template too"

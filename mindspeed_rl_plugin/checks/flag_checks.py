@@ -1,4 +1,4 @@
-"""Refuses arguments that cannot work with RL, after Megatron's own validation and before anything is built.
+"""Refuses arguments that cannot work with RL before anything is built, most of them after Megatron's own validation.
 
 The limits of single flags are defined in `config`, refused upstream flags in `refused_flags`; they are checked here.
 `CHECKS` are conditions over several arguments, or over files: functions that read Megatron's arguments and the RL
@@ -230,7 +230,7 @@ def _filtration(args: Any, algorithm: Algorithm, config: RLConfig) -> Iterator[s
 
 
 def _batch_arithmetic(args: Any, config: RLConfig) -> None:
-    # Other checks report smaller values.
+    # Other checks report values below 1.
     if min(config.rollout.samples_per_prompt, config.rollout.generate_tp, args.train_iters or 0) >= 1:
         arithmetic.arithmetic_of(args)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from mindspeed_rl_plugin.config.flag import spelt
 
-# Scopes of rows. RUN: every RL run; WHOLE: every model that RL trains or exports; MODEL: models that no family of the
-# engine has; MOE, LATENT: the same, with experts or multi-latent attention; ROUTING: routing of tokens to experts.
+# Scopes: when a flag is refused. RUN: in every RL run; WHOLE: for every model that RL trains or exports; MODEL: for a
+# model of the engine; MOE, LATENT: if it has experts, or latent attention; ROUTING: as MOE, but in `engine.hf_moe`.
 RUN, WHOLE, MODEL, MOE, LATENT, ROUTING = "run", "whole", "model", "experts", "latent", "routing"
 
 OFF = (False, None, 0, "", [], ())
@@ -63,7 +63,7 @@ def model_refusals(args: Any) -> list[str]:
 
 
 def _rows(about: str, *groups: tuple) -> list[UpstreamFlag]:
-    """Rows of a scope. groups: (reason, names of attributes, accepted values); without the last one: OFF."""
+    """Rows of a scope. groups: (reason, names of attributes, accepted values); accepted values may be missing: OFF."""
     return [UpstreamFlag(name, why, *fine, about=about) for why, names, *fine in groups for name in names.split()]
 
 

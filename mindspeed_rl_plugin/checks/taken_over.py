@@ -1,5 +1,5 @@
-"""Flags of pretraining that RL takes over: they are removed from the command line before any parser reads it, and each
-removal is printed.
+"""Flags of pretraining that RL takes over: they are removed from the command line, or replaced, before any parser reads
+it, and each change is printed.
 
 To change an attribute of the parsed arguments would be too late: MindSpeed chooses its patches by `sys.argv` while its
 adaptor is imported, and preprocesses data right after the arguments are parsed. Refused flags are in `refused_flags`.
@@ -167,7 +167,7 @@ def _names(argv: Sequence[str]) -> set[str]:
 
 
 def _one_batch_size(words: list[_Word]) -> tuple[list[_Word], list[str]]:
-    """Remove schedules of the batch size; if missing, --global-batch-size gets their last size. Also returns lines."""
+    """Remove schedules of the batch size. A missing --global-batch-size becomes their last size. Also returns lines."""
     flag, kept, said = "--global-batch-size", [], []
     sized = flag in {word.flag for word in words}
     for word in words:
@@ -183,7 +183,7 @@ def _one_batch_size(words: list[_Word]) -> tuple[list[_Word], list[str]]:
 
 
 def _in_iterations(words: list[_Word]) -> tuple[list[_Word], list[str]]:
-    """Convert lengths in samples to iterations of --global-batch-size. Also returns lines about it."""
+    """Convert lengths in samples to iterations, if the run's length is only given in samples. Also returns lines."""
     given = {word.flag: word.values for word in words}
     batch = " ".join(given.get("--global-batch-size", ()))
     if "--train-samples" not in given or "--train-iters" in given or not batch.isdigit() or not int(batch):

@@ -123,7 +123,7 @@ def _megatrons_own_attention() -> bool:
 def flash_attention(args: Any, config: RLConfig) -> Iterator[str]:
     """Refuses flags with which MindSpeed's flash attention would differ from the engine.
 
-    With latent attention RL passes complete masks (mode 0); otherwise the kernel's mode is 2, which ignores windows.
+    With latent attention RL passes complete masks (--sparse-mode 0); else the kernel's mode is 2: it ignores windows.
     Sources: custom_dot_product_attention.py of MindSpeed-LLM, flash_attention/adaptor.py of MindSpeed.
     """
     if not hasattr(args, "pre_tockens") or not getattr(args, "use_flash_attn", False):
@@ -225,7 +225,7 @@ def swapped_memory(args: Any, config: RLConfig) -> Iterator[str]:
 
 def shared_memory(args: Any, config: RLConfig) -> Iterator[str]:
     """Refuses checkpoint formats in which MindSpeed omits the lower halves of main parameters: with --reuse-fp32-param
-    these are not stored with the weights."""
+    the weights are only the upper halves."""
     ckpt_format = getattr(args, "ckpt_format", "torch")
     if getattr(args, "reuse_fp32_param", False) and ckpt_format != "torch":
         yield (

@@ -61,7 +61,7 @@ def limits_text(f: dataclasses.Field) -> str:
 
 
 def value_problems(f: dataclasses.Field, value: Any) -> Iterator[str]:
-    """One message for each number outside the field's limits, and for each word that is not among its choices."""
+    """One message for each number outside the field's limits, and for each unknown word of a flag of several words."""
     limits, choices = f.metadata["limits"], f.metadata["choices"]
     if isinstance(value, tuple) and choices:
         for word in split_words(value):

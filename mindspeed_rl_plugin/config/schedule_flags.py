@@ -126,7 +126,7 @@ class ScheduleConfig:
         return self.who_generates.ranks if self.apart else 0
 
     def trainers_text(self, world: int) -> str:
-        """How the number of ranks that train is computed, for a message; "" if all ranks of the launcher train."""
+        """For a message, how the number of trainers `world` is computed; "" if all ranks of the launcher train."""
         apart = self.generator_ranks if is_part() else 0
         return f" ({world} trainers = {world + apart} ranks - --rl-generators {apart})" if apart else ""
 

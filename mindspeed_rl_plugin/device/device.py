@@ -38,7 +38,7 @@ BASE_FORMATS = (0, 1, 2, 30)  # NCHW, NHWC, ND, NCDHW: aclFormat of CANN
 class Device:
     """The package's interface to an accelerator. `get_device` returns that of this process.
 
-    kind: "npu" | "cuda" | "cpu"; memory: meter of the current device, on CPU of this process.
+    kind: "npu" | "cuda" | "cpu"; memory: a meter of the current device or, if it is a CPU, of this process.
     """
 
     def __init__(self, kind: str) -> None:
@@ -133,8 +133,8 @@ class Device:
 def get_device() -> Device:
     """The device of this process, detected once.
 
-    It must be cached: once `host` has replaced functions of torch.cuda, torch.cuda reports that it is available.
-    Raises ValueError if MINDSPEED_RL_DEVICE is an unknown kind.
+    It must be cached: once host mode (`mindspeed_rl_plugin.host`) has replaced functions of torch.cuda, torch.cuda
+    reports that it is available. Raises ValueError if MINDSPEED_RL_DEVICE is an unknown kind.
     """
     return Device(detect())
 

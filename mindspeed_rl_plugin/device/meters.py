@@ -1,4 +1,4 @@
-"""Meters of device memory, and the free memory of the host."""
+"""Meters of memory: of this process, of CPU tensors, of a block of code on any device; and the memory of the host."""
 
 from __future__ import annotations
 

@@ -85,11 +85,10 @@ def plan_tokens(
     """Divide the rows of each step again: among ranks, balanced by tokens, and into micro-batches within a budget.
 
     plan: result of `plan_batches`; each step keeps its rows.
-    lengths: tokens of each row.
-    near: ranks that should preferably get a row.
+    lengths: tokens of each row; near: ranks that should preferably get a row.
     Every rank gets the same number of rows, and the same number of micro-batches: the smallest multiple of `rounds_of`
-    that suffices for all ranks. Balance is more important than `near`: the fullest rank gets at most SLACK more tokens
-    than without `near`. All ranks get the same result. Raises ValueError for a row above the budget, or too few rows.
+    that suffices for all ranks. `near` makes the tokens of the fullest rank at most (1 + SLACK) x as many. All ranks
+    get the same result. Raises ValueError for a row above the budget, or too few rows.
     """
     return [_dealt(step, lengths, budget, near) for step in plan]
 
@@ -128,7 +127,7 @@ def _balanced(
 def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: Near) -> list[list[SampleId]]:
     """Like the parts `plain`, but with more rows in parts that are `near` them. First, rows are divided by `near`. Then
     the fullest and the emptiest part swap the two rows that balance them best, until no part has more than (1 + SLACK)
-    x the tokens of the fullest part of `plain`. If no swap helps before, the result is `plain`."""
+    x the tokens of the fullest part of `plain`. If no swap helps before this is so, the result is `plain`."""
 
     def order(row: SampleId) -> tuple[int, SampleId]:
         return -lengths[row], row
@@ -155,7 +154,7 @@ def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: 
 def _levelling(
     full: Sequence[SampleId], empty: Sequence[SampleId], lengths: Mapping[SampleId, int], gap: int
 ) -> tuple[SampleId, SampleId] | None:
-    """The row of each part whose swap leaves the smallest difference of tokens; None if no swap reduces it."""
+    """A row of each part, such that their swap leaves the smallest difference of tokens; None if no swap reduces it."""
     others = sorted(empty, key=lambda i: (lengths[i], i))
     sizes = [lengths[i] for i in others]
     pairs = []

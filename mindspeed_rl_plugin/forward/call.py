@@ -2,8 +2,8 @@
 
 MindSpeed's ulysses (core/context_parallel/dot_product_attention.py, v2.3.0 and 26.1.0) accepts boundaries, since its
 ranks have complete rows. But Megatron's layers around it would cut rotary embeddings by the boundaries, as for a ring,
-and drop the dimension in which ulysses counts heads. So the boundaries are passed through the layers in place of the
-mask, also to layers that are recomputed in the backward pass, and a hook gives them to the attention.
+and drop the batch dimension, so that ulysses would not find the heads. So the boundaries go through the layers in place
+of the mask, also to layers that are recomputed in the backward pass, and a hook gives them to the attention.
 """
 
 from __future__ import annotations

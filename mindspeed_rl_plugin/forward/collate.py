@@ -54,7 +54,7 @@ class MicroBatch:
 
     @property
     def boundaries(self) -> list[int]:
-        """Where packed rows begin and end: `[0, L_1, L_1 + L_2, ..., S x ranks]`; padding is the last row."""
+        """Where packed rows begin and end: `[0, L_1, L_1 + L_2, ..., S x ranks]`; padding, if any, is the last row."""
         ends, total = [0, *self.lengths.cumsum(0).tolist()], self.tokens.shape[1] * self.ranks
         return ends if ends[-1] == total else [*ends, total]
 
@@ -70,8 +70,8 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
     """Pad and shift one micro-batch.
 
     rows: `tokens` and maybe `loss_mask`: without it all tokens are trained but the first of each row. columns: names of
-    further ragged per-token columns of the micro-batch. Raises ValueError for a wrong number of rows, a row longer than
-    the sequence length, or a column that is not aligned with the tokens.
+    further ragged per-token columns of the micro-batch. Raises ValueError for a column that is not aligned with the
+    tokens and, if rows are not packed, for a wrong number of rows or a row longer than the sequence length.
     """
     tokens, packed = rows["tokens"], settings.packed
     lengths, total = tokens.lengths, len(tokens.values)

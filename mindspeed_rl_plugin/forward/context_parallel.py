@@ -22,9 +22,9 @@ from mindspeed_rl_plugin.forward.collate import MicroBatch
 def positions(length: int, device: torch.device | str = "cpu") -> Tensor | None:
     """`[S / cp]` int64, positions of this rank in rows of `length`, in the rank's order; None if it has all positions.
 
-    The training framework's function for tokens splits the positions. So the split is that which attention and rotary
-    embeddings of this job expect: two pieces, one from each end of the row, in Megatron and in MindSpeed's ring, one
-    piece in its ulysses, a mixture of both in its hybrid algorithm.
+    The training framework's function that splits tokens also splits these positions, as attention and rotary embeddings
+    of this job expect it. Megatron and MindSpeed's ring give a rank two pieces, one from each half of the row,
+    MindSpeed's ulysses one piece, its hybrid algorithm a mixture of both.
     """
     if parallel_state.get_context_parallel_world_size() <= 1:
         return None

@@ -23,7 +23,7 @@ def token_logps(
     None for one rank. Returns logp and entropy `[...]`, float32 (float64 for float64 logits), equal on every rank. The
     entropy only has a gradient with `entropy_grad`. Every rank must call backward with the same incoming gradient, and
     gets the gradient of its own slice. Source: Megatron's vocab-parallel cross entropy
-    (core/tensor_parallel/cross_entropy.py), which has the padded rows in the softmax.
+    (core/tensor_parallel/cross_entropy.py), whose softmax includes the padding of the vocabulary.
     """
     if tp_group is not None and dist.get_world_size(tp_group) == 1:
         tp_group = None

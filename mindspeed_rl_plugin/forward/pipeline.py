@@ -30,7 +30,7 @@ Model = Sequence[torch.nn.Module]  # this rank's chunks, as Megatron holds them
 
 
 def data_iterators(batches: Sequence[MicroBatch], chunks: int) -> Any:
-    """The micro-batches as Megatron's train_step needs them: an iterator, or a list with one for each virtual stage.
+    """The micro-batches as Megatron's train_step needs them: an iterator or, for several chunks, a list of iterators.
 
     `RerunDataIterator`s, since Megatron may replay a step.
     """
@@ -85,10 +85,10 @@ def run_model(
 def head_of(
     output: Tensor, batch: MicroBatch, settings: ForwardSettings, *, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each label and entropy, `[mb, S]` by logit position, under the job's tensor parallel group.
+    """Log-prob of each label and entropy, `[mb, S]` by logit position, over the complete vocabulary.
 
     output: result of `run_model` with the same settings. With `chunk_tokens`, positions that are not scored are 0.
-    Every context parallel rank gets complete rows. Collective over these ranks.
+    Every context parallel rank gets complete rows. Collective over these ranks and the tensor parallel ranks.
     """
     if settings.chunk_tokens:
         logp, entropy = of_all_ranks(output, batch).unbind(-1)
@@ -105,7 +105,7 @@ def head_of(
 
 
 def ends_here(model: Model) -> bool:
-    """Whether this rank holds the end of the model: the last pipeline stage, or the first one of a folded pipeline."""
+    """Whether this rank holds the end of the model: the last pipeline stage; with MindSpeed's dualpipev the first."""
     return bool(unwrap(model[-1]).post_process)
 
 
@@ -223,7 +223,7 @@ def _routed_as_in_training() -> contextlib.AbstractContextManager[None]:
     """Core 0.19 sorts a token's experts only if gradients are computed, and sums their weights in this order.
 
     Without this context, log-probs of models with more than two experts per token would differ from those of the update
-    by rounding, and the first ratio from 1. The function gets no tensor that requires a gradient, so no graph is made.
+    by rounding, and the first ratio from 1. The context makes no graph: no tensor requires a gradient there.
     """
     router = sys.modules.get("megatron.core.transformer.moe.router")
     name = "topk_routing_with_score_function"

@@ -22,7 +22,7 @@ class ForwardSettings:
     """Settings of all micro-batches of a run. The log-prob pass and the update must use the same object."""
 
     micro_batch_size: int  # rows
-    seq_length: int  # tokens of the longest row
+    seq_length: int  # most tokens of a row (--seq-length)
     vocab_size: int  # rows of the embedding that are real tokens; the rest is padding
     temperature: float = 1.0  # logits are divided by it
     multiple: int = 1  # padded lengths are multiples of this number
@@ -97,8 +97,8 @@ class ForwardSettings:
 
 
 def length_multiple(args: argparse.Namespace) -> int:
-    """The number of which padded lengths are multiples. Each context parallel rank has two equally long pieces of a
-    row; with sequence parallelism each tensor parallel rank has an equal part of the pieces."""
+    """The number of which padded lengths are multiples. Each context parallel rank has two equally long pieces of a row
+    (under ulysses one of twice the length); with sequence parallelism tensor parallel ranks divide these equally."""
     pieces = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
     return pieces * (args.tensor_model_parallel_size if getattr(args, "sequence_parallel", False) else 1)
 
