@@ -62,25 +62,26 @@ def test_the_timeline_thins_ranks_first_and_old_iterations_then_and_says_so():
     assert (thin["ranks"][0], thin["ranks"][-1], len(thin["ranks"]), thin["ranks_total"]) == (0, 63, 16, 64)
     assert thin["iterations"] == [4, 5, 6, 7, 8, 9] and thin["iterations_left_out"] == 4
     assert len(thin["events"]) == 96 and thin["events"][0][3] == 0.0
+    apart = [{"process": "a:1", "stage": "pull", "start": at, "end": at + 0.5} for at in (1.0, 6.0)]
+    assert apart_data(apart, thin["origin"])["apart"] == [[0, 0, 2.0, 0.5]], "beside iteration 6, which begins at 2"
 
 
 def test_what_engines_apart_did_is_on_the_clock_of_the_ranks():
-    events = [{"start": 100.0}]
     apart = [
         {"process": "b:1", "stage": "pull", "start": 101.0, "end": 101.5},
         {"process": "a:1", "stage": "generate", "start": 102.0, "end": 104.0},
         {"process": "weights", "stage": "version 7", "start": 103.0, "end": 103.0},
     ]
-    data = apart_data(apart, events)
+    data = apart_data(apart, 100.0)
     assert data["processes"] == ["b:1", "a:1"] and data["kinds"] == ["generate", "pull"]
     assert data["apart"] == [[0, 1, 1.0, 0.5], [1, 0, 2.0, 2.0]] and data["marks"] == [[7, 3.0]]
-    assert apart_data([], events) == {"processes": [], "labels": [], "kinds": [], "apart": [], "marks": []}
+    assert apart_data([], 0.0) == {"processes": [], "labels": [], "kinds": [], "apart": [], "marks": []}
 
 
 def test_lanes_are_labelled_as_the_log_calls_generators_and_by_number_the_engines_that_joined():
     names = ["joined engine, process 7 on b", "generator rank 10", "client, process 5 on a", "generator rank 9"]
     apart = [{"process": name, "stage": "pull", "start": 1.0, "end": 2.0} for name in names]
-    data = apart_data(apart, [{"start": 0.0}])
+    data = apart_data(apart, 0.0)
     assert data["processes"] == [names[3], names[1], names[0], names[2]]
     assert data["labels"] == ["generator rank 9", "generator rank 10", "joined engine 1", "joined engine 2"]
 

@@ -36,6 +36,7 @@ def collect(
     run, summary = read_run(run_dir), summarize(run_dir)
     events = read_events(run_dir)
     stages = stage_data(events)
+    timeline = timeline_data(events, stages["names"])
     dumps, places = find_dumps(run_dir, run, dump_dir)
     return {
         "title": run.get("name") or _name(Path(run_dir).resolve()),
@@ -49,7 +50,7 @@ def collect(
         "remarks": remarks(rows, run, sorted(event_files(run_dir))),
         "metrics": metric_series(rows),
         "stages": stages,
-        "timeline": timeline_data(events, stages["names"]) | apart_data(read_apart(run_dir), events),
+        "timeline": timeline | apart_data(read_apart(run_dir), timeline["origin"]),
         "samples": sample_data(dumps, limit=samples) | {"places": list(map(os.fspath, places))},
     }
 

@@ -90,12 +90,10 @@ def timeline_data(events: Sequence[dict[str, Any]], names: Sequence[str], *, lim
     }
 
 
-def apart_data(
-    apart: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], *, limit: int = 20_000
-) -> dict[str, Any]:
-    """Events of engines outside the trainers, on the timeline's clock: processes, labels, kinds of work, the latest
-    `limit` spans [process, kind, start, seconds], and marks [version, time] of published weights."""
-    origin = min((e["start"] for e in events), default=0.0)
+def apart_data(apart: Sequence[dict[str, Any]], origin: float, *, limit: int = 20_000) -> dict[str, Any]:
+    """Events of engines outside the trainers, with times from `origin` as in the timeline: processes, labels, kinds of
+    work, the latest `limit` spans [process, kind, start, seconds], and marks [version, time] of published weights."""
+    apart = [e for e in apart if e["end"] >= origin]  # earlier ones belong to iterations that are left out
     marks = [e for e in apart if e["process"] == WEIGHTS_PROCESS]
     spans = [e for e in apart if e["process"] != WEIGHTS_PROCESS][-limit:]
     every = dict.fromkeys(e["process"] for e in spans)
