@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 # After an error on all ranks: how long ranks wait, while the machine's first rank reports and the launcher ends all.
@@ -17,6 +18,8 @@ FLUSH_SECONDS = 1.0
 _PART, _START = "MINDSPEED_RL_PART", "MINDSPEED_RL_START"
 _before_log: list[str] = []
 _log: list[str | os.PathLike[str]] = []
+_last = [""]  # the last line that was printed with our mark
+_at_failure: list[Callable[[str], object]] = []
 
 
 def launch_env() -> dict[str, int]:
@@ -105,10 +108,21 @@ def say(text: str) -> None:
 
 def keep(line: str) -> None:
     """Append a printed line to the file of `keep_in`, which has only our lines; before `keep_in`, store the line."""
+    _last[0] = line
     if not _log:
         return _before_log.append(line)
     with open(_log[0], "a", encoding="utf-8", errors="replace") as file:
         file.write(f"{line}\n")
+
+
+def last_line() -> str:
+    """The last line that this process kept, "" if there is none."""
+    return _last[0]
+
+
+def on_failure(call: Callable[[str], object]) -> None:
+    """Call this with the reason when this process fails."""
+    _at_failure.append(call)
 
 
 def keep_in(path: str | os.PathLike[str]) -> None:
@@ -129,6 +143,8 @@ def record_failure(reason: str, later: int = 0) -> None:
 
     later: seconds added to the time if another rank's end is the cause: torchrun calls the earliest failure the cause.
     """
+    for call in _at_failure:
+        call(reason)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": reason, "timestamp": str(int(time.time()) + later)}
         with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
@@ -139,7 +155,8 @@ def last_words(line: str, later: int = 0) -> None:
     """Print why this process ends, and call `record_failure`. This works in any thread, even if the main thread hangs
     and holds the lock of sys.stderr."""
     with contextlib.suppress(OSError):
-        os.write(2, f"\n[rl] {line}\n".encode())
+        marked = line.replace("\n", "\n[rl] ")
+        os.write(2, f"\n[rl] {marked}\n".encode())
         record_failure(line, later)
 
 

@@ -33,6 +33,24 @@ def began(process: int) -> int | None:
     return None if state in "XZ" else int(fields[18])
 
 
+def state_of(process: int, since: int | None) -> str:
+    """State of a process of this machine: "stopped" by a signal, "ended" if it does not exist any more, else "". since:
+    as `began` gave it."""
+    if began(process) != since:
+        return "ended"
+    with contextlib.suppress(OSError), open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+        return "stopped" if file.read().rpartition(")")[2].split()[0] in "Tt" else ""
+    return "ended"
+
+
+def machine() -> str:
+    """Name of this machine: equal in all processes that can share memory through one /proc. Containers of one machine
+    may have different names; processes of one container have the same name."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    spaces = ":".join(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net"))
+    return f"{socket.gethostname()} {boot[:8]} {spaces}"
+
+
 @contextlib.contextmanager
 def scratch(what: str) -> Iterator[str]:
     """A temporary folder, whose name begins with `what` and identifies its process. Folders of killed processes of this

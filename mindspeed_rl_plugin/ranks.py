@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl_plugin.environment import flush_output, last_words
+from mindspeed_rl_plugin.status.status_file import doing
+from mindspeed_rl_plugin.status.story import at_deadline
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
@@ -131,7 +133,8 @@ class Collectives:
     def _waiting(self, whom: str) -> Iterator[None]:
         began = time.monotonic()
         try:
-            yield
+            with doing("a collective of the job", whom):
+                yield
         except RuntimeError as error:
             # gloo raises the same type for a peer that closed its connection and for one that is late.
             if time.monotonic() - began < 0.99 * self.deadline:
@@ -149,7 +152,8 @@ class Collectives:
         if self.world == 1:
             return
         try:
-            dist.monitored_barrier(self.group, timeout=self._limit)
+            with doing(f"the barrier before {what}", "ranks"):
+                dist.monitored_barrier(self.group, timeout=self._limit)
         except RuntimeError as error:
             raise TimeoutError(
                 f"rank {self.rank} waited for the other ranks before {what}, at most {self.deadline:g} s "
@@ -177,7 +181,8 @@ class HardDeadline:
             self._thread.start()
         self._now = [what]
         try:
-            yield
+            with doing(what, "ranks"):
+                yield
         finally:
             self._now = None
 
@@ -195,7 +200,8 @@ class HardDeadline:
             waited = waited + pause if now is seen and now is not None else 0.0
             seen = now
         who = f"rank {rank_of_job()}"
-        last_words(f"{who} stops: {who} waited {self.seconds:g} s (--rl-wait-timeout) in {seen[0]}")
+        story = at_deadline()
+        last_words(f"{who} stops: {who} waited {self.seconds:g} s (--rl-wait-timeout) in {seen[0]}\n{story}".strip())
         flush_output()
         self._end(1)
 

@@ -18,7 +18,7 @@ NAME = PACKAGE.name
 # A module may stand in a row of its own, else its folder's row counts.
 TABLES = ("checks.refusal", "checks.refused_flags", "checks.unsupported_models")
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("__init__", "rows", "config", "environment", "device", "processes", "ranks", *TABLES),
+    ("__init__", "rows", "config", "environment", "device", "processes", "ranks", "status", *TABLES),
     ("workers", "control_tokens"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "layout"),
     ("weights", "service"),

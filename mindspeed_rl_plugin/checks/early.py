@@ -53,6 +53,7 @@ def check_flags() -> None:
         )
         gc.set_threshold(*THRESHOLDS)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--save", nargs="?")
     for flag in ("--seq-length", "--max-position-embeddings"):
         parser.add_argument(flag, nargs="?", type=lambda text: int(text) if text.isdigit() else None)
     parser = refuse_misspelt(add_flags(parser), passed=_perhaps_not_ours(sys.argv[0]))
@@ -64,6 +65,11 @@ def check_flags() -> None:
 def given_config() -> RLConfig | None:
     """RL's flags of the command line; None without RL, or before `check_flags`."""
     return RLConfig.from_args(_args) if _args is not None and rl_enabled(_args) else None
+
+
+def given_save() -> str | None:
+    """--save of the command line, once flags are checked."""
+    return _args and _args.save
 
 
 def check_rows() -> None:

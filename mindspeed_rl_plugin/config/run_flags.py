@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.config.flag import DPO_ONLY, flag, split_words
@@ -205,6 +207,25 @@ class DockConfig:
 
 
 @dataclass(frozen=True)
+class Traced:
+    """What --rl-trace asks for: iterations, and stages in them; no stages for all of an iteration."""
+
+    first: int
+    last: int
+    stages: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Traced:
+        """From `FIRST[-LAST][:STAGE,...]`. Raises argparse.ArgumentTypeError for anything else."""
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?(?::([\w.-]+(?:,[\w.-]+)*))?", text)
+        if not found or not 1 <= int(found[1]) <= int(found[2] or found[1]):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not FIRST[-LAST][:STAGE,...], as 12-13:generate,update; iterations count from 1"
+            )
+        return cls(int(found[1]), int(found[2] or found[1]), tuple(found[3].split(",")) if found[3] else ())
+
+
+@dataclass(frozen=True)
 class MonitorConfig:
     """What is measured, where it is written, and how often the model is evaluated."""
 
@@ -229,6 +250,22 @@ class MonitorConfig:
         "environments. Collectives in Megatron's forward and backward have the limit --distributed-timeout-minutes",
         unit="seconds",
         above=0,
+        pairs=True,
+    )
+    trace: str | None = flag(
+        None,
+        "write a trace, by torch's profiler, of these iterations, or of these stages in them, into SAVE/rl/trace: "
+        "FIRST[-LAST][:STAGE,...], for example 12-13:generate,update",
+        form=Traced.parse,
+        pairs=True,
+    )
+    trace_ranks: tuple[int, ...] = flag(
+        (0,), "ranks that --rl-trace records; ranks of --rl-generators count after the trainers", pairs=True
+    )
+    stack_signal: str = flag(
+        "SIGUSR2",
+        "signal at which a process writes the Python stacks of its threads, for `doctor --job SAVE --stacks`",
+        choices=("SIGUSR1", "SIGUSR2", "none"),
         pairs=True,
     )
     progress: bool = flag(True, "progress bar during generation, if stdout is a terminal", pairs=True)

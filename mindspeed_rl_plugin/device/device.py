@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,6 +83,12 @@ class Device:
     def copier(self) -> StreamCopier | ThreadCopier:
         """An object that starts copies on a side stream (on CPU: in a thread), so that they overlap other work."""
         return ThreadCopier() if self.is_cpu else StreamCopier(self.api)
+
+    def profiler(self) -> Any:
+        """torch's profiler of the host and of this device, not started."""
+        profiler = importlib.import_module("torch_npu.profiler") if self.kind == "npu" else torch.profiler
+        names = ("CPU",) if self.is_cpu else ("CPU", self.kind.upper())
+        return profiler.profile(activities=[getattr(profiler.ProfilerActivity, name) for name in names])
 
     def temporary(self) -> Temporary:
         """Measures the memory of a block of code: that of torch's allocator, on CPU that of tensor storages."""

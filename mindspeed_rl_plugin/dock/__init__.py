@@ -13,7 +13,6 @@ from mindspeed_rl_plugin.dock.api import (
 )
 from mindspeed_rl_plugin.dock.dock import Dock
 from mindspeed_rl_plugin.dock.factory import make_docks
-from mindspeed_rl_plugin.dock.machines import machine
 from mindspeed_rl_plugin.dock.memory import DockLimits
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
@@ -31,7 +30,6 @@ __all__ = [
     "Traffic",
     "VersionBound",
     "from_tensordict",
-    "machine",
     "make_docks",
     "to_tensordict",
 ]

@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.dock.calls import Calls, Owners
 from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.dock import Dock
-from mindspeed_rl_plugin.dock.machines import check_addresses, machine, own_address
+from mindspeed_rl_plugin.dock.machines import check_addresses, own_address
 from mindspeed_rl_plugin.dock.memory import DockLimits
 from mindspeed_rl_plugin.dock.messages import Address, Bye, Directory, Message, Record, Stopped
 from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
@@ -27,6 +27,7 @@ from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.dock.server import DockServer
 from mindspeed_rl_plugin.dock.storage import Warehouse
 from mindspeed_rl_plugin.dock.watch import HEARTBEAT, Watch, heartbeat_of
+from mindspeed_rl_plugin.processes import machine
 
 SECRET_BYTES = 32
 

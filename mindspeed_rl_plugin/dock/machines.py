@@ -1,22 +1,12 @@
-"""Which machine this is, and the address at which the processes of other machines reach it."""
+"""The address at which the processes of other machines reach this one."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 from collections.abc import Sequence
 
 from mindspeed_rl_plugin.environment import master_address
-
-
-def machine() -> str:
-    """Name of this machine: equal in all processes that can share memory through one /proc. Containers of one machine
-    may have different names; processes of one container have the same name."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    spaces = ":".join(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net"))
-    return f"{socket.gethostname()} {boot[:8]} {spaces}"
 
 
 def own_address() -> str:

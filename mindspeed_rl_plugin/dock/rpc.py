@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mindspeed_rl_plugin.dock.messages import Address, Bye, FrameError, Hello, Message, Stopped, pack, unpack
+from mindspeed_rl_plugin.status.status_file import doing
 
 MAGIC, FRAME_VERSION = b"MSTD", 10
 FRAME_PREFIX = struct.Struct("<4sB3xIQ")
@@ -238,12 +239,13 @@ def ask(
     end = begin + getattr(message, "deadline", 0.0) + patience
     stream.socket.settimeout(end - begin)
     try:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the other side's last message is read below
-            stream.send(message, () if bulk is None else (bulk,))
-        while alive and (left := end - time.monotonic()) > 0 and not stream.ready(min(left, ALIVE_SECONDS)):
-            alive()
-            stream.socket.settimeout(max(end - time.monotonic(), 0.001))
-        answer, got = stream.receive()
+        with doing(f"the answer to {kind}", f"rank {address.rank}" if address.rank >= 0 else "the reader of weights"):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its last message is read below
+                stream.send(message, () if bulk is None else (bulk,))
+            while alive and (left := end - time.monotonic()) > 0 and not stream.ready(min(left, ALIVE_SECONDS)):
+                alive()
+                stream.socket.settimeout(max(end - time.monotonic(), 0.001))
+            answer, got = stream.receive()
     except TimeoutError as error:
         spent = time.monotonic() - begin
         raise TimeoutError(f"{address} gave no answer to {kind} for {spent:.0f} s") from error

@@ -21,10 +21,13 @@ from collections.abc import Callable, Iterable
 from mindspeed_rl_plugin.dock.messages import Message, Ping, Stopped
 from mindspeed_rl_plugin.dock.rpc import Stream, frame, thread
 from mindspeed_rl_plugin.environment import flush_output, last_words
+from mindspeed_rl_plugin.status.status_file import also
+from mindspeed_rl_plugin.status.story import at_deadline
 
 PINGS_PER_HEARTBEAT = 4  # signs of life that a rank sends in one heartbeat
 SLOW_READER_SECONDS = 5.0  # most time that a leaving rank waits for slow readers to take its notes
 STATUS = 1  # exit status of a rank that stops
+SILENT = "silent"  # begins the reason if a rank is late
 HEARTBEATS = 10  # number of heartbeats in the time that ranks wait for each other
 HEARTBEAT = 30.0  # least seconds of a heartbeat, so that a busy rank does not count as lost
 
@@ -92,6 +95,7 @@ class Watch:
         self._expected: dict[int, float] = {}  # rank -> since when
         self._ticked = self._sent = clock()
         self._stopping = threading.Lock()
+        also(f"silent {id(self)}", self._silent)
 
     def add(self, link: Link) -> None:
         """Watch a link from now on."""
@@ -128,12 +132,17 @@ class Watch:
             if asleep:  # this process itself was suspended: notes that arrived meanwhile are not read yet
                 link.heard = now
             elif now - link.heard > self.heartbeat:
-                self.stop(link.rank, f"silent for {self.heartbeat:g} s", link.node)
+                self.stop(link.rank, f"{SILENT} for {self.heartbeat:g} s", link.node)
         for rank, since in list(self._expected.items()):
             if asleep:
                 self._expected[rank] = now
             elif now - since > self.heartbeat:
                 self.stop(rank, f"it should generate, but did not connect within {self.heartbeat:g} s; see its output")
+
+    def _silent(self) -> list[tuple[str, float]]:
+        """Ranks that have missed two signs of life, with the seconds."""
+        late, now = 2 * self.heartbeat / PINGS_PER_HEARTBEAT + 1.0, self._clock()
+        return [(f"rank {x.rank}", now - x.heard) for x in list(self._links) if now - x.heard > late]
 
     def stop(self, rank: int, why: str, node: str = "") -> None:
         """End this process because a rank, on machine `node`, is lost. Returns only if `end` returns, or if the rank is
@@ -144,7 +153,8 @@ class Watch:
             return None if self._end is not os._exit else threading.Event().wait()  # another thread ends this process
         where = f" on {node.split()[0]}" if node else ""
         line = f"rank {self.rank} stops: rank {rank}{where} is gone ({why})"
-        last_words(line, later=1)
+        silent = why.startswith(SILENT)  # at a deadline, not when a connection broke
+        last_words(f"{line}\n{at_deadline()}".strip() if silent else line, later=1)
         for link in list(self._links):
             link.note(Stopped(rank, why, node))
         flush_output()

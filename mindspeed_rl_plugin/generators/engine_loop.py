@@ -10,14 +10,16 @@ from functools import cached_property
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.dock import Gone
-from mindspeed_rl_plugin.dock.machines import machine
 from mindspeed_rl_plugin.dock.peers import GroupPeers, Peers, make_peers
 from mindspeed_rl_plugin.engine.rollout_engine import Engine, response_request
 from mindspeed_rl_plugin.generators.description import Description
 from mindspeed_rl_plugin.generators.engine_state import Action
 from mindspeed_rl_plugin.generators.pulling import Weights
 from mindspeed_rl_plugin.generators.scheduler import Scheduler
+from mindspeed_rl_plugin.monitor.trace import Trace
+from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
+from mindspeed_rl_plugin.status.status_file import doing
 from mindspeed_rl_plugin.weights.pull import Puller
 
 POLL_SECONDS = 0.2  # most time that the engine runs steps before its first rank looks for rows again
@@ -51,6 +53,7 @@ class EngineLoop:
     job: Description
     team: Team
     scheduler: Scheduler | None  # on the first rank; None on the other ranks
+    trace: Trace  # of this process
 
     def run(self) -> None:
         """The first rank chooses the next action, and all ranks do it."""
@@ -81,7 +84,8 @@ class EngineLoop:
     def _step(self) -> list[Completion]:
         """Run some steps. Returns the finished responses of all engines that share experts."""
         engine, alone = self.engine, self.engine.replicas == 1
-        finished = engine.poll(POLL_SECONDS) if alone else engine.step_along(STEPS)
+        with doing("generate"), self.trace.stage("generate"):
+            finished = engine.poll(POLL_SECONDS) if alone else engine.step_along(STEPS)
         for completion in finished:
             del self._requests[completion.id]
         if alone:
@@ -113,6 +117,7 @@ class EngineLoop:
         assert applied.version == version, (applied.version, version)
         going_on = bool(self._requests) and not begun
         self.engine.update_weights(version, applied.digest, in_flight=going_on)
+        self.trace.begin(version + 1)
         self._submit(tuple(continued(self.job, self._requests[c.id], c) for c in begun))
         costs = self.team.gather(self._weights.take_cost())  # also a barrier until all ranks have the weights
         if self.scheduler is not None:

@@ -16,13 +16,13 @@ from typing import Any
 import mindspeed_rl_plugin
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock import Gone
-from mindspeed_rl_plugin.dock.machines import machine
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.vllm_engine import keep_weights_live
 from mindspeed_rl_plugin.generators.description import job_of
 from mindspeed_rl_plugin.generators.pulling import Weights, puller_of
 from mindspeed_rl_plugin.generators.vllm_server import PROCESSED, Served
 from mindspeed_rl_plugin.layout.layout import EngineParallel
+from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 
 HELD_SECONDS = 30.0  # how long a server stays reserved for a silent client whose job lives

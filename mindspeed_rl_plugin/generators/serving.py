@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.engine.engine_sizes import kv_cache_problems
@@ -21,6 +22,7 @@ from mindspeed_rl_plugin.generators.scheduler import LEASE_SECONDS, Scheduler
 from mindspeed_rl_plugin.generators.server_engine import ServerEngine, ServerWeights
 from mindspeed_rl_plugin.generators.vllm_server import VllmServer, check_served
 from mindspeed_rl_plugin.layout.layout import EngineParallel
+from mindspeed_rl_plugin.monitor.trace import Trace
 from mindspeed_rl_plugin.service.guest_dock import GuestDock, here
 from mindspeed_rl_plugin.service.invitation import read_secret
 from mindspeed_rl_plugin.weights.pull import Puller
@@ -33,6 +35,7 @@ def serve(
     leaving: threading.Event | None = None,
     who: str = "",
     url: str = "",
+    trace: Trace | None = None,
     **changed: Any,
 ) -> None:
     """Generate for the job at `address` until it leaves the dock. Collective over the ranks of the engine.
@@ -42,6 +45,7 @@ def serve(
     leaving: set when the engine must leave.
     who: name of the engine in the job's log.
     url: of a server that samples; "": the engine is built here.
+    trace: of this process; weights after N steps count as iteration N + 1.
     changed: options of the engine that replace the job's options.
     Raises ValueError with the fix if a server or a tokenizer does not fit, and the errors of `VllmServer`.
     """
@@ -66,7 +70,9 @@ def serve(
                 scheduler = Scheduler(dock, job, slots, engine.replicas, share, leaving or threading.Event())
                 if share is None:
                     say(f"the {name} generates, up to {slots} responses at once")
-            EngineLoop(engine, puller, job, team, scheduler).run()
+            trace = trace or Trace(None, Path(), "")
+            EngineLoop(engine, puller, job, team, scheduler, trace).run()
+            trace.close()
         engine.shutdown()
 
 

@@ -17,6 +17,7 @@ from mindspeed_rl_plugin.checkpoints.disk import full_disk
 from mindspeed_rl_plugin.checks.refusal import Refusal, lines_of
 from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, record_failure
 from mindspeed_rl_plugin.processes import attend
+from mindspeed_rl_plugin.status.story import at_deadline
 
 LINES = 8  # most lines of an error that are printed after its first line
 
@@ -67,7 +68,8 @@ def stopping(args: Any) -> Iterator[None]:
     except Exception as error:
         reason = full_disk(error, args) or f"{type(error).__name__}: {error}"
         head, *more = f"rank {launch_env()['rank']} stops: {reason}".splitlines()
-        lines = [head, *more[:LINES]]
+        late = at_deadline().splitlines() if isinstance(error, TimeoutError) else []
+        lines = [head, *more[:LINES], *late]
         print("\n".join(f"[rl] {line}" for line in lines), flush=True)
         record_failure("\n".join(lines))
         raise

@@ -11,6 +11,7 @@ import sys
 
 from mindspeed_rl_plugin.checks import early
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.run_flags import MonitorConfig
 from mindspeed_rl_plugin.environment import is_part, last_words, launch_env, leave_to_first_rank
 from mindspeed_rl_plugin.generators.launcher_ranks import (
     RankSplit,
@@ -23,6 +24,7 @@ from mindspeed_rl_plugin.generators.launcher_ranks import (
 )
 from mindspeed_rl_plugin.monitor.run_files import GENERATOR
 from mindspeed_rl_plugin.processes import attend
+from mindspeed_rl_plugin.status import status_file
 
 
 def split_of(config: RLConfig) -> RankSplit | None:
@@ -50,13 +52,14 @@ def leave_if_generator() -> None:
         last_words(str(error))
         sys.exit(2)
     if engine is not None:
-        _generate(split, engine)
+        _generate(split, engine, config.monitor)
 
 
-def _generate(split: RankSplit, engine: int) -> None:
+def _generate(split: RankSplit, engine: int, flags: MonitorConfig) -> None:
     attend()
     from mindspeed_rl_plugin.dock.watch import heartbeat_of
     from mindspeed_rl_plugin.generators.serving import serve
+    from mindspeed_rl_plugin.monitor.trace import Trace
     from mindspeed_rl_plugin.service.guest_dock import linked
 
     first = split.trainers + engine * split.engine
@@ -67,9 +70,14 @@ def _generate(split: RankSplit, engine: int) -> None:
         # The launcher sends the signal to all ranks; trainers may still need rows for a last checkpoint.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         early.ready()
+        save = early.given_save()
+        if save:
+            status_file.begin(save, who, stacks=flags.stack_signal)
+        trace = Trace.of(flags.trace, flags.trace_ranks, rank, flags.run_dir or f"{save}/rl")
         with linked(address, secret, rank, heartbeat_of(split.deadline)):
             join_group(engine, split.deadline)
-            serve(address, secret, share=(engine, split.engines), who=f"{GENERATOR} {ranks_text(first, split.engine)}")
+            name = f"{GENERATOR} {ranks_text(first, split.engine)}"
+            serve(address, secret, share=(engine, split.engines), who=name, trace=trace)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, RuntimeError, AssertionError) as error:

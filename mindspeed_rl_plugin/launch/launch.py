@@ -37,6 +37,7 @@ from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 from mindspeed_rl_plugin.launch.weights_fit import must_fit
 from mindspeed_rl_plugin.loop import arithmetic, run
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
+from mindspeed_rl_plugin.status import status_file
 
 
 @dataclasses.dataclass
@@ -68,6 +69,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     _announce(args, algorithm)
     with refusing():
         ranks.on_rank_0(lambda: one_job.own(args.save))
+        status_file.begin(args.save, f"rank {ranks.rank_of_job()}", args.world_size, args.rl_stack_signal)
         inputs = read_inputs(args)
         memory_fit.check(args, inputs.vocab)
         loop.before_model(inputs)

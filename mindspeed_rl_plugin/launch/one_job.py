@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import mend_tracker
-from mindspeed_rl_plugin.dock.machines import machine
 from mindspeed_rl_plugin.environment import last_words, launch_name, say
 from mindspeed_rl_plugin.monitor.run_files import write_json
-from mindspeed_rl_plugin.processes import began
+from mindspeed_rl_plugin.processes import began, machine
 from mindspeed_rl_plugin.service.guest_dock import here
+from mindspeed_rl_plugin.status import status_file
 
 FILE = "owner.json"  # in SAVE/rl
 BEAT_SECONDS = 5.0
@@ -44,6 +44,7 @@ def own(save: str) -> None:
     write_json(path, me)
     if not _same(owner := _read(path) or me, me):
         raise ValueError(_refusal(save, owner))  # two jobs started at once, and the other wrote the file last
+    status_file.clear(save)
     threading.Thread(target=_beat, args=(path, me, _over), daemon=True).start()
     atexit.register(_leave, path, me)
     mend_tracker(save)

@@ -12,6 +12,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig, given_flags
+from mindspeed_rl_plugin.config.run_flags import Traced
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine import hf_config
 from mindspeed_rl_plugin.engine.response_kind import ONE_TURN
@@ -72,7 +73,18 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         held_out=held_out,
         responses=responses,
     )
-    return inputs if algorithm.from_pairs else _to_sample(inputs, ends)
+    inputs = inputs if algorithm.from_pairs else _to_sample(inputs, ends)
+    if config.monitor.trace:
+        _check_trace(Traced.parse(config.monitor.trace), inputs)
+    return inputs
+
+
+def _check_trace(traced: Traced, inputs: Inputs) -> None:
+    stages = [*(spec.name for spec in inputs.table()), "update", "evaluate"]
+    if unknown := [name for name in traced.stages if name not in stages]:
+        raise ValueError(f"--rl-trace names stage {unknown[0]}, which this run does not have: {', '.join(stages)}")
+    if traced.last > inputs.args.train_iters:
+        raise ValueError(f"--rl-trace ends with iteration {traced.last}, --train-iters is {inputs.args.train_iters}")
 
 
 def _to_sample(inputs: Inputs, ends: Mapping[int, str]) -> Inputs:

@@ -11,12 +11,13 @@ import numpy as np
 import torch.distributed as dist
 
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.dock import Dock, DockLimits, machine, make_docks
+from mindspeed_rl_plugin.dock import Dock, DockLimits, make_docks
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.placement import Placement
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
 from mindspeed_rl_plugin.loop.topology import Topology
+from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
 
 

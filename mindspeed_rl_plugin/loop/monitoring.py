@@ -14,6 +14,7 @@ from mindspeed_rl_plugin.loop.start import Start
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.monitor import run_files
 from mindspeed_rl_plugin.monitor.monitor import Monitor
+from mindspeed_rl_plugin.monitor.trace import Trace
 from mindspeed_rl_plugin.prompts import Pair
 
 
@@ -22,8 +23,9 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     config, device, first = inputs.config.monitor, get_device(), inputs.data.at(0)
+    run_dir = config.run_dir or str(Path(inputs.args.save) / "rl")
     return Monitor(
-        config.run_dir or str(Path(inputs.args.save) / "rl"),
+        run_dir,
         topology.rank,
         topology.world,
         tensorboard_writer=get_tensorboard_writer(),
@@ -31,6 +33,7 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
         is_terminal=None if config.progress else False,
         total_iterations=inputs.args.train_iters,
         resume_iteration=start.iteration,
+        trace=Trace.of(config.trace, config.trace_ranks, topology.rank, run_dir),
         meter=device.memory,
         compares=inputs.algorithm.members > 1,
         synchronize=device.synchronize_stream,  # only this stream: copies of the offload may overlap stages

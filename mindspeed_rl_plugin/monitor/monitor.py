@@ -28,6 +28,7 @@ from mindspeed_rl_plugin.monitor.run_files import (
     write_json,
 )
 from mindspeed_rl_plugin.monitor.stage_clock import StageClock, drop_foreign_events
+from mindspeed_rl_plugin.monitor.trace import Trace
 
 METRIC_PREFIX = "rl/"
 TEXT = 4000  # characters that are kept of a prompt or response of an evaluation
@@ -63,6 +64,7 @@ class Monitor:
         is_terminal: bool | None = None,
         total_iterations: int | None = None,
         resume_iteration: int = 0,
+        trace: Trace | None = None,
         meter: Any = None,
         synchronize: Callable[[], None] | None = None,
         info: Mapping[str, Any] | None = None,
@@ -77,7 +79,8 @@ class Monitor:
         if wandb is not None:
             wandb.define_metric(METRIC_PREFIX + "eval/*", step_metric=EVALUATED)
         self._bar_shown = rank == 0 and (sys.stderr.isatty() if is_terminal is None else is_terminal)
-        self.clock = StageClock(run_dir, rank, meter=meter, synchronize=synchronize, resume_iteration=resume_iteration)
+        timing = {"trace": trace, "meter": meter, "synchronize": synchronize, "resume_iteration": resume_iteration}
+        self.clock = StageClock(run_dir, rank, **timing)
         self.begin, self.stage = self.clock.begin, self.clock.stage
         self._dock = JsonLines(self.run_dir / DOCK_FILE.format(rank=rank), resume_iteration)
         self._metrics: JsonLines | None = None

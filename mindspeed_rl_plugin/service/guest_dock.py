@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.dock import Dock, Lease, SampleId, machine
+from mindspeed_rl_plugin.dock import Dock, Lease, SampleId
 from mindspeed_rl_plugin.dock.api import Declared
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.core import OUTSIDE
@@ -21,6 +21,7 @@ from mindspeed_rl_plugin.dock.places import ids_tuple
 from mindspeed_rl_plugin.dock.rpc import REPLY_TIMEOUT, Process, ask, connect, thread
 from mindspeed_rl_plugin.dock.server import DockServer
 from mindspeed_rl_plugin.dock.watch import Watch
+from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.service.invitation import PRINTED, parse_address, read_secret
 from mindspeed_rl_plugin.service.notes import Announced, Follow, News, Report, SubmitPrompts, Told
 

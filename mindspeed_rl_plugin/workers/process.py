@@ -128,6 +128,11 @@ class Worker:
         return answer
 
     @property
+    def who(self) -> str:
+        """Its name in messages."""
+        return f"{self._program.who} of {self._loads}"
+
+    @property
     def ended(self) -> bool:
         """Whether its process was ended and not started again."""
         return self._connection.closed

@@ -24,12 +24,13 @@ from tensordict import TensorDict
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.client import Client
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.dock import Gone, Ragged, Rows, SampleId, VersionBound, from_tensordict, machine
+from mindspeed_rl_plugin.dock import Gone, Ragged, Rows, SampleId, VersionBound, from_tensordict
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.gate import Opening
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.generators.description import JOB, TRAINER_WEIGHTS, Description
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
+from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.rows import Sampling
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.invitation import SECRET_BYTES, write_secret

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from dock_help import COLUMNS, SMALL, STATES, Gathered, prompts
 
-from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, SampleId, machine
+from mindspeed_rl_plugin.dock import Dock, Ragged, Rows, SampleId
 from mindspeed_rl_plugin.dock.factory import Member
 from mindspeed_rl_plugin.dock.rpc import Process
+from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.job_service import JobService
 from mindspeed_rl_plugin.weights.machine_staging import Shared

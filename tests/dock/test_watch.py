@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mindspeed_rl_plugin.dock import machine, machines, watch
+from mindspeed_rl_plugin.dock import machines, watch
 from mindspeed_rl_plugin.dock.messages import Bye, Ping, Stopped
 from mindspeed_rl_plugin.dock.rpc import Stream, thread
 from mindspeed_rl_plugin.dock.server import DockServer
 from mindspeed_rl_plugin.dock.watch import Watch
+from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.service import guest_dock
 from mindspeed_rl_plugin.service.job_service import JobService
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import dock_ranks
 import pytest
 
-from mindspeed_rl_plugin.dock import Gone, machines
+from mindspeed_rl_plugin import processes
+from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.weights.machine_staging import Shared
 
@@ -23,7 +24,7 @@ class Machine:
     """Processes of one machine, which are threads here; counts what is read. slow: seconds of a read."""
 
     def __init__(self, secret: bytes = b"of this job", slow: float = 0.0) -> None:
-        self.me = Process("outside", -1, machines.machine(), secret)
+        self.me = Process("outside", -1, processes.machine(), secret)
         self.made, self.read, self.slow, self.begun = [], [], slow, threading.Event()
         self.error: Exception | None = None
 

@@ -21,9 +21,9 @@ from publish_help import Alone, Gone, Memory, chunks_of
 from reshard_reference import engine_weights, megatron_weights, random_weights
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.dock import machine
 from mindspeed_rl_plugin.dock.rpc import Process
 from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, Parallel, canonical_tensors, engine_layout
+from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.weights import publish as publishing
 from mindspeed_rl_plugin.weights import pull
 from mindspeed_rl_plugin.weights.host_memory import HostWeights

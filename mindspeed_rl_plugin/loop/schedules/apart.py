@@ -35,6 +35,7 @@ from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.groups import GroupStats
 from mindspeed_rl_plugin.stages.measure import Rollout
 from mindspeed_rl_plugin.stages.stage import Stages
+from mindspeed_rl_plugin.status.status_file import also
 
 RAISE_SECONDS = 3.0  # time for the main thread to raise an error of the grading thread
 
@@ -72,6 +73,7 @@ class AsyncSchedule(RolloutSchedule):
         self._longest = LongestFirst(job.plan.sizes.global_batch // job.plan.sizes.members)
         reclaim = None if strict else partial(service.reclaim, generate.SPEC.name)
         self._engines = Engines(service.reports, reclaim, job.ranks.deadline)
+        also("late engines", self._engines.late)
         self._wait = GradeWait(job.ranks, stages["reward"], self.grader, self._look_at_engines, self._who_generates)
         self.evaluations = Evaluations(job, evaluate, self._wait)
         self._closing = threading.Event()

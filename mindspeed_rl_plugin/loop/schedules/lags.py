@@ -38,6 +38,12 @@ class Engines:
         self._silent: list[str] = []
         self._given_up: list[str] = []
 
+    def late(self) -> list[tuple[str, float]]:
+        """Engines without a report for some time, with these seconds."""
+        now = self._clock()
+        heard = [(f"the engine {called(name)}", now - heard) for name, (_, heard) in list(self._heard.items())]
+        return [(text, seconds) for text, seconds in heard if seconds > SILENT_SECONDS / 3]
+
     def text(self) -> str:
         """A text with the number of engines, for an error."""
         silent = f", of which silent: {listed(map(called, self._silent))}" if self._silent else ""

@@ -12,6 +12,7 @@ from mindspeed_rl_plugin.ranks import Collectives, Stall
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.reward import Reward
+from mindspeed_rl_plugin.status.status_file import doing
 
 GRADED_LOOK_SECONDS = 1.0  # longest time that the first rank polls the dock before it tells the other ranks
 PAUSE_SECONDS = 0.005, 0.1  # between two polls: the first pause, and the longest
@@ -36,8 +37,9 @@ class GradeWait:
         and the error that ended this rank's grading thread."""
         self._stall = Stall(self.ranks.deadline)
         asked = torch.tensor(ids, dtype=torch.int64).reshape(-1, 3)  # converted once: this takes longer than a poll
-        while self.ranks.broadcast(self._look(asked) if self.ranks.rank == 0 else None):
-            self.grader.check()
+        with doing("responses and their grades", "ranks"):
+            while self.ranks.broadcast(self._look(asked) if self.ranks.rank == 0 else None):
+                self.grader.check()
 
     def ungraded(self, ids: Sequence[SampleId] | Tensor) -> int:
         """Number of rows that are not graded yet."""

@@ -1,0 +1,139 @@
+"""The status of this process: what its threads do, since when, and for whom they wait.
+
+`doing` only appends to a list. A thread writes the status every few seconds into a file of fixed size in
+SAVE/rl/status. So the file is also a sign of life, and a stage costs no file access. `story` reads these files.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mindspeed_rl_plugin.environment import last_line, on_failure
+from mindspeed_rl_plugin.processes import began, machine
+
+STATUS_FOLDER = "status"  # in SAVE/rl
+WRITE_SECONDS = 2.0  # between two writes
+FILE_BYTES = 8192  # of one file: a write of one block is never seen half
+IN_ORDER = "in order"
+NO_SIGNAL = "none"
+LATE_SECONDS = 5.0  # of one call or wait; a shorter one is no sign of a hang
+
+
+class Activity(NamedTuple):
+    """One thing that a thread does."""
+
+    what: str  # a stage, or what it waits for
+    whom: str  # the process for which it waits, as "rank 3"; "": it waits for nobody
+    since: float  # seconds since 1970, by this machine's clock
+
+
+_threads: dict[tuple[str, int], list[Activity]] = {}  # (name, number) of a thread -> what it does, the innermost last
+_facts: dict[str, Callable[[], Iterable[Any]]] = {}
+
+
+@contextlib.contextmanager
+def doing(what: str, whom: str = "") -> Iterator[None]:
+    """In the context this thread does `what`; see `Activity`."""
+    key = threading.current_thread().name, threading.get_ident()
+    entries = _threads.setdefault(key, [])
+    entries.append(Activity(what, whom, time.time()))
+    try:
+        yield
+    finally:
+        entries.pop()
+        if not entries:
+            _threads.pop(key, None)
+
+
+def also(name: str, fact: Callable[[], Iterable[Any]] | None) -> None:
+    """Write a further fact with each status. The first word of `name` is its kind. "late": processes outside of the
+    ranks for which this one waits, as (text, seconds); "silent": ranks without a sign of life, as (name, seconds).
+
+    fact: called in another thread; None: no longer."""
+    if fact is None:
+        _facts.pop(name, None)
+    else:
+        _facts[name] = fact
+
+
+class StatusFile:
+    """The file of this process. name: as "rank 3"; ranks: number of trainers, 0 for a process that is none; stacks: the
+    signal at which the process writes the Python stacks of its threads, or NO_SIGNAL."""
+
+    def __init__(self, folder: Path, name: str, ranks: int, stacks: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._writing = folder, threading.Lock()
+        self._file = os.open(folder / name.replace(" ", "-"), os.O_CREAT | os.O_WRONLY, 0o644)
+        here = {"machine": machine(), "process": os.getpid(), "began": began(os.getpid())}
+        self._about, self._over = {"name": name, "ranks": ranks, "signal": stacks, **here}, threading.Event()
+        if stacks != NO_SIGNAL:  # not Python's own handler: a main thread that hangs in a library does not run it
+            self._stacks = open(stacks_file(folder, name), "w")  # noqa: SIM115 - open as long as the process
+            faulthandler.register(signal.Signals[stacks], self._stacks, all_threads=True)
+        self.write()
+        threading.Thread(target=self._work, name="status", daemon=True).start()
+
+    def end(self, how: str) -> None:
+        """Write for the last time. how: IN_ORDER, or why the process ends."""
+        if not self._over.is_set():
+            self._over.set()
+            self.write(how)
+
+    def write(self, ended: str = "") -> None:
+        """Write the status. Only the innermost entries, and no facts, are written if all is too long for the file."""
+        threads = [(name, [e._asdict() for e in list(entries)]) for (name, _), entries in list(_threads.items())]
+        facts: dict[str, list[Any]] = {}
+        for name, fact in list(_facts.items()):
+            facts.setdefault(name.split()[0], []).extend(fact())
+        status = {**self._about, "now": time.time(), "ended": ended[:500], "said": last_line()[:500]}
+        full = status | {"threads": threads, "facts": facts}
+        short = status | {"threads": [(name, entries[-1:]) for name, entries in threads[:20]], "facts": {}}
+        data = next((d for d in (json.dumps(s).encode() for s in (full, short)) if len(d) <= FILE_BYTES), b"{}")
+        with self._writing, contextlib.suppress(OSError):  # the file system may be unavailable for a while
+            os.pwrite(self._file, data.ljust(FILE_BYTES), 0)
+
+    def _work(self) -> None:
+        while not self._over.wait(WRITE_SECONDS):
+            self.write()
+
+
+_own: StatusFile | None = None
+
+
+def begin(save: str, name: str, ranks: int = 0, stacks: str = NO_SIGNAL) -> None:
+    """From now on this process has a status file. Idempotent. The arguments: see `StatusFile`."""
+    global _own
+    if _own is None:
+        _own = StatusFile(folder_of(save), name, ranks, stacks)
+        atexit.register(_own.end, IN_ORDER)
+        on_failure(_own.end)
+
+
+def folder_of(save: str) -> Path:
+    """Folder of the status files of a job."""
+    return Path(save, "rl", STATUS_FOLDER).absolute()
+
+
+def stacks_file(folder: Path, name: str) -> Path:
+    """The file into which a process writes its stacks."""
+    return folder / f"{name.replace(' ', '-')}.stacks"
+
+
+def own_folder() -> Path | None:
+    """Folder of this job's status files; None before `begin`."""
+    return _own and _own.folder
+
+
+def clear(save: str) -> None:
+    """Remove the files of an earlier start. Called by the first rank before any process of this start begins."""
+    shutil.rmtree(folder_of(save), ignore_errors=True)
