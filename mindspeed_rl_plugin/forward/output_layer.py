@@ -77,7 +77,7 @@ def score(
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
     else:
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
-    # Not `batch.mask`: the update drops rows that earlier passes scored, and products of other sizes round differently.
+    # Also rows that the update masks, as in earlier passes: matrix products of another size round differently.
     scored = batch.columns.get("scored", batch.mask).bool()
     wanted = scored.t().reshape(-1).nonzero()[:, 0]
     logp, entropy = chunked_token_logps(

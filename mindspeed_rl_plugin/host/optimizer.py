@@ -21,8 +21,8 @@ PIECE = 1 << 18
 class HostAdam(torch.optim.Optimizer):
     """Adam and AdamW with one integer `step` per parameter group, as in Apex's FusedAdam.
 
-    The update is torch's functional `adamw` or `adam`, on PIECE numbers at a time, so that its temporaries (twice the
-    size of its inputs) stay in the processor's cache. adam_w_mode: decoupled weight decay (AdamW).
+    The update is torch's functional `adamw` or `adam`, on PIECE numbers at a time, so that its temporaries (two or
+    three tensors of a piece's size) stay in the processor's cache. adam_w_mode: decoupled weight decay (AdamW).
     """
 
     def __init__(

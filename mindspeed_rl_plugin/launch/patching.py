@@ -170,7 +170,7 @@ def _register_with_mindspeed(patches: tuple[Patch, ...]) -> None:
     from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
 
     class ReinforcementLearningFeature(MindSpeedFeature):
-        """Level 0: applied under any --optimization-level; the hooks check for RL."""
+        """Level 0: applied under any --optimization-level; without --rl-algorithm the hooks call the originals."""
 
         def __init__(self) -> None:
             super().__init__("mindspeed-rl-plugin", optimization_level=0)

@@ -131,7 +131,7 @@ def _vocabulary(padded: Callable[[ModelShape], int]) -> Callable[[Cut], Stored]:
 
 
 def _head_part(cut: Cut) -> Stored:
-    """For each head of the rank in order, the rows that the two sizes of `Row.of_head` choose."""
+    """For each head of the rank, in order: skip as many rows as `Row.of_head[0]` says, take as many as `[1]` says."""
     before, size = (getattr(cut.shape, name) if name else 0 for name in cut.row.of_head)
     heads, each = cut.share(cut.shape.heads, "attention heads"), cut.part()[0] // cut.shape.heads
     first = cut.rank * heads

@@ -16,7 +16,7 @@ SETUP = "setup"  # key of `Setup` in run.json
 class Setup:
     """The flags on which a run's time depends."""
 
-    sizes: Arithmetic  # a trainer is a data parallel rank; `engines`: all engines that the flags name
+    sizes: Arithmetic  # here `engines` counts all engines that the flags name
     schedule: str = "sync"
     slots: int = 256  # sequences that an engine decodes at the same time
     graders: int = 2  # reward workers, of all ranks
@@ -26,7 +26,7 @@ class Setup:
     prompt_tokens: int = 0  # mean of the prompts; 0: not known
     limit: int = 2**20  # most tokens of a response
     rounds: int = 0  # of dynamic sampling, 0 without it
-    trainer_ranks: int = 1  # of one trainer
+    trainer_ranks: int = 1  # of one trainer, which is one data parallel replica
     engine_ranks: int = 1  # of one engine
     old_read: bool = False  # result of `reads_old_logps`
     ruled_out: Mapping[str, str] = field(default_factory=dict)  # schedules that other flags exclude, each with the flag
@@ -55,7 +55,7 @@ class Setup:
 
     @property
     def world(self) -> int:
-        """Ranks of the job."""
+        """Ranks of all trainers; with async also of all engines, those on Ray and those behind a URL included."""
         trainers, engines = self.sizes.data_parallel * self.trainer_ranks, self.sizes.engines * self.engine_ranks
         return trainers + engines if self.schedule == "async" else trainers
 

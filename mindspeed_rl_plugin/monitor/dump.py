@@ -1,7 +1,7 @@
 """Dumps: every rollout as one Parquet file, written atomically, and read back into rows.
 
-One row per sample. Per-token lists have the response only: the dock's columns without the prompt. The prompt's token
-ids are a separate column. With several turns, the response includes observations, and the turns have columns, too.
+One row per sample. Lists per token are the dock's columns without the prompt's part. The prompt's token ids are a
+separate column. With several turns, the response includes observations, and the turns have columns, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def dump_rollout(
 
 
 def read_rollout(path: str | os.PathLike[str]) -> Rows:
-    """The rows of a dump with their main columns of the dock; per-token columns are 0 on prompt tokens."""
+    """The rows of a dump: prompt, tokens, columns per token (0 in the prompt), segments, rewards, finish, version."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(path)
@@ -162,5 +162,5 @@ def _ragged(array: Any) -> Ragged:
 
 
 def _utf8(text: str) -> str:
-    """Valid UTF-8: half a surrogate pair, which a model may produce, becomes "?"."""
+    """Valid UTF-8: half a surrogate pair, which Arrow would refuse, becomes "?"."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -12,7 +12,7 @@ A run directory holds
     events-rank{r}.jsonl   one object per line: {"iteration", "stage", "rank", "start", "end", "peak_bytes"}, and
                            "failed": the error's name if the stage raised
     events-apart.jsonl     one object per line: {"iteration", "process", "stage", "start", "end"}, of engines in
-                           processes that do not train; process WEIGHTS_PROCESS: stage PUBLISHED + the published version
+                           processes that do not train; process "weights", stage "version 8": time of that publication
     dock-rank{r}.jsonl     one object per rollout: the rank's traffic with the dock (docs/dock.md)
 
 and, if a dump directory is set, `rollout-{done:06d}.parquet` (see dump.py) and `dumps-of.json`, which names the run
@@ -38,7 +38,7 @@ APART_FILE = "events-apart.jsonl"
 HELD_OUT_FILE = "heldout.jsonl"
 LOG_FILE = "log.txt"
 WEIGHTS_PROCESS, PUBLISHED = "weights", "version "
-GENERATOR = "generator"  # prefix of the names of engines on ranks of the job's launcher
+GENERATOR = "generator"  # names of engines that are ranks of the job's launcher begin with it
 RUN_FILE = "run.json"
 OWNER_FILE = "dumps-of.json"
 # Settings in run.json other than RL flags.
@@ -91,8 +91,8 @@ def run_id(run_dir: str | os.PathLike[str]) -> str | None:
 
 def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str], *, resumed: bool) -> None:
     """Refuse to mix the dumps of two runs: raises ValueError if `dump_dir` has dumps of another run than `run_dir`'s.
-    Dumps of a run whose directory was moved have its id, but another directory. A resumed run may also have
-    dumps that name no run (those of an older version of the plugin), or a directory that does not exist any more."""
+    Dumps with this run's id are its own, also if its directory was moved. A resumed run also accepts dumps that name
+    no run (an older version of the plugin wrote them), or name a directory that does not exist any more."""
     dumps = dump_files(dump_dir)
     if not dumps:
         return
@@ -101,7 +101,7 @@ def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str
     where, identity = owner.get("run_dir"), owner.get("id")
     if where == os.path.abspath(run_dir) or resumed and (where is None or not Path(where).is_dir()):
         return
-    if identity and identity == run_id(run_dir) and identity != run_id(where):  # else one run is a copy of the other
+    if identity and identity == run_id(run_dir) and identity != run_id(where):  # the directory was moved, not copied
         return
     raise ValueError(
         f"--rl-dump-dir {dump_dir} holds {len(dumps)} rollouts of another run ({where or 'its name is unknown'}); "
@@ -143,7 +143,7 @@ def to_json(value: Mapping[str, Any], indent: int = 0) -> str:
 
 
 class JsonLines:
-    """An append-only file of JSON objects that survives a kill: one write and one flush per line. For one thread.
+    """A file of JSON objects that survives a kill: `append` flushes each line, `replace` is atomic. For one thread.
     resume_iteration: of the checkpoint. At 0 the file of an earlier run is renamed to `.old`. Otherwise its lines up to
     that iteration are kept (`lines_kept`), and an incomplete last line of a crash is removed."""
 
@@ -233,7 +233,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_apart(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Events of processes outside of the ranks, in order of time; empty if there are none."""
+    """Events of engines in processes that do not train, and of publications, in order of time; empty if none."""
     path = Path(run_dir) / APART_FILE
     return sorted(read_jsonl(path), key=lambda e: e["start"]) if path.exists() else []
 

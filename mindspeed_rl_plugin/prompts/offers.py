@@ -21,7 +21,7 @@ class Offers:
     """Offered prompts that wait, on the leader rank. Thread-safe.
 
     data: the run's prompts; offered rows have the same format.
-    check_fields, check_answers: raise ValueError for fields and answers (by place of row) that graders cannot use.
+    check_fields, check_answers: get fields or answers, by place of a row; raise ValueError if graders cannot use them.
     rollout: number of prompts of one rollout.
     resumes: whether the run resumes from a checkpoint. Programs then wait until `load` has restored the saved prompts,
     or until the first `take` if none were saved.

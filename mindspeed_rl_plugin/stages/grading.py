@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.stages.reward import Reward
 
 IDLE_SECONDS = 0.5  # time that a lease waits for responses when none is being graded
-PACE_SECONDS = 0.05  # first pause between two leases that do not wait: each lease takes time from the engine
+PACE_SECONDS = 0.05  # shortest pause after a lease that is not full: each lease takes time from the engine
 MOST_TIMES = 64  # limit of a lease, in multiples of the rows that keep the graders busy: leaves rows to other ranks
 THREAD_STOP_SECONDS = 10.0  # time for the thread to end; it may be in a call of the dock
 
@@ -21,7 +21,7 @@ class GradingThread:
     """Leases ready responses from the state of `stage`, as many as keep the graders busy, and commits their grades. If
     a grader is called with groups, a lease has complete groups.
 
-    stage: of this rank. From `start` to `finish` or `stop`, only the thread uses its pool of graders.
+    stage: of this rank. From `start` to `finish`, `rest` or `stop`, only the thread uses the stage's graders.
     members: rows of a group.
     failed: called in the thread with the error that ended it.
     """

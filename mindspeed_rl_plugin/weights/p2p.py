@@ -27,7 +27,7 @@ class P2PChannel:
         self.sent = self.received = 0
 
     def post(self, what: str, sends: Sequence[TensorMessage], receives: Sequence[TensorMessage]) -> MessageBatch:
-        """Start the messages together; `what` names them in errors. nccl and hccl ignore tags: with them, two ranks
+        """Start the messages together; `what` names them in errors. nccl and hccl ignore tags; there two ranks
         must list the messages between them in the same order."""
         for tensor, _, _ in sends:
             # Tells `host.collectives.isend` that no copy is needed: the batch keeps the tensor until `wait` returns.

@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.workers.process import WROTE, Worker
 
-GRACE = 1.0  # seconds for a coroutine to end after it was cancelled at its limit; else it hangs
+GRACE = 1.0  # seconds in which a coroutine that was cancelled at its limit must end; later it counts as hanging
 RESTARTS = 2  # how often in a row a process may end before it reads its call
 CALL_DIVISOR = 16  # after a process ended during n calls, n / CALL_DIVISOR of them may run together
 AGAIN = object()  # instead of an answer: the call must be made again

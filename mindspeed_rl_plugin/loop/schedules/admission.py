@@ -22,7 +22,7 @@ class Admission:
     rollouts: number of rollouts of the run.
     published: number of the newest publication, -1 before the first.
     admitted, dropped: numbers of groups so far.
-    versions: number of a publication -> its weight version, for the newest `staleness` + 1 publications.
+    versions: number of a publication -> its weight version (0 for the first one), for the newest `staleness` + 1.
     """
 
     rollout: int
@@ -56,7 +56,7 @@ class Admission:
     def publish(self, version: int, number: int) -> None:
         """Publication `number` holds the weights of `version`. A resume, and the end of a run, may repeat a number."""
         assert number in (self.published, self.published + 1), (number, self.published)
-        # Version 0: groups that a synchronous run deferred count as sampled by the first publication.
+        # The first is entered as version 0: `lag` then finds it also for groups that a synchronous run deferred.
         first = self.published < 0
         self.published = number
         oldest = number - self.staleness

@@ -16,7 +16,7 @@ class Publications:
 
     trainer: this rank's trainer, which publishes its weights.
     kept: how many of the newest versions the trainer keeps.
-    readable: versions that responses may name; this rank refuses others.
+    readable: versions that may have sampled a response; this rank refuses a response that names another one.
     versions: that this process has published and the trainer keeps, the newest last.
     nbytes: size of this rank's last publication.
     """

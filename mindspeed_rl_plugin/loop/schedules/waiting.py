@@ -19,7 +19,7 @@ PAUSE_SECONDS = 0.005, 0.1  # between two polls: the first pause, and the longes
 
 
 class GradeWait:
-    """check: called regularly by the first rank; it may raise. who: a text about the engines, for an error."""
+    """check: called regularly by the first rank; it may raise. who: returns a text about the engines, for an error."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class GradeWait:
         # Any graded row is progress: engines may be busy with an evaluation, whose rows they take first.
         if left and self._stall.seen((left, self.stage.dock.remaining(self.stage.spec.name))):
             raise TimeoutError(
-                f"{left} of {len(ids)} responses (from {tuple(ids[0].tolist())} on) are not graded, none was graded "
-                f"for {self.ranks.deadline:g} s (--rl-wait-timeout); {self._who()}"
+                f"{left} of {len(ids)} responses (first id of all: {tuple(ids[0].tolist())}) are not graded, "
+                f"none was graded for {self.ranks.deadline:g} s (--rl-wait-timeout); {self._who()}"
             )
         return left

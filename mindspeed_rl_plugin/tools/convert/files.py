@@ -89,7 +89,7 @@ def tokenizer_files(source: Path) -> list[Path]:
 
 
 def check_loads(folder: Path, tokenizer: bool, trust_remote_code: bool) -> list[str]:
-    """Load config.json and the tokenizer, as written. Returns notes: files of unknown use, and what was not loaded.
+    """Load the written config.json and tokenizer. Returns notes: files of unknown use, and what was not loaded.
     Raises ValueError, with the reason, if one of the two cannot be loaded."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -3,7 +3,7 @@
 The script runs in bash, in the current directory, with the stand-ins of `standins.sh`. A launch is recorded and starts
 nothing. Commands with effects outside the rehearsal's folder are listed and not run. A missing path of a `source` or
 `cd` is recorded; `source` is then skipped, and `cd` goes to an empty folder. All other commands run. With Landlock
-(`confine.py`) they can change no file outside of the rehearsal; without it the only limit is that `>` replaces none.
+(`confine.py`) they change no file outside of the rehearsal; without it the only limit is that `>` overwrites no file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CapturedLaunch:
     env: dict[str, str]
     exported: dict[str, str]  # variables that the script set or changed
     missing: tuple[str, ...]  # missing files that it sources, and missing folders that it enters
-    started: int  # number of launches by the script, of which this is the first
+    started: int  # number of different launches by the script, of which this is the first
     skipped: tuple[str, ...] = ()  # commands that were not run
     confined: bool = True  # whether it could write only in the rehearsal's folders
     attached: bool = False  # whether the launch itself uses this plugin
@@ -120,7 +120,7 @@ def run(
     cwd: Path | None = None,
     until: Callable[[], bool] = lambda: True,
 ) -> Done:
-    """Run a command with its output in `log`. Its processes are killed when it ends, at the latest after `timeout`
+    """Run a command with its output in `log`. Its processes are killed when it ends (see `until`) or after `timeout`
     seconds. until: whether work that it left in the background is done; after a successful end this is awaited for
     at most IN_BACKGROUND seconds, before the processes are killed."""
     streams, began = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}, time.monotonic()
