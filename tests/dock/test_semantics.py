@@ -20,10 +20,10 @@ from mindspeed_rl_plugin.dock import (
     VersionBound,
     cells,
     core,
-    machine,
     messages,
 )
 from mindspeed_rl_plugin.dock.controller import Controller
+from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.job_service import JobService
 
